@@ -1,0 +1,33 @@
+# Two commands: `make quickstart` (PPO on a real language model) and `make test`. Each creates .venv by itself.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help install quickstart test test-all check bench clean
+help:            ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+$(VENV)/.installed: constraints.txt setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "realrl needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=/path/to/python3.11"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check setuptools wheel
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev,viz,parquet,quickstart]'
+	@touch $@
+
+install: $(VENV)/.installed   ## create .venv with the pinned set
+
+quickstart: install   ## fetch a real model and human ratings, train a reward model, run PPO, print what changed
+	$(BIN)/python scripts/quickstart.py
+
+test: install   ## the tests, under 10 minutes on two cores
+	scripts/test
+
+test-all: install   ## the tests and the heavier sweeps
+	scripts/test -m 'not gpu'
+
+check: install   ## format, lint, types, layers, sizes
+	scripts/check
+
+clean:   ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build *.egg-info

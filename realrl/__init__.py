@@ -1,0 +1,1 @@
+"""realrl: a declarative dataflow-graph runtime for RLHF."""

@@ -1,0 +1,188 @@
+"""What an algorithm sees of a model: the `Engine` protocol, `Model`, and the `ModelInterface` it implements.
+
+Nothing here knows meshes, ranks or layouts. An interface receives its rank's share of the samples; sums over the whole
+batch go through `Engine.all_reduce`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from realrl.config.schema import GenerationConfig
+from realrl.data.sample import SequenceSample
+from realrl.graph.mfc import ModelName
+
+
+class ForwardOutput(Protocol):
+    """Lazy result of one forward pass over a packed micro-batch of T tokens in S sequences.
+
+    Transitions are the T - S pairs (t, t + 1) inside a sequence, packed in order.
+    """
+
+    def logprobs(self, temperature: float = 1.0) -> torch.Tensor:
+        """float32 [T - S]: log-probability of each next token under softmax(logits / temperature)."""
+
+    def logprobs_and_entropy(self, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [T - S] each; the entropy carries gradient."""
+
+    def scores(self) -> torch.Tensor:
+        """float32 [T]: output of a value or reward head."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Sums, not means, over the micro-batch: the engine divides by the normaliser of the whole minibatch.
+
+    Attributes:
+        loss: scalar with gradient.
+        stats: detached scalar sums; reduced over micro-batches and ranks, then divided by the same normaliser.
+        maxima: detached scalars that are reduced by maximum instead.
+    """
+
+    loss: torch.Tensor
+    stats: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    maxima: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+LossFn = Callable[[ForwardOutput, SequenceSample], LossOutput]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """One minibatch: reduced stats, and whether the optimizer stepped.
+
+    `grad_norm` is the global norm before clipping; `lr` the learning rate used.
+    """
+
+    stats: Mapping[str, float]
+    grad_norm: float
+    lr: float
+    stepped: bool
+
+
+@dataclass(frozen=True)
+class MicroBatching:
+    """A count of micro-batches, or a token budget for each; both None means one micro-batch."""
+
+    n_mbs: int | None = None
+    max_tokens_per_mb: int | None = None
+
+
+class Engine(Protocol):
+    """Runs one role's module, wherever its shards are."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def train_batch(
+        self,
+        minibatch: SequenceSample,
+        loss_fn: LossFn,
+        *,
+        normaliser: float,
+        micro_batching: MicroBatching,
+        skip_step: Callable[[Mapping[str, float]], bool] | None = None,
+    ) -> TrainResult:
+        """Forward, backward and one optimizer step over this rank's share of a minibatch.
+
+        Args:
+            minibatch: must hold `input_ids`; passed to `loss_fn` micro-batch by micro-batch.
+            normaliser: tokens or sequences of the whole minibatch over all ranks; the loss is sum / normaliser.
+            skip_step: decides from the reduced stats whether this minibatch's optimizer step is left out.
+        """
+
+    def forward(
+        self,
+        batch: SequenceSample,
+        post_fn: Callable[[ForwardOutput, SequenceSample], torch.Tensor],
+        *,
+        micro_batching: MicroBatching,
+    ) -> torch.Tensor:
+        """Inference without gradient; concatenates `post_fn`'s results (dim 0) in the order of `batch`."""
+
+    def generate(
+        self,
+        prompts: SequenceSample,
+        generation: GenerationConfig,
+        *,
+        seed: int,
+        step: int,
+        eos_id: int,
+    ) -> GenerationResult:
+        """Sample `generation.n_responses` responses for each sample's `prompt_ids`."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """"sum" or "max" over the ranks that hold different samples; returns a new tensor."""
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Responses, `n_responses` consecutive entries per sample, in sample order.
+
+    Attributes:
+        responses: int64 tokens of each response, the stop token included when there is one.
+        logprobs: float32, of the distribution that was sampled from (temperature, top-k, top-p, minimum length).
+        policy_logprobs: float32, of softmax(logits / temperature) alone: what training recomputes.
+        truncated: whether the response ended without a stop token.
+    """
+
+    responses: list[torch.Tensor]
+    logprobs: list[torch.Tensor]
+    policy_logprobs: list[torch.Tensor]
+    truncated: list[bool]
+
+
+@dataclass
+class Model:
+    """One role on this worker: its engine, tokenizer (a `transformers` fast tokenizer) and version."""
+
+    name: ModelName
+    engine: Engine
+    tokenizer: Any
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """What an interface may know about the call it serves.
+
+    `minibatches` are this rank's sample ids per minibatch (one tuple only, unless the call trains).
+    """
+
+    call: str
+    step: int
+    seed: int
+    micro_batching: MicroBatching
+    minibatches: tuple[tuple[str, ...], ...]
+    generation: GenerationConfig
+    algorithm: Any
+
+
+class ModelInterface(ABC):
+    """The algorithm's side of a call. Instances live as long as the run and may keep state between calls.
+
+    `generate` and `inference` return a `SequenceSample` with the ids of `batch` and the call's output keys;
+    `train_step` returns metrics that are equal on all ranks.
+    """
+
+    def generate(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
+        raise NotImplementedError(f"{type(self).__name__} cannot generate")
+
+    def inference(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
+        raise NotImplementedError(f"{type(self).__name__} has no inference")
+
+    def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
+        raise NotImplementedError(f"{type(self).__name__} cannot train")
+
+    def state_dict(self) -> dict[str, Any]:
+        """State that an exact continuation needs (value statistics, KL controller); tensors and numbers only."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state:
+            raise ValueError(f"{type(self).__name__} keeps no state, but a checkpoint holds {sorted(state)}")

@@ -1,0 +1,130 @@
+"""The vocabulary of a declared algorithm: calls, their roles, interfaces and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from realrl.errors import GraphError
+
+
+class InterfaceType(Enum):
+    """What a call does with its role."""
+
+    GENERATE = "generate"
+    INFERENCE = "inference"
+    TRAIN_STEP = "train_step"
+
+
+@dataclass(frozen=True, order=True)
+class ModelName:
+    """One replica of a role; replica 0 is where the role is trained (or first loaded)."""
+
+    role: str
+    replica_id: int = 0
+
+    def __str__(self) -> str:
+        return self.role if self.replica_id == 0 else f"{self.role}#{self.replica_id}"
+
+
+@dataclass(frozen=True)
+class InterfaceRef:
+    """A `ModelInterface` by registered name or ``"package.module:Class"``, with its constructor arguments."""
+
+    name: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OffloadHook:
+    """After the call, move the role's parameters to host memory."""
+
+
+@dataclass(frozen=True)
+class ParamReallocHook:
+    """Move parameters between replicas: ``target = eta * source + (1 - eta) * target``.
+
+    Exactly one of `source` and `target` is given; the other end is the call's own replica.
+    """
+
+    source: ModelName | None = None
+    target: ModelName | None = None
+    eta: float = 1.0
+
+    def __post_init__(self) -> None:
+        if (self.source is None) == (self.target is None):
+            raise GraphError("a ParamReallocHook needs exactly one of source and target")
+        if not 0.0 < self.eta <= 1.0:
+            raise GraphError(f"a ParamReallocHook needs 0 < eta <= 1, not {self.eta}")
+
+
+Hook = OffloadHook | ParamReallocHook
+
+
+@dataclass(frozen=True)
+class MFCDef:
+    """One model function call of the algorithm's dataflow graph.
+
+    Args:
+        name: unique name of the call.
+        model_name: role, or `ModelName(role, replica_id)`.
+        interface_type: generate, inference or train_step.
+        interface_impl: registered interface name, or an `InterfaceRef`.
+        input_keys: keys that the call reads; edges to their producers are inferred.
+        output_keys: keys that the call produces.
+        input_key_remap: graph key -> name under which the interface sees it.
+        output_key_remap: name that the interface returns -> graph key.
+        n_seqs: samples per call.
+        min_n_seqs: the call may start on this many samples as they become available (streaming).
+        n_mbs: number of micro-batches per minibatch and rank.
+        max_tokens_per_mb: token budget of a micro-batch; takes the place of `n_mbs`.
+        n_minibatches: optimizer steps per train_step call and pass over the batch.
+        balanced_dp: give every data-parallel rank the same number of samples, not of tokens.
+        log_return_value: write the call's returned metrics to the log.
+        max_staleness: how many versions behind a non-training call may read its role.
+        pre_hooks, post_hooks: run on the call's mesh before and after it.
+
+    Raises:
+        GraphError: a name, count or hook is invalid by itself.
+    """
+
+    name: str
+    model_name: str | ModelName
+    interface_type: InterfaceType
+    interface_impl: str | InterfaceRef
+    input_keys: tuple[str, ...] = ()
+    output_keys: tuple[str, ...] = ()
+    input_key_remap: Mapping[str, str] = field(default_factory=dict)
+    output_key_remap: Mapping[str, str] = field(default_factory=dict)
+    n_seqs: int = 1
+    min_n_seqs: int | None = None
+    n_mbs: int | None = None
+    max_tokens_per_mb: int | None = None
+    n_minibatches: int = 1
+    balanced_dp: bool = False
+    log_return_value: bool = False
+    max_staleness: int = 0
+    pre_hooks: tuple[Hook, ...] = ()
+    post_hooks: tuple[Hook, ...] = ()
+
+    @property
+    def model(self) -> ModelName:
+        """The replica that the call runs on."""
+        return self.model_name if isinstance(self.model_name, ModelName) else ModelName(self.model_name)
+
+    @property
+    def role(self) -> str:
+        """The role of `model`."""
+        return self.model.role
+
+    @property
+    def interface(self) -> InterfaceRef:
+        """The interface as a reference, whichever way it was given."""
+        return self.interface_impl if isinstance(self.interface_impl, InterfaceRef) else InterfaceRef(self.interface_impl)
+
+    @property
+    def is_train(self) -> bool:
+        """Whether the call updates its role."""
+        return self.interface_type is InterfaceType.TRAIN_STEP

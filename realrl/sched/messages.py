@@ -1,0 +1,237 @@
+"""What the master and its workers say to each other: sample metadata, requests, replies.
+
+All are msgspec structs: they travel over any transport, and a log of them replays a run in a test. Requests to one
+worker carry `seq`, numbered from 0 without gaps, and are executed in that order; a reply repeats the `seq` it answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class Per(Enum):
+    """What one row of a key's data belongs to; L is the sequence's number of tokens."""
+
+    TOKEN = "token"  # L rows per sequence
+    TRANSITION = "transition"  # L - 1 rows per sequence: row t is about predicting token t + 1
+    SEQUENCE = "sequence"  # 1 row per sequence
+    SAMPLE = "sample"  # 1 row per sample
+
+
+class KeySchema(msgspec.Struct, frozen=True):
+    """dtype (a torch name such as "int64") and granularity of one key; `trailing` is the shape of one row."""
+
+    dtype: str
+    per: Per
+    trailing: tuple[int, ...] = ()
+
+
+class SampleMeta(msgspec.Struct, frozen=True):
+    """A batch without its tensors.
+
+    Attributes:
+        ids: stable sample ids, unique among living samples.
+        schemas: key -> schema.
+        seqlens: key -> per sample -> per sequence -> rows of that key's packed data.
+    """
+
+    ids: tuple[str, ...]
+    schemas: Mapping[str, KeySchema]
+    seqlens: Mapping[str, tuple[tuple[int, ...], ...]]
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """Rows of one key that `target` lacks and fetches from `source` (global ranks) before its call starts."""
+
+    source: int
+    target: int
+    key: str
+    ids: tuple[str, ...]
+
+
+# ---------------------------------------------------------------- requests, master -> worker
+
+
+class Initialize(msgspec.Struct, frozen=True, tag=True):
+    """Build process groups, roles and (on the dataset rank) the dataset from the resolved run.
+
+    Attributes:
+        run: the resolved run as JSON (`RunConfig`, experiment reference).
+        peers: data-server address of every rank, by rank; empty where no transfer can happen.
+        rendezvous: address of the collective rendezvous ("host:port"), or "" for a single worker.
+        resume_from: checkpoint folder to continue from, or "".
+    """
+
+    seq: int
+    run: bytes
+    peers: tuple[str, ...]
+    rendezvous: str
+    resume_from: str = ""
+
+
+class LoadSamples(msgspec.Struct, frozen=True, tag=True):
+    """Materialise dataset rows as samples in the worker's store; `ids[i]` is made from row `rows[i]`."""
+
+    seq: int
+    ids: tuple[str, ...]
+    rows: tuple[int, ...]
+
+
+class RunCall(msgspec.Struct, frozen=True, tag=True):
+    """Run this rank's part of one call.
+
+    Attributes:
+        dispatch_id: unique number of the dispatch; the same on all ranks of the mesh.
+        step: step from 1.
+        minibatches: this rank's sample ids, one tuple per minibatch (one only, unless the call trains).
+        transfers: rows this rank lacks (its own id is every transfer's `target`).
+    """
+
+    seq: int
+    dispatch_id: int
+    call: str
+    step: int
+    minibatches: tuple[tuple[str, ...], ...]
+    transfers: tuple[Transfer, ...]
+
+
+class FreeSamples(msgspec.Struct, frozen=True, tag=True):
+    """Drop the samples: every reader is done."""
+
+    seq: int
+    ids: tuple[str, ...]
+
+
+class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
+    """Write this rank's share of a checkpoint under `directory` (a temporary folder that the master renames)."""
+
+    seq: int
+    step: int
+    directory: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """Leave the process groups and exit."""
+
+    seq: int
+
+
+Request = Initialize | LoadSamples | RunCall | FreeSamples | SaveCheckpoint | Shutdown
+
+
+# ---------------------------------------------------------------- replies, worker -> master
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A stretch of one worker's time for the trace; seconds since the epoch of the host's clock."""
+
+    name: str
+    kind: str  # "call" | "transfer" | "wait" | "load" | "save" | "init"
+    start_s: float
+    end_s: float
+    args: Mapping[str, str | int | float] = {}
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """First message of a worker: it runs and listens."""
+
+    rank: int
+    pid: int
+    data_address: str  # where its samples can be pulled from, or ""
+    protocol_version: int = PROTOCOL_VERSION
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Initialize is done. `row_ids` names every usable dataset row (dataset rank only)."""
+
+    rank: int
+    seq: int
+    row_ids: tuple[str, ...]
+    n_dropped: int
+    notes: tuple[str, ...]  # what the user should know, e.g. "3 of 512 prompts longer than 128 tokens were dropped"
+    spans: tuple[Span, ...] = ()
+
+
+class SamplesLoaded(msgspec.Struct, frozen=True, tag=True):
+    rank: int
+    seq: int
+    meta: SampleMeta
+    spans: tuple[Span, ...] = ()
+
+
+class CallDone(msgspec.Struct, frozen=True, tag=True):
+    """This rank finished its part. `output` is empty (None) on ranks that keep no output and for train_step.
+
+    `metrics` are already reduced over the mesh: all ranks report the same numbers.
+    """
+
+    rank: int
+    seq: int
+    dispatch_id: int
+    call: str
+    step: int
+    output: SampleMeta | None
+    metrics: Mapping[str, float]
+    spans: tuple[Span, ...]
+    bytes_received: int = 0
+    memory_gb: float = 0.0
+
+
+class SamplesFreed(msgspec.Struct, frozen=True, tag=True):
+    rank: int
+    seq: int
+
+
+class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
+    rank: int
+    seq: int
+    step: int
+    spans: tuple[Span, ...] = ()
+
+
+class Goodbye(msgspec.Struct, frozen=True, tag=True):
+    """Shutdown is done; the worker exits."""
+
+    rank: int
+    seq: int
+
+
+class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
+    """The request could not be completed; the worker executes nothing more but Shutdown."""
+
+    rank: int
+    seq: int
+    call: str | None
+    step: int | None
+    error: str  # class name of the exception
+    message: str
+    traceback: str
+    exit_code: int
+    sample_ids: tuple[str, ...] = ()
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """Sent at a fixed interval by a thread beside the computation."""
+
+    rank: int
+    seq: int  # request being executed, or -1
+    activity: str  # "idle", or what the worker is doing: "actor_gen", "transfer for actor_train", ...
+    busy_s: float
+
+
+Reply = (
+    Hello
+    | Ready
+    | SamplesLoaded
+    | CallDone
+    | SamplesFreed
+    | CheckpointSaved
+    | Goodbye
+    | WorkerFailed
+    | Heartbeat
+)
