@@ -1,1 +1,64 @@
-"""realrl: a declarative dataflow-graph runtime for RLHF."""
+"""realrl: a declarative dataflow-graph runtime for RLHF.
+
+Public names are imported when they are first used, so that ``import realrl`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from realrl.algo.api import ModelInterface as ModelInterface
+    from realrl.algo.registry import register_interface as register_interface
+    from realrl.config.schema import RunConfig as RunConfig
+    from realrl.config.schema import Section as Section
+    from realrl.data.sample import SequenceSample as SequenceSample
+    from realrl.experiment import DatasetKind as DatasetKind
+    from realrl.experiment import Experiment as Experiment
+    from realrl.experiment import Role as Role
+    from realrl.graph.build import build_graph as build_graph
+    from realrl.graph.mfc import InterfaceRef as InterfaceRef
+    from realrl.graph.mfc import InterfaceType as InterfaceType
+    from realrl.graph.mfc import MFCDef as MFCDef
+    from realrl.graph.mfc import ModelName as ModelName
+    from realrl.graph.mfc import OffloadHook as OffloadHook
+    from realrl.graph.mfc import ParamReallocHook as ParamReallocHook
+    from realrl.runtime.master_worker import MasterWorker as MasterWorker
+    from realrl.runtime.model_worker import ModelWorker as ModelWorker
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DatasetKind": "realrl.experiment",
+    "Experiment": "realrl.experiment",
+    "InterfaceRef": "realrl.graph.mfc",
+    "InterfaceType": "realrl.graph.mfc",
+    "MFCDef": "realrl.graph.mfc",
+    "MasterWorker": "realrl.runtime.master_worker",
+    "ModelInterface": "realrl.algo.api",
+    "ModelName": "realrl.graph.mfc",
+    "ModelWorker": "realrl.runtime.model_worker",
+    "OffloadHook": "realrl.graph.mfc",
+    "ParamReallocHook": "realrl.graph.mfc",
+    "Role": "realrl.experiment",
+    "RunConfig": "realrl.config.schema",
+    "Section": "realrl.config.schema",
+    "SequenceSample": "realrl.data.sample",
+    "build_graph": "realrl.graph.build",
+    "register_interface": "realrl.algo.registry",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'realrl' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

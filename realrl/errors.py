@@ -1,19 +1,19 @@
 """Every error that realrl raises on purpose.
 
-    Error
-    ├── UsageError            exit code 2: the user can fix it, nothing was started
-    │   ├── ConfigError       a key, type or value in the configuration
-    │   ├── GraphError        an MFC list that is not a valid dataflow graph
-    │   ├── AllocationError   a device mesh or strategy that does not fit
-    │   ├── DataError         a dataset file or a sample in it
-    │   └── AssetError        a model, tokenizer or checkpoint on disk
-    └── RunError              exit code 1: something failed while running
-        ├── CallError         an interface raised or returned something invalid
-        ├── WorkerLostError   a worker process died or stopped answering
-        ├── TransportError    a message could not be sent or understood
-        └── CheckpointError   a checkpoint could not be written or read
+Error
+├── UsageError            exit code 2: the user can fix it, nothing was started
+│   ├── ConfigError       a key, type or value in the configuration
+│   ├── GraphError        an MFC list that is not a valid dataflow graph
+│   ├── AllocationError   a device mesh or strategy that does not fit
+│   ├── DataError         a dataset file or a sample in it
+│   └── AssetError        a model, tokenizer or checkpoint on disk
+└── RunError              exit code 1: something failed while running
+    ├── CallError         an interface raised or returned something invalid
+    ├── WorkerLostError   a worker process died or stopped answering
+    ├── TransportError    a message could not be sent or understood
+    └── CheckpointError   a checkpoint could not be written or read
 
-    InvalidTransitionError    a bug in realrl: a state machine was driven into an illegal state
+InvalidTransitionError    a bug in realrl: a state machine was driven into an illegal state
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ class RunError(Error):
 
 
 class CallError(RunError):
-    """An interface raised, or returned a wrong key, a wrong length or NaN."""
+    """An interface raised, or returned a wrong key, a wrong length or NaN; `sample_ids` are to blame, if known."""
+
+    sample_ids: tuple[str, ...] = ()
 
 
 class WorkerLostError(RunError):

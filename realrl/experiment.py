@@ -30,12 +30,13 @@ class Role:
 
     Args:
         trainable: whether some call trains it; decides if it has an optimizer and is saved.
-        head: "lm" predicts tokens; "value" and "reward" give one number per token position.
+        head: "lm" predicts tokens; "value" and "reward" give one number per token position; "none" has no weights and
+            no engine, only a tokenizer: its calls run plain Python (a reward function).
         path_from: take the model path of this role when the user gives none.
     """
 
     trainable: bool
-    head: Literal["lm", "value", "reward"] = "lm"
+    head: Literal["lm", "value", "reward", "none"] = "lm"
     path_from: str | None = None
 
 
@@ -46,11 +47,12 @@ class Experiment:
     Args:
         name: what the user types after ``realrl run``.
         description: one line for ``realrl list``.
-        roles: role name -> `Role`.
+        roles: role name -> `Role`; a run uses `roles_for`.
         dataset: kind of dataset that feeds the graph.
         options: pydantic model of the keys under ``algorithm.``, with their defaults.
         mfcs: the resolved configuration -> the list of calls.
         defaults: configuration values that differ from the schema's own, nested like the configuration.
+        role_changes: the resolved configuration -> roles that differ from `roles` in such a run.
     """
 
     name: str
@@ -60,3 +62,8 @@ class Experiment:
     mfcs: Callable[[RunConfig], Sequence[MFCDef]]
     options: type[Section] = Section
     defaults: Mapping[str, object] = field(default_factory=dict)
+    role_changes: Callable[[RunConfig], Mapping[str, Role]] | None = None
+
+    def roles_for(self, config: RunConfig) -> Mapping[str, Role]:
+        """The roles of a run with this configuration; the names are those of `roles`."""
+        return {**self.roles, **(self.role_changes(config) if self.role_changes else {})}

@@ -6,7 +6,6 @@ batch go through `Engine.all_reduce`.
 
 from __future__ import annotations
 
-from abc import ABC
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,13 +20,16 @@ from realrl.graph.mfc import ModelName
 class ForwardOutput(Protocol):
     """Lazy result of one forward pass over a packed micro-batch of T tokens in S sequences.
 
-    Transitions are the T - S pairs (t, t + 1) inside a sequence, packed in order.
+    Transitions are the T - S pairs (t, t + 1) inside a sequence, packed in order. A `mask` (bool [T - S]) selects the
+    transitions that matter: the logits of the others need not be computed, and their results are 0 without gradient.
     """
 
-    def logprobs(self, temperature: float = 1.0) -> torch.Tensor:
+    def logprobs(self, temperature: float = 1.0, mask: torch.Tensor | None = None) -> torch.Tensor:
         """float32 [T - S]: log-probability of each next token under softmax(logits / temperature)."""
 
-    def logprobs_and_entropy(self, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs_and_entropy(
+        self, temperature: float = 1.0, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [T - S] each; the entropy carries gradient."""
 
     def scores(self) -> torch.Tensor:
@@ -117,7 +119,7 @@ class Engine(Protocol):
         """Sample `generation.n_responses` responses for each sample's `prompt_ids`."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """"sum" or "max" over the ranks that hold different samples; returns a new tensor."""
+        """ "sum" or "max" over the ranks that hold different samples; returns a new tensor."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class CallContext:
     algorithm: Any
 
 
-class ModelInterface(ABC):
+class ModelInterface:
     """The algorithm's side of a call. Instances live as long as the run and may keep state between calls.
 
     `generate` and `inference` return a `SequenceSample` with the ids of `batch` and the call's output keys;
@@ -178,6 +180,10 @@ class ModelInterface(ABC):
 
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
         raise NotImplementedError(f"{type(self).__name__} cannot train")
+
+    def optimizer_steps_per_call(self, n_minibatches: int, algorithm: Any) -> int:
+        """Optimizer steps that one train_step call takes: what learning-rate schedules are counted in."""
+        return n_minibatches
 
     def state_dict(self) -> dict[str, Any]:
         """State that an exact continuation needs (value statistics, KL controller); tensors and numbers only."""

@@ -1,117 +1,192 @@
 """The resolved configuration of a run. Every default that a user can rely on is written here, once.
 
 Instances are frozen; derived values are properties. Algorithm options are a model of their own, named by the
-experiment (`Experiment.options`), and appear under the key `algorithm`.
+experiment (`Experiment.options`), and appear under the key `algorithm`. Descriptions are what `realrl config` prints;
+a key marked `ADVANCED` is one that few users change, and is listed apart.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.config import JsonDict
+
+ADVANCED: JsonDict = {"advanced": True}
 
 
 class Section(BaseModel):
     """Base of all configuration sections: frozen, and a key that is not declared is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_bool_as_number(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic would read true as 1."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        kinds = {annotation, *get_args(annotation)}
+        if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
+            raise ValueError("true and false are no numbers")
+        return value
 
 
 class OptimizerConfig(Section):
     """AdamW with a warm-up and a schedule; no weight decay on norms and biases."""
 
-    lr: float = Field(1e-5, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-5, gt=0)
-    weight_decay: float = Field(0.05, ge=0)
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    warmup_fraction: float = Field(0.02, ge=0, lt=1)
-    min_lr_fraction: float = Field(0.0, ge=0, le=1)
-    clip_grad_norm: float = Field(1.0, gt=0)
+    lr: float = Field(1e-5, gt=0, description="peak learning rate")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.95), description="AdamW's decay rates of both moments", json_schema_extra=ADVANCED
+    )
+    eps: float = Field(1e-5, gt=0, description="AdamW's denominator term", json_schema_extra=ADVANCED)
+    weight_decay: float = Field(0.05, ge=0, description="decoupled weight decay; norms and biases have none")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "cosine", description="how the learning rate falls after the warm-up"
+    )
+    warmup_fraction: float = Field(0.02, ge=0, lt=1, description="share of all optimizer steps spent warming up")
+    min_lr_fraction: float = Field(
+        0.0, ge=0, le=1, description="final learning rate as a share of the peak", json_schema_extra=ADVANCED
+    )
+    clip_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global norm")
 
 
 class ModelConfigSection(Section):
-    """One role's model.
+    """One role's model."""
 
-    `path` is a Hugging Face folder, or `"tiny"` for a random model made on the spot from the run's seed.
-    """
-
-    path: str = "tiny"
-    backend: Literal["native"] = "native"
+    path: str = Field(
+        "tiny",
+        min_length=1,
+        description="Hugging Face folder, or 'tiny' for a random model made on the spot from the seed",
+    )
+    backend: Literal["native"] = Field("native", description="training engine")
     optimizer: OptimizerConfig = OptimizerConfig()
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = Field(
+        False,
+        description="recompute activations in the backward pass: less memory, more time",
+    )
 
 
 class DatasetConfig(Section):
-    """Where samples come from: JSON, JSONL or parquet, or `"tiny"` for the built-in toy task."""
+    """Where samples come from."""
 
-    path: str = "tiny"
-    max_prompt_tokens: int = Field(256, ge=1)
-    max_answer_tokens: int = Field(256, ge=1)
-    chat_template: bool = False
-    shuffle: bool = True
+    path: str = Field(
+        "tiny", min_length=1, description="JSON, JSONL or parquet file, or 'tiny' for the built-in toy task"
+    )
+    max_prompt_tokens: int = Field(256, ge=1, description="samples with longer prompts are dropped and counted")
+    max_answer_tokens: int = Field(256, ge=1, description="samples with longer answers are dropped and counted")
+    chat_template: bool = Field(False, description="wrap prompts in the tokenizer's chat template")
+    shuffle: bool = Field(
+        True, description="draw samples in a new order each epoch, made from the seed", json_schema_extra=ADVANCED
+    )
 
 
 class GenerationConfig(Section):
     """How responses are sampled."""
 
-    n_responses: int = Field(1, ge=1)
-    max_new_tokens: int = Field(32, ge=1)
-    min_new_tokens: int = Field(0, ge=0)
-    temperature: float = Field(1.0, ge=0)
-    top_k: int = Field(0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    stop_ids: tuple[int, ...] = ()
-    max_batch_size: int = Field(64, ge=1)
+    n_responses: int = Field(1, ge=1, description="responses per prompt; they share one prefill")
+    max_new_tokens: int = Field(32, ge=1, description="longest response; without a stop token it counts as truncated")
+    min_new_tokens: int = Field(0, ge=0, description="no stop token before this many tokens")
+    temperature: float = Field(1.0, ge=0, description="divides the logits; 0 takes the likeliest token")
+    top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0 means all")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this total probability")
+    stop_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="token ids that end a response, besides the tokenizer's EOS", json_schema_extra=ADVANCED
+    )
+    max_batch_size: int = Field(
+        64, ge=1, description="responses that are decoded together on one worker", json_schema_extra=ADVANCED
+    )
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens={self.max_new_tokens}")
+        return self
 
 
 class AllocationConfig(Section):
     """Which devices each call runs on, and how it is spread over them."""
 
-    mode: str = "data"
-    calls: dict[str, str] = {}
+    mode: str = Field(
+        "data",
+        min_length=1,
+        description="data, tensor, pipeline, split, standalone, heuristic, manual (all in calls), or a strategy for "
+        "all calls, such as d2t2p1; allocation=X is short for it",
+    )
+    calls: dict[str, str] = Field(
+        {}, description="strategy and place of single calls: allocation.calls.<call>='d4t1p2@0:0-7' (nodes:devices)"
+    )
 
 
 class ClusterConfig(Section):
-    """The machines; `device` "auto" takes CUDA when it is there."""
+    """The machines."""
 
-    n_nodes: int = Field(1, ge=1)
-    n_devices_per_node: int = Field(1, ge=1)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    worker_timeout_s: float = Field(120.0, gt=0)
+    n_nodes: int = Field(1, ge=1, description="number of machines")
+    n_devices_per_node: int = Field(1, ge=1, description="accelerators of each machine; on the CPU, worker processes")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="'auto' takes CUDA when it is there")
+    worker_timeout_s: float = Field(
+        120.0,
+        gt=0,
+        description="a worker that is silent for so long is reported as lost",
+        json_schema_extra=ADVANCED,
+    )
+
+    @property
+    def n_devices(self) -> int:
+        """Devices of all nodes: the number of workers."""
+        return self.n_nodes * self.n_devices_per_node
 
 
 class SaveConfig(Section):
-    """When checkpoints are written; 0 means only at the end. `keep` checkpoints stay on disk."""
+    """When checkpoints are written."""
 
-    every_steps: int = Field(0, ge=0)
-    keep: int = Field(2, ge=1)
-    at_end: bool = True
+    every_steps: int = Field(0, ge=0, description="write a checkpoint every so many steps; 0 means only at the end")
+    keep: int = Field(
+        2, ge=1, description="checkpoints that stay on disk; older ones are deleted", json_schema_extra=ADVANCED
+    )
+    at_end: bool = Field(True, description="write a checkpoint after the last step", json_schema_extra=ADVANCED)
 
 
 class EvalConfig(Section):
-    every_steps: int = Field(0, ge=0)
+    """When the models are evaluated."""
+
+    every_steps: int = Field(0, ge=0, description="evaluate every so many steps; 0 means never")
 
 
 class RecoverConfig(Section):
-    retries: int = Field(0, ge=0)
+    """What happens after a failure."""
+
+    retries: int = Field(0, ge=0, description="times a failed run is started again from its last checkpoint")
 
 
 class RunConfig(Section):
-    """A whole run."""
+    """A whole run.
 
-    experiment: str
-    preset: str = ""
-    steps: int = Field(10, ge=1)
-    epochs: int = Field(1_000_000, ge=1)
-    seed: int = Field(1, ge=0)
-    precision: Literal["fp32", "bf16"] = "fp32"
-    n_seqs: int = Field(32, ge=1)
-    n_mbs: int | None = Field(None, ge=1)
-    max_tokens_per_mb: int | None = Field(None, ge=1)
-    run_dir: str = ""
-    resume: str = "never"
-    launcher: Literal["local", "inline"] = "local"
+    `algorithm` is an instance of the experiment's options; `models` has an entry for every role.
+    """
+
+    experiment: str = Field(description="registered name, file or module of the experiment")
+    preset: str = Field("", description="ready-made settings (configs/preset), or a YAML file of your own")
+    steps: int = Field(10, ge=1, description="traversals of the graph, in all")
+    epochs: int = Field(
+        1_000_000,
+        ge=1,
+        description="passes over the dataset; the run ends at `steps` or here",
+        json_schema_extra=ADVANCED,
+    )
+    seed: int = Field(1, ge=0, description="everything random follows from it")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="of computation; master weights are always fp32")
+    n_seqs: int = Field(32, ge=1, description="samples per step")
+    n_mbs: int | None = Field(None, ge=1, description="micro-batches per minibatch and worker; null means one")
+    max_tokens_per_mb: int | None = Field(None, ge=1, description="token budget of a micro-batch, instead of n_mbs")
+    run_dir: str = Field("", description="folder of the run's results; empty means runs/<experiment>/<trial>")
+    resume: str = Field(
+        "never",
+        min_length=1,
+        description="never; auto: from the last checkpoint in run_dir, if there is one; or a checkpoint's folder",
+    )
+    launcher: Literal["local", "inline"] = Field(
+        "local", description="local: a process per device; inline: all in this process, for a debugger"
+    )
     dataset: DatasetConfig = DatasetConfig()
     models: dict[str, ModelConfigSection] = {}
     generation: GenerationConfig = GenerationConfig()
@@ -121,4 +196,4 @@ class RunConfig(Section):
     save: SaveConfig = SaveConfig()
     eval: EvalConfig = EvalConfig()
     recover: RecoverConfig = RecoverConfig()
-    track: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    track: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="also send metrics there")

@@ -1,0 +1,1 @@
+"""The declared algorithm: calls (`mfc`), the dataflow graph they form (`build`), and its pictures (`draw`)."""

@@ -86,8 +86,7 @@ class MFCDef:
         max_staleness: how many versions behind a non-training call may read its role.
         pre_hooks, post_hooks: run on the call's mesh before and after it.
 
-    Raises:
-        GraphError: a name, count or hook is invalid by itself.
+    Values are checked by `build_graph`, which can name the calls and keys around a mistake.
     """
 
     name: str
@@ -122,7 +121,9 @@ class MFCDef:
     @property
     def interface(self) -> InterfaceRef:
         """The interface as a reference, whichever way it was given."""
-        return self.interface_impl if isinstance(self.interface_impl, InterfaceRef) else InterfaceRef(self.interface_impl)
+        return (
+            self.interface_impl if isinstance(self.interface_impl, InterfaceRef) else InterfaceRef(self.interface_impl)
+        )
 
     @property
     def is_train(self) -> bool:

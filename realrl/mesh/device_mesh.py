@@ -1,10 +1,15 @@
 """Devices of the cluster, rectangles of them, and how a call is spread over one.
 
 Rank order inside a mesh is (pp, dp, tp) with tp fastest: ``mesh_rank = (pp_rank * dp + dp_rank) * tp + tp_rank``.
+
+A mesh is legal when it is
+- 1, 2, 4, ... consecutive devices of one node that start at a multiple of their number, or
+- whole consecutive nodes, any number of them, of any size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from realrl.errors import AllocationError
@@ -12,52 +17,138 @@ from realrl.errors import AllocationError
 
 @dataclass(frozen=True)
 class Cluster:
-    """`n_nodes` nodes of `n_devices_per_node` devices; global rank = node * n_devices_per_node + device."""
+    """`n_nodes` nodes of `n_devices_per_node` devices; global rank = node * n_devices_per_node + device.
+
+    Raises:
+        AllocationError: a size is not positive.
+    """
 
     n_nodes: int
     n_devices_per_node: int
 
+    def __post_init__(self) -> None:
+        for field, value in (("n_nodes", self.n_nodes), ("n_devices_per_node", self.n_devices_per_node)):
+            if value < 1:
+                raise AllocationError(f"a cluster has {field}={value}", remedy=f"Use {field}=1 or more.")
+
     @property
     def n_devices(self) -> int:
+        """All devices of all nodes."""
         return self.n_nodes * self.n_devices_per_node
 
     def node_of(self, global_rank: int) -> int:
+        """The node that a rank's device is in."""
         return global_rank // self.n_devices_per_node
+
+    def __str__(self) -> str:
+        nodes = "1 node" if self.n_nodes == 1 else f"{self.n_nodes} nodes"
+        return f"{nodes} of {self.n_devices_per_node} device{'s' if self.n_devices_per_node > 1 else ''}"
 
 
 @dataclass(frozen=True)
 class DeviceMesh:
-    """Whole nodes, or consecutive devices of one node.
+    """Whole nodes, or consecutive devices of one node. Prints as ``0:4-7``, ``0:3`` or ``0-1`` (whole nodes).
 
     Args:
         cluster: the cluster that the mesh is part of.
         ranks: global ranks, ascending and consecutive.
+
+    Raises:
+        AllocationError: the ranks are not a legal mesh of the cluster; the message names the nearest one that is.
     """
 
     cluster: Cluster
     ranks: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        problem = _problem(self.cluster, self.ranks)
+        if problem is not None:
+            raise AllocationError(
+                f"devices {_ranks_text(self.ranks)} are no device mesh of a cluster with {self.cluster}: {problem}",
+                remedy=f"The nearest mesh is '{nearest_mesh(self.cluster, self.ranks)}'.",
+                mesh=_ranks_text(self.ranks),
+            )
+
+    @classmethod
+    def whole(cls, cluster: Cluster) -> DeviceMesh:
+        """All devices."""
+        return cls(cluster, tuple(range(cluster.n_devices)))
+
+    @classmethod
+    def of_nodes(cls, cluster: Cluster, first: int, last: int) -> DeviceMesh:
+        """All devices of the nodes `first` to `last`."""
+        size = cluster.n_devices_per_node
+        return cls(cluster, tuple(range(first * size, (last + 1) * size)))
+
+    @classmethod
+    def of_devices(cls, cluster: Cluster, node: int, first: int, last: int) -> DeviceMesh:
+        """Devices `first` to `last` of one node."""
+        start = node * cluster.n_devices_per_node
+        return cls(cluster, tuple(range(start + first, start + last + 1)))
+
     @property
     def n_devices(self) -> int:
+        """Number of devices."""
         return len(self.ranks)
+
+    @property
+    def nodes(self) -> range:
+        """The nodes that the mesh has devices in."""
+        return range(self.cluster.node_of(self.ranks[0]), self.cluster.node_of(self.ranks[-1]) + 1)
+
+    @property
+    def global_rank_of(self) -> dict[int, int]:
+        """mesh_rank -> global_rank."""
+        return dict(enumerate(self.ranks))
 
     def overlaps(self, other: DeviceMesh) -> bool:
         """Whether the two meshes share a device."""
         return not set(self.ranks).isdisjoint(other.ranks)
 
+    def contains(self, other: DeviceMesh) -> bool:
+        """Whether every device of the other mesh is one of this."""
+        return set(self.ranks).issuperset(other.ranks)
+
+    def __str__(self) -> str:
+        nodes, size = self.nodes, self.cluster.n_devices_per_node
+        if len(nodes) > 1:
+            return f"{nodes[0]}-{nodes[-1]}"
+        first, last = self.ranks[0] % size, self.ranks[-1] % size
+        return f"{nodes[0]}:{first}" if first == last else f"{nodes[0]}:{first}-{last}"
+
 
 @dataclass(frozen=True)
 class ParallelStrategy:
-    """Data, tensor and pipeline parallel sizes; `sp` switches sequence parallelism."""
+    """Data, tensor and pipeline parallel sizes; `sp` switches sequence parallelism. Prints as ``d4t1p2``.
+
+    Raises:
+        AllocationError: a size is not positive.
+    """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     sp: bool = False
 
+    def __post_init__(self) -> None:
+        for field, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)):
+            if value < 1:
+                raise AllocationError(f"a parallel strategy has {field}={value}", remedy=f"Use {field}=1 or more.")
+
     @property
     def n_devices(self) -> int:
+        """Devices that the strategy needs."""
         return self.dp * self.tp * self.pp
+
+    def coordinates(self, mesh_rank: int) -> tuple[int, int, int]:
+        """``(pp_rank, dp_rank, tp_rank)`` of a mesh rank."""
+        rest, tp_rank = divmod(mesh_rank, self.tp)
+        pp_rank, dp_rank = divmod(rest, self.dp)
+        return pp_rank, dp_rank, tp_rank
+
+    def mesh_rank(self, *, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
+        """The mesh rank of three coordinates; the inverse of `coordinates`."""
+        return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
 
     def __str__(self) -> str:
         return f"d{self.dp}t{self.tp}p{self.pp}" + ("s" if self.sp else "")
@@ -65,15 +156,23 @@ class ParallelStrategy:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Where one call runs and how it is spread there."""
+    """Where one call runs and how it is spread there. Prints as ``d4t1p2@0:0-7``.
+
+    Raises:
+        AllocationError: the strategy needs another number of devices than the mesh has.
+    """
 
     mesh: DeviceMesh
     strategy: ParallelStrategy
 
     def __post_init__(self) -> None:
-        if self.strategy.n_devices != self.mesh.n_devices:
+        needed, given = self.strategy.n_devices, self.mesh.n_devices
+        if needed != given:
             raise AllocationError(
-                f"strategy {self.strategy} needs {self.strategy.n_devices} devices, its mesh has {self.mesh.n_devices}"
+                f"strategy {self.strategy} needs {needed} device{'s' if needed > 1 else ''}, "
+                f"its mesh '{self.mesh}' has {given}",
+                remedy=f"The nearest strategy for this mesh is {nearest_strategy(self.strategy, given)}.",
+                mesh=str(self.mesh),
             )
 
     @property
@@ -90,3 +189,74 @@ class Allocation:
         """Global rank (last stage, tp 0) that keeps the call's outputs of data-parallel slice `dp_rank`."""
         s = self.strategy
         return self.ranks[((s.pp - 1) * s.dp + dp_rank) * s.tp]
+
+    def __str__(self) -> str:
+        return f"{self.strategy}@{self.mesh}"
+
+
+def legal_meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
+    """Every mesh of the cluster, each once: inside nodes first, then whole nodes."""
+    size = cluster.n_devices_per_node
+    for node in range(cluster.n_nodes):
+        n_devices = 1
+        while n_devices < size:
+            for first in range(0, size - n_devices + 1, n_devices):
+                yield DeviceMesh.of_devices(cluster, node, first, first + n_devices - 1)
+            n_devices *= 2
+    for first in range(cluster.n_nodes):
+        for last in range(first, cluster.n_nodes):
+            yield DeviceMesh.of_nodes(cluster, first, last)
+
+
+def nearest_mesh(cluster: Cluster, ranks: tuple[int, ...]) -> DeviceMesh:
+    """The legal mesh that differs from `ranks` in the fewest devices; the larger, then the first, of several."""
+    wanted = set(ranks)
+    return min(
+        legal_meshes(cluster),
+        key=lambda mesh: (len(wanted.symmetric_difference(mesh.ranks)), -mesh.n_devices, mesh.ranks),
+    )
+
+
+def nearest_strategy(strategy: ParallelStrategy, n_devices: int) -> ParallelStrategy:
+    """The strategy of `n_devices` devices that keeps tp and pp, or changes them the least; dp is what remains."""
+
+    def distance(candidate: ParallelStrategy) -> tuple[int, int]:
+        changes = (abs(candidate.tp - strategy.tp), abs(candidate.pp - strategy.pp))
+        return sum(map(bool, changes)), sum(changes)
+
+    divisors = [d for d in range(1, n_devices + 1) if n_devices % d == 0]
+    return min(
+        (
+            ParallelStrategy(n_devices // (tp * pp), tp, pp, strategy.sp)
+            for tp in divisors
+            for pp in divisors
+            if n_devices % (tp * pp) == 0
+        ),
+        key=distance,
+    )
+
+
+def _problem(cluster: Cluster, ranks: tuple[int, ...]) -> str | None:
+    """Why the ranks are not a legal mesh, or None."""
+    if not ranks:
+        return "it has no device"
+    first, last, size = ranks[0], ranks[-1], cluster.n_devices_per_node
+    if ranks != tuple(range(first, first + len(ranks))):
+        return "its devices are not consecutive"
+    if first < 0 or last >= cluster.n_devices:
+        return f"the cluster has devices 0-{cluster.n_devices - 1}" if cluster.n_devices > 1 else "it has device 0 only"
+    if first % size == 0 and len(ranks) % size == 0:
+        return None
+    if cluster.node_of(first) != cluster.node_of(last):
+        return "a mesh across nodes is made of whole nodes"
+    if len(ranks) & (len(ranks) - 1):
+        return "inside a node a mesh has 1, 2, 4, 8, ... devices"
+    if first % size % len(ranks):
+        return f"{len(ranks)} devices of a node start at a multiple of {len(ranks)}"
+    return None
+
+
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks)) or "(none)"

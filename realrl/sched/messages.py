@@ -90,6 +90,7 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
         step: step from 1.
         minibatches: this rank's sample ids, one tuple per minibatch (one only, unless the call trains).
         transfers: rows this rank lacks (its own id is every transfer's `target`).
+        n_steps: steps of the whole run; learning-rate schedules end there.
     """
 
     seq: int
@@ -98,6 +99,7 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
     step: int
     minibatches: tuple[tuple[str, ...], ...]
     transfers: tuple[Transfer, ...]
+    n_steps: int = 0
 
 
 class FreeSamples(msgspec.Struct, frozen=True, tag=True):
@@ -224,14 +226,4 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     busy_s: float
 
 
-Reply = (
-    Hello
-    | Ready
-    | SamplesLoaded
-    | CallDone
-    | SamplesFreed
-    | CheckpointSaved
-    | Goodbye
-    | WorkerFailed
-    | Heartbeat
-)
+Reply = Hello | Ready | SamplesLoaded | CallDone | SamplesFreed | CheckpointSaved | Goodbye | WorkerFailed | Heartbeat

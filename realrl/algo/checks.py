@@ -1,0 +1,153 @@
+"""What an interface returned, checked before anybody else reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NoReturn
+
+import torch
+
+from realrl.algo.api import CallContext
+from realrl.data.sample import SequenceSample
+from realrl.errors import CallError, did_you_mean
+from realrl.graph.mfc import MFCDef
+from realrl.sched.messages import KeySchema, Per
+
+
+def check_output(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, result: Any) -> SequenceSample:
+    """The call's output in the graph's names, with `mfc.output_keys` and nothing else.
+
+    Args:
+        ctx: of the call.
+        mfc: its definition.
+        batch: what the interface was given.
+        result: what its `generate` or `inference` returned, in its own names. Keys that the graph does not ask for are
+            dropped.
+
+    Raises:
+        CallError: not a `SequenceSample`, other ids than `batch`, a missing key, a key without tensor, lengths that do
+            not fit the tokens, NaN or infinity. Names role, call, step and, where one can be blamed, the sample id.
+    """
+    if not isinstance(result, SequenceSample):
+        _fail(ctx, mfc, f"returned {type(result).__name__}, not a SequenceSample")
+    _check_keys(ctx, mfc, result)
+    _check_ids(ctx, mfc, batch, result)
+    output = result.remap({old: new for old, new in mfc.output_key_remap.items() if old in result.keys})
+    output = output.select(output.ids, mfc.output_keys)
+    tokens = _token_lengths(batch, result)
+    for key in mfc.output_keys:
+        if output.data[key] is None:
+            _fail(ctx, mfc, f"returned {key!r} without its tensor")
+        if tokens is not None:
+            _check_lengths(ctx, mfc, output, key, tokens)
+        _check_finite(ctx, mfc, output, key)
+    return output
+
+
+def check_metrics(ctx: CallContext, mfc: MFCDef, metrics: Any) -> dict[str, float]:
+    """What `train_step` returned, as plain floats.
+
+    Raises:
+        CallError: not a mapping from names to numbers, or a number that is NaN or infinite.
+    """
+    if not isinstance(metrics, Mapping):
+        _fail(ctx, mfc, f"returned {type(metrics).__name__}, not a dict of metrics")
+    checked = {}
+    for name, value in metrics.items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            _fail(ctx, mfc, f"returned the metric {name!r} = {value!r}, which is not a number")
+        if not math.isfinite(checked[name]):
+            _fail(ctx, mfc, f"returned the metric {name!r} = {checked[name]}")
+    return checked
+
+
+def _check_keys(ctx: CallContext, mfc: MFCDef, result: SequenceSample) -> None:
+    own_names = {new: old for old, new in mfc.output_key_remap.items()}
+    for key in mfc.output_keys:
+        wanted = own_names.get(key, key)
+        if wanted not in result.keys:
+            has = ", ".join(map(repr, result.keys)) or "nothing"
+            alias = f" (for {key!r})" if wanted != key else ""
+            _fail(ctx, mfc, f"did not return {wanted!r}{alias}, but {has}.{did_you_mean(wanted, result.keys)}")
+
+
+def _check_ids(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, result: SequenceSample) -> None:
+    if result.ids == batch.ids:
+        return
+    missing = next((i for i in batch.ids if i not in set(result.ids)), None)
+    extra = next((i for i in result.ids if i not in set(batch.ids)), None)
+    if missing is not None:
+        _fail(ctx, mfc, f"returned nothing for sample {missing!r}", missing)
+    if extra is not None:
+        _fail(ctx, mfc, f"returned sample {extra!r}, which it was not given", extra)
+    moved = next(got for got, given in zip(result.ids, batch.ids, strict=True) if got != given)
+    _fail(ctx, mfc, f"returned its samples in another order than it was given: {moved!r} is out of place", moved)
+
+
+def _token_lengths(batch: SequenceSample, result: SequenceSample) -> Sequence[Sequence[int]] | None:
+    """Tokens per sequence that the output has to fit, None if no key tells."""
+    for sample in (result, batch):
+        if "input_ids" in sample.keys:
+            return sample.seqlens["input_ids"]
+    return None
+
+
+def _check_lengths(
+    ctx: CallContext, mfc: MFCDef, output: SequenceSample, key: str, tokens: Sequence[Sequence[int]]
+) -> None:
+    schema = output.schemas[key]
+    for sample_id, lengths, token_lengths in zip(output.ids, output.seqlens[key], tokens, strict=True):
+        wanted = _expected(schema, token_lengths)
+        if tuple(lengths) != wanted:
+            _fail(
+                ctx,
+                mfc,
+                f"returned {key!r} with {list(lengths)} rows for sample {sample_id!r}, whose sequences have "
+                f"{list(token_lengths)} tokens: a key per {schema.per.value} needs {list(wanted)}",
+                sample_id,
+            )
+
+
+def _expected(schema: KeySchema, token_lengths: Sequence[int]) -> tuple[int, ...]:
+    match schema.per:
+        case Per.TOKEN:
+            return tuple(token_lengths)
+        case Per.TRANSITION:
+            return tuple(n - 1 for n in token_lengths)
+        case Per.SEQUENCE:
+            return (1,) * len(token_lengths)
+        case Per.SAMPLE:
+            return (1,)
+
+
+def _check_finite(ctx: CallContext, mfc: MFCDef, output: SequenceSample, key: str) -> None:
+    tensor = output[key]
+    if not tensor.is_floating_point():
+        return
+    finite = torch.isfinite(tensor)
+    if bool(finite.all()):
+        return
+    row = int((~finite).flatten(1).any(1).nonzero()[0]) if tensor.dim() > 1 else int((~finite).nonzero()[0])
+    ends = list(accumulate(sum(lengths) for lengths in output.seqlens[key]))
+    index = next(i for i, end in enumerate(ends) if row < end)
+    inside = row - (ends[index - 1] if index else 0)
+    value = next(v for v in tensor[row].reshape(-1).tolist() if not math.isfinite(v))
+    n_bad = sum(not bool(torch.isfinite(rows).all()) for rows in output.samples(key))
+    sample_id = output.ids[index]
+    others = f" ({n_bad} samples have such values)" if n_bad > 1 else ""
+    _fail(ctx, mfc, f"returned {key!r} = {value} in row {inside} of sample {sample_id!r}{others}", sample_id)
+
+
+def _fail(ctx: CallContext, mfc: MFCDef, what: str, sample_id: str | None = None) -> NoReturn:
+    error = CallError(
+        f"{mfc.name} of role {mfc.role!r} at step {ctx.step}: interface {mfc.interface.name!r} {what}",
+        remedy=f"Look at its {mfc.interface_type.value} method and at the sample's inputs.",
+        call=mfc.name,
+        step=ctx.step,
+    )
+    error.sample_ids = (sample_id,) if sample_id is not None else ()
+    raise error

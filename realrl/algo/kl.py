@@ -1,0 +1,91 @@
+"""KL to the reference policy: penalty in the token rewards, and the controllers of its weight.
+
+Ziegler et al. 2019, "Fine-tuning language models from human preferences", section 2.2: token rewards
+-kl_coef (log pi - log ref)_t with the score on the last action, and the proportional controller of kl_coef.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+
+from realrl.algo.packed import Actions
+
+MAX_RELATIVE_ERROR = 0.2
+
+
+class KLController(Protocol):
+    """Holds `coef`, the weight of the KL penalty; `update` moves it after a batch."""
+
+    coef: float
+
+    def update(self, kl: float, n_sequences: int) -> None:
+        """Account for a batch of `n_sequences` whose mean per-sequence KL was `kl` (nats)."""
+
+
+class FixedKL:
+    """A constant weight."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    def update(self, kl: float, n_sequences: int) -> None:
+        """Nothing to adapt."""
+
+
+class AdaptiveKL:
+    """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_sequences / horizon: a KL above target raises the weight.
+
+    A batch larger than the horizon counts as one horizon, so that the weight can never become negative.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: float) -> None:
+        self.coef = coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, n_sequences: int) -> None:
+        error = min(max(kl / self.target - 1.0, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        self.coef *= 1.0 + error * min(n_sequences / self.horizon, 1.0)
+
+
+def make_controller(kind: Literal["fixed", "adaptive"], coef: float, target: float, horizon: float) -> KLController:
+    """The controller that `algorithm.kl_controller` names."""
+    return FixedKL(coef) if kind == "fixed" else AdaptiveKL(coef, target, horizon)
+
+
+def sequence_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, actions: Actions) -> torch.Tensor:
+    """float64 [S]: sum over each sequence's actions of log pi - log ref, both [T - S]."""
+    difference = logprobs[actions.transition].double() - ref_logprobs[actions.transition].double()
+    return actions.sums(difference)
+
+
+def token_rewards(
+    old_logprobs: torch.Tensor,
+    ref_logprobs: torch.Tensor,
+    scores: torch.Tensor,
+    actions: Actions,
+    kl_coef: float,
+) -> torch.Tensor:
+    """float32 [T - S]: -kl_coef (old_logprobs - ref_logprobs) on actions, plus the score on each last action.
+
+    Args:
+        old_logprobs: [T - S].
+        ref_logprobs: [T - S].
+        scores: [S], already scaled and clipped.
+        actions: of the batch.
+        kl_coef: weight of the penalty.
+    """
+    at = actions.transition
+    rewards = -kl_coef * (old_logprobs[at].double() - ref_logprobs[at].double())
+    rewards = rewards + torch.where(actions.remaining == 0, scores.double()[actions.sequence], 0.0)
+    return actions.spread(rewards, old_logprobs.shape[0])
+
+
+def shape_scores(
+    rewards: torch.Tensor, truncated: torch.Tensor, scaling: float, bias: float, clip: float, score_truncated: bool
+) -> torch.Tensor:
+    """float32 [S]: clip((reward - bias) * scaling, +-clip); 0 for truncated responses unless `score_truncated`."""
+    scores = ((rewards.float() - bias) * scaling).clamp(-clip, clip)
+    return scores if score_truncated else torch.where(truncated, 0.0, scores)

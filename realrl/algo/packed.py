@@ -1,0 +1,76 @@
+"""Index arithmetic on packed sequences: T tokens in S sequences, T - S transitions, offsets `cu_seqlens` [S + 1].
+
+Transition t of a sequence is about predicting its token t + 1. An *action* is a transition whose predicted token
+belongs to the response; every loss and every reward lives on actions only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+def action_mask(prompt_mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """bool [T - S]: which transitions predict a response token.
+
+    Args:
+        prompt_mask: bool [T], True on prompt tokens.
+        cu_seqlens: [S + 1].
+    """
+    predicted = torch.ones_like(prompt_mask)
+    predicted[cu_seqlens[:-1].long()] = False
+    return ~prompt_mask[predicted]
+
+
+def before_transition(per_token: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[T - S]: the row of the token that each transition starts from, out of `per_token` [T]."""
+    starts = torch.ones(per_token.shape[0], dtype=torch.bool, device=per_token.device)
+    starts[cu_seqlens[1:].long() - 1] = False
+    return per_token[starts]
+
+
+def last_token(per_token: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """[S]: the row of each sequence's last token."""
+    return per_token[cu_seqlens[1:].long() - 1]
+
+
+@dataclass(frozen=True)
+class Actions:
+    """Where the R actions of a packed batch are.
+
+    Attributes:
+        transition: int64 [R], index among the T - S transitions, increasing.
+        token: int64 [R], index among the T tokens of the state that the action is taken in.
+        sequence: int64 [R], number of the sequence.
+        remaining: int64 [R], actions that follow in the same sequence; 0 on its last action.
+        n_sequences: S.
+    """
+
+    transition: torch.Tensor
+    token: torch.Tensor
+    sequence: torch.Tensor
+    remaining: torch.Tensor
+    n_sequences: int
+
+    @classmethod
+    def find(cls, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> Actions:
+        """The actions that `mask` (bool [T - S]) selects."""
+        lengths = cu_seqlens.diff().long()
+        n_sequences = lengths.shape[0]
+        numbers = torch.arange(n_sequences, device=mask.device)
+        transition = mask.nonzero().squeeze(1)
+        sequence = torch.repeat_interleave(numbers, lengths - 1)[transition]
+        ends = torch.bincount(sequence, minlength=n_sequences).cumsum(0)
+        remaining = ends[sequence] - 1 - torch.arange(transition.shape[0], device=mask.device)
+        return cls(transition, transition + sequence, sequence, remaining, n_sequences)
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """[S]: sum per sequence of `values` [R]; 0 for a sequence without actions."""
+        return values.new_zeros(self.n_sequences).index_add_(0, self.sequence, values)
+
+    def spread(self, values: torch.Tensor, n_transitions: int) -> torch.Tensor:
+        """float32 [T - S]: `values` [R] at the actions, 0 elsewhere."""
+        out = torch.zeros(n_transitions, dtype=torch.float32, device=values.device)
+        out[self.transition] = values.float()
+        return out

@@ -1,0 +1,59 @@
+"""Reward model: trained on preference pairs, gives one number per sequence at its last token."""
+
+from __future__ import annotations
+
+import torch
+
+from realrl.algo.api import CallContext, ForwardOutput, LossOutput, Model, ModelInterface
+from realrl.algo.losses import pair_loss
+from realrl.algo.packed import last_token
+from realrl.algo.training import train_minibatches
+from realrl.data.sample import SequenceSample
+from realrl.errors import CallError
+from realrl.sched.messages import KeySchema, Per
+
+
+class RewardModel(ModelInterface):
+    """`inference`: `input_ids` -> `rewards`. `train_step`: `input_ids`, a chosen and a rejected one a sample.
+
+    Metrics, under the role's name: loss, accuracy, chosen_mean, rejected_mean, n_pairs, grad_norm, lr.
+    """
+
+    def inference(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
+        """`rewards`, float32 per sequence, on the engine's device."""
+        batch = batch.select(batch.ids, ("input_ids",)).to(model.engine.device)
+        rewards = model.engine.forward(batch, _last_scores, micro_batching=ctx.micro_batching)
+        return batch.derive("input_ids", {"rewards": (KeySchema("float32", Per.SEQUENCE), rewards.float())})
+
+    def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
+        """One pass over the minibatches of `ctx`.
+
+        Raises:
+            CallError: a sample that is not a pair.
+        """
+        for sample_id, lengths in zip(batch.ids, batch.seqlens["input_ids"], strict=True):
+            if len(lengths) != 2:
+                raise CallError(
+                    f"{ctx.call} of role {model.name.role!r} at step {ctx.step} needs two sequences a sample "
+                    f"(chosen, rejected), but sample {sample_id!r} has {len(lengths)}",
+                    remedy="Train the reward model on a dataset of preference pairs.",
+                    call=ctx.call,
+                    step=ctx.step,
+                )
+        batch = batch.select(batch.ids, ("input_ids",)).to(model.engine.device)
+        summary = train_minibatches(model, batch, ctx, _pair_loss, count=len)
+        role = model.name.role
+        metrics = {f"{role}/{name}": value for name, value in summary.stats.items()}
+        return metrics | {
+            f"{role}/n_pairs": summary.n_units,
+            f"{role}/grad_norm": summary.grad_norm,
+            f"{role}/lr": summary.lr,
+        }
+
+
+def _last_scores(out: ForwardOutput, mb: SequenceSample) -> torch.Tensor:
+    return last_token(out.scores(), mb.cu_seqlens("input_ids"))
+
+
+def _pair_loss(out: ForwardOutput, mb: SequenceSample) -> LossOutput:
+    return pair_loss(_last_scores(out, mb))

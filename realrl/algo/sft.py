@@ -1,0 +1,43 @@
+"""Supervised fine-tuning: token mean of the negative log-likelihood over answer tokens."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from realrl.algo.api import CallContext, ForwardOutput, LossOutput, Model, ModelInterface
+from realrl.algo.losses import nll_loss
+from realrl.algo.packed import action_mask
+from realrl.algo.training import train_minibatches
+from realrl.data.sample import SequenceSample
+
+MAX_EXPONENT = 700.0
+
+
+class SFT(ModelInterface):
+    """Reads `input_ids` and `prompt_mask`. Metrics, under the role's name: loss, ppl, n_tokens, grad_norm, lr."""
+
+    def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
+        """One pass over the minibatches of `ctx`; moves what it reads to the engine's device."""
+        batch = batch.select(batch.ids, ("input_ids", "prompt_mask")).to(model.engine.device)
+        summary = train_minibatches(model, batch, ctx, _loss, count=lambda mb: int(answer_mask(mb).sum()))
+        loss = summary.stats["loss"]
+        role = model.name.role
+        return {
+            f"{role}/loss": loss,
+            f"{role}/ppl": math.exp(min(loss, MAX_EXPONENT)),
+            f"{role}/n_tokens": summary.n_units,
+            f"{role}/grad_norm": summary.grad_norm,
+            f"{role}/lr": summary.lr,
+        }
+
+
+def answer_mask(batch: SequenceSample) -> torch.Tensor:
+    """bool [T - S]: transitions that predict an answer token."""
+    return action_mask(batch["prompt_mask"], batch.cu_seqlens("input_ids"))
+
+
+def _loss(out: ForwardOutput, mb: SequenceSample) -> LossOutput:
+    mask = answer_mask(mb)
+    return nll_loss(out.logprobs(mask=mask), mask)

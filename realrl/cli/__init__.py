@@ -1,0 +1,93 @@
+"""The command line ``realrl``. Arguments are read before anything heavy is imported; torch is imported by runs only."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from realrl.errors import Error, UsageError, did_you_mean
+
+INTERRUPTED = 130
+HELP = """\
+usage: realrl COMMAND ...
+
+Train language models with reinforcement learning: an algorithm is a list of model function calls.
+
+commands:
+  run NAME [key=value ...]      train; --dry-run shows the plan and starts nothing
+  list                          the experiments there are
+  graph NAME [--out FILE]       the calls and what flows between them, as text or as a picture
+  config NAME [key=value ...]   every key, its value and what it accepts
+  version                       realrl's version
+
+NAME is a registered experiment, a file (./my_algorithm.py) or a module (my_package.my_algorithm).
+
+examples:
+  realrl run ppo preset=tiny                       PPO on a toy task: no download, a minute on a laptop
+  realrl run ppo preset=tiny steps=5 --dry-run     what would run where
+  realrl run ppo preset=tiny cluster.n_devices_per_node=2 allocation=split
+  realrl run ./my_algorithm.py models.actor.path=/models/llama generation.temperature=0.7
+  realrl graph ppo --out ppo.svg
+
+'realrl COMMAND --help' says more about a command, 'realrl run NAME --help' lists the keys of an experiment.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code: 0, 1 if the run failed, 2 if the input is wrong, 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        print("realrl: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except Error as error:
+        print(f"realrl: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        # Whoever read our output has left (realrl list | head); stdout must not be flushed into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception:  # noqa: BLE001 - the last resort
+        traceback.print_exc()
+        print(
+            "realrl: this error was not expected. The last lines above say where it happened: if that is your own "
+            "file, look there; otherwise it is a bug in realrl, please report it with the lines above.",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    name, *rest = arguments
+    if name in ("version", "--version"):
+        from realrl import __version__
+
+        print(f"realrl {__version__}")
+        return 0
+    from realrl.cli.commands import COMMANDS
+
+    if name in COMMANDS:
+        return COMMANDS[name](rest)
+    if name.startswith("-"):
+        raise UsageError(f"unknown option {name}", remedy="See: realrl --help")
+    raise UsageError(f"unknown command '{name}'.{_meant(name)}", remedy="See: realrl --help")
+
+
+def _meant(name: str) -> str:
+    """A close command; or the command that was left out before an experiment."""
+    from realrl.cli.commands import COMMANDS
+    from realrl.discovery import experiment_names
+
+    if name in experiment_names() or name.endswith(".py"):
+        return f" Did you mean 'realrl run {name}'?"
+    return did_you_mean(name, [*COMMANDS, "version"])

@@ -1,0 +1,222 @@
+"""The commands, each a function from its arguments to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from realrl.errors import ConfigError, UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from realrl.config.schema import RunConfig
+    from realrl.experiment import Experiment
+    from realrl.runtime.run_plan import RunPlan
+
+PICTURES = (".svg", ".png", ".mmd", ".html")
+
+RUN_EXAMPLES = """\
+examples:
+  realrl run ppo preset=tiny                             PPO on a toy task, no download
+  realrl run ppo preset=tiny steps=5 --dry-run           show the plan, start nothing
+  realrl run ppo --help                                  every key of this experiment
+  realrl run ./my_algorithm.py preset=tiny               an algorithm of your own
+  realrl run ppo 'generation.stop_ids=[2,3]'             a list; quote what the shell would read
+  realrl run ppo 'allocation.calls.actor_gen="d1@0:1"'   one call on device 1 of node 0
+  realrl run ppo run_dir=runs/a resume=auto              continue after an interruption
+
+exit codes: 0 done, 1 the run failed, 2 wrong input and nothing was started, 130 interrupted
+"""
+GRAPH_EXAMPLES = """\
+examples:
+  realrl graph ppo
+  realrl graph ppo --out ppo.svg                         also .png, .mmd (mermaid) and .html
+  realrl graph ppo cluster.n_devices_per_node=2 allocation=split --out ppo.html
+"""
+CONFIG_EXAMPLES = """\
+examples:
+  realrl config ppo                                      the defaults
+  realrl config ppo preset=tiny                          the values with this preset
+"""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An experiment with its resolved configuration."""
+
+    experiment: Experiment
+    config: RunConfig
+    overrides: Sequence[str]
+
+    def plan(self) -> RunPlan:
+        """Calls, graph and allocations; refuses keys that this experiment would ignore.
+
+        Raises:
+            UsageError: see `plan_run`.
+        """
+        from realrl.cli.unused import check_used
+        from realrl.runtime.run_plan import plan_run
+
+        plan = plan_run(self.config, self.experiment)
+        check_used(self.overrides, plan)
+        return plan
+
+
+def run(arguments: Sequence[str]) -> int:
+    """``realrl run``: train, or show the plan."""
+    parser = _parser("run", "Train by an experiment.", RUN_EXAMPLES)
+    parser.add_argument("--dry-run", action="store_true", help="resolve, check and print the plan; start nothing")
+    options = _parse(parser, arguments)
+    if options.help:
+        return _help(parser, options)
+    loaded = _load(parser, options)
+    from realrl.config.paths import check_paths
+    from realrl.data.assets.store import cache_dir
+
+    plan = loaded.plan()
+    check_paths(loaded.config, cache_dir=cache_dir().absolute())
+    if options.dry_run:
+        from realrl.cli.plan_view import print_plan
+
+        print_plan(plan)
+        return 0
+    from realrl.runtime.start import start_run
+
+    return start_run(loaded.experiment, loaded.config)
+
+
+def list_experiments(arguments: Sequence[str]) -> int:
+    """``realrl list``: a table of the registered experiments."""
+    parser = _Parser(prog="realrl list", description="The experiments there are.")
+    parser.parse_args(arguments)
+    from realrl.cli.console import print_table
+    from realrl.config.compose import compose
+    from realrl.discovery import list_experiments
+
+    rows = []
+    for experiment in list_experiments():
+        calls = ", ".join(mfc.name for mfc in experiment.mfcs(compose(experiment)))
+        rows.append((experiment.name, experiment.description, ", ".join(experiment.roles), calls))
+    print_table(("name", "what it does", "roles", "calls"), rows)
+    return 0
+
+
+def graph(arguments: Sequence[str]) -> int:
+    """``realrl graph``: the dataflow graph as text, or as a picture with ``--out``."""
+    parser = _parser("graph", "Show the calls of an experiment and what flows between them.", GRAPH_EXAMPLES)
+    parser.add_argument("--out", metavar="FILE", help=f"write a picture: {', '.join(PICTURES)}")
+    options = _parse(parser, arguments)
+    if options.help:
+        parser.print_help()
+        return 0
+    if options.out is not None and Path(options.out).suffix not in PICTURES:
+        raise UsageError(f"--out {options.out}: a picture ends in one of {', '.join(PICTURES)}")
+    plan = _load(parser, options).plan()
+    if options.out is None:
+        from realrl.cli.graph_view import print_graph
+
+        print_graph(plan)
+    else:
+        _write_picture(plan, Path(options.out))
+    return 0
+
+
+def config(arguments: Sequence[str]) -> int:
+    """``realrl config``: every key with its value, what it accepts and what it does."""
+    parser = _parser("config", "Every key of an experiment, its value and what it accepts.", CONFIG_EXAMPLES)
+    options = _parse(parser, arguments)
+    if options.help:
+        parser.print_help()
+        return 0
+    from realrl.cli.config_view import print_config
+
+    loaded = _load(parser, options)
+    print_config(loaded.experiment, loaded.config)
+    return 0
+
+
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "run": run,
+    "list": list_experiments,
+    "graph": graph,
+    "config": config,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with errors of ours and no abbreviations."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, remedy=f"See: {self.prog} --help")
+
+
+def _parser(command: str, description: str, examples: str) -> _Parser:
+    parser = _Parser(
+        prog=f"realrl {command}",
+        usage=f"realrl {command} NAME [key=value ...] [options]",
+        description=description,
+        epilog=examples,
+        add_help=False,
+    )
+    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action="store_true", help="this text; 'realrl run NAME --help' lists the keys")
+    return parser
+
+
+def _parse(parser: _Parser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Options may stand before, between and after overrides."""
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        raise UsageError(
+            f"unknown option {unknown[0]}.{did_you_mean(unknown[0], flags)}", remedy=f"See: {parser.prog} --help"
+        )
+    return options
+
+
+def _load(parser: _Parser, options: argparse.Namespace) -> Loaded:
+    """Find the experiment, compose its configuration."""
+    from realrl.config.compose import compose
+    from realrl.data.assets.store import cache_dir
+    from realrl.discovery import config_dir, experiment_names, load_experiment, stable_reference
+
+    if not options.arguments:
+        raise UsageError(f"{parser.prog} needs an experiment", remedy=f"Choose from {', '.join(experiment_names())}.")
+    name, *overrides = options.arguments
+    if "=" in name:
+        raise UsageError(f"the experiment comes before '{name}'", remedy=f"Write: {parser.prog} NAME {name}")
+    experiment = load_experiment(name)
+    composed = compose(
+        experiment,
+        overrides,
+        reference=stable_reference(name),
+        config_dir=config_dir(),
+        cache_dir=cache_dir().absolute(),
+    )
+    return Loaded(experiment, composed, overrides)
+
+
+def _help(parser: _Parser, options: argparse.Namespace) -> int:
+    parser.print_help()
+    if options.arguments:
+        from realrl.cli.config_view import print_config
+
+        loaded = _load(parser, options)
+        print()
+        print_config(loaded.experiment, loaded.config)
+    return 0
+
+
+def _write_picture(plan: RunPlan, path: Path) -> None:
+    from realrl.graph.draw import write_picture
+
+    try:
+        write_picture(plan.graph, path, allocations=plan.allocations, title=plan.experiment.name)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from error
+    print(f"wrote {path}")

@@ -1,0 +1,63 @@
+"""Every key of an experiment: path, value, what it accepts, what it does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from realrl.cli.console import print_table
+from realrl.cli.unused import is_unused, unused_keys
+from realrl.config.keys import Key, known_keys
+from realrl.config.schema import RunConfig
+from realrl.experiment import Experiment
+
+ANY_ROLE = "<role>"
+
+
+def listed_keys(experiment: Experiment, config: RunConfig) -> list[tuple[Key, str]]:
+    """The keys that matter to this experiment with their values; those of roles once, as ``models.<role>``."""
+    unused = unused_keys(experiment, experiment.mfcs(config))
+    values = json.loads(config.model_dump_json())
+    listed: dict[str, tuple[Key, dict[str, str]]] = {}
+    for path, key in known_keys(experiment).items():
+        if is_unused(path, unused):
+            continue
+        parts = path.split(".")
+        role = parts[1] if parts[0] == "models" else ""
+        shown = ".".join(("models", ANY_ROLE, *parts[2:])) if role else path
+        listed.setdefault(shown, (key, {}))[1][role] = _show(values, parts)
+    return [(_renamed(key, shown), _by_role(by_role)) for shown, (key, by_role) in listed.items()]
+
+
+def print_config(experiment: Experiment, config: RunConfig) -> None:
+    """Print all keys, the rarely changed ones in a table of their own."""
+    listed = listed_keys(experiment, config)
+    roles = ", ".join(f"{name}{'' if role.trainable else ' (frozen)'}" for name, role in experiment.roles.items())
+    print(f"{experiment.name}: {experiment.description}")
+    print(f"<role> is one of {roles}; frozen roles have no optimizer.\n")
+    columns = ("key", "value", "accepts", "meaning")
+    print_table(columns, _rows(pair for pair in listed if not pair[0].is_advanced))
+    rare = _rows(pair for pair in listed if pair[0].is_advanced)
+    if rare:
+        print_table(columns, rare, title="Rarely changed")
+
+
+def _rows(listed: Iterable[tuple[Key, str]]) -> list[tuple[str, str, str, str]]:
+    return [(key.path, value, key.allowed, key.description) for key, value in listed]
+
+
+def _show(values: object, parts: list[str]) -> str:
+    for part in parts:
+        values = values[part] if isinstance(values, dict) else None
+    return values if isinstance(values, str) and values else json.dumps(values)
+
+
+def _by_role(by_role: dict[str, str]) -> str:
+    """One value if all roles agree, else each role's."""
+    if len(set(by_role.values())) == 1:
+        return next(iter(by_role.values()))
+    return ", ".join(f"{role}: {value}" for role, value in by_role.items())
+
+
+def _renamed(key: Key, path: str) -> Key:
+    return Key(path, key.allowed, key.description, key.is_advanced, key.is_mapping, key.takes_text)

@@ -1,0 +1,120 @@
+"""What ``--dry-run`` prints: the whole plan of a run, of which nothing was started."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from realrl.cli.console import print_table
+from realrl.config.paths import BUILT_IN
+from realrl.mesh.device_mesh import Allocation
+from realrl.plan.groups import GroupKind, process_groups
+
+if TYPE_CHECKING:
+    from realrl.runtime.run_plan import RunPlan
+
+
+def print_plan(plan: RunPlan) -> None:
+    """Print calls, roles and process groups."""
+    config = plan.config
+    cluster = config.cluster
+    preset = f", preset {config.preset}" if config.preset else ""
+    print(f"{plan.experiment.name}: {plan.experiment.description}")
+    print(f"{config.steps} steps of {plan.samples_per_step} samples, seed {config.seed}, {config.precision}{preset}")
+    print(
+        f"{plan.n_workers} worker{'s' if plan.n_workers > 1 else ''}: {cluster.n_nodes} node x "
+        f"{cluster.n_devices_per_node} device, {cluster.device}, launcher {config.launcher}"
+    )
+    print(f"data from {config.dataset.path}, results in {config.run_dir or f'runs/{plan.experiment.name}/<trial>'}\n")
+    _print_calls(plan)
+    _print_roles(plan)
+    _print_groups(plan)
+    print("Nothing was started; leave out --dry-run to run this.")
+
+
+def _print_calls(plan: RunPlan) -> None:
+    rows = []
+    for mfc in plan.mfcs:
+        allocation = plan.allocations[mfc.name]
+        batches = f"{mfc.n_minibatches} minibatches" if mfc.n_minibatches > 1 else ""
+        if mfc.max_tokens_per_mb is not None:
+            batches += f" of {mfc.max_tokens_per_mb}-token micro-batches"
+        elif mfc.n_mbs is not None:
+            batches += f" of {mfc.n_mbs} micro-batches"
+        rows.append(
+            (
+                mfc.name,
+                str(mfc.model),
+                mfc.interface_type.value,
+                mfc.interface.name,
+                str(mfc.n_seqs),
+                _devices(allocation),
+                str(allocation.strategy),
+                batches.strip() or "-",
+                ", ".join(mfc.input_keys),
+                ", ".join(mfc.output_keys) or "-",
+            )
+        )
+    columns = ("call", "role", "type", "interface", "n_seqs", "devices", "strategy", "batches", "reads", "writes")
+    print_table(columns, rows, title="Calls")
+
+
+def _print_roles(plan: RunPlan) -> None:
+    rows = []
+    for name, role in plan.experiment.roles_for(plan.config).items():
+        model = plan.config.models[name]
+        learning = f"lr {model.optimizer.lr:g} {model.optimizer.schedule}" if role.trainable else "frozen"
+        ranks = sorted({rank for mfc in plan.calls_of(name) for rank in plan.allocations[mfc.name].ranks})
+        has_weights = role.head != "none"
+        size = _size(model.path) if has_weights else "no weights"
+        rows.append((name, model.path, role.head, size, learning, ", ".join(map(str, ranks))))
+    print_table(("role", "path", "head", "parameters", "training", "devices"), rows, title="Roles")
+
+
+def _print_groups(plan: RunPlan) -> None:
+    groups = process_groups([plan.allocations[mfc.name] for mfc in plan.mfcs], plan.cluster)
+    by_kind: dict[GroupKind, list[str]] = {}
+    for group in groups:
+        if group.n_ranks > 1:
+            by_kind.setdefault(group.kind, []).append("[" + ", ".join(map(str, group.ranks)) + "]")
+    if not by_kind:
+        print("Process groups: none, a single worker has nobody to talk to\n")
+        return
+    rows = [(kind.value, " ".join(dict.fromkeys(ranks))) for kind, ranks in by_kind.items()]
+    print_table(("group", "global ranks"), rows, title="Process groups")
+
+
+def _devices(allocation: Allocation) -> str:
+    ranks = allocation.ranks
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _size(path: str) -> str:
+    if path == BUILT_IN:
+        return "random, about 0.5M"
+    n_parameters = count_parameters(Path(path))
+    return "unknown" if n_parameters is None else f"{n_parameters / 1e6:.1f}M"
+
+
+def count_parameters(folder: Path) -> int | None:
+    """Parameters in the safetensors files of a folder, from their headers alone; None if that cannot be told.
+
+    A file starts with the header's length (8 bytes, little endian), then the header: JSON, tensor name -> shape.
+    """
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with file.open("rb") as stream:
+                (length,) = struct.unpack("<Q", stream.read(8))
+                header = json.loads(stream.read(min(length, file.stat().st_size)))
+            for name, tensor in header.items():
+                if name != "__metadata__":
+                    size = 1
+                    for dim in tensor["shape"]:
+                        size *= dim
+                    total += size
+        except (OSError, ValueError, struct.error, KeyError, TypeError):
+            return None
+    return total or None

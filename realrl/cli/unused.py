@@ -1,0 +1,44 @@
+"""Keys that an experiment would ignore: typing one is an error, and they are not listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from realrl.config.problems import Problem, raise_problems
+from realrl.experiment import DatasetKind
+from realrl.graph.mfc import InterfaceType, MFCDef
+
+if TYPE_CHECKING:
+    from realrl.experiment import Experiment
+    from realrl.runtime.run_plan import RunPlan
+
+
+def unused_keys(experiment: Experiment, mfcs: Iterable[MFCDef]) -> Mapping[str, str]:
+    """Sections and keys without effect -> the reason."""
+    unused: dict[str, str] = {}
+    if not any(mfc.interface_type is InterfaceType.GENERATE for mfc in mfcs):
+        unused["generation"] = f"'{experiment.name}' has no generate call"
+    if experiment.dataset is DatasetKind.PROMPT:
+        unused["dataset.max_answer_tokens"] = f"the dataset of '{experiment.name}' holds prompts, no answers"
+    return unused
+
+
+def is_unused(path: str, unused: Mapping[str, str]) -> bool:
+    """Whether a key is one of `unused`, or below one."""
+    return any(path == key or path.startswith(key + ".") for key in unused)
+
+
+def check_used(overrides: Sequence[str], plan: RunPlan) -> None:
+    """Refuse overrides without effect.
+
+    Raises:
+        ConfigError: lists them with the reason.
+    """
+    problems = []
+    for override in overrides:
+        path = override.partition("=")[0].lstrip("+~")
+        for key, reason in unused_keys(plan.experiment, plan.mfcs).items():
+            if is_unused(path, {key: reason}):
+                problems.append(Problem(override, f"has no effect: {reason}"))
+    raise_problems(problems, plan.config.experiment)

@@ -1,0 +1,223 @@
+"""From names, files and command-line overrides to a `RunConfig`.
+
+Later layers win: the schema's defaults, the experiment's defaults, YAML (the preset, its part for the experiment, then
+the chosen cluster, allocation and models), the command line. Keys are checked layer by layer, values once at the end,
+and all problems are reported together.
+
+YAML may say ``models: {"*": {...}}`` for every role (training keys reach trainable roles only, and a role that follows
+another keeps following its path) and ``${cache_dir}`` for the folder of downloaded assets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from realrl.config.choices import take_choices, yaml_layers
+from realrl.config.keys import (
+    TRAINING_KEYS,
+    Declared,
+    DeclaredRole,
+    Key,
+    base_values,
+    closest_keys,
+    key_of,
+    known_keys,
+    sections,
+)
+from realrl.config.overrides import Edit, parse_overrides
+from realrl.config.problems import Problem, raise_problems, show
+from realrl.config.schema import RunConfig
+from realrl.config.validate import validate
+from realrl.errors import did_you_mean
+
+ALL_ROLES = "*"
+
+
+def compose(
+    experiment: Declared,
+    overrides: Sequence[str] = (),
+    *,
+    reference: str | None = None,
+    config_dir: Path | None = None,
+    cache_dir: Path | None = None,
+) -> RunConfig:
+    """Resolve the configuration of one run.
+
+    Args:
+        experiment: the declared algorithm.
+        overrides: ``key=value`` in Hydra's grammar.
+        reference: how another process finds the experiment again; its name by default.
+        config_dir: folder of the YAML groups preset, cluster, allocation and model; without it there are none.
+        cache_dir: what ``${cache_dir}`` stands for in YAML.
+
+    Raises:
+        ConfigError: lists every malformed override, unknown key or group option, and impossible value.
+    """
+    reference = reference or experiment.name
+    edits, problems = parse_overrides(overrides)
+    choices, edits, unknown = take_choices(edits, experiment, config_dir)
+    problems += unknown
+    composer = _Composer(experiment, known_keys(experiment), problems, {"preset": choices.preset})
+    composer.add_layer(experiment.defaults, f"the defaults of experiment '{experiment.name}'")
+    for values, origin in yaml_layers(choices, experiment, config_dir):
+        composer.add_layer(values, origin)
+    for edit in edits:
+        composer.apply(edit)
+
+    def check(roles: Mapping[str, DeclaredRole]) -> RunConfig:
+        values = {**composer.resolve(roles, cache_dir), "experiment": reference}
+        config, found = validate(values, experiment, composer.keys, composer.describe)
+        raise_problems(problems + found, reference)
+        assert config is not None
+        return config
+
+    config = check(experiment.roles)
+    roles = experiment.roles_for(config)
+    return config if roles == experiment.roles else check(roles)
+
+
+@dataclass
+class _Composer:
+    """Explicit values by dotted path, with the origin of each; `shared` are those given for every role at once."""
+
+    experiment: Declared
+    keys: Mapping[str, Key]
+    problems: list[Problem]
+    values: dict[str, object] = field(default_factory=dict)
+    subjects: dict[str, tuple[str, str]] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)
+
+    def add_layer(self, values: Mapping[str, object], origin: str) -> None:
+        """Take over a nested mapping; unknown keys become problems."""
+        shared, own = _split_shared(values, self.experiment)
+        for part, is_shared in ((shared, True), (own, False)):
+            for path, value in self._leaves("", part):
+                subject = f"{path}={show(value)}"
+                if path == "preset":
+                    self.problems.append(Problem(subject, "only the command line chooses a preset", origin))
+                elif self._check_path(path, subject, value, origin):
+                    self._set(path, value, subject, origin, is_shared=is_shared)
+
+    def apply(self, edit: Edit) -> None:
+        """One override of the command line."""
+        if edit.is_deletion:
+            if edit.path in sections(self.keys) or self._check_path(edit.path, edit.subject, None, ""):
+                prefix = edit.path + "."
+                self.values = {p: value for p, value in self.values.items() if not f"{p}.".startswith(prefix)}
+            return
+        key = key_of(edit.path, self.keys)
+        value = edit.text if key is not None and key.takes_text and edit.text is not None else edit.value
+        for path, leaf in self._leaves(edit.path, value):
+            subject = edit.subject if path == edit.path and leaf is value else f"{path}={show(leaf)}"
+            if self._check_path(path, subject, leaf, ""):
+                self._set(path, leaf, subject, "")
+
+    def resolve(self, roles: Mapping[str, DeclaredRole], cache_dir: Path | None) -> dict[str, object]:
+        """All values, nested: the schema's defaults below the explicit ones, paths followed, ``${...}`` filled in."""
+        nested = base_values(self.experiment)
+        for path, value in self.values.items():
+            _put(nested, path, value)
+        self._interpolate(nested, cache_dir)
+        models: Any = nested["models"]
+        paths = {role: models[self._path_owner(role, roles)]["path"] for role in roles}
+        for role, path in paths.items():
+            models[role]["path"] = path
+        return nested
+
+    def describe(self, path: str, value: object) -> tuple[str, str]:
+        """How the user would recognise the value at `path`."""
+        return self.subjects.get(path, (f"{path}={show(value)}", ""))
+
+    def _path_owner(self, role: str, roles: Mapping[str, DeclaredRole]) -> str:
+        """The role whose model path this role takes: itself, or the end of its `path_from` chain."""
+        seen = [role]
+        while True:
+            path = f"models.{seen[-1]}.path"
+            follows = roles[seen[-1]].path_from
+            if (path in self.values and path not in self.shared) or follows not in roles or follows in seen:
+                return seen[-1]
+            seen.append(follows)
+
+    def _set(self, path: str, value: object, subject: str, origin: str, *, is_shared: bool = False) -> None:
+        self.values[path] = value
+        self.subjects[path] = (subject, origin)
+        (self.shared.add if is_shared else self.shared.discard)(path)
+
+    def _leaves(self, path: str, value: object) -> Iterator[tuple[str, object]]:
+        """Single values by dotted path; a mapping given where a single value belongs stays whole."""
+        key = self.keys.get(path)
+        if isinstance(value, Mapping) and (key is None or key.is_mapping):
+            for name, inner in value.items():
+                yield from self._leaves(f"{path}.{name}" if path else str(name), inner)
+        elif path == "allocation" and isinstance(value, str):
+            yield "allocation.mode", value
+        else:
+            yield path, value
+
+    def _check_path(self, path: str, subject: str, value: object, origin: str) -> bool:
+        key = key_of(path, self.keys)
+        if key is not None and (path != key.path or not key.is_mapping):
+            return True
+        parts = path.split(".")
+        role = parts[1] if parts[0] == "models" and len(parts) > 1 else None
+        below = [known for known in self.keys if known.startswith(path + ".")]
+        if key is not None:
+            text = f"must be {key.allowed}"
+        elif below:
+            text = f"is a section, not a value; its keys are {', '.join(below[:4])}" + (", ..." if below[4:] else "")
+        elif role is not None and role not in self.experiment.roles:
+            roles = ", ".join(self.experiment.roles)
+            text = f"no role '{role}'; the roles are {roles}.{did_you_mean(role, self.experiment.roles)}"
+        elif role is not None and len(parts) > 2 and parts[2] in TRAINING_KEYS:
+            text = f"role '{role}' is frozen: it is not trained and has no {parts[2]}"
+        else:
+            text = f"unknown key.{closest_keys(path, self.keys)}"
+        self.problems.append(Problem(subject, text, origin))
+        return False
+
+    def _interpolate(self, nested: dict[str, object], cache_dir: Path | None) -> None:
+        marked = [path for path, value in self.values.items() if "${" in str(value)]
+        if not marked:
+            return
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        context = OmegaConf.create({**nested, **({} if cache_dir is None else {"cache_dir": str(cache_dir)})})
+        for path in marked:
+            subject, origin = self.subjects[path]
+            try:
+                node = OmegaConf.select(context, path)
+                value = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+            except OmegaConfBaseException as error:
+                self.problems.append(Problem(subject, str(error).splitlines()[0], origin))
+            else:
+                _put(nested, path, value)
+
+
+def _split_shared(
+    values: Mapping[str, object], experiment: Declared
+) -> tuple[Mapping[str, object], Mapping[str, object]]:
+    """What ``models."*"`` says of each role, and all the rest."""
+    models = _as_mapping(values.get("models"))
+    if ALL_ROLES not in models:
+        return {}, values
+    shared = _as_mapping(models[ALL_ROLES])
+    frozen = {name: value for name, value in shared.items() if name not in TRAINING_KEYS}
+    by_role = {name: shared if role.trainable else frozen for name, role in experiment.roles.items()}
+    own = {name: value for name, value in models.items() if name != ALL_ROLES}
+    return {"models": by_role}, {**values, "models": own}
+
+
+def _as_mapping(value: object) -> Mapping[str, object]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _put(nested: dict[str, object], path: str, value: object) -> None:
+    *parents, last = path.split(".")
+    place: Any = nested
+    for name in parents:
+        place = place.setdefault(name, {})
+    place[last] = value

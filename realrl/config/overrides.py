@@ -1,0 +1,90 @@
+"""``key=value`` arguments in Hydra's override grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from realrl.config.problems import Problem, show
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One override.
+
+    Attributes:
+        path: dotted path.
+        value: the parsed value; nested lists and dicts of plain values.
+        raw: the value as typed.
+        is_deletion: ``~path``: back to the schema's default.
+    """
+
+    path: str
+    value: object
+    raw: str
+    is_deletion: bool = False
+
+    @property
+    def subject(self) -> str:
+        """The edit as the user typed it, cut to a reasonable length."""
+        return f"~{self.path}" if self.is_deletion else f"{self.path}={show(self.raw)}"
+
+    @property
+    def text(self) -> str | None:
+        """A single value as text, as typed unless it was quoted; None for lists, mappings and null."""
+        if isinstance(self.value, str):
+            return self.value
+        return self.raw if isinstance(self.value, bool | int | float) else None
+
+
+def parse_overrides(arguments: Sequence[str]) -> tuple[list[Edit], list[Problem]]:
+    """Parse command-line overrides; what cannot be parsed becomes a problem.
+
+    ``+key=value`` and ``++key=value`` mean ``key=value``: every declared key is there already.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import Override, OverrideType
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    edits: list[Edit] = []
+    problems: list[Problem] = []
+    for argument in arguments:
+        key, equals, raw = argument.partition("=")
+        if not equals and not argument.startswith("~"):
+            problems.append(Problem(argument, f"not an override; write it as {argument}=VALUE"))
+            continue
+        try:
+            parsed: Override = parser.parse_override(argument)
+        except HydraException:
+            problems.append(Problem(argument, _why_malformed(key, raw)))
+            continue
+        path = parsed.key_or_group
+        if not path:
+            problems.append(Problem(argument, "the key is missing; write KEY=VALUE"))
+        elif parsed.package is not None:
+            problems.append(Problem(argument, "packages (@) cannot be chosen; write KEY=VALUE"))
+        elif parsed.is_sweep_override():
+            problems.append(
+                Problem(argument, f"several values, but this is one run; a list is {key}=[a,b], a text {key}='\"a,b\"'")
+            )
+        else:
+            edits.append(
+                Edit(
+                    path=path,
+                    value=parsed.value(),
+                    raw=raw,
+                    is_deletion=parsed.type is OverrideType.DEL,
+                )
+            )
+    return edits, problems
+
+
+def _why_malformed(key: str, raw: str) -> str:
+    if key != key.strip():
+        return f"no spaces around '='; write {key.strip()}={raw.strip()}"
+    if raw.count("[") != raw.count("]") or raw.count("{") != raw.count("}"):
+        return "a bracket is not closed"
+    if raw.startswith("~"):
+        return "the shell did not expand ~; write the whole path, or $HOME"
+    return f"not a valid value; quote text with special characters: {key}='\"{raw}\"'"

@@ -1,0 +1,56 @@
+"""What is wrong with a configuration, collected so that a user sees everything at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from realrl.errors import ConfigError
+
+MAX_SHOWN = 10
+MAX_VALUE_CHARS = 60
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line: ``subject: text (origin)``.
+
+    Attributes:
+        subject: the key and its value, as the user would type them.
+        text: what is wrong and what is allowed.
+        origin: where the value comes from, unless it was typed on the command line.
+    """
+
+    subject: str
+    text: str
+    origin: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.subject}: {self.text}" + (f" (from {self.origin})" if self.origin else "")
+
+
+def raise_problems(problems: Sequence[Problem], reference: str) -> None:
+    """Raise one `ConfigError` that lists the problems; nothing happens when there is none."""
+    if not problems:
+        return
+    remedy = f"All keys, their defaults and what they accept: realrl config {reference}"
+    lines = list(dict.fromkeys(str(problem) for problem in problems))
+    if len(lines) == 1:
+        raise ConfigError(lines[0], remedy=remedy)
+    shown = lines[:MAX_SHOWN]
+    if len(lines) > MAX_SHOWN:
+        shown.append(f"... and {len(lines) - MAX_SHOWN} more")
+    raise ConfigError(
+        f"{len(lines)} things are wrong with the configuration:\n" + "\n".join(f"  {line}" for line in shown),
+        remedy=remedy,
+    )
+
+
+def show(value: object) -> str:
+    """A value as it would be typed, cut to a reasonable length."""
+    if isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value, default=str)
+    return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 3] + "..."

@@ -1,0 +1,53 @@
+"""A resolved configuration as JSON, as it lies in the run folder and travels to workers."""
+
+from __future__ import annotations
+
+import json
+
+from realrl.config.keys import Declared, known_keys
+from realrl.config.problems import raise_problems
+from realrl.config.schema import RunConfig
+from realrl.config.validate import describe_plainly, validate
+from realrl.errors import ConfigError
+
+
+def dump_config(config: RunConfig) -> bytes:
+    """The configuration as indented JSON; `load_config` gives back an equal one."""
+    return config.model_dump_json(indent=2).encode() + b"\n"
+
+
+def experiment_reference(data: bytes) -> str:
+    """The experiment that dumped configuration is for: a registered name, a file or a module.
+
+    Raises:
+        ConfigError: the data is no dumped configuration.
+    """
+    values = _parse(data)
+    reference = values.get("experiment")
+    if not isinstance(reference, str):
+        raise ConfigError("a dumped configuration must name its experiment under the key 'experiment'")
+    return reference
+
+
+def load_config(data: bytes, experiment: Declared) -> RunConfig:
+    """Read back what `dump_config` wrote.
+
+    Raises:
+        ConfigError: no JSON, or values that the experiment does not accept.
+    """
+    values = _parse(data)
+    reference = str(values.get("experiment", experiment.name))
+    config, problems = validate(values, experiment, known_keys(experiment), describe_plainly)
+    raise_problems(problems, reference)
+    assert config is not None
+    return config
+
+
+def _parse(data: bytes) -> dict[str, object]:
+    try:
+        values = json.loads(data)
+    except ValueError as error:
+        raise ConfigError(f"a dumped configuration is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError("a dumped configuration must be a JSON object")
+    return values

@@ -1,0 +1,117 @@
+"""From nested plain values to a `RunConfig`: types, limits, and what must hold between keys.
+
+Errors name the dotted path, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from realrl.config.keys import Declared, Key
+from realrl.config.problems import Problem, show
+from realrl.config.schema import RunConfig
+from realrl.errors import did_you_mean
+
+Describe = Callable[[str, object], tuple[str, str]]
+"""(path, value) -> (subject, origin) of a problem."""
+
+
+def validate(
+    values: Mapping[str, object], experiment: Declared, keys: Mapping[str, Key], describe: Describe
+) -> tuple[RunConfig | None, list[Problem]]:
+    """Check everything; the configuration is None when there is a problem."""
+    problems: list[Problem] = []
+    algorithm: Any = None
+    try:
+        algorithm = experiment.options.model_validate(values.get("algorithm", {}))
+    except ValidationError as error:
+        problems += _translate(error, ("algorithm",), keys, describe)
+    try:
+        config = RunConfig.model_validate({**values, "algorithm": algorithm})
+    except ValidationError as error:
+        return None, _translate(error, (), keys, describe) + problems
+    if problems:
+        return None, problems
+    problems = cross_check(config)
+    return (None if problems else config), problems
+
+
+def cross_check(config: RunConfig) -> list[Problem]:
+    """What must hold between keys of different sections."""
+    problems: list[Problem] = []
+    if config.n_mbs is not None and config.max_tokens_per_mb is not None:
+        problems.append(
+            Problem(
+                f"max_tokens_per_mb={config.max_tokens_per_mb}",
+                f"n_mbs={config.n_mbs} is given too; micro-batches follow one of them, so set the other to null",
+            )
+        )
+    if config.launcher == "inline" and config.cluster.n_devices > 1:
+        problems.append(
+            Problem(
+                "launcher=inline",
+                f"one process cannot run the {config.cluster.n_devices} workers of cluster.n_nodes="
+                f"{config.cluster.n_nodes}, cluster.n_devices_per_node={config.cluster.n_devices_per_node}; "
+                "use launcher=local, or one device",
+            )
+        )
+    n_minibatches = getattr(config.algorithm, "n_minibatches", 1)
+    if config.n_seqs % n_minibatches:
+        problems.append(
+            Problem(
+                f"n_seqs={config.n_seqs}",
+                f"must be a multiple of algorithm.n_minibatches={n_minibatches}, "
+                f"such as {max(1, config.n_seqs // n_minibatches) * n_minibatches}",
+            )
+        )
+    return problems
+
+
+def _translate(
+    error: ValidationError, prefix: tuple[str, ...], keys: Mapping[str, Key], describe: Describe
+) -> list[Problem]:
+    """pydantic's errors in terms of keys; several about one key become one."""
+    problems: dict[str, Problem] = {}
+    for detail in error.errors(include_url=False):
+        loc = (*prefix, *detail["loc"])
+        path, key = _locate(loc, keys)
+        value = detail["input"]
+        subject, origin = describe(path, value)
+        if detail["type"] == "missing" and ".".join(map(str, loc)) == path:
+            problems.setdefault(path, Problem(path, f"has no default; give it: {path}=VALUE", origin))
+            continue
+        reason = detail.get("ctx", {}).get("error")  # what a validator of ours said
+        if key is None:
+            text = str(reason) if reason is not None else detail["msg"]
+            problems.setdefault(path, Problem(path, text, origin))
+            continue
+        text = f"must be {key.allowed}"
+        if reason is not None and not isinstance(value, bool):
+            text = str(reason)
+        elif detail["type"] == "literal_error" and isinstance(value, str):
+            meant = did_you_mean(value, key.allowed.removeprefix("one of ").split(", "))
+            text += f".{meant}" if meant else ""
+        problems.setdefault(path, Problem(subject, text, origin))
+    return list(problems.values())
+
+
+def _locate(loc: tuple[int | str, ...], keys: Mapping[str, Key]) -> tuple[str, Key | None]:
+    """The key that a pydantic location is in. Locations go deeper than keys: list items, members of a union."""
+    path = ""
+    for part in loc:
+        path = f"{path}.{part}" if path else str(part)
+        key = keys.get(path)
+        if key is not None:
+            rest = loc[path.count(".") + 1 :]
+            if key.is_mapping and rest:
+                path = f"{path}.{rest[0]}"
+            return path, key
+    return path, None
+
+
+def describe_plainly(path: str, value: object) -> tuple[str, str]:
+    """The subject of a problem whose origin is not known."""
+    return f"{path}={show(value)}", ""

@@ -1,0 +1,261 @@
+"""Datasets: rows of a file become samples of token ids.
+
+Fields of a row: `prompt` (a string, or chat messages ``[{"role": ..., "content": ...}, ...]``), `answer` (or
+`response`, `completion`) or `chosen` and `rejected` (strings, or one assistant message), and optionally `id`; others
+are ignored. A preference pair whose texts stand alone may leave its prompt out or empty. Rows without `id` are called
+by their number from 0.
+
+Chat messages are always rendered with the tokenizer's chat template, strings only under ``dataset.chat_template``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from realrl.config.schema import DatasetConfig
+from realrl.data.readers import RawRow, read_rows
+from realrl.data.sample import SequenceSample
+from realrl.data.tiny import TINY, toy_rows
+from realrl.data.tokenizer import encode_batch
+from realrl.errors import DataError, did_you_mean
+from realrl.experiment import DatasetKind
+from realrl.sched.messages import KeySchema, Per
+
+ANSWER_FIELDS = ("answer", "response", "completion")
+TINY_ROWS = 512
+_TINY_SEED = 0
+
+_SCHEMAS = {
+    "prompt_ids": KeySchema("int64", Per.TOKEN),
+    "input_ids": KeySchema("int64", Per.TOKEN),
+    "prompt_mask": KeySchema("bool", Per.TOKEN),
+}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A checked row: `prompt` as text after the chat template, and the 0 to 2 `answers` of its kind."""
+
+    row_id: str
+    prompt: str
+    has_template: bool
+    answers: tuple[str, ...]
+
+
+class Dataset:
+    """Tokenised rows, packed.
+
+    Attributes:
+        kind: what a row holds.
+        row_ids: names of the usable rows.
+        n_dropped: rows left out because they are too long.
+        notes: what the user should know, e.g. "3 of 512 prompts longer than 128 tokens were dropped".
+    """
+
+    def __init__(
+        self, kind: DatasetKind, sequences: Mapping[str, list[list[int]]], *, n_dropped: int, notes: Sequence[str]
+    ) -> None:
+        """`sequences`: row id -> token ids of the prompt and of the answers, as many as the kind has."""
+        self.kind = kind
+        self.row_ids = tuple(sequences)
+        self.n_dropped = n_dropped
+        self.notes = tuple(notes)
+        tokens: list[int] = []
+        is_prompt: list[bool] = []
+        self._seqlens: list[tuple[int, ...]] = []
+        for prompt, *answers in sequences.values():
+            for answer in answers or [[]]:
+                tokens += prompt + answer
+                is_prompt += [True] * len(prompt) + [False] * len(answer)
+            self._seqlens.append(tuple(len(prompt) + len(answer) for answer in answers or [[]]))
+        self._columns = {"input_ids": torch.tensor(tokens, dtype=torch.int64), "prompt_mask": torch.tensor(is_prompt)}
+        if kind is DatasetKind.PROMPT:
+            self._columns = {"prompt_ids": self._columns["input_ids"]}
+        self._offsets = [0, *accumulate(map(sum, self._seqlens))]
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def samples(self, ids: Sequence[str], rows: Sequence[int]) -> SequenceSample:
+        """Rows as samples with the keys of the dataset's kind; ``ids[i]`` is made from row ``rows[i]``.
+
+        A row may be asked for several times, under different ids. A preference pair gives two sequences per sample,
+        chosen then rejected.
+        """
+        seqlens = tuple(self._seqlens[row] for row in rows)
+        data = {
+            key: torch.cat([packed[:0], *(packed[self._offsets[r] : self._offsets[r + 1]] for r in rows)])
+            for key, packed in self._columns.items()
+        }
+        return SequenceSample(tuple(ids), {key: _SCHEMAS[key] for key in data}, dict.fromkeys(data, seqlens), data)
+
+
+def load_dataset(config: DatasetConfig, kind: DatasetKind, tokenizer: Any) -> Dataset:
+    """Read, check and tokenise a dataset; ``path: tiny`` is the built-in toy task.
+
+    Rows whose prompt has more than `max_prompt_tokens` tokens, or an answer more than `max_answer_tokens` (its
+    end-of-sequence token counts), are dropped and counted.
+
+    Args:
+        config: path, limits, chat template.
+        kind: what each row must hold.
+        tokenizer: a `transformers` fast tokenizer with an end-of-sequence token.
+
+    Raises:
+        DataError: a file or row is unusable, ids repeat, or every row is too long.
+    """
+    if config.path == TINY:
+        toy = toy_rows(kind, TINY_ROWS, _TINY_SEED)
+        raw = [RawRow(row, f"toy task, row {i}") for i, row in enumerate(toy, start=1)]
+    else:
+        raw = read_rows(config.path)
+    rows = [_check_row(row, i, kind, config, tokenizer) for i, row in enumerate(raw)]
+    _check_ids(rows, raw)
+    return _tokenise(rows, kind, config, tokenizer)
+
+
+# ---------------------------------------------------------------- checking
+
+
+def _check_row(row: RawRow, index: int, kind: DatasetKind, config: DatasetConfig, tokenizer: Any) -> _Row:
+    row_id = row.fields.get("id", index)
+    if isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":
+        raise DataError(f"{row.where} has an id that is neither a string nor a number: {row_id!r}")
+    prompt, has_template = _prompt(row, kind, config, tokenizer)
+    answers: tuple[str, ...] = ()
+    if kind is DatasetKind.PROMPT_ANSWER:
+        answers = (_answer(row, _answer_field(row)),)
+    elif kind is DatasetKind.PREFERENCE_PAIR:
+        answers = (_answer(row, "chosen"), _answer(row, "rejected"))
+    return _Row(str(row_id), prompt, has_template, answers)
+
+
+def _prompt(row: RawRow, kind: DatasetKind, config: DatasetConfig, tokenizer: Any) -> tuple[str, bool]:
+    """The prompt's text, and whether a chat template made it."""
+    prompt = row.fields.get("prompt")
+    if kind is DatasetKind.PREFERENCE_PAIR and (prompt is None or prompt == ""):
+        if config.chat_template:
+            raise DataError(
+                f"{row.where} has no prompt to put into the chat template", remedy="Set dataset.chat_template=false."
+            )
+        return "", False
+    if prompt is None:
+        raise DataError(f'{row.where} has no "prompt"; {_fields(row, "prompt")}', remedy="Name the field prompt.")
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DataError(f"{row.where} has an empty prompt", remedy="Remove the row, or write a prompt.")
+        if not config.chat_template:
+            return prompt, False
+        return _render([{"role": "user", "content": prompt}], row, tokenizer), True
+    return _render(_messages(prompt, row, "prompt"), row, tokenizer), True
+
+
+def _messages(value: object, row: RawRow, field: str) -> list[dict[str, str]]:
+    if not isinstance(value, list):
+        raise DataError(
+            f"{row.where} has a {field} of type {type(value).__name__}",
+            remedy='It must be a string, or a list of messages {"role": ..., "content": ...}.',
+        )
+    if not value:
+        raise DataError(f"{row.where} has a {field} without messages")
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise DataError(
+                f"{row.where}: message {number} of its {field} is not an object with the strings role and content"
+            )
+    return value
+
+
+def _render(messages: list[dict[str, str]], row: RawRow, tokenizer: Any) -> str:
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"{row.where} needs a chat template, and the tokenizer has none",
+            remedy="Use plain strings with dataset.chat_template=false, or add a chat_template to the tokenizer.",
+        )
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program: it raises whatever it likes
+        raise DataError(f"{row.where} does not fit the tokenizer's chat template: {error}") from error
+    return text
+
+
+def _answer_field(row: RawRow) -> str:
+    present = [field for field in ANSWER_FIELDS if field in row.fields]
+    if len(present) > 1:
+        raise DataError(f"{row.where} has both {present[0]!r} and {present[1]!r}", remedy="Keep one of them.")
+    return present[0] if present else ANSWER_FIELDS[0]
+
+
+def _answer(row: RawRow, field: str) -> str:
+    value = row.fields.get(field)
+    if value is None:
+        raise DataError(f'{row.where} has no "{field}"; {_fields(row, field)}')
+    if not isinstance(value, str):
+        messages = _messages(value, row, field)
+        if len(messages) > 1 or messages[0]["role"] != "assistant":
+            raise DataError(
+                f"{row.where}: its {field} must be one assistant message",
+                remedy="Move the messages before it into the prompt.",
+            )
+        value = messages[0]["content"]
+    if not value:
+        raise DataError(f"{row.where} has an empty {field}", remedy="Remove the row, or write a text.")
+    return value
+
+
+def _fields(row: RawRow, wanted: str) -> str:
+    names = ", ".join(map(repr, list(row.fields)[:8]))
+    return f"its fields are {names}.{did_you_mean(wanted, row.fields)}" if names else "it is an empty object"
+
+
+def _check_ids(rows: Sequence[_Row], raw: Sequence[RawRow]) -> None:
+    first: dict[str, int] = {}
+    for i, row in enumerate(rows):
+        j = first.setdefault(row.row_id, i)
+        if j != i:
+            raise DataError(
+                f"{raw[i].where} has the id {row.row_id!r}, which {raw[j].where} has already",
+                remedy="Ids must be unique; rows without one are called by their number from 0.",
+            )
+
+
+# ---------------------------------------------------------------- tokenising
+
+
+def _tokenise(rows: Sequence[_Row], kind: DatasetKind, config: DatasetConfig, tokenizer: Any) -> Dataset:
+    # A template writes its own start token.
+    plain = iter(encode_batch(tokenizer, [r.prompt for r in rows if not r.has_template], with_start=True))
+    templated = iter(encode_batch(tokenizer, [r.prompt for r in rows if r.has_template], with_start=False))
+    answers = iter(encode_batch(tokenizer, [a for r in rows for a in r.answers], with_start=False))
+    sequences: dict[str, list[list[int]]] = {}
+    long_prompts: list[int] = []
+    long_answers: list[int] = []
+    for row in rows:
+        prompt = next(templated if row.has_template else plain)
+        parts = [[*next(answers), tokenizer.eos_token_id] for _ in row.answers]
+        longest = max(map(len, parts), default=0)
+        if len(prompt) > config.max_prompt_tokens:
+            long_prompts.append(len(prompt))
+        elif longest > config.max_answer_tokens:
+            long_answers.append(longest)
+        else:
+            sequences[row.row_id] = [prompt, *parts]
+    notes = []
+    for what, lengths in (("prompt", long_prompts), ("answer", long_answers)):
+        limit = getattr(config, f"max_{what}_tokens")
+        if len(lengths) == len(rows):
+            raise DataError(
+                f"all {len(rows)} {what}s of {config.path} are longer than {limit} tokens",
+                remedy=f"Raise dataset.max_{what}_tokens; the shortest has {min(lengths)}.",
+            )
+        if lengths:
+            verb = "was" if len(lengths) == 1 else "were"
+            notes.append(f"{len(lengths)} of {len(rows)} {what}s longer than {limit} tokens {verb} dropped")
+    if not sequences:
+        raise DataError(f"no row of {config.path} is left: {'; '.join(notes)}", remedy="Raise both limits.")
+    return Dataset(kind, sequences, n_dropped=len(long_prompts) + len(long_answers), notes=notes)

@@ -1,0 +1,103 @@
+"""Tokenizers: `transformers` fast tokenizers from a local folder, or the built-in byte-level one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from realrl.data.tiny import TINY, tiny_tokenizer
+from realrl.errors import AssetError, did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+# Files from one of which a tokenizer can be made; the first is read directly, the others are converted.
+_FAST_FILE = "tokenizer.json"
+_OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
+    """Load the tokenizer of a Hugging Face folder without network; ``"tiny"`` gives the built-in byte-level one.
+
+    The padding token, where there is none, becomes the end-of-sequence token.
+
+    Args:
+        path: folder with ``tokenizer.json`` (or files that `transformers` converts to it), or ``"tiny"``.
+
+    Raises:
+        AssetError: the folder or its tokenizer files are missing or broken, or there is no end-of-sequence token.
+    """
+    if path == TINY:
+        return tiny_tokenizer()
+    folder = Path(path).expanduser()
+    _check_folder(folder)
+    tokenizer = _read(folder)
+    if tokenizer.eos_token_id is None:
+        raise AssetError(
+            f"the tokenizer in {folder} has no end-of-sequence token, so no response could ever end",
+            remedy='Name one in its tokenizer_config.json, e.g. "eos_token": "</s>".',
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def encode_batch(tokenizer: Any, texts: Sequence[str], *, with_start: bool) -> list[list[int]]:
+    """Token ids of each text, without a closing end-of-sequence token.
+
+    Args:
+        tokenizer: a `transformers` fast tokenizer.
+        texts: any strings, possibly empty.
+        with_start: prepend the start token, for tokenizers that have the habit.
+    """
+    if not texts:
+        return []
+    encoded: list[list[int]] = tokenizer(
+        list(texts), add_special_tokens=with_start, return_attention_mask=False, verbose=False
+    )["input_ids"]
+    closing = tokenizer("", add_special_tokens=True)["input_ids"][-1:] if with_start else []
+    if closing == [tokenizer.eos_token_id] and closing != [tokenizer.bos_token_id]:
+        return [ids[:-1] for ids in encoded]
+    return encoded
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        near = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise AssetError(
+            f"the tokenizer folder {folder} {what}.{did_you_mean(folder.name, near)}",
+            remedy="Give a Hugging Face folder on this machine; nothing is downloaded by name.",
+        )
+    if not any((folder / name).is_file() for name in (_FAST_FILE, *_OTHER_FILES)):
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
+        raise AssetError(
+            f"the folder {folder} holds no tokenizer: expected {_FAST_FILE}, found {found}",
+            remedy="Copy the tokenizer files beside the model's config.json.",
+        )
+
+
+def _read(folder: Path) -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        if (folder / _FAST_FILE).is_file():
+            json.loads((folder / _FAST_FILE).read_text(encoding="utf-8"))
+            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the libraries raise bare Exception for a file that they cannot read
+        reason = " ".join(str(error).split())
+        raise AssetError(
+            f"the tokenizer in {folder} cannot be read: {reason[:300]}",
+            remedy="Fetch its files again; one of them is cut off or was changed.",
+        ) from error
+    if not tokenizer.is_fast:
+        raise AssetError(
+            f"the tokenizer in {folder} has no fast version",
+            remedy=f"Convert it to {_FAST_FILE} once with the tokenizers library.",
+        )
+    return tokenizer

@@ -1,0 +1,84 @@
+"""The only place that knows devices by name: what there is, how it communicates, what it remembers."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+import torch
+
+from realrl.errors import ConfigError
+
+_GB = 1e9
+
+
+def resolve_device(kind: str, local_rank: int = 0) -> torch.device:
+    """Return the device of one worker.
+
+    Args:
+        kind: "auto" (CUDA when it is there), "cpu" or "cuda".
+        local_rank: the worker's number on its node.
+
+    Raises:
+        ConfigError: CUDA was asked for and is absent, or the node has too few devices.
+    """
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda":
+        raise ConfigError(f"cluster.device={kind!r} is not a device", remedy="Use auto, cpu or cuda.")
+    n_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if local_rank >= n_devices:
+        raise ConfigError(
+            f"worker {local_rank} of this node needs a CUDA device of its own, the node has {n_devices}",
+            remedy="Use cluster.device=cpu, or a smaller cluster.n_devices_per_node.",
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def backend_name(device: torch.device) -> str:
+    """The torch.distributed backend for tensors on this device."""
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory_gb(device: torch.device) -> float:
+    """Memory in use, in 1e9 bytes: the allocator's on CUDA, the process's resident memory on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / _GB
+    return _resident_bytes() / _GB
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Highest memory in use since the process started, in 1e9 bytes, measured like `memory_gb`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _GB
+    return _peak_resident_bytes() / _GB
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Give memory that no tensor uses back to the device, where the allocator keeps it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except FileNotFoundError:  # not Linux: the peak is the closest that the standard library has
+        return _peak_resident_bytes()
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

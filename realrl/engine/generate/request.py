@@ -1,0 +1,89 @@
+"""What is asked of the generator, checked before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from realrl.config.schema import GenerationConfig
+from realrl.errors import CallError, ConfigError
+from realrl.model.config import DecoderConfig
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generate call.
+
+    Attributes:
+        prompts: int64 tokens of each sample, on any device; none is empty.
+        sample_ids: one per prompt, unique.
+        generation: how to sample.
+        seed, step: of the run; together with the sample ids they decide every random number.
+        stop_ids: tokens that end a response, the end-of-sequence token among them.
+    """
+
+    prompts: Sequence[torch.Tensor]
+    sample_ids: Sequence[str]
+    generation: GenerationConfig
+    seed: int
+    step: int
+    stop_ids: tuple[int, ...]
+
+    @property
+    def n_rows(self) -> int:
+        """Responses of all samples."""
+        return len(self.prompts) * self.generation.n_responses
+
+    def check(self, config: DecoderConfig) -> None:
+        """Compare with the model.
+
+        Raises:
+            ConfigError: stop tokens or lengths that cannot be.
+            CallError: a prompt that is empty, too long or outside of the vocabulary; names the sample.
+        """
+        self._check_generation(config)
+        if len(self.prompts) != len(self.sample_ids) or len(set(self.sample_ids)) != len(self.sample_ids):
+            raise ValueError(f"{len(self.prompts)} prompts need as many distinct sample ids, not {self.sample_ids}")
+        for prompt, sample_id in zip(self.prompts, self.sample_ids, strict=True):
+            self._check_prompt(prompt, sample_id, config)
+
+    def _check_generation(self, config: DecoderConfig) -> None:
+        generation = self.generation
+        if generation.min_new_tokens > generation.max_new_tokens:
+            raise ConfigError(
+                f"generation.min_new_tokens={generation.min_new_tokens} exceeds "
+                f"generation.max_new_tokens={generation.max_new_tokens}",
+                remedy="Lower the minimum or raise the maximum.",
+            )
+        outside = [token for token in self.stop_ids if not 0 <= token < config.vocab_size]
+        if outside:
+            raise ConfigError(
+                f"stop tokens {outside} are outside of the vocabulary of {config.vocab_size}",
+                remedy="Check generation.stop_ids and the tokenizer's end-of-sequence token.",
+            )
+
+    def _check_prompt(self, prompt: torch.Tensor, sample_id: str, config: DecoderConfig) -> None:
+        n_new = self.generation.max_new_tokens
+        if not len(prompt):
+            raise CallError(
+                f"the prompt of sample {sample_id!r} is empty",
+                remedy="Remove the sample, or let its prompt begin with a start token.",
+                step=self.step,
+            )
+        if len(prompt) + n_new > config.max_positions:
+            raise CallError(
+                f"sample {sample_id!r}: a prompt of {len(prompt)} tokens and generation.max_new_tokens={n_new} "
+                f"exceed the model's {config.max_positions} positions",
+                remedy="Lower dataset.max_prompt_tokens or generation.max_new_tokens.",
+                step=self.step,
+            )
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= config.vocab_size:
+            raise CallError(
+                f"the prompt of sample {sample_id!r} holds token {low if low < 0 else high}, outside of the vocabulary "
+                f"of {config.vocab_size}",
+                remedy="Use the tokenizer that belongs to the model.",
+                step=self.step,
+            )

@@ -1,0 +1,133 @@
+"""Which responses are generated at a time: a pure state machine over slots.
+
+A row is one response in the making; it occupies the slot that equals its position in `Schedule.rows`.
+
+Invariants:
+- the rows occupy slots 0 .. n - 1 without a hole, and n never exceeds `max_rows`;
+- every (sample, response) enters exactly once and is retired exactly once;
+- every prompt is prefilled exactly once, by its first response;
+- at most one sample is held (prefilled, with responses that have not entered yet).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+# Prefilling one prompt reads every weight, like a whole decode step: wait until one slot in this many is free.
+_REFILL_SHARE = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """Response number `response` of sample number `sample`."""
+
+    sample: int
+    response: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row that enters at a slot."""
+
+    row: Row
+    slot: int
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What to do for rows to enter.
+
+    Attributes:
+        prefills: entries whose prompt is computed into their slot; consecutive slots.
+        copies: entries whose prompt was computed before, in this admission or for a held sample.
+        hold: the sample whose prefill is needed again later, if any.
+        drop: the held sample that this admission was the last to need, if any.
+    """
+
+    prefills: tuple[Entry, ...]
+    copies: tuple[Entry, ...]
+    hold: int | None
+    drop: int | None
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries in slot order."""
+        return self.prefills + self.copies
+
+
+@dataclass(frozen=True)
+class Move:
+    """A row changes its slot so that no hole is left."""
+
+    source: int
+    target: int
+
+
+class Schedule:
+    """Admits and retires rows.
+
+    Long prompts enter first: rows of similar length sit together, which keeps attention's padding small.
+
+    Args:
+        prompt_lengths: tokens of each sample's prompt.
+        n_responses: per sample.
+        max_rows: rows generated at a time.
+    """
+
+    def __init__(self, prompt_lengths: Sequence[int], *, n_responses: int, max_rows: int) -> None:
+        self.rows: list[Row] = []
+        self._n_responses = n_responses
+        self._max_rows = max_rows
+        self._waiting = sorted(range(len(prompt_lengths)), key=lambda i: prompt_lengths[i])  # the next is at the end
+        self._held: int | None = None
+        self._next_response = 0
+
+    @property
+    def is_done(self) -> bool:
+        return not self.rows and not self._waiting
+
+    @property
+    def can_admit(self) -> bool:
+        """Whether rows wait and enough slots are free to make a prefill worth its time."""
+        n_free = self._max_rows - len(self.rows)
+        return bool(self._waiting) and (not self.rows or n_free * _REFILL_SHARE >= self._max_rows)
+
+    def admit(self) -> Admission:
+        """Fill the free slots."""
+        held_before = self._held
+        first: list[Row] = []
+        others: list[Row] = []
+        n_free = self._max_rows - len(self.rows)
+        while n_free and self._waiting:
+            sample = self._waiting[-1]
+            n_taken = min(n_free, self._n_responses - self._next_response)
+            for response in range(self._next_response, self._next_response + n_taken):
+                (others if response else first).append(Row(sample, response))
+            n_free -= n_taken
+            self._next_response += n_taken
+            self._held = sample
+            if self._next_response == self._n_responses:
+                self._waiting.pop()
+                self._next_response = 0
+                self._held = None
+        entries = [Entry(row, len(self.rows) + i) for i, row in enumerate(first + others)]
+        self.rows += [entry.row for entry in entries]
+        return Admission(
+            prefills=tuple(entries[: len(first)]),
+            copies=tuple(entries[len(first) :]),
+            hold=self._held if self._held != held_before else None,
+            drop=held_before if self._held != held_before else None,
+        )
+
+    def retire(self, slots: Collection[int]) -> list[Move]:
+        """Take finished rows out; the moves, done in any order, close the holes. No row moves twice."""
+        leaving = set(slots)
+        n_left = len(self.rows) - len(leaving)
+        holes = sorted(slot for slot in leaving if slot < n_left)
+        survivors = [slot for slot in range(n_left, len(self.rows)) if slot not in leaving]
+        moves = [Move(source, target) for source, target in zip(survivors, holes, strict=True)]
+        for move in moves:
+            self.rows[move.target] = self.rows[move.source]
+        del self.rows[n_left:]
+        return moves

@@ -1,0 +1,170 @@
+"""Process groups, created from the planned list in one order on every rank, and what the engines do with them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from realrl.engine.device import backend_name
+from realrl.errors import TransportError
+from realrl.plan.groups import ProcessGroup
+
+_LEAVE_LIMIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """One rank's membership in a group; a group of one rank has no handle and communicates nothing.
+
+    Attributes:
+        handle: the torch.distributed group.
+        n_ranks: members.
+        rank: this rank's place in the group.
+    """
+
+    handle: dist.ProcessGroup | None = None
+    n_ranks: int = 1
+    rank: int = 0
+
+    def all_reduce_(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce in place over the group ("sum" or "max") and return the tensor."""
+        reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
+        if self.handle is not None:
+            dist.all_reduce(tensor, reduce_op, group=self.handle)
+        return tensor
+
+    def barrier(self) -> None:
+        """Wait for every member."""
+        if self.handle is not None:
+            dist.barrier(group=self.handle)
+
+
+ALONE = Communicator()
+
+
+class Groups:
+    """The communicators of this rank, by planned group."""
+
+    def __init__(self, communicators: Mapping[ProcessGroup, Communicator], *, owns_world: bool) -> None:
+        self._communicators = dict(communicators)
+        self._owns_world = owns_world
+
+    @classmethod
+    def create(
+        cls,
+        planned: Sequence[ProcessGroup],
+        *,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        device: torch.device,
+        timeout_s: float,
+    ) -> Groups:
+        """Meet the other ranks and create all groups; every rank calls this with the same list.
+
+        Groups with equal members share one handle, groups of one rank get none, and a single worker meets nobody.
+
+        Args:
+            planned: from `realrl.plan.groups.process_groups`, in its order.
+            rendezvous: "host:port" that rank 0 listens on; unused by a single worker.
+            timeout_s: limit of the meeting and of every collective.
+
+        Raises:
+            TransportError: the address cannot be bound or reached, or some rank did not come in time.
+        """
+        mine = [group for group in planned if rank in group.ranks]
+        if world_size == 1:
+            return cls({group: ALONE for group in mine}, owns_world=False)
+        timeout = timedelta(seconds=timeout_s)
+        with _loopback_only(rendezvous):
+            try:
+                store = _make_store(rendezvous, rank, world_size, timeout)
+                dist.init_process_group(
+                    backend_name(device),
+                    store=store,
+                    rank=rank,
+                    world_size=world_size,
+                    timeout=timeout,
+                    device_id=device if device.type == "cuda" else None,
+                )
+                handles = _create_handles(planned, world_size, timeout)
+            except (dist.DistError, RuntimeError, OSError) as error:
+                raise TransportError(
+                    f"worker {rank} could not join the {world_size} workers that meet at {rendezvous}: "
+                    f"{str(error).splitlines()[0]}",
+                    worker=rank,
+                ) from error
+        return cls(
+            {g: Communicator(handles.get(g.ranks), g.n_ranks, g.ranks.index(rank)) for g in mine}, owns_world=True
+        )
+
+    def __getitem__(self, group: ProcessGroup) -> Communicator:
+        """The communicator of a planned group that this rank is a member of."""
+        return self._communicators[group]
+
+    def destroy(self) -> None:
+        """Leave all groups; gives up after a few seconds when other members are gone."""
+        self._communicators.clear()
+        if not self._owns_world:
+            return
+        self._owns_world = False
+        leaving = threading.Thread(target=dist.destroy_process_group, name="leave-groups", daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_LIMIT_S)
+
+
+def _make_store(rendezvous: str, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """The key-value store of the meeting; rank 0 listens on the given host only, not on every interface."""
+    host, _, port = rendezvous.rpartition(":")
+    if rank != 0:
+        return dist.TCPStore(host, int(port), world_size, is_master=False, timeout=timeout)
+    listener = socket.create_server((host, int(port)), backlog=max(128, world_size))
+    try:
+        return dist.TCPStore(
+            host,
+            int(port),
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+        )
+    finally:
+        listener.detach()  # the store owns the descriptor now
+
+
+def _create_handles(
+    planned: Sequence[ProcessGroup], world_size: int, timeout: timedelta
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for group in planned:
+        if group.n_ranks == 1 or group.ranks in handles:
+            continue
+        if group.ranks == tuple(range(world_size)):
+            handles[group.ranks] = dist.group.WORLD
+        else:
+            handles[group.ranks] = dist.new_group(list(group.ranks), timeout=timeout)
+    return handles
+
+
+@contextmanager
+def _loopback_only(rendezvous: str) -> Iterator[None]:
+    """Keep gloo's own sockets on the loopback interface when the meeting is there."""
+    variable = "GLOO_SOCKET_IFNAME"
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if variable in os.environ or not names or not rendezvous.startswith(("127.", "localhost:", "[::1]")):
+        yield
+        return
+    os.environ[variable] = names[0]
+    try:
+        yield
+    finally:
+        del os.environ[variable]

@@ -1,0 +1,72 @@
+"""Linear layers whose weights are repacked once and used many times without gradient.
+
+This is the only place that knows which machine gains from packing. oneDNN's blocked layout is two to five times as
+fast as the default kernel on CPUs for the few rows of a decode step; everywhere else the plain twin below is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+LinearOp = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(x [T, in], residual [T, out] or None) -> x W^T + bias (+ residual) [T, out]."""
+
+_ROWS_HINT = 32  # the packed layout is chosen for about this many rows; others stay within a few percent
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether packed kernels exist and pay for this device and dtype."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def fuse_linears(linears: Sequence[nn.Linear], *, pack: bool) -> LinearOp:
+    """One operation that computes several layers of equal input, outputs side by side in order.
+
+    Args:
+        linears: layers; all or none with bias.
+        pack: use the packed kernel, see `can_pack`.
+    """
+    weights, biases = [layer.weight for layer in linears], [layer.bias for layer in linears]
+    bias = None if biases[0] is None else _join(biases)
+    return fuse_weight(_join(weights), bias, pack=pack)
+
+
+def fuse_weight(weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool) -> LinearOp:
+    """`fuse_linears` for one weight [out, in] that is already there; the plain twin aliases it."""
+    return PackedLinear(weight, bias) if pack else PlainLinear(weight, bias)
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class PlainLinear:
+    """The reference: `F.linear`."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        y = F.linear(x, self._weight, self._bias)
+        return y if residual is None else y.add_(residual)
+
+
+class PackedLinear:
+    """The same through oneDNN, with its own copy of the weight in a blocked layout."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if residual is None:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, residual, self._weight, self._bias, "add")

@@ -1,0 +1,23 @@
+"""Learning rate as a function of the number of optimizer steps taken."""
+
+from __future__ import annotations
+
+import math
+
+from realrl.config.schema import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, n_taken: int, n_total: int) -> float:
+    """Return the rate of the optimizer step that follows `n_taken` earlier ones.
+
+    It rises linearly over ceil(warmup_fraction * n_total) steps, the first of which is not zero, and then follows the
+    schedule, which is exactly at ``lr * min_lr_fraction`` when `n_total` steps are taken, and stays there.
+    """
+    n_warmup = math.ceil(config.warmup_fraction * n_total)
+    if n_taken < n_warmup:
+        return config.lr * (n_taken + 1) / n_warmup
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (n_taken - n_warmup) / max(1, n_total - n_warmup))
+    decayed = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_fraction + (1.0 - config.min_lr_fraction) * decayed)

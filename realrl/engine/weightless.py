@@ -1,0 +1,37 @@
+"""The engine of a role without weights: its calls run plain Python, such as a reward function."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from realrl.engine.groups import ALONE, Communicator
+from realrl.errors import CallError
+
+
+class WeightlessEngine:
+    """Knows its device and its data-parallel ranks, and refuses everything that needs weights.
+
+    Args:
+        role: for messages.
+        device: where the role's calls put what they return.
+        dp: the ranks that hold different samples of this role's batches.
+    """
+
+    def __init__(self, role: str, device: torch.device, dp: Communicator = ALONE) -> None:
+        self.role = role
+        self.device = device
+        self._dp = dp
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce ("sum" or "max") over the ranks that hold different samples; returns a new tensor."""
+        return self._dp.all_reduce_(tensor.detach().clone(), op)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise CallError(
+            f"role {self.role!r} has no weights, so it can neither train, infer nor generate",
+            remedy='Declare it with head="lm", "value" or "reward" if it is a model.',
+        )
+
+    train_batch = forward = generate = _refuse

@@ -1,0 +1,225 @@
+"""From a list of calls to its dataflow graph.
+
+The graph is a `networkx.DiGraph`. Its nodes are call names, in declared order, with attribute ``mfc``. Between two
+calls there is at most one edge, which says what the second waits for:
+
+- ``keys``, a sorted tuple: the first produces these keys and the second reads them, for the same samples;
+- ``lag``, a whole number: the first trains parameters that the second reads, and the second, at step i, waits for the
+  first at step ``i - lag``, where ``lag = 1 + max_staleness`` of the second.
+
+``kind`` is ``"data"`` when there are keys and ``"version"`` otherwise. A data edge that carries a lag too joins both
+relations in one pair of calls. Data edges are acyclic; version edges close the cycles from one step to the next. Ask
+`data_graph`, `version_edges` and the other functions below instead of looking at attributes.
+
+Version edges go to the earliest calls of a role: a call that already waits, through data, for another call of the role
+that is at least as strict gets none. Keys that the dataset provides have no edge: see `dataset_keys`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from realrl.errors import GraphError, did_you_mean
+from realrl.graph.checks import check_calls
+from realrl.graph.mfc import Hook, MFCDef, ParamReallocHook
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+
+@dataclass(frozen=True)
+class VersionEdge:
+    """`reader`, at step i, waits for `trainer` at step ``i - lag``."""
+
+    trainer: str
+    reader: str
+    lag: int
+
+
+def build_graph(mfcs: Sequence[MFCDef], dataset_keys: Iterable[str]) -> nx.DiGraph:
+    """Compile calls into a graph of data and version edges.
+
+    Args:
+        mfcs: the calls, in any order; the order breaks ties wherever one is needed.
+        dataset_keys: keys that the dataset offers; those that no call reads are ignored.
+
+    Returns:
+        The graph described above; ``graph.graph["dataset_keys"]`` holds the dataset keys in use, sorted.
+
+    Raises:
+        GraphError: a call is invalid by itself (see `checks.check_calls`), two calls produce one key, nobody provides
+            a key, or the calls wait for each other in a cycle.
+    """
+    import networkx as nx
+
+    mfcs = tuple(mfcs)
+    check_calls(mfcs)
+    offered = frozenset(dataset_keys)
+    producer = _producer_of_each_key(mfcs, offered)
+    _check_provided(mfcs, producer, offered)
+
+    graph = nx.DiGraph(dataset_keys=tuple(sorted(offered & _read_keys(mfcs))))
+    for mfc in mfcs:
+        graph.add_node(mfc.name, mfc=mfc)
+    for mfc in mfcs:
+        for name in dict.fromkeys(producer[key] for key in mfc.input_keys if key in producer):
+            keys = tuple(sorted(key for key in mfc.input_keys if producer.get(key) == name))
+            graph.add_edge(name, mfc.name, kind="data", keys=keys)
+    _check_acyclic(graph)
+    for edge in _version_edges(mfcs, graph):
+        if graph.has_edge(edge.trainer, edge.reader):
+            graph.edges[edge.trainer, edge.reader]["lag"] = edge.lag
+        else:
+            graph.add_edge(edge.trainer, edge.reader, kind="version", lag=edge.lag)
+    return graph
+
+
+# ---------------------------------------------------------------- questions to a graph
+
+
+def call(graph: nx.DiGraph, name: str) -> MFCDef:
+    """The definition of one call.
+
+    Raises:
+        GraphError: the graph has no such call.
+    """
+    if name not in graph:
+        raise GraphError(f"there is no call '{name}'", remedy=f"Calls: {', '.join(graph)}.{did_you_mean(name, graph)}")
+    mfc: MFCDef = graph.nodes[name]["mfc"]
+    return mfc
+
+
+def calls(graph: nx.DiGraph) -> tuple[MFCDef, ...]:
+    """All calls, in declared order."""
+    return tuple(graph.nodes[name]["mfc"] for name in graph)
+
+
+def topological_calls(graph: nx.DiGraph) -> tuple[MFCDef, ...]:
+    """All calls, producers before consumers; the declared order decides between calls that do not wait."""
+    import networkx as nx
+
+    position = {name: i for i, name in enumerate(graph)}
+    names = nx.lexicographical_topological_sort(data_graph(graph), key=position.__getitem__)
+    return tuple(graph.nodes[name]["mfc"] for name in names)
+
+
+def data_graph(graph: nx.DiGraph) -> nx.DiGraph:
+    """A new, acyclic graph of all calls and the data edges alone, each with its ``keys``."""
+    import networkx as nx
+
+    result = nx.DiGraph(**graph.graph)
+    result.add_nodes_from(graph.nodes(data=True))
+    for first, second, attributes in graph.edges(data=True):
+        if "keys" in attributes:
+            result.add_edge(first, second, kind="data", keys=attributes["keys"])
+    return result
+
+
+def version_edges(graph: nx.DiGraph) -> tuple[VersionEdge, ...]:
+    """Who waits for whose new parameters, in declared order of trainer, then reader."""
+    position = {name: i for i, name in enumerate(graph)}
+    found = [VersionEdge(a, b, data["lag"]) for a, b, data in graph.edges(data=True) if "lag" in data]
+    return tuple(sorted(found, key=lambda edge: (position[edge.trainer], position[edge.reader])))
+
+
+def producers(graph: nx.DiGraph) -> Mapping[str, str]:
+    """Key -> the call that produces it; dataset keys are not in it."""
+    return {key: mfc.name for mfc in calls(graph) for key in mfc.output_keys}
+
+
+def readers(graph: nx.DiGraph, key: str) -> tuple[str, ...]:
+    """Names of the calls that read `key`, in declared order."""
+    return tuple(mfc.name for mfc in calls(graph) if key in mfc.input_keys)
+
+
+def dataset_keys(graph: nx.DiGraph) -> tuple[str, ...]:
+    """Keys that the dataset must provide, sorted."""
+    keys: tuple[str, ...] = graph.graph["dataset_keys"]
+    return keys
+
+
+def roles(graph: nx.DiGraph) -> tuple[str, ...]:
+    """Names of all roles, in declared order of their first call."""
+    return tuple(dict.fromkeys(mfc.role for mfc in calls(graph)))
+
+
+# ---------------------------------------------------------------- edges
+
+
+def _read_keys(mfcs: Sequence[MFCDef]) -> frozenset[str]:
+    return frozenset(key for mfc in mfcs for key in mfc.input_keys)
+
+
+def _producer_of_each_key(mfcs: Sequence[MFCDef], offered: frozenset[str]) -> dict[str, str]:
+    producer: dict[str, str] = {}
+    for mfc in mfcs:
+        for key in mfc.output_keys:
+            if key in producer:
+                raise GraphError(
+                    f"calls '{producer[key]}' and '{mfc.name}' both produce key '{key}'",
+                    remedy="Rename one of the two, for example with output_key_remap.",
+                    call=mfc.name,
+                )
+            if key in offered:
+                raise GraphError(
+                    f"the dataset and call '{mfc.name}' both provide key '{key}'",
+                    remedy="Rename the call's key, for example with output_key_remap.",
+                    call=mfc.name,
+                )
+            producer[key] = mfc.name
+    return producer
+
+
+def _check_provided(mfcs: Sequence[MFCDef], producer: Mapping[str, str], offered: frozenset[str]) -> None:
+    provided = {**dict.fromkeys(sorted(offered), "the dataset"), **producer}
+    for mfc in mfcs:
+        for key in mfc.input_keys:
+            if key not in provided:
+                known = ", ".join(sorted(offered)) or "no keys"
+                raise GraphError(
+                    f"call '{mfc.name}' reads key '{key}', which no call produces; the dataset offers {known}",
+                    remedy=f"Produce it, or correct the name.{did_you_mean(key, provided)}",
+                    call=mfc.name,
+                )
+
+
+def _check_acyclic(graph: nx.DiGraph) -> None:
+    import networkx as nx
+
+    try:
+        cycle = nx.find_cycle(graph)
+    except nx.NetworkXNoCycle:
+        return
+    story = ", ".join(f"'{b}' reads {' and '.join(graph.edges[a, b]['keys'])} from '{a}'" for a, b in cycle)
+    raise GraphError(
+        f"the calls wait for each other in a cycle: {story}",
+        remedy="One of these keys must come from somewhere else.",
+        call=cycle[0][0],
+    )
+
+
+def _version_edges(mfcs: Sequence[MFCDef], data: nx.DiGraph) -> Iterator[VersionEdge]:
+    """Edges from each train_step to the earliest calls of each role that it changes."""
+    import networkx as nx
+
+    ancestors = {mfc.name: nx.ancestors(data, mfc.name) for mfc in mfcs}
+    for trainer in (mfc for mfc in mfcs if mfc.is_train):
+        changed = [mfc for mfc in mfcs if not mfc.is_train and _changes(trainer, mfc)]
+        for reader in changed:
+            earlier = [mfc for mfc in changed if mfc.role == reader.role and mfc.name in ancestors[reader.name]]
+            if all(mfc.max_staleness > reader.max_staleness for mfc in earlier):
+                yield VersionEdge(trainer.name, reader.name, 1 + reader.max_staleness)
+
+
+def _changes(trainer: MFCDef, reader: MFCDef) -> bool:
+    """Whether `trainer` changes the parameters of `reader`: by training the role, or through a realloc hook."""
+    pushed = {hook.target.role for hook in _reallocs(trainer) if hook.target is not None}
+    pulled = {hook.source.role for hook in _reallocs(reader) if hook.source is not None}
+    return reader.role == trainer.role or reader.role in pushed or trainer.role in pulled
+
+
+def _reallocs(mfc: MFCDef) -> tuple[ParamReallocHook, ...]:
+    hooks: tuple[Hook, ...] = mfc.pre_hooks + mfc.post_hooks
+    return tuple(hook for hook in hooks if isinstance(hook, ParamReallocHook))

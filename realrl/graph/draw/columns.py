@@ -1,0 +1,212 @@
+"""The order of things in each column, and their heights: a layered drawing after Sugiyama, Tagawa and Toda (1981).
+
+Calls stand in even columns and pills in odd ones. A branch that passes columns has a *bend* in each of them, so every
+link joins neighbouring columns. The order in each column is found by sweeps of barycentres and swaps of neighbours that
+keep the arrangement with the fewest crossings; the heights by least squares, then least absolute distances, each column
+being solved exactly by pooling adjacent violators.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+_SWEEPS = 24
+_SMOOTH, _STRAIGHTEN = 40, 60
+
+
+class ItemKind(Enum):
+    """What stands in a column."""
+
+    CARD = "card"
+    PILL = "pill"
+    BEND = "bend"
+
+
+_ROOM = {ItemKind.CARD: 38.0, ItemKind.PILL: 16.0, ItemKind.BEND: 15.0}
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that needs a height: `up` and `down` of it lie above and below the line where links meet it."""
+
+    kind: ItemKind
+    column: int
+    width: float = 0.0
+    up: float = 0.0
+    down: float = 0.0
+
+
+@dataclass(frozen=True)
+class Links:
+    """For each item, its neighbours in the column before and in the column after."""
+
+    before: Mapping[str, Sequence[str]]
+    after: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of(cls, items: Mapping[str, Item], pairs: Sequence[tuple[str, str]]) -> Links:
+        """Both directions of a list of pairs."""
+        before: dict[str, list[str]] = {name: [] for name in items}
+        after: dict[str, list[str]] = {name: [] for name in items}
+        for a, b in pairs:
+            after[a].append(b)
+            before[b].append(a)
+        return cls(before, after)
+
+
+def arrange(items: Mapping[str, Item], pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+    """Height of every item.
+
+    Args:
+        items: name -> item; the order decides where nothing else does.
+        pairs: links between items of neighbouring columns, left to right.
+
+    Returns:
+        name -> y. In a column, items do not overlap and keep some room between each other.
+    """
+    links = Links.of(items, pairs)
+    n_columns = max(item.column for item in items.values()) + 1
+    start = [[name for name, item in items.items() if item.column == c] for c in range(n_columns)]
+    columns = _order(start, links)
+    return _heights(items, columns, links)
+
+
+# ---------------------------------------------------------------- order
+
+
+def crossings(columns: Sequence[Sequence[str]], links: Links) -> int:
+    """Number of pairs of links that cross."""
+    return sum(_crossings_after(a, b, links) for a, b in itertools.pairwise(columns))
+
+
+def _crossings_after(left: Sequence[str], right: Sequence[str], links: Links) -> int:
+    place = {name: i for i, name in enumerate(right)}
+    ends = [end for name in left for end in sorted(place[other] for other in links.after[name])]
+    return sum(a > b for a, b in itertools.combinations(ends, 2))
+
+
+def _order(start: Sequence[Sequence[str]], links: Links) -> list[list[str]]:
+    """The best of several sweeps from the given order and from its reverse."""
+    best = [list(column) for column in start]
+    fewest = crossings(best, links)
+    for first in (start, [column[::-1] for column in start]):
+        columns = [list(column) for column in first]
+        for sweep in range(_SWEEPS):
+            forward = sweep % 2 == 0
+            _sweep(columns, links, forward=forward)
+            _swap(columns, links)
+            found = crossings(columns, links)
+            if found < fewest:
+                best, fewest = [list(column) for column in columns], found
+            if fewest == 0:
+                return best
+    return best
+
+
+def _sweep(columns: list[list[str]], links: Links, *, forward: bool) -> None:
+    """Sort each column by the mean place of the neighbours in the column that was sorted before it."""
+    indices = range(1, len(columns)) if forward else range(len(columns) - 2, -1, -1)
+    neighbours = links.before if forward else links.after
+    for i in indices:
+        fixed = columns[i - 1 if forward else i + 1]
+        place = {name: j for j, name in enumerate(fixed)}
+        current = {name: j for j, name in enumerate(columns[i])}
+
+        def mean(name: str, place: dict[str, int] = place, current: dict[str, int] = current) -> float:
+            near = [place[other] for other in neighbours[name]]
+            return sum(near) / len(near) if near else float(current[name])
+
+        columns[i].sort(key=mean)
+
+
+def _swap(columns: list[list[str]], links: Links) -> None:
+    """Swap neighbours while that removes crossings."""
+    for i, column in enumerate(columns):
+        left = {name: j for j, name in enumerate(columns[i - 1])} if i else {}
+        right = {name: j for j, name in enumerate(columns[i + 1])} if i + 1 < len(columns) else {}
+        improved = True
+        while improved:
+            improved = False
+            for j in range(len(column) - 1):
+                a, b = column[j], column[j + 1]
+                now = _pair(links.before[a], links.before[b], left) + _pair(links.after[a], links.after[b], right)
+                then = _pair(links.before[b], links.before[a], left) + _pair(links.after[b], links.after[a], right)
+                if then < now:
+                    column[j], column[j + 1] = b, a
+                    improved = True
+
+
+def _pair(upper: Sequence[str], lower: Sequence[str], place: Mapping[str, int]) -> int:
+    """Crossings between the links of two neighbours of a column, on one side."""
+    return sum(place[a] > place[b] for a in upper for b in lower)
+
+
+# ---------------------------------------------------------------- heights
+
+
+def _heights(items: Mapping[str, Item], columns: Sequence[Sequence[str]], links: Links) -> dict[str, float]:
+    y: dict[str, float] = {}
+    for column in columns:
+        at = 0.0
+        for above, name in zip([None, *column], column, strict=False):
+            at += _separation(items, above, name) if above else 0.0
+            y[name] = at
+        middle = at / 2
+        for name in column:
+            y[name] -= middle
+    for turn in range(_SMOOTH + _STRAIGHTEN):
+        straighten = turn >= _SMOOTH
+        for column in columns if turn % 2 == 0 else columns[::-1]:
+            _settle(items, column, links, y, straighten=straighten)
+    return y
+
+
+def _separation(items: Mapping[str, Item], above: str, below: str) -> float:
+    a, b = items[above], items[below]
+    return a.down + b.up + (_ROOM[a.kind] + _ROOM[b.kind]) / 2
+
+
+def _stiffness(a: Item, b: Item) -> float:
+    """Long branches are kept straight first, at the cost of the short links at their ends."""
+    bends = (a.kind is ItemKind.BEND) + (b.kind is ItemKind.BEND)
+    return (1.0, 2.0, 8.0)[bends]
+
+
+def _settle(
+    items: Mapping[str, Item], column: Sequence[str], links: Links, y: dict[str, float], *, straighten: bool
+) -> None:
+    """Move one column to where its links are shortest, given the others."""
+    wanted, weights, offsets = [], [], []
+    offset = 0.0
+    for i, name in enumerate(column):
+        if i:
+            offset += _separation(items, column[i - 1], name)
+        total = pull = 0.0
+        for other in (*links.before[name], *links.after[name]):
+            weight = _stiffness(items[name], items[other])
+            if straighten:  # weighting by 1 / distance turns squares into absolute values
+                weight /= max(abs(y[name] - y[other]), 1.0)
+            total += weight
+            pull += weight * y[other]
+        wanted.append((pull / total if total else y[name]) - offset)
+        weights.append(total or 1e-3)
+        offsets.append(offset)
+    for name, level, offset in zip(column, pool(wanted, weights), offsets, strict=True):
+        y[name] = level + offset
+
+
+def pool(wanted: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The non-decreasing sequence closest to `wanted` in weighted squares (pool adjacent violators)."""
+    blocks: list[tuple[float, float, int]] = []  # level, weight, length
+    for level, weight in zip(wanted, weights, strict=True):
+        length = 1
+        while blocks and blocks[-1][0] > level:
+            previous, previous_weight, previous_length = blocks.pop()
+            level = (previous * previous_weight + level * weight) / (previous_weight + weight)
+            weight += previous_weight
+            length += previous_length
+        blocks.append((level, weight, length))
+    return [level for level, _, length in blocks for _ in range(length)]

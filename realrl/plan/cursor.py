@@ -1,0 +1,155 @@
+"""Which dataset row becomes which sample, epoch after epoch: a pure function of the seed and one position.
+
+Samples are numbered from 0 in load order, over all epochs. Sample k of a dataset of R rows belongs to epoch
+``k // R + 1`` and is made from entry ``k % R`` of that epoch's order; its id is ``"epoch/row_id"``.
+
+Invariants:
+    - the order of an epoch is a permutation of all rows, and depends on (number of rows, seed, epoch) alone: not on the
+      platform, the Python version, the step size, or where the run was resumed;
+    - without shuffling, every epoch takes the rows as they stand;
+    - a cursor resumed at position p continues with exactly the samples that the uninterrupted one takes from p on;
+    - ids never repeat, since a row occurs once in an epoch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+import msgspec
+
+from realrl.errors import ConfigError, DataError
+
+
+class CursorState(msgspec.Struct, frozen=True):
+    """What a checkpoint keeps of a cursor.
+
+    Attributes:
+        rows_consumed: samples taken since the very first step, over all epochs.
+        seed: seed of the shuffle.
+        shuffle: 1 when epochs are shuffled, else 0.
+        fingerprint: digest of the dataset's row ids.
+    """
+
+    rows_consumed: int
+    seed: int
+    shuffle: int
+    fingerprint: int
+
+    def to_dict(self) -> dict[str, int]:
+        """Return the fields by name."""
+        return {name: getattr(self, name) for name in self.__struct_fields__}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, int]) -> CursorState:
+        """Return the state that `to_dict` wrote.
+
+        Raises:
+            msgspec.ValidationError: a field is missing or of another type.
+        """
+        return msgspec.convert(fields, cls)
+
+
+class SampleRef(msgspec.Struct, frozen=True):
+    """One sample to load: its id, and the row it is made from."""
+
+    id: str
+    row: int
+
+
+@lru_cache(maxsize=4)
+def epoch_order(n_rows: int, seed: int, epoch: int) -> tuple[int, ...]:
+    """Return the rows 0..n_rows-1 in the shuffled order of `epoch` (from 1).
+
+    A Fisher-Yates shuffle that draws only from `random.Random.random`, whose sequence for a given seed Python promises
+    to keep across versions (it makes no such promise for `shuffle`).
+    """
+    draw = random.Random(f"{seed}/{epoch}").random
+    order = list(range(n_rows))
+    for i in range(n_rows - 1, 0, -1):
+        j = int(draw() * (i + 1))
+        order[i], order[j] = order[j], order[i]
+    return tuple(order)
+
+
+def fingerprint(row_ids: Iterable[str]) -> int:
+    """Return a 48-bit digest of the row ids and their order."""
+    digest = hashlib.blake2b(digest_size=6)
+    for row_id in row_ids:
+        encoded = row_id.encode()
+        digest.update(len(encoded).to_bytes(4, "big") + encoded)
+    return int.from_bytes(digest.digest(), "big")
+
+
+class DatasetCursor:
+    """Names the samples at any position of an endless sequence of epochs over the same rows.
+
+    Args:
+        row_ids: id of every usable row, unique.
+        seed: seed of the shuffle.
+        shuffle: whether to shuffle each epoch.
+        start: rows consumed before this run, from a checkpoint's `CursorState`.
+
+    Raises:
+        DataError: there is no row, an id occurs twice, or `start` was made with another dataset.
+        ConfigError: `start` was made with another seed or shuffle switch.
+    """
+
+    def __init__(self, row_ids: Sequence[str], *, seed: int, shuffle: bool, start: CursorState | None = None) -> None:
+        self.row_ids = tuple(row_ids)
+        self.seed = seed
+        self.shuffle = shuffle
+        self.fingerprint = fingerprint(self.row_ids)
+        self.start = 0 if start is None else start.rows_consumed
+        self._check_rows()
+        if start is not None:
+            self._check_start(start)
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of one epoch."""
+        return len(self.row_ids)
+
+    def epoch_of(self, position: int) -> int:
+        """Return the epoch (from 1) of the sample at `position`, counted from the very first sample."""
+        return position // self.n_rows + 1
+
+    def take(self, position: int, count: int) -> list[SampleRef]:
+        """Return the `count` samples from `position` on."""
+        refs = []
+        while count > 0:
+            epoch, offset = position // self.n_rows + 1, position % self.n_rows
+            rows = epoch_order(self.n_rows, self.seed, epoch) if self.shuffle else range(self.n_rows)
+            chunk = rows[offset : offset + count]
+            refs += [SampleRef(f"{epoch}/{self.row_ids[row]}", row) for row in chunk]
+            position += len(chunk)
+            count -= len(chunk)
+        return refs
+
+    def state(self, position: int) -> CursorState:
+        """Return what a checkpoint needs to continue from `position`."""
+        return CursorState(position, self.seed, int(self.shuffle), self.fingerprint)
+
+    def _check_rows(self) -> None:
+        if not self.row_ids:
+            raise DataError("the dataset has no usable row", remedy="check dataset.path and dataset.max_prompt_tokens")
+        if len(set(self.row_ids)) != len(self.row_ids):
+            twice = Counter(self.row_ids).most_common(1)[0][0]
+            raise DataError(f"the dataset names two rows {twice!r}", remedy="give every row an id of its own")
+
+    def _check_start(self, start: CursorState) -> None:
+        if start.fingerprint != self.fingerprint:
+            raise DataError(
+                "the checkpoint was made with another dataset: the row ids differ",
+                remedy="resume with the dataset of the first run, or start a new run with resume=never",
+            )
+        shuffles = ("dataset.shuffle", str(bool(start.shuffle)).lower(), str(self.shuffle).lower())
+        for name, then, now in (("seed", str(start.seed), str(self.seed)), shuffles):
+            if then != now:
+                raise ConfigError(
+                    f"the checkpoint was made with {name}={then}, this run has {name}={now}",
+                    remedy=f"resume with {name}={then}, so that no row is repeated or skipped",
+                )

@@ -1,0 +1,106 @@
+"""The process groups of a run: one ordered list, the same on every rank.
+
+Invariants:
+- The list depends on the set of allocations alone, not on the order or names of calls.
+- The global group is first; then, for each distinct mesh in order of its ranks, the mesh's group and, for each
+  distinct (pp, dp, tp) on it, the pipeline, tensor and data groups.
+- Every rank of a mesh is in exactly one pipeline, one tensor and one data group per (pp, dp, tp) of the mesh, also
+  where that group has one member only.
+- No two groups have the same kind, mesh and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
+
+
+class GroupKind(Enum):
+    """What the members of a process group have in common."""
+
+    GLOBAL = "global"  # all ranks of the run
+    MESH = "mesh"  # all ranks of one mesh
+    PP = "pp"  # the stages of one pipeline: same dp_rank and tp_rank
+    TP = "tp"  # the slices of one layer: same pp_rank and dp_rank
+    DP = "dp"  # the holders of the same parameters: same pp_rank and tp_rank
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """One process group, not yet created.
+
+    Attributes:
+        kind: what its members share.
+        ranks: global ranks of the members; the position is the rank inside the group.
+        mesh_ranks: the members' ranks in `mesh`, in the same order.
+        mesh: the mesh that the group is a part of; the whole cluster for the global group.
+    """
+
+    kind: GroupKind
+    ranks: tuple[int, ...]
+    mesh_ranks: tuple[int, ...]
+    mesh: DeviceMesh
+
+    @property
+    def n_ranks(self) -> int:
+        """Number of members; a group of one has nothing to communicate."""
+        return len(self.ranks)
+
+
+def process_groups(allocations: Iterable[Allocation], cluster: Cluster) -> tuple[ProcessGroup, ...]:
+    """All groups in the order in which every rank creates them.
+
+    Args:
+        allocations: of all calls; equal ones count once.
+        cluster: gives the ranks of the global group.
+    """
+    whole = DeviceMesh.whole(cluster)
+    groups = [_group(GroupKind.GLOBAL, whole, range(whole.n_devices))]
+    strategies: dict[DeviceMesh, set[tuple[int, int, int]]] = {}
+    for allocation in allocations:
+        s = allocation.strategy
+        strategies.setdefault(allocation.mesh, set()).add((s.pp, s.dp, s.tp))
+    for mesh in sorted(strategies, key=lambda mesh: mesh.ranks):
+        groups.append(_group(GroupKind.MESH, mesh, range(mesh.n_devices)))
+        for pp, dp, tp in sorted(strategies[mesh]):
+            groups.extend(_strategy_groups(mesh, ParallelStrategy(dp, tp, pp)))
+    return tuple(dict.fromkeys(groups))
+
+
+def group_of(groups: Sequence[ProcessGroup], kind: GroupKind, allocation: Allocation, global_rank: int) -> ProcessGroup:
+    """The group of one kind that a rank of the allocation's mesh belongs to.
+
+    Raises:
+        LookupError: the list was not made from this allocation, or the rank is not on its mesh.
+    """
+    if kind is GroupKind.GLOBAL:
+        return next(group for group in groups if group.kind is kind)
+    if kind is GroupKind.MESH:
+        wanted = _group(kind, allocation.mesh, range(allocation.mesh.n_devices))
+    else:
+        of_rank = [g for g in _strategy_groups(allocation.mesh, allocation.strategy) if g.kind is kind]
+        wanted = next((g for g in of_rank if global_rank in g.ranks), of_rank[0])
+    if global_rank not in wanted.ranks or wanted not in groups:
+        raise LookupError(f"no {kind.value} group of {allocation} with rank {global_rank}")
+    return wanted
+
+
+def _strategy_groups(mesh: DeviceMesh, strategy: ParallelStrategy) -> Iterator[ProcessGroup]:
+    s = strategy
+    for dp in range(s.dp):
+        for tp in range(s.tp):
+            yield _group(GroupKind.PP, mesh, (s.mesh_rank(pp_rank=i, dp_rank=dp, tp_rank=tp) for i in range(s.pp)))
+    for pp in range(s.pp):
+        for dp in range(s.dp):
+            yield _group(GroupKind.TP, mesh, (s.mesh_rank(pp_rank=pp, dp_rank=dp, tp_rank=i) for i in range(s.tp)))
+    for pp in range(s.pp):
+        for tp in range(s.tp):
+            yield _group(GroupKind.DP, mesh, (s.mesh_rank(pp_rank=pp, dp_rank=i, tp_rank=tp) for i in range(s.dp)))
+
+
+def _group(kind: GroupKind, mesh: DeviceMesh, mesh_ranks: Iterable[int]) -> ProcessGroup:
+    members = tuple(mesh_ranks)
+    return ProcessGroup(kind, tuple(mesh.ranks[i] for i in members), members, mesh)

@@ -1,0 +1,120 @@
+"""Splitting samples over ranks, minibatches and micro-batches by their token counts.
+
+Every function returns lists of indices (or ids) in ascending input order, and depends on its arguments only: equal
+input gives equal output on every platform.
+
+Invariants of `partition_balanced`:
+    - the parts are disjoint and cover all indices; there are exactly `n_parts` of them;
+    - no part is empty when there are at least `n_parts` items;
+    - the heaviest part weighs at most the ideal (total / n_parts) plus the heaviest item;
+    - with `equal_count`, the sizes of any two parts differ by at most one.
+Invariants of `partition_by_budget`:
+    - the parts are disjoint, cover all indices, and none is empty;
+    - a part weighs at most the budget, unless it is one single item that exceeds it;
+    - no two parts could be merged within the budget.
+Invariants of `split_minibatches`:
+    - the shares are disjoint and cover all ids;
+    - which ids form a minibatch does not depend on the number of data-parallel ranks;
+    - minibatch sizes differ by at most one, so no share is empty when there are n_minibatches * dp_size ids or more.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def partition_balanced(weights: Sequence[int], n_parts: int, *, equal_count: bool = False) -> list[list[int]]:
+    """Split items into `n_parts` parts of nearly equal weight.
+
+    Longest processing time first (Graham 1969): the heaviest item left goes to the lightest part. With `equal_count`
+    the items are dealt in rounds of `n_parts`, the heaviest of a round to the lightest part, which keeps the spread of
+    the loads within the heaviest item.
+
+    Args:
+        weights: non-negative weight (tokens) of each item.
+        n_parts: number of parts, at least 1.
+        equal_count: give every part the same number of items, up to one.
+
+    Raises:
+        ValueError: `n_parts` is not positive, or a weight is negative.
+    """
+    if n_parts < 1:
+        raise ValueError(f"n_parts must be at least 1, not {n_parts}")
+    if any(weight < 0 for weight in weights):
+        raise ValueError(f"weights must not be negative: {min(weights)}")
+    heaviest_first = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    # (load, number of items, part): the number breaks ties, so that items without weight also spread over all parts.
+    heap = [(0, 0, part) for part in range(n_parts)]
+    parts: list[list[int]] = [[] for _ in range(n_parts)]
+    items_per_round = n_parts if equal_count else 1
+    for start in range(0, len(heaviest_first), items_per_round):
+        dealt = []
+        for i in heaviest_first[start : start + items_per_round]:
+            load, count, part = heapq.heappop(heap)
+            parts[part].append(i)
+            dealt.append((load + weights[i], count + 1, part))
+        for entry in dealt:
+            heapq.heappush(heap, entry)
+    return [sorted(part) for part in parts]
+
+
+def partition_by_budget(weights: Sequence[int], budget: int) -> list[list[int]]:
+    """Split items into few parts that weigh at most `budget` each (first-fit decreasing).
+
+    Args:
+        weights: non-negative weight (tokens) of each item.
+        budget: weight that a part may reach, at least 1; an item above it gets a part of its own.
+
+    Returns:
+        The parts, ordered by their first index.
+
+    Raises:
+        ValueError: `budget` is not positive, or a weight is negative.
+    """
+    if budget < 1:
+        raise ValueError(f"budget must be at least 1, not {budget}")
+    if any(weight < 0 for weight in weights):
+        raise ValueError(f"weights must not be negative: {min(weights)}")
+    parts: list[list[int]] = []
+    loads: list[int] = []
+    for i in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        fit = next((part for part, load in enumerate(loads) if load + weights[i] <= budget), None)
+        if fit is None:
+            parts.append([i])
+            loads.append(weights[i])
+        else:
+            parts[fit].append(i)
+            loads[fit] += weights[i]
+    return sorted(sorted(part) for part in parts)
+
+
+def split_minibatches(
+    ids: Sequence[str],
+    token_counts: Sequence[int],
+    n_minibatches: int,
+    dp_size: int,
+    *,
+    equal_count: bool = False,
+) -> list[list[list[str]]]:
+    """Split a batch over minibatches, and each minibatch over data-parallel ranks.
+
+    Minibatches hold equally many samples (up to one) and nearly equally many tokens; the ranks' shares of a minibatch
+    are balanced by tokens.
+
+    Args:
+        ids: sample ids, oldest first.
+        token_counts: tokens of each sample.
+        n_minibatches: optimizer steps to split the batch into.
+        dp_size: data-parallel ranks.
+        equal_count: give every rank the same number of samples of a minibatch, up to one.
+
+    Returns:
+        ``shares[minibatch][dp_rank]`` -> ids, in the order of `ids`.
+    """
+    shares = []
+    for minibatch in partition_balanced(token_counts, n_minibatches, equal_count=True):
+        weights = [token_counts[i] for i in minibatch]
+        over_ranks = partition_balanced(weights, dp_size, equal_count=equal_count)
+        shares.append([[ids[minibatch[j]] for j in share] for share in over_ranks])
+    return shares

@@ -1,0 +1,121 @@
+"""Which rank sends which rows to whom before a call starts.
+
+Invariants of `plan_transfers`:
+    - after the routes are performed, every rank of a share holds every key of every sample of the share;
+    - a rank never receives rows that it holds, or that an earlier call is already bringing to it;
+    - a (sample, key, rank) occurs at most once;
+    - rows are fetched only from ranks that hold them for certain, never from one to which they are still on their way;
+    - a source on the target's own node is preferred; among equals, the one that has the fewest rows to send so far;
+    - routes are merged: at most one per (source, target, key).
+Equal input gives equal routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the rows of one (sample, key) are, as global ranks.
+
+    `held`: ranks that have them. `incoming`: ranks that fetch them before a call that is dispatched but not finished.
+    """
+
+    held: frozenset[int]
+    incoming: frozenset[int] = frozenset()
+
+    @property
+    def present(self) -> frozenset[int]:
+        """Ranks that have the rows, or will before anything dispatched later can run there."""
+        return self.held | self.incoming if self.incoming else self.held
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a batch that several ranks need alike: all (pp, tp) coordinates of one data-parallel rank."""
+
+    ranks: tuple[int, ...]
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Rows of `key` of the samples `ids`, from rank `source` to rank `target`."""
+
+    source: int
+    target: int
+    key: str
+    ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """The same routes by what they change: `targets` will have the rows of `key` of the samples `ids`."""
+
+    key: str
+    ids: tuple[str, ...]
+    targets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """Routes by target in the order of the shares, then by key, then by source; and what they change."""
+
+    routes: tuple[Route, ...]
+    arrivals: tuple[Arrival, ...]
+
+
+def plan_transfers(
+    shares: Sequence[Share],
+    placements: Mapping[str, Mapping[str, Placement]],
+    *,
+    node_of: Callable[[int], int],
+) -> TransferPlan:
+    """Plan what the ranks of one dispatch must fetch.
+
+    Args:
+        shares: who needs which samples; a rank occurs in one share only.
+        placements: key -> sample id -> where it is, for the keys that the call reads and no other.
+        node_of: global rank -> node.
+
+    Raises:
+        KeyError: a needed sample has no placement: it was not produced, or is already freed.
+    """
+    n_sent: dict[int, int] = {}
+    routes: list[Route] = []
+    arrivals: list[Arrival] = []
+    for share in shares:
+        groups = [(key, _group_by_placement(share.ids, placement_of)) for key, placement_of in placements.items()]
+        for target in share.ranks:
+            for key, group in groups:
+                by_source: dict[int, tuple[str, ...]] = {}
+                for placement, ids in group.items():
+                    if target in placement.held or target in placement.incoming:
+                        continue
+                    source = _choose_source(placement.held, target, n_sent, node_of)
+                    n_sent[source] = n_sent.get(source, 0) + len(ids)
+                    by_source[source] = by_source[source] + ids if source in by_source else ids
+                routes += [Route(source, target, key, ids) for source, ids in sorted(by_source.items())]
+        for key, group in groups:
+            for placement, ids in group.items():
+                targets = tuple(rank for rank in share.ranks if rank not in placement.present)
+                if targets:
+                    arrivals.append(Arrival(key, ids, targets))
+    return TransferPlan(tuple(routes), tuple(arrivals))
+
+
+def _group_by_placement(ids: Sequence[str], placement_of: Mapping[str, Placement]) -> dict[Placement, tuple[str, ...]]:
+    """Group samples that lie on the same ranks: the choice of a source is made once for each group."""
+    groups: dict[Placement, list[str]] = {}
+    for sample_id in ids:
+        groups.setdefault(placement_of[sample_id], []).append(sample_id)
+    return {placement: tuple(members) for placement, members in groups.items()}
+
+
+def _choose_source(held: frozenset[int], target: int, n_sent: Mapping[int, int], node_of: Callable[[int], int]) -> int:
+    if len(held) == 1:
+        return next(iter(held))
+    node = node_of(target)
+    return min(held, key=lambda rank: (node_of(rank) != node, n_sent.get(rank, 0), rank))

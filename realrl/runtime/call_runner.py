@@ -1,0 +1,135 @@
+"""One call on one rank: fetch the rows it lacks, run the interface, check and keep what it returns."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from realrl.algo.api import CallContext, MicroBatching
+from realrl.algo.checks import check_metrics, check_output
+from realrl.data.rows import SampleStore, decode_rows
+from realrl.data.sample import SequenceSample
+from realrl.engine import device as devices
+from realrl.errors import Error, RunError
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.runtime.roles import HostedRole
+from realrl.runtime.run_plan import RunPlan
+from realrl.runtime.transport.base import SampleClient
+from realrl.sched.messages import CallDone, RunCall, SampleMeta, Span, Transfer
+
+
+class CallRunner:
+    """Runs calls against the roles that this rank hosts.
+
+    Args:
+        peers: data-server address of every rank.
+        client: how rows are pulled from them; None where there is a single worker.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        plan: RunPlan,
+        roles: Mapping[str, HostedRole],
+        store: SampleStore,
+        *,
+        client: SampleClient | None,
+        peers: tuple[str, ...],
+        device: torch.device,
+    ) -> None:
+        self.rank = rank
+        self._plan = plan
+        self._mfcs = {mfc.name: mfc for mfc in plan.mfcs}
+        self._roles = roles
+        self._store = store
+        self._client = client
+        self._peers = peers
+        self._device = device
+
+    def run(self, request: RunCall) -> CallDone:
+        """Execute this rank's part of the call and keep its output in the store."""
+        mfc = self._mfcs[request.call]
+        start_s = time.time()
+        spans: list[Span] = []
+        bytes_received = self._pull(request, spans)
+        ids = tuple(sample_id for minibatch in request.minibatches for sample_id in minibatch)
+        batch = self._store.get(ids, mfc.input_keys).to(self._device).remap(mfc.input_key_remap)
+        call_start_s = time.time()
+        output, metrics = self._call(mfc, batch, request)
+        devices.synchronize(self._device)
+        end_s = time.time()
+        spans.append(
+            Span(mfc.name, "call", call_start_s, end_s, {"step": request.step, "role": mfc.role, "samples": len(ids)})
+        )
+        return CallDone(
+            rank=self.rank,
+            seq=request.seq,
+            dispatch_id=request.dispatch_id,
+            call=mfc.name,
+            step=request.step,
+            output=output if self._keeps_output(mfc) else None,
+            metrics={**metrics, f"time_s/{mfc.name}": end_s - start_s},
+            spans=tuple(spans),
+            bytes_received=bytes_received,
+            memory_gb=devices.memory_gb(self._device),
+        )
+
+    def _call(
+        self, mfc: MFCDef, batch: SequenceSample, request: RunCall
+    ) -> tuple[SampleMeta | None, dict[str, float]]:
+        hosted = self._roles[mfc.role]
+        interface = hosted.interfaces[mfc.name]
+        context = CallContext(
+            call=mfc.name,
+            step=request.step,
+            seed=self._plan.config.seed,
+            micro_batching=MicroBatching(mfc.n_mbs, mfc.max_tokens_per_mb),
+            minibatches=request.minibatches,
+            generation=self._plan.config.generation,
+            algorithm=self._plan.config.algorithm,
+        )
+        try:
+            if mfc.interface_type is InterfaceType.TRAIN_STEP:
+                hosted.set_schedule_end(request.n_steps)
+                metrics = interface.train_step(hosted.model, batch, context)
+                hosted.model.version += 1
+                return None, check_metrics(context, mfc, metrics)
+            run = interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
+            result = check_output(context, mfc, batch, run(hosted.model, batch, context))
+        except Error as err:
+            err.call, err.step, err.worker = err.call or mfc.name, err.step or request.step, self.rank
+            raise
+        result = result.to(torch.device("cpu"))
+        self._store.put(result)
+        return result.describe(), {}
+
+    def _keeps_output(self, mfc: MFCDef) -> bool:
+        allocation = self._plan.allocations[mfc.name]
+        return self.rank in {allocation.output_rank(dp) for dp in range(allocation.strategy.dp)}
+
+    def _pull(self, request: RunCall, spans: list[Span]) -> int:
+        """Fetch the rows that the plan says this rank lacks; one request per (source, key). Returns bytes received."""
+        by_source: dict[int, list[Transfer]] = defaultdict(list)
+        for transfer in request.transfers:
+            if transfer.target != self.rank:
+                raise RunError(f"worker {self.rank} received a transfer meant for worker {transfer.target}")
+            by_source[transfer.source].append(transfer)
+        n_bytes = 0
+        for source, transfers in sorted(by_source.items()):
+            if self._client is None:
+                raise RunError(f"call '{request.call}' needs rows of worker {source}, but this run has one worker")
+            start_s, received = time.time(), 0
+            for transfer in transfers:
+                payload = self._client.pull(self._peers[source], transfer.key, transfer.ids)
+                received += len(payload)
+                self._store.put(decode_rows(payload))
+            keys = ", ".join(sorted({t.key for t in transfers}))
+            args = {"from": source, "keys": keys, "bytes": received, "step": request.step}
+            spans.append(Span(f"transfer for {request.call}", "transfer", start_s, time.time(), args))
+            n_bytes += received
+        return n_bytes
+
+

@@ -1,0 +1,47 @@
+"""What the master expects of a launcher, whatever starts the workers."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+
+class Launcher(Protocol):
+    """Starts, watches and ends worker processes."""
+
+    def start(self, n_workers: int, address: str, environment: Mapping[str, str]) -> None:
+        """Start workers 0 .. n_workers - 1, which connect to the master at `address`.
+
+        Args:
+            environment: variables added to each worker's environment: the run's keys.
+        """
+
+    def poll(self) -> list[tuple[int, int]]:
+        """``(rank, exit code)`` of workers that ended since the last call; negative exit codes are signals."""
+
+    def stop(self, grace_s: float = 2.0) -> None:
+        """End all workers: ask, wait up to `grace_s`, then kill; reaps everything. May be called twice."""
+
+    def dump_stack(self, rank: int) -> None:
+        """Let worker `rank` write the stack of all its threads to its log, if it can still be reached."""
+
+    def log_path(self, rank: int) -> Path | None:
+        """Where the output of worker `rank` goes, if it can be read from here."""
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity mask, and a container's CPU quota where there is one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+def threads_per_worker(n_workers: int) -> int:
+    """Compute threads for each of `n_workers` that share this node."""
+    return max(1, available_cores() // n_workers)

@@ -1,0 +1,51 @@
+"""Workers inside the master's own process and thread: for a debugger, and for small tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from realrl.runtime.transport.inproc import InprocMaster, InprocSamples, InprocSampleServer
+from realrl.runtime.worker_loop import HostFactory, WorkerLoop
+from realrl.sched.messages import Hello
+
+
+class InlineLauncher:
+    """Attaches one worker loop per rank to an in-process transport.
+
+    Args:
+        transport: the master's transport; its `receive` executes the requests.
+        make_host: returns the factory of what each worker hosts; called on a worker's first request.
+    """
+
+    def __init__(self, transport: InprocMaster, make_host: Callable[[], HostFactory]) -> None:
+        self._transport = transport
+        self._make_host = make_host
+        self._samples = InprocSamples()
+        self._servers: list[InprocSampleServer] = []
+
+    def start(self, n_workers: int, address: str, environment: Mapping[str, str]) -> None:
+        """`address` and `environment` have no meaning inside one process."""
+        for rank in range(n_workers):
+            loop = WorkerLoop(rank, self._samples.client(), self._make_host)
+            server = self._samples.serve(loop.fetch)
+            self._servers.append(server)
+            self._transport.attach(rank, loop.execute)
+            self._transport.deliver(Hello(rank, os.getpid(), server.address))
+
+    def poll(self) -> list[tuple[int, int]]:
+        """Nothing: a worker cannot end before its master here."""
+        return []
+
+    def stop(self, grace_s: float = 2.0) -> None:
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+
+    def dump_stack(self, rank: int) -> None:
+        """Nothing: the worker runs on the caller's own stack."""
+
+    def log_path(self, rank: int) -> Path | None:
+        """None: everything goes to the master's own output."""
+        return None

@@ -1,0 +1,112 @@
+"""Workers as processes of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from realrl.errors import RunError
+from realrl.runtime.launchers.base import threads_per_worker
+from realrl.runtime.lifeline import RUN_ID, WORKERS_OF, kill_leftovers
+from realrl.runtime.logs import log_path
+
+STACK_SIGNAL = signal.SIGUSR1
+DEFAULT_HOST = "realrl.runtime.model_worker:ModelWorker"
+
+
+class LocalLauncher:
+    """Starts ``python -m realrl.runtime.process worker`` once per rank.
+
+    Each worker leads its own process group, so a Ctrl-C on the terminal does not reach it and its children end with
+    it. Its stdout and stderr go to its log; its stdin is the lifeline by which it notices that the master is gone.
+
+    Args:
+        run_dir: folder of the run; logs go below it.
+        run_id: id of the run, carried in the environment of all its processes.
+        host: dotted path ``package.module:factory`` of what a worker hosts.
+    """
+
+    def __init__(self, run_dir: Path, run_id: str, *, host: str = DEFAULT_HOST) -> None:
+        self._run_dir = run_dir
+        self._run_id = run_id
+        self._host = host
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._reported: set[int] = set()
+
+    def start(self, n_workers: int, address: str, environment: Mapping[str, str]) -> None:
+        threads = str(threads_per_worker(n_workers))
+        variables = {"OMP_NUM_THREADS": threads, **os.environ, **environment}
+        variables |= {RUN_ID: self._run_id, WORKERS_OF: self._run_id, "PYTHONUNBUFFERED": "1"}
+        for rank in range(n_workers):
+            self._processes[rank] = self._spawn(rank, address, variables)
+
+    def poll(self) -> list[tuple[int, int]]:
+        ended = []
+        for rank, process in self._processes.items():
+            exit_code = process.poll()
+            if exit_code is not None and rank not in self._reported:
+                self._reported.add(rank)
+                ended.append((rank, exit_code))
+        return ended
+
+    def stop(self, grace_s: float = 2.0) -> None:
+        for signum, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, None)):
+            self._signal_all(signum)
+            self._wait(patience_s)
+        for process in self._processes.values():
+            if process.stdin is not None:
+                process.stdin.close()
+        if self._processes:
+            kill_leftovers(WORKERS_OF, self._run_id)
+
+    def dump_stack(self, rank: int) -> None:
+        process = self._processes[rank]
+        if process.poll() is None:
+            process.send_signal(STACK_SIGNAL)
+
+    def log_path(self, rank: int) -> Path | None:
+        return log_path(self._run_dir, rank)
+
+    def pid(self, rank: int) -> int:
+        """Process id of worker `rank`."""
+        return self._processes[rank].pid
+
+    def _spawn(self, rank: int, address: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        path = log_path(self._run_dir, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "realrl.runtime.process", "worker"]
+        command += ["--rank", str(rank), "--address", address, "--host", self._host]
+        # Signals that arrive before the child can handle them wait until it can.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            with path.open("ab") as log:
+                return subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(variables), process_group=0
+                )
+        except OSError as error:
+            raise RunError(
+                f"cannot start the process of worker {rank}: {error}",
+                remedy="The limit on processes (`ulimit -u`) or open files (`ulimit -n`) may be too low.",
+                worker=rank,
+            ) from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    def _signal_all(self, signum: signal.Signals) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signum)
+
+    def _wait(self, patience_s: float | None) -> None:
+        deadline_s = None if patience_s is None else time.monotonic() + patience_s
+        for process in self._processes.values():
+            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(left_s)

@@ -1,0 +1,86 @@
+"""How a child process ends with its parent, and how leftovers of a run are found.
+
+A child's stdin is a pipe whose other end only the parent holds: end of file means that the parent is gone, on every
+system. On Linux the kernel also signals the child when its parent dies, so that a child stuck in native code ends too.
+Every process of a run carries the run's id in its environment (`RUN_ID`, below a worker also `WORKERS_OF`), where
+`kill_leftovers` finds what neither reached: children of a killed worker, for example.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+RUN_ID = "REALRL_RUN_ID"
+WORKERS_OF = "REALRL_WORKERS_OF"
+_PR_SET_PDEATHSIG = 1
+_LEFTOVER_PATIENCE_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+def take_stdin() -> int:
+    """Return stdin's pipe as a private descriptor and give the process an empty stdin.
+
+    User code that reads stdin (a breakpoint, ``input()``) then meets its end instead of waiting on the lifeline.
+    """
+    lifeline = os.dup(0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return lifeline
+
+
+def die_with_parent(lifeline: int, *, death_signal: signal.Signals, on_parent_gone: Callable[[], None]) -> None:
+    """Call `on_parent_gone` in a thread when `lifeline` ends; on Linux the kernel sends `death_signal` as well."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
+
+    def watch() -> None:
+        while os.read(lifeline, 4096):
+            continue
+        on_parent_gone()
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def kill_leftovers(mark: str, run_id: str) -> list[int]:
+    """Kill every process but this one whose environment says ``mark=run_id``; returns their pids.
+
+    Linux only, elsewhere nothing.
+    """
+    killed: list[int] = []
+    deadline_s = time.monotonic() + _LEFTOVER_PATIENCE_S
+    while (pids := find_leftovers(mark, run_id)) and time.monotonic() < deadline_s:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            if pid not in killed:
+                killed.append(pid)
+        time.sleep(0.01)
+    if killed:
+        _log.warning("killed leftover processes of the run: %s", killed)
+    return killed
+
+
+def find_leftovers(mark: str, run_id: str) -> list[int]:
+    """Pids of living processes other than this one whose environment says ``mark=run_id`` (Linux)."""
+    wanted = f"{mark}={run_id}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_bytes()  # empty for a zombie
+        except OSError:  # ended meanwhile, or another user's
+            continue
+        if wanted in environment.split(b"\0") and int(folder.name) != os.getpid():
+            found.append(int(folder.name))
+    return found

@@ -1,0 +1,55 @@
+"""Log files of a run: ``<run_dir>/logs/master.log`` and ``worker_<rank>.log``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_TAIL_BYTES = 16_384
+
+
+def log_path(run_dir: Path, rank: int | None) -> Path:
+    """Log file of worker `rank`, or of the master for None."""
+    return run_dir / "logs" / ("master.log" if rank is None else f"worker_{rank}.log")
+
+
+@contextlib.contextmanager
+def logging_to(path: Path | None) -> Iterator[None]:
+    """Send this process's log records to `path` (appended), or to stderr for None, inside a ``with`` block.
+
+    realrl's own records from REALRL_LOG_LEVEL (default INFO) on, those of libraries from WARNING on.
+    """
+    handler: logging.Handler
+    if path is None:
+        handler = logging.StreamHandler(sys.stderr)
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    logging.getLogger("realrl").setLevel(os.environ.get("REALRL_LOG_LEVEL", "INFO").upper())
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def tail(path: Path | None, n_lines: int) -> list[str]:
+    """The last `n_lines` non-empty lines of a log, fewer when there are fewer, none when there is no such file."""
+    if path is None:
+        return []
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return lines[-n_lines:] if n_lines > 0 else []

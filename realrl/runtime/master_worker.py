@@ -1,0 +1,235 @@
+"""The MasterWorker: one process without accelerator that drives a run.
+
+    transport ──reply──►┐                        ┌──► transport   Send
+    launcher  ──death──►├─► MasterState.handle ──┼──► disk        OpenCheckpoint, CommitCheckpoint
+    clock     ──silence►┘    (all the policy)    ├──► sinks       ReportStart, ReportStep
+                                                 └──► exit code   Finish, Abort
+
+The loop waits for a reply, at most `_POLL_S`, then looks at the launcher and the clock. A signal ends it by an
+exception; the session around it stops the workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+from realrl.discovery import load_run
+from realrl.errors import CheckpointError
+from realrl.runtime import report
+from realrl.runtime.checkpoint import CheckpointStore, find_resume, read_manifest
+from realrl.runtime.run_plan import RunPlan, plan_run
+from realrl.runtime.session import Session
+from realrl.sched.events import (
+    Abort,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CommitCheckpoint,
+    Event,
+    Finish,
+    Instruction,
+    OpenCheckpoint,
+    RankSpan,
+    ReportStart,
+    ReportStep,
+    Send,
+    Start,
+    WorkerLost,
+    WorkerSilent,
+)
+from realrl.sched.master_plan import STEP_PLACEHOLDER, MasterPlan, ResumePoint, plan_master
+from realrl.sched.master_state import MasterState
+from realrl.sched.messages import Heartbeat, Hello, Reply
+
+_POLL_S = 0.2
+_STACK_DUMP_S = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+class MasterWorker:
+    """Feeds events to a `MasterState` and carries out what it answers.
+
+    Args:
+        plan: of the run.
+        state: decides everything.
+        session: transport, launcher and sinks.
+        checkpoints: where checkpoints are committed.
+    """
+
+    def __init__(self, plan: RunPlan, state: MasterState, session: Session, checkpoints: CheckpointStore) -> None:
+        self.state = state
+        self._plan = plan
+        self._session = session
+        self._checkpoints = checkpoints
+        self._last_heard_s: dict[int, float] = {}
+        self._activity: dict[int, str] = {}
+        self._exit_code: int | None = None
+        self._started_s = time.monotonic()
+
+    def run(self, start: Start) -> int:
+        """Run to the end; returns the exit code."""
+        n_workers = self._plan.n_workers
+        self._session.progress.phase(f"starting {n_workers} worker{'s' if n_workers > 1 else ''}")
+        self._session.launcher.start(n_workers, self._session.address, self._session.environment)
+        now_s = time.monotonic()
+        self._last_heard_s = dict.fromkeys(range(n_workers), now_s)
+        self._dispatch(start)
+        while self._exit_code is None:
+            reply = self._session.transport.receive(_POLL_S)
+            if reply is not None:
+                self._note(reply)
+                if not isinstance(reply, Heartbeat):
+                    self._dispatch(reply)
+            else:
+                self._look_around()
+        return self._exit_code
+
+    def _look_around(self) -> None:
+        """Turn what only the shell can see into events: deaths and silence. Called when no reply is waiting."""
+        for rank, exit_code in self._session.launcher.poll():
+            if self._exit_code is None:
+                self._last_heard_s.pop(rank, None)
+                self._dispatch(WorkerLost(rank, exit_code, report.signal_name(exit_code)))
+        limit_s, now_s = self._plan.config.cluster.worker_timeout_s, time.monotonic()
+        for rank, heard_s in list(self._last_heard_s.items()):
+            if self._exit_code is None and now_s - heard_s > limit_s and self._plan.config.launcher != "inline":
+                del self._last_heard_s[rank]
+                self._session.launcher.dump_stack(rank)
+                time.sleep(_STACK_DUMP_S)  # the stack must be in the log before the log is quoted
+                self._dispatch(WorkerSilent(rank, self._activity.get(rank, ""), now_s - heard_s))
+
+    def _note(self, reply: Reply) -> None:
+        if reply.rank in self._last_heard_s:
+            self._last_heard_s[reply.rank] = time.monotonic()
+        if isinstance(reply, Heartbeat):
+            self._activity[reply.rank] = reply.activity
+            self._session.progress.activity(reply.rank, reply.activity)
+        elif isinstance(reply, Hello):
+            self._session.progress.phase(f"worker {reply.rank} is up (process {reply.pid})")
+
+    def _dispatch(self, event: Event) -> None:
+        """Hand one event to the state and perform the answer, which may cause further events."""
+        events = deque([event])
+        while events and self._exit_code is None:
+            for instruction in self.state.handle(events.popleft()):
+                caused = self._perform(instruction)
+                if caused is not None:
+                    events.append(caused)
+
+    def _perform(self, instruction: Instruction) -> Event | None:
+        match instruction:
+            case Send(rank, request):
+                self._session.transport.send(rank, request)
+            case ReportStart():
+                self._report_start(instruction)
+            case ReportStep():
+                self._report_step(instruction)
+            case OpenCheckpoint(step):
+                return self._open_checkpoint(step)
+            case CommitCheckpoint():
+                return self._commit(instruction)
+            case Finish():
+                self._finish(instruction)
+            case Abort():
+                self._abort(instruction)
+        return None
+
+    def _report_start(self, instruction: ReportStart) -> None:
+        config = self._plan.config
+        title = f"{self._plan.experiment.name}" + (f" preset={config.preset}" if config.preset else "")
+        self._session.progress.started(title, instruction.last_step, str(self._session.run_dir), instruction.notes)
+
+    def _report_step(self, instruction: ReportStep) -> None:
+        self._write_spans(instruction.spans)
+        self._session.metrics.write(instruction.step, instruction.epoch, instruction.metrics)
+        self._session.progress.step_done(instruction.step, instruction.epoch, instruction.metrics)
+
+    def _open_checkpoint(self, step: int) -> Event | None:
+        try:
+            self._checkpoints.partial(step)
+        except OSError as err:
+            return CheckpointFailed(step, str(self._checkpoints.save_failed(err, step)))
+        return None
+
+    def _commit(self, instruction: CommitCheckpoint) -> Event:
+        try:
+            folder = self._checkpoints.commit(instruction.step, instruction.cursor, instruction.versions)
+        except CheckpointError as err:
+            return CheckpointFailed(instruction.step, str(err))
+        self._session.progress.phase(f"checkpoint of step {instruction.step} saved in {folder}")
+        return CheckpointCommitted(instruction.step)
+
+    def _finish(self, instruction: Finish) -> None:
+        self._write_spans(instruction.spans)
+        run_dir = self._session.run_dir
+        latest = self._checkpoints.latest()
+        summary = {
+            "steps": str(self._plan.config.steps),
+            "time": f"{time.monotonic() - self._started_s:.1f} s",
+            "metrics": str(run_dir / "metrics.jsonl"),
+            "trace": f"{run_dir / 'trace.json'} (open it in https://ui.perfetto.dev)",
+        }
+        if latest is not None:
+            summary["checkpoint"] = str(latest)
+        self._session.progress.finished(summary)
+        self._exit_code = 0
+
+    def _abort(self, instruction: Abort) -> None:
+        failure = instruction.failure
+        log = None if failure.rank is None else self._session.launcher.log_path(failure.rank)
+        text = report.render(report.from_failure(failure, log=log))
+        _log.error("%s", text)
+        self._session.progress.failed(text)
+        self._write_spans(instruction.spans)
+        self._exit_code = failure.exit_code
+
+    def _write_spans(self, spans: Iterable[RankSpan]) -> None:
+        for item in spans:
+            self._session.trace.spans(item.rank, [item.span])
+
+
+def run_master(session: Session) -> int:
+    """The master program of a session: plan the run that it carries and drive it to the end.
+
+    Raises:
+        UsageError: the run cannot be planned, or the checkpoint to resume from cannot be used.
+    """
+    experiment, config = load_run(session.run)
+    plan = plan_run(config, experiment)
+    store = CheckpointStore(session.run_dir / "checkpoints", keep=config.save.keep, experiment=experiment.name)
+    resume_from = find_resume(config.resume, store)
+    master_plan = make_master_plan(plan, store, resume_from)
+    rendezvous = f"127.0.0.1:{_free_port()}" if plan.n_workers > 1 else ""
+    if resume_from is not None:
+        session.progress.phase(f"resuming from {resume_from}")
+    start = Start(run=session.run, rendezvous=rendezvous, resume_from=str(resume_from or ""))
+    return MasterWorker(plan, MasterState(master_plan), session, store).run(start)
+
+
+def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | None) -> MasterPlan:
+    """What the state machine needs of a run plan and the checkpoint that it continues from."""
+    resume = None
+    if resume_from is not None:
+        manifest = read_manifest(resume_from, plan.experiment.name)
+        resume = ResumePoint(manifest.step, manifest.cursor, manifest.versions)
+    return plan_master(
+        plan.graph,
+        plan.allocations,
+        plan.config,
+        dataset_rank=plan.dataset_rank,
+        checkpoint_directory=str(store.root / f".step_{STEP_PLACEHOLDER}.partial"),
+        resume=resume,
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+

@@ -1,0 +1,153 @@
+"""The ModelWorker: one device, shards of many roles, requests executed in order.
+
+    request ──► handle ──► Initialize      groups, roles, dataset
+                           LoadSamples     dataset rows -> store
+                           RunCall         pull missing rows -> interface -> store
+                           FreeSamples     store
+                           SaveCheckpoint  roles -> files
+                           Shutdown        leave the groups
+
+It owns no socket and no thread: a worker loop feeds it requests and reports what they raise, and a sample server may
+read its store from another thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from realrl.data.datasets import Dataset, load_dataset
+from realrl.data.rows import SampleStore, encode_rows
+from realrl.discovery import load_run
+from realrl.engine import device as devices
+from realrl.engine.groups import Groups
+from realrl.errors import RunError
+from realrl.plan.groups import process_groups
+from realrl.runtime.call_runner import CallRunner
+from realrl.runtime.roles import HostedRole, build_roles, role_tokenizer, save_roles
+from realrl.runtime.run_plan import RunPlan, plan_run
+from realrl.runtime.transport.base import SampleClient
+from realrl.sched.messages import (
+    CheckpointSaved,
+    FreeSamples,
+    Goodbye,
+    Initialize,
+    LoadSamples,
+    Ready,
+    Reply,
+    Request,
+    RunCall,
+    SampleMeta,
+    SamplesFreed,
+    SamplesLoaded,
+    SaveCheckpoint,
+    Shutdown,
+    Span,
+)
+
+_WAIT_WORTH_TRACING_S = 0.001
+
+
+class ModelWorker:
+    """Executes requests on one device.
+
+    Args:
+        rank: global rank.
+        client: pulls rows from other workers' stores; None where there is a single worker.
+    """
+
+    def __init__(self, rank: int, client: SampleClient | None = None) -> None:
+        self.rank = rank
+        self.store = SampleStore()
+        self._client = client
+        self._plan: RunPlan | None = None
+        self._groups: Groups | None = None
+        self._roles: dict[str, HostedRole] = {}
+        self._dataset: Dataset | None = None
+        self._runner: CallRunner | None = None
+        self._idle_since_s: float | None = None
+
+    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
+        """Rows of one key from this worker's store, encoded for another worker; called from the server's thread."""
+        return encode_rows(self.store.get(ids, [key]))
+
+    def handle(self, request: Request) -> list[Reply]:
+        """Execute one request and return its reply; raises whatever goes wrong in it."""
+        start_s = time.time()
+        reply = self._execute(request, start_s)
+        self._idle_since_s = time.time()
+        return [reply]
+
+    def _execute(self, request: Request, start_s: float) -> Reply:
+        if isinstance(request, Initialize):
+            return self._initialize(request, start_s)
+        if isinstance(request, Shutdown):
+            return self._shutdown(request)
+        if self._plan is None or self._runner is None:
+            raise RunError(f"worker {self.rank} received {type(request).__name__} before Initialize", worker=self.rank)
+        if isinstance(request, RunCall):
+            wait = self._wait_span(start_s)
+            done = self._runner.run(request)
+            return msgspec.structs.replace(done, spans=wait + done.spans)
+        if isinstance(request, LoadSamples):
+            meta = self._load(request)
+            return SamplesLoaded(self.rank, request.seq, meta, (Span("dataset", "load", start_s, time.time()),))
+        if isinstance(request, FreeSamples):
+            self.store.free(request.ids)
+            return SamplesFreed(self.rank, request.seq)
+        if isinstance(request, SaveCheckpoint):
+            save_roles(self._roles, Path(request.directory))
+            span = Span("checkpoint", "save", start_s, time.time())
+            return CheckpointSaved(self.rank, request.seq, request.step, (span,))
+        raise TypeError(f"unknown request {type(request).__name__}")
+
+    def _initialize(self, request: Initialize, start_s: float) -> Ready:
+        experiment, config = load_run(request.run)
+        plan = plan_run(config, experiment)
+        device = devices.resolve_device(config.cluster.device, self.rank % config.cluster.n_devices_per_node)
+        torch.manual_seed(config.seed)  # nothing may depend on it; it makes an oversight repeatable
+        self._groups = Groups.create(
+            process_groups(plan.allocations.values(), plan.cluster),
+            rank=self.rank,
+            world_size=plan.n_workers,
+            rendezvous=request.rendezvous,
+            device=device,
+            timeout_s=config.cluster.worker_timeout_s,
+        )
+        resume_from = Path(request.resume_from) if request.resume_from else None
+        self._roles = build_roles(plan, self.rank, self._groups, device, resume_from)
+        self._plan = plan
+        self._runner = CallRunner(
+            self.rank, plan, self._roles, self.store, client=self._client, peers=request.peers, device=device
+        )
+        row_ids: tuple[str, ...] = ()
+        n_dropped, notes = 0, tuple[str, ...]()
+        if self.rank == plan.dataset_rank:
+            self._dataset = load_dataset(config.dataset, plan.experiment.dataset, role_tokenizer(plan))
+            row_ids, n_dropped, notes = self._dataset.row_ids, self._dataset.n_dropped, self._dataset.notes
+        spans = (Span("initialize", "init", start_s, time.time()),)
+        return Ready(self.rank, request.seq, tuple(row_ids), n_dropped, tuple(notes), spans)
+
+    def _load(self, request: LoadSamples) -> SampleMeta:
+        if self._dataset is None:
+            raise RunError(f"worker {self.rank} holds no dataset, but was asked for samples", worker=self.rank)
+        samples = self._dataset.samples(request.ids, request.rows)
+        self.store.put(samples)
+        return samples.describe()
+
+    def _shutdown(self, request: Shutdown) -> Goodbye:
+        if self._groups is not None:
+            self._groups.destroy()
+        if self._client is not None:
+            self._client.close()
+        return Goodbye(self.rank, request.seq)
+
+    def _wait_span(self, now_s: float) -> tuple[Span, ...]:
+        since = self._idle_since_s
+        if since is None or now_s - since < _WAIT_WORTH_TRACING_S:
+            return ()
+        return (Span("wait", "wait", since, now_s),)

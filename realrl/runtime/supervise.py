@@ -1,0 +1,138 @@
+"""The process that the user started: it starts the master, passes signals on, and says so if the master dies.
+
+realrl run ──supervises──► master ──LocalLauncher──► worker 0, worker 1, ...
+   │ stdin pipe: start message, then the lifeline       │ stdin pipe: lifeline
+   └ Ctrl-C, SIGTERM: passed on once; a second Ctrl-C kills everything
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from realrl.errors import RunError
+from realrl.runtime import report
+from realrl.runtime.lifeline import RUN_ID, kill_leftovers
+from realrl.runtime.logs import log_path
+from realrl.runtime.session import InterruptGuard, SessionStart, encode_start, run_session
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAME_KEYPRESS_S = 0.3  # a wrapper may pass on the Ctrl-C that the terminal has delivered already
+
+
+def run_supervised(start: SessionStart) -> int:
+    """Run the master in a process of its own and return the run's exit code; no process of the run is left behind.
+
+    Must be called from the main thread: it handles signals until it returns.
+
+    Raises:
+        RunError: the master process cannot be started.
+    """
+    return _Supervisor(start).run()
+
+
+def run_inline(start: SessionStart) -> int:
+    """Run master and workers in this process and thread; Ctrl-C and SIGTERM stop it in order."""
+    previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+    guard = InterruptGuard()
+    try:
+        guard.install()
+        return run_session(start, inline=True, guard=guard)
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+class _Supervisor:
+    def __init__(self, start: SessionStart) -> None:
+        self._start = start
+        self._master: subprocess.Popen[bytes] | None = None
+        self._received: int | None = None  # the first signal
+        self._received_at_s = 0.0
+
+    def run(self) -> int:
+        previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            for signum, handler in previous.items():
+                if handler is not signal.SIG_IGN:  # nohup, background jobs
+                    signal.signal(signum, self._on_signal)
+            # The master inherits the blocked signals: what arrives before it can handle it waits until it can.
+            self._master = self._spawn()
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            self._hand_over(self._master)
+            exit_code = self._master.wait()
+            kill_leftovers(RUN_ID, self._start.run_id)
+            return self._conclude(self._master, exit_code)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+            if self._master is not None:
+                self._end(self._master)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "realrl.runtime.process", "master"]
+        environment = {**os.environ, RUN_ID: self._start.run_id}
+        try:
+            return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        except OSError as error:
+            raise RunError(
+                f"cannot start the master process: {error}",
+                remedy="The limit on processes (`ulimit -u`) or open files (`ulimit -n`) may be too low.",
+            ) from error
+
+    def _hand_over(self, master: subprocess.Popen[bytes]) -> None:
+        """Send the start message; the pipe stays open as the master's lifeline."""
+        assert master.stdin is not None
+        try:
+            master.stdin.write(encode_start(self._start))
+            master.stdin.flush()
+        except BrokenPipeError:
+            return  # the master is dead already: what wait() returns says how
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self._received is None:
+            self._received, self._received_at_s = signum, now_s
+            self._pass_on(signum)
+        elif signum == signal.SIGINT and now_s - self._received_at_s > _SAME_KEYPRESS_S:
+            self._pass_on(signal.SIGKILL)
+
+    def _pass_on(self, signum: int) -> None:
+        if self._master is not None:
+            self._master.send_signal(signum)
+
+    def _conclude(self, master: subprocess.Popen[bytes], exit_code: int) -> int:
+        if exit_code >= 0:
+            return exit_code
+        _restore_cursor()
+        if self._received is not None:
+            name = signal.Signals(self._received).name
+            print(f"stopped at once after {name}", file=sys.stderr)
+            return 128 + self._received
+        log = log_path(Path(self._start.run_dir), None)
+        print(report.render(report.master_died(master.pid, exit_code, log=log)), file=sys.stderr, flush=True)
+        return 1
+
+    def _end(self, master: subprocess.Popen[bytes]) -> None:
+        if master.poll() is None:  # only when an exception interrupted the wait
+            master.kill()
+            master.wait()
+            kill_leftovers(RUN_ID, self._start.run_id)
+        assert master.stdin is not None
+        try:
+            master.stdin.close()
+        except BrokenPipeError:
+            return  # unsent rest of a start message for a master that died
+
+
+def _restore_cursor() -> None:
+    """A killed master cannot leave the terminal as it was."""
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)

@@ -1,0 +1,162 @@
+"""``trace.json``: what every worker did when, for https://ui.perfetto.dev or chrome://tracing.
+
+The Trace Event Format (JSON array form) may stay without its closing bracket, so the file of a killed run still loads;
+`close` makes it valid JSON. One process, one track per worker (tid = rank) and one for the master, above them.
+Times are microseconds since the start of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from realrl.sched.messages import Span
+
+FILE_NAME = "trace.json"
+MASTER_TID = 1_000_000
+_PID = 0
+
+_log = logging.getLogger(__name__)
+
+# Reserved colour names of the format: the same kind of work looks the same everywhere.
+_COLOURS = {
+    "wait": "grey",
+    "transfer": "thread_state_iowait",
+    "load": "thread_state_runnable",
+    "save": "terrible",
+    "init": "startup",
+}
+
+
+class TraceWriter:
+    """Appends events as they come; a disk that is full ends the trace, never the run.
+
+    Args:
+        path: file to write; an earlier trace there is kept under the next free name, ``trace-1.json``, ...
+        start_s: seconds since the epoch that count as zero; now when None.
+    """
+
+    def __init__(self, path: Path, *, start_s: float | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _keep_old(path)
+        self._start_s = time.time() if start_s is None else start_s
+        self._named: set[int] = set()
+        self._is_first = True
+        self._file: TextIO | None = path.open("w", encoding="utf-8")
+        self._write([self._metadata("process_name", 0, {"name": "realrl"})])
+
+    def spans(self, rank: int | None, spans: Iterable[Span]) -> None:
+        """Add what worker `rank` did (None: the master)."""
+        tid = MASTER_TID if rank is None else rank
+        events = self._track_name(tid)
+        for span in spans:
+            event = {
+                "name": span.name,
+                "cat": span.kind,
+                "ph": "X",
+                "pid": _PID,
+                "tid": tid,
+                "ts": self._us(span.start_s),
+                "dur": max(0, round((span.end_s - span.start_s) * 1e6)),
+                "args": _json_args(span.args),
+            }
+            if span.kind in _COLOURS:
+                event["cname"] = _COLOURS[span.kind]
+            events.append(event)
+        self._write(events)
+
+    def counter(self, name: str, values: Mapping[str, float], *, at_s: float | None = None) -> None:
+        """Add one point of a counter track, such as ``counter("samples", {"alive": 32})``; now when `at_s` is None."""
+        at = self._us(time.time() if at_s is None else at_s)
+        self._write([{"name": name, "ph": "C", "pid": _PID, "tid": 0, "ts": at, "args": _json_args(values)}])
+
+    def instant(
+        self, name: str, *, rank: int | None = None, args: Mapping[str, str | int | float] | None = None
+    ) -> None:
+        """Mark this moment on a track: a checkpoint renamed, a worker lost."""
+        tid = MASTER_TID if rank is None else rank
+        event = {"name": name, "ph": "i", "s": "p", "pid": _PID, "tid": tid, "ts": self._us(time.time())}
+        self._write([*self._track_name(tid), {**event, "args": _json_args(args or {})}])
+
+    def close(self) -> None:
+        """End the array. May be called twice."""
+        if self._file is not None:
+            self._put("\n]\n")
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _us(self, at_s: float) -> int:
+        return round((at_s - self._start_s) * 1e6)
+
+    def _track_name(self, tid: int) -> list[dict[str, Any]]:
+        if tid in self._named:
+            return []
+        self._named.add(tid)
+        is_master = tid == MASTER_TID
+        return [
+            self._metadata("thread_name", tid, {"name": "master" if is_master else f"worker {tid}"}),
+            self._metadata("thread_sort_index", tid, {"sort_index": -1 if is_master else tid}),
+        ]
+
+    @staticmethod
+    def _metadata(name: str, tid: int, args: Mapping[str, str | int]) -> dict[str, Any]:
+        return {"name": name, "ph": "M", "pid": _PID, "tid": tid, "args": dict(args)}
+
+    def _write(self, events: list[dict[str, Any]]) -> None:
+        if not events:
+            return
+        text = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+        self._put(("[\n" if self._is_first else ",\n") + text)
+        self._is_first = False
+
+    def _put(self, text: str) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(text)
+            self._file.flush()
+        except OSError as error:
+            _log.warning("the trace ends here: %s", error)
+            file, self._file = self._file, None
+            _close_quietly(file)
+
+
+def load_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, complete or left behind by a killed run (whose last line may be cut short)."""
+    lines = [line.removesuffix(",") for line in path.read_text(encoding="utf-8").splitlines()]
+    events: list[dict[str, Any]] = []
+    for line in lines:
+        if line.startswith("{"):
+            try:
+                events.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return events
+
+
+def _json_args(args: Mapping[str, str | int | float]) -> dict[str, str | int | float]:
+    """JSON knows no NaN and no infinity; as text they are still readable in the viewer."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in args.items()}
+
+
+def _close_quietly(file: TextIO) -> None:
+    """Closing flushes again, and fails again on a full disk."""
+    try:
+        file.close()
+    except OSError as error:
+        _log.debug("while closing the trace: %s", error)
+
+
+def _keep_old(path: Path) -> None:
+    if not path.exists():
+        return
+    number = 1
+    while (kept := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(kept)

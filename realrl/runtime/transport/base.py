@@ -1,0 +1,74 @@
+"""What master and workers expect of a transport, whatever the medium.
+
+master                              worker
+MasterTransport.send  --request-->  WorkerTransport.receive
+MasterTransport.receive <--reply--  WorkerTransport.send
+                                    SampleServer  <--pull--  SampleClient (another worker)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from realrl.sched.messages import Reply, Request
+
+FetchRows = Callable[[str, Sequence[str]], bytes]
+"""``fetch(key, ids)``: the rows of `key` of those samples, encoded by the producer."""
+
+
+class MasterTransport(Protocol):
+    """The master's end. Used by one thread."""
+
+    def send(self, rank: int, request: Request) -> None:
+        """Queue `request` for worker `rank`. Raises `TransportError` if that worker is not connected."""
+
+    def receive(self, timeout_s: float) -> Reply | None:
+        """The next reply of any worker, or None when none arrives in time. Raises `TransportError` on garbage."""
+
+    def close(self) -> None:
+        """Release everything within about a second, delivered or not. May be called twice."""
+
+
+class WorkerTransport(Protocol):
+    """A worker's end. `receive` belongs to one thread; `send` is safe from any."""
+
+    def receive(self, timeout_s: float) -> Request | None:
+        """The next request, or None when none arrives in time. Raises `TransportError` on garbage."""
+
+    def send(self, reply: Reply) -> None:
+        """Queue `reply` for the master. Raises `TransportError` if it cannot be encoded."""
+
+    def close(self) -> None:
+        """Release everything within about a second, delivered or not. May be called twice."""
+
+
+class SampleServer(Protocol):
+    """Serves rows of a producer's store, in a thread beside the computation."""
+
+    @property
+    def address(self) -> str:
+        """Where a `SampleClient` finds this server."""
+
+    def close(self) -> None:
+        """Stop serving. May be called twice."""
+
+
+class SampleClient(Protocol):
+    """Pulls rows from other workers' stores."""
+
+    def pull(self, address: str, key: str, ids: Sequence[str]) -> bytes:
+        """What the producer's fetch returns for `key` and `ids`.
+
+        Raises:
+            TransportError: the producer does not answer, or its fetch raised; names key, ids and address.
+        """
+
+    def close(self) -> None:
+        """Drop all connections. May be called twice."""
+
+
+def describe_ids(ids: Sequence[str], limit: int = 4) -> str:
+    """The first `limit` sample ids as text, and how many more there are."""
+    shown = ", ".join(ids[:limit])
+    return shown if len(ids) <= limit else f"{shown} and {len(ids) - limit} more"

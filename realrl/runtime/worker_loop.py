@@ -1,0 +1,143 @@
+"""What every worker does around its host, whatever carries the messages: execute, report failures, say what it is at.
+
+    request ──► WorkerLoop.execute ──► host.handle ──► replies
+                     ▲                                   Goodbye ends the loop
+    heartbeat thread ┘ reads what is being executed
+
+The host is made on the first request, inside the same protection as the request itself: a host that cannot even be
+imported becomes a `WorkerFailed` that the user reads, not a process that vanished.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+from realrl.errors import Error, TransportError
+from realrl.runtime.transport.base import SampleClient
+from realrl.sched.messages import (
+    FreeSamples,
+    Goodbye,
+    Heartbeat,
+    Initialize,
+    LoadSamples,
+    Reply,
+    Request,
+    RunCall,
+    SaveCheckpoint,
+    Shutdown,
+    WorkerFailed,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """What a worker hosts: executes requests in order and serves rows of its store to other workers."""
+
+    def handle(self, request: Request) -> Sequence[Reply]:
+        """Execute one request."""
+
+    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
+        """Encoded rows of `key`; called from another thread."""
+
+
+@runtime_checkable
+class ReportsActivity(Protocol):
+    """A host that can tell in more detail what it is doing; empty text means no more than its request tells."""
+
+    @property
+    def activity(self) -> str: ...
+
+
+HostFactory = Callable[[int, SampleClient], Host]
+"""``make_host(rank, client)``."""
+
+
+class WorkerLoop:
+    """Executes one worker's requests; `execute` belongs to one thread, the rest is safe from any."""
+
+    def __init__(self, rank: int, client: SampleClient, make_host: Callable[[], HostFactory]) -> None:
+        self.rank = rank
+        self.finished = False  # a Goodbye was returned: nothing more will be executed
+        self._client = client
+        self._make_host = make_host
+        self._host: Host | None = None
+        self._failed = False
+        self._current: tuple[int, str, float] | None = None  # seq, activity, start
+
+    def execute(self, request: Request) -> list[Reply]:
+        """Replies to one request; whatever the host raises becomes a `WorkerFailed`."""
+        if self._failed and not isinstance(request, Shutdown):
+            return []
+        self._current = (request.seq, describe(request), time.monotonic())
+        try:
+            replies = self._handle(request)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - also what a reward function does with sys.exit()
+            _log.exception("request %d (%s) failed", request.seq, describe(request))
+            replies = [self._farewell(request) if isinstance(request, Shutdown) else self.failure(request, error)]
+        finally:
+            self._current = None
+        self._failed = self._failed or any(isinstance(reply, WorkerFailed) for reply in replies)
+        self.finished = any(isinstance(reply, Goodbye) for reply in replies)
+        return replies
+
+    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
+        """Rows of the host's store. Raises `TransportError` while there is no host yet."""
+        if self._host is None:
+            raise TransportError(f"worker {self.rank} holds no samples yet", worker=self.rank)
+        return self._host.fetch(key, ids)
+
+    def heartbeat(self) -> Heartbeat:
+        """What this worker is doing now."""
+        current = self._current
+        if current is None:
+            return Heartbeat(self.rank, -1, "idle", 0.0)
+        seq, activity, start = current
+        if isinstance(self._host, ReportsActivity):
+            activity = self._host.activity or activity
+        return Heartbeat(self.rank, seq, activity, time.monotonic() - start)
+
+    def failure(self, request: Request, error: BaseException) -> WorkerFailed:
+        """The message that tells the master why `request` failed; from now on only a shutdown is executed."""
+        self._failed = True
+        return WorkerFailed(
+            rank=self.rank,
+            seq=request.seq,
+            call=request.call if isinstance(request, RunCall) else None,
+            step=request.step if isinstance(request, RunCall | SaveCheckpoint) else None,
+            error=type(error).__name__,
+            message=str(error),
+            traceback="".join(traceback.format_exception(error)),
+            exit_code=error.exit_code if isinstance(error, Error) else 1,
+        )
+
+    def _handle(self, request: Request) -> list[Reply]:
+        if self._host is None:
+            if isinstance(request, Shutdown):
+                return [self._farewell(request)]
+            self._host = self._make_host()(self.rank, self._client)
+        return list(self._host.handle(request))
+
+    def _farewell(self, request: Shutdown) -> Goodbye:
+        return Goodbye(self.rank, request.seq)
+
+
+def describe(request: Request) -> str:
+    """What a worker does while it executes `request`, in a few words."""
+    match request:
+        case RunCall():
+            return request.call
+        case Initialize():
+            return "starting"
+        case LoadSamples():
+            return "loading samples"
+        case FreeSamples():
+            return "freeing samples"
+        case SaveCheckpoint():
+            return "saving"
+        case Shutdown():
+            return "shutting down"

@@ -1,0 +1,263 @@
+"""The sample buffer: which samples live, which keys of them exist where, and which call has read which sample.
+
+It holds ids, lengths and locations, never data. Every sample goes through every call exactly once, and is freed when
+the last one is done with it. All operations cost time in proportion to the samples that they change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+
+from realrl.errors import InvalidTransitionError
+from realrl.plan.cursor import SampleRef
+from realrl.plan.transfer import Arrival, Placement
+from realrl.sched.call_queue import CallQueue
+from realrl.sched.master_plan import ScheduledCall
+from realrl.sched.messages import KeySchema, Per, SampleMeta
+
+
+class SamplePhase(Enum):
+    """Where one sample stands with one call."""
+
+    WAITING = "waiting"  # some input does not exist yet
+    READY = "ready"
+    TAKEN = "taken"
+    DONE = "done"
+
+
+_NEXT_PHASE = {
+    SamplePhase.WAITING: SamplePhase.READY,  # the sample's last missing input arrived
+    SamplePhase.READY: SamplePhase.TAKEN,  # the call was dispatched with it
+    SamplePhase.TAKEN: SamplePhase.DONE,  # every rank of the call's mesh is done
+}
+
+
+class _Slot:
+    """One living sample."""
+
+    __slots__ = ("id", "index", "is_loaded", "n_missing", "n_unread", "phases")
+
+    def __init__(self, sample_id: str, index: int, n_missing: list[int]) -> None:
+        self.id = sample_id
+        self.index = index
+        self.is_loaded = False
+        self.n_missing = n_missing  # by call: inputs that do not exist yet
+        self.n_unread = len(n_missing)  # calls that are not done with the sample
+        self.phases = [SamplePhase.WAITING] * len(n_missing)
+
+
+class SampleBuffer:
+    """All living samples.
+
+    Args:
+        calls: the calls; elsewhere in this class they are meant by their position here.
+        step_size: samples of one step.
+    """
+
+    def __init__(self, calls: Sequence[ScheduledCall], step_size: int) -> None:
+        self._calls = tuple(calls)
+        self.queues = [
+            CallQueue(n_seqs=call.n_seqs, min_n_seqs=call.min_n_seqs, step_size=step_size) for call in self._calls
+        ]
+        self._step_size = step_size
+        self._readers: dict[str, list[int]] = {}
+        for position, call in enumerate(self._calls):
+            for key in call.input_keys:
+                self._readers.setdefault(key, []).append(position)
+        self._slots: dict[str, _Slot] = {}
+        self._id_at: dict[int, str] = {}
+        self._placements: dict[str, dict[str, Placement]] = {}
+        self._n_rows: dict[str, dict[str, int]] = {}
+        self._schemas: dict[str, KeySchema] = {}
+        self._n_loaded = 0
+        self.grew_ready = False  # whether a sample became ready for a call since this was last set to False
+
+    def __len__(self) -> int:
+        """Living samples, those being loaded included."""
+        return len(self._slots)
+
+    @property
+    def n_loaded(self) -> int:
+        """Samples that were ever asked for: the index of the next one."""
+        return self._n_loaded
+
+    # ------------------------------------------------------------ samples come and go
+
+    def expect(self, refs: Iterable[SampleRef]) -> None:
+        """Make room for samples that are being loaded; they are numbered in this order.
+
+        Raises:
+            InvalidTransitionError: a sample of that id lives already.
+        """
+        for ref in refs:
+            if ref.id in self._slots:
+                raise InvalidTransitionError(f"sample '{ref.id}' is loaded a second time while it lives")
+            slot = _Slot(ref.id, self._n_loaded, [len(call.input_keys) for call in self._calls])
+            self._slots[ref.id] = slot
+            self._id_at[slot.index] = ref.id
+            self._n_loaded += 1
+
+    def add_loaded(self, rank: int, meta: SampleMeta) -> None:
+        """The samples of `meta` were loaded on `rank`."""
+        for sample_id in meta.ids:
+            slot = self._slots[sample_id]
+            slot.is_loaded = True
+            for position, n_missing in enumerate(slot.n_missing):
+                if n_missing == 0:
+                    self._become_ready(slot, position)
+        self.add_rows(rank, meta)
+
+    def add_rows(self, rank: int, meta: SampleMeta) -> None:
+        """`rank` holds rows that it loaded or produced. Several ranks may report the same rows."""
+        fresh = Placement(frozenset((rank,)))
+        for key, seqlens in meta.seqlens.items():
+            self._schemas[key] = meta.schemas[key]
+            placement_of = self._placements.setdefault(key, {})
+            n_rows_of = self._n_rows.setdefault(key, {})
+            readers = self._readers.get(key, ())
+            for sample_id, lengths in zip(meta.ids, seqlens, strict=True):
+                old = placement_of.get(sample_id)
+                if old is not None:
+                    placement_of[sample_id] = Placement(old.held | {rank}, old.incoming - {rank})
+                    continue
+                placement_of[sample_id] = fresh
+                n_rows_of[sample_id] = sum(lengths)
+                slot = self._slots[sample_id]
+                for position in readers:
+                    slot.n_missing[position] -= 1
+                    if slot.n_missing[position] == 0:
+                        self._become_ready(slot, position)
+
+    def free(self, ids: Iterable[str]) -> dict[int, tuple[str, ...]]:
+        """Forget samples that every call is done with; return rank -> those of them that it holds anything of.
+
+        Raises:
+            InvalidTransitionError: some call still needs a sample.
+        """
+        ids_on: dict[frozenset[int], list[str]] = {}
+        for sample_id in ids:
+            slot = self._slots.pop(sample_id)
+            if slot.n_unread:
+                waiting = [c.name for c, p in zip(self._calls, slot.phases) if p is not SamplePhase.DONE]
+                raise InvalidTransitionError(f"sample '{sample_id}' is freed, but {', '.join(waiting)} must read it")
+            del self._id_at[slot.index]
+            ranks: frozenset[int] = frozenset()
+            for key, placement_of in self._placements.items():
+                placement = placement_of.pop(sample_id, None)
+                self._n_rows[key].pop(sample_id, None)
+                if placement is not None and not placement.present <= ranks:
+                    ranks |= placement.present
+            ids_on.setdefault(ranks, []).append(sample_id)
+        freed: dict[int, list[str]] = {}
+        for ranks, members in ids_on.items():
+            for rank in ranks:
+                freed.setdefault(rank, []).extend(members)
+        return {rank: tuple(freed[rank]) for rank in sorted(freed)}
+
+    # ------------------------------------------------------------ calls read samples
+
+    def take(self, position: int) -> tuple[int, tuple[str, ...]]:
+        """Take the next batch of a call whose queue says that there is one.
+
+        Returns:
+            How many steps of samples came before the batch's, and the ids, oldest first.
+        """
+        indices = self.queues[position].take()
+        ids = tuple(self._id_at[index] for index in indices)
+        for sample_id in ids:
+            self._move(self._slots[sample_id], position, SamplePhase.TAKEN)
+        return indices[0] // self._step_size, ids
+
+    def finish(self, position: int, ids: Sequence[str]) -> list[str]:
+        """A call is done with its batch; return the samples that no call needs any more."""
+        unneeded = []
+        for sample_id in ids:
+            slot = self._slots[sample_id]
+            self._move(slot, position, SamplePhase.DONE)
+            slot.n_unread -= 1
+            if slot.n_unread == 0:
+                unneeded.append(sample_id)
+        self.queues[position].finish(len(ids))
+        return unneeded
+
+    def missing_output(self, position: int, ids: Iterable[str]) -> tuple[str, str] | None:
+        """Return some (sample id, key) that the call should have produced and nobody holds, or None."""
+        for key in self._calls[position].output_keys:
+            placement_of = self._placements.get(key, {})
+            for sample_id in ids:
+                if sample_id not in placement_of:
+                    return sample_id, key
+        return None
+
+    # ------------------------------------------------------------ what lies where
+
+    def placements(self, keys: Iterable[str]) -> Mapping[str, Mapping[str, Placement]]:
+        """Key -> sample id -> where it is."""
+        return {key: self._placements[key] for key in keys}
+
+    def token_counts(self, ids: Sequence[str], keys: Iterable[str] | None = None) -> list[int]:
+        """Tokens of each sample: the longest of `keys` (default: of all) that has a row per token, at least 1."""
+        tables = [
+            self._n_rows[key]
+            for key in (self._schemas if keys is None else keys)
+            if self._schemas[key].per in (Per.TOKEN, Per.TRANSITION)
+        ]
+        return [max([1, *[table.get(sample_id, 0) for table in tables]]) for sample_id in ids]
+
+    def begin_arrivals(self, arrivals: Iterable[Arrival]) -> None:
+        """Rows will be fetched before a call that is being dispatched."""
+        self._replace(arrivals, lambda old, targets: Placement(old.held, old.incoming | targets))
+
+    def finish_arrivals(self, arrivals: Iterable[Arrival]) -> None:
+        """The call is done, so the rows were fetched: they may now be fetched onwards."""
+        self._replace(arrivals, lambda old, targets: Placement(old.held | targets, old.incoming - targets))
+
+    def _replace(self, arrivals: Iterable[Arrival], change: Callable[[Placement, frozenset[int]], Placement]) -> None:
+        for arrival in arrivals:
+            targets = frozenset(arrival.targets)
+            changed: dict[Placement, Placement] = {}  # samples that lie alike share one object
+            placement_of = self._placements[arrival.key]
+            for sample_id in arrival.ids:
+                old = placement_of[sample_id]
+                new = changed.get(old)
+                if new is None:
+                    new = changed[old] = change(old, targets)
+                placement_of[sample_id] = new
+
+    # ------------------------------------------------------------ transitions
+
+    def _become_ready(self, slot: _Slot, position: int) -> None:
+        self._move(slot, position, SamplePhase.READY)
+        self.queues[position].add_ready(slot.index)
+        self.grew_ready = True
+
+    def _move(self, slot: _Slot, position: int, to: SamplePhase) -> None:
+        if _NEXT_PHASE.get(slot.phases[position]) is not to:
+            raise InvalidTransitionError(
+                f"sample '{slot.id}' cannot go from {slot.phases[position].value} to {to.value} "
+                f"for call '{self._calls[position].name}'"
+            )
+        slot.phases[position] = to
+
+    def validate(self) -> None:
+        """Check that counts, phases and locations agree; time in proportion to all living samples.
+
+        Raises:
+            InvalidTransitionError: they do not.
+        """
+        for sample_id, slot in self._slots.items():
+            held = [key for key, placement_of in self._placements.items() if sample_id in placement_of]
+            for position, call in enumerate(self._calls):
+                n_missing = sum(key not in held for key in call.input_keys)
+                is_waiting = slot.phases[position] is SamplePhase.WAITING
+                if slot.n_missing[position] != n_missing or is_waiting != (n_missing > 0 or not slot.is_loaded):
+                    raise InvalidTransitionError(f"sample '{sample_id}' miscounts what call '{call.name}' waits for")
+            if slot.n_unread != sum(phase is not SamplePhase.DONE for phase in slot.phases) or not slot.n_unread:
+                raise InvalidTransitionError(f"sample '{sample_id}' miscounts its readers")
+        for key, placement_of in self._placements.items():
+            if not placement_of.keys() <= self._slots.keys() or placement_of.keys() != self._n_rows[key].keys():
+                raise InvalidTransitionError(f"key '{key}' of a freed sample still has a location")
+            for sample_id, placement in placement_of.items():
+                if not placement.held or placement.held & placement.incoming:
+                    raise InvalidTransitionError(f"key '{key}' of sample '{sample_id}' is nowhere, or comes twice")

@@ -1,0 +1,83 @@
+"""Which samples one call takes next.
+
+Samples are numbered from 0 in load order; N of them make a step. A call finishes a step before it takes samples of the
+next one. A call that does not stream takes fixed windows: its j-th batch is the samples ``j * n_seqs`` to
+``(j + 1) * n_seqs - 1``, whatever the order in which they become ready. A streaming call takes the oldest samples that
+are ready, between `min_n_seqs` and `n_seqs` of them, and leaves no rest of a step that could not be taken like that.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+
+class CallQueue:
+    """The ready and the taken samples of one call; every operation is amortised constant or logarithmic time."""
+
+    def __init__(self, *, n_seqs: int, min_n_seqs: int | None, step_size: int) -> None:
+        self._n_seqs = n_seqs
+        self._min_n_seqs = min_n_seqs
+        self._step_size = step_size
+        self._n_taken = 0
+        self._n_finished = 0
+        self._n_ready_in_window: dict[int, int] = {}
+        self._ready: list[int] = []  # heap; streaming only
+        self._n_ready_in_step: dict[int, int] = {}  # streaming only
+
+    @property
+    def steps_taken(self) -> int:
+        """Whole steps of samples taken."""
+        return self._n_taken // self._step_size
+
+    @property
+    def steps_finished(self) -> int:
+        """Whole steps of samples that the call is done with."""
+        return self._n_finished // self._step_size
+
+    def add_ready(self, index: int) -> None:
+        """All inputs of the sample exist."""
+        if self._min_n_seqs is None:
+            window = index // self._n_seqs
+            self._n_ready_in_window[window] = self._n_ready_in_window.get(window, 0) + 1
+        else:
+            heapq.heappush(self._ready, index)
+            step = index // self._step_size
+            self._n_ready_in_step[step] = self._n_ready_in_step.get(step, 0) + 1
+
+    def batch_size(self) -> int:
+        """Samples that the call could take now, or 0."""
+        if self._min_n_seqs is None:
+            window = self._n_taken // self._n_seqs
+            return self._n_seqs if self._n_ready_in_window.get(window, 0) == self._n_seqs else 0
+        return self._streamed_batch_size(self._min_n_seqs)
+
+    def take(self) -> list[int]:
+        """Take the next batch: indices, oldest first. Only after `batch_size` said that there is one."""
+        size = self.batch_size()
+        if self._min_n_seqs is None:
+            del self._n_ready_in_window[self._n_taken // self._n_seqs]
+            indices = list(range(self._n_taken, self._n_taken + size))
+        else:
+            self._n_ready_in_step[self.steps_taken] -= size
+            indices = [heapq.heappop(self._ready) for _ in range(size)]
+        self._n_taken += size
+        if self._n_taken % self._step_size == 0:
+            self._n_ready_in_step.pop(self.steps_taken - 1, None)
+        return indices
+
+    def finish(self, size: int) -> None:
+        """The batch taken last, of `size` samples, is done."""
+        self._n_finished += size
+
+    def _streamed_batch_size(self, min_n_seqs: int) -> int:
+        available = self._n_ready_in_step.get(self.steps_taken, 0)
+        rest = self._step_size - self._n_taken % self._step_size
+        for size in range(min(available, self._n_seqs), min_n_seqs - 1, -1):
+            if self._can_be_taken(rest - size, min_n_seqs):
+                return size
+        return 0
+
+    def _can_be_taken(self, rest: int, min_n_seqs: int) -> bool:
+        """Whether `rest` samples are a sum of batches between `min_n_seqs` and `n_seqs`."""
+        fewest_batches = -(-rest // self._n_seqs)
+        return fewest_batches * min_n_seqs <= rest

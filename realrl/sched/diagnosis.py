@@ -1,0 +1,182 @@
+"""From an event that ends a run to a `Failure` that says who, in what, when, and who waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from realrl.errors import UsageError
+from realrl.sched.dispatch import Dispatch
+from realrl.sched.events import Failure, FailureKind, WorkerLost, WorkerSilent
+from realrl.sched.messages import (
+    PROTOCOL_VERSION,
+    FreeSamples,
+    Hello,
+    Initialize,
+    LoadSamples,
+    Request,
+    RunCall,
+    SamplesLoaded,
+    SaveCheckpoint,
+    Shutdown,
+    WorkerFailed,
+)
+from realrl.sched.story import ranks_text
+
+
+class Fatal(Exception):
+    """Unwinds the handling of an event that ends the run; never leaves the state machine."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def describe_request(request: Request | None) -> str:
+    """Return what a worker with this oldest open request is doing, to follow "worker 3 died ..."."""
+    match request:
+        case RunCall(call=call, step=step):
+            return f"in call '{call}' of step {step}"
+        case SaveCheckpoint(step=step):
+            return f"while saving the checkpoint of step {step}"
+        case Initialize():
+            return "while it was starting up"
+        case LoadSamples():
+            return "while loading samples"
+        case FreeSamples():
+            return "while freeing samples"
+        case Shutdown():
+            return "while shutting down"
+        case _:
+            return "with nothing to do"
+
+
+def waiting_for(rank: int, dispatches: Iterable[Dispatch]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ranks that cannot finish what they were sent unless `rank` goes on, and the calls they wait in.
+
+    Ranks execute dispatches in the order of their ids, so whoever shares an unfinished dispatch with a rank that is
+    stuck is stuck in it too, and so on for later dispatches.
+    """
+    stuck, calls = {rank}, []
+    for dispatch in sorted(dispatches, key=lambda d: d.id):
+        if not stuck.isdisjoint(dispatch.pending):
+            if len(dispatch.pending) > 1:
+                calls.append(dispatch.call.name)
+            stuck |= dispatch.pending
+    return tuple(sorted(stuck - {rank})), tuple(dict.fromkeys(calls))
+
+
+def worker_failed(reply: WorkerFailed, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
+    """A worker reported an exception."""
+    where = f"in call '{reply.call}'" if reply.call is not None else describe_request(request)
+    if reply.call is not None and reply.step is not None:
+        where += f" of step {reply.step}"
+    samples = f" (sample {', '.join(reply.sample_ids[:4])})" if reply.sample_ids else ""
+    is_users = reply.exit_code == 2
+    ranks, calls = waiting_for(reply.rank, dispatches)
+    return Failure(
+        kind=FailureKind.WORKER_FAILED,
+        message=reply.message
+        if is_users
+        else f"worker {reply.rank} failed {where}{samples}: {reply.error}: {reply.message}",
+        exit_code=reply.exit_code or 1,
+        rank=reply.rank,
+        call=reply.call,
+        step=reply.step,
+        error=reply.error,
+        traceback=reply.traceback,
+        sample_ids=reply.sample_ids,
+        waiting_ranks=ranks,
+        waiting_calls=calls,
+    )
+
+
+def worker_lost(event: WorkerLost, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
+    """A worker's process is gone."""
+    code = "" if event.exit_code is None else f" with {_exit_text(event.exit_code)}"
+    detail = f": {event.detail}" if event.detail else ""
+    return _gone(
+        FailureKind.WORKER_LOST,
+        f"worker {event.rank} ended{code} {describe_request(request)}{detail}",
+        event.rank,
+        dispatches,
+        request,
+    )
+
+
+def worker_silent(event: WorkerSilent, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
+    """A worker's heartbeat stopped."""
+    doing = f"; it last said: {event.activity}" if event.activity else ""
+    return _gone(
+        FailureKind.WORKER_SILENT,
+        f"worker {event.rank} gave no sign of life for {event.silent_s:.0f} s {describe_request(request)}{doing}",
+        event.rank,
+        dispatches,
+        request,
+    )
+
+
+def unusable_dataset(err: UsageError) -> Failure:
+    """The dataset cannot feed the run."""
+    return Failure(
+        kind=FailureKind.DATASET, message=err.message, remedy=err.remedy or "", exit_code=2, error=type(err).__name__
+    )
+
+
+def wrong_version(hello: Hello) -> Failure:
+    """A worker of another version of realrl."""
+    return Failure(
+        kind=FailureKind.PROTOCOL,
+        message=f"worker {hello.rank} speaks protocol version {hello.protocol_version}, the master {PROTOCOL_VERSION}",
+        remedy="install the same version of realrl on every node",
+        rank=hello.rank,
+    )
+
+
+def bad_output(dispatch: Dispatch, problem: str, *, rank: int | None = None, sample_id: str | None = None) -> Failure:
+    """A call did not produce what it declares."""
+    return Failure(
+        kind=FailureKind.BAD_OUTPUT,
+        message=f"call '{dispatch.call.name}' of step {dispatch.step} {problem}",
+        remedy="its interface must return every output key of the call, for every sample, and nothing else",
+        rank=rank,
+        call=dispatch.call.name,
+        step=dispatch.step,
+        sample_ids=() if sample_id is None else (sample_id,),
+    )
+
+
+def bad_load(reply: SamplesLoaded, request: LoadSamples, missing: Sequence[str]) -> Failure:
+    """The dataset did not give the samples that were asked for."""
+    if missing:
+        problem = f"without key '{missing[0]}'"
+    else:
+        problem = f"that are not the {len(request.ids)} asked for"
+    return Failure(
+        kind=FailureKind.BAD_OUTPUT,
+        message=f"worker {reply.rank} loaded samples {problem}",
+        remedy="the dataset must give every sample all keys of its kind",
+        rank=reply.rank,
+        sample_ids=reply.meta.ids[:4],
+    )
+
+
+def _gone(
+    kind: FailureKind, message: str, rank: int, dispatches: Iterable[Dispatch], request: Request | None
+) -> Failure:
+    ranks, calls = waiting_for(rank, dispatches)
+    if ranks:
+        message += f"; waiting for it: ranks {ranks_text(ranks)} in {', '.join(repr(call) for call in calls)}"
+    return Failure(
+        kind=kind,
+        message=message,
+        remedy=f"its log has the last words of worker {rank}",
+        rank=rank,
+        call=request.call if isinstance(request, RunCall) else None,
+        step=request.step if isinstance(request, RunCall | SaveCheckpoint) else None,
+        waiting_ranks=ranks,
+        waiting_calls=calls,
+    )
+
+
+def _exit_text(exit_code: int) -> str:
+    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"

@@ -1,0 +1,269 @@
+"""What drives the master's state machine, and what it answers.
+
+Events are in the past tense: the workers' replies, and what only the shell around the machine can notice. Instructions
+are imperative. Both serialise, so the events of a failed run, written one per line, replay in a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+import msgspec
+
+from realrl.errors import (
+    CallError,
+    CheckpointError,
+    DataError,
+    Error,
+    RunError,
+    TransportError,
+    WorkerLostError,
+)
+from realrl.plan.cursor import CursorState
+from realrl.sched.messages import (
+    CallDone,
+    CheckpointSaved,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Ready,
+    Request,
+    SamplesFreed,
+    SamplesLoaded,
+    Span,
+    WorkerFailed,
+)
+
+# ---------------------------------------------------------------- events
+
+
+class Start(msgspec.Struct, frozen=True, tag=True):
+    """The shell listens and every worker process was launched. Arguments are passed on in `Initialize`."""
+
+    run: bytes = b""
+    rendezvous: str = ""
+    resume_from: str = ""
+
+
+class WorkerLost(msgspec.Struct, frozen=True, tag=True):
+    """A worker's process ended, or its connection broke."""
+
+    rank: int
+    exit_code: int | None
+    detail: str
+
+
+class WorkerSilent(msgspec.Struct, frozen=True, tag=True):
+    """No heartbeat of a worker arrived for `silent_s` seconds; `activity` is what its last one said."""
+
+    rank: int
+    activity: str
+    silent_s: float
+
+
+class Interrupted(msgspec.Struct, frozen=True, tag=True):
+    """The user wants the run to end: Ctrl-C, SIGTERM. A second one ends it without waiting for the workers."""
+
+    reason: str
+
+
+class CheckpointCommitted(msgspec.Struct, frozen=True, tag=True):
+    """The checkpoint of `step` is whole and in its final place."""
+
+    step: int
+
+
+class CheckpointFailed(msgspec.Struct, frozen=True, tag=True):
+    """The checkpoint of `step` could not be put in its final place."""
+
+    step: int
+    message: str
+
+
+Event = (
+    Start
+    | WorkerLost
+    | WorkerSilent
+    | Interrupted
+    | CheckpointCommitted
+    | CheckpointFailed
+    | Hello
+    | Ready
+    | SamplesLoaded
+    | CallDone
+    | SamplesFreed
+    | CheckpointSaved
+    | Goodbye
+    | WorkerFailed
+    | Heartbeat
+)
+
+
+# ---------------------------------------------------------------- instructions
+
+
+class FailureKind(Enum):
+    """Where a run's failure came from."""
+
+    WORKER_FAILED = "worker_failed"  # an exception in a worker, which reported it
+    WORKER_LOST = "worker_lost"  # its process is gone
+    WORKER_SILENT = "worker_silent"  # its heartbeat stopped
+    BAD_OUTPUT = "bad_output"  # a worker's answer lacks what its call declares
+    CHECKPOINT = "checkpoint"
+    INTERRUPTED = "interrupted"  # the user did not wait for an orderly end
+    DATASET = "dataset"  # the dataset and the run's settings do not fit together
+    PROTOCOL = "protocol"  # master and worker are of different versions
+
+
+_ERROR_OF_KIND: dict[FailureKind, type[Error]] = {
+    FailureKind.WORKER_FAILED: RunError,  # CallError when a call is named
+    FailureKind.WORKER_LOST: WorkerLostError,
+    FailureKind.WORKER_SILENT: WorkerLostError,
+    FailureKind.BAD_OUTPUT: CallError,
+    FailureKind.CHECKPOINT: CheckpointError,
+    FailureKind.INTERRUPTED: RunError,
+    FailureKind.DATASET: DataError,
+    FailureKind.PROTOCOL: TransportError,
+}
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """The first cause of a run's end.
+
+    Attributes:
+        kind: where it came from.
+        message: one sentence that names rank, call and step where there are any.
+        remedy: what the user can do, or "".
+        exit_code: of the master: 2 when the user's input is at fault, else 1.
+        rank: worker concerned.
+        call, step: what the worker was doing.
+        error: class name of the exception in the worker, or "".
+        traceback: of the worker, or "".
+        sample_ids: samples concerned.
+        waiting_ranks: ranks that cannot go on, because a call of theirs needs `rank`.
+        waiting_calls: calls that they wait in.
+    """
+
+    kind: FailureKind
+    message: str
+    remedy: str = ""
+    exit_code: int = 1
+    rank: int | None = None
+    call: str | None = None
+    step: int | None = None
+    error: str = ""
+    traceback: str = ""
+    sample_ids: tuple[str, ...] = ()
+    waiting_ranks: tuple[int, ...] = ()
+    waiting_calls: tuple[str, ...] = ()
+
+    def to_error(self) -> Error:
+        """Return the exception that the shell ends with; its `exit_code` is the failure's."""
+        cls = _ERROR_OF_KIND[self.kind]
+        if self.kind is FailureKind.WORKER_FAILED and self.call is not None:
+            cls = CallError
+        error = cls(self.message, remedy=self.remedy or None, call=self.call, step=self.step, worker=self.rank)
+        error.exit_code = self.exit_code
+        return error
+
+
+class RankSpan(msgspec.Struct, frozen=True):
+    """A span and the rank whose time it is."""
+
+    rank: int
+    span: Span
+
+
+class Send(msgspec.Struct, frozen=True, tag=True):
+    """Send `request` to the worker `rank`."""
+
+    rank: int
+    request: Request
+
+
+class ReportStart(msgspec.Struct, frozen=True, tag=True):
+    """Every worker is ready and the length of the run is known: steps `first_step` to `last_step`, inclusive."""
+
+    first_step: int
+    last_step: int
+    n_rows: int
+    n_dropped: int
+    notes: tuple[str, ...]
+
+
+class ReportStep(msgspec.Struct, frozen=True, tag=True):
+    """All calls of a step are done. `spans` are all those that arrived since the previous report."""
+
+    step: int
+    epoch: int
+    metrics: Mapping[str, float]
+    spans: tuple[RankSpan, ...]
+
+
+class OpenCheckpoint(msgspec.Struct, frozen=True, tag=True):
+    """Make an empty `directory`: the ranks are about to write the checkpoint of `step` there."""
+
+    step: int
+    directory: str
+
+
+class CommitCheckpoint(msgspec.Struct, frozen=True, tag=True):
+    """Every rank saved: move `directory` to its final place and report the outcome.
+
+    Attributes:
+        cursor: loader position after `step`.
+        versions: role -> train_step calls that the saved parameters have been through.
+    """
+
+    step: int
+    directory: str
+    cursor: CursorState
+    versions: Mapping[str, int]
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """Every worker has left: end with exit code 0, or as interrupted when `interrupted` gives a reason."""
+
+    interrupted: str = ""
+    spans: tuple[RankSpan, ...] = ()
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop every worker at once, show `failure` first, end with its exit code."""
+
+    failure: Failure
+    spans: tuple[RankSpan, ...] = ()
+
+
+Instruction = Send | ReportStart | ReportStep | OpenCheckpoint | CommitCheckpoint | Finish | Abort
+
+
+# ---------------------------------------------------------------- event log
+
+_ENCODER = msgspec.json.Encoder()
+_EVENT_DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
+_INSTRUCTION_DECODER: msgspec.json.Decoder[Instruction] = msgspec.json.Decoder(Instruction)
+
+
+def encode(item: Event | Instruction) -> bytes:
+    """Return one event or instruction as one line of JSON, without the line break."""
+    return _ENCODER.encode(item)
+
+
+def decode_event(line: bytes) -> Event:
+    """Return the event that `encode` wrote.
+
+    Raises:
+        msgspec.ValidationError: the line is no event.
+    """
+    return _EVENT_DECODER.decode(line)
+
+
+def decode_instruction(line: bytes) -> Instruction:
+    """Return the instruction that `encode` wrote.
+
+    Raises:
+        msgspec.ValidationError: the line is no instruction.
+    """
+    return _INSTRUCTION_DECODER.decode(line)

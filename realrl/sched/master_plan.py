@@ -1,0 +1,233 @@
+"""What the master must know before a run starts: its calls in the order of data, where they run, and how far to go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from realrl.config.schema import RunConfig
+from realrl.errors import ConfigError, GraphError
+from realrl.graph.build import dataset_keys, topological_calls, version_edges
+from realrl.mesh.device_mesh import Allocation, Cluster
+from realrl.plan.cursor import CursorState
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+STEP_PLACEHOLDER = "{step}"
+
+
+@dataclass(frozen=True)
+class VersionWait:
+    """A call at step i waits until the call `trainer` has finished step ``i - lag``."""
+
+    trainer: str
+    lag: int
+
+
+@dataclass(frozen=True)
+class ScheduledCall:
+    """What scheduling needs of a call; the fields that `MFCDef` has too mean the same."""
+
+    name: str
+    role: str
+    is_train: bool
+    input_keys: tuple[str, ...]
+    output_keys: tuple[str, ...]
+    n_seqs: int
+    min_n_seqs: int | None
+    n_minibatches: int
+    balanced_dp: bool
+    log_return_value: bool
+    waits_for: tuple[VersionWait, ...]
+    allocation: Allocation
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the mesh."""
+        return self.allocation.ranks
+
+    @property
+    def reports_metrics(self) -> bool:
+        """Whether what the call returns goes to the log."""
+        return self.is_train or self.log_return_value
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a checkpoint lets the run continue: after `step`, with the loader at `cursor`.
+
+    `versions`: role -> train_step calls that its parameters have been through.
+    """
+
+    step: int
+    cursor: CursorState
+    versions: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class MasterPlan:
+    """The frozen input of `MasterState`.
+
+    Args:
+        calls: producers before consumers.
+        dataset_keys: keys that loading a sample must give.
+        cluster: its devices are the workers, by global rank.
+        dataset_rank: the rank that holds the dataset.
+        steps: last step, counted from 1 over resumed runs too.
+        epochs: passes over the dataset; the run ends at `steps` or here, whichever comes first.
+        seed, shuffle: order of the samples.
+        resume: the checkpoint to continue from.
+        save_every_steps: 0 means no checkpoint on the way.
+        save_at_end: write one after the last step.
+        checkpoint_directory: folder that ranks write a checkpoint into; ``{step}`` in it stands for the step.
+        capacity_steps: steps whose samples may be alive at once; None: one, plus the largest staleness, plus one to
+            load ahead.
+
+    Raises:
+        ConfigError: the resumed run is already at its last step.
+        GraphError: the numbers of samples per call do not fit together.
+    """
+
+    calls: tuple[ScheduledCall, ...]
+    dataset_keys: tuple[str, ...]
+    cluster: Cluster
+    dataset_rank: int
+    steps: int
+    epochs: int
+    seed: int
+    shuffle: bool = True
+    resume: ResumePoint | None = None
+    save_every_steps: int = 0
+    save_at_end: bool = False
+    checkpoint_directory: str = ""
+    capacity_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.first_step > self.steps:
+            raise ConfigError(
+                f"the checkpoint is at step {self.first_step - 1} and steps={self.steps}: no step is left to do",
+                remedy=f"raise steps: it counts from the very first step, so steps={self.first_step} does one more",
+            )
+        for call in self.calls:
+            if self.step_size % call.n_seqs:
+                raise GraphError(
+                    f"call '{call.name}' has n_seqs={call.n_seqs}, which does not divide a step of {self.step_size}",
+                    remedy="let every call's n_seqs divide the largest one",
+                    call=call.name,
+                )
+            if call.min_n_seqs is not None and not 1 <= call.min_n_seqs <= call.n_seqs:
+                raise GraphError(
+                    f"call '{call.name}' has min_n_seqs={call.min_n_seqs} and n_seqs={call.n_seqs}",
+                    remedy="min_n_seqs must be between 1 and n_seqs",
+                    call=call.name,
+                )
+            if call.is_train and call.min_n_seqs is not None:
+                raise GraphError(
+                    f"call '{call.name}' trains and has min_n_seqs={call.min_n_seqs}",
+                    remedy="leave min_n_seqs out: what a train_step learns from must not depend on timing",
+                    call=call.name,
+                )
+        if self.capacity_steps is not None and self.capacity_steps < 1:
+            raise ConfigError(f"capacity_steps={self.capacity_steps}: at least one step of samples must fit")
+
+    @property
+    def n_ranks(self) -> int:
+        """Number of workers."""
+        return self.cluster.n_devices
+
+    @property
+    def step_size(self) -> int:
+        """Samples that traverse the graph in one step."""
+        return max(call.n_seqs for call in self.calls)
+
+    @property
+    def first_step(self) -> int:
+        """The step that this run begins with."""
+        return 1 if self.resume is None else self.resume.step + 1
+
+    @property
+    def capacity(self) -> int:
+        """Steps whose samples may be alive at once."""
+        if self.capacity_steps is not None:
+            return self.capacity_steps
+        return 1 + max((wait.lag for call in self.calls for wait in call.waits_for), default=1)
+
+    def versions_after(self, step: int) -> dict[str, int]:
+        """Trainable role -> train_step calls that its parameters have been through when `step` is complete."""
+        known: Mapping[str, int] = {} if self.resume is None else self.resume.versions
+        versions = {}
+        for call in self.calls:
+            if call.is_train:
+                per_step = self.step_size // call.n_seqs
+                first = known.get(call.role, (self.first_step - 1) * per_step)
+                versions[call.role] = first + (step - self.first_step + 1) * per_step
+        return versions
+
+    def checkpoint_directory_of(self, step: int) -> str:
+        """The folder that ranks write the checkpoint of `step` into."""
+        return self.checkpoint_directory.replace(STEP_PLACEHOLDER, str(step))
+
+
+def schedule_calls(graph: nx.DiGraph, allocations: Mapping[str, Allocation]) -> tuple[ScheduledCall, ...]:
+    """Reduce a graph from `build_graph` to what scheduling needs, producers before consumers."""
+    waits: dict[str, list[VersionWait]] = {}
+    for edge in version_edges(graph):
+        waits.setdefault(edge.reader, []).append(VersionWait(edge.trainer, edge.lag))
+    return tuple(
+        ScheduledCall(
+            name=mfc.name,
+            role=mfc.role,
+            is_train=mfc.is_train,
+            input_keys=mfc.input_keys,
+            output_keys=mfc.output_keys,
+            n_seqs=mfc.n_seqs,
+            min_n_seqs=mfc.min_n_seqs,
+            n_minibatches=mfc.n_minibatches,
+            balanced_dp=mfc.balanced_dp,
+            log_return_value=mfc.log_return_value,
+            waits_for=tuple(waits.get(mfc.name, ())),
+            allocation=allocations[mfc.name],
+        )
+        for mfc in topological_calls(graph)
+    )
+
+
+def plan_master(
+    graph: nx.DiGraph,
+    allocations: Mapping[str, Allocation],
+    config: RunConfig,
+    *,
+    dataset_rank: int,
+    checkpoint_directory: str,
+    resume: ResumePoint | None = None,
+) -> MasterPlan:
+    """Collect what a run's resolved configuration says for the master.
+
+    Args:
+        graph: from `build_graph`.
+        allocations: call name -> mesh and strategy.
+        config: the resolved configuration.
+        dataset_rank: the rank that holds the dataset.
+        checkpoint_directory: folder that ranks write a checkpoint into, with ``{step}`` where the step goes.
+        resume: the checkpoint to continue from.
+
+    Raises:
+        ConfigError: the resumed run is already at its last step.
+        GraphError: the numbers of samples per call do not fit together.
+    """
+    return MasterPlan(
+        calls=schedule_calls(graph, allocations),
+        dataset_keys=dataset_keys(graph),
+        cluster=Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node),
+        dataset_rank=dataset_rank,
+        steps=config.steps,
+        epochs=config.epochs,
+        seed=config.seed,
+        shuffle=config.dataset.shuffle,
+        resume=resume,
+        save_every_steps=config.save.every_steps,
+        save_at_end=config.save.at_end,
+        checkpoint_directory=checkpoint_directory,
+    )

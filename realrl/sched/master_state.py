@@ -1,0 +1,498 @@
+"""The master's logic: a pure state machine that turns what happened into what to do next.
+
+    CONNECTING ──► INITIALIZING ──► RUNNING ──► CLOSING ──► FINISHED
+        │               │              │           │
+        └───────────────┴──────────────┴───────────┴──► ABORTED
+
+It owns no socket, no clock and no file: `handle` is the only thing that changes it, and what `handle` returns is to be
+performed in that order. Whatever happens after the run is aborted or finished is ignored, for messages may still be on
+their way; before that, a reply that answers no open request is a bug, since no transport repeats or invents messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+from realrl.errors import DataError, InvalidTransitionError, UsageError
+from realrl.plan.cursor import CursorState, DatasetCursor
+from realrl.sched import diagnosis
+from realrl.sched.closing import Farewell
+from realrl.sched.diagnosis import Fatal
+from realrl.sched.dispatch import Dispatch
+from realrl.sched.events import (
+    Abort,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CommitCheckpoint,
+    Event,
+    Failure,
+    FailureKind,
+    Finish,
+    Instruction,
+    Interrupted,
+    OpenCheckpoint,
+    ReportStart,
+    ReportStep,
+    Send,
+    Start,
+    WorkerLost,
+    WorkerSilent,
+)
+from realrl.sched.master_plan import MasterPlan
+from realrl.sched.messages import (
+    PROTOCOL_VERSION,
+    CallDone,
+    CheckpointSaved,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Initialize,
+    LoadSamples,
+    Ready,
+    Request,
+    RunCall,
+    SamplesFreed,
+    SamplesLoaded,
+    SaveCheckpoint,
+    Shutdown,
+    WorkerFailed,
+)
+from realrl.sched.outbox import NumberedReply, Outbox
+from realrl.sched.saving import CheckpointTracker
+from realrl.sched.scheduler import Scheduler
+from realrl.sched.step_log import StepLog
+from realrl.sched.story import Story
+
+
+class RunPhase(Enum):
+    """How far the run is."""
+
+    CONNECTING = "connecting"  # workers start and say Hello
+    INITIALIZING = "initializing"  # workers build groups, models and the dataset
+    RUNNING = "running"
+    CLOSING = "closing"  # workers were told to shut down
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+_NEXT_PHASES = {
+    RunPhase.CONNECTING: {
+        RunPhase.INITIALIZING,  # Start came and every rank said Hello: Initialize goes to all of them
+        RunPhase.CLOSING,  # interrupted before all were there
+        RunPhase.ABORTED,  # a worker was lost, or is of another version
+    },
+    RunPhase.INITIALIZING: {
+        RunPhase.RUNNING,  # every rank is ready, and the dataset is large enough for a step
+        RunPhase.CLOSING,  # interrupted
+        RunPhase.ABORTED,  # a worker failed, was lost or fell silent; or the dataset is too small
+    },
+    RunPhase.RUNNING: {
+        RunPhase.CLOSING,  # the last step is complete and every checkpoint in place; or interrupted
+        RunPhase.ABORTED,  # a worker failed, was lost or fell silent; or a checkpoint could not be written
+    },
+    RunPhase.CLOSING: {
+        RunPhase.FINISHED,  # every worker said Goodbye (when interrupted: or was lost)
+        RunPhase.ABORTED,  # a worker failed while the run was ending on its own; or interrupted a second time
+    },
+    RunPhase.FINISHED: set[RunPhase](),
+    RunPhase.ABORTED: set[RunPhase](),
+}
+
+_INTERRUPTED_EXIT_CODE = 130
+
+
+class MasterState:
+    """The whole run, as the master sees it.
+
+    Args:
+        plan: what to run.
+    """
+
+    def __init__(self, plan: MasterPlan) -> None:
+        self.plan = plan
+        self.phase = RunPhase.CONNECTING
+        self._n_events = 0
+        self._outbox = Outbox(plan.n_ranks)
+        self._log = StepLog(plan.calls)
+        self._story = Story()
+        self._stories = {call.name: Story() for call in plan.calls}
+        self._start: Start | None = None
+        self._hellos: dict[int, Hello] = {}
+        self._readies: dict[int, Ready] = {}
+        self._cursor: DatasetCursor | None = None
+        self._scheduler: Scheduler | None = None
+        self._checkpoints = CheckpointTracker(1, 0, every_steps=0, at_end=False)
+        self._farewell: Farewell | None = None
+        self._handlers: dict[type[Event], Callable[[Any], list[Instruction]]] = {
+            Start: self._on_start,
+            Hello: self._on_hello,
+            Ready: self._on_ready,
+            SamplesLoaded: self._on_samples_loaded,
+            CallDone: self._on_call_done,
+            SamplesFreed: self._on_samples_freed,
+            CheckpointSaved: self._on_checkpoint_saved,
+            CheckpointCommitted: self._on_checkpoint_committed,
+            CheckpointFailed: self._on_checkpoint_failed,
+            Goodbye: self._on_goodbye,
+            WorkerFailed: self._on_worker_failed,
+            WorkerLost: self._on_worker_lost,
+            WorkerSilent: self._on_worker_silent,
+            Interrupted: self._on_interrupted,
+            Heartbeat: self._on_heartbeat,
+        }
+
+    def handle(self, event: Event) -> list[Instruction]:
+        """Take in one event and return what to do, in this order.
+
+        Raises:
+            InvalidTransitionError: the event cannot happen in this state; the message tells the story so far.
+        """
+        self._n_events += 1
+        if self.phase in (RunPhase.FINISHED, RunPhase.ABORTED):
+            return []
+        if self._scheduler is not None:
+            self._scheduler.n_events = self._n_events
+        try:
+            return self._handlers[type(event)](event)
+        except Fatal as fatal:
+            self._enter(RunPhase.ABORTED, fatal.failure.message)
+            return [Abort(fatal.failure, self._log.take_spans())]
+        except InvalidTransitionError as err:
+            if err.story:
+                raise
+            raise InvalidTransitionError(err.message, self._story.lines()) from err
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `handle` will never again return an instruction."""
+        return self.phase in (RunPhase.FINISHED, RunPhase.ABORTED)
+
+    @property
+    def step(self) -> int:
+        """The oldest step that is not complete."""
+        return self.plan.first_step if self._scheduler is None else self._scheduler.step
+
+    @property
+    def n_living_samples(self) -> int:
+        """Samples that are loaded, or being loaded, and not freed."""
+        return 0 if self._scheduler is None else self._scheduler.n_living_samples
+
+    def cursor_state(self, step: int) -> CursorState:
+        """Return where the loader is after `step`: a `ResumePoint` with it continues with the same samples.
+
+        Raises:
+            InvalidTransitionError: the dataset is not known yet.
+        """
+        if self._cursor is None:
+            raise InvalidTransitionError("the dataset's rows are not known before every worker is ready")
+        return self._cursor.state(self._cursor.start + (step - self.plan.first_step + 1) * self.plan.step_size)
+
+    def story(self, call: str | None = None) -> list[str]:
+        """Return the last things that happened to one call, or to the run."""
+        return (self._story if call is None else self._stories[call]).lines()
+
+    def explain(self, call: str) -> str:
+        """Return what a call is doing, or what it waits for."""
+        if self._scheduler is None:
+            return f"waits for the run, which is {self.phase.value}"
+        return self._scheduler.explain(call)
+
+    def validate(self) -> None:
+        """Check what must hold between any two events.
+
+        Raises:
+            InvalidTransitionError: it does not.
+        """
+        if self.phase is not RunPhase.RUNNING:
+            return
+        assert self._scheduler is not None
+        self._scheduler.validate()
+        if self._scheduler.is_done and self._checkpoints.is_idle:
+            raise InvalidTransitionError("everything is done, but the run goes on")
+
+    # ------------------------------------------------------------ start
+
+    def _on_start(self, event: Start) -> list[Instruction]:
+        if self.phase is RunPhase.CLOSING:
+            return []
+        if self._start is not None:
+            raise InvalidTransitionError("the run was started twice")
+        self._start = event
+        return self._initialize_if_all_there()
+
+    def _on_hello(self, reply: Hello) -> list[Instruction]:
+        if not 0 <= reply.rank < self.plan.n_ranks:
+            raise InvalidTransitionError(f"a worker calls itself rank {reply.rank}; there are {self.plan.n_ranks}")
+        if reply.rank in self._hellos:
+            raise InvalidTransitionError(f"worker {reply.rank} said Hello twice")
+        self._hellos[reply.rank] = reply
+        if self._farewell is not None:
+            self._farewell.add(reply.rank)
+            return [self._send(reply.rank, Shutdown(self._outbox.next_seq(reply.rank)))]
+        if reply.protocol_version != PROTOCOL_VERSION:
+            raise Fatal(diagnosis.wrong_version(reply))
+        return self._initialize_if_all_there()
+
+    def _initialize_if_all_there(self) -> list[Instruction]:
+        if self._start is None or len(self._hellos) < self.plan.n_ranks:
+            return []
+        self._enter(RunPhase.INITIALIZING, f"all {self.plan.n_ranks} workers said Hello")
+        peers = tuple(self._hellos[rank].data_address for rank in range(self.plan.n_ranks))
+        start = self._start
+        return [
+            self._send(
+                rank,
+                Initialize(self._outbox.next_seq(rank), start.run, peers, start.rendezvous, start.resume_from),
+            )
+            for rank in range(self.plan.n_ranks)
+        ]
+
+    def _on_ready(self, reply: Ready) -> list[Instruction]:
+        self._log.add_spans(reply.rank, reply.spans)
+        if self._answered(reply) is None or self._farewell is not None:
+            return []
+        self._readies[reply.rank] = reply
+        if len(self._readies) < self.plan.n_ranks:
+            return []
+        return self._begin_running()
+
+    def _begin_running(self) -> list[Instruction]:
+        plan = self.plan
+        start = None if plan.resume is None else plan.resume.cursor
+        row_ids = self._readies[plan.dataset_rank].row_ids
+        try:
+            self._cursor = DatasetCursor(row_ids, seed=plan.seed, shuffle=plan.shuffle, start=start)
+            last_step = _last_step(plan, self._cursor)
+        except UsageError as err:
+            raise Fatal(diagnosis.unusable_dataset(err)) from err
+        self._checkpoints = CheckpointTracker(
+            plan.first_step, last_step, every_steps=plan.save_every_steps, at_end=plan.save_at_end
+        )
+        self._scheduler = Scheduler(
+            plan,
+            cursor=self._cursor,
+            last_step=last_step,
+            checkpoints=self._checkpoints,
+            outbox=self._outbox,
+            log=self._log,
+            stories=self._stories,
+        )
+        self._enter(RunPhase.RUNNING, f"{len(row_ids)} rows, steps {plan.first_step} to {last_step}")
+        replies = [self._readies[rank] for rank in sorted(self._readies)]
+        report = ReportStart(
+            first_step=plan.first_step,
+            last_step=last_step,
+            n_rows=len(row_ids),
+            n_dropped=sum(reply.n_dropped for reply in replies),
+            notes=tuple(dict.fromkeys(note for reply in replies for note in reply.notes)),
+        )
+        return [report, *self._advance(self._scheduler)]
+
+    # ------------------------------------------------------------ steps
+
+    def _on_samples_loaded(self, reply: SamplesLoaded) -> list[Instruction]:
+        request = self._answered(reply)
+        self._log.add_spans(reply.rank, reply.spans)
+        if request is None or self._scheduler is None or self._farewell is not None:
+            return []
+        assert isinstance(request, LoadSamples)
+        self._scheduler.handle_loaded(reply, request)
+        return self._advance(self._scheduler)
+
+    def _on_call_done(self, reply: CallDone) -> list[Instruction]:
+        request = self._answered(reply, call=reply.call)
+        self._log.add_spans(reply.rank, reply.spans)
+        if request is None or self._scheduler is None or self._farewell is not None:
+            return []
+        assert isinstance(request, RunCall)
+        if (reply.dispatch_id, reply.call, reply.step) != (request.dispatch_id, request.call, request.step):
+            raise InvalidTransitionError(
+                f"worker {reply.rank} answered dispatch {request.dispatch_id} of '{request.call}', step {request.step},"
+                f" with dispatch {reply.dispatch_id} of '{reply.call}', step {reply.step}",
+                self.story(request.call),
+            )
+        freed = self._scheduler.handle_call_done(reply, request)
+        return freed + self._advance(self._scheduler)
+
+    def _on_samples_freed(self, reply: SamplesFreed) -> list[Instruction]:
+        self._answered(reply)
+        return []
+
+    def _advance(self, scheduler: Scheduler) -> list[Instruction]:
+        instructions: list[Instruction] = []
+        while (step := scheduler.finish_step()) is not None:
+            instructions += self._report(step)
+        instructions += scheduler.advance()
+        if scheduler.is_done and self._checkpoints.is_idle:
+            instructions += self._close("")
+        return instructions
+
+    def _report(self, step: int) -> list[Instruction]:
+        """A step is complete: report it, and save it when that is due."""
+        assert self._cursor is not None
+        position = self.cursor_state(step).rows_consumed
+        versions = self.plan.versions_after(step)
+        metrics = self._log.finish_step(step, versions)
+        self._story.note(self._n_events, f"step {step} is complete")
+        report = ReportStep(step, self._cursor.epoch_of(position - 1), metrics, self._log.take_spans())
+        if not self._checkpoints.is_due(step):
+            return [report]
+        ranks = range(self.plan.n_ranks)
+        self._checkpoints.begin(step, ranks)
+        directory = self.plan.checkpoint_directory_of(step)
+        saves = [self._send(rank, SaveCheckpoint(self._outbox.next_seq(rank), step, directory)) for rank in ranks]
+        return [report, OpenCheckpoint(step, directory), *saves]
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _on_checkpoint_saved(self, reply: CheckpointSaved) -> list[Instruction]:
+        request = self._answered(reply)
+        self._log.add_spans(reply.rank, reply.spans)
+        if request is None:
+            return []
+        assert isinstance(request, SaveCheckpoint)
+        if not self._checkpoints.add_saved(request.step, reply.rank):
+            return []
+        return [
+            CommitCheckpoint(
+                request.step, request.directory, self.cursor_state(request.step), self.plan.versions_after(request.step)
+            )
+        ]
+
+    def _on_checkpoint_committed(self, event: CheckpointCommitted) -> list[Instruction]:
+        if not self._checkpoints.is_committing(event.step):
+            raise InvalidTransitionError(f"the checkpoint of step {event.step} is in place, but nobody asked for it")
+        self._checkpoints.add_committed(event.step)
+        self._story.note(self._n_events, f"the checkpoint of step {event.step} is in place")
+        if self._farewell is not None:
+            return self._finish_if_alone(self._farewell)
+        assert self._scheduler is not None
+        return self._advance(self._scheduler)
+
+    def _on_checkpoint_failed(self, event: CheckpointFailed) -> list[Instruction]:
+        raise Fatal(
+            Failure(
+                kind=FailureKind.CHECKPOINT,
+                message=f"the checkpoint of step {event.step} could not be written: {event.message}",
+                remedy="the checkpoints before it are whole: free some space and resume from the last one",
+                step=event.step,
+            )
+        )
+
+    # ------------------------------------------------------------ failures and the end
+
+    def _on_worker_failed(self, reply: WorkerFailed) -> list[Instruction]:
+        if self._farewell is not None and self._farewell.is_patient:
+            request = self._answered(reply)
+            return self._leave(self._farewell, reply.rank) if isinstance(request, Shutdown) else []
+        request = self._answered(reply, call=reply.call)
+        raise Fatal(diagnosis.worker_failed(reply, self._dispatches(), request))
+
+    def _on_worker_lost(self, event: WorkerLost) -> list[Instruction]:
+        if self._farewell is not None and (self._farewell.is_patient or event.exit_code == 0):
+            return self._leave(self._farewell, event.rank)
+        if self._farewell is not None and self._farewell.has_left(event.rank):
+            return []
+        raise Fatal(diagnosis.worker_lost(event, self._dispatches(), self._outbox.oldest(event.rank)))
+
+    def _on_worker_silent(self, event: WorkerSilent) -> list[Instruction]:
+        if self._farewell is not None and self._farewell.is_patient:
+            return self._leave(self._farewell, event.rank)
+        if self._farewell is not None and self._farewell.has_left(event.rank):
+            return []
+        raise Fatal(diagnosis.worker_silent(event, self._dispatches(), self._outbox.oldest(event.rank)))
+
+    def _on_interrupted(self, event: Interrupted) -> list[Instruction]:
+        if self._farewell is None:
+            return self._close(event.reason)
+        if self._farewell.is_patient:
+            raise Fatal(
+                Failure(
+                    kind=FailureKind.INTERRUPTED,
+                    message=f"interrupted twice: {event.reason}; workers that had not left yet were stopped",
+                    exit_code=_INTERRUPTED_EXIT_CODE,
+                )
+            )
+        self._farewell.interrupted = event.reason
+        return []
+
+    def _on_goodbye(self, reply: Goodbye) -> list[Instruction]:
+        self._answered(reply)
+        return [] if self._farewell is None else self._leave(self._farewell, reply.rank)
+
+    def _on_heartbeat(self, reply: Heartbeat) -> list[Instruction]:
+        """The shell watches for heartbeats that stop; those that come change nothing."""
+        return []
+
+    def _close(self, interrupted: str) -> list[Instruction]:
+        self._enter(RunPhase.CLOSING, f"interrupted: {interrupted}" if interrupted else "the last step is complete")
+        self._farewell = Farewell(self._hellos, interrupted)
+        sends: list[Instruction] = [
+            self._send(rank, Shutdown(self._outbox.next_seq(rank))) for rank in sorted(self._hellos)
+        ]
+        return sends + self._finish_if_alone(self._farewell)
+
+    def _leave(self, farewell: Farewell, rank: int) -> list[Instruction]:
+        farewell.remove(rank)
+        return self._finish_if_alone(farewell)
+
+    def _finish_if_alone(self, farewell: Farewell) -> list[Instruction]:
+        if not farewell.is_over or self._checkpoints.is_any_committing:
+            return []
+        self._enter(RunPhase.FINISHED, "every worker has left")
+        return [Finish(farewell.interrupted, self._log.take_spans())]
+
+    # ------------------------------------------------------------ small things
+
+    def _answered(self, reply: NumberedReply, *, call: str | None = None) -> Request | None:
+        """Return the request that a reply answers; None for a late reply of a run that is being closed."""
+        if not 0 <= reply.rank < self.plan.n_ranks:
+            raise InvalidTransitionError(f"{type(reply).__name__} came from rank {reply.rank}, which does not exist")
+        problem = self._outbox.problem_with(reply)
+        if problem is None:
+            return self._outbox.close(reply.rank, reply.seq)
+        if self._farewell is not None:
+            return None
+        raise InvalidTransitionError(problem, self.story(call if call in self._stories else None))
+
+    def _dispatches(self) -> list[Dispatch]:
+        return [] if self._scheduler is None else list(self._scheduler.dispatches.values())
+
+    def _send(self, rank: int, request: Request) -> Send:
+        self._outbox.add(rank, request)
+        return Send(rank, request)
+
+    def _enter(self, phase: RunPhase, why: str) -> None:
+        if phase not in _NEXT_PHASES[self.phase]:
+            raise InvalidTransitionError(f"the run cannot go from {self.phase.value} to {phase.value}: {why}")
+        self._story.note(self._n_events, f"{self.phase.value} -> {phase.value}: {why}")
+        self.phase = phase
+
+
+def _last_step(plan: MasterPlan, cursor: DatasetCursor) -> int:
+    """Return the step at which `steps` or `epochs` ends the run; an incomplete step at the end of the data is dropped.
+
+    Raises:
+        DataError: the data that is left does not fill one step.
+    """
+    left = plan.epochs * cursor.n_rows - cursor.start
+    n_steps = min(plan.steps - plan.first_step + 1, left // plan.step_size)
+    if n_steps >= 1:
+        return plan.first_step - 1 + n_steps
+    epochs = -(-(cursor.start + plan.step_size) // cursor.n_rows)
+    if cursor.start:
+        raise DataError(
+            f"the checkpoint of step {plan.first_step - 1} has consumed {cursor.start} of the {plan.epochs} x "
+            f"{cursor.n_rows} rows of all epochs: no whole step of n_seqs={plan.step_size} is left",
+            remedy=f"raise epochs to {epochs} or more",
+        )
+    smaller = f"lower n_seqs to {plan.epochs * cursor.n_rows} or less"
+    raise DataError(
+        f"the dataset has {cursor.n_rows} usable rows, and epochs={plan.epochs} of them do not fill one step of "
+        f"n_seqs={plan.step_size}",
+        remedy=f"{smaller}, raise epochs to {epochs} or more, or give more data",
+    )

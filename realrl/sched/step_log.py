@@ -1,0 +1,93 @@
+"""What a step's calls reported, until the step is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from realrl.sched.dispatch import Dispatch
+from realrl.sched.events import RankSpan
+from realrl.sched.master_plan import ScheduledCall
+from realrl.sched.messages import CallDone, Span
+
+
+@dataclass
+class _StepEntry:
+    n_samples: int = 0
+    n_tokens: int = 0
+    bytes_received: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    memory_gb: dict[int, float] = field(default_factory=dict)
+    # call -> metric -> (sum of value * samples, samples)
+    sums: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
+
+
+class StepLog:
+    """Collects metrics by step, and spans by arrival.
+
+    A metric that a call reports for several batches of one step is averaged, weighted by samples. Where two calls use
+    one name, the later of them counts.
+    """
+
+    def __init__(self, calls: Sequence[ScheduledCall]) -> None:
+        self._calls = tuple(calls)
+        self._steps: dict[int, _StepEntry] = {}
+        self._spans: list[RankSpan] = []
+
+    def add_spans(self, rank: int, spans: Iterable[Span]) -> None:
+        """Keep spans of one rank for the next report."""
+        self._spans += [RankSpan(rank, span) for span in spans]
+
+    def take_spans(self) -> tuple[RankSpan, ...]:
+        """Return the spans that arrived since this was last called."""
+        spans, self._spans = tuple(self._spans), []
+        return spans
+
+    def add_reply(self, dispatch: Dispatch, reply: CallDone) -> None:
+        """One rank is done with its part; its metrics count if it is the first of the mesh, for they are all equal."""
+        entry = self._entry(dispatch.step)
+        entry.bytes_received += reply.bytes_received
+        if reply.memory_gb > 0:
+            entry.memory_gb[reply.rank] = max(reply.memory_gb, entry.memory_gb.get(reply.rank, 0.0))
+        dispatch.seconds[reply.rank] = sum(span.end_s - span.start_s for span in reply.spans if span.kind == "call")
+        if reply.rank == dispatch.call.ranks[0] and dispatch.call.reports_metrics:
+            sums = entry.sums.setdefault(dispatch.call.name, {})
+            for name, value in reply.metrics.items():
+                total, n_samples = sums.get(name, (0.0, 0))
+                sums[name] = (total + value * len(dispatch.ids), n_samples + len(dispatch.ids))
+
+    def add_dispatch(self, dispatch: Dispatch) -> None:
+        """All ranks are done; the slowest one counts for the call's time."""
+        seconds = self._entry(dispatch.step).seconds
+        name = dispatch.call.name
+        seconds[name] = seconds.get(name, 0.0) + max(dispatch.seconds.values())
+
+    def add_samples(self, step: int, token_counts: Sequence[int]) -> None:
+        """Samples of `step` went through every call."""
+        entry = self._entry(step)
+        entry.n_samples += len(token_counts)
+        entry.n_tokens += sum(token_counts)
+
+    def finish_step(self, step: int, versions: Mapping[str, int]) -> dict[str, float]:
+        """Return the metrics of a complete step, and forget it.
+
+        Besides what calls returned: `version/<role>`, `n_samples`, `n_tokens` (of the longest key with a row per
+        token), `bytes/data`, `time_s/<call>` (of the slowest rank), `memory_gb/<rank>` (peak).
+        """
+        entry = self._steps.pop(step)
+        metrics: dict[str, float] = {}
+        for call in self._calls:
+            for name, (total, n_samples) in entry.sums.get(call.name, {}).items():
+                metrics[name] = total / n_samples
+        metrics |= {f"version/{role}": float(version) for role, version in versions.items()}
+        metrics |= {f"time_s/{call.name}": entry.seconds[call.name] for call in self._calls}
+        metrics |= {f"memory_gb/{rank}": entry.memory_gb[rank] for rank in sorted(entry.memory_gb)}
+        metrics |= {
+            "n_samples": float(entry.n_samples),
+            "n_tokens": float(entry.n_tokens),
+            "bytes/data": float(entry.bytes_received),
+        }
+        return metrics
+
+    def _entry(self, step: int) -> _StepEntry:
+        return self._steps.setdefault(step, _StepEntry())

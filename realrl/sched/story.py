@@ -1,0 +1,37 @@
+"""A bounded account of what happened, for the message of an illegal transition."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+_LINES = 24
+
+
+class Story:
+    """The last lines of one call, or of the run."""
+
+    def __init__(self) -> None:
+        self._lines: deque[tuple[int, str]] = deque(maxlen=_LINES)
+        self._n_dropped = 0
+
+    def note(self, n_events: int, line: str) -> None:
+        """Remember `line`, which the event number `n_events` brought about."""
+        self._n_dropped += len(self._lines) == _LINES
+        self._lines.append((n_events, line))
+
+    def lines(self) -> list[str]:
+        """Return the story, oldest line first."""
+        told = [f"event {n_events}: {line}" for n_events, line in self._lines]
+        return [f"({self._n_dropped} earlier lines left out)", *told] if self._n_dropped else told
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return ranks as people write them: ``0-3,6``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

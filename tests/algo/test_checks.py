@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from realrl.algo.checks import check_metrics, check_output
+from realrl.data.sample import SequenceSample
+from realrl.errors import CallError
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.sched.messages import KeySchema, Per
+from tests.algo.batches import SEQUENCE, TOKEN, TRANSITION, token_batch
+from tests.helpers.fake_engine import fake_context
+
+BATCH = token_batch([[([0, 1], [2, 3]), ([0], [1])], [([1], [1, 2, 3])]])
+CTX = fake_context("critic_inf", [BATCH.ids], step=7)
+WHERE = r"critic_inf of role 'critic' at step 7: interface 'mine' "
+
+
+def mfc(**changes: Any) -> MFCDef:
+    fields = {
+        "name": "critic_inf",
+        "model_name": "critic",
+        "interface_type": InterfaceType.INFERENCE,
+        "interface_impl": "mine",
+        "output_keys": ("values",),
+    }
+    return MFCDef(**{**fields, **changes})
+
+
+def output(key: str, schema: KeySchema, tensor: torch.Tensor) -> SequenceSample:
+    return BATCH.derive("input_ids", {key: (schema, tensor)})
+
+
+GOOD = output("values", TOKEN, torch.arange(10.0))
+
+
+def test_a_good_output_comes_back_with_the_asked_keys_only() -> None:
+    result = GOOD.update(output("extra", SEQUENCE, torch.tensor([1.0, math.nan, 2.0])))
+    assert check_output(CTX, mfc(), BATCH, result) == GOOD
+
+
+def test_names_are_remapped() -> None:
+    call = mfc(output_keys=("ref_logprobs",), output_key_remap={"logprobs": "ref_logprobs"})
+    result = output("logprobs", TRANSITION, torch.arange(7.0))
+    assert check_output(CTX, call, BATCH, result).keys == ("ref_logprobs",)
+    with pytest.raises(CallError, match=r"did not return 'logprobs' \(for 'ref_logprobs'\), but 'values'"):
+        check_output(CTX, call, BATCH, GOOD)
+
+
+def with_lengths(values: tuple[tuple[int, ...], ...]) -> SequenceSample:
+    n = sum(map(sum, values))
+    return SequenceSample(BATCH.ids, {"values": TOKEN}, {"values": values}, {"values": torch.zeros(n)})
+
+
+@pytest.mark.parametrize(
+    ("result", "message", "blamed"),
+    [
+        (None, "returned NoneType, not a SequenceSample", ()),
+        (GOOD.remap({"values": "value"}), r"did not return 'values', but 'value'\. Did you mean 'value'", ()),
+        (GOOD.select(("0/0",)), "returned nothing for sample '0/1'", ("0/1",)),
+        (GOOD.select(("0/1", "0/0")), "in another order than it was given: '0/1'", ("0/1",)),
+        (GOOD.meta(), "returned 'values' without its tensor", ()),
+        (
+            with_lengths(((4, 2), (5,))),
+            r"returned 'values' with \[5\] rows for sample '0/1', .* have \[4\] tokens: a key per token needs \[4\]",
+            ("0/1",),
+        ),
+        (with_lengths(((6,), (4,))), r"with \[6\] rows for sample '0/0', .* needs \[4, 2\]", ("0/0",)),
+        (
+            output("values", TOKEN, torch.tensor([0.0] * 7 + [math.nan, 0.0, 0.0])),
+            "returned 'values' = nan in row 1 of sample '0/1'",
+            ("0/1",),
+        ),
+        (
+            output("values", TOKEN, torch.tensor([math.inf] + [0.0] * 8 + [math.nan])),
+            r"returned 'values' = inf in row 0 of sample '0/0' \(2 samples",
+            ("0/0",),
+        ),
+    ],
+)
+def test_a_bad_output_is_named(result: Any, message: str, blamed: tuple[str, ...]) -> None:
+    with pytest.raises(CallError, match=WHERE + message) as error:
+        check_output(CTX, mfc(), BATCH, result)
+    assert (error.value.call, error.value.step, error.value.sample_ids) == ("critic_inf", 7, blamed)
+
+
+def test_a_sample_from_nowhere_is_named() -> None:
+    other = SequenceSample(
+        ("0/0", "0/1", "9/9"), {"values": TOKEN}, {"values": ((4, 2), (4,), (1,))}, {"values": torch.zeros(11)}
+    )
+    with pytest.raises(CallError, match="returned sample '9/9', which it was not given"):
+        check_output(CTX, mfc(), BATCH, other)
+
+
+def test_generated_lengths_are_checked_against_the_generated_tokens() -> None:
+    prompts = BATCH.select(BATCH.ids, ("input_ids",)).remap({"input_ids": "prompt_ids"})
+    call = mfc(output_keys=("input_ids", "old_logprobs"))
+    good = BATCH.update(output("old_logprobs", TRANSITION, torch.zeros(7)))
+    assert set(check_output(CTX, call, prompts, good).keys) == {"input_ids", "old_logprobs"}
+    lengths = {"input_ids": BATCH.seqlens["input_ids"], "old_logprobs": ((4, 1), (3,))}
+    schemas = {"input_ids": BATCH.schemas["input_ids"], "old_logprobs": TRANSITION}
+    data = {"input_ids": BATCH["input_ids"], "old_logprobs": torch.zeros(8)}
+    with pytest.raises(CallError, match=r"'old_logprobs' with \[4, 1\] rows for sample '0/0'"):
+        check_output(CTX, call, prompts, SequenceSample(BATCH.ids, schemas, lengths, data))
+
+
+def test_rows_of_vectors_are_checked_too() -> None:
+    schema = KeySchema("float32", Per.SEQUENCE, (2,))
+    bad = output("values", schema, torch.tensor([[0.0, 0.0], [0.0, math.inf], [0.0, 0.0]]))
+    with pytest.raises(CallError, match="= inf in row 1 of sample '0/0'"):
+        check_output(CTX, mfc(), BATCH, bad)
+
+
+def test_metrics_become_floats() -> None:
+    assert check_metrics(CTX, mfc(), {"a": torch.tensor(1.5), "b": 2}) == {"a": 1.5, "b": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (None, "returned NoneType, not a dict of metrics"),
+        ({"loss": math.nan}, "returned the metric 'loss' = nan"),
+        ({"loss": "low"}, "returned the metric 'loss' = 'low', which is not a number"),
+        ({"loss": torch.zeros(2)}, "which is not a number"),
+    ],
+)
+def test_bad_metrics_are_named(metrics: Any, message: str) -> None:
+    with pytest.raises(CallError, match=message):
+        check_metrics(CTX, mfc(), metrics)

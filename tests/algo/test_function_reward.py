@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from realrl.algo.function_reward import FunctionReward
+from realrl.data.sample import SequenceSample
+from realrl.errors import CallError, ConfigError, RunError
+from tests.algo.batches import token_batch
+from tests.helpers.fake_engine import Bigram, FakeEngine, fake_context, fake_model
+
+FUNCTIONS = "tests.algo.reward_functions"
+BATCH = token_batch([[([1, 2], [0, 9]), ([1, 2], [0])], [([3], [0, 1, 2])]])
+
+
+def score(interface: FunctionReward, batch: SequenceSample = BATCH) -> list[float]:
+    model = fake_model("reward", FakeEngine(Bigram(10)))
+    return interface.inference(model, batch, fake_context("rew_inf", [batch.ids], step=4))["rewards"].tolist()
+
+
+def responses(*firsts: int) -> SequenceSample:
+    return token_batch([[([1], [first])] for first in firsts])
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+@pytest.fixture
+def make() -> Any:
+    """Interfaces whose processes end with the test; none may be left."""
+    before = {p.pid for p in children()}
+    made: list[FunctionReward] = []
+
+    def build(function: str, **args: Any) -> FunctionReward:
+        made.append(FunctionReward(function, **args))
+        return made[-1]
+
+    yield build
+    for interface in made:
+        interface.close()
+    assert not [p for p in children() if p.pid not in before]
+
+
+Make = Callable[..., FunctionReward]
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize("separator", [":", "."])
+def test_parameters_named_ids_get_token_ids(make: Make, in_process: bool, separator: str) -> None:
+    interface = make(f"{FUNCTIONS}{separator}sum_ids", in_process=in_process)
+    assert score(interface) == [309.0, 300.0, 303.0]
+    assert score(interface) == [309.0, 300.0, 303.0]
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_other_functions_get_text_without_special_tokens(make: Make, in_process: bool) -> None:
+    assert score(make(f"{FUNCTIONS}:text_length", in_process=in_process)) == pytest.approx([2.1, 2.1, 1.3])
+
+
+def test_a_file_works_as_well(make: Make, tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def score(prompt_ids, response_ids): return len(response_ids)\n")
+    assert score(make(f"{file}:score")) == [2.0, 1.0, 3.0]
+
+
+def test_rewards_keep_their_order_over_processes(make: Make) -> None:
+    batch = token_batch([[([1], [i % 7, i % 5])] for i in range(200)])
+    rewards = score(make(f"{FUNCTIONS}:sum_ids", concurrency=3), batch)
+    assert rewards == [100.0 + i % 7 + i % 5 for i in range(200)]
+
+
+def test_no_more_processes_than_allowed(make: Make) -> None:
+    pids = score(make(f"{FUNCTIONS}:of_process", concurrency=2), responses(*[0] * 6))
+    assert len(set(pids)) == 2
+
+
+FAILURES = [
+    (1, "raised ValueError: no answer found"),
+    (2, "returned None, which is not a number"),
+    (3, "returned nan"),
+    (4, r"did not answer within 0\.5 s"),
+    (5, r"did not answer within 0\.5 s"),
+    (6, "left its process with status 1"),
+    (7, "died of signal 11"),
+    (8, r"did not answer within 0\.5 s"),
+]
+
+
+@pytest.mark.parametrize(("first", "message"), FAILURES)
+def test_a_failure_names_the_sample_and_the_remedy(make: Make, first: int, message: str) -> None:
+    interface = make(f"{FUNCTIONS}:misbehave", timeout_s=0.5)
+    start_s = time.monotonic()
+    with pytest.raises(CallError, match=rf"rew_inf of role 'reward' at step 4: .*misbehave' {message}") as error:
+        score(interface, responses(0, first, 0))
+    assert time.monotonic() - start_s < 10
+    assert "for sample '0/1' (response 0)" in str(error.value)
+    assert "algorithm.reward_timeout_s" in str(error.value)
+    assert "algorithm.reward_on_failure=zero" in str(error.value)
+    assert error.value.sample_ids == ("0/1",)
+    assert score(interface, responses(0)) == [0.5]
+
+
+def test_failures_can_score_zero(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    interface = make(f"{FUNCTIONS}:misbehave", timeout_s=0.5, concurrency=4, on_failure="zero")
+    assert score(interface, responses(0, *(first for first, _ in FAILURES), 0)) == [0.5, *[0.0] * 8, 0.5]
+    assert len(caplog.records) == 8
+    assert "for sample '0/3' (response 0); it is scored 0" in caplog.text
+
+
+def test_in_process_failures_are_named_too(make: Make) -> None:
+    with pytest.raises(CallError, match=r"raised ValueError: no answer found(?s:.*)sample '0/1'"):
+        score(make(f"{FUNCTIONS}:misbehave", in_process=True), responses(0, 1))
+
+
+def test_a_slow_function_in_process_is_reported(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        score(make(f"{FUNCTIONS}:of_process", in_process=True, timeout_s=0.01), responses(0))
+    assert "has been busy with response 0 for 0.01 s; launcher=inline cannot interrupt it" in caplog.text
+
+
+def test_a_function_that_cannot_be_loaded_is_named(make: Make) -> None:
+    with pytest.raises(RunError, match=r"'tests.algo.reward_functions:nothing' cannot be loaded: .*has no 'nothing'"):
+        score(make(f"{FUNCTIONS}:nothing"))
+    with pytest.raises(ConfigError, match="has no 'nothing'"):
+        score(make(f"{FUNCTIONS}:nothing", in_process=True))
+
+
+def test_a_killed_server_is_reported_and_replaced(make: Make) -> None:
+    before = {p.pid for p in children()}
+    interface = make(f"{FUNCTIONS}:sum_ids")
+    score(interface)
+    for process in children():
+        if process.pid not in before:
+            process.kill()
+    with pytest.raises(RunError, match="the process that runs the reward function .* ended"):
+        score(interface)
+    assert score(interface) == [309.0, 300.0, 303.0]
+
+
+def test_an_empty_batch_needs_no_process(make: Make) -> None:
+    before = len(children())
+    assert score(make(f"{FUNCTIONS}:sum_ids"), BATCH.select(())) == []
+    assert len(children()) == before

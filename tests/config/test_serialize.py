@@ -1,0 +1,59 @@
+"""config.json: what is written is what is read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from realrl.config.compose import compose
+from realrl.config.serialize import dump_config, experiment_reference, load_config
+from realrl.errors import ConfigError
+from tests.config.declared import Options, experiment
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["models.actor.path=/a", "generation.stop_ids=[1,2]", "n_mbs=3", "track=[wandb]", "algorithm.limit=0.3"],
+        ["algorithm.weights={a: 0.1}", "models.actor.optimizer.lr=3.3333333333333335e-5", "run_dir='a \"b\"'"],
+    ],
+)
+def test_a_dumped_configuration_loads_back_identically(overrides: list[str]) -> None:
+    config = compose(experiment(), overrides, reference="/some/where.py")
+    data = dump_config(config)
+    loaded = load_config(data, experiment())
+    assert loaded == config
+    assert type(loaded.algorithm) is Options
+    assert dump_config(loaded) == data
+    assert experiment_reference(data) == "/some/where.py"
+
+
+def test_the_file_is_readable() -> None:
+    values = json.loads(dump_config(compose(experiment(), ["steps=3"])))
+    assert values["steps"] == 3
+    assert values["algorithm"]["inner"] == {"width": 3}
+    assert set(values["models"]) == {"actor", "ref"}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"[]", "must be a JSON object"),
+        (b'{"steps": 1}', "must name its experiment"),
+    ],
+)
+def test_data_that_is_no_configuration(data: bytes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        experiment_reference(data)
+
+
+def test_edited_data_is_checked() -> None:
+    data = dump_config(compose(experiment())).replace(b'"steps": 10', b'"steps": -10')
+    with pytest.raises(ConfigError, match="steps=-10: must be a whole number >= 1"):
+        load_config(data, experiment())
+    data = dump_config(compose(experiment())).replace(b'"beta"', b'"bta"')
+    with pytest.raises(ConfigError, match=r"algorithm\.bta"):
+        load_config(data, experiment())

@@ -1,0 +1,298 @@
+"""`load_dataset`: what rows become, and a message for every unusable file or row."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from realrl.config.schema import DatasetConfig
+from realrl.data.datasets import Dataset, load_dataset
+from realrl.data.tiny import EOS_ID, tiny_tokenizer
+from realrl.errors import DataError
+from realrl.experiment import DatasetKind
+
+TOKENIZER = tiny_tokenizer()
+PROMPT, ANSWER, PAIR = DatasetKind.PROMPT, DatasetKind.PROMPT_ANSWER, DatasetKind.PREFERENCE_PAIR
+CHAT = [{"role": "user", "content": "hi"}]
+RENDERED = "<|user|>hi<|end|><|assistant|>"
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    """Rows in the format that the suffix names."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    else:
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def load(path: Path | str, kind: DatasetKind = PROMPT, **options: Any) -> Dataset:
+    return load_dataset(DatasetConfig(path=str(path), **options), kind, TOKENIZER)
+
+
+def texts(dataset: Dataset, key: str = "input_ids") -> list[list[str]]:
+    """Per sample, per sequence, decoded."""
+    sample = dataset.samples(dataset.row_ids, range(len(dataset)))
+    return [[TOKENIZER.decode(tokens) for tokens in sequences] for sequences in sample.sequences(key)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_formats_agree(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path / f"d{suffix}", [{"prompt": "one", "id": "x", "other": 1}, {"prompt": "zwö", "id": "y"}])
+    dataset = load(path)
+    assert dataset.row_ids == ("x", "y")
+    assert texts(dataset, "prompt_ids") == [["one"], ["zwö"]]
+    assert (len(dataset), dataset.n_dropped, dataset.notes) == (2, 0, ())
+
+
+def test_prompts(tmp_path: Path) -> None:
+    sample = load(write(tmp_path / "d.jsonl", [{"prompt": "ab"}, {"prompt": "c"}])).samples(["1/1", "1/0"], [1, 0])
+    assert sample.keys == PROMPT.keys
+    assert sample.ids == ("1/1", "1/0")
+    assert sample["prompt_ids"].tolist() == [99, 97, 98]
+    assert sample["prompt_ids"].dtype == torch.int64
+
+
+@pytest.mark.parametrize("field", ["answer", "response", "completion"])
+def test_answers_end_and_are_masked(tmp_path: Path, field: str) -> None:
+    sample = load(write(tmp_path / "d.jsonl", [{"prompt": "ab", field: "xyz"}]), ANSWER).samples(["s"], [0])
+    assert sample.keys == ANSWER.keys
+    assert sample["input_ids"].tolist() == [97, 98, 120, 121, 122, EOS_ID]
+    assert sample["prompt_mask"].tolist() == [True, True, False, False, False, False]
+
+
+def test_pairs_are_two_sequences_chosen_first(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "chosen": "good", "rejected": "no"}, {"prompt": "q", "chosen": "a", "rejected": "b"}]
+    sample = load(write(tmp_path / "d.jsonl", rows), PAIR).samples(["s", "t"], [0, 1])
+    assert sample.keys == PAIR.keys
+    assert sample.seqlens["input_ids"] == sample.seqlens["prompt_mask"] == ((6, 4), (3, 3))
+    assert texts(load(tmp_path / "d.jsonl", PAIR)) == [["pgood<|end|>", "pno<|end|>"], ["qa<|end|>", "qb<|end|>"]]
+    assert sample["prompt_mask"][:10].tolist() == [True, *[False] * 5, True, *[False] * 3]
+
+
+@pytest.mark.parametrize("extra", [{}, {"prompt": ""}, {"prompt": None}])
+def test_a_pair_may_stand_alone(tmp_path: Path, extra: dict[str, Any]) -> None:
+    dataset = load(write(tmp_path / "d.jsonl", [{"chosen": "good", "rejected": "bad", **extra}]), PAIR)
+    assert texts(dataset) == [["good<|end|>", "bad<|end|>"]]
+    assert not dataset.samples(["s"], [0])["prompt_mask"].any()
+
+
+def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
+    rows = [{"prompt": CHAT, "chosen": [{"role": "assistant", "content": "yes"}], "rejected": "no"}]
+    dataset = load(write(tmp_path / "d.jsonl", rows), PAIR)
+    assert texts(dataset) == [[f"{RENDERED}yes<|end|>", f"{RENDERED}no<|end|>"]]
+    assert dataset.samples(["s"], [0]).select(["s"])["prompt_mask"].sum() == 2 * (5)
+
+
+def test_strings_go_through_the_chat_template_on_request(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [{"prompt": "hi"}])
+    assert texts(load(path, chat_template=True), "prompt_ids") == [[RENDERED]]
+    assert texts(load(path), "prompt_ids") == [["hi"]]
+
+
+def test_templated_and_plain_rows_keep_their_order(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": CHAT, "answer": "2"}, {"prompt": "c", "answer": "3"}]
+    dataset = load(write(tmp_path / "d.jsonl", rows), ANSWER)
+    assert texts(dataset) == [["a1<|end|>"], [f"{RENDERED}2<|end|>"], ["c3<|end|>"]]
+
+
+def test_a_row_may_appear_under_several_ids(tmp_path: Path) -> None:
+    sample = load(write(tmp_path / "d.jsonl", [{"prompt": "a"}, {"prompt": "b"}])).samples(["1/0", "2/0"], [0, 0])
+    assert sample["prompt_ids"].tolist() == [97, 97]
+    assert load(tmp_path / "d.jsonl").samples([], []).n_rows("prompt_ids") == 0
+
+
+def test_a_folder_of_shards_is_one_dataset(tmp_path: Path) -> None:
+    write(tmp_path / "b.json", [{"prompt": "third"}])
+    write(tmp_path / "a.jsonl", [{"prompt": "first"}, {"prompt": "second", "id": 7}])
+    (tmp_path / "README.md").write_text("not a shard")
+    dataset = load(tmp_path)
+    assert dataset.row_ids == ("0", "7", "2")
+    assert texts(dataset, "prompt_ids") == [["first"], ["second"], ["third"]]
+
+
+def test_blank_lines_and_byte_order_marks_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\n\n')
+    assert load(tmp_path / "d.jsonl").row_ids == ("0", "1")
+
+
+def test_long_rows_are_dropped_and_counted(tmp_path: Path) -> None:
+    rows = [
+        {"id": "fits", "prompt": "1234", "answer": "123"},
+        {"id": "long prompt", "prompt": "12345", "answer": "1"},
+        {"id": "both", "prompt": "12345", "answer": "12345"},
+        {"id": "long answer", "prompt": "1", "answer": "1234"},
+    ]
+    dataset = load(write(tmp_path / "d.jsonl", rows), ANSWER, max_prompt_tokens=4, max_answer_tokens=4)
+    assert dataset.row_ids == ("fits",)
+    assert dataset.n_dropped == 3
+    assert dataset.notes == (
+        "2 of 4 prompts longer than 4 tokens were dropped",
+        "1 of 4 answers longer than 4 tokens was dropped",
+    )
+    assert texts(dataset) == [["1234123<|end|>"]]
+
+
+def test_a_long_rejected_answer_drops_the_pair(tmp_path: Path) -> None:
+    rows = [{"chosen": "a", "rejected": "b"}, {"chosen": "a", "rejected": "bbbb"}]
+    assert load(write(tmp_path / "d.jsonl", rows), PAIR, max_answer_tokens=4).n_dropped == 1
+
+
+@pytest.mark.parametrize("kind", DatasetKind)
+def test_tiny_needs_no_file(kind: DatasetKind) -> None:
+    dataset = load("tiny", kind)
+    assert len(dataset) == 512
+    assert dataset.samples(["a", "b"], [0, 511]).keys == kind.keys
+
+
+# ---------------------------------------------------------------- refusals
+
+GOOD = {"prompt": "p"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        (PROMPT, "text", r"d.jsonl, line 2 is a JSON string, not an object"),
+        (PROMPT, 3, r"line 2 is a JSON number, not an object"),
+        (PROMPT, None, r"line 2 is a JSON null, not an object"),
+        (PROMPT, {"promt": "a"}, r"line 2 has no \"prompt\"; its fields are 'promt'. Did you mean 'promt'"),
+        (PROMPT, {}, r"line 2 has no \"prompt\"; it is an empty object"),
+        (PROMPT, {"prompt": " \n"}, r"line 2 has an empty prompt"),
+        (PROMPT, {"prompt": 5}, r"line 2 has a prompt of type int"),
+        (PROMPT, {"prompt": []}, r"line 2 has a prompt without messages"),
+        (PROMPT, {"prompt": [*CHAT, "hi"]}, r"line 2: message 2 of its prompt is not an object"),
+        (PROMPT, {"prompt": [{"role": "user"}]}, r"line 2: message 1 of its prompt is not an object"),
+        (PROMPT, {"prompt": "a", "id": [1]}, r"line 2 has an id that is neither a string nor a number: \[1\]"),
+        (PROMPT, {"prompt": "a", "id": True}, r"line 2 has an id that is neither"),
+        (PROMPT, {"prompt": "a", "id": "0"}, r"line 2 has the id '0', which .*d.jsonl, line 1 has already"),
+        (ANSWER, {"prompt": "a"}, r"line 2 has no \"answer\"; its fields are 'prompt'"),
+        (ANSWER, {"prompt": "a", "answer": ""}, r"line 2 has an empty answer"),
+        (ANSWER, {"prompt": "a", "answer": 3}, r"line 2 has a answer of type int"),
+        (ANSWER, {"prompt": "a", "answer": "b", "response": "c"}, r"line 2 has both 'answer' and 'response'"),
+        (ANSWER, {"prompt": "a", "answer": CHAT}, r"line 2: its answer must be one assistant message"),
+        (PAIR, {"prompt": "a", "chosen": "b"}, r"line 2 has no \"rejected\""),
+        (PAIR, {"prompt": "a", "rejected": "b"}, r"line 2 has no \"chosen\""),
+    ],
+)
+def test_unusable_row(tmp_path: Path, kind: DatasetKind, row: object, message: str) -> None:
+    good = {**GOOD, **({"answer": "x"} if kind is ANSWER else {"chosen": "x", "rejected": "y"})}
+    path = write(tmp_path / "d.jsonl", [good, row])
+    with pytest.raises(DataError, match=message) as caught:
+        load(path, kind)
+    assert caught.value.exit_code == 2
+    assert str(path) in caught.value.message
+
+
+def test_not_json_on_line_17(tmp_path: Path) -> None:
+    lines = [json.dumps(GOOD)] * 20
+    lines[16] = '{"prompt": "unfinished'
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    with pytest.raises(DataError, match=r"d.jsonl, line 17 is not JSON: .*\n  A .jsonl file holds one JSON object"):
+        load(tmp_path / "d.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'[{"prompt": "a"},\n{"prompt" "b"}]', "d.json, line 2 is not JSON: Expecting ':' delimiter"),
+        (b'{"prompt": "a"}\n{"prompt": "b"}', "line 2 follows a complete JSON value\n  Call the file .jsonl"),
+        (b'{"prompt": "a"}', "holds one JSON object, not a list of objects"),
+        (b'[{"prompt": "\xff"}]', "is not JSON: .*utf-8"),
+        (b'[{"prompt": "a"}, ["b"]]', "d.json, row 2 is a JSON list, not an object"),
+        (b"[]", "d.json is empty"),
+        (b" ", "d.json is empty"),
+        (b"[" * 100_000, "d.json is not JSON: .*recursion"),
+    ],
+)
+def test_broken_json(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "d.json").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / "d.json")
+
+
+def test_invalid_utf8_in_json_lines(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff\xfe"}\n')
+    with pytest.raises(DataError, match=r"d.jsonl, line 2 is not JSON"):
+        load(tmp_path / "d.jsonl")
+
+
+def test_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"d.jsonl is empty"):
+        load(tmp_path / "d.jsonl")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [GOOD])
+    with pytest.raises(DataError, match=r"trian.jsonl does not exist. Did you mean 'train.jsonl'"):
+        load(tmp_path / "trian.jsonl")
+    with pytest.raises(DataError, match=r"does not exist, nor does the folder .*/nowhere"):
+        load(tmp_path / "nowhere" / "d.jsonl")
+
+
+def test_unknown_suffix(tmp_path: Path) -> None:
+    (tmp_path / "d.csv").write_text("prompt\na\n")
+    with pytest.raises(DataError, match=r"unknown suffix '.csv'\n  Known suffixes: .jsonl, .json, .parquet"):
+        load(tmp_path / "d.csv")
+    with pytest.raises(DataError, match=r"holds no file with a known suffix"):
+        load(tmp_path)
+
+
+def test_broken_parquet(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "d.parquet").write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(DataError, match=r"d.parquet is not a readable parquet file"):
+        load(tmp_path / "d.parquet")
+
+
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "d.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"needs pyarrow, which is not installed\n  pip install 'realrl\[parquet\]'"):
+        load(tmp_path / "d.parquet")
+
+
+def test_duplicate_ids_across_shards(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", [{"prompt": "a", "id": "x"}])
+    write(tmp_path / "b.jsonl", [{"prompt": "b", "id": "y"}, {"prompt": "b", "id": "x"}])
+    with pytest.raises(DataError, match=r"b.jsonl, line 2 has the id 'x', which .*a.jsonl, line 1 has already"):
+        load(tmp_path)
+
+
+def test_all_rows_too_long(tmp_path: Path) -> None:
+    rows = [{"prompt": "12345", "answer": "1"}, {"prompt": "1234", "answer": "12345"}]
+    path = write(tmp_path / "d.jsonl", rows)
+    with pytest.raises(DataError, match=r"all 2 prompts of .* longer than 3 tokens\n  .*; the shortest has 4"):
+        load(path, max_prompt_tokens=3)
+    with pytest.raises(DataError, match=r"no row of .* is left: 1 of 2 prompts .*; 1 of 2 answers"):
+        load(path, ANSWER, max_prompt_tokens=4, max_answer_tokens=2)
+    with pytest.raises(DataError, match=r"all 2 answers of .*\n  Raise dataset.max_answer_tokens; the shortest has 2"):
+        load(path, ANSWER, max_answer_tokens=1)
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [{"prompt": CHAT}])
+    plain = tiny_tokenizer()
+    plain.chat_template = None
+    with pytest.raises(DataError, match=r"line 1 needs a chat template, and the tokenizer has none"):
+        load_dataset(DatasetConfig(path=str(path)), PROMPT, plain)
+    plain.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"line 1 does not fit the tokenizer's chat template: roles must alternate"):
+        load_dataset(DatasetConfig(path=str(path)), PROMPT, plain)
+
+
+def test_chat_template_without_prompt(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", [{"chosen": "a", "rejected": "b"}])
+    with pytest.raises(DataError, match=r"line 1 has no prompt to put into the chat template"):
+        load(path, PAIR, chat_template=True)

@@ -1,0 +1,49 @@
+"""Nested state survives the way to a file and back."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from realrl.errors import AssetError
+from realrl.runtime.state_file import load_state, save_state
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    state = {
+        "step": 3,
+        "kl": {"coef": 0.1, "name": "adaptive", "on": True, "none": None},
+        "moments": [torch.arange(6).reshape(2, 3), {"scalar": torch.tensor(2.5, dtype=torch.float64)}],
+        "half": torch.ones(3, dtype=torch.bfloat16),
+    }
+    save_state(tmp_path / "s.safetensors", state)
+    back = load_state(tmp_path / "s.safetensors")
+    assert back["step"] == 3
+    assert back["kl"] == state["kl"]
+    assert torch.equal(back["moments"][0], state["moments"][0])
+    assert back["moments"][1]["scalar"].item() == 2.5
+    assert back["moments"][1]["scalar"].dtype is torch.float64
+    assert torch.equal(back["half"], state["half"])
+
+
+def test_shared_and_strided_tensors_are_kept_by_value(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    save_state(tmp_path / "s.safetensors", {"a": base, "b": base.t(), "c": base[1]})
+    back = load_state(tmp_path / "s.safetensors")
+    assert torch.equal(back["b"], base.t())
+    assert torch.equal(back["c"], base[1])
+
+
+def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="state 'a/b' holds a set"):
+        save_state(tmp_path / "s.safetensors", {"a": {"b": {1, 2}}})
+
+
+def test_a_torn_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "s.safetensors"
+    save_state(path, {"x": torch.ones(1000)})
+    path.write_bytes(path.read_bytes()[:500])
+    with pytest.raises(AssetError, match=r"s\.safetensors cannot be read"):
+        load_state(path)
+    with pytest.raises(AssetError, match=r"gone\.safetensors cannot be read"):
+        load_state(tmp_path / "gone.safetensors")

@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from realrl.errors import DataError, TransportError
+from realrl.runtime.launchers.base import available_cores, threads_per_worker
+from realrl.runtime.launchers.inline import InlineLauncher
+from realrl.runtime.transport.base import SampleClient
+from realrl.runtime.transport.inproc import InprocMaster, InprocSamples
+from realrl.runtime.worker_loop import WorkerLoop, describe
+from realrl.sched.messages import (
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Initialize,
+    Ready,
+    Reply,
+    Request,
+    RunCall,
+    SaveCheckpoint,
+    Shutdown,
+    WorkerFailed,
+)
+
+INITIALIZE = Initialize(0, b"", (), "")
+
+
+def call(seq: int, name: str = "actor_gen") -> RunCall:
+    return RunCall(seq, 0, name, 4, (("0/1",),), ())
+
+
+class ScriptedHost:
+    """Runs one action per call name; notes what it was asked."""
+
+    def __init__(self, actions: dict[str, Callable[[], object]] | None = None) -> None:
+        self.actions = actions or {}
+        self.seen: list[Request] = []
+        self.activity = ""
+
+    def handle(self, request: Request) -> Sequence[Reply]:
+        self.seen.append(request)
+        if isinstance(request, Initialize):
+            return [Ready(0, request.seq, (), 0, ())]
+        if isinstance(request, RunCall):
+            self.actions[request.call]()
+        return [Goodbye(0, request.seq)] if isinstance(request, Shutdown) else []
+
+    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
+        return key.encode()
+
+
+def loop_around(host: ScriptedHost) -> WorkerLoop:
+    def make(rank: int, client: SampleClient) -> ScriptedHost:
+        return host
+
+    return WorkerLoop(0, InprocSamples().client(), lambda: make)
+
+
+def raise_data_error() -> None:
+    raise DataError("row 17 is not JSON")
+
+
+@pytest.mark.parametrize(
+    ("action", "error", "exit_code"),
+    [(raise_data_error, "DataError", 2), (lambda: {}["x"], "KeyError", 1), (lambda: sys.exit(5), "SystemExit", 1)],
+)
+def test_what_a_call_raises_becomes_a_failure(action: Callable[[], object], error: str, exit_code: int) -> None:
+    loop = loop_around(ScriptedHost({"actor_gen": action}))
+    (failed,) = loop.execute(call(3))
+    assert isinstance(failed, WorkerFailed)
+    assert (failed.rank, failed.seq, failed.call, failed.step) == (0, 3, "actor_gen", 4)
+    assert (failed.error, failed.exit_code) == (error, exit_code)
+    assert "Traceback" in failed.traceback
+    assert "test_worker_loop.py" in failed.traceback
+
+
+def test_a_keyboard_interrupt_is_not_a_failure_of_the_call() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop_around(ScriptedHost({"actor_gen": interrupt})).execute(call(0))
+
+
+def test_after_a_failure_only_a_shutdown_is_executed() -> None:
+    host = ScriptedHost({"actor_gen": raise_data_error})
+    loop = loop_around(host)
+    loop.execute(call(0))
+    assert loop.execute(call(1)) == []
+    assert loop.execute(SaveCheckpoint(2, 4, "/x")) == []
+    assert loop.execute(Shutdown(3)) == [Goodbye(0, 3)]
+    assert loop.finished
+    assert host.seen == [call(0), Shutdown(3)]
+
+
+def test_a_host_that_cannot_be_made_is_a_failure_of_the_first_request() -> None:
+    def make() -> Callable[[int, SampleClient], ScriptedHost]:
+        raise ImportError("no module named torch")
+
+    loop = WorkerLoop(2, InprocSamples().client(), make)
+    (failed,) = loop.execute(INITIALIZE)
+    assert isinstance(failed, WorkerFailed)
+    assert (failed.rank, failed.error, failed.message) == (2, "ImportError", "no module named torch")
+    assert loop.execute(Shutdown(1)) == [Goodbye(2, 1)]
+
+
+def test_a_shutdown_that_fails_is_still_a_goodbye() -> None:
+    class Stuck(ScriptedHost):
+        def handle(self, request: Request) -> Sequence[Reply]:
+            raise RuntimeError("a group is gone")
+
+    loop = loop_around(Stuck())
+    loop.execute(INITIALIZE)
+    assert loop.execute(Shutdown(1)) == [Goodbye(0, 1)]
+
+
+def test_heartbeats_tell_what_is_being_executed() -> None:
+    beats: list[Heartbeat] = []
+    host = ScriptedHost()
+
+    def work() -> None:
+        beats.append(loop.heartbeat())
+        host.activity = "transfer for actor_gen"
+        beats.append(loop.heartbeat())
+
+    host.actions["actor_gen"] = work
+    loop = loop_around(host)
+    assert loop.heartbeat() == Heartbeat(0, -1, "idle", 0.0)
+    loop.execute(call(6))
+    assert [(beat.seq, beat.activity) for beat in beats] == [(6, "actor_gen"), (6, "transfer for actor_gen")]
+    assert beats[1].busy_s >= beats[0].busy_s >= 0
+    assert loop.heartbeat() == Heartbeat(0, -1, "idle", 0.0)
+
+
+def test_rows_are_served_by_the_host_once_there_is_one() -> None:
+    loop = loop_around(ScriptedHost())
+    with pytest.raises(TransportError, match="worker 0 holds no samples yet"):
+        loop.fetch("rewards", ["a"])
+    loop.execute(INITIALIZE)
+    assert loop.fetch("rewards", ["a"]) == b"rewards"
+
+
+def test_each_request_is_described() -> None:
+    assert describe(call(0, "ref_inf")) == "ref_inf"
+    assert describe(SaveCheckpoint(0, 1, "/x")) == "saving"
+
+
+def test_the_inline_launcher_runs_requests_on_the_callers_stack() -> None:
+    master = InprocMaster()
+    frames: list[str] = []
+
+    def remember_stack() -> None:
+        frame = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+            frames.append(frame.f_code.co_name)
+
+    host = ScriptedHost({"actor_gen": remember_stack})
+    launcher = InlineLauncher(master, lambda: lambda rank, client: host)
+    launcher.start(2, "", {})
+    hellos = [master.receive(0), master.receive(0)]
+    assert [reply.rank for reply in hellos if isinstance(reply, Hello)] == [0, 1]
+    master.send(0, call(0))
+    assert master.receive(0) is None
+    assert "test_the_inline_launcher_runs_requests_on_the_callers_stack" in frames
+    assert launcher.poll() == []
+    assert launcher.log_path(0) is None
+    launcher.stop()
+
+
+def test_threads_are_shared_between_workers() -> None:
+    cores = available_cores()
+    assert threads_per_worker(1) == cores
+    assert threads_per_worker(cores + 1) == 1
