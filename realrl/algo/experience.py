@@ -85,7 +85,7 @@ def batch_metrics(batch: SequenceSample, experience: Experience, all_reduce: All
     Lengths are in tokens, `kl/mean` is a sum over a response in nats, `reward/*` are rewards as they came.
     """
     lengths = batch.cu_seqlens("input_ids").diff().double()
-    responses = experience.actions.sums(torch.ones_like(experience.actions.sequence).double())
+    responses = experience.actions.counts.double()
     reward = Moments.of(batch["rewards"], all_reduce)
     return {
         "reward/mean": reward.mean,

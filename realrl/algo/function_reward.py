@@ -80,14 +80,13 @@ class FunctionReward(ModelInterface):
 
     def _handle(self, outcome: Outcome, owner: tuple[str, int], ctx: CallContext, model: Model) -> None:
         sample_id, response = owner
-        what = (
-            f"the reward function {self._function!r} {outcome.failure} for sample {sample_id!r} (response {response})"
-        )
+        where = f"sample {sample_id!r} (response {response})"
+        what = f"the reward function {self._function!r} {outcome.failure}"
         if self._on_failure == "zero":
-            log.warning("%s at step %d: %s; it is scored 0", ctx.call, ctx.step, what)
+            log.warning("%s at step %d scores %s 0: %s", ctx.call, ctx.step, where, what)
             return
         error = CallError(
-            f"{ctx.call} of role {model.name.role!r} at step {ctx.step}: {what}",
+            f"{ctx.call} of role {model.name.role!r} at step {ctx.step}, {where}: {what}",
             remedy="Make the function handle it, raise algorithm.reward_timeout_s if it is slow, "
             "or set algorithm.reward_on_failure=zero to score such responses 0.",
             call=ctx.call,

@@ -44,14 +44,14 @@ class Actions:
         token: int64 [R], index among the T tokens of the state that the action is taken in.
         sequence: int64 [R], number of the sequence.
         remaining: int64 [R], actions that follow in the same sequence; 0 on its last action.
-        n_sequences: S.
+        counts: int64 [S], actions per sequence.
     """
 
     transition: torch.Tensor
     token: torch.Tensor
     sequence: torch.Tensor
     remaining: torch.Tensor
-    n_sequences: int
+    counts: torch.Tensor
 
     @classmethod
     def find(cls, mask: torch.Tensor, cu_seqlens: torch.Tensor) -> Actions:
@@ -61,13 +61,13 @@ class Actions:
         numbers = torch.arange(n_sequences, device=mask.device)
         transition = mask.nonzero().squeeze(1)
         sequence = torch.repeat_interleave(numbers, lengths - 1)[transition]
-        ends = torch.bincount(sequence, minlength=n_sequences).cumsum(0)
-        remaining = ends[sequence] - 1 - torch.arange(transition.shape[0], device=mask.device)
-        return cls(transition, transition + sequence, sequence, remaining, n_sequences)
+        counts = torch.bincount(sequence, minlength=n_sequences)
+        remaining = counts.cumsum(0)[sequence] - 1 - torch.arange(transition.shape[0], device=mask.device)
+        return cls(transition, transition + sequence, sequence, remaining, counts)
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """[S]: sum per sequence of `values` [R]; 0 for a sequence without actions."""
-        return values.new_zeros(self.n_sequences).index_add_(0, self.sequence, values)
+        return torch.segment_reduce(values, "sum", lengths=self.counts, initial=0.0, unsafe=True)
 
     def spread(self, values: torch.Tensor, n_transitions: int) -> torch.Tensor:
         """float32 [T - S]: `values` [R] at the actions, 0 elsewhere."""

@@ -12,6 +12,7 @@ from realrl.config.schema import RunConfig
 from realrl.experiment import Experiment
 
 ANY_ROLE = "<role>"
+FOLDING = ("value", "accepts", "meaning")
 
 
 def listed_keys(experiment: Experiment, config: RunConfig) -> list[tuple[Key, str]]:
@@ -34,12 +35,12 @@ def print_config(experiment: Experiment, config: RunConfig) -> None:
     listed = listed_keys(experiment, config)
     roles = ", ".join(f"{name}{'' if role.trainable else ' (frozen)'}" for name, role in experiment.roles.items())
     print(f"{experiment.name}: {experiment.description}")
-    print(f"<role> is one of {roles}; frozen roles have no optimizer.\n")
+    print(f"<role>: {roles}; a frozen role has no optimizer.\n")
     columns = ("key", "value", "accepts", "meaning")
-    print_table(columns, _rows(pair for pair in listed if not pair[0].is_advanced))
+    print_table(columns, _rows(pair for pair in listed if not pair[0].is_advanced), folding=FOLDING)
     rare = _rows(pair for pair in listed if pair[0].is_advanced)
     if rare:
-        print_table(columns, rare, title="Rarely changed")
+        print_table(columns, rare, title="Rarely changed", folding=FOLDING)
 
 
 def _rows(listed: Iterable[tuple[Key, str]]) -> list[tuple[str, str, str, str]]:

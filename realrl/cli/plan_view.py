@@ -24,8 +24,8 @@ def print_plan(plan: RunPlan) -> None:
     print(f"{plan.experiment.name}: {plan.experiment.description}")
     print(f"{config.steps} steps of {plan.samples_per_step} samples, seed {config.seed}, {config.precision}{preset}")
     print(
-        f"{plan.n_workers} worker{'s' if plan.n_workers > 1 else ''}: {cluster.n_nodes} node x "
-        f"{cluster.n_devices_per_node} device, {cluster.device}, launcher {config.launcher}"
+        f"{_count(plan.n_workers, 'worker')}: {_count(cluster.n_nodes, 'node')} of "
+        f"{_count(cluster.n_devices_per_node, 'device')}, {cluster.device}, launcher {config.launcher}"
     )
     print(f"data from {config.dataset.path}, results in {config.run_dir or f'runs/{plan.experiment.name}/<trial>'}\n")
     _print_calls(plan)
@@ -53,12 +53,12 @@ def _print_calls(plan: RunPlan) -> None:
                 _devices(allocation),
                 str(allocation.strategy),
                 batches.strip() or "-",
-                ", ".join(mfc.input_keys),
-                ", ".join(mfc.output_keys) or "-",
             )
         )
-    columns = ("call", "role", "type", "interface", "n_seqs", "devices", "strategy", "batches", "reads", "writes")
-    print_table(columns, rows, title="Calls")
+    columns = ("call", "role", "type", "interface", "n_seqs", "devices", "strategy", "batches")
+    print_table(columns, rows, title="Calls", folding=("interface", "batches"))
+    keys = [(mfc.name, ", ".join(mfc.input_keys), ", ".join(mfc.output_keys) or "-") for mfc in plan.mfcs]
+    print_table(("call", "reads", "writes"), keys, title="Data", folding=("reads", "writes"))
 
 
 def _print_roles(plan: RunPlan) -> None:
@@ -70,7 +70,7 @@ def _print_roles(plan: RunPlan) -> None:
         has_weights = role.head != "none"
         size = _size(model.path) if has_weights else "no weights"
         rows.append((name, model.path, role.head, size, learning, ", ".join(map(str, ranks))))
-    print_table(("role", "path", "head", "parameters", "training", "devices"), rows, title="Roles")
+    print_table(("role", "path", "head", "parameters", "training", "devices"), rows, title="Roles", folding=("path",))
 
 
 def _print_groups(plan: RunPlan) -> None:
@@ -83,7 +83,11 @@ def _print_groups(plan: RunPlan) -> None:
         print("Process groups: none, a single worker has nobody to talk to\n")
         return
     rows = [(kind.value, " ".join(dict.fromkeys(ranks))) for kind, ranks in by_kind.items()]
-    print_table(("group", "global ranks"), rows, title="Process groups")
+    print_table(("group", "global ranks"), rows, title="Process groups", folding=("global ranks",))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _devices(allocation: Allocation) -> str:

@@ -137,7 +137,8 @@ class _Composer:
         while True:
             path = f"models.{seen[-1]}.path"
             follows = roles[seen[-1]].path_from
-            if (path in self.values and path not in self.shared) or follows not in roles or follows in seen:
+            is_own = path in self.values and path not in self.shared
+            if is_own or follows is None or follows not in roles or follows in seen:
                 return seen[-1]
             seen.append(follows)
 

@@ -151,7 +151,7 @@ def _leaves(path: str, info: FieldInfo) -> Iterator[Key]:
         description=info.description or "",
         is_advanced=isinstance(extra, dict) and bool(extra.get("advanced")),
         is_mapping=get_origin(annotation) is dict,
-        takes_text=annotation is str or annotation == dict[str, str],
+        takes_text=annotation in (str, str | None, dict[str, str]),
     )
 
 

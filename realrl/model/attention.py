@@ -1,43 +1,164 @@
 """Causal attention over packed sequences of different lengths, for passes without a KV cache.
 
-T tokens in S sequences, N heads, K KV heads, D head size, L the longest sequence of a group.
+T tokens in S sequences, N heads, K KV heads, D head size; a group is G sequences padded to the longest of them, L.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-_MAX_WASTE = 1.25  # padded over real score entries of a group of sequences
+_CALL_COST = 4_000_000  # multiply-adds of attention, forward and backward, that one more operation per layer is worth
 
 
 class PackedAttention:
     """Each token sees itself and the earlier tokens of its own sequence.
 
-    Sequences of similar length are padded together inside this operation only: a causal mask keeps the padding, which
-    stands at the end, out of every real row, and padded rows are dropped.
+    On CUDA in half precision, the variable-length kernel reads the packed tokens as they are. Elsewhere, sequences of
+    similar length are padded together inside this operation only: the padding stands at the end, where the causal
+    mask keeps it out of every real row, and its own rows are dropped.
 
     Args:
         seqlens: tokens of each sequence, in packing order; zero-length sequences are allowed.
-        device: where the tokens are.
     """
 
-    def __init__(self, seqlens: Sequence[int], device: torch.device | None = None) -> None:
-        starts = [0]
-        for n in seqlens:
-            starts.append(starts[-1] + n)
-        self._groups = [_Group([(starts[i], seqlens[i]) for i in group], device) for group in _group(seqlens)]
-        self._order: torch.Tensor | None = None
-        if len(self._groups) > 1 and self._groups:
-            taken = torch.cat([group.tokens for group in self._groups])
-            self._order = torch.empty_like(taken)
-            self._order[taken] = torch.arange(len(taken), device=device)
+    def __init__(self, seqlens: Sequence[int]) -> None:
+        self._seqlens = list(seqlens)
+        self._attend: Callable[..., torch.Tensor] | None = None
 
     def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of q [T, N, D] over k, v [T, K, D]; returns [T, N, D]."""
-        if not self._groups:
+        if q.shape[0] == 0:
             return q
-        outputs = [group.attend(q, k, v) for group in self._groups]
-        return outputs[0] if self._order is None else torch.cat(outputs).index_select(0, self._order)
+        if self._attend is None:  # decided once, for all layers alike
+            if _has_varlen_kernel(q):
+                self._attend = _VarlenKernel(self._seqlens, q.device)
+            else:
+                self._attend = _PaddedGroups(self._seqlens, q.shape[1] * q.shape[2], q.device)
+        return self._attend(q, k, v)
+
+
+def _has_varlen_kernel(q: torch.Tensor) -> bool:
+    if q.device.type == "cpu" or q.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
+
+
+class _VarlenKernel:
+    """`torch.nn.attention.varlen` (FlashAttention-2, Dao 2023)."""
+
+    def __init__(self, seqlens: Sequence[int], device: torch.device) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        self._kernel = varlen_attn
+        self._cu_seqlens = torch.tensor([0, *accumulate(seqlens)], dtype=torch.int32, device=device)
+        self._longest = max(seqlens)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._kernel(
+            q, k, v, self._cu_seqlens, self._cu_seqlens, self._longest, self._longest,
+            window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        return out
+
+
+class _PaddedGroups:
+    """`scaled_dot_product_attention` once per group of similar lengths."""
+
+    def __init__(self, seqlens: Sequence[int], width: int, device: torch.device) -> None:
+        starts = [0, *accumulate(seqlens)]
+        slots, tokens = [], []  # rows of the padded layout: the token read there, and whether it is a real one
+        self._shapes: list[tuple[int, int]] = []
+        for group in group_by_length(seqlens, width):
+            longest = seqlens[group[-1]]
+            self._shapes.append((len(group), longest))
+            for i in group:
+                n = seqlens[i]
+                slots += [1] * n + [0] * (longest - n)
+                tokens += [*range(starts[i], starts[i] + n), *([starts[i]] * (longest - n))]
+        self._is_real = torch.tensor(slots, dtype=torch.bool, device=device)
+        self._token_of = torch.tensor(tokens, dtype=torch.int64, device=device)
+        real_rows = self._is_real.nonzero()[:, 0]
+        self._row_of = torch.empty_like(real_rows)
+        self._row_of[self._token_of[real_rows]] = real_rows
+        self._is_packed = torch.equal(self._row_of, torch.arange(len(tokens), device=device))
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        dtype = q.dtype
+        if q.device.type == "cpu" and dtype == torch.bfloat16:  # the CPU kernel's bf16 backward is twice as slow
+            q, k, v = q.float(), k.float(), v.float()
+        sizes = [n * longest for n, longest in self._shapes]
+        parts = zip(self._shapes, *(self._pad(x).split(sizes) for x in (q, k, v)), strict=True)
+        outputs = [
+            F.scaled_dot_product_attention(
+                *(x.unflatten(0, shape).transpose(1, 2) for x in qkv),
+                is_causal=True,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            .transpose(1, 2)
+            .flatten(0, 1)
+            for shape, *qkv in parts
+        ]
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return self._unpad(out).to(dtype)
+
+    def _pad(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._is_packed else _Pad.apply(x, self._token_of, self._row_of)
+
+    def _unpad(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._is_packed else _Unpad.apply(x, self._row_of)
+
+
+class _Pad(torch.autograd.Function):
+    """Rows by index; backward reads each token's one real row, since no gradient reaches padding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, token_of: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(row_of)
+        return x.index_select(0, token_of)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (row_of,) = ctx.saved_tensors
+        return grad.index_select(0, row_of), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """The real rows in packing order; backward leaves zeros in the padding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(row_of)
+        ctx.n_rows = x.shape[0]
+        return x.index_select(0, row_of)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (row_of,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.n_rows, *grad.shape[1:]).index_copy_(0, row_of, grad), None
+
+
+def group_by_length(seqlens: Sequence[int], width: int) -> list[list[int]]:
+    """Indices of the non-empty sequences in groups of similar length, shortest first.
+
+    A group grows while the score entries that padding wastes cost less than a call of its own.
+
+    Args:
+        width: heads times head size.
+    """
+    groups: list[list[int]] = []
+    for i in sorted((i for i, n in enumerate(seqlens) if n > 0), key=lambda i: seqlens[i]):
+        if groups:
+            group = groups[-1]
+            previous = seqlens[group[-1]]
+            wasted = len(group) * (seqlens[i] ** 2 - previous**2)
+            if wasted * width * 7 <= _CALL_COST:
+                group.append(i)
+                continue
+        groups.append([i])
+    return groups

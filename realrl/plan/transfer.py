@@ -61,7 +61,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Routes by target in the order of the shares, then by key, then by source; and what they change."""
+    """Routes, and what they change. The routes to one target are in the order of the keys."""
 
     routes: tuple[Route, ...]
     arrivals: tuple[Arrival, ...]
@@ -84,26 +84,28 @@ def plan_transfers(
         KeyError: a needed sample has no placement: it was not produced, or is already freed.
     """
     n_sent: dict[int, int] = {}
-    routes: list[Route] = []
+    nearest: dict[tuple[frozenset[int], int], tuple[int, ...]] = {}
+    ids_of_route: dict[tuple[int, str, int], tuple[str, ...]] = {}  # (target, key, source) -> ids
     arrivals: list[Arrival] = []
     for share in shares:
-        groups = [(key, _group_by_placement(share.ids, placement_of)) for key, placement_of in placements.items()]
-        for target in share.ranks:
-            for key, group in groups:
-                by_source: dict[int, tuple[str, ...]] = {}
-                for placement, ids in group.items():
-                    if target in placement.held or target in placement.incoming:
-                        continue
-                    source = _choose_source(placement.held, target, n_sent, node_of)
+        for key, placement_of in placements.items():
+            for placement, ids in _group_by_placement(share.ids, placement_of).items():
+                present = placement.present
+                targets = tuple([rank for rank in share.ranks if rank not in present])
+                if not targets:
+                    continue
+                arrivals.append(Arrival(key, ids, targets))
+                for target in targets:
+                    node = node_of(target)
+                    sources = nearest.get((placement.held, node))
+                    if sources is None:
+                        sources = nearest[placement.held, node] = _nearest_sources(placement.held, node, node_of)
+                    source = sources[0] if len(sources) == 1 else min(sources, key=lambda rank: n_sent.get(rank, 0))
                     n_sent[source] = n_sent.get(source, 0) + len(ids)
-                    by_source[source] = by_source[source] + ids if source in by_source else ids
-                routes += [Route(source, target, key, ids) for source, ids in sorted(by_source.items())]
-        for key, group in groups:
-            for placement, ids in group.items():
-                targets = tuple(rank for rank in share.ranks if rank not in placement.present)
-                if targets:
-                    arrivals.append(Arrival(key, ids, targets))
-    return TransferPlan(tuple(routes), tuple(arrivals))
+                    route = (target, key, source)
+                    ids_of_route[route] = ids_of_route[route] + ids if route in ids_of_route else ids
+    routes = tuple(Route(source, target, key, ids) for (target, key, source), ids in ids_of_route.items())
+    return TransferPlan(routes, tuple(arrivals))
 
 
 def _group_by_placement(ids: Sequence[str], placement_of: Mapping[str, Placement]) -> dict[Placement, tuple[str, ...]]:
@@ -114,8 +116,6 @@ def _group_by_placement(ids: Sequence[str], placement_of: Mapping[str, Placement
     return {placement: tuple(members) for placement, members in groups.items()}
 
 
-def _choose_source(held: frozenset[int], target: int, n_sent: Mapping[int, int], node_of: Callable[[int], int]) -> int:
-    if len(held) == 1:
-        return next(iter(held))
-    node = node_of(target)
-    return min(held, key=lambda rank: (node_of(rank) != node, n_sent.get(rank, 0), rank))
+def _nearest_sources(held: frozenset[int], node: int, node_of: Callable[[int], int]) -> tuple[int, ...]:
+    """The holders on `node`, or all holders if there is none; ascending."""
+    return tuple(sorted(rank for rank in held if node_of(rank) == node)) or tuple(sorted(held))

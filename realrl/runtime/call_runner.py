@@ -77,9 +77,7 @@ class CallRunner:
             memory_gb=devices.memory_gb(self._device),
         )
 
-    def _call(
-        self, mfc: MFCDef, batch: SequenceSample, request: RunCall
-    ) -> tuple[SampleMeta | None, dict[str, float]]:
+    def _call(self, mfc: MFCDef, batch: SequenceSample, request: RunCall) -> tuple[SampleMeta | None, dict[str, float]]:
         hosted = self._roles[mfc.role]
         interface = hosted.interfaces[mfc.name]
         context = CallContext(
@@ -127,9 +125,7 @@ class CallRunner:
                 received += len(payload)
                 self._store.put(decode_rows(payload))
             keys = ", ".join(sorted({t.key for t in transfers}))
-            args = {"from": source, "keys": keys, "bytes": received, "step": request.step}
+            args: dict[str, str | int | float] = {"from": source, "keys": keys, "bytes": received, "step": request.step}
             spans.append(Span(f"transfer for {request.call}", "transfer", start_s, time.time(), args))
             n_bytes += received
         return n_bytes
-
-

@@ -1,12 +1,12 @@
 """Checkpoints on disk, as the master sees them: a folder that appears whole or not at all.
 
-    checkpoints/
-      .step_40.partial/      being written; never read
-      step_40/
-        actor/               Hugging Face format, tokenizer included
-        state/manifest.json  written by the master: step, loader position, experiment, files and their sizes
-        state/actor.safetensors, ...   optimizer, schedule and interface state, written by the workers
-      latest -> step_40
+checkpoints/
+  .step_40.partial/      being written; never read
+  step_40/
+    actor/               Hugging Face format, tokenizer included
+    state/manifest.json  written by the master: step, loader position, experiment, files and their sizes
+    state/actor.safetensors, ...   optimizer, schedule and interface state, written by the workers
+  latest -> step_40
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ class CheckpointStore:
         """The error that a full disk or an unwritable folder becomes."""
         previous = self.latest()
         kept = f"The previous checkpoint {previous} is whole." if previous else "There is no earlier checkpoint."
+        where = err.filename or "unknown file"
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written: {err.strerror or err} ({err.filename or 'unknown file'})",
+            f"the checkpoint of step {step} could not be written: {err.strerror or err} ({where})",
             remedy=f"{kept} Free some space, then continue with resume=auto and the same run_dir.",
             step=step,
         )

@@ -68,7 +68,7 @@ def kill_leftovers(mark: str, run_id: str) -> list[int]:
                 killed.append(pid)
         time.sleep(0.01)
     if killed:
-        _log.warning("killed leftover processes of the run: %s", killed)
+        _log.info("killed leftover processes of the run: %s", killed)
     return killed
 
 

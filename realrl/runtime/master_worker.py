@@ -69,7 +69,7 @@ class MasterWorker:
         self._last_heard_s: dict[int, float] = {}
         self._activity: dict[int, str] = {}
         self._exit_code: int | None = None
-        self._started_s = time.monotonic()
+        self._started_s = self._step_started_s = time.monotonic()
 
     def run(self, start: Start) -> int:
         """Run to the end; returns the exit code."""
@@ -142,12 +142,17 @@ class MasterWorker:
     def _report_start(self, instruction: ReportStart) -> None:
         config = self._plan.config
         title = f"{self._plan.experiment.name}" + (f" preset={config.preset}" if config.preset else "")
+        self._step_started_s = time.monotonic()
         self._session.progress.started(title, instruction.last_step, str(self._session.run_dir), instruction.notes)
 
     def _report_step(self, instruction: ReportStep) -> None:
+        now_s = time.monotonic()
+        step_s, self._step_started_s = now_s - self._step_started_s, now_s
+        metrics = {**instruction.metrics, "time_s/step": step_s}
+        metrics["perf/tokens_per_s"] = metrics.get("n_tokens", 0.0) / step_s
         self._write_spans(instruction.spans)
-        self._session.metrics.write(instruction.step, instruction.epoch, instruction.metrics)
-        self._session.progress.step_done(instruction.step, instruction.epoch, instruction.metrics)
+        self._session.metrics.write(instruction.step, instruction.epoch, metrics)
+        self._session.progress.step_done(instruction.step, instruction.epoch, metrics)
 
     def _open_checkpoint(self, step: int) -> Event | None:
         try:
@@ -232,4 +237,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-

@@ -38,7 +38,7 @@ class JsonlSink:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         torn = _ends_in_the_middle_of_a_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)  # nothing unwritten stays behind when the disk is full
         if torn:
             self._append("\n")
 
@@ -52,8 +52,9 @@ class JsonlSink:
 
     def _append(self, text: str) -> None:
         try:
-            self._file.write(text)
-            self._file.flush()
+            left = memoryview(text.encode())
+            while left:
+                left = left[self._file.write(left) :]
         except OSError as error:
             raise RunError(
                 f"cannot write {self._path}: {error.strerror}",

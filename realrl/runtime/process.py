@@ -20,7 +20,7 @@ from realrl.runtime.heartbeat import HeartbeatThread
 from realrl.runtime.launchers.local import STACK_SIGNAL
 from realrl.runtime.lifeline import RUN_ID, die_with_parent, kill_leftovers, take_stdin
 from realrl.runtime.logs import logging_to
-from realrl.runtime.session import InterruptGuard, decode_start, load_dotted, run_session
+from realrl.runtime.session import decode_start, load_dotted, run_session
 from realrl.runtime.transport.base import WorkerTransport
 from realrl.runtime.transport.zmq import WorkerKeys, ZmqSampleClient, ZmqSampleServer, ZmqWorker
 from realrl.runtime.worker_loop import WorkerLoop
@@ -49,12 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def master_main() -> int:
     """The master process: no accelerator, no torch; ends in order on a signal or when its supervisor is gone."""
-    guard = InterruptGuard()
     lifeline = take_stdin()
     start = decode_start(_read_exactly(lifeline, int.from_bytes(_read_exactly(lifeline, 8), "big")))
     die_with_parent(lifeline, death_signal=signal.SIGTERM, on_parent_gone=partial(_stop_orphaned_master, start.run_id))
-    guard.install()
-    return run_session(start, inline=False, guard=guard)
+    return run_session(start, inline=False)
 
 
 def worker_main(rank: int, address: str, host: str) -> int:

@@ -145,13 +145,6 @@ class LiveProgress:
 
         self._err = _Quiet(err)
         self._console = Console(file=cast(TextIO, _Quiet(out)), force_terminal=True, highlight=False)
-        self._live: Live = Live(
-            console=self._console,
-            get_renderable=self._render,
-            refresh_per_second=_REFRESH_PER_S,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
         self._lock = threading.Lock()
         self._title, self._run_dir = "realrl", ""
         self._phase = ""
@@ -162,6 +155,13 @@ class LiveProgress:
         self._history: dict[str, deque[float]] = {}
         self._activities: dict[int, tuple[str, float]] = {}
         self._is_open = False
+        self._live: Live = Live(
+            console=self._console,
+            get_renderable=self._render,
+            refresh_per_second=_REFRESH_PER_S,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
 
     def started(self, title: str, n_steps: int, run_dir: str, notes: Sequence[str] = ()) -> None:
         with self._lock:
@@ -192,6 +192,9 @@ class LiveProgress:
     def finished(self, summary: Mapping[str, str]) -> None:
         from rich.table import Table
 
+        with self._lock:
+            self._activities.clear()
+            self._phase = ""
         self.close()
         table = Table.grid(padding=(0, 2))
         for name, value in summary.items():
@@ -224,10 +227,10 @@ class LiveProgress:
             bar = Table.grid(padding=(0, 1))
             bar.add_row(
                 f"step {self._step}/{self._n_steps}",
-                ProgressBar(total=max(1, self._n_steps), completed=self._step, width=32),
+                ProgressBar(self._n_steps, self._step, width=32, complete_style="cyan", finished_style="green"),
                 self._clock(now_s),
             )
-            lines: list[RenderableType] = [head, bar]
+            lines: list[RenderableType] = [head, bar] if self._n_steps else [head]
             if self._phase:
                 lines.append(Text(f"{self._phase} ({now_s - self._phase_start_s:.0f} s)", style="yellow"))
             if self._metrics:

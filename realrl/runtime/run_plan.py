@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One run, decided but not started. The same configuration gives the same plan on the master and on every worker."""
+    """One run, decided but not started; the same configuration gives the same plan in every process."""
 
     config: RunConfig
     experiment: Experiment

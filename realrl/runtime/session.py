@@ -121,27 +121,29 @@ class InterruptGuard:
             raise Interrupted(signum)
 
 
-def run_session(start: SessionStart, *, inline: bool, guard: InterruptGuard | None = None) -> int:
+def run_session(start: SessionStart, *, inline: bool) -> int:
     """Run `start.program` to its end and return the exit code of the run.
+
+    Takes over SIGINT, SIGTERM and SIGHUP for good, so it belongs in the main thread.
 
     Args:
         inline: run the workers in this thread instead of starting processes.
-        guard: an installed guard; from the end of the program on it is disarmed.
     """
+    guard = InterruptGuard()
     run_dir = Path(start.run_dir)
     log = log_path(run_dir, None)
     with contextlib.ExitStack() as stack:
         progress = make_progress(live=False if inline else None)
         stack.callback(progress.close)
         try:
+            guard.install()  # a signal that was held back until now is raised here
             stack.enter_context(_open_log(log))
             with _open_session(start, inline=inline, progress=progress) as session:
                 try:
                     program: Callable[[Session], int] = load_dotted(start.program)
                     return program(session)
                 finally:
-                    if guard is not None:
-                        guard.disarm()
+                    guard.disarm()
         except (Interrupted, KeyboardInterrupt) as interrupt:
             signum = interrupt.signum if isinstance(interrupt, Interrupted) else signal.SIGINT
             progress.failed(f"{Interrupted(signum)}: everything was stopped")

@@ -68,5 +68,6 @@ def _write_config(folder: Path, run: bytes) -> None:
         os.replace(temporary, folder / CONFIG_FILE)
     except OSError as err:
         raise ConfigError(
-            f"{folder / CONFIG_FILE} cannot be written: {err.strerror}", remedy="Choose another folder with run_dir=PATH."
+            f"{folder / CONFIG_FILE} cannot be written: {err.strerror}",
+            remedy="Choose another folder with run_dir=PATH.",
         ) from err

@@ -19,7 +19,7 @@ from realrl.errors import RunError
 from realrl.runtime import report
 from realrl.runtime.lifeline import RUN_ID, kill_leftovers
 from realrl.runtime.logs import log_path
-from realrl.runtime.session import InterruptGuard, SessionStart, encode_start, run_session
+from realrl.runtime.session import SessionStart, encode_start, run_session
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SAME_KEYPRESS_S = 0.3  # a wrapper may pass on the Ctrl-C that the terminal has delivered already
@@ -39,10 +39,8 @@ def run_supervised(start: SessionStart) -> int:
 def run_inline(start: SessionStart) -> int:
     """Run master and workers in this process and thread; Ctrl-C and SIGTERM stop it in order."""
     previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
-    guard = InterruptGuard()
     try:
-        guard.install()
-        return run_session(start, inline=True, guard=guard)
+        return run_session(start, inline=True)
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)

@@ -71,7 +71,7 @@ class SampleBuffer:
         self._n_rows: dict[str, dict[str, int]] = {}
         self._schemas: dict[str, KeySchema] = {}
         self._n_loaded = 0
-        self.grew_ready = False  # whether a sample became ready for a call since this was last set to False
+        self.grew_ready = False  # whether a batch may have become complete since this was last set to False
 
     def __len__(self) -> int:
         """Living samples, those being loaded included."""
@@ -229,8 +229,7 @@ class SampleBuffer:
 
     def _become_ready(self, slot: _Slot, position: int) -> None:
         self._move(slot, position, SamplePhase.READY)
-        self.queues[position].add_ready(slot.index)
-        self.grew_ready = True
+        self.grew_ready |= self.queues[position].add_ready(slot.index)
 
     def _move(self, slot: _Slot, position: int, to: SamplePhase) -> None:
         if _NEXT_PHASE.get(slot.phases[position]) is not to:

@@ -34,15 +34,18 @@ class CallQueue:
         """Whole steps of samples that the call is done with."""
         return self._n_finished // self._step_size
 
-    def add_ready(self, index: int) -> None:
-        """All inputs of the sample exist."""
+    def add_ready(self, index: int) -> bool:
+        """All inputs of the sample exist; return whether that may have made a batch complete."""
         if self._min_n_seqs is None:
             window = index // self._n_seqs
-            self._n_ready_in_window[window] = self._n_ready_in_window.get(window, 0) + 1
-        else:
-            heapq.heappush(self._ready, index)
-            step = index // self._step_size
-            self._n_ready_in_step[step] = self._n_ready_in_step.get(step, 0) + 1
+            n_ready = self._n_ready_in_window.get(window, 0) + 1
+            self._n_ready_in_window[window] = n_ready
+            return n_ready == self._n_seqs
+        heapq.heappush(self._ready, index)
+        step = index // self._step_size
+        n_ready = self._n_ready_in_step.get(step, 0) + 1
+        self._n_ready_in_step[step] = n_ready
+        return n_ready >= self._min_n_seqs
 
     def batch_size(self) -> int:
         """Samples that the call could take now, or 0."""

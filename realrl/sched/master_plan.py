@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from realrl.config.schema import RunConfig
-from realrl.errors import ConfigError, GraphError
+from realrl.errors import ConfigError, DataError, GraphError
 from realrl.graph.build import dataset_keys, topological_calls, version_edges
 from realrl.mesh.device_mesh import Allocation, Cluster
-from realrl.plan.cursor import CursorState
+from realrl.plan.cursor import CursorState, DatasetCursor
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -164,6 +164,30 @@ class MasterPlan:
                 first = known.get(call.role, (self.first_step - 1) * per_step)
                 versions[call.role] = first + (step - self.first_step + 1) * per_step
         return versions
+
+    def last_step(self, cursor: DatasetCursor) -> int:
+        """The step at which `steps` or `epochs` ends the run; an incomplete step at the end of the data is dropped.
+
+        Raises:
+            DataError: the data that is left does not fill one step.
+        """
+        left = self.epochs * cursor.n_rows - cursor.start
+        n_steps = min(self.steps - self.first_step + 1, left // self.step_size)
+        if n_steps >= 1:
+            return self.first_step - 1 + n_steps
+        epochs = -(-(cursor.start + self.step_size) // cursor.n_rows)
+        if cursor.start:
+            raise DataError(
+                f"the checkpoint of step {self.first_step - 1} has consumed {cursor.start} samples, and "
+                f"epochs={self.epochs} of {cursor.n_rows} rows leave no whole step of n_seqs={self.step_size}",
+                remedy=f"raise epochs to {epochs} or more",
+            )
+        raise DataError(
+            f"the dataset has {cursor.n_rows} usable rows, and epochs={self.epochs} of them do not fill one step of "
+            f"n_seqs={self.step_size}",
+            remedy=f"lower n_seqs to {self.epochs * cursor.n_rows} or less, raise epochs to {epochs} or more, or give "
+            "more data",
+        )
 
     def checkpoint_directory_of(self, step: int) -> str:
         """The folder that ranks write the checkpoint of `step` into."""

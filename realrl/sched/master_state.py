@@ -1,8 +1,13 @@
 """The master's logic: a pure state machine that turns what happened into what to do next.
 
-    CONNECTING ──► INITIALIZING ──► RUNNING ──► CLOSING ──► FINISHED
-        │               │              │           │
-        └───────────────┴──────────────┴───────────┴──► ABORTED
+    Start, Hello from every rank ──► Initialize ──► Ready from every rank
+        │                                               │
+        │         `Scheduler`: samples through calls ◄──┘
+        │                          │
+        │                          ▼ every call is done with a step: ReportStep, SaveCheckpoint ──► CommitCheckpoint
+        │                     last step ──► Shutdown ──► Goodbye from every rank ──► Finish
+        ▼
+    a failure anywhere: Abort
 
 It owns no socket, no clock and no file: `handle` is the only thing that changes it, and what `handle` returns is to be
 performed in that order. Whatever happens after the run is aborted or finished is ignored, for messages may still be on
@@ -12,10 +17,9 @@ their way; before that, a reply that answers no open request is a bug, since no 
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
-from realrl.errors import DataError, InvalidTransitionError, UsageError
+from realrl.errors import InvalidTransitionError, UsageError
 from realrl.plan.cursor import CursorState, DatasetCursor
 from realrl.sched import diagnosis
 from realrl.sched.closing import Farewell
@@ -60,45 +64,11 @@ from realrl.sched.messages import (
     WorkerFailed,
 )
 from realrl.sched.outbox import NumberedReply, Outbox
+from realrl.sched.run_phase import NEXT_RUN_PHASES, RunPhase
 from realrl.sched.saving import CheckpointTracker
 from realrl.sched.scheduler import Scheduler
 from realrl.sched.step_log import StepLog
 from realrl.sched.story import Story
-
-
-class RunPhase(Enum):
-    """How far the run is."""
-
-    CONNECTING = "connecting"  # workers start and say Hello
-    INITIALIZING = "initializing"  # workers build groups, models and the dataset
-    RUNNING = "running"
-    CLOSING = "closing"  # workers were told to shut down
-    FINISHED = "finished"
-    ABORTED = "aborted"
-
-
-_NEXT_PHASES = {
-    RunPhase.CONNECTING: {
-        RunPhase.INITIALIZING,  # Start came and every rank said Hello: Initialize goes to all of them
-        RunPhase.CLOSING,  # interrupted before all were there
-        RunPhase.ABORTED,  # a worker was lost, or is of another version
-    },
-    RunPhase.INITIALIZING: {
-        RunPhase.RUNNING,  # every rank is ready, and the dataset is large enough for a step
-        RunPhase.CLOSING,  # interrupted
-        RunPhase.ABORTED,  # a worker failed, was lost or fell silent; or the dataset is too small
-    },
-    RunPhase.RUNNING: {
-        RunPhase.CLOSING,  # the last step is complete and every checkpoint in place; or interrupted
-        RunPhase.ABORTED,  # a worker failed, was lost or fell silent; or a checkpoint could not be written
-    },
-    RunPhase.CLOSING: {
-        RunPhase.FINISHED,  # every worker said Goodbye (when interrupted: or was lost)
-        RunPhase.ABORTED,  # a worker failed while the run was ending on its own; or interrupted a second time
-    },
-    RunPhase.FINISHED: set[RunPhase](),
-    RunPhase.ABORTED: set[RunPhase](),
-}
 
 _INTERRUPTED_EXIT_CODE = 130
 
@@ -266,7 +236,7 @@ class MasterState:
         row_ids = self._readies[plan.dataset_rank].row_ids
         try:
             self._cursor = DatasetCursor(row_ids, seed=plan.seed, shuffle=plan.shuffle, start=start)
-            last_step = _last_step(plan, self._cursor)
+            last_step = plan.last_step(self._cursor)
         except UsageError as err:
             raise Fatal(diagnosis.unusable_dataset(err)) from err
         self._checkpoints = CheckpointTracker(
@@ -467,32 +437,7 @@ class MasterState:
         return Send(rank, request)
 
     def _enter(self, phase: RunPhase, why: str) -> None:
-        if phase not in _NEXT_PHASES[self.phase]:
+        if phase not in NEXT_RUN_PHASES[self.phase]:
             raise InvalidTransitionError(f"the run cannot go from {self.phase.value} to {phase.value}: {why}")
         self._story.note(self._n_events, f"{self.phase.value} -> {phase.value}: {why}")
         self.phase = phase
-
-
-def _last_step(plan: MasterPlan, cursor: DatasetCursor) -> int:
-    """Return the step at which `steps` or `epochs` ends the run; an incomplete step at the end of the data is dropped.
-
-    Raises:
-        DataError: the data that is left does not fill one step.
-    """
-    left = plan.epochs * cursor.n_rows - cursor.start
-    n_steps = min(plan.steps - plan.first_step + 1, left // plan.step_size)
-    if n_steps >= 1:
-        return plan.first_step - 1 + n_steps
-    epochs = -(-(cursor.start + plan.step_size) // cursor.n_rows)
-    if cursor.start:
-        raise DataError(
-            f"the checkpoint of step {plan.first_step - 1} has consumed {cursor.start} of the {plan.epochs} x "
-            f"{cursor.n_rows} rows of all epochs: no whole step of n_seqs={plan.step_size} is left",
-            remedy=f"raise epochs to {epochs} or more",
-        )
-    smaller = f"lower n_seqs to {plan.epochs * cursor.n_rows} or less"
-    raise DataError(
-        f"the dataset has {cursor.n_rows} usable rows, and epochs={plan.epochs} of them do not fill one step of "
-        f"n_seqs={plan.step_size}",
-        remedy=f"{smaller}, raise epochs to {epochs} or more, or give more data",
-    )

@@ -99,8 +99,9 @@ class Scheduler:
         self._position = {call.name: position for position, call in enumerate(plan.calls)}
         self._devices = DeviceLoad({call.name: call.ranks for call in plan.calls}, plan.n_ranks)
         self._next_dispatch_id = 0
+        self._has_completed = False  # a dispatch was completed since a step was last found complete or not
         self._is_stale = True  # something changed that may let a call start
-        self._has_held_back = False  # a call had everything but devices when calls were last considered
+        self._lacking_devices: list[tuple[str, int]] = []  # call that had all else, and how deep its queues may be
 
     @property
     def is_done(self) -> bool:
@@ -130,8 +131,10 @@ class Scheduler:
         if reply.output is not None and reply.output.ids:
             _check_output(dispatch, reply)
             self._buffer.add_rows(reply.rank, reply.output)
-        self._is_stale |= self._has_held_back
-        return [] if dispatch.pending else self._complete(dispatch)
+        if not dispatch.pending:
+            return self._complete(dispatch)
+        self._is_stale |= any(self._devices.of_call(name) <= depth for name, depth in self._lacking_devices)
+        return []
 
     def _complete(self, dispatch: Dispatch) -> list[Instruction]:
         """Every rank of the mesh is done: free what nobody needs any more."""
@@ -147,7 +150,7 @@ class Scheduler:
         is_last = self._finished_step(position) == self.last_step
         self._enter(position, CallPhase.DONE if is_last else CallPhase.WAITING)
         self._note(dispatch.call, f"step {dispatch.step}, dispatch {dispatch.id}: all ranks are done")
-        self._is_stale = True
+        self._has_completed = self._is_stale = True
         if not unneeded:
             return []
         self._log.add_samples(dispatch.step, self._buffer.token_counts(unneeded))
@@ -161,7 +164,10 @@ class Scheduler:
     def finish_step(self) -> int | None:
         """Go on to the next step if every call is done with the oldest one; return the step that is now complete."""
         step = self.step
-        if step > self.last_step or any(self._finished_step(p) < step for p in range(len(self._calls))):
+        if not self._has_completed or self.is_done:
+            return None
+        if any(self._finished_step(position) < step for position in range(len(self._calls))):
+            self._has_completed = False
             return None
         self.step += 1
         self._is_stale = True
@@ -177,7 +183,7 @@ class Scheduler:
         while self._can_load():
             instructions.append(self._load())
         held_back: list[ScheduledCall] = []
-        self._has_held_back = False
+        self._lacking_devices = []
         for step, position in sorted(self._startable()):
             call = self._calls[position]
             is_oldest = step == self.step
@@ -186,7 +192,7 @@ class Scheduler:
             if not is_reserved and self._devices.of_call(call.name) <= max_depth:
                 instructions += self._dispatch(position)
                 continue
-            self._has_held_back = True
+            self._lacking_devices.append((call.name, max_depth))
             if is_oldest:
                 held_back.append(call)
         return instructions

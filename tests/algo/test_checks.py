@@ -61,14 +61,18 @@ def with_lengths(values: tuple[tuple[int, ...], ...]) -> SequenceSample:
         (None, "returned NoneType, not a SequenceSample", ()),
         (GOOD.remap({"values": "value"}), r"did not return 'values', but 'value'\. Did you mean 'value'", ()),
         (GOOD.select(("0/0",)), "returned nothing for sample '0/1'", ("0/1",)),
-        (GOOD.select(("0/1", "0/0")), "in another order than it was given: '0/1'", ("0/1",)),
+        (GOOD.select(("0/1", "0/0")), "returned its samples in another order than it was given: '0/1'", ("0/1",)),
         (GOOD.meta(), "returned 'values' without its tensor", ()),
         (
             with_lengths(((4, 2), (5,))),
             r"returned 'values' with \[5\] rows for sample '0/1', .* have \[4\] tokens: a key per token needs \[4\]",
             ("0/1",),
         ),
-        (with_lengths(((6,), (4,))), r"with \[6\] rows for sample '0/0', .* needs \[4, 2\]", ("0/0",)),
+        (
+            with_lengths(((6,), (4,))),
+            r"returned 'values' with \[6\] rows for sample '0/0', .* needs \[4, 2\]",
+            ("0/0",),
+        ),
         (
             output("values", TOKEN, torch.tensor([0.0] * 7 + [math.nan, 0.0, 0.0])),
             "returned 'values' = nan in row 1 of sample '0/1'",

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -97,10 +99,11 @@ FAILURES = [
 def test_a_failure_names_the_sample_and_the_remedy(make: Make, first: int, message: str) -> None:
     interface = make(f"{FUNCTIONS}:misbehave", timeout_s=0.5)
     start_s = time.monotonic()
-    with pytest.raises(CallError, match=rf"rew_inf of role 'reward' at step 4: .*misbehave' {message}") as error:
+    with pytest.raises(
+        CallError, match=rf"rew_inf of role 'reward' at step 4, sample '0/1' \(response 0\): .*misbehave' {message}"
+    ) as error:
         score(interface, responses(0, first, 0))
     assert time.monotonic() - start_s < 10
-    assert "for sample '0/1' (response 0)" in str(error.value)
     assert "algorithm.reward_timeout_s" in str(error.value)
     assert "algorithm.reward_on_failure=zero" in str(error.value)
     assert error.value.sample_ids == ("0/1",)
@@ -111,11 +114,11 @@ def test_failures_can_score_zero(make: Make, caplog: pytest.LogCaptureFixture) -
     interface = make(f"{FUNCTIONS}:misbehave", timeout_s=0.5, concurrency=4, on_failure="zero")
     assert score(interface, responses(0, *(first for first, _ in FAILURES), 0)) == [0.5, *[0.0] * 8, 0.5]
     assert len(caplog.records) == 8
-    assert "for sample '0/3' (response 0); it is scored 0" in caplog.text
+    assert "rew_inf at step 4 scores sample '0/3' (response 0) 0: the reward function" in caplog.text
 
 
 def test_in_process_failures_are_named_too(make: Make) -> None:
-    with pytest.raises(CallError, match=r"raised ValueError: no answer found(?s:.*)sample '0/1'"):
+    with pytest.raises(CallError, match=r"sample '0/1' .* raised ValueError: no answer found"):
         score(make(f"{FUNCTIONS}:misbehave", in_process=True), responses(0, 1))
 
 
@@ -139,9 +142,27 @@ def test_a_killed_server_is_reported_and_replaced(make: Make) -> None:
     for process in children():
         if process.pid not in before:
             process.kill()
-    with pytest.raises(RunError, match="the process that runs the reward function .* ended"):
+    with pytest.raises(RunError, match=r"the process that runs the reward function .* ended"):
         score(interface)
     assert score(interface) == [309.0, 300.0, 303.0]
+
+
+def test_nothing_outlives_a_killed_owner(tmp_path: Path) -> None:
+    code = (
+        "from tests.algo.test_function_reward import *\n"
+        f"score(FunctionReward('{FUNCTIONS}:misbehave', timeout_s=600.0), responses(5, 8))"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code])
+    family: list[psutil.Process] = []
+    try:
+        while len(family) < 4:  # server, two workers, the program that one of them started
+            assert owner.poll() is None
+            family = psutil.Process(owner.pid).children(recursive=True)
+            time.sleep(0.05)
+    finally:
+        owner.kill()
+        owner.wait()
+    assert psutil.wait_procs(family, timeout=10)[1] == []
 
 
 def test_an_empty_batch_needs_no_process(make: Make) -> None:

@@ -47,7 +47,7 @@ def test_what_is_not_there_is_named(name: str, message: str) -> None:
 def test_a_module_that_needs_a_missing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_more.py").write_text("import not_installed_anywhere\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ConfigError, match="'needs_more' .* needs a module that is missing: .*not_installed_anywhere"):
+    with pytest.raises(ConfigError, match=r"'needs_more' .* needs a module that is missing: .*not_installed_anywhere"):
         load_object("needs_more:f")
 
 

@@ -29,5 +29,5 @@ def test_indices_agree_with_lists(parts: list[Sequence1]) -> None:
     assert list(found) == wanted
     assert before_transition(tokens, p.cu_seqlens)[actions.transition].tolist() == actions.token.tolist()
     ones = torch.ones(len(wanted))
-    assert actions.sums(ones).tolist() == [len(s.rewards) for s in parts]
+    assert actions.sums(ones).tolist() == actions.counts.tolist() == [len(s.rewards) for s in parts]
     assert torch.equal(actions.spread(ones, mask.shape[0]), mask.float())

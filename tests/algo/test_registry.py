@@ -88,7 +88,7 @@ def test_a_taken_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="'sft' is a built-in one"):
         register_interface("sft")(Custom)
     register_interface("mine")(Custom)
-    with pytest.raises(ConfigError, match="'mine' is taken by .*:Custom"):
+    with pytest.raises(ConfigError, match=r"'mine' is taken by .*:Custom"):
         register_interface("mine")(SFT)
 
 

@@ -96,7 +96,7 @@ def test_impossible_combinations_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["f", ":f", "module:", "."])
 def test_a_reward_function_must_be_a_name(name: str) -> None:
-    with pytest.raises(ValueError, match="'module:function' or 'file.py:function'"):
+    with pytest.raises(ValueError, match=r"'module:function' or 'file\.py:function'"):
         PPOOptions(reward_function=name)
 
 

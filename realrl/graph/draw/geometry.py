@@ -46,6 +46,12 @@ def bounding(boxes: Sequence[Rect]) -> Rect:
     return Rect(x, y, max(box.right for box in boxes) - x, max(box.bottom for box in boxes) - y)
 
 
+def spread(n: int, room: float, step: float = 11.0) -> list[float]:
+    """`n` numbers around 0, `step` apart or closer, of which the first and the last are at most `room` apart."""
+    step = min(step, room / max(n - 1, 1))
+    return [(i - (n - 1) / 2) * step for i in range(n)]
+
+
 def number(value: float) -> str:
     """A coordinate with at most one decimal."""
     text = f"{value:.1f}".removesuffix(".0")

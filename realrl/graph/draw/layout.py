@@ -13,7 +13,7 @@ from itertools import pairwise
 from realrl.graph.draw.columns import Item, ItemKind, arrange
 from realrl.graph.draw.geometry import Point, Rect, bounding, flow, head
 from realrl.graph.draw.loops import HEAD_SIZE, LoopPath, loop_ports, plan_loops, route_loops
-from realrl.graph.draw.ports import OCTAGON_CUT, PortRequest, Ports, Side, place_ports
+from realrl.graph.draw.ports import OCTAGON_CUT, PortRequest, Ports, Side, place_ports, port_room
 from realrl.graph.draw.scene import PLATE_HEIGHT, Card, Pill, Scene
 
 _GAP, _MOST_EXTRA_GAP, _GAP_PER_RISE, _GAP_PER_LOOP = 42.0, 36.0, 0.16, 8.0
@@ -49,6 +49,7 @@ class Branch:
     consumer: str
     path: str
     head: str
+    bounds: Rect
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,7 @@ class Drawing:
     @property
     def bounds(self) -> Rect:
         """The box around everything."""
-        plates = [placed.plate for placed in self.cards if placed.plate is not None]
-        boxes = [placed.box for placed in (*self.cards, *self.pills)]
-        return bounding([*boxes, *plates, *(loop.bounds for loop in self.loops)])
+        return bounding([_solid(self.cards, self.pills, self.branches), *(loop.bounds for loop in self.loops)])
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,17 @@ def lay_out(scene: Scene) -> Drawing:
     requests = [*_data_ports(scene, chains, y), *loop_ports(loops, boxes)]
     mfcs = {name: card.mfc for name, card in scene.cards.items() if card.mfc is not None}
     ports = place_ports(requests, boxes, mfcs)
-    branches = [_branch(scene, chain, ports, pills, (items, x, y)) for chain in chains]
-    solid = bounding([placed.box for placed in (*cards.values(), *pills)])
+    branches = [_branch(scene, chain, ports, (items, x, y)) for chain in chains]
+    solid = _solid(cards.values(), pills, branches)
     feet = {name: placed.foot for name, placed in cards.items()}
-    routed = route_loops(loops, ports, boxes, feet, (solid.y, max(solid.bottom, *feet.values())))
+    routed = route_loops(loops, ports, boxes, feet, (solid.y, solid.bottom))
     return Drawing(scene, tuple(cards.values()), tuple(pills), tuple(branches), routed)
+
+
+def _solid(cards: Iterable[PlacedCard], pills: Iterable[PlacedPill], branches: Iterable[Branch]) -> Rect:
+    """The box around everything but the loops."""
+    whole = [Rect(card.box.x, card.box.y, card.box.width, card.foot - card.box.y) for card in cards]
+    return bounding([*whole, *(pill.box for pill in pills), *(branch.bounds for branch in branches)])
 
 
 # ---------------------------------------------------------------- items and links
@@ -124,7 +129,9 @@ def _items(scene: Scene, chains: Iterable[_Chain]) -> dict[str, Item]:
     items = {}
     for name, card in scene.cards.items():
         half, plate = card.height / 2, PLATE_HEIGHT - 1 if card.plate else 0.0
-        items[_card_item(name)] = Item(ItemKind.CARD, 2 * scene.layers[name], card.width, half, half + plate)
+        items[_card_item(name)] = Item(
+            ItemKind.CARD, 2 * scene.layers[name], card.width, half, half + plate, port_room(card.height)
+        )
     for i, pill in enumerate(scene.pills):
         half = pill.height / 2
         items[f"pill {i}"] = Item(ItemKind.PILL, 2 * scene.layers[pill.producer] + 1, pill.width, half, half)
@@ -194,19 +201,18 @@ def _branch(
     scene: Scene,
     chain: _Chain,
     ports: Ports,
-    pills: Sequence[PlacedPill],
     grid: tuple[Mapping[str, Item], Sequence[tuple[float, float]], Mapping[str, float]],
 ) -> Branch:
     items, x, y = grid
-    pill = pills[chain.pill]
-    start = ports[pill.pill.producer, Side.RIGHT, chain.line]
+    pill = scene.pills[chain.pill]
+    start = ports[pill.producer, Side.RIGHT, chain.line]
     tip = ports[chain.consumer, Side.LEFT, chain.line]
     stop = (tip[0] - HEAD_SIZE * 0.7, tip[1])
     stations: list[tuple[Point, Point]] = [(start, start)]
-    height = y[chain.names[0]]
-    stations.append(((pill.box.x, height), (pill.box.right, height)))
-    for name in chain.names[1:]:
+    for name in chain.names:
         left, right = x[items[name].column]
         stations.append(((left, y[name]), (right, y[name])))
     stations.append((stop, stop))
-    return Branch(pill.pill, chain.consumer, flow(stations), head(tip, (1.0, 0.0), HEAD_SIZE))
+    heights = [left[1] for left, _ in stations]
+    bounds = Rect(start[0], min(heights), tip[0] - start[0], max(heights) - min(heights))
+    return Branch(pill, chain.consumer, flow(stations), head(tip, (1.0, 0.0), HEAD_SIZE), bounds)

@@ -105,30 +105,36 @@ def route_loops(
         feet: card -> y of the lower end of what hangs below it.
         span: top and bottom of everything that is not a loop.
     """
-    lanes: dict[bool, list[tuple[float, float, int]]] = {True: [], False: []}
     used: dict[float, int] = {}
+    ways = {
+        loop.line: _way(loop, ports, boxes, feet, used) for loop in sorted(loops, key=lambda loop: _reach(loop, boxes))
+    }
+    lanes: dict[bool, list[tuple[float, float, int]]] = {True: [], False: []}
     routed = {}
-    for loop in sorted(loops, key=lambda loop: _reach(loop, boxes)):
-        start = ports[loop.edge.trainer, loop.leave, loop.line]
-        end = ports[loop.edge.reader, loop.enter, loop.line]
-        if loop.leave is Side.BOTTOM:
-            start = start[0], feet[loop.edge.trainer]
-        if loop.enter is Side.BOTTOM:
-            end = end[0], feet[loop.edge.reader]
-        points, tail = [start], [end]
-        if loop.leave is Side.RIGHT:
-            box = boxes[loop.edge.trainer]
-            points.append((box.right + _channel(box.right, used), start[1]))
-        if loop.enter is Side.LEFT:
-            box = boxes[loop.edge.reader]
-            tail.insert(0, (box.x - _channel(box.x, used) - HEAD_SIZE, end[1]))
-        first, last = sorted((points[-1][0], tail[0][0]))
-        lane = _free_lane(lanes[loop.above], first, last)
-        away = _FIRST_LANE + _LANE * lane
+    for loop in sorted(loops, key=lambda loop: abs(ways[loop.line][0][-1][0] - ways[loop.line][1][0][0])):
+        before, after = ways[loop.line]
+        first, last = sorted((before[-1][0], after[0][0]))
+        away = _FIRST_LANE + _LANE * _free_lane(lanes[loop.above], first, last)
         y = span[0] - away if loop.above else span[1] + away
-        points += [(points[-1][0], y), (tail[0][0], y), *tail]
-        routed[loop.edge] = _loop_path(loop, points)
-    return tuple(routed[loop.edge] for loop in loops)
+        routed[loop.line] = _loop_path(loop, [*before, (before[-1][0], y), (after[0][0], y), *after])
+    return tuple(routed[loop.line] for loop in loops)
+
+
+def _way(
+    loop: LoopEnds, ports: Ports, boxes: Mapping[str, Rect], feet: Mapping[str, float], used: dict[float, int]
+) -> tuple[list[Point], list[Point]]:
+    """The points of a loop before and after its lane."""
+    trainer, reader = loop.edge.trainer, loop.edge.reader
+    start, end = ports[trainer, loop.leave, loop.line], ports[reader, loop.enter, loop.line]
+    if loop.leave is Side.RIGHT:
+        before = [start, (boxes[trainer].right + _channel(boxes[trainer].right, used), start[1])]
+    else:
+        before = [(start[0], feet[trainer] if loop.leave is Side.BOTTOM else start[1])]
+    if loop.enter is Side.LEFT:
+        after = [(boxes[reader].x - _channel(boxes[reader].x, used) - HEAD_SIZE, end[1]), end]
+    else:
+        after = [(end[0], feet[reader] if loop.enter is Side.BOTTOM else end[1])]
+    return before, after
 
 
 def _loop_path(loop: LoopEnds, points: Sequence[Point]) -> LoopPath:

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from realrl.graph.draw.geometry import Point, Rect
+from realrl.graph.draw.geometry import Point, Rect, spread
 from realrl.graph.mfc import InterfaceType, MFCDef
 
 OCTAGON_CUT = 11.0
-_STEP = {"upright": 11.0, "flat": 26.0}
+_FLAT_STEP = 26.0
+_END = 12.0  # distance of a loop's port from the end of an upright side
+_FLEXIBLE = 4.0  # how far a port moves to make its line level
 
 
 class Side(Enum):
@@ -32,6 +34,8 @@ class Side(Enum):
 class PortRequest:
     """A line that wants to end at a side of a card; lines are sorted by `order` along the side.
 
+    On an upright side the order is the height that the line comes from or goes to, and an infinite one asks for the
+    upper or lower end of the side, away from the other lines.
     `line` tells one line of the picture from every other that ends at the same side of the card.
     """
 
@@ -51,17 +55,34 @@ def place_ports(requests: Iterable[PortRequest], boxes: Mapping[str, Rect], mfcs
         (card, side, line) -> point.
     """
     by_side: dict[tuple[str, Side], list[PortRequest]] = {}
-    for request in requests:
-        by_side.setdefault((request.card, request.side), []).append(request)
     ports: dict[tuple[str, Side, str], Point] = {}
+    for request in requests:
+        if request.side.is_upright and math.isinf(request.order):
+            box = boxes[request.card]
+            shift = math.copysign(box.height / 2 - _END, request.order)
+            ports[request.card, request.side, request.line] = _on_outline(
+                box, mfcs.get(request.card), request.side, shift
+            )
+        else:
+            by_side.setdefault((request.card, request.side), []).append(request)
     for (card, side), group in by_side.items():
-        box, n = boxes[card], len(group)
-        room = (box.height - 26 if side.is_upright else box.width - 70) / max(n - 1, 1)
-        step = min(_STEP["upright" if side.is_upright else "flat"], room)
-        for i, request in enumerate(sorted(group, key=lambda r: r.order)):
-            shift = (i - (n - 1) / 2) * step
+        box = boxes[card]
+        shifts = (
+            spread(len(group), port_room(box.height))
+            if side.is_upright
+            else spread(len(group), box.width - 70, _FLAT_STEP)
+        )
+        for request, shift in zip(sorted(group, key=lambda r: r.order), shifts, strict=True):
+            level = request.order - box.middle[1]
+            if side.is_upright and abs(level - shift) <= _FLEXIBLE:
+                shift = level
             ports[card, side, request.line] = _on_outline(box, mfcs.get(card), side, shift)
     return ports
+
+
+def port_room(height: float) -> float:
+    """How much of an upright side data lines may spread over; a loop's port fits beyond them."""
+    return height - 2 * _END - 14
 
 
 def _on_outline(box: Rect, mfc: MFCDef | None, side: Side, shift: float) -> Point:

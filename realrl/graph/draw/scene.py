@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from realrl.graph.build import VersionEdge, calls, data_graph, dataset_keys, roles, topological_calls, version_edges
 from realrl.graph.draw.text import text_width
-from realrl.graph.mfc import Hook, InterfaceType, MFCDef, ModelName, OffloadHook
+from realrl.graph.mfc import Hook, InterfaceType, MFCDef, OffloadHook
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -41,7 +41,17 @@ class Placement(Protocol):
 
 @dataclass(frozen=True)
 class Card:
-    """One call, or the dataset when `mfc` is None."""
+    """One call, or the dataset when `mfc` is None.
+
+    Attributes:
+        name: of the call, or `DATASET`.
+        mfc: the call.
+        role_index: position of the role in the graph; decides the colour.
+        label: first line.
+        notes: small lines below role and type.
+        plate: the allocation, or nothing.
+        n_lines: how many data lines its busier side has.
+    """
 
     name: str
     mfc: MFCDef | None
@@ -49,6 +59,7 @@ class Card:
     label: str
     notes: tuple[str, ...] = ()
     plate: str = ""
+    n_lines: int = 0
 
     @property
     def subtitle(self) -> str:
@@ -72,9 +83,13 @@ class Card:
     @property
     def height(self) -> float:
         """Height of the shape, without the plate below it."""
-        if self.mfc is None:
-            return 58.0
-        return 22 + NAME_LINE + ROLE_LINE + NOTE_LINE * len(self.notes)
+        least = 38.0 + 7 * self.n_lines
+        return max(58.0 if self.mfc is None else 22 + self.text_height, least)
+
+    @property
+    def text_height(self) -> float:
+        """Height of the lines of text."""
+        return NAME_LINE + ROLE_LINE + NOTE_LINE * len(self.notes)
 
 
 @dataclass(frozen=True)
@@ -114,20 +129,28 @@ def make_scene(graph: nx.DiGraph, title: str, allocations: Mapping[str, Placemen
     """Collect what there is to draw of a graph."""
     role_names = roles(graph)
     mfcs = calls(graph)
+    pills = _pills(graph)
     largest = max(mfc.n_seqs for mfc in mfcs)
     cards = {}
     if dataset_keys(graph):
-        cards[DATASET] = Card(DATASET, None, -1, "dataset")
+        cards[DATASET] = Card(DATASET, None, -1, "dataset", n_lines=_n_lines(pills, DATASET))
     for mfc in mfcs:
         place = (allocations or {}).get(mfc.name)
-        plate = "" if place is None else f"{place.strategy} @ {place.mesh}"
-        cards[mfc.name] = Card(mfc.name, mfc, role_names.index(mfc.role), mfc.name, _notes(mfc, largest), plate)
+        cards[mfc.name] = Card(
+            mfc.name,
+            mfc,
+            role_names.index(mfc.role),
+            mfc.name,
+            _notes(mfc, largest),
+            "" if place is None else f"{place.strategy} @ {place.mesh}",
+            _n_lines(pills, mfc.name),
+        )
     trained = frozenset(mfc.role for mfc in mfcs if mfc.is_train)
     return Scene(
         title=title,
         subtitle=_subtitle(len(mfcs), len(role_names), len(trained), largest),
         cards=cards,
-        pills=_pills(graph),
+        pills=pills,
         loops=version_edges(graph),
         layers=_layers(graph),
         roles=role_names,
@@ -186,6 +209,10 @@ def _pills(graph: nx.DiGraph) -> tuple[Pill, ...]:
     return tuple(Pill(producer, keys, tuple(names)) for (producer, keys), names in consumers.items())
 
 
+def _n_lines(pills: tuple[Pill, ...], name: str) -> int:
+    return max(sum(pill.producer == name for pill in pills), sum(name in pill.consumers for pill in pills))
+
+
 def _layers(graph: nx.DiGraph) -> dict[str, int]:
     """Longest path from the dataset, or from a call without inputs, to each call."""
     data = data_graph(graph)
@@ -194,8 +221,3 @@ def _layers(graph: nx.DiGraph) -> dict[str, int]:
     for mfc in topological_calls(graph):
         layers[mfc.name] = max((layers[name] + 1 for name in data.predecessors(mfc.name)), default=first)
     return layers
-
-
-def model_text(model: ModelName) -> str:
-    """Role, and the replica where it is not the first."""
-    return str(model)

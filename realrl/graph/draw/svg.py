@@ -5,7 +5,7 @@ Elements carry classes (see `theme.stylesheet`) and `data-` attributes, so that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 
 from realrl.graph.draw.geometry import Rect, head, number
@@ -30,7 +30,7 @@ from realrl.graph.draw.text import text_width
 from realrl.graph.draw.theme import Theme, stylesheet
 from realrl.graph.mfc import InterfaceType
 
-_MARGIN, _TITLE_HEIGHT, _LEGEND_TOP, _LEGEND_ROW = 36.0, 58.0, 34.0, 26.0
+_MARGIN, _TITLE_HEIGHT, _LEGEND_TOP, _LEGEND_ROW = 36.0, 66.0, 40.0, 26.0
 _TITLE_SIZE, _SUBTITLE_SIZE, _LEGEND_SIZE = 20.0, 12.5, 11.5
 
 
@@ -38,12 +38,13 @@ def render_svg(drawing: Drawing, theme: Theme) -> str:
     """The complete picture as text; it refers to nothing outside of itself."""
     scene = drawing.scene
     style = f"<style>\n{stylesheet(theme, len(scene.roles))}\n</style>"
-    return document(drawing, style)
+    return document(drawing, f"<title>{escape(scene.title)}</title>\n{style}")
 
 
-def document(drawing: Drawing, style: str) -> str:
-    """The SVG element with the given style element."""
+def document(drawing: Drawing, head_elements: str, *, interactive: bool = False) -> str:
+    """The SVG element, with elements to start it; an interactive one has class "picture" and cards take focus."""
     scene, bounds = drawing.scene, drawing.bounds
+    ids = node_ids(scene)
     least = max(
         text_width(scene.title, _TITLE_SIZE, bold=True), text_width(scene.subtitle, _SUBTITLE_SIZE), _LEGEND_LEAST
     )
@@ -55,26 +56,31 @@ def document(drawing: Drawing, style: str) -> str:
     shift_x = _MARGIN - bounds.x + (content_width - bounds.width) / 2
     shift_y = _MARGIN + _TITLE_HEIGHT - bounds.y
     size = f'viewBox="0 0 {number(width)} {number(height)}" width="{number(width)}" height="{number(height)}"'
+    kind = 'class="picture"' if interactive else 'role="img"'
     label = escape(f"{scene.title}: {scene.subtitle}", quote=True)
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{label}">',
-            f"<title>{escape(scene.title)}</title>",
-            style,
+            f'<svg xmlns="http://www.w3.org/2000/svg" {kind} {size} aria-label="{label}">',
+            *([head_elements] if head_elements else []),
             f'<rect class="paper" width="{number(width)}" height="{number(height)}"/>',
             *_title(scene),
             f'<g transform="translate({number(shift_x)} {number(shift_y)})">',
-            *(_branch(scene, branch) for branch in drawing.branches),
-            *(_loop(scene, loop) for loop in drawing.loops),
-            *(_pill(scene, placed) for placed in drawing.pills),
-            *(_card(placed) for placed in drawing.cards),
-            *(_loop_label(scene, loop) for loop in drawing.loops),
+            *(_branch(scene, branch, ids) for branch in drawing.branches),
+            *(_loop(scene, loop, ids) for loop in drawing.loops),
+            *(_pill(scene, placed, ids) for placed in drawing.pills),
+            *(_card(placed, ids, interactive) for placed in drawing.cards),
+            *(_loop_label(scene, loop, ids) for loop in drawing.loops),
             "</g>",
             *_legend(rows, legend_y, width),
             "</svg>",
             "",
         ]
     )
+
+
+def node_ids(scene: Scene) -> dict[str, str]:
+    """Name of a call (or of the dataset) -> the id that elements refer to it by; names can hold any character."""
+    return {name: f"n{i}" for i, name in enumerate(scene.cards)}
 
 
 def role_class(card: Card) -> str:
@@ -90,66 +96,75 @@ def _title(scene: Scene) -> Iterator[str]:
     yield _text(scene.subtitle, _MARGIN, _MARGIN + 38, _SUBTITLE_SIZE, css="muted", anchor="start")
 
 
-def _branch(scene: Scene, branch: Branch) -> str:
+def _branch(scene: Scene, branch: Branch, ids: Mapping[str, str]) -> str:
+    pill = branch.pill
+    line = f"data {scene.pills.index(pill)}"
     return (
-        f'<g class="wire {role_class(scene.cards[branch.pill.producer])}"'
-        f"{_data(kind='data', source=branch.pill.producer, target=branch.consumer)}>"
+        f'<g class="wire {role_class(scene.cards[pill.producer])}"'
+        f"{_data(line=line, source=ids[pill.producer], target=ids[branch.consumer])}>"
         f'<path class="edge" d="{branch.path}"/><path class="head" d="{branch.head}"/></g>'
     )
 
 
-def _loop(scene: Scene, loop: LoopPath) -> str:
+def _loop(scene: Scene, loop: LoopPath, ids: Mapping[str, str]) -> str:
     return (
-        f'<g class="wire {role_class(scene.cards[loop.edge.trainer])}"'
-        f"{_data(kind='version', source=loop.edge.trainer, target=loop.edge.reader)}>"
+        f'<g class="wire {role_class(scene.cards[loop.edge.trainer])}"{_loop_data(loop, ids)}>'
         f'<path class="version" d="{loop.path}"/><path class="head" d="{loop.head}"/></g>'
     )
 
 
-def _loop_label(scene: Scene, loop: LoopPath) -> str:
+def _loop_label(scene: Scene, loop: LoopPath, ids: Mapping[str, str]) -> str:
     x, y = loop.label.middle
     return (
-        f'<g class="tag {role_class(scene.cards[loop.edge.trainer])}"'
-        f"{_data(kind='version', source=loop.edge.trainer, target=loop.edge.reader)}>"
+        f'<g class="tag {role_class(scene.cards[loop.edge.trainer])}"{_loop_data(loop, ids)}>'
         f"{_rect(loop.label, 'pill', loop.label.height / 2)}"
         f"{_text(loop.text, x, y + 3.8, LABEL_SIZE, css='tone')}</g>"
     )
 
 
-def _pill(scene: Scene, placed: PlacedPill) -> str:
+def _loop_data(loop: LoopPath, ids: Mapping[str, str]) -> str:
+    source, target = ids[loop.edge.trainer], ids[loop.edge.reader]
+    return _data(line=f"version {source} {target}", source=source, target=target)
+
+
+def _pill(scene: Scene, placed: PlacedPill, ids: Mapping[str, str]) -> str:
     pill, box = placed.pill, placed.box
     x, _ = box.middle
     lines = "".join(
         _text(key, x, box.y + 4 + KEY_LINE * i + 11.2, KEY_SIZE, css="mono key") for i, key in enumerate(pill.keys)
     )
+    target = " ".join(ids[name] for name in pill.consumers)
     return (
         f'<g class="tag {role_class(scene.cards[pill.producer])}"'
-        f"{_data(kind='data', source=pill.producer, target=' '.join(pill.consumers))}>"
+        f"{_data(line=f'data {scene.pills.index(pill)}', source=ids[pill.producer], target=target)}>"
         f"{_rect(box, 'pill', min(box.height / 2, 9))}{lines}</g>"
     )
 
 
-def _card(placed: PlacedCard) -> str:
+def _card(placed: PlacedCard, ids: Mapping[str, str], interactive: bool) -> str:
     card, box = placed.card, placed.box
     x, middle = box.middle
     parts = []
     if placed.plate is not None:
+        hidden = box.height / 2  # behind the shape, whose lower corners are not square
         plate = placed.plate
-        parts.append(_rect(plate, "plate", 6))
+        whole = Rect(plate.x, plate.y - hidden, plate.width, plate.height + hidden)
+        parts.append(_rect(whole, "plate", 6))
         parts.append(_text(card.plate, x, plate.y + 14, PLATE_SIZE, css="mono muted"))
     if card.mfc is None:
-        parts.append(_cylinder(box))
-        parts.append(_text(card.label, x, middle + 9, 13.0, bold=True))
-        return f'<g class="card {role_class(card)}"{_data(call=card.name)}>{"".join(parts)}</g>'
-    parts.append(_shape(box, card.mfc.interface_type))
-    y = box.y + 11 + NAME_LINE - 5
-    parts.append(_text(card.label, x, y, NAME_SIZE, bold=True))
-    y += ROLE_LINE
-    parts.append(_text(card.subtitle, x, y, ROLE_SIZE, css="tone"))
-    for note in card.notes:
-        y += NOTE_LINE
-        parts.append(_text(note, x, y + 1, NOTE_SIZE, css="muted"))
-    return f'<g class="card {role_class(card)}"{_data(call=card.name)}>{"".join(parts)}</g>'
+        parts += [_cylinder(box), _text(card.label, x, middle + 9, 13.0, bold=True)]
+    else:
+        parts.append(_shape(box, card.mfc.interface_type))
+        y = middle - card.text_height / 2 + NAME_LINE - 5
+        parts.append(_text(card.label, x, y, NAME_SIZE, bold=True))
+        parts.append(_text(card.subtitle, x, y + ROLE_LINE, ROLE_SIZE, css="tone"))
+        for i, note in enumerate(card.notes, 1):
+            parts.append(_text(note, x, y + ROLE_LINE + NOTE_LINE * i + 1, NOTE_SIZE, css="muted"))
+    attributes = _data(call=ids[card.name])
+    if interactive:
+        about = escape(f"{card.label} {card.subtitle}".strip(), quote=True)
+        attributes += f' tabindex="0" role="button" aria-label="{about}"'
+    return f'<g class="card {role_class(card)}"{attributes}>{"".join(parts)}</g>'
 
 
 def _shape(box: Rect, kind: InterfaceType) -> str:
@@ -206,7 +221,7 @@ def _legend_rows(scene: Scene, width: float) -> list[list[_LegendEntry]]:
     kinds = [card.mfc.interface_type for card in scene.cards.values() if card.mfc is not None]
     signs = [_shape_entry(kind) for kind in InterfaceType if kind in kinds]
     if scene.pills:
-        signs.append(_line_entry("edge", "keys of samples"))
+        signs.append(_line_entry("edge", "data, with its keys"))
     if scene.loops:
         signs.append(_line_entry("version", "new parameters, lag in steps"))
     return [*_wrap(roles, width), *_wrap(signs, width)]

@@ -1,0 +1,229 @@
+"""Evaluation of the quickstart: reward model on held-out human pairs, actor before and after on held-out prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from realrl.algo.api import MicroBatching
+from realrl.config.schema import GenerationConfig
+from realrl.data.assets.fetch import MODEL_FOLDER, REVIEWS_FOLDER
+from realrl.data.assets.store import cache_dir
+from realrl.data.sample import SequenceSample
+from realrl.data.tokenizer import load_tokenizer
+from realrl.engine.native import NativeEngine
+from realrl.model.config import HeadKind
+from realrl.model.hf import load_model
+from realrl.sched.messages import KeySchema, Per
+
+SEED = 20_141
+BATCHES = MicroBatching(max_tokens_per_mb=4096)
+TOKENS = KeySchema("int64", Per.TOKEN)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with its standard error."""
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        n = len(values)
+        mean = math.fsum(values) / n
+        variance = math.fsum((v - mean) ** 2 for v in values) / max(1, n - 1)
+        return cls(mean, math.sqrt(variance / n))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} ± {self.error:.3f}"
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """One actor's answers to the held-out prompts, one entry per prompt."""
+
+    texts: list[str]
+    rewards: list[float]
+    vader: list[float]
+    kl: list[float]
+
+
+@dataclass
+class Report:
+    """Everything that the quickstart ends with."""
+
+    accuracy_before: float
+    accuracy_after: float
+    n_pairs: int
+    prompts: list[str]
+    before: Continuations
+    after: Continuations
+    gains: dict[str, Estimate] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evaluate(out: Path, *, n_prompts: int) -> Report:
+    """Score the reward model and both actors; models are loaded one at a time.
+
+    Args:
+        out: folder of the quickstart, with `rw/` and `ppo/`.
+        n_prompts: held-out prompts.
+    """
+    base = cache_dir() / MODEL_FOLDER
+    reviews = cache_dir() / REVIEWS_FOLDER
+    reward_model, actor = out / "rw/checkpoints/latest/reward", out / "ppo/checkpoints/latest/actor"
+    tokenizer = load_tokenizer(str(base))
+    pairs = _read(reviews / "reviews_pairs_heldout.jsonl")
+    accuracy_before = pair_accuracy(_engine(base, "reward"), pairs, tokenizer)
+    judge = _engine(reward_model, "reward")
+    accuracy_after = pair_accuracy(judge, pairs, tokenizer)
+    prompts = [row["prompt"] for row in _read(reviews / "reviews_prompts_heldout.jsonl")][:n_prompts]
+    generation = GenerationConfig(**json.loads((out / "ppo/config.json").read_text())["generation"])
+    reference = _engine(base, "lm")
+    before = continue_prompts(reference, reference, judge, prompts, tokenizer, generation)
+    after = continue_prompts(_engine(actor, "lm"), reference, judge, prompts, tokenizer, generation)
+    _check_with_transformers(actor)
+    gains = {
+        name: Estimate.of([b - a for a, b in zip(getattr(before, name), getattr(after, name), strict=True)])
+        for name in ("rewards", "vader", "kl")
+    }
+    paths = {
+        "metrics": str(out / "ppo/metrics.jsonl"),
+        "trace": str(out / "ppo/trace.json"),
+        "checkpoint": str(actor.parent.resolve()),
+        "reward model": str(reward_model.parent.resolve()),
+    }
+    return Report(accuracy_before, accuracy_after, len(pairs), prompts, before, after, gains, paths)
+
+
+def pair_accuracy(engine: NativeEngine, pairs: Sequence[dict[str, Any]], tokenizer: Any) -> float:
+    """Share of pairs whose better rated text gets the higher reward."""
+    chosen = rewards_of(engine, [_encode(tokenizer, p.get("prompt", "") + p["chosen"]) for p in pairs])
+    rejected = rewards_of(engine, [_encode(tokenizer, p.get("prompt", "") + p["rejected"]) for p in pairs])
+    return sum(c > r for c, r in zip(chosen, rejected, strict=True)) / len(pairs)
+
+
+def rewards_of(engine: NativeEngine, sequences: Sequence[torch.Tensor]) -> list[float]:
+    """The reward model's score at the last token of each sequence."""
+    batch = _batch("input_ids", sequences)
+    scores = engine.forward(batch, lambda out, _: out.scores(), micro_batching=BATCHES)
+    ends = batch.cu_seqlens("input_ids")[1:].long() - 1
+    return scores[ends].tolist()
+
+
+def continue_prompts(
+    actor: NativeEngine,
+    reference: NativeEngine,
+    judge: NativeEngine,
+    prompts: Sequence[str],
+    tokenizer: Any,
+    generation: GenerationConfig,
+) -> Continuations:
+    """Sample one continuation per prompt; KL is the sum over a response of log p_actor - log p_reference."""
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    prompt_ids = [_encode(tokenizer, p, end=False) for p in prompts]
+    one = generation.model_copy(update={"n_responses": 1})
+    result = actor.generate(_batch("prompt_ids", prompt_ids), one, seed=SEED, step=0, eos_id=tokenizer.eos_token_id)
+    sequences = [torch.cat([p, r]) for p, r in zip(prompt_ids, result.responses, strict=True)]
+    batch = _batch("input_ids", sequences)
+    gap = _logprobs(actor, batch, generation.temperature) - _logprobs(reference, batch, generation.temperature)
+    kl = []
+    starts = batch.cu_seqlens("input_ids").tolist()
+    for i, (start, prompt) in enumerate(zip(starts, prompt_ids, strict=False)):
+        kl.append(float(gap[start - i + len(prompt) - 1 : starts[i + 1] - i - 1].sum()))
+    texts = [tokenizer.decode(r, skip_special_tokens=True) for r in result.responses]
+    analyzer = SentimentIntensityAnalyzer()
+    whole = [p + t for p, t in zip(prompts, texts, strict=True)]
+    return Continuations(
+        texts=texts,
+        rewards=rewards_of(judge, sequences),
+        vader=[float(analyzer.polarity_scores(text)["compound"]) for text in whole],
+        kl=kl,
+    )
+
+
+def print_report(report: Report, *, n_shown: int) -> None:
+    """The table, the sample continuations and the paths."""
+    console = Console(width=None if Console().is_terminal else 118)
+    n = len(report.prompts)
+    table = Table(title=f"\nheld-out: {report.n_pairs} human pairs rated 1.5 apart, {n} prompts", title_justify="left")
+    for column, justify in (("", "left"), ("before", "right"), ("after", "right"), ("gain", "right")):
+        table.add_column(column, justify=justify)
+    accuracy = (report.accuracy_before, report.accuracy_after)
+    errors = [math.sqrt(a * (1 - a) / report.n_pairs) for a in accuracy]
+    table.add_row(
+        "reward model accuracy",
+        *(f"{a:.3f} ± {e:.3f}" for a, e in zip(accuracy, errors, strict=True)),
+        f"{accuracy[1] - accuracy[0]:+.3f}",
+    )
+    for name, title in (("rewards", "mean reward"), ("vader", "VADER score"), ("kl", "KL to the reference")):
+        gain = report.gains[name]
+        before, after = Estimate.of(getattr(report.before, name)), Estimate.of(getattr(report.after, name))
+        sigmas = f" ({gain.mean / gain.error:.1f} standard errors)" if gain.error and name != "kl" else ""
+        table.add_row(title, str(before), str(after), f"{gain.mean:+.3f} ± {gain.error:.3f}{sigmas}")
+    console.print(table)
+    console.print("\ncontinuations of held-out prompts")
+    step = max(1, n // n_shown)
+    for i in range(0, step * n_shown, step):
+        console.print(f"\n  {report.prompts[i]} ...", style="bold", markup=False)
+        console.print(f"    before: {_one_line(report.before.texts[i])}", markup=False)
+        console.print(f"    after:  {_one_line(report.after.texts[i])}", markup=False)
+    console.print()
+    for name, path in report.paths.items():
+        console.print(f"{name:<12} {path}", markup=False, soft_wrap=True)
+
+
+def _check_with_transformers(folder: Path) -> None:
+    """The saved actor must load in `transformers` and give our numbers."""
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = _engine(folder, "lm")
+    ids = torch.arange(5, 25)
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    difference = float((_logprobs(ours, _batch("input_ids", [ids]), 1.0) - expected).abs().max())
+    if difference > 1e-3:
+        raise SystemExit(
+            f"transformers reads other numbers from {folder}: log-probabilities differ by {difference:.2e}"
+        )
+    print(f"transformers loads the saved actor; log-probabilities agree within {difference:.1e}")
+
+
+def _engine(folder: Path, head: HeadKind) -> NativeEngine:
+    return NativeEngine(load_model(folder, head=head), role=head)
+
+
+def _logprobs(engine: NativeEngine, batch: SequenceSample, temperature: float) -> torch.Tensor:
+    return engine.forward(batch, lambda out, _: out.logprobs(temperature), micro_batching=BATCHES)
+
+
+def _batch(key: str, sequences: Sequence[torch.Tensor]) -> SequenceSample:
+    ids = tuple(str(i) for i in range(len(sequences)))
+    return SequenceSample.from_lists(ids, {key: (TOKENS, [[s] for s in sequences])})
+
+
+def _encode(tokenizer: Any, text: str, *, end: bool = True) -> torch.Tensor:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return torch.tensor([*ids, tokenizer.eos_token_id] if end else ids)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,72 @@
+"""What a run leaves behind, and that it continues from there."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from realrl.runtime.trace import load_trace
+from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, realrl, run_ppo
+
+
+@pytest.fixture(scope="module")
+def split_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("split") / "run"
+    run_ppo(run_dir, "cluster.n_devices_per_node=2", "allocation.mode=split")
+    return run_dir
+
+
+def test_transformers_loads_the_saved_actor(split_run: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = split_run / "checkpoints" / "latest" / "actor"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.vocab_size == len(tokenizer)
+
+
+def test_the_trace_shows_every_call_and_disjoint_calls_overlap(split_run: Path) -> None:
+    events = [e for e in load_trace(split_run / "trace.json") if e.get("ph") == "X"]
+    calls = [e for e in events if e["cat"] == "call"]
+    assert {e["name"] for e in calls} == {
+        "actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train",
+    }  # fmt: skip
+    assert any(e["cat"] == "transfer" for e in events)
+    overlapping = [
+        (a["name"], b["name"])
+        for a in calls
+        for b in calls
+        if a["tid"] < b["tid"] and a["ts"] < b["ts"] + b["dur"] and b["ts"] < a["ts"] + a["dur"]
+    ]
+    assert overlapping
+
+
+def test_metrics_have_the_promised_names(split_run: Path) -> None:
+    last = read_metrics(split_run)[-1]
+    promised = """step epoch actor/pg_loss actor/entropy actor/grad_norm actor/clip_fraction actor/approx_kl actor/kl_coef
+        critic/value_loss critic/grad_norm critic/explained_variance reward/mean reward/std kl/mean response_length/mean
+        prompt_length/mean time_s/actor_gen time_s/step perf/tokens_per_s bytes/data memory_gb/0 version/actor"""
+    assert set(promised.split()) <= set(last)
+    assert last["version/actor"] == 3
+    assert last["bytes/data"] > 0
+
+
+def test_the_resolved_configuration_is_written(split_run: Path) -> None:
+    config = json.loads((split_run / "config.json").read_text())
+    assert config["n_seqs"] == 8
+    assert config["allocation"]["mode"] == "split"
+
+
+def test_a_stopped_run_continues_exactly(tmp_path: Path) -> None:
+    straight = run_ppo(tmp_path / "straight", "launcher=inline", "models.actor.optimizer.schedule=constant")
+    overrides = (f"run_dir={tmp_path / 'stopped'}", "launcher=inline", "models.actor.optimizer.schedule=constant")
+    assert realrl("run", "ppo", *SMALL, *overrides, "steps=2").returncode == 0
+    again = realrl("run", "ppo", *SMALL, *overrides, "resume=auto")
+    assert again.returncode == 0, again.stderr
+    assert_same_numbers(straight, read_metrics(tmp_path / "stopped"), rel=0.0, floor=0.0)
+
+
+def test_a_used_folder_is_not_overwritten(split_run: Path) -> None:
+    refused = realrl("run", "ppo", *SMALL, f"run_dir={split_run}")
+    assert refused.returncode == 2
+    assert "holds the results of an earlier run" in refused.stderr

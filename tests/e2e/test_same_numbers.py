@@ -1,0 +1,40 @@
+"""What a run computes does not depend on launcher, number of workers, placement or micro-batches."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import assert_same_numbers, run_ppo
+
+TWO = "cluster.n_devices_per_node=2"
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory):
+    return run_ppo(tmp_path_factory.mktemp("reference") / "run", "launcher=inline")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("launcher=local",),
+        ("launcher=inline", "n_mbs=3"),
+        ("launcher=inline", "max_tokens_per_mb=40"),
+        (TWO,),
+        (TWO, "allocation.mode=split", "n_mbs=2"),
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_plans_agree(reference, overrides: tuple[str, ...], tmp_path: Path) -> None:
+    metrics = run_ppo(tmp_path / "run", *overrides)
+    assert_same_numbers(reference, metrics, rel=1e-4, floor=1e-6)
+
+
+def test_one_seed_gives_the_same_bits(reference, tmp_path: Path) -> None:
+    again = run_ppo(tmp_path / "run", "launcher=inline")
+    assert_same_numbers(reference, again, rel=0.0, floor=0.0)
+
+
+def test_another_seed_gives_other_numbers(reference, tmp_path: Path) -> None:
+    other = run_ppo(tmp_path / "run", "launcher=inline", "seed=2")
+    assert reference[-1]["reward/mean"] != other[-1]["reward/mean"]

@@ -1,0 +1,93 @@
+"""Random and hand-made inputs of the master."""
+
+from hypothesis import strategies as st
+
+from realrl.graph.build import build_graph, dataset_keys
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy, legal_meshes
+from realrl.sched.master_plan import MasterPlan, schedule_calls
+
+INFERENCE, GENERATE, TRAIN = InterfaceType.INFERENCE, InterfaceType.GENERATE, InterfaceType.TRAIN_STEP
+
+
+def strategies_of(n_devices, max_dp):
+    """All strategies of a mesh whose data-parallel size is at most `max_dp`."""
+    sizes = range(1, n_devices + 1)
+    return [
+        ParallelStrategy(dp, tp, n_devices // dp // tp)
+        for dp in sizes
+        for tp in sizes
+        if n_devices % (dp * tp) == 0 and dp <= max_dp
+    ]
+
+
+def make_plan(mfcs, allocations, cluster, *, n_steps=3, **settings):
+    """A plan from MFCs that read `prompt_ids`."""
+    graph = build_graph(mfcs, ["prompt_ids"])
+    defaults = {"dataset_rank": 0, "steps": n_steps, "epochs": 1000, "seed": 7}
+    return MasterPlan(
+        calls=schedule_calls(graph, allocations), dataset_keys=dataset_keys(graph), cluster=cluster,
+        **{**defaults, **settings},
+    )  # fmt: skip
+
+
+def on_all(mfcs, cluster, dp=None):
+    """Every call data-parallel on all devices, or with `dp` and tensor-parallel for the rest."""
+    mesh = next(mesh for mesh in legal_meshes(cluster) if mesh.n_devices == cluster.n_devices)
+    dp = dp or cluster.n_devices
+    allocation = Allocation(mesh, ParallelStrategy(dp, cluster.n_devices // dp, 1))
+    return {mfc.name: allocation for mfc in mfcs}
+
+
+def ppo(n_seqs=8, *, max_staleness=0, gen_n_seqs=None, min_n_seqs=None, n_minibatches=2):
+    """Actor, critic, ref and reward; inference streams if `min_n_seqs` is given."""
+    keys = ("input_ids", "rewards", "ref_logprobs", "values")
+    stream = {"n_seqs": n_seqs, "min_n_seqs": min_n_seqs}
+    train = {"n_seqs": n_seqs, "n_minibatches": n_minibatches}
+    return [
+        MFCDef("actor_gen", "actor", GENERATE, "x", ("prompt_ids",), ("input_ids",), n_seqs=gen_n_seqs or n_seqs,
+               max_staleness=max_staleness),
+        MFCDef("rew_inf", "reward", INFERENCE, "x", ("input_ids",), ("rewards",), log_return_value=True, **stream),
+        MFCDef("ref_inf", "ref", INFERENCE, "x", ("input_ids",), ("ref_logprobs",), **stream),
+        MFCDef("critic_inf", "critic", INFERENCE, "x", ("input_ids",), ("values",), max_staleness=max_staleness,
+               **stream),
+        MFCDef("actor_train", "actor", TRAIN, "x", keys, **train),
+        MFCDef("critic_train", "critic", TRAIN, "x", keys, **train),
+    ]  # fmt: skip
+
+
+@st.composite
+def plans(draw, max_staleness=2):
+    """Any graph of one to six calls, on any meshes of up to four devices, with any limits."""
+    cluster = draw(st.sampled_from([Cluster(1, 1), Cluster(1, 2), Cluster(1, 4), Cluster(2, 2)]))
+    step_size = draw(st.sampled_from([4, 6, 8]))
+    divisors = [n for n in range(1, step_size + 1) if step_size % n == 0]
+    mfcs, keys = [], ["prompt_ids"]
+    for i in range(draw(st.integers(1, 4))):
+        n_seqs = step_size if i == 0 else draw(st.sampled_from(divisors))
+        reads = tuple(key for key in keys if draw(st.booleans())) or (keys[-1],)
+        mfcs.append(
+            MFCDef(
+                f"call{i}", draw(st.sampled_from("abc")), INFERENCE, "x", reads, (f"k{i}",), n_seqs=n_seqs,
+                min_n_seqs=draw(st.none() | st.integers(1, n_seqs)),
+                max_staleness=draw(st.integers(0, max_staleness)), log_return_value=draw(st.booleans()),
+                balanced_dp=draw(st.booleans()),
+            )
+        )  # fmt: skip
+        keys.append(f"k{i}")
+    for role in draw(st.sets(st.sampled_from("abc"), max_size=2)):
+        reads = tuple(key for key in keys if draw(st.booleans())) or (keys[-1],)
+        n_seqs = draw(st.sampled_from(divisors))
+        n_minibatches = draw(st.integers(1, min(n_seqs, 3)))
+        mfcs.append(MFCDef(f"train_{role}", role, TRAIN, "x", reads, n_seqs=n_seqs, n_minibatches=n_minibatches))
+    allocations = {}
+    for mfc in mfcs:
+        mesh = draw(st.sampled_from(list(legal_meshes(cluster))))
+        smallest = min(mfc.n_seqs // mfc.n_minibatches, mfc.min_n_seqs or mfc.n_seqs)
+        allocations[mfc.name] = Allocation(mesh, draw(st.sampled_from(strategies_of(mesh.n_devices, smallest))))
+    return make_plan(
+        draw(st.permutations(mfcs)), allocations, cluster, n_steps=draw(st.integers(1, 4)),
+        dataset_rank=draw(st.integers(0, cluster.n_devices - 1)), shuffle=draw(st.booleans()),
+        save_every_steps=draw(st.integers(0, 2)), save_at_end=draw(st.booleans()),
+        checkpoint_directory="saves/.step_{step}.partial",
+    )  # fmt: skip

@@ -1,0 +1,399 @@
+"""A cluster in one thread: ranks that execute what the master sends, in any order that a real cluster could show.
+
+Each rank executes its requests in order, through the real `WorkerState`. A RunCall is a rendezvous: a rank enters it,
+and can end it only after every rank of the mesh entered the same dispatch. Replies of one rank arrive in order, those
+of different ranks in any order. Which of all possible actions comes next is drawn from a seed. Whatever a correct
+master must never do is checked on the way.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+
+from realrl.sched.events import (
+    Abort,
+    CheckpointCommitted,
+    CommitCheckpoint,
+    Finish,
+    OpenCheckpoint,
+    ReportStart,
+    ReportStep,
+    Send,
+    Start,
+)
+from realrl.sched.master_state import MasterState
+from realrl.sched.messages import (
+    CallDone,
+    CheckpointSaved,
+    FreeSamples,
+    Goodbye,
+    Hello,
+    Initialize,
+    KeySchema,
+    LoadSamples,
+    Per,
+    Ready,
+    RunCall,
+    SampleMeta,
+    SamplesFreed,
+    SamplesLoaded,
+    SaveCheckpoint,
+    Shutdown,
+    Span,
+)
+from realrl.sched.worker_state import WorkerState
+
+TOKEN = KeySchema("int64", Per.TOKEN)
+
+
+@dataclass
+class Rank:
+    """One worker: its logic, its requests, its replies on their way, and the keys of each sample in its store."""
+
+    state: WorkerState
+    inbox: deque = field(default_factory=deque)
+    replies: deque = field(default_factory=deque)
+    store: dict = field(default_factory=lambda: defaultdict(set))
+    n_trained: Counter = field(default_factory=Counter)  # by call
+    has_entered: bool = False
+
+
+class Stuck(AssertionError):
+    """Nothing can happen any more, and the run is not over."""
+
+
+class Simulation:
+    """One run of a plan over `n_rows` dataset rows, in the order that `seed` gives."""
+
+    def __init__(self, plan, *, seed, n_rows, validate=True):
+        self.plan = plan
+        self.random = random.Random(seed)
+        self.n_rows = n_rows
+        self.validate = validate
+        self.master = MasterState(plan)
+        self.ranks = [Rank(WorkerState(rank)) for rank in range(plan.n_ranks)]
+        self.calls = {call.name: call for call in plan.calls}
+        self.events, self.instructions = [], []  # the log
+        self.reports, self.checkpoints, self.start = [], {}, None
+        self.end = None  # Finish or Abort
+        self.commits = deque()
+        self.entered = defaultdict(set)  # dispatch -> ranks
+        self.order = []  # sample ids as they were loaded
+        self.index = {}
+        self.visible = defaultdict(set)  # sample -> keys that the master knows of
+        self.taken = defaultdict(set)  # call -> numbers of the samples that it was sent
+        self.n_dispatched = Counter()  # call -> dispatches
+        self.dispatch_of = {}  # (call, sample) -> dispatch
+        self.done_ranks = defaultdict(set)  # dispatch -> ranks whose CallDone the master has
+        self.n_done = Counter()  # call -> dispatches that the master knows to be done
+        self.versions_read = defaultdict(set)  # (call, step) -> versions of its role on its ranks
+
+    # ------------------------------------------------------------ driving
+
+    def run(self, stop_after=None):
+        """Run to the end, or for `stop_after` actions."""
+        if not self.events:
+            hellos = [Hello(rank, 100 + rank, f"address {rank}") for rank in range(self.plan.n_ranks)]
+            first = [Start(b"run"), *hellos]
+            self.random.shuffle(first)
+            for event in first:
+                self.feed(event)
+        n_actions = 0
+        while self.end is None and n_actions != stop_after:
+            self.act()
+            n_actions += 1
+        return self
+
+    def act(self):
+        """Let one of all things that can happen next happen."""
+        actions = [("deliver", rank) for rank, r in enumerate(self.ranks) if r.replies]
+        actions += [("work", rank) for rank in range(self.plan.n_ranks) if self.can_work(rank)]
+        actions += [("commit", -1)] if self.commits else []
+        if not actions:
+            heads = [r.inbox[0] if r.inbox else None for r in self.ranks]
+            raise Stuck(f"{self.master.phase}, heads {heads}, {[self.master.explain(c) for c in self.calls]}")
+        kind, rank = self.random.choice(actions)
+        if kind == "deliver":
+            self.feed(self.ranks[rank].replies.popleft())
+        elif kind == "commit":
+            self.feed(CheckpointCommitted(self.commits.popleft()))
+        else:
+            self.work(rank)
+
+    def feed(self, event):
+        """Give the master one event, and perform what it answers."""
+        self.events.append(event)
+        self.see(event)
+        instructions = self.master.handle(event)
+        self.instructions.append(instructions)
+        if self.validate:
+            self.master.validate()
+        self.check_decisions(instructions)
+        for instruction in instructions:
+            assert self.end is None, f"{instruction} after {self.end}"
+            self.perform(instruction)
+        assert self.master.n_living_samples <= self.plan.capacity * self.plan.step_size
+        return instructions
+
+    def see(self, event):
+        if isinstance(event, SamplesLoaded):
+            for sample_id in event.meta.ids:
+                self.visible[sample_id] |= set(event.meta.seqlens)
+        if isinstance(event, CallDone):
+            if event.output is not None:
+                for sample_id in event.output.ids:
+                    self.visible[sample_id] |= set(event.output.seqlens)
+            self.done_ranks[event.dispatch_id].add(event.rank)
+            self.n_done[event.call] += len(self.done_ranks[event.dispatch_id]) == len(self.calls[event.call].ranks)
+
+    def perform(self, instruction):
+        match instruction:
+            case Send(rank=rank, request=request):
+                self.ranks[rank].inbox.append(request)
+                if isinstance(request, LoadSamples):
+                    self.check_load(rank, request)
+            case ReportStart():
+                assert self.start is None
+                self.start = instruction
+            case ReportStep():
+                expected = self.plan.first_step + len(self.reports)
+                assert instruction.step == expected
+                self.reports.append(instruction)
+            case OpenCheckpoint(step=step):
+                assert step not in self.checkpoints
+                self.checkpoints[step] = None
+            case CommitCheckpoint(step=step):
+                assert self.checkpoints[step] is None
+                self.checkpoints[step] = instruction
+                self.commits.append(step)
+            case Finish() | Abort():
+                self.end = instruction
+
+    # ------------------------------------------------------------ ranks
+
+    def can_work(self, rank):
+        r = self.ranks[rank]
+        if not r.inbox:
+            return False
+        if not r.has_entered:
+            return True
+        head = r.inbox[0]
+        return not isinstance(head, RunCall) or len(self.entered[head.dispatch_id]) == len(self.calls[head.call].ranks)
+
+    def work(self, rank):
+        """The rank begins its oldest request, or ends the one that it began."""
+        r = self.ranks[rank]
+        request = r.inbox[0]
+        if not r.has_entered:
+            assert r.state.begin(request, now_s=float(len(self.events)))
+            r.has_entered = True
+            if isinstance(request, RunCall):
+                self.enter_call(rank, request)
+            return
+        reply = self.end_request(rank, request)
+        r.state.finish(now_s=float(len(self.events)))
+        r.state.validate()
+        r.has_entered = False
+        r.inbox.popleft()
+        r.replies.append(reply)
+
+    def end_request(self, rank, request):
+        r = self.ranks[rank]
+        match request:
+            case Initialize():
+                rows = tuple(f"row{i}" for i in range(self.n_rows)) if rank == self.plan.dataset_rank else ()
+                return Ready(rank, request.seq, rows, 0, ())
+            case LoadSamples():
+                for sample_id in request.ids:
+                    r.store[sample_id] |= set(self.plan.dataset_keys)
+                return SamplesLoaded(rank, request.seq, meta(request.ids, self.plan.dataset_keys))
+            case RunCall():
+                return self.end_call(rank, request)
+            case FreeSamples():
+                for sample_id in request.ids:
+                    assert r.store.pop(sample_id, None), f"rank {rank} has nothing of {sample_id} to free"
+                return SamplesFreed(rank, request.seq)
+            case SaveCheckpoint(step=step):
+                self.check_save(rank, step)
+                return CheckpointSaved(rank, request.seq, step)
+            case Shutdown():
+                return Goodbye(rank, request.seq)
+
+    def enter_call(self, rank, request):
+        call = self.calls[request.call]
+        assert rank in call.ranks
+        r = self.ranks[rank]
+        for transfer in request.transfers:
+            assert transfer.target == rank != transfer.source
+            assert transfer.key in call.input_keys
+            for sample_id in transfer.ids:
+                assert transfer.key in self.ranks[transfer.source].store[sample_id], "the source has no such rows"
+                assert transfer.key not in r.store[sample_id], "the target has these rows"
+                r.store[sample_id].add(transfer.key)
+        for sample_id in ids_of(request):
+            assert set(call.input_keys) <= r.store[sample_id], "rows are missing"
+        self.entered[request.dispatch_id].add(rank)
+        trainer = next((c for c in self.plan.calls if c.is_train and c.role == call.role), None)
+        if trainer is not None and rank in trainer.ranks:
+            self.versions_read[call.name, request.step].add(r.n_trained[trainer.name])
+        if len(self.entered[request.dispatch_id]) == 1:
+            self.check_dispatch(request)
+
+    def end_call(self, rank, request):
+        call, r = self.calls[request.call], self.ranks[rank]
+        output = None
+        if call.is_train:
+            r.n_trained[call.name] += 1
+        elif rank in {call.allocation.output_rank(dp) for dp in range(call.allocation.strategy.dp)}:
+            ids = ids_of(request)
+            output = meta(ids, call.output_keys)
+            for sample_id in ids:
+                r.store[sample_id] |= set(call.output_keys)
+        return CallDone(
+            rank=rank,
+            seq=request.seq,
+            dispatch_id=request.dispatch_id,
+            call=call.name,
+            step=request.step,
+            output=output,
+            metrics={f"{call.name}/loss": float(request.step), f"{call.name}/n": float(request.dispatch_id)},
+            spans=(Span(call.name, "call", 1.0, 1.5 + rank),),
+            bytes_received=10,
+            memory_gb=0.5,
+        )
+
+    # ------------------------------------------------------------ what must never happen
+
+    def check_load(self, rank, request):
+        assert rank == self.plan.dataset_rank
+        assert len(request.ids) == len(request.rows)
+        for sample_id, row in zip(request.ids, request.rows, strict=True):
+            assert sample_id.split("/")[1] == f"row{row}"
+            assert sample_id not in self.index, "loaded twice"
+            self.index[sample_id] = len(self.order)
+            self.order.append(sample_id)
+
+    def check_decisions(self, instructions):
+        """Look at what the master decided, with no more than what it was told."""
+        dispatches = {}
+        for instruction in instructions:
+            if isinstance(instruction, Send) and isinstance(instruction.request, RunCall):
+                request = instruction.request
+                dispatches.setdefault(request.dispatch_id, (request.call, request.step, set()))[2].update(
+                    self.index[sample_id] for sample_id in ids_of(request)
+                )
+        for name, step, indices in dispatches.values():
+            call, steps_before = self.calls[name], step - self.plan.first_step
+            self.n_dispatched[name] += 1
+            assert self.n_dispatched[name] - self.n_done[name] == 1, "two dispatches of one call are under way"
+            if call.is_train:
+                assert self.steps_done(name) >= steps_before
+            for wait in call.waits_for:
+                assert self.steps_done(wait.trainer) >= steps_before + 1 - wait.lag, "the weights are too old"
+            if call.min_n_seqs is not None:
+                assert sorted(indices) == self.ready(call, steps_before)[: len(indices)], "not the oldest samples"
+            self.taken[name] |= indices
+        for rank in range(self.plan.n_ranks):
+            sent = [i.request for i in instructions if isinstance(i, Send) and i.rank == rank]
+            n_open = sum(isinstance(request, RunCall) for request in [*self.ranks[rank].inbox, *sent])
+            n_unseen = sum(isinstance(reply, CallDone) for reply in self.ranks[rank].replies)
+            assert n_open + n_unseen <= 2, "a device has a long queue"
+
+    def steps_done(self, name):
+        """Steps of this run that the master knows a call that does not stream to be done with."""
+        return self.n_done[name] * self.calls[name].n_seqs // self.plan.step_size
+
+    def ready(self, call, steps_before):
+        """Numbers of the samples of one step that a call could take, as far as the master knows."""
+        size = self.plan.step_size
+        step = range(steps_before * size, (steps_before + 1) * size)
+        return [
+            i
+            for i in step
+            if i < len(self.order) and i not in self.taken[call.name]
+            and set(call.input_keys) <= self.visible[self.order[i]]
+        ]  # fmt: skip
+
+    def check_dispatch(self, request):
+        """The first rank entered a dispatch: look at what all ranks of the mesh were sent."""
+        call = self.calls[request.call]
+        parts = {}
+        for rank in call.ranks:
+            parts[rank] = next(
+                q for q in self.ranks[rank].inbox if isinstance(q, RunCall) and q.dispatch_id == request.dispatch_id
+            )
+            assert (parts[rank].call, parts[rank].step) == (call.name, request.step)
+            assert parts[rank].n_steps == self.start.last_step
+        ids = []
+        for dp_rank in range(call.allocation.strategy.dp):
+            members = [parts[rank].minibatches for rank in call.allocation.dp_group_members(dp_rank)]
+            assert len(set(members)) == 1
+            assert len(members[0]) == call.n_minibatches
+            assert all(members[0]), "a rank has no sample in some minibatch"
+            ids += [sample_id for minibatch in members[0] for sample_id in minibatch]
+        for sample_id in ids:
+            assert (call.name, sample_id) not in self.dispatch_of, "a call reads a sample twice"
+            self.dispatch_of[call.name, sample_id] = request.dispatch_id
+
+    def check_batches(self):
+        """Look at the whole run: every batch that every call took, in order."""
+        batches = self.batches()
+        size, first = self.plan.step_size, self.plan.first_step
+        for name, call in self.calls.items():
+            position = 0
+            for step, indices in batches[name]:
+                assert {first + index // size for index in indices} == {step}
+                if call.min_n_seqs is None:
+                    assert indices == list(range(position, position + call.n_seqs))
+                else:
+                    assert call.min_n_seqs <= len(indices) <= call.n_seqs
+                position += len(indices)
+            assert sorted(i for _, indices in batches[name] for i in indices) == list(range(position))
+
+    def batches(self):
+        """Call -> its batches in the order of dispatch, each a step and the sorted numbers of its samples."""
+        found = defaultdict(dict)
+        for instructions in self.instructions:
+            for instruction in instructions:
+                if isinstance(instruction, Send) and isinstance(instruction.request, RunCall):
+                    request = instruction.request
+                    batch = found[request.call].setdefault(request.dispatch_id, (request.step, set()))
+                    batch[1].update(self.index[sample_id] for sample_id in ids_of(request))
+        return {
+            name: [(step, sorted(found[name][d][1])) for d, (step, _) in sorted(found[name].items())]
+            for name in self.calls
+        }
+
+    def check_save(self, rank, step):
+        for call in self.plan.calls:
+            if call.is_train and rank in call.ranks:
+                n_steps = step - self.plan.first_step + 1
+                assert self.ranks[rank].n_trained[call.name] == n_steps * (self.plan.step_size // call.n_seqs)
+
+    def check_complete(self):
+        """The run ended on its own: everything was done once, and nothing is left."""
+        assert self.end == Finish(spans=self.end.spans), self.end
+        n_steps = self.start.last_step - self.plan.first_step + 1
+        assert [report.step for report in self.reports] == list(range(self.plan.first_step, self.start.last_step + 1))
+        assert len(self.order) == n_steps * self.plan.step_size
+        assert len(self.dispatch_of) == len(self.order) * len(self.calls)
+        assert self.master.n_living_samples == 0
+        for r in self.ranks:
+            assert not r.inbox
+            assert not r.replies
+            assert not any(r.store.values()), "samples were never freed"
+        self.check_batches()
+        assert all(commit is not None for commit in self.checkpoints.values())
+
+
+def ids_of(request):
+    """All samples of one rank's part of a call."""
+    return tuple(sample_id for minibatch in request.minibatches for sample_id in minibatch)
+
+
+def meta(ids, keys):
+    """Samples with lengths that depend on the id."""
+    lengths = tuple((1 + sum(sample_id.encode()) % 7,) for sample_id in ids)
+    return SampleMeta(tuple(ids), dict.fromkeys(keys, TOKEN), dict.fromkeys(keys, lengths))

@@ -1,0 +1,60 @@
+"""What `import realrl` offers, and what it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import realrl
+
+PUBLIC = [
+    "DatasetKind",
+    "Experiment",
+    "InterfaceRef",
+    "InterfaceType",
+    "MFCDef",
+    "MasterWorker",
+    "ModelInterface",
+    "ModelName",
+    "ModelWorker",
+    "OffloadHook",
+    "ParamReallocHook",
+    "Role",
+    "RunConfig",
+    "Section",
+    "SequenceSample",
+    "__version__",
+    "build_graph",
+    "register_interface",
+]
+
+
+def test_public_names_are_pinned() -> None:
+    assert sorted(realrl.__all__) == PUBLIC
+    assert set(PUBLIC) <= set(dir(realrl))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_exists(name: str) -> None:
+    value = getattr(realrl, name)
+    assert value == "0.1.0" if name == "__version__" else value.__name__ == name
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="module 'realrl' has no attribute 'Nothing'"):
+        _ = realrl.Nothing
+
+
+def test_importing_is_cheap() -> None:
+    script = """
+import sys, time
+start = time.perf_counter()
+import realrl
+print(time.perf_counter() - start, sorted({"torch", "pydantic", "networkx", "hydra", "numpy"} & set(sys.modules)))
+"""
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    seconds, heavy = output.split(" ", 1)
+    assert heavy.strip() == "[]"
+    assert float(seconds) < 0.05
