@@ -123,6 +123,9 @@ class ClusterConfig(Section):
     n_nodes: int = Field(1, ge=1, description="number of machines")
     n_devices_per_node: int = Field(1, ge=1, description="accelerators of each machine; on the CPU, worker processes")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="'auto' takes CUDA when it is there")
+    master_port: int = Field(
+        0, ge=0, le=65535, description="port the master listens on; 0 takes a free one", json_schema_extra=ADVANCED
+    )
     worker_timeout_s: float = Field(
         120.0,
         gt=0,
@@ -149,13 +152,27 @@ class SaveConfig(Section):
 class EvalConfig(Section):
     """When the models are evaluated."""
 
-    every_steps: int = Field(0, ge=0, description="evaluate every so many steps; 0 means never")
+    every_steps: int = Field(0, ge=0, description="evaluate every so many steps; this version knows 0 (never) only")
+
+    @field_validator("every_steps")
+    @classmethod
+    def _refuse_evaluation(cls, every_steps: int) -> int:
+        if every_steps:
+            raise ValueError("evaluation during a run does not exist in this version; leave it at 0")
+        return every_steps
 
 
 class RecoverConfig(Section):
     """What happens after a failure."""
 
-    retries: int = Field(0, ge=0, description="times a failed run is started again from its last checkpoint")
+    retries: int = Field(0, ge=0, description="restarts after a failure; this version knows 0 only")
+
+    @field_validator("retries")
+    @classmethod
+    def _refuse_retries(cls, retries: int) -> int:
+        if retries:
+            raise ValueError("automatic restarts do not exist in this version; run again with resume=auto")
+        return retries
 
 
 class RunConfig(Section):

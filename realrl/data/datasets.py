@@ -3,7 +3,8 @@
 Fields of a row: `prompt` (a string, or chat messages ``[{"role": ..., "content": ...}, ...]``), `answer` (or
 `response`, `completion`) or `chosen` and `rejected` (strings, or one assistant message), and optionally `id`; others
 are ignored. A preference pair whose texts stand alone may leave its prompt out or empty. Rows without `id` are called
-by their number from 0.
+by their number from 0. Answers get an end-of-sequence token, unless the row says ``"complete": false``: a reward model
+that never saw text without one scores responses that were cut off by their length at random.
 
 Chat messages are always rendered with the tokenizer's chat template, strings only under ``dataset.chat_template``.
 """
@@ -39,12 +40,16 @@ _SCHEMAS = {
 
 @dataclass(frozen=True)
 class _Row:
-    """A checked row: `prompt` as text after the chat template, and the 0 to 2 `answers` of its kind."""
+    """A checked row: `prompt` as text after the chat template, and the 0 to 2 `answers` of its kind.
+
+    The answers of a row that `is_complete` end with an end-of-sequence token.
+    """
 
     row_id: str
     prompt: str
     has_template: bool
     answers: tuple[str, ...]
+    is_complete: bool
 
 
 class Dataset:
@@ -126,13 +131,16 @@ def _check_row(row: RawRow, index: int, kind: DatasetKind, config: DatasetConfig
     row_id = row.fields.get("id", index)
     if isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":
         raise DataError(f"{row.where} has an id that is neither a string nor a number: {row_id!r}")
+    is_complete = row.fields.get("complete", True)
+    if not isinstance(is_complete, bool):
+        raise DataError(f"{row.where} has a field complete that is neither true nor false: {is_complete!r}")
     prompt, has_template = _prompt(row, kind, config, tokenizer)
     answers: tuple[str, ...] = ()
     if kind is DatasetKind.PROMPT_ANSWER:
         answers = (_answer(row, _answer_field(row)),)
     elif kind is DatasetKind.PREFERENCE_PAIR:
         answers = (_answer(row, "chosen"), _answer(row, "rejected"))
-    return _Row(str(row_id), prompt, has_template, answers)
+    return _Row(str(row_id), prompt, has_template, answers, is_complete)
 
 
 def _prompt(row: RawRow, kind: DatasetKind, config: DatasetConfig, tokenizer: Any) -> tuple[str, bool]:
@@ -237,7 +245,8 @@ def _tokenise(rows: Sequence[_Row], kind: DatasetKind, config: DatasetConfig, to
     long_answers: list[int] = []
     for row in rows:
         prompt = next(templated if row.has_template else plain)
-        parts = [[*next(answers), tokenizer.eos_token_id] for _ in row.answers]
+        end = [tokenizer.eos_token_id] if row.is_complete else []
+        parts = [next(answers) + end for _ in row.answers]
         longest = max(map(len, parts), default=0)
         if len(prompt) > config.max_prompt_tokens:
             long_prompts.append(len(prompt))

@@ -80,7 +80,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=_byte_level(),
         eos_token=SPECIAL_TOKENS[0],
         pad_token=SPECIAL_TOKENS[1],

@@ -85,10 +85,11 @@ def _read(folder: Path) -> PreTrainedTokenizerFast:
     try:
         if (folder / _FAST_FILE).is_file():
             json.loads((folder / _FAST_FILE).read_text(encoding="utf-8"))
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            fast: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            return fast
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the libraries raise bare Exception for a file that they cannot read
         reason = " ".join(str(error).split())
         raise AssetError(
@@ -100,4 +101,5 @@ def _read(folder: Path) -> PreTrainedTokenizerFast:
             f"the tokenizer in {folder} has no fast version",
             remedy=f"Convert it to {_FAST_FILE} once with the tokenizers library.",
         )
-    return tokenizer
+    converted: PreTrainedTokenizerFast = tokenizer
+    return converted

@@ -51,6 +51,19 @@ def read_config(folder: str | Path) -> DecoderConfig:
     return _read_config(Path(folder))[0]
 
 
+def check_model(folder: str | Path, *, head: HeadKind = "lm") -> None:
+    """Refuse from headers alone, in milliseconds, what `load_model` would refuse for its files.
+
+    Raises:
+        AssetError: the configuration or a tensor file is missing, truncated or unsupported, or the head does not fit.
+    """
+    folder = Path(folder)
+    stored, _ = _read_config(folder)
+    _check_head(folder, stored, head)
+    for file in _tensor_files(folder):
+        _check_complete(file)
+
+
 def load_model(
     folder: str | Path,
     *,
@@ -69,11 +82,7 @@ def load_model(
     """
     folder = Path(folder)
     stored, family = _read_config(folder)
-    if head == "lm" and stored.is_scalar:
-        raise AssetError(
-            f"{folder} holds a reward or value model, which cannot predict tokens",
-            remedy="Give this role the folder of a language model.",
-        )
+    _check_head(folder, stored, head)
     config = replace(stored, head=head, dtype=dtype)
     decoder = Decoder(config, device=device)
     parameters = dict(decoder.named_parameters())
@@ -128,6 +137,14 @@ def save_model(decoder: Decoder, folder: str | Path, *, max_shard_bytes: int = _
             temporary.write_text(json.dumps(index, indent=2))
     with _renamed(folder / "config.json") as temporary:
         temporary.write_text(json.dumps(family.config_to_hf(config), indent=2))
+
+
+def _check_head(folder: Path, stored: DecoderConfig, head: HeadKind) -> None:
+    if head == "lm" and stored.is_scalar:
+        raise AssetError(
+            f"{folder} holds a reward or value model, which cannot predict tokens",
+            remedy="Give this role the folder of a language model.",
+        )
 
 
 def _read_config(folder: Path) -> tuple[DecoderConfig, Family]:

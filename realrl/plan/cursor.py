@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import msgspec
@@ -38,19 +38,6 @@ class CursorState(msgspec.Struct, frozen=True):
     seed: int
     shuffle: int
     fingerprint: int
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the fields by name."""
-        return {name: getattr(self, name) for name in self.__struct_fields__}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, int]) -> CursorState:
-        """Return the state that `to_dict` wrote.
-
-        Raises:
-            msgspec.ValidationError: a field is missing or of another type.
-        """
-        return msgspec.convert(fields, cls)
 
 
 class SampleRef(msgspec.Struct, frozen=True):

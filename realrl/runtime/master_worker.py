@@ -5,7 +5,7 @@
     clock     ──silence►┘    (all the policy)    ├──► sinks       ReportStart, ReportStep
                                                  └──► exit code   Finish, Abort
 
-The loop waits for a reply, at most `_POLL_S`, then looks at the launcher and the clock. A signal ends it by an
+The loop handles replies as they come and looks at the launcher and the clock every `_POLL_S`. A signal ends it by an
 exception; the session around it stops the workers.
 """
 
@@ -43,7 +43,7 @@ from realrl.sched.events import (
 )
 from realrl.sched.master_plan import STEP_PLACEHOLDER, MasterPlan, ResumePoint, plan_master
 from realrl.sched.master_state import MasterState
-from realrl.sched.messages import Heartbeat, Hello, Reply
+from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, RunCall
 
 _POLL_S = 0.2
 _STACK_DUMP_S = 0.5
@@ -79,18 +79,20 @@ class MasterWorker:
         now_s = time.monotonic()
         self._last_heard_s = dict.fromkeys(range(n_workers), now_s)
         self._dispatch(start)
+        next_look_s = time.monotonic() + _POLL_S
         while self._exit_code is None:
-            reply = self._session.transport.receive(_POLL_S)
+            reply = self._session.transport.receive(max(0.0, next_look_s - time.monotonic()))
             if reply is not None:
                 self._note(reply)
                 if not isinstance(reply, Heartbeat):
                     self._dispatch(reply)
-            else:
+            if self._exit_code is None and time.monotonic() >= next_look_s:
                 self._look_around()
+                next_look_s = time.monotonic() + _POLL_S
         return self._exit_code
 
     def _look_around(self) -> None:
-        """Turn what only the shell can see into events: deaths and silence. Called when no reply is waiting."""
+        """Turn what only the shell can see into events: deaths and silence."""
         for rank, exit_code in self._session.launcher.poll():
             if self._exit_code is None:
                 self._last_heard_s.pop(rank, None)
@@ -109,6 +111,8 @@ class MasterWorker:
         if isinstance(reply, Heartbeat):
             self._activity[reply.rank] = reply.activity
             self._session.progress.activity(reply.rank, reply.activity)
+        elif isinstance(reply, CallDone):
+            self._session.progress.activity(reply.rank, "idle")
         elif isinstance(reply, Hello):
             self._session.progress.phase(f"worker {reply.rank} is up (process {reply.pid})")
 
@@ -125,6 +129,8 @@ class MasterWorker:
         match instruction:
             case Send(rank, request):
                 self._session.transport.send(rank, request)
+                if isinstance(request, RunCall):
+                    self._session.progress.activity(rank, request.call)
             case ReportStart():
                 self._report_start(instruction)
             case ReportStep():

@@ -6,8 +6,9 @@ What happened and to whom, who waits for it, the end of the traceback or of the 
 from __future__ import annotations
 
 import signal
+import textwrap
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from realrl.sched import events
 from realrl.sched.messages import WorkerFailed
 
 MAX_LINES = 24
-_MAX_WIDTH = 160
+_MAX_WIDTH = 120
 _MAX_MESSAGE_LINES = 6
 
 
@@ -164,16 +165,16 @@ def from_bug(error: BaseException, *, log: Path | None = None) -> Failure:
 
 def render(failure: Failure, *, max_lines: int = MAX_LINES) -> str:
     """The report as plain text of at most `max_lines` lines; the traceback or log is cut from above to fit."""
-    head = [f"error: {failure.headline}"]
-    head += [f"  {line}" for line in failure.message.splitlines()[:_MAX_MESSAGE_LINES]]
+    head = _wrapped([f"error: {failure.headline}"], _MAX_MESSAGE_LINES)
+    head += _wrapped([f"  {line}" for line in failure.message.splitlines()], _MAX_MESSAGE_LINES)
     if failure.sample_ids:
         head.append(f"  samples: {describe_ids(failure.sample_ids, 6)}")
     foot = _waiting_lines(failure.waiting or {})
     if failure.log is not None:
         foot.append(f"  log: {failure.log}")
-    foot += [f"  remedy: {failure.remedy}"] if failure.remedy else []
-    body = _body(failure, max_lines - len(head) - len(foot))
-    return "\n".join(_clip(line) for line in (*head, *body, *foot))
+    foot += _wrapped([f"  remedy: {line}" for line in failure.remedy.splitlines()], _MAX_MESSAGE_LINES)
+    body = [_clip(line) for line in _body(failure, max_lines - len(head) - len(foot))]
+    return "\n".join((*head, *body, *foot))
 
 
 def _body(failure: Failure, room: int) -> list[str]:
@@ -220,6 +221,15 @@ def _death_remedy(exit_code: int) -> str:
     if exit_code == -signal.SIGTERM:
         return "Someone or some job scheduler ended it."
     return "Its log tells what it did last."
+
+
+def _wrapped(lines: Iterable[str], max_lines: int) -> list[str]:
+    """Long lines are folded, not cut: their ends name samples and remedies."""
+    folded: list[str] = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        folded += textwrap.wrap(line, _MAX_WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return folded[:max_lines]
 
 
 def _clip(line: str) -> str:

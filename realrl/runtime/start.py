@@ -30,7 +30,7 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
     resolved = config.model_copy(update={"run_dir": str(run_dir)})
     run = dump_config(resolved)
     _write_config(run_dir, run)
-    start = SessionStart(run=run, run_dir=str(run_dir), track=config.track)
+    start = SessionStart(run=run, run_dir=str(run_dir), track=config.track, port=config.cluster.master_port)
     return run_inline(start) if config.launcher == "inline" else run_supervised(start)
 
 

@@ -47,7 +47,7 @@ def describe_request(request: Request | None) -> str:
         case Shutdown():
             return "while shutting down"
         case _:
-            return "with nothing to do"
+            return "while it was idle"
 
 
 def waiting_for(rank: int, dispatches: Iterable[Dispatch]) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -90,29 +90,26 @@ def worker_failed(reply: WorkerFailed, dispatches: Iterable[Dispatch], request: 
     )
 
 
+def never_appeared(event: WorkerLost | WorkerSilent) -> Failure:
+    """A worker ended, or was waited for in vain, before it said Hello."""
+    if isinstance(event, WorkerSilent):
+        return _gone(
+            FailureKind.WORKER_SILENT, f"worker {event.rank} did not start within {event.silent_s:.0f} s", event
+        )
+    return _gone(FailureKind.WORKER_LOST, f"worker {event.rank} ended{_how(event)} while it was starting up", event)
+
+
 def worker_lost(event: WorkerLost, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
     """A worker's process is gone."""
-    code = "" if event.exit_code is None else f" with {_exit_text(event.exit_code)}"
-    detail = f": {event.detail}" if event.detail else ""
-    return _gone(
-        FailureKind.WORKER_LOST,
-        f"worker {event.rank} ended{code} {describe_request(request)}{detail}",
-        event.rank,
-        dispatches,
-        request,
-    )
+    message = f"worker {event.rank} ended{_how(event)} {describe_request(request)}"
+    return _gone(FailureKind.WORKER_LOST, message, event, dispatches, request)
 
 
 def worker_silent(event: WorkerSilent, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
     """A worker's heartbeat stopped."""
     doing = f"; it last said: {event.activity}" if event.activity else ""
-    return _gone(
-        FailureKind.WORKER_SILENT,
-        f"worker {event.rank} gave no sign of life for {event.silent_s:.0f} s {describe_request(request)}{doing}",
-        event.rank,
-        dispatches,
-        request,
-    )
+    message = f"worker {event.rank} gave no sign of life for {event.silent_s:.0f} s {describe_request(request)}{doing}"
+    return _gone(FailureKind.WORKER_SILENT, message, event, dispatches, request)
 
 
 def unusable_dataset(err: UsageError) -> Failure:
@@ -161,16 +158,21 @@ def bad_load(reply: SamplesLoaded, request: LoadSamples, missing: Sequence[str])
 
 
 def _gone(
-    kind: FailureKind, message: str, rank: int, dispatches: Iterable[Dispatch], request: Request | None
+    kind: FailureKind,
+    message: str,
+    event: WorkerLost | WorkerSilent,
+    dispatches: Iterable[Dispatch] = (),
+    request: Request | None = None,
 ) -> Failure:
-    ranks, calls = waiting_for(rank, dispatches)
+    ranks, calls = waiting_for(event.rank, dispatches)
     if ranks:
-        message += f"; waiting for it: ranks {ranks_text(ranks)} in {', '.join(repr(call) for call in calls)}"
+        who = f"worker{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
+        message += f"; waiting for it: {who} in {', '.join(repr(call) for call in calls)}"
     return Failure(
         kind=kind,
         message=message,
-        remedy=f"its log has the last words of worker {rank}",
-        rank=rank,
+        remedy=f"the log of worker {event.rank} has its last words",
+        rank=event.rank,
         call=request.call if isinstance(request, RunCall) else None,
         step=request.step if isinstance(request, RunCall | SaveCheckpoint) else None,
         waiting_ranks=ranks,
@@ -178,5 +180,9 @@ def _gone(
     )
 
 
-def _exit_text(exit_code: int) -> str:
-    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+def _how(event: WorkerLost) -> str:
+    """How a process ended, to follow "worker 3 ended"."""
+    detail = f" ({event.detail})" if event.detail else ""
+    if event.exit_code is None:
+        return detail
+    return f" with {f'signal {-event.exit_code}' if event.exit_code < 0 else f'exit code {event.exit_code}'}{detail}"

@@ -75,7 +75,7 @@ class CheckpointCommitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class CheckpointFailed(msgspec.Struct, frozen=True, tag=True):
-    """The checkpoint of `step` could not be put in its final place."""
+    """The checkpoint of `step` could not be written; `message` says why and what to do, for the user to read."""
 
     step: int
     message: str

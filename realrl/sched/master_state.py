@@ -344,14 +344,7 @@ class MasterState:
         return self._advance(self._scheduler)
 
     def _on_checkpoint_failed(self, event: CheckpointFailed) -> list[Instruction]:
-        raise Fatal(
-            Failure(
-                kind=FailureKind.CHECKPOINT,
-                message=f"the checkpoint of step {event.step} could not be written: {event.message}",
-                remedy="the checkpoints before it are whole: free some space and resume from the last one",
-                step=event.step,
-            )
-        )
+        raise Fatal(Failure(kind=FailureKind.CHECKPOINT, message=event.message, step=event.step))
 
     # ------------------------------------------------------------ failures and the end
 
@@ -367,6 +360,8 @@ class MasterState:
             return self._leave(self._farewell, event.rank)
         if self._farewell is not None and self._farewell.has_left(event.rank):
             return []
+        if event.rank not in self._hellos:
+            raise Fatal(diagnosis.never_appeared(event))
         raise Fatal(diagnosis.worker_lost(event, self._dispatches(), self._outbox.oldest(event.rank)))
 
     def _on_worker_silent(self, event: WorkerSilent) -> list[Instruction]:
@@ -374,6 +369,8 @@ class MasterState:
             return self._leave(self._farewell, event.rank)
         if self._farewell is not None and self._farewell.has_left(event.rank):
             return []
+        if event.rank not in self._hellos:
+            raise Fatal(diagnosis.never_appeared(event))
         raise Fatal(diagnosis.worker_silent(event, self._dispatches(), self._outbox.oldest(event.rank)))
 
     def _on_interrupted(self, event: Interrupted) -> list[Instruction]:

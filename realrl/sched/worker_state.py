@@ -220,12 +220,12 @@ def describe(request: Request) -> str:
         case RunCall(call=call):
             return call
         case Initialize():
-            return "initialize"
+            return "starting"
         case LoadSamples():
-            return "load samples"
+            return "loading samples"
         case FreeSamples():
-            return "free samples"
+            return "freeing samples"
         case SaveCheckpoint(step=step):
-            return f"save checkpoint of step {step}"
+            return f"saving step {step}"
         case Shutdown():
-            return "shut down"
+            return "shutting down"

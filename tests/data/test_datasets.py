@@ -87,6 +87,12 @@ def test_a_pair_may_stand_alone(tmp_path: Path, extra: dict[str, Any]) -> None:
     assert not dataset.samples(["s"], [0])["prompt_mask"].any()
 
 
+def test_an_incomplete_answer_does_not_end(tmp_path: Path) -> None:
+    rows = [{"chosen": "a", "rejected": "b", "complete": complete} for complete in (True, False)]
+    dataset = load(write(tmp_path / "d.jsonl", rows), PAIR)
+    assert texts(dataset) == [["a<|end|>", "b<|end|>"], ["a", "b"]]
+
+
 def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
     rows = [{"prompt": CHAT, "chosen": [{"role": "assistant", "content": "yes"}], "rejected": "no"}]
     dataset = load(write(tmp_path / "d.jsonl", rows), PAIR)
@@ -176,6 +182,7 @@ GOOD = {"prompt": "p"}
         (PROMPT, {"prompt": "a", "id": [1]}, r"line 2 has an id that is neither a string nor a number: \[1\]"),
         (PROMPT, {"prompt": "a", "id": True}, r"line 2 has an id that is neither"),
         (PROMPT, {"prompt": "a", "id": "0"}, r"line 2 has the id '0', which .*d.jsonl, line 1 has already"),
+        (PROMPT, {"prompt": "a", "complete": 1}, r"line 2 has a field complete that is neither true nor false: 1"),
         (ANSWER, {"prompt": "a"}, r"line 2 has no \"answer\"; its fields are 'prompt'"),
         (ANSWER, {"prompt": "a", "answer": ""}, r"line 2 has an empty answer"),
         (ANSWER, {"prompt": "a", "answer": 3}, r"line 2 has a answer of type int"),

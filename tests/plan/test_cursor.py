@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.errors import ConfigError, DataError
-from realrl.plan.cursor import CursorState, DatasetCursor, epoch_order, fingerprint
+from realrl.plan.cursor import DatasetCursor, epoch_order, fingerprint
 
 
 def cursor(n_rows=5, *, seed=1, shuffle=True, start=None):
@@ -39,13 +39,6 @@ def test_positions_continue_however_samples_are_taken(n_rows, seed, shuffle, cou
     assert len({ref.id for ref in refs}) == len(refs)
     for start in range(0, len(refs) - n_rows + 1, n_rows):
         assert {ref.row for ref in refs[start : start + n_rows]} == set(range(n_rows))
-
-
-def test_state_survives_as_plain_numbers():
-    state = cursor().state(12)
-    fields = state.to_dict()
-    assert all(type(value) is int for value in fields.values())
-    assert CursorState.from_dict(fields) == state
 
 
 def test_fingerprint_knows_order_and_borders():

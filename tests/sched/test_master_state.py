@@ -282,10 +282,10 @@ def test_versions_continue_from_a_checkpoint():
 
 def test_lost_worker_is_named_with_its_call_and_those_who_wait():
     plan = ppo_plan(Cluster(1, 4), dp=2)
-    failure = abort_of(both_in_call(plan).master.handle(WorkerLost(2, -9, "the process is gone")))
+    failure = abort_of(both_in_call(plan).master.handle(WorkerLost(2, -9, "killed")))
     assert failure.message == (
-        "worker 2 ended with signal 9 in call 'actor_gen' of step 1: the process is gone; "
-        "waiting for it: ranks 0-1,3 in 'actor_gen'"
+        "worker 2 ended with signal 9 (killed) in call 'actor_gen' of step 1; "
+        "waiting for it: workers 0-1,3 in 'actor_gen'"
     )
     assert (failure.rank, failure.call, failure.step) == (2, "actor_gen", 1)
     assert (failure.waiting_ranks, failure.waiting_calls) == ((0, 1, 3), ("actor_gen",))
@@ -302,7 +302,7 @@ def test_silent_worker_is_named_with_its_activity():
     assert failure.kind is FailureKind.WORKER_SILENT
     assert failure.message == (
         "worker 1 gave no sign of life for 61 s in call 'actor_gen' of step 1; it last said: transfer for actor_gen; "
-        "waiting for it: ranks 0 in 'actor_gen'"
+        "waiting for it: worker 0 in 'actor_gen'"
     )
 
 
@@ -324,7 +324,7 @@ def test_ranks_that_wait_for_those_who_wait_are_named():
 
 
 @pytest.mark.parametrize(
-    ("n_actions", "where"), [(0, "while it was starting up"), (None, "with nothing to do")], ids=["starting", "idle"]
+    ("n_actions", "where"), [(0, "while it was starting up"), (None, "while it was idle")], ids=["starting", "idle"]
 )
 def test_worker_lost_outside_of_a_call(n_actions, where):
     simulation = Simulation(ppo_plan(), seed=0, n_rows=9).run(stop_after=0)
@@ -333,6 +333,13 @@ def test_worker_lost_outside_of_a_call(n_actions, where):
     failure = abort_of(simulation.master.handle(WorkerLost(1, 3, "")))
     assert failure.message == f"worker 1 ended with exit code 3 {where}"
     assert failure.waiting_ranks == ()
+
+
+def test_worker_that_never_appears():
+    failure = abort_of(MasterState(ppo_plan()).handle(WorkerLost(1, 1, "")))
+    assert failure.message == "worker 1 ended with exit code 1 while it was starting up"
+    failure = abort_of(MasterState(ppo_plan()).handle(WorkerSilent(1, "", 60.0)))
+    assert failure.message == "worker 1 did not start within 60 s"
 
 
 def test_exception_in_a_call():

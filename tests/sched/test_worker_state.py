@@ -48,7 +48,7 @@ def test_a_life():
         state.finish(now_s=13.0)
         state.validate()
     assert [beat.activity for beat in activities] == [
-        "initialize", "load samples", "actor_gen", "free samples", "save checkpoint of step 3", "shut down",
+        "starting", "loading samples", "actor_gen", "freeing samples", "saving step 3", "shutting down",
     ]  # fmt: skip
     assert [beat.seq for beat in activities] == list(range(6))
     assert {beat.busy_s for beat in activities} == {2.5}
@@ -85,7 +85,7 @@ def test_shutdown_may_come_first():
     ("n_done", "event", "message"),
     [
         (0, call(0), "request 0, actor_gen, before it was initialised"),
-        (1, init(1), "request 1, initialize, but it was initialised before"),
+        (1, init(1), "request 1, starting, but it was initialised before"),
         (2, call(1), "worker 3 got request 1, actor_gen, twice: it expects request 2"),
         (2, call(3), "worker 3 got request 3, actor_gen, too early: it expects request 2"),
         (2, ActivityChanged("x"), "is not busy, but says it is at 'x'"),
@@ -96,7 +96,7 @@ def test_illegal_events_tell_the_story(n_done, event, message):
     with pytest.raises(InvalidTransitionError, match=message) as caught:
         state.handle(event, 0.0)
     assert len(caught.value.story) == 2 * n_done
-    assert n_done == 0 or "new -> busy: request 0, initialize" in str(caught.value)
+    assert n_done == 0 or "new -> busy: request 0, starting" in str(caught.value)
 
 
 def test_nothing_can_end_before_it_begins():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.graph.build import build_graph
+from realrl.graph.build import VersionEdge, build_graph
 from realrl.graph.draw.geometry import Rect, flow, head, rounded, spread
 from realrl.graph.draw.layout import lay_out
 from realrl.graph.draw.scene import make_scene
@@ -51,30 +51,27 @@ def inside(point, box, margin=1.5):
 
 
 def check(drawing):
-    solid = (
-        [p.box for p in drawing.cards] + [p.plate for p in drawing.cards if p.plate] + [p.box for p in drawing.pills]
-    )
-    boxes = [
-        *(Rect(p.box.x, p.box.y, p.box.width, p.foot - p.box.y) for p in drawing.cards),
-        *(p.box for p in drawing.pills),
-        *(loop.label for loop in drawing.loops),
-    ]
-    for a, b in itertools.combinations(boxes, 2):
+    """No two boxes overlap, and no line crosses a box other than the ones that it joins."""
+    boxes = {
+        **{p.card.name: Rect(p.box.x, p.box.y, p.box.width, p.foot - p.box.y) for p in drawing.cards},
+        **{p.pill: p.box for p in drawing.pills},
+        **{loop.edge: loop.label for loop in drawing.loops},
+    }
+    for a, b in itertools.combinations(boxes.values(), 2):
         assert not a.overlaps(b)
     bounds = drawing.bounds
-    for box in boxes:
+    for box in boxes.values():
         assert bounds.x - 0.1 <= box.x
         assert box.right <= bounds.right + 0.1
         assert bounds.y - 0.1 <= box.y
         assert box.bottom <= bounds.bottom + 0.1
-    for branch in drawing.branches:
-        own = next(p.box for p in drawing.pills if p.pill is branch.pill)
-        for point in points_of(branch.path):
-            assert not any(inside(point, box) for box in solid if box is not own)
+    joined = [(branch.path, {branch.pill, branch.pill.producer, branch.consumer}) for branch in drawing.branches]
+    joined += [(loop.path, {loop.edge, loop.edge.trainer, loop.edge.reader}) for loop in drawing.loops]
+    for path, ends in joined:
+        others = [box for name, box in boxes.items() if name not in ends and not isinstance(name, VersionEdge)]
+        for point in points_of(path):
+            assert not any(inside(point, box) for box in others)
             assert bounds.y - 0.1 <= point[1] <= bounds.bottom + 0.1
-    for loop in drawing.loops:
-        for point in points_of(loop.path):
-            assert not any(inside(point, box) for box in solid)
 
 
 @pytest.mark.parametrize("placed", [False, True])
