@@ -9,8 +9,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from realrl.algo.api import CallContext as CallContext
+    from realrl.algo.api import ForwardOutput as ForwardOutput
+    from realrl.algo.api import LossOutput as LossOutput
+    from realrl.algo.api import Model as Model
     from realrl.algo.api import ModelInterface as ModelInterface
+    from realrl.algo.normalise import Moments as Moments
+    from realrl.algo.normalise import whiten as whiten
+    from realrl.algo.packed import response_mask as response_mask
+    from realrl.algo.packed import to_transitions as to_transitions
     from realrl.algo.registry import register_interface as register_interface
+    from realrl.algo.training import train_minibatches as train_minibatches
     from realrl.config.schema import RunConfig as RunConfig
     from realrl.config.schema import Section as Section
     from realrl.data.sample import SequenceSample as SequenceSample
@@ -26,27 +35,40 @@ if TYPE_CHECKING:
     from realrl.graph.mfc import ParamReallocHook as ParamReallocHook
     from realrl.runtime.master_worker import MasterWorker as MasterWorker
     from realrl.runtime.model_worker import ModelWorker as ModelWorker
+    from realrl.sched.messages import KeySchema as KeySchema
+    from realrl.sched.messages import Per as Per
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CallContext": "realrl.algo.api",
     "DatasetKind": "realrl.experiment",
     "Experiment": "realrl.experiment",
+    "ForwardOutput": "realrl.algo.api",
     "InterfaceRef": "realrl.graph.mfc",
     "InterfaceType": "realrl.graph.mfc",
+    "KeySchema": "realrl.sched.messages",
+    "LossOutput": "realrl.algo.api",
     "MFCDef": "realrl.graph.mfc",
     "MasterWorker": "realrl.runtime.master_worker",
+    "Model": "realrl.algo.api",
     "ModelInterface": "realrl.algo.api",
     "ModelName": "realrl.graph.mfc",
     "ModelWorker": "realrl.runtime.model_worker",
+    "Moments": "realrl.algo.normalise",
     "OffloadHook": "realrl.graph.mfc",
     "ParamReallocHook": "realrl.graph.mfc",
+    "Per": "realrl.sched.messages",
     "Role": "realrl.experiment",
     "RunConfig": "realrl.config.schema",
     "Section": "realrl.config.schema",
     "SequenceSample": "realrl.data.sample",
     "build_graph": "realrl.graph.build",
     "register_interface": "realrl.algo.registry",
+    "response_mask": "realrl.algo.packed",
+    "to_transitions": "realrl.algo.packed",
+    "train_minibatches": "realrl.algo.training",
+    "whiten": "realrl.algo.normalise",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]

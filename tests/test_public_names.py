@@ -10,17 +10,24 @@ import pytest
 import realrl
 
 PUBLIC = [
+    "CallContext",
     "DatasetKind",
     "Experiment",
+    "ForwardOutput",
     "InterfaceRef",
     "InterfaceType",
+    "KeySchema",
+    "LossOutput",
     "MFCDef",
     "MasterWorker",
+    "Model",
     "ModelInterface",
     "ModelName",
     "ModelWorker",
+    "Moments",
     "OffloadHook",
     "ParamReallocHook",
+    "Per",
     "Role",
     "RunConfig",
     "Section",
@@ -28,6 +35,10 @@ PUBLIC = [
     "__version__",
     "build_graph",
     "register_interface",
+    "response_mask",
+    "to_transitions",
+    "train_minibatches",
+    "whiten",
 ]
 
 

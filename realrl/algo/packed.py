@@ -10,6 +10,19 @@ from dataclasses import dataclass
 
 import torch
 
+from realrl.data.sample import SequenceSample
+
+
+def response_mask(batch: SequenceSample) -> torch.Tensor:
+    """bool [T - S]: the actions of a batch that holds `input_ids` and `prompt_mask`."""
+    return action_mask(batch["prompt_mask"], batch.cu_seqlens("input_ids"))
+
+
+def to_transitions(per_sequence: torch.Tensor, batch: SequenceSample) -> torch.Tensor:
+    """[T - S]: each sequence's row of `per_sequence` [S], repeated for every transition of its `input_ids`."""
+    lengths = batch.cu_seqlens("input_ids").diff().long()
+    return torch.repeat_interleave(per_sequence, lengths - 1)
+
 
 def action_mask(prompt_mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """bool [T - S]: which transitions predict a response token.

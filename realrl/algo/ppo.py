@@ -15,7 +15,7 @@ from realrl.algo.experience import EXPERIENCE_KEYS, Experience, batch_metrics, e
 from realrl.algo.kl import KLController, make_controller
 from realrl.algo.losses import policy_loss, value_loss
 from realrl.algo.normalise import Moments, ValueNorm, whiten
-from realrl.algo.packed import action_mask, before_transition
+from realrl.algo.packed import before_transition, response_mask
 from realrl.algo.training import train_minibatches
 from realrl.config.algorithms import PPOOptions
 from realrl.config.schema import GenerationConfig
@@ -103,7 +103,7 @@ class PPOActor(_PPO):
         temperature = training_temperature(ctx.generation)
 
         def logprobs(out: ForwardOutput, mb: SequenceSample) -> torch.Tensor:
-            mask = _mask(mb)
+            mask = response_mask(mb)
             return torch.where(mask, out.logprobs(temperature, mask=mask), 0.0)
 
         result = model.engine.forward(batch, logprobs, micro_batching=ctx.micro_batching)
@@ -121,7 +121,7 @@ class PPOActor(_PPO):
         temperature = training_temperature(ctx.generation)
 
         def loss(out: ForwardOutput, mb: SequenceSample) -> LossOutput:
-            mask = _mask(mb)
+            mask = response_mask(mb)
             logprobs, entropy = out.logprobs_and_entropy(temperature, mask=mask)
             result = policy_loss(logprobs, mb["old_logprobs"], mb["advantages"], mask, options.clip_ratio)
             return LossOutput(result.loss, {**result.stats, "entropy": entropy.detach()[mask].sum()})
@@ -137,9 +137,7 @@ class PPOActor(_PPO):
             skip=lambda stats: is_too_far(stats, options),
         )
         return {
-            **{f"{role}/{name}": value for name, value in summary.stats.items()},
-            f"{role}/grad_norm": summary.grad_norm,
-            f"{role}/lr": summary.lr,
+            **summary.metrics(role),
             f"{role}/kl_coef": kl_coef,
             f"{role}/skipped_minibatches": float(summary.n_skipped),
             **batch_metrics(batch, experience, engine.all_reduce),
@@ -183,7 +181,7 @@ class PPOCritic(_PPO):
         def loss(out: ForwardOutput, mb: SequenceSample) -> LossOutput:
             values = before_transition(out.scores(), mb.cu_seqlens("input_ids"))
             old, target = mb["old_values"], mb["targets"]
-            return value_loss(values, old, target, _mask(mb), clip=options.value_clip, huber_delta=huber_delta)
+            return value_loss(values, old, target, response_mask(mb), clip=options.value_clip, huber_delta=huber_delta)
 
         columns = {"old_values": (PER_TRANSITION, old_values), "targets": (PER_TRANSITION, targets)}
         summary = train_minibatches(
@@ -195,9 +193,7 @@ class PPOCritic(_PPO):
             passes=options.ppo_epochs,
         )
         return {
-            **{f"{role}/{name}": value for name, value in summary.stats.items()},
-            f"{role}/grad_norm": summary.grad_norm,
-            f"{role}/lr": summary.lr,
+            **summary.metrics(role),
             f"{role}/explained_variance": explained_variance(experience, engine.all_reduce),
         }
 
@@ -221,12 +217,8 @@ def is_too_far(stats: Mapping[str, float], options: PPOOptions) -> bool:
     return far_ratio or far_kl
 
 
-def _mask(batch: SequenceSample) -> torch.Tensor:
-    return action_mask(batch["prompt_mask"], batch.cu_seqlens("input_ids"))
-
-
 def _n_actions(batch: SequenceSample) -> int:
-    return int(_mask(batch).sum())
+    return int(response_mask(batch).sum())
 
 
 def _is_prompt(prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:

@@ -43,12 +43,7 @@ class RewardModel(ModelInterface):
         batch = batch.select(batch.ids, ("input_ids",)).to(model.engine.device)
         summary = train_minibatches(model, batch, ctx, _pair_loss, count=len)
         role = model.name.role
-        metrics = {f"{role}/{name}": value for name, value in summary.stats.items()}
-        return metrics | {
-            f"{role}/n_pairs": summary.n_units,
-            f"{role}/grad_norm": summary.grad_norm,
-            f"{role}/lr": summary.lr,
-        }
+        return {**summary.metrics(role), f"{role}/n_pairs": summary.n_units}
 
 
 def _last_scores(out: ForwardOutput, mb: SequenceSample) -> torch.Tensor:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from realrl.algo.api import CallContext, ForwardOutput, LossOutput, Model, ModelInterface
 from realrl.algo.losses import nll_loss
-from realrl.algo.packed import action_mask
+from realrl.algo.packed import response_mask
 from realrl.algo.training import train_minibatches
 from realrl.data.sample import SequenceSample
 
@@ -21,23 +19,15 @@ class SFT(ModelInterface):
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
         """One pass over the minibatches of `ctx`; moves what it reads to the engine's device."""
         batch = batch.select(batch.ids, ("input_ids", "prompt_mask")).to(model.engine.device)
-        summary = train_minibatches(model, batch, ctx, _loss, count=lambda mb: int(answer_mask(mb).sum()))
-        loss = summary.stats["loss"]
+        summary = train_minibatches(model, batch, ctx, _loss, count=lambda mb: int(response_mask(mb).sum()))
         role = model.name.role
         return {
-            f"{role}/loss": loss,
-            f"{role}/ppl": math.exp(min(loss, MAX_EXPONENT)),
+            **summary.metrics(role),
+            f"{role}/ppl": math.exp(min(summary.stats["loss"], MAX_EXPONENT)),
             f"{role}/n_tokens": summary.n_units,
-            f"{role}/grad_norm": summary.grad_norm,
-            f"{role}/lr": summary.lr,
         }
 
 
-def answer_mask(batch: SequenceSample) -> torch.Tensor:
-    """bool [T - S]: transitions that predict an answer token."""
-    return action_mask(batch["prompt_mask"], batch.cu_seqlens("input_ids"))
-
-
 def _loss(out: ForwardOutput, mb: SequenceSample) -> LossOutput:
-    mask = answer_mask(mb)
+    mask = response_mask(mb)
     return nll_loss(out.logprobs(mask=mask), mask)

@@ -33,6 +33,11 @@ class TrainSummary:
     n_skipped: int
     n_units: float
 
+    def metrics(self, role: str) -> dict[str, float]:
+        """What a train_step can return: statistics, `grad_norm` and `lr` under ``<role>/<name>``."""
+        named = {**self.stats, "grad_norm": self.grad_norm, "lr": self.lr}
+        return {f"{role}/{name}": value for name, value in named.items()}
+
 
 def train_minibatches(
     model: Model,

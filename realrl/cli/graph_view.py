@@ -18,7 +18,7 @@ def print_graph(plan: RunPlan) -> None:
     print("dataset")
     for key in dataset_keys(graph):
         print(f"    -> {key}: {', '.join(readers(graph, key))}")
-    waits = {edge.reader: edge for edge in version_edges(graph)}
+    waits = version_edges(graph)
     for mfc in topological_calls(graph):
         print(f"\n{mfc.name}  [{mfc.model} {mfc.interface_type.value}, {mfc.n_seqs} samples]")
         sources: dict[str, list[str]] = {}
@@ -28,7 +28,7 @@ def print_graph(plan: RunPlan) -> None:
             print(f"    <- {source}: {', '.join(keys)}")
         for key in mfc.output_keys:
             print(f"    -> {key}: {', '.join(readers(graph, key)) or 'read by no call'}")
-        if mfc.name in waits:
-            edge = waits[mfc.name]
-            when = "the step before" if edge.lag == 1 else f"{edge.lag} steps before"
-            print(f"    .. waits for {edge.trainer} of {when}")
+        for edge in waits:
+            if edge.reader == mfc.name:
+                when = "the step before" if edge.lag == 1 else f"{edge.lag} steps before"
+                print(f"    .. waits for {edge.trainer} of {when}")

@@ -82,7 +82,7 @@ class Groups:
         """
         mine = [group for group in planned if rank in group.ranks]
         if world_size == 1:
-            return cls({group: ALONE for group in mine}, owns_world=False)
+            return cls(dict.fromkeys(mine, ALONE), owns_world=False)
         timeout = timedelta(seconds=timeout_s)
         with _loopback_only(rendezvous):
             try:

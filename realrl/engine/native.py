@@ -160,11 +160,14 @@ class NativeEngine:
     # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """What an exact continuation needs: master weights, moments, counters; empty for a frozen role."""
+        """What an exact continuation needs beside the saved model; empty for a frozen role.
+
+        Moments, counters and, unless the decoder itself is float32, master weights.
+        """
         return {} if self._optimizer is None else self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Continue exactly where `state_dict` was taken, with the decoder that `save_hf` wrote at that point."""
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state)
         elif state:
@@ -195,10 +198,10 @@ class NativeEngine:
         """Sum and maximise over micro-batches and ranks; the loss itself rides along to be checked everywhere alike."""
         names, max_names = list(losses[0].stats), list(losses[0].maxima)
         sums = torch.stack([_to_row([r.loss, *(r.stats[name] for name in names)]) for r in losses]).sum(0)
-        sums = (self._dp.all_reduce_(sums) / normaliser).tolist()
-        if not math.isfinite(sums[0]):
-            raise CallError(f"the loss of role {self.role!r} is {sums[0]}")
-        stats = dict(zip(names, sums[1:], strict=True))
+        loss, *means = (self._dp.all_reduce_(sums) / normaliser).tolist()
+        if not math.isfinite(loss):
+            raise CallError(f"the loss of role {self.role!r} is {loss}")
+        stats = dict(zip(names, means, strict=True))
         if max_names:
             tops = torch.stack([_to_row([r.maxima[name] for name in max_names]) for r in losses]).amax(0)
             stats |= zip(max_names, self._dp.all_reduce_(tops, "max").tolist(), strict=True)

@@ -73,7 +73,7 @@ class Optimizer:
         self._masters.clear_gradients()
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, moments and counters: tensors and numbers only."""
+        """Moments, counters and the masters' own state: tensors and numbers only."""
         return {
             "n_taken": self.n_taken,
             "n_total": self.n_total,
@@ -82,7 +82,11 @@ class Optimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken."""
+        """Continue exactly where `state_dict` was taken.
+
+        Raises:
+            KeyError: the state is of another model or precision.
+        """
         self.n_taken, self.n_total = int(state["n_taken"]), int(state["n_total"])
         self._masters.load_state_dict(state["masters"])
         for name, tensor in zip(self._masters.names, self._masters.tensors, strict=True):

@@ -62,7 +62,8 @@ class DecoderOutput:
         """
         if not isinstance(self._head, ScalarHead):
             raise CallError(
-                f"role {self._role!r} predicts tokens and has no scores", remedy='Declare it with head="value" or "reward".'
+                f"role {self._role!r} predicts tokens and has no scores",
+                remedy='Declare it with head="value" or "reward".',
             )
         return self._head(self._hidden)
 

@@ -7,6 +7,7 @@ the whole model ever exists.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -60,12 +61,20 @@ class MasterParameters:
             torch._foreach_copy_(self._working, self.tensors)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The masters by parameter name."""
+        """The masters by parameter name; empty in float32, where the decoder's own parameters are the masters."""
+        if not self._has_copies:
+            return {}
         return {name: t.detach() for name, t in zip(self.names, self.tensors, strict=True)}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Overwrite the masters and publish them."""
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite the masters and publish them.
+
+        Raises:
+            KeyError: masters are missing: the state is of another model, or of a run in float32.
+        """
+        if not self._has_copies:
+            return
         for name, t in zip(self.names, self.tensors, strict=True):
             t.copy_(state[name])
         self.publish()

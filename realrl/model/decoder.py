@@ -86,9 +86,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config, device)
         self.mlp = MLP(config, device)
 
-    def forward(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attention: AttentionOp
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attention: AttentionOp) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), rope, attention, self.layer_index)
         return x + self.mlp(self.mlp_norm(x))
 

@@ -36,9 +36,7 @@ class Family:
     is_ignorable: Callable[[str], bool]
 
 
-_LLAMA = Family(
-    hf_llama.config_from_hf, hf_llama.config_to_hf, hf_llama.tensor_names, hf_llama.is_ignorable
-)
+_LLAMA = Family(hf_llama.config_from_hf, hf_llama.config_to_hf, hf_llama.tensor_names, hf_llama.is_ignorable)
 FAMILIES: Mapping[str, Family] = dict.fromkeys(hf_llama.ARCHITECTURES, _LLAMA)  # by architecture
 
 
@@ -122,9 +120,11 @@ def save_model(decoder: Decoder, folder: str | Path, *, max_shard_bytes: int = _
     names = family.tensor_names(config)
     tensors = {names[ours]: p.detach().cpu().contiguous() for ours, p in decoder.named_parameters()}
     shards = _shard(tensors, max_shard_bytes)
-    files = [_SINGLE_FILE] if len(shards) == 1 else [
-        f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)
-    ]
+    files = (
+        [_SINGLE_FILE]
+        if len(shards) == 1
+        else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    )
     for file, shard in zip(files, shards, strict=True):
         with _renamed(folder / file) as temporary:
             _save_file(shard, temporary)

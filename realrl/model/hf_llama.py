@@ -129,7 +129,9 @@ def _refuse_variants(raw: Mapping[str, Any], where: str) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise AssetError(f"{where}: hidden_act {raw['hidden_act']!r} is not supported", remedy="Only 'silu' is.")
     if raw.get("quantization_config"):
-        raise AssetError(f"{where}: quantized checkpoints cannot be trained", remedy="Use the unquantized model folder.")
+        raise AssetError(
+            f"{where}: quantized checkpoints cannot be trained", remedy="Use the unquantized model folder."
+        )
     if float(_rope(raw).get("partial_rotary_factor", 1.0)) != 1.0:
         raise AssetError(f"{where}: partial_rotary_factor other than 1 is not supported")
 

@@ -3,8 +3,8 @@
 N rows, H hidden, V vocabulary. Forward and backward walk over chunks of rows. The backward pass needs each chunk's
 log-softmax again: it is kept when all of them together are small, and recomputed otherwise.
 
-With z = (hidden @ weight.T) / temperature, p = softmax(z), y the target and gradients g of the log-probability and e of the
-entropy S = -sum p log p:  d/dz = g * (onehot(y) - p) - e * p * (log p + S).
+With z = (hidden @ weight.T) / temperature, p = softmax(z), target y, and gradients g of the log-probability and e of
+the entropy S = -sum p log p:  d/dz = g * (onehot(y) - p) - e * p * (log p + S).
 """
 
 from __future__ import annotations

@@ -26,7 +26,9 @@ def _scale(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return kept * inv_freq + (1 - kept) * inv_freq / scaling.factor
 
 
-def rope_table(inv_freq: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_table(
+    inv_freq: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (cos, sin), each [T, 1, head_dim]; sin carries the rotation's sign in its first half.
 
     Args:

@@ -70,10 +70,12 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
         AllocationError: a mesh or strategy does not fit the cluster or the call.
     """
     mfcs = tuple(_with_micro_batching(mfc, config) for mfc in experiment.mfcs(config))
-    _check_roles(mfcs, experiment.name, experiment.roles_for(config))
+    roles = experiment.roles_for(config)
+    _check_roles(mfcs, experiment.name, roles)
     graph = build_graph(mfcs, experiment.dataset.keys)
     cluster = Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node)
-    allocations = plan_allocations(graph, config.allocation, cluster)
+    heads = {name: role.head for name, role in roles.items()}
+    allocations = plan_allocations(graph, config.allocation, cluster, heads=heads)
     return RunPlan(config, experiment, mfcs, graph, allocations, cluster)
 
 

@@ -29,7 +29,7 @@ def test_resident_memory_follows_allocations() -> None:
 
 
 def test_unknown_device() -> None:
-    with pytest.raises(ConfigError, match="cluster.device='tpu' is not a device"):
+    with pytest.raises(ConfigError, match=r"cluster\.device='tpu' is not a device"):
         devices.resolve_device("tpu")
 
 

@@ -120,7 +120,7 @@ def test_a_mask_that_selects_nothing_trains_nothing() -> None:
 
 
 def test_against_plain_torch() -> None:
-    """Loss, gradient norm, clipping, decay groups and schedule, recomputed with nothing of the engine but the decoder."""
+    """Loss, gradient norm, clipping, decay groups and schedule, recomputed with the decoder alone."""
     batch = make_batch()
     engine, reference = make_engine(), make_engine(optimizer=None).decoder.requires_grad_(True)
     decayed = [p for p in reference.parameters() if p.dim() == 2]
@@ -167,9 +167,7 @@ def test_skipped_step_changes_no_parameter_but_the_schedule() -> None:
         seen.append(stats)
         return True
 
-    skipped = engine.train_batch(
-        batch, masked_nll, normaliser=n_masked(batch), micro_batching=ONE, skip_step=skip
-    )
+    skipped = engine.train_batch(batch, masked_nll, normaliser=n_masked(batch), micro_batching=ONE, skip_step=skip)
     assert not skipped.stepped
     assert seen == [skipped.stats]
     assert skipped.lr < lr_before
@@ -215,11 +213,19 @@ def test_state_continues_bit_exactly(dtype: torch.dtype, tmp_path: Path) -> None
     engine, resumed = make_engine(compute_dtype=dtype), make_engine(compute_dtype=dtype)
     train(engine, batch, n=3)
     torch.save(engine.state_dict(), tmp_path / "state.pt")
+    engine.save_hf(tmp_path)
     expected = train(engine, batch, n=2)
+    resumed.decoder.load_state_dict(load_model(tmp_path, dtype=dtype).state_dict())
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert train(resumed, batch, n=2) == expected
     for name, p in parameters(resumed).items():
         assert torch.equal(p, engine.decoder.get_parameter(name))
+
+
+def test_state_of_another_precision_is_refused() -> None:
+    state = make_engine().state_dict()
+    with pytest.raises(KeyError, match=r"embedding\.weight"):
+        make_engine(compute_dtype=torch.bfloat16).load_state_dict(state)
 
 
 def test_saved_model_is_the_trained_one(tmp_path: Path) -> None:
@@ -232,9 +238,7 @@ def test_saved_model_is_the_trained_one(tmp_path: Path) -> None:
 
 def test_generate_returns_responses_of_each_prompt() -> None:
     batch = make_batch(3).remap({"input_ids": "prompt_ids"})
-    result = make_engine().generate(
-        batch, GenerationConfig(n_responses=2, max_new_tokens=4), seed=1, step=1, eos_id=2
-    )
+    result = make_engine().generate(batch, GenerationConfig(n_responses=2, max_new_tokens=4), seed=1, step=1, eos_id=2)
     assert len(result.responses) == 6
     assert all(1 <= len(tokens) <= 4 for tokens in result.responses)
 

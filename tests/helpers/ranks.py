@@ -51,9 +51,7 @@ def run_ranks(
         rendezvous = f"{tmp}/rendezvous" if joined else None
         for rank in range(world_size):
             recv_end, send_end = ctx.Pipe(duplex=False)
-            proc = ctx.Process(
-                target=_rank_main, args=(rank, world_size, rendezvous, timeout_s, send_end, fn, args)
-            )
+            proc = ctx.Process(target=_rank_main, args=(rank, world_size, rendezvous, timeout_s, send_end, fn, args))
             proc.start()
             send_end.close()  # so that a dead rank reads as end-of-file
             procs.append(proc)
@@ -90,7 +88,7 @@ def _rank_main(
                 timeout=timedelta(seconds=timeout_s),
             )
         out.send((None, fn(rank, world_size, *args)))
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - reported to the parent, whatever it is
         out.send((traceback.format_exc(), None))
         os._exit(1)  # a failed rank must not wait for its peers in destroy_process_group
     if dist.is_initialized():

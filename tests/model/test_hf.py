@@ -173,7 +173,7 @@ def edit_config(folder: Path, **changes: object) -> None:
 
 
 def test_folder_missing(tmp_path: Path) -> None:
-    with pytest.raises(AssetError, match="model folder .*nowhere does not exist"):
+    with pytest.raises(AssetError, match=r"model folder .*nowhere does not exist"):
         load_model(tmp_path / "nowhere")
 
 
@@ -191,7 +191,7 @@ def test_config_not_json(folder: Path, text: str, said: str) -> None:
 
 def test_unsupported_architecture_names_the_closest(folder: Path) -> None:
     edit_config(folder, architectures=["LLaMAForCausalLM"])
-    with pytest.raises(AssetError, match="'LLaMAForCausalLM' is not supported. Did you mean 'LlamaForCausalLM'"):
+    with pytest.raises(AssetError, match=r"'LLaMAForCausalLM' is not supported\. Did you mean 'LlamaForCausalLM'"):
         load_model(folder)
 
 

@@ -16,8 +16,8 @@ NODE = Cluster(1, 4)
 
 
 def config(mode, **by_call):
-    """A section as the planner sees it, whatever the schema says about modes."""
-    return AllocationConfig.model_construct(mode=mode, calls=by_call)
+    """The section with a mode and overrides."""
+    return AllocationConfig(mode=mode, calls=by_call)
 
 
 def texts(graph, mode, cluster=NODE, **by_call):

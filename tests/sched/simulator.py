@@ -58,6 +58,7 @@ class Rank:
     store: dict = field(default_factory=lambda: defaultdict(set))
     n_trained: Counter = field(default_factory=Counter)  # by call
     has_entered: bool = False
+    is_dead: bool = False
 
 
 class Stuck(AssertionError):
@@ -175,7 +176,7 @@ class Simulation:
 
     def can_work(self, rank):
         r = self.ranks[rank]
-        if not r.inbox:
+        if not r.inbox or r.is_dead:
             return False
         if not r.has_entered:
             return True

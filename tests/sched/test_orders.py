@@ -216,14 +216,14 @@ def test_interruption_at_any_point_ends_in_order(plan, seed, n_actions, n_lost):
         try:
             simulation.act()
         except Stuck:  # the ranks that wait for a lost one never say Goodbye: the shell kills them
-            lose(simulation, next(rank for rank, r in enumerate(simulation.ranks) if r.inbox))
+            lose(simulation, next(rank for rank, r in enumerate(simulation.ranks) if r.inbox and not r.is_dead))
     assert simulation.end == Finish("SIGINT", simulation.end.spans)
     assert simulation.master.is_over
 
 
 def lose(simulation, rank):
     if simulation.end is None:
-        simulation.ranks[rank].inbox.clear()
+        simulation.ranks[rank].is_dead = True
         simulation.feed(WorkerLost(rank, -9, ""))
 
 

@@ -1,7 +1,7 @@
-"""Attention over the KV cache: whole prompts at once, or one new token per row.
+"""Attention with the KV cache: whole prompts at once, or one new token per row.
 
 Shapes: B rows, T tokens, N heads, K KV heads, D head size, L tokens of the longest row. Both store the new keys and
-values in the cache before they attend.
+values in the cache.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from realrl.engine.generate.cache import KVCache
 
 
 class PrefillAttention:
-    """Packed prompts into consecutive, empty rows of the cache.
+    """Packed prompts into consecutive rows of the cache.
 
     Only attention sees padding, on the right, where causality hides it from every real token.
 
@@ -27,7 +27,6 @@ class PrefillAttention:
 
     def __init__(self, cache: KVCache, first_slot: int, seqlens: Sequence[int], device: torch.device) -> None:
         self._cache = cache
-        self._rows = slice(first_slot, first_slot + len(seqlens))
         self._n_rows, self._longest = len(seqlens), max(seqlens)
         self._is_even = min(seqlens) == self._longest
         lengths = torch.tensor(seqlens, device=device)
@@ -35,19 +34,22 @@ class PrefillAttention:
         starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         self.positions = torch.arange(len(rows), device=device) - starts
         self._padded = rows * self._longest + self.positions
-        self._indices = cache.flat_indices(rows + first_slot, self.positions)
+        self._slots = rows + first_slot
 
     def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of q [T, N, D] over k, v [T, K, D]; returns [T, N, D]."""
-        self._cache.write(layer_index, self._indices, k, v)
-        keys, values = self._cache.view(layer_index, self._rows, self._longest)
-        n_heads, head_dim = q.shape[1:]
-        if not self._is_even:
-            q = q.new_zeros(self._n_rows * self._longest, n_heads, head_dim).index_copy_(0, self._padded, q)
-        queries = q.reshape(self._n_rows, self._longest, n_heads, head_dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-        out = out.transpose(1, 2).reshape(-1, n_heads, head_dim)
+        self._cache.write(layer_index, self._slots, self.positions, k, v)
+        out = F.scaled_dot_product_attention(
+            self._pad(q), self._pad(k), self._pad(v), is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        out = out.transpose(1, 2).reshape(-1, *q.shape[1:])
         return out if self._is_even else out[self._padded]
+
+    def _pad(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, heads, D] -> [B, heads, L, D]."""
+        if not self._is_even:
+            x = x.new_zeros(self._n_rows * self._longest, *x.shape[1:]).index_copy_(0, self._padded, x)
+        return x.unflatten(0, (self._n_rows, self._longest)).transpose(1, 2)
 
 
 class DecodeAttention:
@@ -57,22 +59,28 @@ class DecodeAttention:
         cache: with room for one more token in every row.
         lengths: int64 [B], tokens that each row holds already.
         longest: the largest of `lengths`.
+        n_heads: N.
         dtype: of queries, keys and values.
     """
 
-    def __init__(self, cache: KVCache, lengths: torch.Tensor, longest: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, cache: KVCache, lengths: torch.Tensor, longest: int, *, n_heads: int, dtype: torch.dtype
+    ) -> None:
         self._cache = cache
         self._n_rows, self._n_tokens = len(lengths), longest + 1
-        self.positions = lengths
-        self._indices = cache.flat_indices(torch.arange(len(lengths), device=lengths.device), lengths)
+        self._slots = torch.arange(len(lengths), device=lengths.device)
+        self._positions = lengths
         beyond = torch.arange(self._n_tokens, device=lengths.device) > lengths[:, None]
-        self._mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device).masked_fill_(beyond, -torch.inf)
+        mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device).masked_fill_(beyond, -torch.inf)
+        n_groups, group_size = cache.shape.n_kv_heads, n_heads // cache.shape.n_kv_heads
+        self._mask = mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, group_size, -1).contiguous()
+        self._scale = cache.shape.head_dim**-0.5
 
     def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of q [B, N, D] over the cache and k, v [B, K, D]; returns [B, N, D]."""
-        self._cache.write(layer_index, self._indices, k, v)
-        keys, values = self._cache.view(layer_index, slice(0, self._n_rows), self._n_tokens)
+        self._cache.write(layer_index, self._slots, self._positions, k, v)
+        keys, values = self._cache.view(layer_index, self._n_rows, self._n_tokens)
         # the heads that share a KV head stand where query positions would: nothing is repeated
-        queries = q.reshape(self._n_rows, keys.shape[1], -1, q.shape[-1])
-        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=self._mask[:, None, None, :])
-        return out.reshape(q.shape)
+        queries = q.reshape(len(keys), -1, q.shape[-1])  # [B * K, N / K, D]
+        scores = torch.baddbmm(self._mask, queries, keys, alpha=self._scale)
+        return torch.bmm(torch.softmax(scores, dim=-1), values).view(q.shape)

@@ -1,6 +1,7 @@
 """Keys and values of the tokens seen so far, one row per response in the making.
 
-Shapes: B rows, K KV heads, C capacity in tokens, D head size.
+Shapes: B rows, K KV heads, C capacity in tokens, D head size. Keys are stored transposed, [B, K, D, C], values as
+[B, K, C, D]: both products of a decode step then read along their last dimension, which halves its time on CPUs.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from realrl.engine.generate.schedule import Move
-
 _FIRST_CAPACITY = 64
+
+SavedRow = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys [K, D, tokens] and values [K, tokens, D] per layer."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,24 @@ class KVCache:
     def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape = shape
         self.capacity = 0
-        # zeros, not garbage: padded positions are multiplied by a weight of 0, and 0 x NaN is NaN
-        self._layers = [
-            torch.zeros(2, shape.max_rows, shape.n_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
-            for _ in range(shape.n_layers)
-        ]
+        self._dtype, self._device = dtype, device
+        self._keys = [self._zeros_k(0) for _ in range(shape.n_layers)]
+        self._values = [self._zeros_v(0) for _ in range(shape.n_layers)]
+
+    # zeros, not garbage: padded positions are multiplied by a weight of 0, and 0 x NaN is NaN
+    def _zeros_k(self, capacity: int) -> torch.Tensor:
+        shape = self.shape
+        size = (shape.max_rows, shape.n_kv_heads, shape.head_dim, capacity)
+        return torch.zeros(size, dtype=self._dtype, device=self._device)
+
+    def _zeros_v(self, capacity: int) -> torch.Tensor:
+        shape = self.shape
+        size = (shape.max_rows, shape.n_kv_heads, capacity, shape.head_dim)
+        return torch.zeros(size, dtype=self._dtype, device=self._device)
 
     @property
     def size_bytes(self) -> int:
-        return sum(layer.numel() * layer.element_size() for layer in self._layers)
+        return sum(tensor.nbytes for tensor in self._keys + self._values)
 
     def reserve(self, n_tokens: int) -> None:
         """Make room for `n_tokens` in every row.
@@ -59,40 +70,39 @@ class KVCache:
             raise ValueError(f"{n_tokens} tokens asked of a KV cache bounded at {self.shape.max_tokens}")
         if n_tokens <= self.capacity:
             return
-        grown = min(self.shape.max_tokens, max(n_tokens, 2 * self.capacity, _FIRST_CAPACITY))
-        for i, old in enumerate(self._layers):
-            new = old.new_zeros(*old.shape[:3], grown, old.shape[4])
-            new[..., : self.capacity, :] = old
-            self._layers[i] = new
-        self.capacity = grown
+        used = self.capacity
+        self.capacity = min(self.shape.max_tokens, max(n_tokens, 2 * used, _FIRST_CAPACITY))
+        for i, (old_k, old_v) in enumerate(zip(self._keys, self._values, strict=True)):
+            self._keys[i] = self._zeros_k(self.capacity)
+            self._keys[i][..., :used] = old_k
+            self._values[i] = self._zeros_v(self.capacity)
+            self._values[i][:, :, :used] = old_v
 
-    def flat_indices(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """int64 [N * K]: where `write` puts token n of the N tokens at (slots[n], positions[n]), head by head."""
-        heads = torch.arange(self.shape.n_kv_heads, device=slots.device)
-        rows = slots[:, None] * self.shape.n_kv_heads + heads
-        return (rows * self.capacity + positions[:, None]).flatten()
+    def write(
+        self, layer_index: int, slots: torch.Tensor, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Store k, v [N, K, D] of token n at (slots[n], positions[n]); the room must have been reserved."""
+        self._keys[layer_index][slots, :, :, positions] = k
+        self._values[layer_index][slots, :, positions] = v
 
-    def write(self, layer_index: int, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v [N, K, D] at `indices` of `flat_indices`, made after the last `reserve`."""
-        layer = self._layers[layer_index]
-        for target, values in zip(layer, (k, v), strict=True):
-            target.view(-1, self.shape.head_dim).index_copy_(0, indices, values.reshape(-1, self.shape.head_dim))
+    def view(self, layer_index: int, n_rows: int, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B * K, D, n_tokens] and values [B * K, n_tokens, D] of the first rows, without copying."""
+        k, v = self._keys[layer_index][:n_rows].flatten(0, 1), self._values[layer_index][:n_rows].flatten(0, 1)
+        return k[:, :, :n_tokens], v[:, :n_tokens]
 
-    def view(self, layer_index: int, rows: slice, n_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of some rows, [B, K, n_tokens, D] each, without copying."""
-        k, v = self._layers[layer_index][:, rows, :, :n_tokens]
-        return k, v
-
-    def move(self, move: Move, n_tokens: int) -> None:
+    def copy(self, source: int, target: int, n_tokens: int) -> None:
         """Copy the first `n_tokens` of one row over another's."""
-        for layer in self._layers:
-            layer[:, move.target, :, :n_tokens] = layer[:, move.source, :, :n_tokens]
+        for k, v in zip(self._keys, self._values, strict=True):
+            k[target, :, :, :n_tokens] = k[source, :, :, :n_tokens]
+            v[target, :, :n_tokens] = v[source, :, :n_tokens]
 
-    def save(self, slot: int, n_tokens: int) -> list[torch.Tensor]:
-        """A copy of a row's first `n_tokens`, per layer, for `load`."""
-        return [layer[:, slot, :, :n_tokens].clone() for layer in self._layers]
+    def save(self, slot: int, n_tokens: int) -> SavedRow:
+        """A copy of a row's first `n_tokens`, for `load`."""
+        layers = zip(self._keys, self._values, strict=True)
+        return [(k[slot, :, :, :n_tokens].clone(), v[slot, :, :n_tokens].clone()) for k, v in layers]
 
-    def load(self, slot: int, saved: list[torch.Tensor]) -> None:
+    def load(self, slot: int, saved: SavedRow) -> None:
         """Put a saved row into a slot."""
-        for layer, values in zip(self._layers, saved, strict=True):
-            layer[:, slot, :, : values.shape[-2]] = values
+        for k, v, (saved_k, saved_v) in zip(self._keys, self._values, saved, strict=True):
+            k[slot, :, :, : saved_k.shape[-1]] = saved_k
+            v[slot, :, : saved_v.shape[-2]] = saved_v

@@ -17,14 +17,14 @@ import torch
 
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
-from realrl.engine.generate import sampler
 from realrl.engine.generate.attention import DecodeAttention, PrefillAttention
-from realrl.engine.generate.cache import CacheShape, KVCache
+from realrl.engine.generate.cache import CacheShape, KVCache, SavedRow
 from realrl.engine.generate.network import FusedNetwork
 from realrl.engine.generate.philox import hash_words, step_key, uniforms
 from realrl.engine.generate.request import Request
 from realrl.engine.generate.responses import Responses
-from realrl.engine.generate.schedule import Admission, Entry, Move, Schedule
+from realrl.engine.generate.sampler import draw, find_invalid_row, forbid, policy_probs
+from realrl.engine.generate.schedule import Admission, Entry, Schedule
 from realrl.errors import CallError
 from realrl.model.decoder import Decoder
 from realrl.model.heads import LMHead
@@ -109,11 +109,9 @@ class _Run:
         max_tokens = int(self._prompt_lengths.max()) + generation.max_new_tokens - 1  # the last token is never read
         shape = CacheShape(config.n_layers, max_rows, config.n_kv_heads, config.head_dim, max_tokens)
         self._cache = KVCache(shape, dtype=config.dtype, device=device)
-        self._held: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
+        self._held: dict[int, tuple[SavedRow, torch.Tensor]] = {}
         self._key = step_key(request.seed, request.step)
         self._sample_words = np.array([hash_words(i) for i in request.sample_ids], dtype=np.uint64)
-        self._stop_mask = torch.zeros(config.vocab_size, dtype=torch.bool, device=device)
-        self._stop_mask[list(request.stop_ids)] = True
 
     @property
     def is_done(self) -> bool:
@@ -144,7 +142,7 @@ class _Run:
         for entry in admission.copies:
             sample = entry.row.sample
             if sample in slot_of:
-                self._cache.move(Move(slot_of[sample], entry.slot), int(self._prompt_lengths[sample]))
+                self._cache.copy(slot_of[sample], entry.slot, int(self._prompt_lengths[sample]))
             else:
                 self._cache.load(entry.slot, self._held[sample][0])
         if admission.drop is not None:
@@ -190,31 +188,26 @@ class _Run:
         self._cache.reserve(longest + 1)
         input_ids = torch.from_numpy(newest).to(self._device)
         positions = torch.from_numpy(lengths).to(self._device)
-        attention = DecodeAttention(self._cache, positions, longest, self._network.config.dtype)
+        config = self._network.config
+        attention = DecodeAttention(self._cache, positions, longest, n_heads=config.n_heads, dtype=config.dtype)
         return self._network.logits(self._network.hidden(input_ids, positions, attention))
 
     def _sample(self, rows: RowIndices, logits: torch.Tensor) -> npt.NDArray[np.bool_]:
         """Append one token to each of these rows; returns which are finished."""
         generation = self._request.generation
         samples, responses = np.divmod(rows, generation.n_responses)
-        self._check_finite(samples, logits)
         n_tokens = self._responses.n_tokens[rows]
         numbers = uniforms(self._key, self._sample_words[samples], responses, n_tokens)
-        is_early = n_tokens < generation.min_new_tokens
-        forbidden = None
-        if is_early.any():
-            forbidden = torch.from_numpy(is_early).to(self._device)[:, None] & self._stop_mask
-        sampled = sampler.sample(logits, torch.from_numpy(numbers).to(self._device), generation, forbidden=forbidden)
-        return self._responses.append(rows, sampled)
-
-    def _check_finite(self, samples: npt.NDArray[np.int64], logits: torch.Tensor) -> None:
-        bad = sampler.find_invalid_row(logits)
+        probs = policy_probs(logits, generation.temperature)
+        bad = find_invalid_row(probs)
         if bad is not None:
             raise CallError(
                 f"the model's logits for sample {self._request.sample_ids[samples[bad]]!r} are not finite",
                 remedy="Look at the last train_step: a learning rate that is too high, or a broken checkpoint.",
                 step=self._request.step,
             )
+        forbid(probs, np.flatnonzero(n_tokens < generation.min_new_tokens), self._request.stop_ids)
+        return self._responses.append(rows, draw(probs, torch.from_numpy(numbers).to(self._device), generation))
 
     def _retire(self, slots: npt.NDArray[np.int64]) -> None:
         """Take out the rows at these slots and move others into the holes, with their cache."""
@@ -224,4 +217,4 @@ class _Run:
         for move in self._schedule.retire(slots.tolist()):
             row = self._schedule.rows[move.target]
             n_generated = self._responses.n_tokens[row.sample * n_responses + row.response]
-            self._cache.move(move, int(self._prompt_lengths[row.sample] + n_generated - 1))
+            self._cache.copy(move.source, move.target, int(self._prompt_lengths[row.sample] + n_generated - 1))

@@ -8,6 +8,7 @@ Shapes: B rows, V vocabulary, M candidates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,45 +35,50 @@ class SampledTokens:
     policy_logprobs: torch.Tensor
 
 
-def find_invalid_row(logits: torch.Tensor) -> int | None:
-    """The first row of [B, V] that holds NaN or positive infinity, or no finite number at all."""
-    bad = ~torch.isfinite(logits.amax(dim=-1))
+def policy_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """float32 [B, V]: softmax(logits / temperature), with temperature 1 if it is 0."""
+    if temperature not in (0.0, 1.0):
+        logits = logits.float() / temperature
+    return torch.softmax(logits, dim=-1, dtype=torch.float32)
+
+
+def find_invalid_row(probs: torch.Tensor) -> int | None:
+    """The first row of [B, V] whose logits held NaN or infinity, which leaves nothing but NaN."""
+    bad = torch.isnan(probs[:, 0])
     return int(bad.nonzero()[0]) if bool(bad.any()) else None
 
 
-def sample(
-    logits: torch.Tensor,
-    uniforms: torch.Tensor,
-    generation: GenerationConfig,
-    *,
-    forbidden: torch.Tensor | None = None,
-) -> SampledTokens:
+def forbid(probs: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]) -> None:
+    """Take the probability of some tokens away, in place, in some rows of [B, V]; the rest is not renormalised."""
+    if len(rows):
+        index = torch.as_tensor(rows, device=probs.device)
+        for token in tokens:
+            probs[index, token] = 0.0
+
+
+def draw(probs: torch.Tensor, uniforms: torch.Tensor, generation: GenerationConfig) -> SampledTokens:
     """Choose one token per row.
 
     Top-k is applied first; top-p then keeps the smallest set of most probable tokens whose renormalised mass reaches
     `top_p` (Holtzman et al. 2020, nucleus sampling).
 
     Args:
-        logits: [B, V], floating point, finite where a token is possible.
+        probs: [B, V] from `policy_probs`, after `forbid`.
         uniforms: float64 [B] in [0, 1).
-        forbidden: bool [B, V] or [V], tokens that cannot be chosen (stop tokens before the minimum length).
+        generation: temperature and filters.
     """
-    scaled = logits.float()
-    if generation.temperature not in (0.0, 1.0):
-        scaled = scaled / generation.temperature
-    policy = torch.log_softmax(scaled, dim=-1)
-    allowed = policy if forbidden is None else policy.masked_fill(forbidden, -torch.inf)
-
     if generation.temperature == 0.0:
-        tokens = allowed.argmax(dim=-1)
-        logprobs = torch.zeros(len(tokens), device=logits.device)
-    elif 0 < generation.top_k < logits.shape[-1] or generation.top_p < 1.0:
-        tokens, logprobs = _sample_filtered(allowed, uniforms, generation.top_k, generation.top_p)
+        tokens = probs.argmax(dim=-1)
+        policy_logprobs = _pick(probs, tokens).log()
+        return SampledTokens(tokens, torch.zeros_like(policy_logprobs), policy_logprobs)
+    if 0 < generation.top_k < probs.shape[-1]:
+        tokens, mass = _draw_top_k(probs, uniforms, generation.top_k, generation.top_p)
+    elif generation.top_p < 1.0:
+        tokens, mass = _draw_top_p(probs, uniforms, generation.top_p)
     else:
-        tokens = _invert_cdf_blocked(torch.softmax(allowed, dim=-1), uniforms)
-        distribution = policy if forbidden is None else torch.log_softmax(allowed, dim=-1)
-        logprobs = _pick(distribution, tokens)
-    return SampledTokens(tokens, logprobs, _pick(policy, tokens))
+        tokens, mass = _draw_any(probs, uniforms)
+    chosen = _pick(probs, tokens)
+    return SampledTokens(tokens, (chosen.double() / mass).log().float(), chosen.log())
 
 
 def _pick(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
@@ -92,46 +98,48 @@ def _invert_cdf(weights: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Ten
     return indices, (targets - before).clamp_(min=0.0)
 
 
-def _invert_cdf_blocked(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Tokens [B] for probabilities [B, V]; one pass over V, then one over a single block."""
+def _draw_any(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [B] and the total mass [B]; one pass over V, then one over a single block."""
     n_missing = -probs.shape[-1] % _BLOCK
     blocks = (F.pad(probs, (0, n_missing)) if n_missing else probs).unflatten(-1, (-1, _BLOCK))
     sums = blocks.sum(dim=-1)
-    block_indices, rest = _invert_cdf(sums, uniforms * sums.sum(dim=-1, dtype=torch.float64))
+    mass = sums.sum(dim=-1, dtype=torch.float64)
+    block_indices, rest = _invert_cdf(sums, uniforms * mass)
     chosen = blocks[torch.arange(len(probs), device=probs.device), block_indices]
-    return block_indices * _BLOCK + _invert_cdf(chosen, rest)[0]
+    return block_indices * _BLOCK + _invert_cdf(chosen, rest)[0], mass
 
 
-def _sample_filtered(
-    logprobs: torch.Tensor, uniforms: torch.Tensor, top_k: int, top_p: float
+def _draw_top_k(
+    probs: torch.Tensor, uniforms: torch.Tensor, top_k: int, top_p: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and their log-probabilities after top-k and top-p, from normalised or masked log-probabilities [B, V]."""
-    vocab_size = logprobs.shape[-1]
-    if 0 < top_k < vocab_size:
-        values, tokens = logprobs.topk(top_k, dim=-1)
-        kept = values.exp()
-        if top_p < 1.0:
-            kept = _nucleus(kept, top_p * kept.sum(dim=-1, dtype=torch.float64))
-        return _sample_candidates(kept, tokens, uniforms)
+    """Tokens [B] and the mass [B] of the tokens kept."""
+    kept, tokens = probs.topk(top_k, dim=-1)
+    if top_p < 1.0:
+        kept = _nucleus(kept, top_p * kept.sum(dim=-1, dtype=torch.float64))
+    return _draw_candidate(kept, tokens, uniforms)
 
-    mass = top_p * logprobs.exp().sum(dim=-1, dtype=torch.float64)
-    chosen = torch.empty_like(uniforms, dtype=torch.int64)
-    chosen_logprobs = torch.empty_like(logprobs[:, 0])
-    rows = torch.arange(len(logprobs), device=logprobs.device)
-    n_candidates = _FIRST_CANDIDATES
+
+def _draw_top_p(probs: torch.Tensor, uniforms: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [B] and the mass [B] of the tokens kept.
+
+    Sorting the vocabulary is slow and rarely needed: only rows whose nucleus is larger than the candidates try more.
+    """
+    vocab_size = probs.shape[-1]
+    mass = top_p * probs.sum(dim=-1, dtype=torch.float64)
+    chosen, chosen_mass = torch.empty_like(uniforms, dtype=torch.int64), torch.empty_like(uniforms)
+    rows = torch.arange(len(probs), device=probs.device)
+    n_candidates = min(_FIRST_CANDIDATES, vocab_size)
     while len(rows):
-        n_candidates = min(n_candidates, vocab_size)
-        values, tokens = logprobs[rows].topk(n_candidates, dim=-1)
-        probs = values.exp()
-        enough = probs.sum(dim=-1, dtype=torch.float64) >= mass[rows]
+        candidates, tokens = probs[rows].topk(n_candidates, dim=-1)
+        enough = candidates.sum(dim=-1, dtype=torch.float64) >= mass[rows]
         if n_candidates == vocab_size:
             enough[:] = True
         done = rows[enough]
-        kept = _nucleus(probs[enough], mass[done])
-        chosen[done], chosen_logprobs[done] = _sample_candidates(kept, tokens[enough], uniforms[done])
+        kept = _nucleus(candidates[enough], mass[done])
+        chosen[done], chosen_mass[done] = _draw_candidate(kept, tokens[enough], uniforms[done])
         rows = rows[~enough]
-        n_candidates *= 16
-    return chosen, chosen_logprobs
+        n_candidates = min(16 * n_candidates, vocab_size)
+    return chosen, chosen_mass
 
 
 def _nucleus(probs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
@@ -142,16 +150,16 @@ def _nucleus(probs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
     return probs.masked_fill(dropped, 0.0)
 
 
-def _sample_candidates(
+def _draw_candidate(
     kept: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample among candidates [B, M] with weights `kept`, in vocabulary order.
+    """Draw among candidates [B, M] with weights `kept`, in vocabulary order; also their mass [B].
 
     In descending order two tokens of nearly equal probability could swap places between batch shapes, and with them
     everything that the uniform number points at.
     """
     tokens, order = tokens.sort(dim=-1)
     kept = kept.gather(-1, order)
-    total = kept.sum(dim=-1, dtype=torch.float64)
-    indices, _ = _invert_cdf(kept, uniforms * total)
-    return _pick(tokens, indices), (_pick(kept, indices).double() / total).log().float()
+    mass = kept.sum(dim=-1, dtype=torch.float64)
+    indices, _ = _invert_cdf(kept, uniforms * mass)
+    return _pick(tokens, indices), mass

@@ -84,13 +84,14 @@ def write_picture(
     """
     path = Path(path)
     known = {f".{fmt}": fmt for fmt in FORMATS}
-    if path.suffix not in known:
+    suffix = path.suffix.lower()
+    if suffix not in known:
         what = f"the suffix '{path.suffix}'" if path.suffix else "no suffix"
         raise UsageError(
             f"cannot choose a format for the picture '{path}', which has {what}",
-            remedy=f"Use one of {', '.join(known)}.{did_you_mean(path.suffix, known)}",
+            remedy=f"Use one of {', '.join(known)}.{did_you_mean(suffix, known)}",
         )
-    content = draw(graph, title=title, allocations=allocations, fmt=known[path.suffix])
+    content = draw(graph, title=title, allocations=allocations, fmt=known[suffix])
     try:
         path.write_bytes(content)
     except OSError as error:

@@ -1,22 +1,24 @@
 """The order of things in each column, and their heights: a layered drawing after Sugiyama, Tagawa and Toda (1981).
 
 Calls stand in even columns and pills in odd ones. A branch that passes columns has a *bend* in each of them, so every
-link joins neighbouring columns. The order in each column is found by sweeps of barycentres and swaps of neighbours that
-keep the arrangement with the fewest crossings; the heights by least squares, then least absolute distances, each column
-being solved exactly by pooling adjacent violators, and at last by making links level one by one.
+link joins neighbouring columns. The order in each column is found by sweeps of barycentres and swaps of neighbours from
+several starts, keeping the arrangement with the fewest crossings. The heights come from least squares, then from least
+absolute distances, each column being solved exactly by pooling adjacent violators, and at last by making links level
+one by one.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from realrl.graph.draw.geometry import spread
 
-_SWEEPS = 24
+_STARTS, _SWEEPS = 16, 8
 _SMOOTH, _STRAIGHTEN, _SNAPS = 40, 60, 12
 
 
@@ -69,12 +71,15 @@ class Links:
         return cls(before, after)
 
 
-def arrange(items: Mapping[str, Item], pairs: Sequence[tuple[str, str]]) -> dict[str, float]:
+def arrange(
+    items: Mapping[str, Item], pairs: Sequence[tuple[str, str]], loops: Sequence[tuple[str, str]] = ()
+) -> dict[str, float]:
     """Height of every item.
 
     Args:
         items: name -> item; the order decides where nothing else does.
         pairs: links between items of neighbouring columns, left to right.
+        loops: pairs of cards that will be joined around the columns, and should stand at the same end of theirs.
 
     Returns:
         name -> y. In a column, items do not overlap and keep some room between each other.
@@ -82,7 +87,7 @@ def arrange(items: Mapping[str, Item], pairs: Sequence[tuple[str, str]]) -> dict
     links = Links.of(items, pairs)
     n_columns = max(item.column for item in items.values()) + 1
     start = [[name for name, item in items.items() if item.column == c] for c in range(n_columns)]
-    columns = _order(start, links)
+    columns = _order(items, start, links, loops)
     return _heights(items, columns, links)
 
 
@@ -100,22 +105,35 @@ def _crossings_after(left: Sequence[str], right: Sequence[str], links: Links) ->
     return sum(a > b for a, b in itertools.combinations(ends, 2))
 
 
-def _order(start: Sequence[Sequence[str]], links: Links) -> list[list[str]]:
-    """The best of several sweeps from the given order and from its reverse."""
-    best = [list(column) for column in start]
-    fewest = crossings(best, links)
-    for first in (start, [column[::-1] for column in start]):
-        columns = [list(column) for column in first]
+def _order(
+    items: Mapping[str, Item], start: Sequence[Sequence[str]], links: Links, loops: Sequence[tuple[str, str]]
+) -> list[list[str]]:
+    """The best of all sweeps from all starts: the fewest crossings, then the fewest cards in the way of loops."""
+    shuffler = random.Random(0)  # the same picture every time
+    best, least = [list(column) for column in start], (math.inf, math.inf)
+    for turn in range(_STARTS):
+        columns = [list(column) for column in start]
+        for column in columns if turn else ():
+            shuffler.shuffle(column)
         for sweep in range(_SWEEPS):
-            forward = sweep % 2 == 0
-            _sweep(columns, links, forward=forward)
+            _sweep(columns, links, forward=sweep % 2 == 0)
             _swap(columns, links)
-            found = crossings(columns, links)
-            if found < fewest:
-                best, fewest = [list(column) for column in columns], found
-            if fewest == 0:
-                return best
+            cost = crossings(columns, links), obstacles(items, columns, loops)
+            if cost < least:
+                best, least = [list(column) for column in columns], cost
+        if least == (0, 0):
+            break
     return best
+
+
+def obstacles(items: Mapping[str, Item], columns: Sequence[Sequence[str]], loops: Sequence[tuple[str, str]]) -> int:
+    """How many cards stand between the ends of loops and the nearer side, above or below, of the columns."""
+    above, below = {}, {}
+    for column in columns:
+        cards = [name for name in column if items[name].kind is ItemKind.CARD]
+        for i, name in enumerate(cards):
+            above[name], below[name] = i, len(cards) - 1 - i
+    return sum(min(above[a] + above[b], below[a] + below[b]) for a, b in loops)
 
 
 def _sweep(columns: list[list[str]], links: Links, *, forward: bool) -> None:

@@ -87,7 +87,7 @@ def lay_out(scene: Scene) -> Drawing:
     chains = list(_chains(scene))
     items = _items(scene, chains)
     pairs = _pairs(scene, chains)
-    y = arrange(items, pairs)
+    y = arrange(items, pairs, [(_card_item(loop.trainer), _card_item(loop.reader)) for loop in scene.loops])
     x = _columns_x(items, pairs, y, scene)
     cards = {name: _place_card(card, items[_card_item(name)], x, y) for name, card in scene.cards.items()}
     pills = [_place_pill(pill, items[f"pill {i}"], x, y[f"pill {i}"]) for i, pill in enumerate(scene.pills)]

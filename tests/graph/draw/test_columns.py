@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.graph.draw.columns import Item, ItemKind, Links, arrange, crossings, pool
+from realrl.graph.draw.columns import Item, ItemKind, Links, arrange, crossings, obstacles, pool
 
 
 def items_of(*names):
@@ -25,6 +25,16 @@ def test_a_ladder_given_upside_down_is_untangled():
     items = items_of("0a", "0b", "0c", "1c", "1b", "1a")
     y = arrange(items, [("0a", "1a"), ("0b", "1b"), ("0c", "1c")])
     assert [y[f"0{c}"] for c in "abc"] == pytest.approx([y[f"1{c}"] for c in "abc"])
+
+
+def test_loops_decide_between_orders_with_equal_crossings():
+    items = items_of("0a", "1a", "1b", "1c", "2a", "2b", "2c")
+    pairs = [("0a", f"1{c}") for c in "abc"] + [(f"1{c}", f"2{c}") for c in "abc"]
+    y = arrange(items, pairs, [("2b", "1b")])
+    assert y["1b"] in (min(y["1a"], y["1b"], y["1c"]), max(y["1a"], y["1b"], y["1c"]))
+    columns = [["0a"], ["1a", "1b", "1c"], ["2a", "2b", "2c"]]
+    assert obstacles(items, columns, [("2b", "1b")]) == 2
+    assert obstacles(items, columns, [("2c", "1c"), ("2a", "1a"), ("2a", "1c")]) == 2
 
 
 def test_a_chain_is_level():

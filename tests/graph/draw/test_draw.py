@@ -193,6 +193,10 @@ def test_write_picture_chooses_by_suffix(tmp_path, suffix):
     assert path.read_bytes() == draw(PPO, title="t", allocations=PLACES, fmt=suffix)
 
 
+def test_write_picture_accepts_capitals(tmp_path):
+    assert write_picture(tmp_path / "GRAPH.SVG", PPO, title="t").read_bytes().startswith(b"<svg")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -1,0 +1,190 @@
+"""Data-parallel training over gloo: the numbers are those of one rank, and groups come and go cleanly."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+import torch
+
+from realrl.algo.api import MicroBatching
+from realrl.data.sample import SequenceSample
+from realrl.engine.groups import ALONE, Groups
+from realrl.errors import CallError, TransportError
+from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
+from realrl.plan.groups import GroupKind, ProcessGroup, group_of, process_groups
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import make_batch, make_engine, masked_nll, n_masked
+
+CPU = torch.device("cpu")
+N_STEPS = 3
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def plan(n_ranks: int) -> tuple[Allocation, tuple[ProcessGroup, ...]]:
+    cluster = Cluster(1, n_ranks)
+    allocation = Allocation(DeviceMesh(cluster, tuple(range(n_ranks))), ParallelStrategy(dp=n_ranks))
+    return allocation, process_groups([allocation], cluster)
+
+
+def join(rank: int, world_size: int, address: str, timeout_s: float = 30.0) -> Groups:
+    _, planned = plan(world_size)
+    return Groups.create(planned, rank=rank, world_size=world_size, rendezvous=address, device=CPU, timeout_s=timeout_s)
+
+
+def train(dp: object, share: SequenceSample, whole: SequenceSample, n_mbs: int, dtype: torch.dtype) -> tuple:
+    engine = make_engine(dp=dp, compute_dtype=dtype)  # type: ignore[arg-type]
+    results = [
+        engine.train_batch(share, masked_nll, normaliser=n_masked(whole), micro_batching=MicroBatching(n_mbs=n_mbs))
+        for _ in range(N_STEPS)
+    ]
+    return results, {name: p.detach().float().numpy() for name, p in engine.decoder.named_parameters()}
+
+
+def _train_share(rank: int, world_size: int, address: str, dtype: torch.dtype) -> tuple:
+    groups = join(rank, world_size, address)
+    allocation, planned = plan(world_size)
+    dp = groups[group_of(planned, GroupKind.DP, allocation, rank)]
+    whole = make_batch(10)
+    share = whole.split([[0, 2, 9], [1, 3, 4, 5, 6, 7, 8]])[rank]
+    outcome = train(dp, share, whole, n_mbs=[5, 2][rank], dtype=dtype)  # rank 0 has fewer samples than micro-batches
+    groups.destroy()
+    return outcome
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_two_ranks_train_like_one(dtype: torch.dtype, tolerance: float) -> None:
+    whole = make_batch(10)
+    expected, weights = train(ALONE, whole, whole, n_mbs=1, dtype=dtype)
+    (results, weights_0), (results_1, weights_1) = run_ranks(2, _train_share, free_address(), dtype, joined=False)
+    assert results == results_1
+    for a, b in zip(results, expected, strict=True):
+        assert a.stats == pytest.approx(b.stats, rel=tolerance)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=tolerance)
+        assert (a.lr, a.stepped) == (b.lr, b.stepped)
+    for name, weight in weights.items():
+        assert (weights_0[name] == weights_1[name]).all()
+        if dtype == torch.float32:
+            assert weights_0[name] == pytest.approx(weight, abs=1e-4)
+
+
+def _nan_on_one_rank(rank: int, world_size: int, address: str) -> str:
+    groups = join(rank, world_size, address)
+    allocation, planned = plan(world_size)
+    engine = make_engine(dp=groups[group_of(planned, GroupKind.DP, allocation, rank)])
+
+    def loss(out, batch):  # type: ignore[no-untyped-def]
+        result = masked_nll(out, batch)
+        result.loss.mul_(float("nan") if rank == 1 else 1.0)
+        return result
+
+    with pytest.raises(CallError) as caught:
+        engine.train_batch(make_batch(), loss, normaliser=1.0, micro_batching=MicroBatching())
+    groups.destroy()
+    return str(caught.value)
+
+
+def test_nan_on_one_rank_is_an_error_on_all() -> None:
+    messages = run_ranks(2, _nan_on_one_rank, free_address(), joined=False)
+    assert messages == ["the loss of role 'actor' is nan"] * 2
+
+
+def _reduce(rank: int, world_size: int, address: str) -> tuple[float, float, list[int]]:
+    groups = join(rank, world_size, address)
+    cluster = Cluster(1, world_size)
+    allocation = Allocation(DeviceMesh(cluster, tuple(range(world_size))), ParallelStrategy(dp=world_size))
+    _, planned = plan(world_size)
+    engine = make_engine(optimizer=None, dp=groups[group_of(planned, GroupKind.DP, allocation, rank)])
+    mine = torch.tensor([float(rank + 1)])
+    out = engine.all_reduce(mine).item(), engine.all_reduce(mine, "max").item(), mine.int().tolist()
+    groups.destroy()
+    return out
+
+
+def test_all_reduce_sums_and_maximises() -> None:
+    assert run_ranks(3, _reduce, free_address(), joined=False) == [(6.0, 3.0, [i + 1]) for i in range(3)]
+
+
+def _split_meshes(rank: int, world_size: int, address: str) -> list[float]:
+    cluster = Cluster(1, world_size)
+    halves = [Allocation(DeviceMesh(cluster, ranks), ParallelStrategy(dp=2)) for ranks in ((0, 1), (2, 3))]
+    planned = process_groups(halves, cluster)
+    groups = Groups.create(planned, rank=rank, world_size=world_size, rendezvous=address, device=CPU, timeout_s=30.0)
+    mine = groups[group_of(planned, GroupKind.DP, halves[rank // 2], rank)]
+    everyone = groups[group_of(planned, GroupKind.GLOBAL, halves[0], rank)]
+    assert (mine.n_ranks, mine.rank) == (2, rank % 2)
+    out = [g.all_reduce_(torch.tensor([float(rank)])).item() for g in (mine, everyone)]
+    groups.destroy()
+    return out
+
+
+def test_groups_of_disjoint_meshes() -> None:
+    assert run_ranks(4, _split_meshes, free_address(), joined=False) == [[1.0, 6.0]] * 2 + [[5.0, 6.0]] * 2
+
+
+def _only_loopback(rank: int, world_size: int, address: str) -> list[str]:
+    groups = join(rank, world_size, address)
+    inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+    listening = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table, encoding="ascii") as lines:
+            for line in list(lines)[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                    listening.append(fields[1].split(":")[0])
+    groups.destroy()
+    return listening
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp"), reason="needs /proc")
+def test_every_socket_listens_on_loopback_only() -> None:
+    listening = run_ranks(2, _only_loopback, free_address(), joined=False)
+    assert listening[0]
+    assert {address for found in listening for address in found} <= {"0100007F"}
+
+
+def _leave_after_a_death(rank: int, world_size: int, address: str) -> float:
+    groups = join(rank, world_size, address)
+    if rank == 1:
+        os._exit(0)
+    start_s = time.monotonic()
+    groups.destroy()
+    return time.monotonic() - start_s
+
+
+def test_leaving_does_not_wait_for_the_dead() -> None:
+    start_s = time.monotonic()
+    with pytest.raises(AssertionError, match="rank 1 failed:\nprocess died with exit code 0"):
+        run_ranks(2, _leave_after_a_death, free_address(), joined=False)
+    assert time.monotonic() - start_s < 30.0
+
+
+def test_a_single_worker_meets_nobody() -> None:
+    allocation, planned = plan(1)
+    groups = Groups.create(planned, rank=0, world_size=1, rendezvous="", device=CPU, timeout_s=1.0)
+    assert groups[group_of(planned, GroupKind.DP, allocation, 0)] is ALONE
+    assert not torch.distributed.is_initialized()
+    groups.destroy()
+
+
+def test_port_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(TransportError, match=f"worker 0 could not join the 2 workers that meet at {address}"):
+            join(0, 2, address, timeout_s=2.0)
+
+
+def test_nobody_else_comes() -> None:
+    address = free_address()
+    with pytest.raises(TransportError, match=f"worker 1 could not join the 2 workers that meet at {address}"):
+        join(1, 2, address, timeout_s=1.0)
