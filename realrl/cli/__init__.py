@@ -17,17 +17,18 @@ Train language models with reinforcement learning: an algorithm is a list of mod
 
 commands:
   run NAME [key=value ...]      train; --dry-run shows the plan and starts nothing
-  list                          the experiments there are
+  list                          the registered experiments
   graph NAME [--out FILE]       the calls and what flows between them, as text or as a picture
   config NAME [key=value ...]   every key, its value and what it accepts
   version                       realrl's version
 
-NAME is a registered experiment, a file (./my_algorithm.py) or a module (my_package.my_algorithm).
+NAME is an experiment, which is an algorithm with its defaults: one of 'realrl list', a file of your own
+(./my_algorithm.py) or a module (my_package.my_algorithm).
 
 examples:
   realrl run ppo preset=tiny                       PPO on a toy task: no download, a minute on a laptop
-  realrl run ppo preset=tiny steps=5 --dry-run     what would run where
-  realrl run ppo preset=tiny cluster.n_devices_per_node=2 allocation=split
+  realrl run ppo preset=tiny --dry-run             what would run where
+  realrl run ppo preset=tiny cluster.n_devices_per_node=2 allocation=split   two workers, roles on both
   realrl run ./my_algorithm.py models.actor.path=/models/llama generation.temperature=0.7
   realrl graph ppo --out ppo.svg
 

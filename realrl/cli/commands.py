@@ -21,7 +21,7 @@ examples:
   realrl run ppo --help                                  every key of this experiment
   realrl run ./my_algorithm.py preset=tiny               an algorithm of your own
   realrl run ppo 'generation.stop_ids=[2,3]'             a list; quote what the shell would read
-  realrl run ppo 'allocation.calls.actor_gen="d1@0:1"'   one call on device 1 of node 0
+  realrl run ppo cluster.n_devices_per_node=2 allocation.calls.rew_inf=d1@0:1   one call on device 1 of node 0
   realrl run ppo run_dir=runs/a resume=auto              continue after an interruption
 
 exit codes: 0 done, 1 the run failed, 2 wrong input and nothing was started, 130 interrupted
@@ -63,7 +63,7 @@ class Loaded:
 
 def run(arguments: Sequence[str]) -> int:
     """``realrl run``: train, or show the plan."""
-    parser = _parser("run", "Train by an experiment.", RUN_EXAMPLES)
+    parser = _parser("run", "Train as an experiment declares.", RUN_EXAMPLES)
     parser.add_argument("--dry-run", action="store_true", help="resolve, check and print the plan; start nothing")
     options = _parse(parser, arguments)
     if options.help:
@@ -86,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def list_experiments(arguments: Sequence[str]) -> int:
     """``realrl list``: a table of the registered experiments."""
-    parser = _Parser(prog="realrl list", description="The experiments there are.")
+    parser = _Parser(prog="realrl list", description="The registered experiments: what they do, their roles and their calls.")
     parser.parse_args(arguments)
     from realrl.cli.console import print_table
     from realrl.config.compose import compose

@@ -109,11 +109,11 @@ class AllocationConfig(Section):
     mode: str = Field(
         "data",
         min_length=1,
-        description="data, tensor, pipeline, split, standalone, heuristic, manual (all in calls), or a strategy for "
-        "all calls, such as d2t2p1; allocation=X is short for it",
+        description="data, split, standalone, heuristic, manual (all in calls), or a strategy for all calls, such as d2; "
+        "tensor and pipeline are known, but refused in this version; allocation=X is short for it",
     )
     calls: dict[str, str] = Field(
-        {}, description="strategy and place of single calls: allocation.calls.<call>='d4t1p2@0:0-7' (nodes:devices)"
+        {}, description="strategy and place of single calls: allocation.calls.<call>=d8@0:0-7 (node:devices), d16@0-1 (nodes)"
     )
 
 
@@ -195,7 +195,7 @@ class RunConfig(Section):
     n_seqs: int = Field(32, ge=1, description="samples per step")
     n_mbs: int | None = Field(None, ge=1, description="micro-batches per minibatch and worker; null means one")
     max_tokens_per_mb: int | None = Field(None, ge=1, description="token budget of a micro-batch, instead of n_mbs")
-    run_dir: str = Field("", description="folder of the run's results; empty means runs/<experiment>/<trial>")
+    run_dir: str = Field("", description="folder of the run's results; empty: a new one, runs/<experiment>/<date>_<time>")
     resume: str = Field(
         "never",
         min_length=1,

@@ -124,6 +124,21 @@ def version_edges(graph: nx.DiGraph) -> tuple[VersionEdge, ...]:
     return tuple(sorted(found, key=lambda edge: (position[edge.trainer], position[edge.reader])))
 
 
+def unordered_readers(graph: nx.DiGraph) -> tuple[tuple[str, str], ...]:
+    """Pairs (reader, trainer) of one role that no data orders within a step.
+
+    The trainer must wait for the reader, or timing would decide which version the reader sees.
+    """
+    import networkx as nx
+
+    data = data_graph(graph)
+    pairs = []
+    for trainer in (mfc for mfc in calls(graph) if mfc.is_train):
+        related = nx.ancestors(data, trainer.name) | nx.descendants(data, trainer.name) | {trainer.name}
+        pairs += [(m.name, trainer.name) for m in calls(graph) if m.role == trainer.role and m.name not in related]
+    return tuple(pairs)
+
+
 def producers(graph: nx.DiGraph) -> Mapping[str, str]:
     """Key -> the call that produces it; dataset keys are not in it."""
     return {key: mfc.name for mfc in calls(graph) for key in mfc.output_keys}

@@ -11,6 +11,7 @@ exception; the session around it stops the workers.
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import time
@@ -218,6 +219,7 @@ def run_master(session: Session) -> int:
     rendezvous = f"127.0.0.1:{_free_port()}" if plan.n_workers > 1 else ""
     if resume_from is not None:
         session.progress.phase(f"resuming from {resume_from}")
+    gc.freeze()  # a full collection over everything imported would stall hundreds of workers for tens of milliseconds
     start = Start(run=session.run, rendezvous=rendezvous, resume_from=str(resume_from or ""))
     return MasterWorker(plan, MasterState(master_plan), session, store).run(start)
 

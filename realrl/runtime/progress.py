@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _FIRST = ("reward/mean", "kl/mean")
 _QUALITY = ("loss", "accuracy", "reward", "margin")  # last part of a metric's name
+_COUNTERS = ("version/", "time_s/")  # what follows is a name, of a role or a call
 _THROUGHPUT = "perf/tokens_per_s"
 _MAX_HEADLINES = 4
 _HISTORY = 24
@@ -68,6 +69,8 @@ def headline_metrics(metrics: Mapping[str, float]) -> list[str]:
 
 def _quality(name: str) -> int:
     """Position, from 1, in `_QUALITY` of the word that a name ends in ("actor/pg_loss": "loss"); 0 for none."""
+    if name.startswith(_COUNTERS):
+        return 0
     word = name.removesuffix("/mean").rpartition("/")[2].rpartition("_")[2]
     return _QUALITY.index(word) + 1 if word in _QUALITY else 0
 

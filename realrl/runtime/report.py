@@ -165,7 +165,7 @@ def from_bug(error: BaseException, *, log: Path | None = None) -> Failure:
 
 def render(failure: Failure, *, max_lines: int = MAX_LINES) -> str:
     """The report as plain text of at most `max_lines` lines; the traceback or log is cut from above to fit."""
-    head = _wrapped([f"error: {failure.headline}"], _MAX_MESSAGE_LINES)
+    head = _wrapped(f"error: {failure.headline}".splitlines(), _MAX_MESSAGE_LINES)
     head += _wrapped([f"  {line}" for line in failure.message.splitlines()], _MAX_MESSAGE_LINES)
     if failure.sample_ids:
         head.append(f"  samples: {describe_ids(failure.sample_ids, 6)}")

@@ -14,16 +14,13 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from realrl.errors import Error, TransportError
 from realrl.runtime.transport.base import SampleClient
 from realrl.sched.messages import (
-    FreeSamples,
     Goodbye,
     Heartbeat,
-    Initialize,
-    LoadSamples,
     Reply,
     Request,
     RunCall,
@@ -31,6 +28,7 @@ from realrl.sched.messages import (
     Shutdown,
     WorkerFailed,
 )
+from realrl.sched.worker_state import WorkerPhase, WorkerState, describe
 
 _log = logging.getLogger(__name__)
 
@@ -45,14 +43,6 @@ class Host(Protocol):
         """Encoded rows of `key`; called from another thread."""
 
 
-@runtime_checkable
-class ReportsActivity(Protocol):
-    """A host that can tell in more detail what it is doing; empty text means no more than its request tells."""
-
-    @property
-    def activity(self) -> str: ...
-
-
 HostFactory = Callable[[int, SampleClient], Host]
 """``make_host(rank, client)``."""
 
@@ -62,27 +52,33 @@ class WorkerLoop:
 
     def __init__(self, rank: int, client: SampleClient, make_host: Callable[[], HostFactory]) -> None:
         self.rank = rank
-        self.finished = False  # a Goodbye was returned: nothing more will be executed
+        self._state = WorkerState(rank)
         self._client = client
         self._make_host = make_host
         self._host: Host | None = None
-        self._failed = False
-        self._current: tuple[int, str, float] | None = None  # seq, activity, start
+
+    @property
+    def finished(self) -> bool:
+        """Whether a Goodbye was returned: nothing more will be executed."""
+        return self._state.phase is WorkerPhase.CLOSED
 
     def execute(self, request: Request) -> list[Reply]:
-        """Replies to one request; whatever the host raises becomes a `WorkerFailed`."""
-        if self._failed and not isinstance(request, Shutdown):
+        """Replies to one request; whatever the host raises becomes a `WorkerFailed`.
+
+        Raises:
+            InvalidTransitionError: the request is out of sequence.
+        """
+        if not self._state.begin(request, now_s=time.monotonic()):
             return []
-        self._current = (request.seq, describe(request), time.monotonic())
         try:
             replies = self._handle(request)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - also what a reward function does with sys.exit()
             _log.exception("request %d (%s) failed", request.seq, describe(request))
             replies = [self._farewell(request) if isinstance(request, Shutdown) else self.failure(request, error)]
-        finally:
-            self._current = None
-        self._failed = self._failed or any(isinstance(reply, WorkerFailed) for reply in replies)
-        self.finished = any(isinstance(reply, Goodbye) for reply in replies)
+        if any(isinstance(reply, WorkerFailed) for reply in replies):
+            self._state.fail(now_s=time.monotonic())
+        else:
+            self._state.finish(now_s=time.monotonic())
         return replies
 
     def fetch(self, key: str, ids: Sequence[str]) -> bytes:
@@ -93,17 +89,10 @@ class WorkerLoop:
 
     def heartbeat(self) -> Heartbeat:
         """What this worker is doing now."""
-        current = self._current
-        if current is None:
-            return Heartbeat(self.rank, -1, "idle", 0.0)
-        seq, activity, start = current
-        if isinstance(self._host, ReportsActivity):
-            activity = self._host.activity or activity
-        return Heartbeat(self.rank, seq, activity, time.monotonic() - start)
+        return self._state.heartbeat(time.monotonic())
 
     def failure(self, request: Request, error: BaseException) -> WorkerFailed:
-        """The message that tells the master why `request` failed; from now on only a shutdown is executed."""
-        self._failed = True
+        """The message that tells the master why `request` failed."""
         return WorkerFailed(
             rank=self.rank,
             seq=request.seq,
@@ -124,20 +113,3 @@ class WorkerLoop:
 
     def _farewell(self, request: Shutdown) -> Goodbye:
         return Goodbye(self.rank, request.seq)
-
-
-def describe(request: Request) -> str:
-    """What a worker does while it executes `request`, in a few words."""
-    match request:
-        case RunCall():
-            return request.call
-        case Initialize():
-            return "starting"
-        case LoadSamples():
-            return "loading samples"
-        case FreeSamples():
-            return "freeing samples"
-        case SaveCheckpoint():
-            return "saving"
-        case Shutdown():
-            return "shutting down"

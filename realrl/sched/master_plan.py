@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError, DataError, GraphError
-from realrl.graph.build import dataset_keys, topological_calls, version_edges
+from realrl.graph.build import dataset_keys, topological_calls, unordered_readers, version_edges
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.cursor import CursorState, DatasetCursor
 
@@ -20,7 +20,10 @@ STEP_PLACEHOLDER = "{step}"
 
 @dataclass(frozen=True)
 class VersionWait:
-    """A call at step i waits until the call `trainer` has finished step ``i - lag``."""
+    """A call at step i waits until the call `trainer` has finished step ``i - lag``.
+
+    With lag 0 the call itself trains, and `trainer` is one that still has to read the parameters before that.
+    """
 
     trainer: str
     lag: int
@@ -199,6 +202,8 @@ def schedule_calls(graph: nx.DiGraph, allocations: Mapping[str, Allocation]) -> 
     waits: dict[str, list[VersionWait]] = {}
     for edge in version_edges(graph):
         waits.setdefault(edge.reader, []).append(VersionWait(edge.trainer, edge.lag))
+    for reader, trainer in unordered_readers(graph):
+        waits.setdefault(trainer, []).append(VersionWait(reader, 0))
     return tuple(
         ScheduledCall(
             name=mfc.name,

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from realrl.errors import DataError, TransportError
+from realrl.errors import DataError, InvalidTransitionError, TransportError
 from realrl.runtime.launchers.base import available_cores, threads_per_worker
 from realrl.runtime.launchers.inline import InlineLauncher
 from realrl.runtime.transport.base import SampleClient
 from realrl.runtime.transport.inproc import InprocMaster, InprocSamples
-from realrl.runtime.worker_loop import WorkerLoop, describe
+from realrl.runtime.worker_loop import WorkerLoop
 from realrl.sched.messages import (
     Goodbye,
     Heartbeat,
@@ -38,7 +38,6 @@ class ScriptedHost:
     def __init__(self, actions: dict[str, Callable[[], object]] | None = None) -> None:
         self.actions = actions or {}
         self.seen: list[Request] = []
-        self.activity = ""
 
     def handle(self, request: Request) -> Sequence[Reply]:
         self.seen.append(request)
@@ -52,11 +51,15 @@ class ScriptedHost:
         return key.encode()
 
 
-def loop_around(host: ScriptedHost) -> WorkerLoop:
+def loop_around(host: ScriptedHost, *, is_initialised: bool = True) -> WorkerLoop:
     def make(rank: int, client: SampleClient) -> ScriptedHost:
         return host
 
-    return WorkerLoop(0, InprocSamples().client(), lambda: make)
+    loop = WorkerLoop(0, InprocSamples().client(), lambda: make)
+    if is_initialised:
+        loop.execute(INITIALIZE)
+        host.seen.clear()
+    return loop
 
 
 def raise_data_error() -> None:
@@ -69,9 +72,9 @@ def raise_data_error() -> None:
 )
 def test_what_a_call_raises_becomes_a_failure(action: Callable[[], object], error: str, exit_code: int) -> None:
     loop = loop_around(ScriptedHost({"actor_gen": action}))
-    (failed,) = loop.execute(call(3))
+    (failed,) = loop.execute(call(1))
     assert isinstance(failed, WorkerFailed)
-    assert (failed.rank, failed.seq, failed.call, failed.step) == (0, 3, "actor_gen", 4)
+    assert (failed.rank, failed.seq, failed.call, failed.step) == (0, 1, "actor_gen", 4)
     assert (failed.error, failed.exit_code) == (error, exit_code)
     assert "Traceback" in failed.traceback
     assert "test_worker_loop.py" in failed.traceback
@@ -82,18 +85,24 @@ def test_a_keyboard_interrupt_is_not_a_failure_of_the_call() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        loop_around(ScriptedHost({"actor_gen": interrupt})).execute(call(0))
+        loop_around(ScriptedHost({"actor_gen": interrupt})).execute(call(1))
 
 
 def test_after_a_failure_only_a_shutdown_is_executed() -> None:
     host = ScriptedHost({"actor_gen": raise_data_error})
     loop = loop_around(host)
-    loop.execute(call(0))
-    assert loop.execute(call(1)) == []
-    assert loop.execute(SaveCheckpoint(2, 4, "/x")) == []
-    assert loop.execute(Shutdown(3)) == [Goodbye(0, 3)]
+    loop.execute(call(1))
+    assert loop.execute(call(2)) == []
+    assert loop.execute(SaveCheckpoint(3, 4, "/x")) == []
+    assert loop.execute(Shutdown(4)) == [Goodbye(0, 4)]
     assert loop.finished
-    assert host.seen == [call(0), Shutdown(3)]
+    assert host.seen == [call(1), Shutdown(4)]
+
+
+def test_a_request_out_of_sequence_is_a_bug_that_is_told() -> None:
+    loop = loop_around(ScriptedHost({"actor_gen": lambda: None}))
+    with pytest.raises(InvalidTransitionError, match="too early: it expects request 1"):
+        loop.execute(call(2))
 
 
 def test_a_host_that_cannot_be_made_is_a_failure_of_the_first_request() -> None:
@@ -112,7 +121,7 @@ def test_a_shutdown_that_fails_is_still_a_goodbye() -> None:
         def handle(self, request: Request) -> Sequence[Reply]:
             raise RuntimeError("a group is gone")
 
-    loop = loop_around(Stuck())
+    loop = loop_around(Stuck(), is_initialised=False)
     loop.execute(INITIALIZE)
     assert loop.execute(Shutdown(1)) == [Goodbye(0, 1)]
 
@@ -123,29 +132,23 @@ def test_heartbeats_tell_what_is_being_executed() -> None:
 
     def work() -> None:
         beats.append(loop.heartbeat())
-        host.activity = "transfer for actor_gen"
         beats.append(loop.heartbeat())
 
     host.actions["actor_gen"] = work
     loop = loop_around(host)
     assert loop.heartbeat() == Heartbeat(0, -1, "idle", 0.0)
-    loop.execute(call(6))
-    assert [(beat.seq, beat.activity) for beat in beats] == [(6, "actor_gen"), (6, "transfer for actor_gen")]
+    loop.execute(call(1))
+    assert [(beat.seq, beat.activity) for beat in beats] == [(1, "actor_gen"), (1, "actor_gen")]
     assert beats[1].busy_s >= beats[0].busy_s >= 0
     assert loop.heartbeat() == Heartbeat(0, -1, "idle", 0.0)
 
 
 def test_rows_are_served_by_the_host_once_there_is_one() -> None:
-    loop = loop_around(ScriptedHost())
+    loop = loop_around(ScriptedHost(), is_initialised=False)
     with pytest.raises(TransportError, match="worker 0 holds no samples yet"):
         loop.fetch("rewards", ["a"])
     loop.execute(INITIALIZE)
     assert loop.fetch("rewards", ["a"]) == b"rewards"
-
-
-def test_each_request_is_described() -> None:
-    assert describe(call(0, "ref_inf")) == "ref_inf"
-    assert describe(SaveCheckpoint(0, 1, "/x")) == "saving"
 
 
 def test_the_inline_launcher_runs_requests_on_the_callers_stack() -> None:
@@ -163,7 +166,9 @@ def test_the_inline_launcher_runs_requests_on_the_callers_stack() -> None:
     launcher.start(2, "", {})
     hellos = [master.receive(0), master.receive(0)]
     assert [reply.rank for reply in hellos if isinstance(reply, Hello)] == [0, 1]
-    master.send(0, call(0))
+    master.send(0, INITIALIZE)
+    assert isinstance(master.receive(0), Ready)
+    master.send(0, call(1))
     assert master.receive(0) is None
     assert "test_the_inline_launcher_runs_requests_on_the_callers_stack" in frames
     assert launcher.poll() == []

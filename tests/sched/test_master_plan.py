@@ -129,3 +129,14 @@ def test_the_package_is_pure():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_training_waits_for_a_reader_of_the_role_that_no_data_orders():
+    mfcs = [
+        *ppo(),
+        MFCDef("actor_probe", "actor", INFERENCE, "x", ("input_ids",), ("probe_logprobs",), n_seqs=8),
+    ]
+    calls = {call.name: call for call in scheduled(mfcs)}
+    assert calls["actor_train"].waits_for == (VersionWait("actor_probe", 0),)
+    assert VersionWait("actor_train", 1) in calls["actor_gen"].waits_for
+    assert calls["critic_train"].waits_for == ()

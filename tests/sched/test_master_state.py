@@ -196,6 +196,29 @@ def test_later_steps_do_not_queue_behind_others():
     assert simulation.master.explain("first") == "waits for devices"  # it is at step 2, and would delay step 1
 
 
+def independent(places):
+    """A run of calls that all read the prompts, on the given ranks of a node of two."""
+    mfcs = [MFCDef(name, name, INFERENCE, "x", ("prompt_ids",), (f"k_{name}",), n_seqs=4) for name in places]
+    allocations = {n: Allocation(DeviceMesh(TWO, ranks), ParallelStrategy(len(ranks))) for n, ranks in places.items()}
+    return Simulation(make_plan(mfcs, allocations, TWO), seed=0, n_rows=9)
+
+
+def test_urgent_call_reserves_devices_that_it_waits_for():
+    simulation = independent({"a": (0,), "b": (0,), "wide": (0, 1), "narrow": (1,)})
+    until(simulation, lambda: running_calls(simulation) == {"a", "b"})
+    assert simulation.master.explain("wide") == simulation.master.explain("narrow") == "waits for devices"
+    until(simulation, lambda: running_calls(simulation) == {"b", "wide", "narrow"})
+
+
+def test_device_that_is_done_first_goes_on_without_the_others():
+    simulation = independent({"a": (0, 1), "b": (0, 1), "narrow": (1,)})
+    until(simulation, lambda: running_calls(simulation) == {"a", "b"} and len(simulation.entered[0]) == 2)
+    simulation.work(1)
+    while simulation.ranks[1].replies:
+        simulation.feed(simulation.ranks[1].replies.popleft())
+    assert running_calls(simulation) == {"a", "b", "narrow"}
+
+
 def test_stale_weights_are_waited_for_and_checkpoints_too():
     mfcs = [
         MFCDef("inf", "b", INFERENCE, "x", ("prompt_ids",), ("k",), n_seqs=2),
