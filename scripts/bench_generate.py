@@ -120,7 +120,10 @@ def find_model(scratch: Path) -> Path:
 def bench_dtype(folder: Path, dtype: str, args: argparse.Namespace) -> list[Outcome]:
     """All cases of one dtype; prints a line for each."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     decoder = load_model(folder, dtype=DTYPES[dtype])
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
     print(f"{'dtype':<6}{'mode':<9}{'batch':>5}{'realrl tok/s':>14}{'transformers tok/s':>20}{'ratio':>7}  same tokens")

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional as F
 
+from realrl.engine.device import resolve_device
 from realrl.engine.native import packed_positions
 from realrl.model.attention import PackedAttention
 from realrl.model.config import DecoderConfig
@@ -36,6 +37,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def main() -> None:
     args = _parse()
     torch.set_num_threads(args.threads)
+    resolve_device("cpu")
     generator = torch.Generator().manual_seed(0)
     seqlens = torch.randint(args.min_tokens, args.max_tokens + 1, (args.n_seqs,), generator=generator).tolist()
     with tempfile.TemporaryDirectory() as scratch:

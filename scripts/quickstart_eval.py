@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realrl.algo.api import MicroBatching
+from realrl.algo.rw import with_end
 from realrl.config.schema import GenerationConfig
 from realrl.data.assets.fetch import MODEL_FOLDER, REVIEWS_FOLDER
 from realrl.data.assets.store import cache_dir
@@ -110,14 +111,16 @@ def evaluate(out: Path, *, n_prompts: int) -> Report:
 
 def pair_accuracy(engine: NativeEngine, pairs: Sequence[dict[str, Any]], tokenizer: Any) -> float:
     """Share of pairs whose better rated text gets the higher reward."""
-    chosen = rewards_of(engine, [_encode(tokenizer, p.get("prompt", "") + p["chosen"]) for p in pairs])
-    rejected = rewards_of(engine, [_encode(tokenizer, p.get("prompt", "") + p["rejected"]) for p in pairs])
+    chosen, rejected = (
+        rewards_of(engine, [_encode(tokenizer, pair[which]) for pair in pairs], tokenizer.eos_token_id)
+        for which in ("chosen", "rejected")
+    )
     return sum(c > r for c, r in zip(chosen, rejected, strict=True)) / len(pairs)
 
 
-def rewards_of(engine: NativeEngine, sequences: Sequence[torch.Tensor]) -> list[float]:
-    """The reward model's score at the last token of each sequence."""
-    batch = _batch("input_ids", sequences)
+def rewards_of(engine: NativeEngine, sequences: Sequence[torch.Tensor], eos_id: int) -> list[float]:
+    """The reward model's score at the end of each sequence."""
+    batch = with_end(_batch("input_ids", sequences), eos_id)
     scores = engine.forward(batch, lambda out, _: out.scores(), micro_batching=BATCHES)
     ends = batch.cu_seqlens("input_ids")[1:].long() - 1
     return scores[ends].tolist()
@@ -134,7 +137,7 @@ def continue_prompts(
     """Sample one continuation per prompt; KL is the sum over a response of log p_actor - log p_reference."""
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-    prompt_ids = [_encode(tokenizer, p, end=False) for p in prompts]
+    prompt_ids = [_encode(tokenizer, p) for p in prompts]
     one = generation.model_copy(update={"n_responses": 1})
     result = actor.generate(_batch("prompt_ids", prompt_ids), one, seed=SEED, step=0, eos_id=tokenizer.eos_token_id)
     sequences = [torch.cat([p, r]) for p, r in zip(prompt_ids, result.responses, strict=True)]
@@ -149,7 +152,7 @@ def continue_prompts(
     whole = [p + t for p, t in zip(prompts, texts, strict=True)]
     return Continuations(
         texts=texts,
-        rewards=rewards_of(judge, sequences),
+        rewards=rewards_of(judge, sequences, tokenizer.eos_token_id),
         vader=[float(analyzer.polarity_scores(text)["compound"]) for text in whole],
         kl=kl,
     )
@@ -216,9 +219,8 @@ def _batch(key: str, sequences: Sequence[torch.Tensor]) -> SequenceSample:
     return SequenceSample.from_lists(ids, {key: (TOKENS, [[s] for s in sequences])})
 
 
-def _encode(tokenizer: Any, text: str, *, end: bool = True) -> torch.Tensor:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return torch.tensor([*ids, tokenizer.eos_token_id] if end else ids)
+def _encode(tokenizer: Any, text: str) -> torch.Tensor:
+    return torch.tensor(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

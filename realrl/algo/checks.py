@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 import torch
 
 from realrl.algo.api import CallContext
+from realrl.data.checks import SampleError
 from realrl.data.sample import SequenceSample
-from realrl.errors import CallError, did_you_mean
+from realrl.errors import CallError, Error, did_you_mean
 from realrl.graph.mfc import MFCDef
 from realrl.sched.messages import KeySchema, Per
 
@@ -63,6 +64,27 @@ def check_metrics(ctx: CallContext, mfc: MFCDef, metrics: Any) -> dict[str, floa
         if not math.isfinite(checked[name]):
             _fail(ctx, mfc, f"returned the metric {name!r} = {checked[name]}")
     return checked
+
+
+def explain(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, error: Exception) -> Error:
+    """The error to raise for one that came out of an interface: it names role, call and step.
+
+    What the interface did not raise deliberately becomes a `CallError` about the samples that it had, with the original
+    as its cause.
+    """
+    if isinstance(error, Error) and not isinstance(error, SampleError):
+        if isinstance(error, CallError) and error.call is None:  # an engine knows its role only
+            located = CallError(
+                f"{mfc.name} at step {ctx.step}: {error.message}", remedy=error.remedy, call=mfc.name, step=ctx.step
+            )
+            located.sample_ids = error.sample_ids
+            return located
+        error.call, error.step = error.call or mfc.name, error.step or ctx.step
+        return error
+    failure = CallError(f"{_where(ctx, mfc)} raised {type(error).__name__}: {error}", call=mfc.name, step=ctx.step)
+    failure.sample_ids = getattr(error, "sample_ids", ()) or batch.ids
+    failure.__cause__ = error
+    return failure
 
 
 def _check_keys(ctx: CallContext, mfc: MFCDef, result: SequenceSample) -> None:
@@ -144,10 +166,14 @@ def _check_finite(ctx: CallContext, mfc: MFCDef, output: SequenceSample, key: st
 
 def _fail(ctx: CallContext, mfc: MFCDef, what: str, sample_id: str | None = None) -> NoReturn:
     error = CallError(
-        f"{mfc.name} of role {mfc.role!r} at step {ctx.step}: interface {mfc.interface.name!r} {what}",
+        f"{_where(ctx, mfc)} {what}",
         remedy=f"Look at its {mfc.interface_type.value} method and at the sample's inputs.",
         call=mfc.name,
         step=ctx.step,
     )
     error.sample_ids = (sample_id,) if sample_id is not None else ()
     raise error
+
+
+def _where(ctx: CallContext, mfc: MFCDef) -> str:
+    return f"{mfc.name} of role {mfc.role!r} at step {ctx.step}: interface {mfc.interface.name!r}"

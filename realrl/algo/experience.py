@@ -16,17 +16,19 @@ from realrl.algo.kl import sequence_kl, shape_scores, token_rewards
 from realrl.algo.normalise import AllReduce, Moments
 from realrl.algo.packed import Actions, action_mask, before_transition
 from realrl.config.algorithms import PPOOptions
+from realrl.data.checks import SampleError
 from realrl.data.sample import SequenceSample
+from realrl.sched.messages import Per
 
-EXPERIENCE_KEYS = (
-    "input_ids",
-    "prompt_mask",
-    "old_logprobs",
-    "ref_logprobs",
-    "rewards",
-    "values",
-    "truncated",
-)
+EXPERIENCE_KEYS = {
+    "input_ids": Per.TOKEN,
+    "prompt_mask": Per.TOKEN,
+    "old_logprobs": Per.TRANSITION,
+    "ref_logprobs": Per.TRANSITION,
+    "rewards": Per.SEQUENCE,
+    "values": Per.TOKEN,
+    "truncated": Per.SEQUENCE,
+}
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,14 @@ def work_out(batch: SequenceSample, options: PPOOptions, kl_coef: float, all_red
         options: of the algorithm.
         kl_coef: weight of the KL penalty for this batch.
         all_reduce: sum over ranks.
+
+    Raises:
+        SampleError: a key has another granularity than in `EXPERIENCE_KEYS`.
     """
+    for key, per in EXPERIENCE_KEYS.items():
+        found = batch.schemas[key].per
+        if found is not per:
+            raise SampleError(f"key {key!r} is per {found.value}, and PPO needs it per {per.value}", key=key)
     cu_seqlens = batch.cu_seqlens("input_ids")
     mask = action_mask(batch["prompt_mask"], cu_seqlens)
     actions = Actions.find(mask, cu_seqlens)

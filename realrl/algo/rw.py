@@ -20,9 +20,14 @@ class RewardModel(ModelInterface):
     """
 
     def inference(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
-        """`rewards`, float32 per sequence, on the engine's device."""
+        """`rewards`, float32 per sequence, on the engine's device.
+
+        A sequence that was cut off is scored as if it ended there, at an end-of-sequence token put after it: training
+        has seen no score anywhere else.
+        """
         batch = batch.select(batch.ids, ("input_ids",)).to(model.engine.device)
-        rewards = model.engine.forward(batch, _last_scores, micro_batching=ctx.micro_batching)
+        closed = with_end(batch, model.tokenizer.eos_token_id)
+        rewards = model.engine.forward(closed, _last_scores, micro_batching=ctx.micro_batching)
         return batch.derive("input_ids", {"rewards": (KeySchema("float32", Per.SEQUENCE), rewards.float())})
 
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
@@ -44,6 +49,16 @@ class RewardModel(ModelInterface):
         summary = train_minibatches(model, batch, ctx, _pair_loss, count=len)
         role = model.name.role
         return {**summary.metrics(role), f"{role}/n_pairs": summary.n_units}
+
+
+def with_end(batch: SequenceSample, eos_id: int) -> SequenceSample:
+    """The `input_ids` of `batch`, with `eos_id` after every sequence that does not end with it."""
+
+    def close(tokens: torch.Tensor) -> torch.Tensor:
+        return tokens if len(tokens) and tokens[-1] == eos_id else torch.cat([tokens, tokens.new_tensor([eos_id])])
+
+    sequences = [[close(tokens) for tokens in sample] for sample in batch.sequences("input_ids")]
+    return SequenceSample.from_lists(batch.ids, {"input_ids": (batch.schemas["input_ids"], sequences)})
 
 
 def _last_scores(out: ForwardOutput, mb: SequenceSample) -> torch.Tensor:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import NoReturn
 
 from realrl.errors import Error, UsageError, did_you_mean
 
@@ -43,8 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 if the run failed, 2 if the input is wrong, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _open_closed_streams()
     try:
-        return _dispatch(arguments)
+        with _leaving_on_ctrl_c():
+            return _dispatch(arguments)
     except KeyboardInterrupt:
         print("realrl: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -78,10 +85,52 @@ def _dispatch(arguments: list[str]) -> int:
     from realrl.cli.commands import COMMANDS
 
     if name in COMMANDS:
+        _require_working_directory()
         return COMMANDS[name](rest)
     if name.startswith("-"):
         raise UsageError(f"unknown option {name}", remedy="See: realrl --help")
     raise UsageError(f"unknown command '{name}'.{_meant(name)}", remedy="See: realrl --help")
+
+
+@contextlib.contextmanager
+def _leaving_on_ctrl_c() -> Iterator[None]:
+    """Leave at once: an exception in the middle of an import would come out of it as something else.
+
+    Nothing is running yet; whoever starts something (`realrl.runtime.supervise`) takes the signal over.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _leave(signum: int, frame: FrameType | None) -> NoReturn:
+    os.write(2, b"realrl: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _open_closed_streams() -> None:
+    """Whoever starts us with closed streams (``>&-``) means that nothing is read or shown: /dev/null does that.
+
+    Left closed, their numbers would go to the next files that are opened, and prints would end up in those.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            os.set_inheritable(null, True)
+            setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w"))  # noqa: SIM115 - for the whole process
+
+
+def _require_working_directory() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder was removed", remedy="Change to a folder that exists.") from error
 
 
 def _meant(name: str) -> str:

@@ -86,7 +86,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def list_experiments(arguments: Sequence[str]) -> int:
     """``realrl list``: a table of the registered experiments."""
-    parser = _Parser(prog="realrl list", description="The registered experiments: what they do, their roles and their calls.")
+    parser = _Parser(prog="realrl list", description="The registered experiments, their roles and their calls.")
     parser.parse_args(arguments)
     from realrl.cli.console import print_table
     from realrl.config.compose import compose

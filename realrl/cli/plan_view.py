@@ -27,7 +27,8 @@ def print_plan(plan: RunPlan) -> None:
         f"{_count(plan.n_workers, 'worker')}: {_count(cluster.n_nodes, 'node')} of "
         f"{_count(cluster.n_devices_per_node, 'device')}, {cluster.device}, launcher {config.launcher}"
     )
-    print(f"data from {config.dataset.path}, results in {config.run_dir or f'runs/{plan.experiment.name}/<date>_<time>'}\n")
+    run_dir = config.run_dir or f"runs/{plan.experiment.name}/<date>_<time>"
+    print(f"data from {config.dataset.path}, results in {run_dir}\n")
     _print_calls(plan)
     _print_roles(plan)
     _print_groups(plan)

@@ -21,7 +21,7 @@ def check_paths(config: RunConfig, *, cache_dir: Path) -> None:
         AssetError: a model folder is missing.
         DataError: the dataset file is missing.
     """
-    problems = [*_check_run_dir(config.run_dir), *_check_resume(config.resume)]
+    problems = [*_check_run_dir(config.run_dir), *_check_resume(config)]
     raise_problems(problems, config.experiment)
     for role, model in config.models.items():
         _check_model(role, model.path, cache_dir)
@@ -49,7 +49,7 @@ def _check_model(role: str, name: str, cache_dir: Path) -> None:
 
 def _check_run_dir(run_dir: str) -> list[Problem]:
     path = Path(run_dir or "runs").absolute()
-    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     subject = f"run_dir={run_dir}" if run_dir else "run_dir"
     if not existing.is_dir():
         return [Problem(subject, f"'{existing}' is not a folder")]
@@ -58,10 +58,14 @@ def _check_run_dir(run_dir: str) -> list[Problem]:
     return []
 
 
-def _check_resume(resume: str) -> list[Problem]:
-    if resume in ("never", "auto") or Path(resume).is_dir():
+def _check_resume(config: RunConfig) -> list[Problem]:
+    if config.resume == "auto" and not config.run_dir:
+        return [Problem("resume=auto", "continues the run in run_dir: give it with run_dir=PATH")]
+    if config.resume in ("never", "auto") or Path(config.resume).is_dir():
         return []
-    return [Problem(f"resume={resume}", "there is no such folder; use never, auto, or the folder of a checkpoint")]
+    return [
+        Problem(f"resume={config.resume}", "there is no such folder; use never, auto, or the folder of a checkpoint")
+    ]
 
 
 def _is_cached(path: Path, cache_dir: Path) -> bool:

@@ -109,11 +109,13 @@ class AllocationConfig(Section):
     mode: str = Field(
         "data",
         min_length=1,
-        description="data, split, standalone, heuristic, manual (all in calls), or a strategy for all calls, such as d2; "
-        "tensor and pipeline are known, but refused in this version; allocation=X is short for it",
+        description="data, split, standalone, heuristic, manual (all in calls), or a strategy for all calls, such as "
+        "d2; tensor and pipeline are known, but refused in this version; allocation=X is short for it",
     )
     calls: dict[str, str] = Field(
-        {}, description="strategy and place of single calls: allocation.calls.<call>=d8@0:0-7 (node:devices), d16@0-1 (nodes)"
+        {},
+        description="strategy and place of single calls: allocation.calls.<call>=d8@0:0-7 (node:devices) or "
+        "d16@0-1 (whole nodes)",
     )
 
 
@@ -190,12 +192,14 @@ class RunConfig(Section):
         description="passes over the dataset; the run ends at `steps` or here",
         json_schema_extra=ADVANCED,
     )
-    seed: int = Field(1, ge=0, description="everything random follows from it")
+    seed: int = Field(1, ge=0, lt=2**63, description="everything random follows from it")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="of computation; master weights are always fp32")
     n_seqs: int = Field(32, ge=1, description="samples per step")
     n_mbs: int | None = Field(None, ge=1, description="micro-batches per minibatch and worker; null means one")
     max_tokens_per_mb: int | None = Field(None, ge=1, description="token budget of a micro-batch, instead of n_mbs")
-    run_dir: str = Field("", description="folder of the run's results; empty: a new one, runs/<experiment>/<date>_<time>")
+    run_dir: str = Field(
+        "", description="folder of the run's results; empty means a new one, runs/<experiment>/<date>_<time>"
+    )
     resume: str = Field(
         "never",
         min_length=1,

@@ -3,8 +3,9 @@
 Fields of a row: `prompt` (a string, or chat messages ``[{"role": ..., "content": ...}, ...]``), `answer` (or
 `response`, `completion`) or `chosen` and `rejected` (strings, or one assistant message), and optionally `id`; others
 are ignored. A preference pair whose texts stand alone may leave its prompt out or empty. Rows without `id` are called
-by their number from 0. Answers get an end-of-sequence token, unless the row says ``"complete": false``: a reward model
-that never saw text without one scores responses that were cut off by their length at random.
+by their number from 0. Answers get an end-of-sequence token, unless the row says ``"complete": false``. A
+reward model reads its score at the last token: one trained on complete texts knows nothing of a text cut off without
+an end-of-sequence token.
 
 Chat messages are always rendered with the tokenizer's chat template, strings only under ``dataset.chat_template``.
 """
@@ -85,6 +86,11 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.row_ids)
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest token id of any row."""
+        return max(int(packed.max()) for packed in self._columns.values() if packed.dtype == torch.int64)
 
     def samples(self, ids: Sequence[str], rows: Sequence[int]) -> SequenceSample:
         """Rows as samples with the keys of the dataset's kind; ``ids[i]`` is made from row ``rows[i]``.

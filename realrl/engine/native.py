@@ -117,7 +117,10 @@ class NativeEngine:
         stats = self._reduce_stats(losses, normaliser)
         grad_norm = optimizer.reduce_gradients(self._dp)
         if not math.isfinite(grad_norm):
-            raise CallError(f"the gradient of role {self.role!r} is not finite: its norm is {grad_norm}")
+            raise CallError(
+                f"the gradient of role {self.role!r} is not finite: its norm is {grad_norm}",
+                remedy=f"Try a smaller models.{self.role}.optimizer.lr.",
+            )
         lr = optimizer.lr
         stepped = skip_step is None or not skip_step(stats)
         if stepped:
@@ -200,7 +203,9 @@ class NativeEngine:
         sums = torch.stack([_to_row([r.loss, *(r.stats[name] for name in names)]) for r in losses]).sum(0)
         loss, *means = (self._dp.all_reduce_(sums) / normaliser).tolist()
         if not math.isfinite(loss):
-            raise CallError(f"the loss of role {self.role!r} is {loss}")
+            raise CallError(
+                f"the loss of role {self.role!r} is {loss}", remedy=f"Try a smaller models.{self.role}.optimizer.lr."
+            )
         stats = dict(zip(names, means, strict=True))
         if max_names:
             tops = torch.stack([_to_row([r.maxima[name] for name in max_names]) for r in losses]).amax(0)

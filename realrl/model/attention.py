@@ -6,6 +6,7 @@ T tokens in S sequences, N heads, K KV heads, D head size; a group is G sequence
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -46,7 +47,11 @@ class PackedAttention:
 def _has_varlen_kernel(q: torch.Tensor) -> bool:
     if q.device.type == "cpu" or q.dtype not in (torch.float16, torch.bfloat16):
         return False
-    return importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
 
 class _VarlenKernel:

@@ -211,7 +211,10 @@ def _check_complete(file: Path) -> None:
             header = json.loads(opened.read(header_bytes)) if 8 + header_bytes <= size_bytes else {}
         except ValueError:
             raise AssetError(f"{file} is damaged: its header is not JSON") from None
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    try:
+        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+        raise AssetError(f"{file} is damaged: its header does not say where tensors end") from None
     expected_bytes = 8 + header_bytes + max(ends, default=0)
     if size_bytes < expected_bytes:
         raise AssetError(

@@ -19,6 +19,7 @@ _HAS_ONEDNN = (
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 )
 _WORTH_IT = 1 << 14  # elements of the weight; below, the cost of a call outweighs the arithmetic
+_FEW_ROWS = 256  # without gradient; up to here speed matters little, and torch's own kernel rounds less
 
 
 def uses_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -44,7 +45,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Linear.apply(x, weight, bias)
-    return _onednn(x, weight, bias)
+    return _onednn(x, weight, bias) if x.shape[0] > _FEW_ROWS else F.linear(x, weight, bias)
 
 
 class Linear(nn.Linear):

@@ -1,7 +1,8 @@
 """Log-probabilities of given tokens from hidden states, without holding [N, V] logits of many tokens at once.
 
-N rows, H hidden, V vocabulary. Forward and backward walk over chunks of rows. The backward pass needs each chunk's
-log-softmax again: it is kept when all of them together are small, and recomputed otherwise.
+N rows, H hidden, V vocabulary. Rows are processed in chunks, one matrix product each; inside a chunk the softmax walks
+over blocks of few rows that stay in the CPU's cache. The logits of a single chunk are kept for the backward pass;
+those of several are computed again.
 
 With z = (hidden @ weight.T) / temperature, p = softmax(z), target y, and gradients g of the log-probability and e of
 the entropy S = -sum p log p:  d/dz = g * (onehot(y) - p) - e * p * (log p + S).
@@ -10,14 +11,15 @@ the entropy S = -sum p log p:  d/dz = g * (onehot(y) - p) - e * p * (log p + S).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from realrl.model.linear import matmul
 
-_CHUNK_BYTES = 64 << 20  # float32 logits of one chunk
-_KEEP_BYTES = 256 << 20  # float32 log-softmax kept for the backward pass, per call
+_CHUNK_ELEMENTS = 1 << 26  # logits of one chunk
+_BLOCK_ELEMENTS = 1 << 19  # float32 logits of one block on the CPU: 2 MB
 
 
 def lm_logprobs(
@@ -48,67 +50,93 @@ class _LMLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scale: float, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        n_rows, n_vocab = hidden.shape[0], weight.shape[0]
-        size = max(1, _CHUNK_BYTES // (4 * n_vocab))
-        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        keep = needs_grad and 4 * n_rows * n_vocab <= _KEEP_BYTES
-        kept: list[torch.Tensor] = []
-        logprobs = torch.empty(n_rows, dtype=torch.float32, device=hidden.device)
-        entropy = torch.empty(n_rows if with_entropy else 0, dtype=torch.float32, device=hidden.device)
-        for start in range(0, n_rows, size):
-            rows = slice(start, start + size)
-            log_p = _log_softmax(hidden[rows], weight, scale)
-            logprobs[rows] = log_p.gather(1, targets[rows, None])[:, 0]
-            if with_entropy:
-                entropy[rows] = _entropy(log_p)
-            if keep:
-                kept.append(log_p)
-        ctx.save_for_backward(hidden, weight, targets, entropy, *kept)
-        ctx.scale, ctx.chunk_size, ctx.with_entropy = scale, size, with_entropy
+        n_rows = hidden.shape[0]
+        log_norm = torch.empty(n_rows, dtype=torch.float32, device=hidden.device)  # log sum exp z
+        logprobs, entropy = torch.empty_like(log_norm), torch.empty_like(log_norm if with_entropy else log_norm[:0])
+        chunks = _chunks(n_rows, weight.shape[0])
+        logits = hidden.new_empty(0)
+        for rows in chunks:
+            logits = matmul(hidden[rows], weight.T)
+            chosen = logits.gather(1, targets[rows, None])[:, 0].float() * scale
+            _reduce(logits, scale, log_norm[rows], entropy[rows] if with_entropy else None)
+            torch.sub(chosen, log_norm[rows], out=logprobs[rows])
+        kept = [logits] if len(chunks) == 1 and any(ctx.needs_input_grad[:2]) else []
+        ctx.save_for_backward(hidden, weight, targets, log_norm, entropy, *kept)
+        ctx.scale, ctx.with_entropy = scale, with_entropy
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
-        hidden, weight, targets, entropy, *kept = ctx.saved_tensors
-        grad_logprobs, grad_entropy = grads
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        hidden, weight, targets, log_norm, entropy, *kept = ctx.saved_tensors
+        g, e = grads
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None
-        for i in range(math.ceil(hidden.shape[0] / ctx.chunk_size)):
-            rows = slice(i * ctx.chunk_size, (i + 1) * ctx.chunk_size)
-            log_p = kept[i] if kept else _log_softmax(hidden[rows], weight, ctx.scale)
-            g = grad_logprobs[rows, None] * ctx.scale
-            grad_z = log_p.exp()
-            if ctx.with_entropy:
-                e = grad_entropy[rows, None] * ctx.scale
-                grad_z.mul_(torch.addcmul(e * entropy[rows, None] + g, e, log_p).neg_())
-            else:
-                grad_z.mul_(-g)
-            grad_z.scatter_add_(1, targets[rows, None], g)
-            grad_z = grad_z.to(weight.dtype)
+        for rows in _chunks(hidden.shape[0], weight.shape[0]):
+            logits = kept[0] if kept else matmul(hidden[rows], weight.T)
+            extra = (e[rows], entropy[rows]) if ctx.with_entropy else None
+            grad_logits = _logits_gradient(logits, targets[rows], ctx.scale, log_norm[rows], g[rows], extra)
             if grad_hidden is not None:
-                grad_hidden[rows] = matmul(grad_z, weight)
-            if wants_weight:
-                grad_weight = _accumulate(grad_weight, grad_z, hidden[rows])
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        elif wants_weight:
-            grad_weight = torch.zeros_like(weight)
+                grad_hidden[rows] = matmul(grad_logits, weight)
+            if needs_weight:
+                part = matmul(grad_logits.T, hidden[rows])
+                grad_weight = part if grad_weight is None else grad_weight.float().add_(part)
+        if needs_weight:
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None
 
 
-def _log_softmax(hidden: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
-    logits = matmul(hidden, weight.T)
-    if scale != 1.0:
-        logits = logits.float().mul_(scale)
-    return torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+def _reduce(logits: torch.Tensor, scale: float, log_norm: torch.Tensor, entropy: torch.Tensor | None) -> None:
+    """Write log sum exp z and, where asked for, log sum exp c - sum c exp(c) / sum exp c with c = z - max z."""
+    for block in _blocks(logits):
+        z = logits[block].float().mul(scale) if scale != 1.0 else logits[block].to(torch.float32, copy=True)
+        top = z.amax(1, keepdim=True)
+        z.sub_(top)
+        p = z.exp() if entropy is not None else z.exp_()
+        total = p.sum(1)
+        log_total = total.log()
+        torch.add(top[:, 0], log_total, out=log_norm[block])
+        if entropy is not None:
+            dot = torch.bmm(p[:, None], z[:, :, None])[:, 0, 0]
+            torch.sub(log_total, dot.div_(total), out=entropy[block])
 
 
-def _entropy(log_p: torch.Tensor) -> torch.Tensor:
-    return -torch.linalg.vecdot(log_p.exp(), log_p)
+def _logits_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: float,
+    log_norm: torch.Tensor,
+    g: torch.Tensor,
+    extra: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """scale * (g * (onehot(targets) - p) - e * p * (log p + S)) in the dtype of `logits`.
+
+    Args:
+        extra: (e, S) where the entropy was asked for.
+    """
+    grad_logits = torch.empty_like(logits)
+    for block in _blocks(logits):
+        log_p = logits[block].float().mul(scale) if scale != 1.0 else logits[block].to(torch.float32, copy=True)
+        log_p.sub_(log_norm[block, None])
+        if extra is None:
+            log_p.exp_().mul_(g[block, None] * -scale)
+        else:
+            e, entropy = (x[block, None] for x in extra)
+            p = log_p.exp()
+            log_p.add_(entropy).mul_(e).add_(g[block, None]).mul_(-scale).mul_(p)
+        log_p.scatter_add_(1, targets[block, None], g[block, None] * scale)
+        grad_logits[block] = log_p
+    return grad_logits
 
 
-def _accumulate(total: torch.Tensor | None, grad_z: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Add grad_z.T @ hidden [V, H]; several chunks sum in float32 also when they are computed in bf16."""
-    part = matmul(grad_z.T, hidden)
-    return part if total is None else total.float().add_(part)
+def _chunks(n_rows: int, n_vocab: int) -> list[slice]:
+    """Equal slices of the rows, each of at most `_CHUNK_ELEMENTS` logits (or a single row)."""
+    most = max(1, _CHUNK_ELEMENTS // n_vocab)
+    size = math.ceil(n_rows / max(1, math.ceil(n_rows / most)))
+    return [slice(start, start + size) for start in range(0, n_rows, max(1, size))]
+
+
+def _blocks(logits: torch.Tensor) -> Iterator[slice]:
+    n_rows, n_vocab = logits.shape
+    size = max(1, _BLOCK_ELEMENTS // n_vocab) if logits.device.type == "cpu" else n_rows
+    return (slice(start, start + size) for start in range(0, n_rows, max(1, size)))

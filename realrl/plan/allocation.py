@@ -104,6 +104,13 @@ def check_supported(graph: nx.DiGraph, allocations: Mapping[str, Allocation]) ->
             )
     home: dict[str, str] = {}
     for mfc in sorted(calls(graph), key=lambda mfc: not mfc.is_train):
+        if mfc.pre_hooks or mfc.post_hooks or mfc.model.replica_id:
+            what = f"runs on replica '{mfc.model}'" if mfc.model.replica_id else "has hooks"
+            raise AllocationError(
+                f"call '{mfc.name}' {what}, but the engines neither move nor offload parameters yet",
+                remedy="The graph can be drawn; to run it, leave out hooks and replicas.",
+                call=mfc.name,
+            )
         first = home.setdefault(mfc.role, mfc.name)
         here, there = allocations[mfc.name], allocations[first]
         if here.mesh != there.mesh:

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 import torch
 
 from realrl.algo.api import CallContext, MicroBatching
-from realrl.algo.checks import check_metrics, check_output
+from realrl.algo.checks import check_metrics, check_output, explain
 from realrl.data.rows import SampleStore, decode_rows
 from realrl.data.sample import SequenceSample
 from realrl.engine import device as devices
-from realrl.errors import Error, RunError
+from realrl.errors import RunError
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.runtime.roles import HostedRole
 from realrl.runtime.run_plan import RunPlan
@@ -97,9 +97,10 @@ class CallRunner:
                 return None, check_metrics(context, mfc, metrics)
             run = interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
             result = check_output(context, mfc, batch, run(hosted.model, batch, context))
-        except Error as err:
-            err.call, err.step, err.worker = err.call or mfc.name, err.step or request.step, self.rank
-            raise
+        except Exception as err:
+            error = explain(context, mfc, batch, err)
+            error.worker = self.rank
+            raise error from error.__cause__
         result = result.to(torch.device("cpu"))
         self._store.put(result)
         return result.describe(), {}

@@ -22,7 +22,9 @@ import msgspec
 
 from realrl.errors import AssetError, CheckpointError, ConfigError
 from realrl.plan.cursor import CursorState
+from realrl.runtime.run_plan import RunPlan
 
+CHECKPOINTS = "checkpoints"
 MANIFEST_VERSION = 1
 
 
@@ -55,8 +57,8 @@ class CheckpointStore:
 
     def partial(self, step: int) -> Path:
         """An empty folder to write step `step` into, on the same file system as the final one."""
+        self.discard_unfinished()
         folder = self.root / f".step_{step}.partial"
-        shutil.rmtree(folder, ignore_errors=True)
         (folder / "state").mkdir(parents=True)
         return folder
 
@@ -84,9 +86,10 @@ class CheckpointStore:
             shutil.rmtree(old)
         return final
 
-    def discard(self, step: int) -> None:
-        """Remove what was written of a checkpoint that failed."""
-        shutil.rmtree(self.root / f".step_{step}.partial", ignore_errors=True)
+    def discard_unfinished(self) -> None:
+        """Remove what was written of checkpoints that failed, here or in an earlier run that was killed."""
+        for folder in self.root.glob(".step_*.partial"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def latest(self) -> Path | None:
         """The newest whole checkpoint, or None."""
@@ -116,6 +119,11 @@ class CheckpointStore:
         os.replace(link, self.root / "latest")
 
 
+def checkpoint_store(plan: RunPlan, root: Path) -> CheckpointStore:
+    """The checkpoints of a run of this plan."""
+    return CheckpointStore(root, keep=plan.config.save.keep, experiment=plan.experiment.name)
+
+
 def read_manifest(folder: Path, experiment: str) -> Manifest:
     """Read and verify a checkpoint's manifest.
 
@@ -131,7 +139,10 @@ def read_manifest(folder: Path, experiment: str) -> Manifest:
             remedy="Give the folder of one step, such as runs/ppo/first/checkpoints/step_40.",
         ) from err
     except (msgspec.MsgspecError, json.JSONDecodeError) as err:
-        raise AssetError(f"the checkpoint manifest {path} is damaged: {err}") from err
+        raise AssetError(
+            f"the checkpoint manifest {path} is damaged: {err}",
+            remedy=f"Remove {folder} to continue from the checkpoint before it, or from the beginning.",
+        ) from err
     if manifest.manifest_version != MANIFEST_VERSION:
         raise AssetError(f"{path} has manifest version {manifest.manifest_version}; this is version {MANIFEST_VERSION}")
     if manifest.experiment != experiment:
@@ -141,7 +152,10 @@ def read_manifest(folder: Path, experiment: str) -> Manifest:
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
             state = "missing" if actual is None else f"{actual} bytes long"
-            raise AssetError(f"checkpoint file {file} is {state}; the manifest says {size} bytes")
+            raise AssetError(
+                f"checkpoint file {file} is {state}; the manifest says {size} bytes",
+                remedy=f"Remove {folder} to continue from the checkpoint before it, or from the beginning.",
+            )
     return manifest
 
 

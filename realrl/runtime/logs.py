@@ -29,7 +29,7 @@ def logging_to(path: Path | None) -> Iterator[None]:
         handler = logging.StreamHandler(sys.stderr)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(_FORMAT))
     logging.getLogger("realrl").setLevel(os.environ.get("REALRL_LOG_LEVEL", "INFO").upper())
     logging.getLogger().addHandler(handler)

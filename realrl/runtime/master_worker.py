@@ -20,9 +20,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from realrl.discovery import load_run
-from realrl.errors import CheckpointError
+from realrl.errors import CheckpointError, TransportError
 from realrl.runtime import report
-from realrl.runtime.checkpoint import CheckpointStore, find_resume, read_manifest
+from realrl.runtime.checkpoint import (
+    CHECKPOINTS,
+    CheckpointStore,
+    checkpoint_store,
+    find_resume,
+    read_manifest,
+)
 from realrl.runtime.run_plan import RunPlan, plan_run
 from realrl.runtime.session import Session
 from realrl.sched.events import (
@@ -44,10 +50,11 @@ from realrl.sched.events import (
 )
 from realrl.sched.master_plan import STEP_PLACEHOLDER, MasterPlan, ResumePoint, plan_master
 from realrl.sched.master_state import MasterState
-from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, RunCall
+from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, Request, RunCall
 
 _POLL_S = 0.2
 _STACK_DUMP_S = 0.5
+_DEATH_NOTICE_S = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +77,7 @@ class MasterWorker:
         self._last_heard_s: dict[int, float] = {}
         self._activity: dict[int, str] = {}
         self._exit_code: int | None = None
+        self._last_step = 0
         self._started_s = self._step_started_s = time.monotonic()
 
     def run(self, start: Start) -> int:
@@ -129,9 +137,7 @@ class MasterWorker:
     def _perform(self, instruction: Instruction) -> Event | None:
         match instruction:
             case Send(rank, request):
-                self._session.transport.send(rank, request)
-                if isinstance(request, RunCall):
-                    self._session.progress.activity(rank, request.call)
+                return self._send(rank, request)
             case ReportStart():
                 self._report_start(instruction)
             case ReportStep():
@@ -146,10 +152,30 @@ class MasterWorker:
                 self._abort(instruction)
         return None
 
+    def _send(self, rank: int, request: Request) -> WorkerLost | None:
+        try:
+            self._session.transport.send(rank, request)
+        except TransportError as error:
+            return self._death_behind(rank, error)
+        if isinstance(request, RunCall):
+            self._session.progress.activity(rank, request.call)
+        return None
+
+    def _death_behind(self, rank: int, error: TransportError) -> WorkerLost:
+        """A connection that is gone usually means a process that just died: name that one, and how it ended."""
+        deadline_s = time.monotonic() + _DEATH_NOTICE_S
+        while time.monotonic() < deadline_s:
+            for lost, exit_code in self._session.launcher.poll():
+                self._last_heard_s.pop(lost, None)
+                return WorkerLost(lost, exit_code, report.signal_name(exit_code))
+            time.sleep(0.02)
+        return WorkerLost(rank, None, error.message)
+
     def _report_start(self, instruction: ReportStart) -> None:
         config = self._plan.config
         title = f"{self._plan.experiment.name}" + (f" preset={config.preset}" if config.preset else "")
         self._step_started_s = time.monotonic()
+        self._last_step = instruction.last_step
         self._session.progress.started(title, instruction.last_step, str(self._session.run_dir), instruction.notes)
 
     def _report_step(self, instruction: ReportStep) -> None:
@@ -181,7 +207,7 @@ class MasterWorker:
         run_dir = self._session.run_dir
         latest = self._checkpoints.latest()
         summary = {
-            "steps": str(self._plan.config.steps),
+            "steps": self._steps_text(),
             "time": f"{time.monotonic() - self._started_s:.1f} s",
             "metrics": str(run_dir / "metrics.jsonl"),
             "trace": f"{run_dir / 'trace.json'} (open it in https://ui.perfetto.dev)",
@@ -191,12 +217,18 @@ class MasterWorker:
         self._session.progress.finished(summary)
         self._exit_code = 0
 
+    def _steps_text(self) -> str:
+        config = self._plan.config
+        ended = f" of {config.steps}, where epochs={config.epochs} ended" if self._last_step < config.steps else ""
+        return f"{self._last_step}{ended}"
+
     def _abort(self, instruction: Abort) -> None:
         failure = instruction.failure
         log = None if failure.rank is None else self._session.launcher.log_path(failure.rank)
         text = report.render(report.from_failure(failure, log=log))
         _log.error("%s", text)
         self._session.progress.failed(text)
+        self._checkpoints.discard_unfinished()
         self._write_spans(instruction.spans)
         self._exit_code = failure.exit_code
 
@@ -213,7 +245,7 @@ def run_master(session: Session) -> int:
     """
     experiment, config = load_run(session.run)
     plan = plan_run(config, experiment)
-    store = CheckpointStore(session.run_dir / "checkpoints", keep=config.save.keep, experiment=experiment.name)
+    store = checkpoint_store(plan, session.run_dir / CHECKPOINTS)
     resume_from = find_resume(config.resume, store)
     master_plan = make_master_plan(plan, store, resume_from)
     rendezvous = f"127.0.0.1:{_free_port()}" if plan.n_workers > 1 else ""

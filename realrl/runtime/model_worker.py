@@ -28,6 +28,7 @@ from realrl.engine.groups import Groups
 from realrl.errors import RunError
 from realrl.plan.groups import process_groups
 from realrl.runtime.call_runner import CallRunner
+from realrl.runtime.checkpoint import checkpoint_store
 from realrl.runtime.roles import HostedRole, build_roles, role_tokenizer, save_roles
 from realrl.runtime.run_plan import RunPlan, plan_run
 from realrl.runtime.transport.base import SampleClient
@@ -100,7 +101,7 @@ class ModelWorker:
             self.store.free(request.ids)
             return SamplesFreed(self.rank, request.seq)
         if isinstance(request, SaveCheckpoint):
-            save_roles(self._roles, Path(request.directory))
+            self._save(request)
             span = Span("checkpoint", "save", start_s, time.time())
             return CheckpointSaved(self.rank, request.seq, request.step, (span,))
         raise TypeError(f"unknown request {type(request).__name__}")
@@ -138,6 +139,14 @@ class ModelWorker:
         samples = self._dataset.samples(request.ids, request.rows)
         self.store.put(samples)
         return samples.describe()
+
+    def _save(self, request: SaveCheckpoint) -> None:
+        assert self._plan is not None
+        directory = Path(request.directory)
+        try:
+            save_roles(self._roles, directory)
+        except OSError as err:
+            raise checkpoint_store(self._plan, directory.parent).save_failed(err, request.step) from None
 
     def _shutdown(self, request: Shutdown) -> Goodbye:
         if self._groups is not None:

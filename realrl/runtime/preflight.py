@@ -1,32 +1,77 @@
-"""What can be refused before a process starts: model files, tokenizers, the dataset.
+"""What can be refused before a process starts: model files, tokenizers, the dataset, a checkpoint to resume from.
 
 Built-in models and tasks need no check, and then none of the heavy imports.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from realrl.errors import AssetError
+from realrl.plan.cursor import DatasetCursor
+from realrl.runtime.checkpoint import CHECKPOINTS, checkpoint_store, find_resume
+from realrl.runtime.master_worker import make_master_plan
 from realrl.runtime.run_plan import RunPlan
+
+if TYPE_CHECKING:
+    from realrl.data.datasets import Dataset
 
 _BUILT_IN = "tiny"
 
 
 def check_inputs(plan: RunPlan) -> None:
-    """Read every model's headers, every tokenizer, and the whole dataset.
+    """Read the checkpoint's manifest, every model's headers, every tokenizer, and the whole dataset.
 
     Raises:
-        AssetError: a model file is missing or truncated, or a tokenizer is unusable.
-        DataError: a row of the dataset is unusable, or none is left.
+        AssetError: a file of a model or checkpoint is missing or torn, a tokenizer is unusable, a model lacks tokens.
+        DataError: a row of the dataset is unusable, none is left, or too few for one step.
+        ConfigError: the checkpoint has no step left to do, or was made with another order of the data.
     """
     config = plan.config
+    store = checkpoint_store(plan, Path(config.run_dir) / CHECKPOINTS)
+    master_plan = make_master_plan(plan, store, find_resume(config.resume, store))
     for name, role in plan.roles.items():
         path = config.models[name].path
         if path != _BUILT_IN and role.head != "none":
             from realrl.model.hf import check_model
 
             check_model(path, head=role.head)
-    paths = [config.dataset.path, *(config.models[name].path for name in plan.roles)]
-    if any(path != _BUILT_IN for path in paths):
-        from realrl.data.datasets import load_dataset
-        from realrl.runtime.roles import role_tokenizer
+    if all(path == _BUILT_IN for path in (config.dataset.path, *(config.models[name].path for name in plan.roles))):
+        return
+    from realrl.data.datasets import load_dataset
+    from realrl.data.tokenizer import load_tokenizer
+    from realrl.runtime.roles import role_tokenizer
 
-        load_dataset(config.dataset, plan.experiment.dataset, role_tokenizer(plan))
+    for path in {config.models[name].path for name in plan.roles}:
+        load_tokenizer(path)
+    tokenizer = role_tokenizer(plan)
+    dataset = load_dataset(config.dataset, plan.experiment.dataset, tokenizer)
+    _check_vocabularies(plan, dataset, n_tokens=len(tokenizer))
+    resume = master_plan.resume
+    start = None if resume is None else resume.cursor
+    cursor = DatasetCursor(dataset.row_ids, seed=config.seed, shuffle=config.dataset.shuffle, start=start)
+    master_plan.last_step(cursor)
+
+
+def _check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> None:
+    """Every role must know the tokens that it may be given: the dataset's, and what the dataset's role generates.
+
+    That role itself may have fewer than its tokenizer, which often has added tokens that no text contains.
+    """
+    from realrl.data.tokenizer import load_tokenizer
+    from realrl.model.hf import read_config
+
+    reader = plan.dataset_role
+    for name, role in plan.roles.items():
+        path = plan.config.models[name].path
+        if role.head == "none":
+            continue
+        n_known = len(load_tokenizer(path)) if path == _BUILT_IN else read_config(path).vocab_size
+        n_needed = dataset.max_token_id + 1 if name == reader else n_tokens
+        if n_known < n_needed:
+            raise AssetError(
+                f"models.{name}.path={path} knows {n_known} tokens, but the tokenizer of '{reader}' gives ids "
+                f"up to {n_needed - 1}",
+                remedy=f"All roles must have the vocabulary of '{reader}': set models.{name}.path to such a model.",
+            )

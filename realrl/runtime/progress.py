@@ -278,7 +278,9 @@ class _Quiet(io.TextIOBase):
         self.flush()
 
     def write(self, text: str) -> int:
-        self._attempt(lambda stream: stream.write(text))
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        shown = text.encode(encoding, "replace").decode(encoding)  # a terminal need not know every character
+        self._attempt(lambda stream: stream.write(shown))
         return len(text)
 
     def flush(self) -> None:

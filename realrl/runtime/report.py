@@ -16,11 +16,12 @@ from realrl.errors import Error, UsageError
 from realrl.runtime.logs import tail
 from realrl.runtime.transport.base import describe_ids
 from realrl.sched import events
-from realrl.sched.messages import WorkerFailed
+from realrl.sched.diagnosis import death_remedy
 
 MAX_LINES = 24
 _MAX_WIDTH = 120
 _MAX_MESSAGE_LINES = 6
+_MAX_FOOT_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -63,66 +64,13 @@ def signal_name(exit_code: int) -> str:
         return f"killed by signal {-exit_code}"
 
 
-def worker_failed(
-    failed: WorkerFailed, *, waiting: Mapping[int, str] | None = None, log: Path | None = None
-) -> Failure:
-    """A worker reported that it could not complete a request."""
-    return Failure(
-        headline=f"worker {failed.rank} failed{_where(failed.call, failed.step)}: {failed.error}",
-        message=failed.message,
-        sample_ids=failed.sample_ids,
-        waiting=waiting,
-        traceback=failed.traceback,
-        log=log,
-        exit_code=failed.exit_code,
-    )
-
-
-def worker_died(
-    rank: int,
-    exit_code: int,
-    *,
-    call: str | None = None,
-    step: int | None = None,
-    waiting: Mapping[int, str] | None = None,
-    log: Path | None = None,
-) -> Failure:
-    """A worker process ended without saying goodbye; `exit_code` is negative for a signal."""
-    return Failure(
-        headline=f"worker {rank} died{_where(call, step)}: {signal_name(exit_code)}",
-        waiting=waiting,
-        log=log,
-        quotes_log=True,
-        remedy=_death_remedy(exit_code),
-    )
-
-
-def worker_silent(
-    rank: int,
-    silent_s: float,
-    *,
-    call: str | None = None,
-    step: int | None = None,
-    waiting: Mapping[int, str] | None = None,
-    log: Path | None = None,
-) -> Failure:
-    """A worker stopped sending heartbeats while its process still exists."""
-    return Failure(
-        headline=f"worker {rank} has not answered for {silent_s:.0f} s{_where(call, step)}",
-        waiting=waiting,
-        log=log,
-        quotes_log=True,
-        remedy="Its node may be overloaded or swapping. If that is normal here, raise cluster.worker_timeout_s.",
-    )
-
-
 def master_died(pid: int, exit_code: int, *, log: Path | None = None) -> Failure:
     """The master process ended without having reported anything."""
     return Failure(
         headline=f"the master process ({pid}) died: {signal_name(exit_code)}; its workers were stopped",
         log=log,
         quotes_log=True,
-        remedy=_death_remedy(exit_code) + " Continue from the last checkpoint with resume=auto.",
+        remedy=death_remedy(exit_code) + " Continue from the last checkpoint with resume=auto.",
     )
 
 
@@ -136,6 +84,7 @@ def from_failure(failure: events.Failure, *, log: Path | None = None) -> Failure
         waiting=dict.fromkeys(failure.waiting_ranks, calls),
         traceback="" if usage else failure.traceback,
         log=None if usage else log,
+        quotes_log=failure.kind in (events.FailureKind.WORKER_LOST, events.FailureKind.WORKER_SILENT),
         remedy=failure.remedy,
         exit_code=failure.exit_code,
     )
@@ -165,10 +114,14 @@ def from_bug(error: BaseException, *, log: Path | None = None) -> Failure:
 
 def render(failure: Failure, *, max_lines: int = MAX_LINES) -> str:
     """The report as plain text of at most `max_lines` lines; the traceback or log is cut from above to fit."""
-    head = _wrapped(f"error: {failure.headline}".splitlines(), _MAX_MESSAGE_LINES)
+    has_body = bool(failure.traceback) or failure.quotes_log
+    head = _wrapped(
+        f"error: {failure.headline}".splitlines(), _MAX_MESSAGE_LINES if has_body else max_lines - _MAX_FOOT_LINES
+    )
     head += _wrapped([f"  {line}" for line in failure.message.splitlines()], _MAX_MESSAGE_LINES)
-    if failure.sample_ids:
-        head.append(f"  samples: {describe_ids(failure.sample_ids, 6)}")
+    unnamed = [sample_id for sample_id in failure.sample_ids if repr(sample_id) not in failure.headline]
+    if unnamed:
+        head.append(f"  samples: {describe_ids(unnamed, 6)}")
     foot = _waiting_lines(failure.waiting or {})
     if failure.log is not None:
         foot.append(f"  log: {failure.log}")
@@ -211,16 +164,6 @@ def _waiting_lines(waiting: Mapping[int, str]) -> list[str]:
 def _where(call: str | None, step: int | None) -> str:
     at_step = f" at step {step}" if step is not None else ""
     return f" in call '{call}'{at_step}" if call is not None else at_step
-
-
-def _death_remedy(exit_code: int) -> str:
-    if exit_code == -signal.SIGKILL:
-        return "Was the machine out of memory? `dmesg | tail` tells; smaller n_seqs or more n_mbs need less."
-    if exit_code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGABRT):
-        return "A native library crashed; the stack of each thread is in the log."
-    if exit_code == -signal.SIGTERM:
-        return "Someone or some job scheduler ended it."
-    return "Its log tells what it did last."
 
 
 def _wrapped(lines: Iterable[str], max_lines: int) -> list[str]:

@@ -117,9 +117,7 @@ def build_roles(
 
 def role_tokenizer(plan: RunPlan) -> Any:
     """The tokenizer of the dataset: that of the role whose call reads dataset keys first."""
-    keys = set(plan.experiment.dataset.keys)
-    reader = next(mfc for mfc in plan.mfcs if keys.intersection(mfc.input_keys))
-    return load_tokenizer(plan.config.models[reader.role].path)
+    return load_tokenizer(plan.config.models[plan.dataset_role].path)
 
 
 def save_roles(roles: Mapping[str, HostedRole], folder: Path) -> None:

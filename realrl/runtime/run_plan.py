@@ -41,11 +41,20 @@ class RunPlan:
         return self.cluster.n_devices
 
     @property
-    def dataset_rank(self) -> int:
-        """The rank that holds the dataset: the first of the first call that reads a dataset key."""
+    def dataset_call(self) -> MFCDef:
+        """The first call that reads a dataset key."""
         keys = set(self.experiment.dataset.keys)
-        first = next(mfc for mfc in self.mfcs if keys.intersection(mfc.input_keys))
-        return self.allocations[first.name].ranks[0]
+        return next(mfc for mfc in self.mfcs if keys.intersection(mfc.input_keys))
+
+    @property
+    def dataset_role(self) -> str:
+        """The role whose tokenizer makes the dataset's tokens."""
+        return self.dataset_call.role
+
+    @property
+    def dataset_rank(self) -> int:
+        """The rank that holds the dataset: the first of `dataset_call`."""
+        return self.allocations[self.dataset_call.name].ranks[0]
 
     @property
     def samples_per_step(self) -> int:

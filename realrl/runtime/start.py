@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import dump_config
 from realrl.errors import ConfigError
 from realrl.experiment import Experiment
+from realrl.runtime.metrics import FILE_NAME as METRICS_FILE
 from realrl.runtime.preflight import check_inputs
 from realrl.runtime.run_plan import plan_run
 from realrl.runtime.session import SessionStart
@@ -22,43 +26,71 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
     """Check what can be checked, make the run folder, run to the end; returns the exit code.
 
     Raises:
-        UsageError: the configuration, the graph, the allocation, a model or the dataset is unusable; nothing started.
+        UsageError: the configuration, the graph, the allocation, a model, the dataset or the checkpoint to resume from
+            is unusable, or another run is using the folder; nothing started.
     """
-    plan = plan_run(config, experiment)
-    check_inputs(plan)
-    run_dir = _make_run_dir(config, experiment.name)
-    resolved = config.model_copy(update={"run_dir": str(run_dir)})
-    run = dump_config(resolved)
-    _write_config(run_dir, run)
-    start = SessionStart(run=run, run_dir=str(run_dir), track=config.track, port=config.cluster.master_port)
-    return run_inline(start) if config.launcher == "inline" else run_supervised(start)
-
-
-def _make_run_dir(config: RunConfig, experiment: str) -> Path:
-    """The folder given by the user, or a new one named after the time."""
     if config.run_dir:
-        folder = Path(config.run_dir).absolute()
+        _refuse_mixing(Path(config.run_dir), config)
+    check_inputs(plan_run(config, experiment))
+    if config.run_dir:
+        run_dir = _make_folder(Path(config.run_dir).absolute(), exist_ok=True)
     else:
-        base = Path("runs").absolute() / Path(experiment).stem
-        name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        folder = next(f for i in range(1000) if not (f := base / (name if i == 0 else f"{name}_{i}")).exists())
+        run_dir = _make_new_folder(Path("runs").absolute() / experiment.name)
+    run = dump_config(config.model_copy(update={"run_dir": str(run_dir)}))
+    with _reserved(run_dir):
+        _write_config(run_dir, run)
+        start = SessionStart(run=run, run_dir=str(run_dir), track=config.track, port=config.cluster.master_port)
+        return run_inline(start) if config.launcher == "inline" else run_supervised(start)
+
+
+def _make_new_folder(base: Path) -> Path:
+    """A folder named after the time, and after a number when another run started in the same second."""
+    name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in ("", *(f"_{i}" for i in range(1, 1000))):
+        with contextlib.suppress(FileExistsError):
+            return _make_folder(base / (name + suffix), exist_ok=False)
+    raise ConfigError(f"{base} holds a thousand runs of this second", remedy="Choose a folder with run_dir=PATH.")
+
+
+def _make_folder(folder: Path, *, exist_ok: bool) -> Path:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as err:
+        if isinstance(err, FileExistsError) and not exist_ok:
+            raise
         raise ConfigError(
             f"run_dir={folder} cannot be made: {err.strerror}", remedy="Choose another folder with run_dir=PATH."
         ) from err
-    _refuse_mixing(folder, config)
     return folder
+
+
+@contextlib.contextmanager
+def _reserved(folder: Path) -> Iterator[None]:
+    """Keep other runs out of the folder while this one lasts; the lock ends with this process, however that ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(
+            f"another run is going on in run_dir={folder}", remedy="Wait for its end, or choose another folder."
+        ) from None
+    finally:
+        os.close(descriptor)
 
 
 def _refuse_mixing(folder: Path, config: RunConfig) -> None:
     """A folder with the results of a run takes another one only when that one resumes it."""
-    if config.resume == "never" and (folder / "metrics.jsonl").exists():
+    if config.resume == "never" and (_is_filled(folder / METRICS_FILE) or any(folder.glob("checkpoints/step_*"))):
         raise ConfigError(
             f"run_dir={folder} holds the results of an earlier run",
             remedy="Continue it with resume=auto, or choose another folder.",
         )
+
+
+def _is_filled(file: Path) -> bool:
+    """An empty file is what a run leaves that failed before its first step."""
+    return file.exists() and file.stat().st_size > 0
 
 
 def _write_config(folder: Path, run: bytes) -> None:

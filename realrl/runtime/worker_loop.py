@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from realrl.errors import Error, TransportError
+from realrl.errors import CallError, Error, TransportError
 from realrl.runtime.transport.base import SampleClient
 from realrl.sched.messages import (
     Goodbye,
@@ -92,16 +92,21 @@ class WorkerLoop:
         return self._state.heartbeat(time.monotonic())
 
     def failure(self, request: Request, error: BaseException) -> WorkerFailed:
-        """The message that tells the master why `request` failed."""
+        """The message that tells the master why `request` failed.
+
+        A deliberate error explains itself; it comes with the traceback of what caused it, if anything did.
+        """
+        cause = error.__cause__ if isinstance(error, Error) else error
         return WorkerFailed(
             rank=self.rank,
             seq=request.seq,
             call=request.call if isinstance(request, RunCall) else None,
             step=request.step if isinstance(request, RunCall | SaveCheckpoint) else None,
             error=type(error).__name__,
-            message=str(error),
-            traceback="".join(traceback.format_exception(error)),
+            message=_printable(str(error)),
+            traceback="" if cause is None else _printable("".join(traceback.format_exception(cause))),
             exit_code=error.exit_code if isinstance(error, Error) else 1,
+            sample_ids=error.sample_ids if isinstance(error, CallError) else (),
         )
 
     def _handle(self, request: Request) -> list[Reply]:
@@ -113,3 +118,8 @@ class WorkerLoop:
 
     def _farewell(self, request: Shutdown) -> Goodbye:
         return Goodbye(self.rank, request.seq)
+
+
+def _printable(text: str) -> str:
+    """Text without lone surrogates, which no message could carry."""
+    return text.encode(errors="backslashreplace").decode()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Sequence
 
-from realrl.errors import UsageError
+from realrl.errors import CallError, CheckpointError, UsageError
 from realrl.sched.dispatch import Dispatch
 from realrl.sched.events import Failure, FailureKind, WorkerLost, WorkerSilent
 from realrl.sched.messages import (
@@ -20,7 +21,8 @@ from realrl.sched.messages import (
     Shutdown,
     WorkerFailed,
 )
-from realrl.sched.story import ranks_text
+
+_SILENCE_REMEDY = "Its node may be overloaded or swapping. If that is normal here, raise cluster.worker_timeout_s."
 
 
 class Fatal(Exception):
@@ -70,14 +72,16 @@ def worker_failed(reply: WorkerFailed, dispatches: Iterable[Dispatch], request: 
     where = f"in call '{reply.call}'" if reply.call is not None else describe_request(request)
     if reply.call is not None and reply.step is not None:
         where += f" of step {reply.step}"
-    samples = f" (sample {', '.join(reply.sample_ids[:4])})" if reply.sample_ids else ""
-    is_users = reply.exit_code == 2
+    if reply.exit_code == UsageError.exit_code:
+        message = reply.message
+    elif reply.error in (CallError.__name__, CheckpointError.__name__):  # they name role, call and step themselves
+        message = f"worker {reply.rank}: {reply.message}"
+    else:
+        message = f"worker {reply.rank} failed {where}: {reply.error}: {reply.message}"
     ranks, calls = waiting_for(reply.rank, dispatches)
     return Failure(
         kind=FailureKind.WORKER_FAILED,
-        message=reply.message
-        if is_users
-        else f"worker {reply.rank} failed {where}{samples}: {reply.error}: {reply.message}",
+        message=message,
         exit_code=reply.exit_code or 1,
         rank=reply.rank,
         call=reply.call,
@@ -165,13 +169,10 @@ def _gone(
     request: Request | None = None,
 ) -> Failure:
     ranks, calls = waiting_for(event.rank, dispatches)
-    if ranks:
-        who = f"worker{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"
-        message += f"; waiting for it: {who} in {', '.join(repr(call) for call in calls)}"
     return Failure(
         kind=kind,
         message=message,
-        remedy=f"the log of worker {event.rank} has its last words",
+        remedy=death_remedy(event.exit_code) if isinstance(event, WorkerLost) else _SILENCE_REMEDY,
         rank=event.rank,
         call=request.call if isinstance(request, RunCall) else None,
         step=request.step if isinstance(request, RunCall | SaveCheckpoint) else None,
@@ -180,9 +181,21 @@ def _gone(
     )
 
 
+def death_remedy(exit_code: int | None) -> str:
+    """What a user can do about a process that ended so; a negative code is a signal, None is unknown."""
+    if exit_code == -signal.SIGKILL:
+        return "Was the machine out of memory? `dmesg | tail` tells; smaller n_seqs or more n_mbs need less."
+    if exit_code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGABRT):
+        return "A native library crashed; the stack of each thread is in the log."
+    if exit_code == -signal.SIGTERM:
+        return "Someone or some job scheduler ended it."
+    return "Its log tells what it did last."
+
+
 def _how(event: WorkerLost) -> str:
     """How a process ended, to follow "worker 3 ended"."""
-    detail = f" ({event.detail})" if event.detail else ""
+    if event.detail:
+        return f" ({event.detail})"
     if event.exit_code is None:
-        return detail
-    return f" with {f'signal {-event.exit_code}' if event.exit_code < 0 else f'exit code {event.exit_code}'}{detail}"
+        return ""
+    return f" with signal {-event.exit_code}" if event.exit_code < 0 else f" with exit code {event.exit_code}"

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.algo.packed import Actions, action_mask, before_transition, last_token
-from tests.algo.batches import Sequence1, pack, sequences
+from realrl.algo.packed import Actions, action_mask, before_transition, last_token, response_mask, to_transitions
+from tests.algo.batches import Sequence1, pack, sequences, token_batch
 
 
 @given(st.lists(sequences(), min_size=1, max_size=6))
@@ -31,3 +31,9 @@ def test_indices_agree_with_lists(parts: list[Sequence1]) -> None:
     ones = torch.ones(len(wanted))
     assert actions.sums(ones).tolist() == actions.counts.tolist() == [len(s.rewards) for s in parts]
     assert torch.equal(actions.spread(ones, mask.shape[0]), mask.float())
+
+
+def test_helpers_on_a_batch() -> None:
+    batch = token_batch([[([0, 1], [2, 3])], [([1], [1, 2, 3])], [([3, 3], [0])]])
+    assert response_mask(batch).tolist() == [False, True, True, True, True, True, False, True]
+    assert to_transitions(torch.tensor([5.0, 6.0, 7.0]), batch).tolist() == [5, 5, 5, 6, 6, 6, 7, 7]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from realrl.algo.rw import RewardModel
+from realrl.algo.rw import RewardModel, with_end
 from realrl.errors import CallError
 from tests.algo.batches import token_batch
 from tests.helpers.fake_engine import Bigram, FakeEngine, fake_context, fake_model
@@ -43,13 +43,18 @@ def test_micro_batches_change_nothing() -> None:
     torch.testing.assert_close(one.scores, two.scores)
 
 
-def test_inference_scores_the_last_token_of_each_sequence() -> None:
+def test_inference_scores_the_end_of_each_sequence_also_where_it_was_cut_off() -> None:
     module = Bigram(4)
-    ctx = fake_context("rew_inf", [PAIRS.ids], n_mbs=2)
-    result = RewardModel().inference(fake_model("reward", FakeEngine(module)), PAIRS, ctx)
-    assert result.ids == PAIRS.ids
-    assert result["rewards"].tolist() == module.scores[[2, 3, 2, 0, 2, 3]].tolist()
-    assert result.seqlens["rewards"] == ((1, 1),) * 3
+    model = fake_model("reward", FakeEngine(module))
+    eos = model.tokenizer.eos_token_id
+    batch = token_batch([[([0], [1, 2]), ([0], [3, eos])], [([1], [2]), ([1], [eos])]])
+    closed = with_end(batch, eos)
+    assert closed.seqlens["input_ids"] == ((4, 3), (3, 2))
+    assert closed["input_ids"].tolist() == [0, 1, 2, eos, 0, 3, eos, 1, 2, eos, 1, eos]
+    result = RewardModel().inference(model, batch, fake_context("rew_inf", [batch.ids], n_mbs=2))
+    assert result.ids == batch.ids
+    assert result["rewards"].tolist() == [pytest.approx(module.scores[eos].item())] * 4
+    assert result.seqlens["rewards"] == ((1, 1),) * 2
 
 
 def test_a_sample_that_is_no_pair_is_named() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from realrl.algo.api import LossOutput, ModelInterface
 from realrl.algo.sft import SFT
-from realrl.algo.training import train_minibatches
+from realrl.algo.training import TrainSummary, train_minibatches
 from realrl.errors import CallError
 from tests.algo.batches import token_batch
 from tests.helpers.fake_engine import Bigram, FakeEngine, ThreadGroup, fake_context, fake_model
@@ -90,3 +90,8 @@ def test_an_interface_says_what_it_cannot_do() -> None:
     with pytest.raises(NotImplementedError, match="SFT cannot generate"):
         SFT().generate(None, BATCH, None)  # type: ignore[arg-type]
     assert ModelInterface().state_dict() == {}
+
+
+def test_a_summary_as_metrics_of_a_role() -> None:
+    summary = TrainSummary(stats={"loss": 2.0}, grad_norm=1.5, lr=0.1, n_skipped=0, n_units=3.0)
+    assert summary.metrics("actor") == {"actor/loss": 2.0, "actor/grad_norm": 1.5, "actor/lr": 0.1}

@@ -95,7 +95,7 @@ def test_packed_attention_against_one_sequence_at_a_time(seqlens: list[int], n_k
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("shape", [(1, 8, 8), (7, 160, 130), (64, 128, 320)])
+@pytest.mark.parametrize("shape", [(1, 8, 8), (7, 160, 130), (300, 128, 320)])
 def test_linear_equals_torch(shape: tuple[int, int, int], bias: bool) -> None:
     n_rows, n_in, n_out = shape
     torch.manual_seed(0)
@@ -133,14 +133,14 @@ def naive(
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-@pytest.mark.parametrize(("chunk_rows", "keep_bytes"), [(1000, 1 << 30), (4, 1 << 30), (4, 0), (1, 0)])
+@pytest.mark.parametrize(("chunk_rows", "block_rows"), [(1000, 1000), (1000, 3), (4, 3), (1, 1)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_lm_logprobs_and_gradients(
-    chunk_rows: int, keep_bytes: int, temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
+    chunk_rows: int, block_rows: int, temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lm_module, "_CHUNK_BYTES", 4 * 37 * chunk_rows)
-    monkeypatch.setattr(lm_module, "_KEEP_BYTES", keep_bytes)
+    monkeypatch.setattr(lm_module, "_CHUNK_ELEMENTS", 37 * chunk_rows)
+    monkeypatch.setattr(lm_module, "_BLOCK_ELEMENTS", 37 * block_rows)
     torch.manual_seed(0)
     hidden = torch.randn(11, 16, requires_grad=True)
     weight = torch.randn(37, 16, requires_grad=True)

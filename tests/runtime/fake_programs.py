@@ -10,10 +10,14 @@ import sys
 import time
 from collections.abc import Sequence
 
+import msgspec
+
 from realrl.errors import DataError
 from realrl.runtime import report
 from realrl.runtime.session import Interrupted, Session
 from realrl.runtime.transport.base import SampleClient
+from realrl.sched import diagnosis
+from realrl.sched.events import WorkerLost
 from realrl.sched.messages import (
     CallDone,
     Goodbye,
@@ -28,6 +32,7 @@ from realrl.sched.messages import (
 )
 
 N_WORKERS = 2
+INITIALIZE = Initialize(0, b"", (), "")
 
 
 class FakeHost:
@@ -85,6 +90,14 @@ def call(seq: int, name: str, argument: str = "") -> RunCall:
 
 
 def start_workers(session: Session) -> list[Hello]:
+    """Start and initialise the workers; returns their greetings, by rank."""
+    hellos = greet_workers(session)
+    for rank in range(N_WORKERS):
+        assert isinstance(ask(session, rank, INITIALIZE), Ready)
+    return hellos
+
+
+def greet_workers(session: Session) -> list[Hello]:
     """Start the workers and return their greetings, by rank."""
     session.launcher.start(N_WORKERS, session.address, session.environment)
     hellos: dict[int, Hello] = {}
@@ -112,12 +125,12 @@ def one_of_each(session: Session) -> int:
     hellos = start_workers(session)
     results = {
         "torch": "torch" in sys.modules,
-        "stdin": ask(session, 0, call(0, "stdin")).metrics["length"],
-        "pull": ask(session, 1, call(0, "pull", hellos[0].data_address)).metrics["length"],
+        "stdin": ask(session, 0, call(1, "stdin")).metrics["length"],
+        "pull": ask(session, 1, call(1, "pull", hellos[0].data_address)).metrics["length"],
     }
-    ask(session, 1, call(1, "environment"))
-    for rank in range(N_WORKERS):
-        assert isinstance(ask(session, rank, Shutdown(9)), Goodbye)
+    ask(session, 1, call(2, "environment"))
+    for rank, seq in ((0, 2), (1, 3)):
+        assert isinstance(ask(session, rank, Shutdown(seq)), Goodbye)
     ended: list[tuple[int, int]] = []
     while len(ended) < N_WORKERS:
         ended += session.launcher.poll()
@@ -127,20 +140,25 @@ def one_of_each(session: Session) -> int:
 
 def failing_calls(session: Session) -> int:
     """What user code and a broken host turn into."""
-    start_workers(session)
-    failures = [ask(session, 0, call(0, session.run.decode()))]
-    assert isinstance(ask(session, 0, Shutdown(1)), Goodbye)
-    failure = report.worker_failed(failures[0], waiting={1: "actor_train"}, log=session.launcher.log_path(0))
-    session.progress.failed(str(failure))
-    return failure.exit_code
+    greet_workers(session)
+    failure, seq = ask(session, 0, INITIALIZE), 1
+    if not isinstance(failure, WorkerFailed):
+        failure, seq = ask(session, 0, call(1, session.run.decode())), 2
+    assert isinstance(ask(session, 0, Shutdown(seq)), Goodbye)
+    decided = msgspec.structs.replace(
+        diagnosis.worker_failed(failure, (), None), waiting_ranks=(1,), waiting_calls=("actor_train",)
+    )
+    told = report.from_failure(decided, log=session.launcher.log_path(0))
+    session.progress.failed(str(told))
+    return told.exit_code
 
 
 def wait_for_worse(session: Session) -> int:
     """Two workers at work and a child of one of them; tells their pids, then waits for somebody to die."""
     hellos = start_workers(session)
-    child = ask(session, 0, call(0, "child"))
-    for rank in range(N_WORKERS):
-        session.transport.send(rank, call(1, "sleep"))
+    child = ask(session, 0, call(1, "child"))
+    for rank, seq in ((0, 2), (1, 1)):
+        session.transport.send(rank, call(seq, "sleep"))
     while any("going to sleep" not in session.launcher.log_path(rank).read_text() for rank in range(N_WORKERS)):
         session.transport.receive(0.05)
         assert not session.launcher.poll(), "a worker died at once"
@@ -152,9 +170,11 @@ def wait_for_worse(session: Session) -> int:
     while True:
         session.transport.receive(0.1)
         for rank, exit_code in session.launcher.poll():
-            failure = report.worker_died(
-                rank, exit_code, call="sleep", step=1, waiting={1 - rank: ""}, log=session.launcher.log_path(rank)
+            lost = WorkerLost(rank, exit_code, report.signal_name(exit_code))
+            decided = msgspec.structs.replace(
+                diagnosis.worker_lost(lost, (), call(1, "sleep")), waiting_ranks=(1 - rank,)
             )
+            failure = report.from_failure(decided, log=session.launcher.log_path(rank))
             session.progress.failed(str(failure))
             return failure.exit_code
 

@@ -17,5 +17,5 @@ def test_the_benchmark_measures_both_round_trips(tmp_path: Path) -> None:
     one, many = results["one worker, beyond its work"], results["8 simulated workers"]
     assert (one["n"], many["n"]) == (50, 5)
     assert 0 < one["p10_ms"] <= one["median_ms"] <= one["p90_ms"]
-    assert 0 < many["median_ms"]
+    assert many["median_ms"] > 0
     assert "8 simulated workers" in done.stdout

@@ -46,7 +46,7 @@ def test_a_partial_checkpoint_is_never_the_latest(store: CheckpointStore) -> Non
     write(store, 1)
     store.partial(2)
     assert store.latest() == store.root / "step_1"
-    store.discard(2)
+    store.discard_unfinished()
     assert not (store.root / ".step_2.partial").exists()
 
 

@@ -120,6 +120,7 @@ def test_the_kind_follows_the_stream() -> None:
             ["reward/loss", "reward/accuracy", "reward/margin"],
         ),
         ({"reward/accuracy/mean": 0.8, "actor/lr": 0.1}, ["reward/accuracy/mean"]),
+        ({"version/reward": 3.0, "time_s/reward": 1.0, "reward/loss": 0.5}, ["reward/loss"]),
         ({}, []),
     ],
 )

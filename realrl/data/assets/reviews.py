@@ -8,9 +8,7 @@ Invariants of `build_reviews`, a pure function of the archive:
 - a snippet serves one purpose: training pairs, training prompts, or held-out pairs and prompts; no held-out prompt is
   also a training prompt;
 - the two snippets of a pair have mean ratings at least `MIN_GAP` apart, `chosen` is the higher, and no snippet is in
-  two pairs;
-- every second training pair lacks its last words and says so (``"complete": false``): the reward model must also score
-  continuations that were cut off by their length. Held-out pairs are as people read them.
+  two pairs.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ from realrl.errors import AssetError
 MIN_GAP = 1.5
 PROMPT_WORDS = (4, 6)
 MIN_WORDS_AFTER_PROMPT = 3
-CUT_WORDS = (1, 3)
-MIN_WORDS_LEFT = 5
 _SEED = 2014
 _INNER = "hutto_ICWSM_2014.tar.gz"
 # Snippets per source; the last line of each file has no line end.
@@ -88,7 +84,7 @@ def build_reviews(sdist: Path, target: Path) -> None:
     rng.shuffle(movies)
     first, second = round(len(movies) * _PAIR_SHARE), round(len(movies) * (_PAIR_SHARE + _PROMPT_SHARE))
     for_pairs, for_prompts, heldout = movies[:first], movies[first:second], movies[second:]
-    _write(target / PAIRS_TRAIN, cut_every_second(make_pairs(for_pairs), rng))
+    _write(target / PAIRS_TRAIN, make_pairs(for_pairs))
     _write(target / PAIRS_HELDOUT, make_pairs(heldout))
     heldout_prompts = make_prompts(heldout, rng)
     held = {row["prompt"] for row in heldout_prompts}
@@ -115,18 +111,6 @@ def make_pairs(snippets: Sequence[Snippet]) -> list[dict[str, Any]]:
                 "rejected_rating": round(rejected.mean, 3),
             }
         )
-    return rows
-
-
-def cut_every_second(pairs: Sequence[Mapping[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
-    """The pairs, of which every second one lacks the last `CUT_WORDS` words of both texts, short texts left whole."""
-    rows = [dict(pair) for pair in pairs]
-    for row in rows[1::2]:
-        row["complete"] = False
-        for side in ("chosen", "rejected"):
-            words = row[side].split()
-            n_words = max(len(words) - rng.randint(*CUT_WORDS), min(len(words), MIN_WORDS_LEFT))
-            row[side] = " ".join(words[:n_words])
     return rows
 
 

@@ -58,29 +58,26 @@ class DecodeAttention:
     Args:
         cache: with room for one more token in every row.
         lengths: int64 [B], tokens that each row holds already.
-        longest: the largest of `lengths`.
         n_heads: N.
         dtype: of queries, keys and values.
     """
 
-    def __init__(
-        self, cache: KVCache, lengths: torch.Tensor, longest: int, *, n_heads: int, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, cache: KVCache, lengths: torch.Tensor, *, n_heads: int, dtype: torch.dtype) -> None:
         self._cache = cache
-        self._n_rows, self._n_tokens = len(lengths), longest + 1
+        self._n_rows = len(lengths)
         self._slots = torch.arange(len(lengths), device=lengths.device)
         self._positions = lengths
-        beyond = torch.arange(self._n_tokens, device=lengths.device) > lengths[:, None]
+        beyond = torch.arange(cache.capacity, device=lengths.device) > lengths[:, None]
         mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device).masked_fill_(beyond, -torch.inf)
-        n_groups, group_size = cache.shape.n_kv_heads, n_heads // cache.shape.n_kv_heads
-        self._mask = mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, group_size, -1).contiguous()
+        n_groups = cache.shape.n_kv_heads
+        self._mask = mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, n_heads // n_groups, -1).contiguous()
         self._scale = cache.shape.head_dim**-0.5
 
     def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Attention of q [B, N, D] over the cache and k, v [B, K, D]; returns [B, N, D]."""
         self._cache.write(layer_index, self._slots, self._positions, k, v)
-        keys, values = self._cache.view(layer_index, self._n_rows, self._n_tokens)
+        keys, values = self._cache.view(layer_index, self._n_rows)
         # the heads that share a KV head stand where query positions would: nothing is repeated
         queries = q.reshape(len(keys), -1, q.shape[-1])  # [B * K, N / K, D]
-        scores = torch.baddbmm(self._mask, queries, keys, alpha=self._scale)
+        scores = torch.baddbmm(self._mask, queries, keys.transpose(1, 2), alpha=self._scale)
         return torch.bmm(torch.softmax(scores, dim=-1), values).view(q.shape)

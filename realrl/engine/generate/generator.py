@@ -23,7 +23,7 @@ from realrl.engine.generate.network import FusedNetwork
 from realrl.engine.generate.philox import hash_words, step_key, uniforms
 from realrl.engine.generate.request import Request
 from realrl.engine.generate.responses import Responses
-from realrl.engine.generate.sampler import draw, find_invalid_row, forbid, policy_probs
+from realrl.engine.generate.sampler import InvalidLogitsError, Sampler
 from realrl.engine.generate.schedule import Admission, Entry, Schedule
 from realrl.errors import CallError
 from realrl.model.decoder import Decoder
@@ -78,7 +78,7 @@ class Generator:
             Tensors on the CPU, outside of inference mode.
 
         Raises:
-            ConfigError: impossible lengths or stop tokens.
+            ConfigError: impossible stop tokens.
             CallError: a prompt that cannot be continued, or logits that are not finite; names the sample.
         """
         stop_ids = tuple(dict.fromkeys((eos_id, *generation.stop_ids)))
@@ -109,6 +109,9 @@ class _Run:
         max_tokens = int(self._prompt_lengths.max()) + generation.max_new_tokens - 1  # the last token is never read
         shape = CacheShape(config.n_layers, max_rows, config.n_kv_heads, config.head_dim, max_tokens)
         self._cache = KVCache(shape, dtype=config.dtype, device=device)
+        self._sampler = Sampler(
+            generation, request.stop_ids, max_rows=max_rows, vocab_size=config.vocab_size, device=device
+        )
         self._held: dict[int, tuple[SavedRow, torch.Tensor]] = {}
         self._key = step_key(request.seed, request.step)
         self._sample_words = np.array([hash_words(i) for i in request.sample_ids], dtype=np.uint64)
@@ -184,12 +187,11 @@ class _Run:
         lengths = (
             self._prompt_lengths[rows // self._request.generation.n_responses] + self._responses.n_tokens[rows] - 1
         )
-        longest = int(lengths.max())
-        self._cache.reserve(longest + 1)
+        self._cache.reserve(int(lengths.max()) + 1)
         input_ids = torch.from_numpy(newest).to(self._device)
         positions = torch.from_numpy(lengths).to(self._device)
         config = self._network.config
-        attention = DecodeAttention(self._cache, positions, longest, n_heads=config.n_heads, dtype=config.dtype)
+        attention = DecodeAttention(self._cache, positions, n_heads=config.n_heads, dtype=config.dtype)
         return self._network.logits(self._network.hidden(input_ids, positions, attention))
 
     def _sample(self, rows: RowIndices, logits: torch.Tensor) -> npt.NDArray[np.bool_]:
@@ -198,16 +200,16 @@ class _Run:
         samples, responses = np.divmod(rows, generation.n_responses)
         n_tokens = self._responses.n_tokens[rows]
         numbers = uniforms(self._key, self._sample_words[samples], responses, n_tokens)
-        probs = policy_probs(logits, generation.temperature)
-        bad = find_invalid_row(probs)
-        if bad is not None:
+        is_early = n_tokens < generation.min_new_tokens
+        try:
+            sampled = self._sampler.sample(logits, torch.from_numpy(numbers).to(self._device), is_early)
+        except InvalidLogitsError as error:
             raise CallError(
-                f"the model's logits for sample {self._request.sample_ids[samples[bad]]!r} are not finite",
+                f"the model's logits for sample {self._request.sample_ids[samples[error.row]]!r} are not finite",
                 remedy="Look at the last train_step: a learning rate that is too high, or a broken checkpoint.",
                 step=self._request.step,
-            )
-        forbid(probs, np.flatnonzero(n_tokens < generation.min_new_tokens), self._request.stop_ids)
-        return self._responses.append(rows, draw(probs, torch.from_numpy(numbers).to(self._device), generation))
+            ) from None
+        return self._responses.append(rows, sampled)
 
     def _retire(self, slots: npt.NDArray[np.int64]) -> None:
         """Take out the rows at these slots and move others into the holes, with their cache."""

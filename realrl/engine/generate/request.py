@@ -40,7 +40,7 @@ class Request:
         """Compare with the model.
 
         Raises:
-            ConfigError: stop tokens or lengths that cannot be.
+            ConfigError: stop tokens that cannot be.
             CallError: a prompt that is empty, too long or outside of the vocabulary; names the sample.
         """
         self._check_generation(config)
@@ -51,17 +51,16 @@ class Request:
 
     def _check_generation(self, config: DecoderConfig) -> None:
         generation = self.generation
-        if generation.min_new_tokens > generation.max_new_tokens:
-            raise ConfigError(
-                f"generation.min_new_tokens={generation.min_new_tokens} exceeds "
-                f"generation.max_new_tokens={generation.max_new_tokens}",
-                remedy="Lower the minimum or raise the maximum.",
-            )
         outside = [token for token in self.stop_ids if not 0 <= token < config.vocab_size]
         if outside:
             raise ConfigError(
                 f"stop tokens {outside} are outside of the vocabulary of {config.vocab_size}",
                 remedy="Check generation.stop_ids and the tokenizer's end-of-sequence token.",
+            )
+        if generation.min_new_tokens and len(set(self.stop_ids)) == config.vocab_size:
+            raise ConfigError(
+                f"all {config.vocab_size} tokens stop, but generation.min_new_tokens={generation.min_new_tokens}",
+                remedy="Shorten generation.stop_ids.",
             )
 
     def _check_prompt(self, prompt: torch.Tensor, sample_id: str, config: DecoderConfig) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
@@ -35,50 +37,84 @@ class SampledTokens:
     policy_logprobs: torch.Tensor
 
 
-def policy_probs(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """float32 [B, V]: softmax(logits / temperature), with temperature 1 if it is 0."""
-    if temperature not in (0.0, 1.0):
-        logits = logits.float() / temperature
-    return torch.softmax(logits, dim=-1, dtype=torch.float32)
+class InvalidLogitsError(ArithmeticError):
+    """Logits hold NaN or infinity; `row` is the first such row."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"the logits of row {row} are not finite")
+        self.row = row
 
 
-def find_invalid_row(probs: torch.Tensor) -> int | None:
-    """The first row of [B, V] whose logits held NaN or infinity, which leaves nothing but NaN."""
-    bad = torch.isnan(probs[:, 0])
-    return int(bad.nonzero()[0]) if bool(bad.any()) else None
-
-
-def forbid(probs: torch.Tensor, rows: Sequence[int], tokens: Sequence[int]) -> None:
-    """Take the probability of some tokens away, in place, in some rows of [B, V]; the rest is not renormalised."""
-    if len(rows):
-        index = torch.as_tensor(rows, device=probs.device)
-        for token in tokens:
-            probs[index, token] = 0.0
-
-
-def draw(probs: torch.Tensor, uniforms: torch.Tensor, generation: GenerationConfig) -> SampledTokens:
-    """Choose one token per row.
+class Sampler:
+    """Chooses one token per row, within buffers that live as long as a generate call.
 
     Top-k is applied first; top-p then keeps the smallest set of most probable tokens whose renormalised mass reaches
     `top_p` (Holtzman et al. 2020, nucleus sampling).
 
     Args:
-        probs: [B, V] from `policy_probs`, after `forbid`.
-        uniforms: float64 [B] in [0, 1).
         generation: temperature and filters.
+        stop_ids: tokens that rows below the minimum length cannot take.
+        max_rows: the most rows that are sampled at a time.
+        vocab_size: V.
+        device: of the logits.
     """
-    if generation.temperature == 0.0:
-        tokens = probs.argmax(dim=-1)
-        policy_logprobs = _pick(probs, tokens).log()
-        return SampledTokens(tokens, torch.zeros_like(policy_logprobs), policy_logprobs)
-    if 0 < generation.top_k < probs.shape[-1]:
-        tokens, mass = _draw_top_k(probs, uniforms, generation.top_k, generation.top_p)
-    elif generation.top_p < 1.0:
-        tokens, mass = _draw_top_p(probs, uniforms, generation.top_p)
-    else:
-        tokens, mass = _draw_any(probs, uniforms)
-    chosen = _pick(probs, tokens)
-    return SampledTokens(tokens, (chosen.double() / mass).log().float(), chosen.log())
+
+    def __init__(
+        self,
+        generation: GenerationConfig,
+        stop_ids: Sequence[int],
+        *,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._generation = generation
+        self._stop_ids = stop_ids
+        # allocated once: blocks of this size go back to the system when freed, and cost a page fault per 4 KiB when new
+        self._scaled, self._probs = torch.empty(2, max_rows, vocab_size, device=device)
+
+    def sample(self, logits: torch.Tensor, uniforms: torch.Tensor, is_early: npt.NDArray[np.bool_]) -> SampledTokens:
+        """One token per row.
+
+        Args:
+            logits: [B, V], any floating-point type.
+            uniforms: float64 [B] in [0, 1).
+            is_early: bool [B], rows that cannot stop yet.
+
+        Raises:
+            InvalidLogitsError: a row with NaN or infinity.
+        """
+        probs = self._policy_probs(logits)
+        invalid = torch.isnan(probs[:, 0])  # the softmax spreads a single NaN or infinity over its row
+        if bool(invalid.any()):
+            raise InvalidLogitsError(int(invalid.nonzero()[0]))
+        early_rows = np.flatnonzero(is_early)
+        for token in self._stop_ids if len(early_rows) else ():
+            probs[torch.from_numpy(early_rows).to(probs.device), token] = 0.0
+        return self._draw(probs, uniforms)
+
+    def _policy_probs(self, logits: torch.Tensor) -> torch.Tensor:
+        """float32 [B, V]: softmax(logits / temperature), with temperature 1 if it is 0."""
+        temperature = self._generation.temperature or 1.0
+        if temperature != 1.0 or logits.dtype != torch.float32:
+            scaled = self._scaled[: len(logits)].copy_(logits)
+            logits = scaled if temperature == 1.0 else scaled.div_(temperature)
+        return torch.softmax(logits, dim=-1, out=self._probs[: len(logits)])
+
+    def _draw(self, probs: torch.Tensor, uniforms: torch.Tensor) -> SampledTokens:
+        generation = self._generation
+        if generation.temperature == 0.0:
+            tokens = probs.argmax(dim=-1)
+            policy_logprobs = _pick(probs, tokens).log()
+            return SampledTokens(tokens, torch.zeros_like(policy_logprobs), policy_logprobs)
+        if 0 < generation.top_k < probs.shape[-1]:
+            tokens, mass = _draw_top_k(probs, uniforms, generation.top_k, generation.top_p)
+        elif generation.top_p < 1.0:
+            tokens, mass = _draw_top_p(probs, uniforms, generation.top_p)
+        else:
+            tokens, mass = _draw_any(probs, uniforms)
+        chosen = _pick(probs, tokens)
+        return SampledTokens(tokens, (chosen.double() / mass).log().float(), chosen.log())
 
 
 def _pick(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -146,17 +146,6 @@ def test_realrl_loads_the_files(reviews: Path) -> None:
         assert dataset.row_ids == tuple(row["id"] for row in rows(reviews / name))
 
 
-def test_every_second_training_pair_is_cut(reviews: Path) -> None:
-    texts = {row["id"]: str(row["text"]) for row in rows(reviews / RATINGS)}
-    for at, pair in enumerate(rows(reviews / PAIRS_TRAIN)):
-        assert pair.get("complete", True) is (at % 2 == 0)
-        for text, snippet in zip((pair["chosen"], pair["rejected"]), str(pair["id"]).split(">"), strict=True):
-            n_left, n_words = len(str(text).split()), len(texts[snippet].split())
-            assert texts[snippet].startswith(str(text))
-            assert (n_left == n_words) if at % 2 == 0 or n_words <= 5 else (5 <= n_left <= n_words - 1)
-    assert not any("complete" in pair for pair in rows(reviews / PAIRS_HELDOUT))
-
-
 def test_pairs_wait_for_a_partner() -> None:
     snippets = [Snippet(f"s{i}", f"t{i}", mean, ()) for i, mean in enumerate([0.0, 1.0, 1.5, -0.5, 3.0])]
     assert [(r["id"], r["chosen_rating"], r["rejected_rating"]) for r in make_pairs(snippets)] == [

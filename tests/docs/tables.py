@@ -1,0 +1,57 @@
+"""The table of keys in docs/configuration.md, from the schema. Run as a module, it rewrites the document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from realrl.config.keys import Key, base_values, known_keys
+from realrl.discovery import load_experiment
+from realrl.experiment import Experiment
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCUMENT = ROOT / "docs" / "configuration.md"
+MARKER = "<!-- keys -->\n"
+ALGORITHMS = ("ppo", "rw", "sft")
+
+
+def key_tables() -> str:
+    """One table for all experiments, one for the options of each algorithm."""
+    ppo = load_experiment("ppo")
+    common = [key for key in known_keys(ppo).values() if not key.path.startswith("algorithm.")]
+    parts = [_table(ppo, [key for key in common if _is_first_role(key)])]
+    for name in ALGORITHMS:
+        experiment = load_experiment(name)
+        options = [key for key in known_keys(experiment).values() if key.path.startswith("algorithm.")]
+        parts.append(f"### Options of `{name}`\n{_table(experiment, options)}")
+    return "\n".join(parts)
+
+
+def _is_first_role(key: Key) -> bool:
+    return not key.path.startswith("models.") or key.path.startswith("models.actor.")
+
+
+def _table(experiment: Experiment, keys: Iterable[Key]) -> str:
+    values = base_values(experiment)
+    rows = ["| key | default | accepts | meaning |", "|---|---|---|---|"]
+    for key in keys:
+        value: object = values
+        for part in key.path.split("."):
+            value = value[part] if isinstance(value, dict) else None
+        path = key.path.replace("models.actor.", "models.<role>.")
+        rows.append(f"| `{path}` | `{json.dumps(value)}` | {_cell(key.allowed)} | {_cell(key.description)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def document_with(tables: str) -> str:
+    """The document with these tables below the marker."""
+    return DOCUMENT.read_text(encoding="utf-8").partition(MARKER)[0] + MARKER + tables
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document_with(key_tables()), encoding="utf-8")

@@ -1,0 +1,122 @@
+"""Files, keys, modules and commands that the documents name exist."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from realrl.cli import main
+from realrl.config.keys import key_of, known_keys, sections
+from realrl.discovery import list_experiments
+from tests.docs.markdown import DOCUMENTS, ROOT, blocks, commands, inline_code, links, name_of
+from tests.docs.tables import document_with, key_tables
+
+FOLDERS = "(?:realrl|experiments|configs|scripts|tests|docs)"
+NOT_KEYS = {"key", "log_return_value", "max_staleness", "pp", "tp"}  # fields of calls, sizes
+EVERY_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+
+
+@EVERY_DOCUMENT
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in links(document):
+        if not target.startswith("http"):
+            assert (document.parent / target.partition("#")[0]).exists(), target
+
+
+@EVERY_DOCUMENT
+def test_files_exist(document: Path) -> None:
+    for code in inline_code(document):
+        path = re.match(rf"(?:python )?({FOLDERS}/[\w./*-]*)", code)
+        if path and "<" not in code and "my_algorithm" not in code and ".html" not in code:
+            assert list(ROOT.glob(path[1].rstrip("/"))), code
+
+
+@EVERY_DOCUMENT
+def test_modules_and_names_exist(document: Path) -> None:
+    for name in re.findall(r"(?<![\w/.])realrl(?:\.\w+)+", " ".join(inline_code(document))):
+        module, rest = name, []
+        while importlib.util.find_spec(module) is None:
+            module, _, last = module.rpartition(".")
+            rest.insert(0, last)
+        found = importlib.import_module(module)
+        for part in rest:
+            found = getattr(found, part)
+
+
+@EVERY_DOCUMENT
+def test_keys_exist(document: Path) -> None:
+    keys = {path: key for experiment in list_experiments() for path, key in known_keys(experiment).items()}
+    named = " ".join(
+        inline_code(document) + [text for language in ("sh", "text") for text in blocks(document, language)]
+    )
+    in_sections = re.findall(
+        r"(?<![\w./])(?:dataset|models|generation|algorithm|allocation|cluster|save|eval|recover)\.[\w.<>*]+", named
+    )
+    alone = re.findall(r"(?<![\w./<\"'-])([a-z_]+)=[\w./\[{<-]", " ".join(inline_code(document)))
+    alone = [key for key in alone if key not in NOT_KEYS]
+    for path in [*in_sections, *alone]:
+        path = re.sub(r"models\.<role>", "models.actor", path).rstrip(".").removesuffix(".<call>")
+        is_option = f"algorithm.{path}" in keys
+        assert path == "models.actor" or key_of(path, keys) or path in sections(keys) or is_option, path
+
+
+def test_the_table_of_keys_is_that_of_the_schema() -> None:
+    written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert written == document_with(key_tables()), "run: python -m tests.docs.tables"
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the files that the documents' commands speak of."""
+    (tmp_path / "my_model").mkdir()
+    (tmp_path / "my_model" / "config.json").write_text("{}")
+    (tmp_path / "my_data.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}))
+    (tmp_path / "my_rewards.py").write_text("def score(prompt, response):\n    return 0.0\n")
+    [example] = blocks(ROOT / "README.md", "python")
+    (tmp_path / "my_algorithm.py").write_text(example)
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@EVERY_DOCUMENT
+def test_commands_are_accepted(document: Path, newcomer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in commands(document, "realrl"):
+        if "NAME" in arguments or arguments == ["run"]:
+            continue
+        dry = [*arguments, "--dry-run"] if arguments[0] == "run" and "--dry-run" not in arguments else arguments
+        if "my_algorithm" in arguments:  # CONTRIBUTING speaks of a registered one
+            continue
+        assert main(dry) == 0, (arguments, capsys.readouterr().err)
+
+
+def test_quoted_errors_are_those_of_the_code() -> None:
+    source = " ".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "realrl").rglob("*.py")))
+    table = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").partition("## Common errors")[2]
+    cells = re.findall(r"^\| (.*?) \|", table.partition("\n## ")[0], re.MULTILINE)
+    quoted = [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
+    assert len(quoted) > 8
+    for message in quoted:
+        for part in message.split(" ... "):
+            assert part in source, message
+
+
+@EVERY_DOCUMENT
+def test_make_targets_exist(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for [target, *_] in commands(document, "make"):
+        assert target in targets
+
+
+def test_the_picture_is_that_of_todays_graph(tmp_path: Path) -> None:
+    [arguments] = [
+        words for words in commands(ROOT / "README.md", "realrl") if words[0] == "graph" and "--out" in words
+    ]
+    drawn = tmp_path / "ppo.svg"
+    assert main([*arguments[:-1], str(drawn)]) == 0
+    assert drawn.read_bytes() == (ROOT / "docs" / "ppo.svg").read_bytes(), f"run: realrl {' '.join(arguments)}"

@@ -1,0 +1,88 @@
+import dataclasses
+
+import pytest
+import torch
+
+from realrl.engine.generate.attention import DecodeAttention, PrefillAttention
+from realrl.engine.generate.cache import CacheShape, KVCache
+from realrl.engine.generate.network import FusedNetwork
+from realrl.model.attention import PackedAttention
+from realrl.model.config import tiny_config
+from realrl.model.init import random_model
+
+CPU = torch.device("cpu")
+
+
+def make_model(**changes):
+    decoder = random_model(dataclasses.replace(tiny_config(99), **changes), seed=5)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if parameter.ndim > 1 and "embedding" not in name:
+                parameter.mul_(5)  # a trained model's activations, not the near-zero ones of initialisation
+            elif name.endswith("bias"):
+                parameter.normal_()
+    return decoder
+
+
+def packed_logits(decoder, sequences):
+    seqlens = [len(sequence) for sequence in sequences]
+    positions = torch.cat([torch.arange(n) for n in seqlens])
+    hidden = decoder(torch.cat(sequences), positions, PackedAttention(seqlens))
+    return decoder.head(hidden).split(seqlens)
+
+
+@pytest.mark.parametrize("pack", [False, None])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"n_kv_heads": 1},
+        {"n_kv_heads": 4, "tied_embeddings": False},
+        {"attention_bias": True, "mlp_bias": True},
+    ],
+)
+def test_prefill_and_decode_give_the_decoders_logits(changes, pack):
+    torch.manual_seed(0)
+    decoder = make_model(**changes)
+    config = decoder.config
+    sequences = [torch.randint(0, 99, (n,)) for n in (9, 4, 6)]
+    prompt_lengths = [5, 1, 3]
+    with torch.inference_mode():
+        expected = packed_logits(decoder, sequences)
+        network = FusedNetwork(decoder, decoder.head, pack=pack)
+        shape = CacheShape(config.n_layers, 4, config.n_kv_heads, config.head_dim, 9)
+        cache = KVCache(shape, dtype=config.dtype, device=CPU)
+        cache.reserve(5)
+        prefill = PrefillAttention(cache, 0, prompt_lengths, CPU)
+        prompts = torch.cat([sequence[:n] for sequence, n in zip(sequences, prompt_lengths, strict=True)])
+        actual = network.logits(network.hidden(prompts, prefill.positions, prefill)).split(prompt_lengths)
+        for part, whole in zip(actual, expected, strict=True):
+            torch.testing.assert_close(part, whole[: len(part)], rtol=1e-5, atol=1e-5)
+
+        for offset in range(3):  # the rows keep their different lengths
+            lengths = torch.tensor(prompt_lengths) + offset
+            cache.reserve(int(lengths.max()) + 1)
+            attention = DecodeAttention(cache, lengths, n_heads=config.n_heads, dtype=config.dtype)
+            tokens = torch.stack([sequence[n] for sequence, n in zip(sequences, lengths, strict=True)])
+            logits = network.logits(network.hidden(tokens, lengths, attention))
+            wanted = torch.stack([whole[n] for whole, n in zip(expected, lengths, strict=True)])
+            torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_prefill_into_later_rows_leaves_earlier_ones_alone():
+    torch.manual_seed(1)
+    decoder = make_model()
+    config = decoder.config
+    with torch.inference_mode():
+        network = FusedNetwork(decoder, decoder.head)
+        cache = KVCache(CacheShape(config.n_layers, 3, 2, 32, 8), dtype=config.dtype, device=CPU)
+        cache.reserve(6)
+        for first_slot, seqlens in ((0, [6]), (1, [2, 3])):
+            prefill = PrefillAttention(cache, first_slot, seqlens, CPU)
+            network.hidden(torch.randint(0, 99, (sum(seqlens),)), prefill.positions, prefill)
+            if first_slot == 0:
+                before = cache.save(0, 6)
+        after = cache.save(0, 6)
+    for (k0, v0), (k1, v1) in zip(before, after, strict=True):
+        assert torch.equal(k0, k1)
+        assert torch.equal(v0, v1)

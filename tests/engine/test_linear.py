@@ -1,0 +1,41 @@
+import pytest
+import torch
+from torch import nn
+
+from realrl.engine.linear import can_pack, fuse_linears, fuse_weight
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n_rows", [1, 7, 32])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_and_plain_kernels_agree(dtype, n_rows, bias):
+    if not can_pack(CPU, dtype):
+        pytest.skip("this machine has no packed kernels")
+    torch.manual_seed(0)
+    linears = [nn.Linear(48, size, bias=bias, dtype=dtype) for size in (16, 24, 8)]
+    x, residual = torch.randn(n_rows, 48, dtype=dtype), torch.randn(n_rows, 48, dtype=dtype)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    with torch.inference_mode():
+        plain, packed = (fuse_linears(linears, pack=pack) for pack in (False, True))
+        expected = torch.cat([layer(x) for layer in linears], dim=-1)
+        torch.testing.assert_close(plain(x, None), expected, **tolerance)
+        torch.testing.assert_close(packed(x, None), expected, **tolerance)
+        torch.testing.assert_close(packed(x, residual), plain(x, residual), **tolerance)
+
+
+def test_the_plain_kernel_neither_copies_a_single_weight_nor_changes_the_residual():
+    weight, x, residual = torch.randn(4, 4), torch.randn(2, 4), torch.randn(2, 4)
+    kept = residual.clone()
+    operation = fuse_weight(weight, None, pack=False)
+    before = operation(x, residual)
+    weight.zero_()
+    assert torch.equal(operation(x, residual), kept)
+    assert torch.equal(residual, kept)
+    assert not torch.equal(before, kept)
+
+
+def test_only_cpus_pack():
+    assert not can_pack(torch.device("cuda"), torch.float32)
+    assert not can_pack(CPU, torch.float64)
