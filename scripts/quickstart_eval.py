@@ -192,7 +192,9 @@ def print_report(report: Report, *, n_shown: int) -> None:
 def _check_with_transformers(folder: Path) -> None:
     """The saved actor must load in `transformers` and give our numbers."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ours = _engine(folder, "lm")
     ids = torch.arange(5, 25)

@@ -178,7 +178,7 @@ def _words(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
 def _limits(limits: tuple[Any, ...]) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
     found = [
-        f"{sign} {getattr(limit, name):g}" for limit in limits for name, sign in signs.items() if hasattr(limit, name)
+        f"{sign} {getattr(limit, name)}" for limit in limits for name, sign in signs.items() if hasattr(limit, name)
     ]
     if any(getattr(limit, "min_length", 0) for limit in limits):
         found.append("that is not empty")

@@ -49,8 +49,11 @@ def _check_model(role: str, name: str, cache_dir: Path) -> None:
 
 def _check_run_dir(run_dir: str) -> list[Problem]:
     path = Path(run_dir or "runs").absolute()
-    existing = next(parent for parent in (path, *path.parents) if os.path.exists(parent))
     subject = f"run_dir={run_dir}" if run_dir else "run_dir"
+    try:
+        existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    except OSError as error:
+        return [Problem(subject, f"is no usable path: {error.strerror}")]
     if not existing.is_dir():
         return [Problem(subject, f"'{existing}' is not a folder")]
     if not os.access(existing, os.W_OK | os.X_OK):

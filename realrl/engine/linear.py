@@ -44,8 +44,8 @@ def fuse_weight(weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool) 
     return PackedLinear(weight, bias) if pack else PlainLinear(weight, bias)
 
 
-def _join(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 class PlainLinear:

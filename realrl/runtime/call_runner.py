@@ -97,7 +97,7 @@ class CallRunner:
                 return None, check_metrics(context, mfc, metrics)
             run = interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
             result = check_output(context, mfc, batch, run(hosted.model, batch, context))
-        except Exception as err:
+        except Exception as err:  # noqa: BLE001 - whatever user code raises
             error = explain(context, mfc, batch, err)
             error.worker = self.rank
             raise error from error.__cause__

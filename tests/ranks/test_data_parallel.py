@@ -87,7 +87,7 @@ def _nan_on_one_rank(rank: int, world_size: int, address: str) -> str:
     with pytest.raises(CallError) as caught:
         engine.train_batch(make_batch(), loss, normaliser=1.0, micro_batching=MicroBatching())
     groups.destroy()
-    return str(caught.value)
+    return caught.value.message
 
 
 def test_nan_on_one_rank_is_an_error_on_all() -> None:

@@ -1,0 +1,98 @@
+"""Killed or interrupted at any moment: the rest ends within seconds, the message says who died, nothing is left.
+
+A run that was hurt continues from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from realrl import cli
+from tests.helpers.live import LiveRun
+from tests.helpers.runs import SMALL
+
+pytestmark = pytest.mark.timeout(300)
+
+QUICK = {("worker 0", "start"), ("worker 1", "step"), ("master", "saving"), ("cli", "step")}
+KILLS = [
+    pytest.param(who, moment, marks=[] if (who, moment) in QUICK else [pytest.mark.slow])
+    for who in ("cli", "master", "worker 0", "worker 1")
+    for moment in ("start", "step", "saving")
+]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., LiveRun]]:
+    runs: list[LiveRun] = []
+
+    def starter(*overrides: str) -> LiveRun:
+        runs.append(LiveRun(tmp_path, *overrides))
+        return runs[-1]
+
+    yield starter
+    for run in runs:
+        run.clean_up()
+
+
+def assert_continues(run: LiveRun) -> None:
+    """The last whole checkpoint is good for one more step."""
+    whole = [int(p.name.removeprefix("step_")) for p in run.checkpoints.glob("step_*")]
+    overrides = (f"run_dir={run.run_dir}", "resume=auto", "launcher=inline", f"steps={max(whole, default=0) + 1}")
+    assert cli.main(["run", "ppo", *SMALL, *overrides]) == 0
+    assert not list(run.checkpoints.glob(".step_*"))
+
+
+@pytest.mark.parametrize(("who", "moment"), KILLS)
+def test_killed(start: Callable[..., LiveRun], who: str, moment: str) -> None:
+    run = start()
+    run.wait_for(moment)
+    pid = run.pid(who)
+    os.kill(pid, signal.SIGKILL)
+    exit_code = run.end()
+    if who == "cli":
+        assert exit_code == -signal.SIGKILL
+    else:
+        assert exit_code == 1
+        name = f"the master process ({pid})" if who == "master" else who
+        assert run.errors.startswith(f"error: {name} ")
+        assert "killed by SIGKILL" in run.errors
+        assert "Was the machine out of memory?" in run.errors
+        assert "Traceback" not in run.errors
+        assert len(run.errors.splitlines()) <= 24
+    if moment == "saving":
+        assert_continues(run)
+
+
+@pytest.mark.parametrize(
+    ("signum", "moment"),
+    [
+        (signal.SIGINT, "start"),
+        pytest.param(signal.SIGINT, "step", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "saving", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "step", marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, "saving", marks=pytest.mark.slow),
+    ],
+)
+def test_interrupted(start: Callable[..., LiveRun], signum: signal.Signals, moment: str) -> None:
+    run = start()
+    run.wait_for(moment)
+    os.killpg(run.process.pid, signum)  # as a terminal does: to all but the workers, which have groups of their own
+    assert run.end() == 128 + signum
+    assert run.errors == f"interrupted by {signum.name}: everything was stopped\n"
+    if moment == "saving":
+        assert_continues(run)
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_is_reported_with_its_stack(start: Callable[..., LiveRun]) -> None:
+    run = start("cluster.worker_timeout_s=4")
+    run.wait_for("step")
+    os.kill(run.pid("worker 1"), signal.SIGSTOP)
+    assert run.end() == 1
+    assert run.errors.startswith("error: worker 1 gave no sign of life for ")
+    assert "cluster.worker_timeout_s" in run.errors
