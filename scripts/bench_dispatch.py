@@ -32,8 +32,10 @@ from realrl.sched.messages import (
     CallDone,
     Goodbye,
     Hello,
+    Initialize,
     KeySchema,
     Per,
+    Ready,
     Reply,
     Request,
     RunCall,
@@ -57,6 +59,8 @@ class EchoHost:
         start = time.perf_counter()
         if isinstance(request, Shutdown):
             return [Goodbye(self.rank, request.seq)]
+        if isinstance(request, Initialize):
+            return [Ready(self.rank, request.seq, (), 0, ())]
         assert isinstance(request, RunCall)
         return [answer(self.rank, request, work_s=time.perf_counter() - start)]
 
@@ -89,7 +93,8 @@ def time_one_worker(n_calls: int, ids: tuple[str, ...]) -> list[float]:
         launcher.start(1, master.address, {**keys.for_workers.environment(), "PYTHONPATH": search_path})
         try:
             _await_hellos(master, 1, lambda: not launcher.poll())
-            return [_round_trip_ms(master, seq, ids) for seq in range(n_calls + _WARM_UP)][_WARM_UP:]
+            master.send(0, Initialize(0, b"", (), ""))
+            return [_round_trip_ms(master, seq, ids) for seq in range(1, n_calls + _WARM_UP + 1)][_WARM_UP:]
         finally:
             launcher.stop()
             master.close()
