@@ -19,7 +19,7 @@ def mfcs(config: RunConfig) -> list[MFCDef]:
     """The calls of one step."""
     check_ppo(config)
     options: PPOOptions = config.algorithm
-    call = partial(MFCDef, n_seqs=config.n_seqs, n_mbs=config.n_mbs, max_tokens_per_mb=config.max_tokens_per_mb)
+    call = partial(MFCDef, n_seqs=config.n_seqs)
     train = partial(call, input_keys=EXPERIENCE, n_minibatches=options.n_minibatches, log_return_value=True)
     reads = TOKENS if options.reward_function else ("input_ids",)
     generated = (*TOKENS, "old_logprobs", "truncated")

@@ -17,8 +17,6 @@ def mfcs(config: RunConfig) -> list[MFCDef]:
         interface_impl="sft",
         input_keys=("input_ids", "prompt_mask"),
         n_seqs=config.n_seqs,
-        n_mbs=config.n_mbs,
-        max_tokens_per_mb=config.max_tokens_per_mb,
         n_minibatches=config.algorithm.n_minibatches,
         log_return_value=True,
     )

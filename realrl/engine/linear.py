@@ -44,6 +44,20 @@ def fuse_weight(weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool) 
     return PackedLinear(weight, bias) if pack else PlainLinear(weight, bias)
 
 
+def fuse_gated(gate: nn.Linear, up: nn.Linear, *, pack: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """``silu(gate(x)) * up(x)`` of two layers of equal shape; packed, the kernels apply both while they store."""
+    if not pack:
+        joined = fuse_linears([gate, up], pack=False)
+        return lambda x: _gate(joined(x, None))
+    gate_op, up_op = (PackedLinear(layer.weight, layer.bias) for layer in (gate, up))
+    return lambda x: up_op.times(x, gate_op.silu(x))
+
+
+def _gate(gate_and_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
@@ -70,3 +84,11 @@ class PackedLinear:
         if residual is None:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return torch.ops.mkldnn._linear_pointwise(x, residual, self._weight, self._bias, "add")
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(x W^T + bias)."""
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "swish", [], "")
+
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """(x W^T + bias) * factor [T, out]."""
+        return torch.ops.mkldnn._linear_pointwise(x, factor, self._weight, self._bias, "mul")

@@ -29,6 +29,11 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
         UsageError: the configuration, the graph, the allocation, a model, the dataset or the checkpoint to resume from
             is unusable, or another run is using the folder; nothing started.
     """
+    if config.cluster.n_nodes > 1:
+        raise ConfigError(
+            f"cluster.n_nodes={config.cluster.n_nodes}, but this version starts workers on one machine only",
+            remedy="Use cluster.n_nodes=1; --dry-run and realrl graph show plans for more nodes.",
+        )
     if config.run_dir:
         _refuse_mixing(Path(config.run_dir), config)
     check_inputs(plan_run(config, experiment))

@@ -78,6 +78,7 @@ def assert_refused(outcome: tuple[int, str, str], *messages: str) -> None:
         ),
         (("generation.temperature=0",), ("PPO cannot learn from responses that never vary",)),
         (("n_seqs=2", "cluster.n_devices_per_node=2"), ("fewer than its 2 data-parallel ranks", "n_seqs=4")),
+        (("cluster.n_nodes=2",), ("cluster.n_nodes=2, but this version starts workers on one machine only",)),
         (("resume=auto",), ("resume=auto: continues the run in run_dir: give it with run_dir=PATH",)),
         (("algorithm.reward_function=rewardz.py:f",), ("there is no file 'rewardz.py'",)),
         (("run_dir=/tmp/" + "x" * 300,), ("is no usable path: File name too long",)),

@@ -2,7 +2,9 @@ import pytest
 import torch
 from torch import nn
 
-from realrl.engine.linear import can_pack, fuse_linears, fuse_weight
+from torch.nn import functional as F
+
+from realrl.engine.linear import can_pack, fuse_gated, fuse_linears, fuse_weight
 
 CPU = torch.device("cpu")
 
@@ -23,6 +25,20 @@ def test_packed_and_plain_kernels_agree(dtype, n_rows, bias):
         torch.testing.assert_close(plain(x, None), expected, **tolerance)
         torch.testing.assert_close(packed(x, None), expected, **tolerance)
         torch.testing.assert_close(packed(x, residual), plain(x, residual), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_layers_are_silu_of_one_times_the_other(dtype, pack, bias):
+    if pack and not can_pack(CPU, dtype):
+        pytest.skip("this machine has no packed kernels")
+    torch.manual_seed(0)
+    gate, up = (nn.Linear(48, 40, bias=bias, dtype=dtype) for _ in range(2))
+    x = torch.randn(7, 48, dtype=dtype)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    with torch.inference_mode():
+        torch.testing.assert_close(fuse_gated(gate, up, pack=pack)(x), F.silu(gate(x)) * up(x), **tolerance)
 
 
 def test_the_plain_kernel_neither_copies_a_single_weight_nor_changes_the_residual():

@@ -34,14 +34,14 @@ def test_a_file_has_at_most_60_lines_and_declares_a_graph(name: str) -> None:
     assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 60
     e = experiment(name)
     assert e.name == name
-    config = RunConfig(experiment=name, algorithm=e.options(), n_seqs=24, n_mbs=3)
+    config = RunConfig(experiment=name, algorithm=e.options(), n_seqs=24)
     mfcs = e.mfcs(config)
     graph = build_graph(mfcs, e.dataset.keys)
     assert set(graph) == {mfc.name for mfc in mfcs}
     assert {mfc.role for mfc in mfcs} == set(e.roles) == set(e.roles_for(config))
     for mfc in mfcs:
         check_interface_name(mfc.interface.name)
-        assert (mfc.n_seqs, mfc.n_mbs) == (24, 3)
+        assert mfc.n_seqs == 24
         assert e.roles[mfc.role].trainable == any(m.is_train for m in mfcs if m.role == mfc.role)
 
 
@@ -62,12 +62,12 @@ def test_the_ppo_graph() -> None:
 
 
 def test_ppo_options_reach_the_calls() -> None:
-    calls = ppo(PPOOptions(n_minibatches=3), n_seqs=12, max_tokens_per_mb=100)
+    calls = ppo(PPOOptions(n_minibatches=3), n_seqs=12)
     assert {name: mfc.n_minibatches for name, mfc in calls.items() if mfc.is_train} == {
         "actor_train": 3,
         "critic_train": 3,
     }
-    assert calls["actor_gen"].max_tokens_per_mb == 100
+    assert {mfc.n_seqs for mfc in calls.values()} == {12}
 
 
 def test_a_reward_function_takes_the_place_of_the_model() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from realrl.engine.linear import can_pack, fuse_linears, fuse_weight
+from realrl.engine.linear import can_pack, fuse_gated, fuse_linears, fuse_weight
 from realrl.model.decoder import AttentionOp, Block, Decoder
 from realrl.model.heads import LMHead
 from realrl.model.rope import inverse_frequencies, rope_table, rotate
@@ -58,7 +58,7 @@ class _FusedBlock:
         self._attention_norm, self._mlp_norm = block.attention_norm, block.mlp_norm
         self._qkv = fuse_linears([attention.q, attention.k, attention.v], pack=pack)
         self._o = fuse_linears([attention.o], pack=pack)
-        self._gate_up = fuse_linears([mlp.gate, mlp.up], pack=pack)
+        self._gated = fuse_gated(mlp.gate, mlp.up, pack=pack)
         self._down = fuse_linears([mlp.down], pack=pack)
 
     def __call__(
@@ -69,5 +69,4 @@ class _FusedBlock:
         q, k = rotate(qkv[:, :-n_kv_heads], *rope).split((n_heads, n_kv_heads), dim=1)
         attended = attention.attend(self._layer_index, q, k, qkv[:, -n_kv_heads:])
         x = self._o(attended.flatten(-2), x)
-        gate, up = self._gate_up(self._mlp_norm(x), None).chunk(2, dim=-1)
-        return self._down(F.silu(gate) * up, x)
+        return self._down(self._gated(self._mlp_norm(x)), x)

@@ -1,0 +1,62 @@
+"""What a run plan adds to an experiment: micro-batching, checks of roles, where the dataset lies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from realrl.config.schema import ModelConfigSection, RunConfig
+from realrl.discovery import load_experiment
+from realrl.errors import ConfigError, GraphError
+from realrl.experiment import Experiment, Role
+from realrl.runtime.run_plan import plan_run
+
+
+def config(experiment: Experiment, **settings: object) -> RunConfig:
+    models = dict.fromkeys(experiment.roles, ModelConfigSection())
+    return RunConfig(
+        experiment=experiment.name, algorithm=experiment.options(), models=models, **settings  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def with_calls(experiment: Experiment, **changes: object) -> Experiment:
+    return replace(experiment, mfcs=lambda c: [replace(mfc, **changes) for mfc in experiment.mfcs(c)])
+
+
+def test_calls_take_the_micro_batching_of_the_run_unless_they_say_their_own() -> None:
+    sft = load_experiment("sft")
+    plan = plan_run(config(sft, max_tokens_per_mb=100), sft)
+    assert [mfc.max_tokens_per_mb for mfc in plan.mfcs] == [100]
+    plan = plan_run(config(sft, max_tokens_per_mb=100), with_calls(sft, n_mbs=3))
+    assert [(mfc.n_mbs, mfc.max_tokens_per_mb) for mfc in plan.mfcs] == [(3, None)]
+    with pytest.raises(ConfigError, match="sets both n_mbs and max_tokens_per_mb"):
+        plan_run(config(sft), with_calls(sft, n_mbs=3, max_tokens_per_mb=5))
+
+
+def test_ppo_on_two_devices() -> None:
+    ppo = load_experiment("ppo")
+    plan = plan_run(
+        config(ppo, cluster={"n_devices_per_node": 2}, allocation={"mode": "split"}), ppo
+    )  # fmt: skip
+    assert plan.n_workers == 2
+    assert plan.dataset_rank == plan.role_ranks("actor")[0] == plan.role_ranks("ref")[0]
+    assert plan.role_ranks("critic") != plan.role_ranks("actor")
+    assert plan.samples_per_step == 32
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ({"aktor": Role(trainable=True)}, "runs role 'actor', which experiment 'sft' does not declare. Did you mean"),
+        ({"actor": Role(trainable=False)}, "role 'actor' of experiment 'sft' is frozen, but a train_step call uses it"),
+        (
+            {"actor": Role(trainable=True), "judge": Role(trainable=False)},
+            "role 'judge' of experiment 'sft' has no call",
+        ),
+    ],
+)
+def test_roles_and_calls_must_fit(roles: dict[str, Role], message: str) -> None:
+    sft = load_experiment("sft")
+    with pytest.raises(GraphError, match=message):
+        plan_run(config(sft), replace(sft, roles=roles))
