@@ -13,8 +13,9 @@ import torch
 from realrl.errors import ConfigError
 
 _GB = 1e9
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # <malloc.h>
-_TRIM_BYTES = 2**31 - 1  # mallopt takes an int
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # <malloc.h>
+_MMAP_BYTES = 32 << 20  # the largest that glibc takes
+_TRIM_BYTES = 512 << 20
 
 
 def resolve_device(kind: str, local_rank: int = 0) -> torch.device:
@@ -46,15 +47,17 @@ def resolve_device(kind: str, local_rank: int = 0) -> torch.device:
 
 
 def reuse_host_memory() -> None:
-    """Let the C library keep large freed blocks for the next tensor, where it is glibc.
+    """Let the C library keep freed blocks for the next tensor, where it is glibc.
 
-    By default each large tensor is mapped and unmapped anew, and the kernel clears its pages again: 10% to 15%
-    of a training step. Up to 2 GiB at the end of the heap stay with the process.
+    By default it maps and unmaps tensors that are larger than any freed before, and gives the end of the heap back
+    early; the kernel then clears the same pages again and again. Larger tensors are still mapped one by one: kept in
+    the heap, which cannot move them, they would leave holes, and a long run would grow without end.
     """
     if platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt
-    for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _TRIM_BYTES), (_M_ARENA_MAX, 1)):
+    settings = ((_M_MMAP_THRESHOLD, _MMAP_BYTES), (_M_TRIM_THRESHOLD, _TRIM_BYTES), (_M_ARENA_MAX, 1))
+    for parameter, value in settings:
         mallopt(parameter, value)
 
 
