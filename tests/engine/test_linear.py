@@ -1,7 +1,6 @@
 import pytest
 import torch
 from torch import nn
-
 from torch.nn import functional as F
 
 from realrl.engine.linear import can_pack, fuse_gated, fuse_linears, fuse_weight
