@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 
@@ -80,7 +81,9 @@ def test_what_a_call_raises_becomes_a_failure(action: Callable[[], object], erro
     assert (failed.traceback == "") == (error == "DataError")  # a deliberate error explains itself
 
 
-def test_a_deliberate_error_brings_the_traceback_of_its_cause_and_its_samples() -> None:
+def test_a_deliberate_error_brings_the_traceback_of_its_cause_and_its_samples(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="realrl")  # what cannot be encoded cannot be passed on by xdist either
+
     def blame() -> None:
         try:
             raise ZeroDivisionError("of the \ud800 user")
