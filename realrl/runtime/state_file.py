@@ -24,7 +24,7 @@ def save_state(path: Path, state: Mapping[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
-    tree = _strip(state, "", tensors)
+    tree = _strip(state, "", tensors, set())
     try:
         save_file(tensors, path, metadata={"tree": json.dumps(tree)})
     except SafetensorError as err:  # the library hides the operating system's error in a text
@@ -48,17 +48,27 @@ def load_state(path: Path) -> dict[str, Any]:
     return restored
 
 
-def _strip(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _strip(value: Any, name: str, tensors: dict[str, torch.Tensor], taken: set[int]) -> Any:
     if isinstance(value, torch.Tensor):
-        tensors[name] = value.detach().to("cpu").contiguous().clone()
+        tensors[name] = _own(value, taken)
         return {_TENSOR: name}
     if isinstance(value, Mapping):
-        return {str(k): _strip(v, f"{name}/{k}" if name else str(k), tensors) for k, v in value.items()}
+        return {str(k): _strip(v, f"{name}/{k}" if name else str(k), tensors, taken) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_strip(v, f"{name}/{i}", tensors) for i, v in enumerate(value)]
+        return [_strip(v, f"{name}/{i}", tensors, taken) for i, v in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"state '{name}' holds a {type(value).__name__}, which a state file cannot keep")
+
+
+def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """The tensor itself where it owns all of its memory, else a copy: optimizer state is too large to exist twice."""
+    tensor = tensor.detach().to("cpu").contiguous()
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.nbytes or storage.data_ptr() in taken:
+        return tensor.clone()
+    taken.add(storage.data_ptr())
+    return tensor
 
 
 def _restore(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
