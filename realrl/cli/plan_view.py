@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realrl.cli.console import print_table
-from realrl.config.paths import BUILT_IN
+from realrl.config.schema import BUILT_IN
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.groups import GroupKind, process_groups
 

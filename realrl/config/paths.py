@@ -6,10 +6,9 @@ import os
 from pathlib import Path
 
 from realrl.config.problems import Problem, raise_problems
-from realrl.config.schema import RunConfig
+from realrl.config.schema import BUILT_IN, RunConfig
 from realrl.errors import AssetError, DataError
 
-BUILT_IN = "tiny"
 FETCH = "run: python scripts/fetch_assets.py"
 
 

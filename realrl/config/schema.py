@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 
+BUILT_IN = "tiny"  # path of the random model, its tokenizer and the toy task that are made on the spot
 ADVANCED: JsonDict = {"advanced": True}
 
 
@@ -54,7 +55,7 @@ class ModelConfigSection(Section):
     """One role's model."""
 
     path: str = Field(
-        "tiny",
+        BUILT_IN,
         min_length=1,
         description="Hugging Face folder, or 'tiny' for a random model made on the spot from the seed",
     )
@@ -70,7 +71,7 @@ class DatasetConfig(Section):
     """Where samples come from."""
 
     path: str = Field(
-        "tiny", min_length=1, description="JSON, JSONL or parquet file, or 'tiny' for the built-in toy task"
+        BUILT_IN, min_length=1, description="JSON, JSONL or parquet file, or 'tiny' for the built-in toy task"
     )
     max_prompt_tokens: int = Field(256, ge=1, description="samples with longer prompts are dropped and counted")
     max_answer_tokens: int = Field(256, ge=1, description="samples with longer answers are dropped and counted")

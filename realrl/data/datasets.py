@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from realrl.config.schema import DatasetConfig
+from realrl.config.schema import BUILT_IN, DatasetConfig
 from realrl.data.readers import RawRow, read_rows
 from realrl.data.sample import SequenceSample
-from realrl.data.tiny import TINY, toy_rows
+from realrl.data.tiny import toy_rows
 from realrl.data.tokenizer import encode_batch
 from realrl.errors import DataError, did_you_mean
 from realrl.experiment import DatasetKind
@@ -120,7 +120,7 @@ def load_dataset(config: DatasetConfig, kind: DatasetKind, tokenizer: Any) -> Da
     Raises:
         DataError: a file or row is unusable, ids repeat, or every row is too long.
     """
-    if config.path == TINY:
+    if config.path == BUILT_IN:
         toy = toy_rows(kind, TINY_ROWS, _TINY_SEED)
         raw = [RawRow(row, f"toy task, row {i}") for i, row in enumerate(toy, start=1)]
     else:

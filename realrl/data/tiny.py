@@ -17,7 +17,6 @@ from realrl.experiment import DatasetKind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TINY = "tiny"
 N_BYTES = 256
 SPECIAL_TOKENS = ("<|end|>", "<|pad|>", "<|user|>", "<|assistant|>")
 EOS_ID = N_BYTES

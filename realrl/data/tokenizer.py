@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from realrl.data.tiny import TINY, tiny_tokenizer
+from realrl.config.schema import BUILT_IN
+from realrl.data.tiny import tiny_tokenizer
 from realrl.errors import AssetError, did_you_mean
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     Raises:
         AssetError: the folder or its tokenizer files are missing or broken, or there is no end-of-sequence token.
     """
-    if path == TINY:
+    if path == BUILT_IN:
         return tiny_tokenizer()
     folder = Path(path).expanduser()
     _check_folder(folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from realrl.config.schema import BUILT_IN
 from realrl.errors import AssetError
 from realrl.plan.cursor import DatasetCursor
 from realrl.runtime.checkpoint import CHECKPOINTS, checkpoint_store, find_resume
@@ -16,8 +17,6 @@ from realrl.runtime.run_plan import RunPlan
 
 if TYPE_CHECKING:
     from realrl.data.datasets import Dataset
-
-_BUILT_IN = "tiny"
 
 
 def check_inputs(plan: RunPlan) -> None:
@@ -33,11 +32,11 @@ def check_inputs(plan: RunPlan) -> None:
     master_plan = make_master_plan(plan, store, find_resume(config.resume, store))
     for name, role in plan.roles.items():
         path = config.models[name].path
-        if path != _BUILT_IN and role.head != "none":
+        if path != BUILT_IN and role.head != "none":
             from realrl.model.hf import check_model
 
             check_model(path, head=role.head)
-    if all(path == _BUILT_IN for path in (config.dataset.path, *(config.models[name].path for name in plan.roles))):
+    if all(path == BUILT_IN for path in (config.dataset.path, *(config.models[name].path for name in plan.roles))):
         return
     from realrl.data.datasets import load_dataset
     from realrl.data.tokenizer import load_tokenizer
@@ -67,7 +66,7 @@ def _check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> No
         path = plan.config.models[name].path
         if role.head == "none":
             continue
-        n_known = len(load_tokenizer(path)) if path == _BUILT_IN else read_config(path).vocab_size
+        n_known = len(load_tokenizer(path)) if path == BUILT_IN else read_config(path).vocab_size
         n_needed = dataset.max_token_id + 1 if name == reader else n_tokens
         if n_known < n_needed:
             raise AssetError(

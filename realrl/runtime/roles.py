@@ -11,8 +11,7 @@ import torch
 
 from realrl.algo.api import Engine, Model, ModelInterface
 from realrl.algo.registry import resolve_interface
-from realrl.config.schema import RunConfig
-from realrl.data.tiny import TINY
+from realrl.config.schema import BUILT_IN, RunConfig
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.groups import Groups
 from realrl.engine.native import NativeEngine
@@ -150,7 +149,7 @@ def _load_decoder(
     dtype = torch.float32 if role.trainable else DTYPES[config.precision]
     if resume_from is not None and role.trainable:
         path = str(resume_from / name)
-    if path == TINY:
+    if path == BUILT_IN:
         return random_model(tiny_config(vocab_size, head=role.head, dtype=dtype), config.seed, device=device)
     return load_model(path, head=role.head, dtype=dtype, device=device, seed=config.seed)
 
