@@ -18,6 +18,9 @@ from realrl.errors import TransportError
 from realrl.plan.groups import ProcessGroup
 
 _LEAVE_LIMIT_S = 5.0
+# the names of torch 2.13; the older ones still exist there, but warn
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Communicator:
     Attributes:
         handle: the torch.distributed group.
         n_ranks: members.
-        rank: this rank's place in the group.
+        rank: this rank's place in the group; peers and roots below are places in the group too.
     """
 
     handle: dist.ProcessGroup | None = None
@@ -41,10 +44,77 @@ class Communicator:
             dist.all_reduce(tensor, reduce_op, group=self.handle)
         return tensor
 
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Concatenate every member's tensor of equal shape along dim 0, in group order."""
+        if self.handle is None:
+            return tensor
+        tensor = tensor.contiguous()
+        out = tensor.new_empty(self.n_ranks * tensor.shape[0], *tensor.shape[1:])
+        _all_gather(out, tensor, group=self.handle)
+        return out
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over the group, and keep this rank's equal part of dim 0."""
+        if self.handle is None:
+            return tensor
+        tensor = tensor.contiguous()
+        out = tensor.new_empty(tensor.shape[0] // self.n_ranks, *tensor.shape[1:])
+        _reduce_scatter(out, tensor, group=self.handle)
+        return out
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        """Overwrite the tensor with the root's, and return it."""
+        if self.handle is not None:
+            dist.broadcast(tensor, group=self.handle, group_src=root)
+        return tensor
+
+    def broadcast_bytes(self, payload: bytes, root: int, device: torch.device) -> bytes:
+        """The root's bytes on every member; what the others pass is ignored."""
+        if self.handle is None:
+            return payload
+        size = self.broadcast_(torch.tensor([len(payload)], device=device), root)
+        buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
+        if self.rank == root:
+            buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        return self.broadcast_(buffer, root).cpu().numpy().tobytes()
+
+    def exchange(
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+    ) -> Pending:
+        """Start sending and receiving point to point: (peer, contiguous tensor) each.
+
+        The n-th tensor sent to a peer meets the n-th one that the peer receives from here. Between two ranks everything
+        must be posted in one order on both sides.
+
+        Raises:
+            ValueError: a tensor is for this rank itself, or is not contiguous.
+        """
+        for peer, tensor in (*sends, *receives):
+            if peer == self.rank or not tensor.is_contiguous():
+                raise ValueError(f"rank {self.rank} cannot exchange {tuple(tensor.shape)} with rank {peer}")
+        if not sends and not receives:
+            return Pending((), ())
+        operations = [dist.P2POp(dist.isend, t, group=self.handle, group_peer=peer) for peer, t in sends]
+        operations += [dist.P2POp(dist.irecv, t, group=self.handle, group_peer=peer) for peer, t in receives]
+        return Pending(tuple(dist.batch_isend_irecv(operations)), tuple(t for _, t in (*sends, *receives)))
+
     def barrier(self) -> None:
         """Wait for every member."""
         if self.handle is not None:
             dist.barrier(group=self.handle)
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Transfers under way; keeps their tensors alive."""
+
+    works: tuple[dist.Work, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    def wait(self) -> None:
+        """Return when all of them are done (on CUDA: when later work on the current stream sees them done)."""
+        for work in self.works:
+            work.wait()
 
 
 ALONE = Communicator()
