@@ -76,7 +76,9 @@ def run(arguments: Sequence[str]) -> int:
     check_paths(loaded.config, cache_dir=cache_dir().absolute())
     if options.dry_run:
         from realrl.cli.plan_view import print_plan
+        from realrl.runtime.run_plan import check_models_fit
 
+        check_models_fit(plan)
         print_plan(plan)
         return 0
     from realrl.runtime.start import start_run

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 from realrl.cli.console import print_table
 from realrl.config.schema import BUILT_IN
 from realrl.mesh.device_mesh import Allocation
-from realrl.plan.groups import GroupKind, process_groups
+from realrl.plan.groups import GroupKind
+from realrl.plan.hooks import Realloc
 
 if TYPE_CHECKING:
     from realrl.runtime.run_plan import RunPlan
 
 
 def print_plan(plan: RunPlan) -> None:
-    """Print calls, roles and process groups."""
+    """Print calls, roles, what moves around calls, and process groups."""
     config = plan.config
     cluster = config.cluster
     preset = f", preset {config.preset}" if config.preset else ""
@@ -31,6 +32,7 @@ def print_plan(plan: RunPlan) -> None:
     print(f"data from {config.dataset.path}, results in {run_dir}\n")
     _print_calls(plan)
     _print_roles(plan)
+    _print_hooks(plan)
     _print_groups(plan)
     print("Nothing was started; leave out --dry-run to run this.")
 
@@ -67,17 +69,47 @@ def _print_roles(plan: RunPlan) -> None:
     for name, role in plan.experiment.roles_for(plan.config).items():
         model = plan.config.models[name]
         learning = f"lr {model.optimizer.lr:g} {model.optimizer.schedule}" if role.trainable else "frozen"
-        ranks = sorted({rank for mfc in plan.calls_of(name) for rank in plan.allocations[mfc.name].ranks})
-        has_weights = role.head != "none"
-        size = _size(model.path) if has_weights else "no weights"
-        rows.append((name, model.path, role.head, size, learning, ", ".join(map(str, ranks))))
-    print_table(("role", "path", "head", "parameters", "training", "devices"), rows, title="Roles", folding=("path",))
+        home = plan.home_of(name)
+        size = _size(model.path) if home is not None else "no weights"
+        ranks = ", ".join(map(str, plan.role_ranks(name)))
+        rows.append((name, model.path, role.head, size, learning, "-" if home is None else str(home), ranks))
+    columns = ("role", "path", "head", "parameters", "training", "home", "devices")
+    print_table(columns, rows, title="Roles", folding=("path",))
+
+
+def _print_hooks(plan: RunPlan) -> None:
+    """What moves before and after calls, with the bytes that go between devices each time."""
+    planned = [
+        (mfc.name, when, hook)
+        for mfc in plan.mfcs
+        for when in ("before", "after")
+        for hook in getattr(plan.hooks[mfc.name], when)
+    ]
+    if not planned:
+        return
+    reallocs = None
+    if any(isinstance(hook, Realloc) for _, _, hook in planned):
+        from realrl.runtime.role_models import Reallocs, role_configs
+
+        reallocs = Reallocs(plan, role_configs(plan))
+    rows = []
+    for call, when, hook in planned:
+        if not isinstance(hook, Realloc):
+            rows.append((f"{when} {call}", f"{hook.role} to host memory", str(hook.allocation), "-", "-", "-"))
+            continue
+        assert reallocs is not None
+        moved = reallocs.of(hook)
+        what = hook.source if hook.is_implied else f"{hook.source} into {hook.target}, eta {hook.eta:g}"
+        most = max(moved.bytes_received(rank) for rank in hook.target_allocation.ranks)
+        ends = (str(hook.source_allocation), str(hook.target_allocation))
+        rows.append((f"{when} {call}", what, *ends, _bytes(moved.total_bytes), _bytes(most)))
+    columns = ("when", "parameters of", "from", "to", "moved", "most to one device")
+    print_table(columns, rows, title="Parameters that move", folding=("parameters of",))
 
 
 def _print_groups(plan: RunPlan) -> None:
-    groups = process_groups([plan.allocations[mfc.name] for mfc in plan.mfcs], plan.cluster)
     by_kind: dict[GroupKind, list[str]] = {}
-    for group in groups:
+    for group in plan.process_groups:
         if group.n_ranks > 1:
             by_kind.setdefault(group.kind, []).append("[" + ", ".join(map(str, group.ranks)) + "]")
     if not by_kind:
@@ -94,6 +126,13 @@ def _count(number: int, noun: str) -> str:
 def _devices(allocation: Allocation) -> str:
     ranks = allocation.ranks
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+def _bytes(number: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} B"
 
 
 def _size(path: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from realrl.config.problems import Problem, raise_problems
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from realrl.runtime.run_plan import RunPlan
 
 
-def unused_keys(experiment: Experiment, mfcs: Iterable[MFCDef]) -> Mapping[str, str]:
+def unused_keys(experiment: Experiment, mfcs: Sequence[MFCDef]) -> Mapping[str, str]:
     """Sections and keys without effect -> the reason."""
     unused: dict[str, str] = {}
     if not any(mfc.interface_type is InterfaceType.GENERATE for mfc in mfcs):
         unused["generation"] = f"'{experiment.name}' has no generate call"
+    if all(mfc.is_train for mfc in mfcs):
+        unused["min_n_seqs"] = f"all calls of '{experiment.name}' train"
     if experiment.dataset is DatasetKind.PROMPT:
         unused["dataset.max_answer_tokens"] = f"the dataset of '{experiment.name}' holds prompts, no answers"
     return unused

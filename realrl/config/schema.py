@@ -110,13 +110,22 @@ class AllocationConfig(Section):
     mode: str = Field(
         "data",
         min_length=1,
-        description="data, split, standalone, heuristic, manual (all in calls), or a strategy for all calls, such as "
-        "d2; tensor and pipeline are known, but refused in this version; allocation=X is short for it",
+        description="data, tensor, pipeline, split, standalone, heuristic, manual (all in calls), or a strategy for "
+        "all calls, such as d2t2; allocation=X is short for it",
     )
     calls: dict[str, str] = Field(
         {},
         description="strategy and place of single calls: allocation.calls.<call>=d8@0:0-7 (node:devices) or "
         "d16@0-1 (whole nodes)",
+    )
+    offload: tuple[str, ...] = Field(
+        (),
+        description="roles whose parameters go to host memory after their last call of a step, until they are needed",
+    )
+    offload_frozen: bool = Field(
+        False,
+        description="the same for every role that is not trained and shares devices with others",
+        json_schema_extra=ADVANCED,
     )
 
 
@@ -126,6 +135,11 @@ class ClusterConfig(Section):
     n_nodes: int = Field(1, ge=1, description="number of machines")
     n_devices_per_node: int = Field(1, ge=1, description="accelerators of each machine; on the CPU, worker processes")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="'auto' takes CUDA when it is there")
+    data_plane: Literal["socket", "collective"] = Field(
+        "socket",
+        description="how rows move between workers: pulled over sockets, or sent by torch.distributed (gloo, NCCL)",
+        json_schema_extra=ADVANCED,
+    )
     master_port: int = Field(
         0, ge=0, le=65535, description="port the master listens on; 0 takes a free one", json_schema_extra=ADVANCED
     )
@@ -196,6 +210,12 @@ class RunConfig(Section):
     seed: int = Field(1, ge=0, lt=2**63, description="everything random follows from it")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="of computation; master weights are always fp32")
     n_seqs: int = Field(32, ge=1, description="samples per step")
+    min_n_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="a call that does not train starts when so many of its samples are there; null waits for all",
+        json_schema_extra=ADVANCED,
+    )
     n_mbs: int | None = Field(None, ge=1, description="micro-batches per minibatch and worker; null means one")
     max_tokens_per_mb: int | None = Field(None, ge=1, description="token budget of a micro-batch, instead of n_mbs")
     run_dir: str = Field(

@@ -92,6 +92,44 @@ def release_cached_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+class CopyLane:
+    """Copies between a device and host memory beside what the device computes; on the CPU they are done at once.
+
+    Copies happen in the order of the calls, and after everything queued on the device before them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory (pinned for CUDA); the tensor may be dropped right away."""
+        if self._stream is None:
+            return tensor.clone()
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        return host
+
+    def to_device(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy on the device; usable after `join`."""
+        if self._stream is None:
+            return host.clone()
+        tensor = torch.empty_like(host, device=self._device)  # of the current stream's memory, which later frees it
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            tensor.copy_(host, non_blocking=True)
+        tensor.record_stream(self._stream)
+        return tensor
+
+    def join(self) -> None:
+        """Let later work on the current stream see all copies done."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
 def _resident_bytes() -> int:
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
@@ -77,6 +78,23 @@ class Communicator:
         if self.rank == root:
             buffer.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
         return self.broadcast_(buffer, root).cpu().numpy().tobytes()
+
+    def broadcast_unknown(self, tensor: torch.Tensor | None, root: int, device: torch.device) -> torch.Tensor:
+        """The root's tensor on every member, whose shape and dtype the others need not know: they pass None."""
+        if self.handle is None:
+            assert tensor is not None
+            return tensor
+        described = b""
+        if tensor is not None:
+            described = json.dumps([str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]).encode()
+        dtype, shape = json.loads(self.broadcast_bytes(described, root, device))
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        if tensor.numel():
+            flat = tensor.contiguous().flatten()
+            self.broadcast_(flat.view(torch.uint8), root)  # bytes: not every backend knows every dtype
+            tensor = flat.view(shape)
+        return tensor
 
     def exchange(
         self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]

@@ -12,27 +12,34 @@ from realrl.plan.partition import partition_balanced, partition_by_budget
 TOKENS = "input_ids"
 
 
-def split_balanced(batch: SequenceSample, micro_batching: MicroBatching) -> list[SequenceSample]:
+def split_balanced(batch: SequenceSample, micro_batching: MicroBatching, *, default: int = 1) -> list[SequenceSample]:
     """Micro-batches of nearly equal tokens, samples in any order; for training, where results are sums.
 
     With fewer samples than `n_mbs` there are as many micro-batches as samples; none is empty.
+
+    Args:
+        default: how many where `micro_batching` leaves it open.
     """
     weights = _weights(batch)
     if micro_batching.max_tokens_per_mb is not None:
         return batch.split(partition_by_budget(weights, micro_batching.max_tokens_per_mb))
-    n_mbs = min(micro_batching.n_mbs or 1, len(batch))
+    n_mbs = min(micro_batching.n_mbs or default, len(batch))
     return [batch] if n_mbs <= 1 else batch.split(partition_balanced(weights, n_mbs))
 
 
-def split_in_order(batch: SequenceSample, micro_batching: MicroBatching) -> list[SequenceSample]:
-    """Micro-batches of neighbouring samples: results concatenate to the order of `batch`, whatever their rows are."""
+def split_in_order(batch: SequenceSample, micro_batching: MicroBatching, *, default: int = 1) -> list[SequenceSample]:
+    """Micro-batches of neighbouring samples: results concatenate to the order of `batch`, whatever their rows are.
+
+    Args:
+        default: how many where `micro_batching` leaves it open.
+    """
     if len(batch) == 0:
         return [batch]
     weights = _weights(batch)
     if micro_batching.max_tokens_per_mb is not None:
         starts = _starts_by_budget(weights, micro_batching.max_tokens_per_mb)
     else:
-        starts = _starts_by_count(weights, min(micro_batching.n_mbs or 1, len(batch)))
+        starts = _starts_by_count(weights, min(micro_batching.n_mbs or default, len(batch)))
     ends = [*starts[1:], len(batch)]
     return batch.split([range(a, b) for a, b in zip(starts, ends, strict=True)]) if len(starts) > 1 else [batch]
 

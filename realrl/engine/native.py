@@ -1,13 +1,17 @@
-"""The native engine: one role's decoder on this rank, trained data-parallel with plain torch.
+"""The native engine: one role's decoder, or this rank's shard of it, trained with plain torch.
 
-    train_batch:  minibatch ──split──► micro-batches ──► forward, loss sum / normaliser, backward ──► gradients (+=)
-                  ──► stats and gradients summed over data-parallel ranks ──► skip? ──► clip, AdamW, schedule
+    train_batch:  minibatch ──split──► micro-batches ──► pipeline of forward, loss sum / normaliser, backward
+                  ──► stats summed over data-parallel ranks, told to all stages ──► gradients (+=) completed over ranks
+                  ──► skip? ──► clip, AdamW, schedule
 
+Every (pp, tp) coordinate of a data-parallel rank has the same samples and cuts them alike, so that all stages know all
+shapes. Losses and results are computed where the head is, on the last stage.
 Nothing here depends on how a minibatch is cut: losses and stats are sums, divided by one normaliser.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,29 +22,36 @@ import torch
 from realrl.algo.api import ForwardOutput, GenerationResult, LossFn, LossOutput, MicroBatching, TrainResult
 from realrl.config.schema import GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
+from realrl.engine.gather_parameters import save_sharded
 from realrl.engine.generate import Generator
-from realrl.engine.groups import ALONE, Communicator
+from realrl.engine.gradients import reduce_gradients
 from realrl.engine.microbatch import TOKENS, split_balanced, split_in_order
 from realrl.engine.optimizer import Optimizer
 from realrl.engine.outputs import DecoderOutput
+from realrl.engine.parallel import Parallel
+from realrl.engine.pipeline import Chunk, run_stage
 from realrl.engine.precision import MasterParameters
 from realrl.errors import CallError
 from realrl.model.attention import PackedAttention
 from realrl.model.decoder import Decoder
 from realrl.model.heads import LMHead
-from realrl.model.hf import save_model
+from realrl.plan.pipeline import Schedule, Step, inference, one_f_one_b
 
 
 class NativeEngine:
-    """`realrl.algo.api.Engine` for a decoder that fits on one device.
+    """`realrl.algo.api.Engine` for a decoder whose shards are on the ranks of a layout.
 
     Args:
-        decoder: taken over; a trained one is converted to `compute_dtype`, a frozen one computes in its own dtype.
+        decoder: this rank's shard, taken over; a trained one is converted to `compute_dtype`, a frozen one computes in
+            its own dtype.
         role: for messages.
-        dp: the ranks that hold different samples of this role's batches.
+        parallel: this rank's place in the layout; that which the decoder was built for.
         optimizer: None for a frozen role.
         total_optimizer_steps: where the learning-rate schedule ends; see `set_total_optimizer_steps`.
         compute_dtype: of a trained decoder; masters and gradients are float32 either way.
+
+    Raises:
+        ValueError: the decoder is another shard than that of this place.
     """
 
     def __init__(
@@ -48,14 +59,18 @@ class NativeEngine:
         decoder: Decoder,
         *,
         role: str,
-        dp: Communicator = ALONE,
+        parallel: Parallel | None = None,
         optimizer: OptimizerConfig | None = None,
         total_optimizer_steps: int = 0,
         compute_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.decoder = decoder
         self.role = role
-        self._dp = dp
+        self._parallel = parallel = Parallel.alone() if parallel is None else parallel
+        shard = decoder.shard
+        built_for = (shard.has_embedding, shard.has_head, shard.tp_rank, shard.tp_size)
+        if built_for != (parallel.is_first_stage, parallel.is_last_stage, parallel.tp_rank, parallel.tp.n_ranks):
+            raise ValueError(f"role {role!r} has {shard} on rank {parallel.mesh_rank} of {parallel.strategy}")
         self._optimizer: Optimizer | None = None
         if optimizer is None:
             decoder.requires_grad_(False)
@@ -65,12 +80,7 @@ class NativeEngine:
 
     @property
     def device(self) -> torch.device:
-        return self.decoder.embedding.weight.device
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether there is an optimizer."""
-        return self._optimizer is not None
+        return self.decoder.device
 
     def set_total_optimizer_steps(self, n_total: int) -> None:
         """Say where the learning-rate schedule ends, once the length of the run is known."""
@@ -108,14 +118,17 @@ class NativeEngine:
             )
         if not normaliser > 0:
             raise CallError(f"role {self.role!r} trains with normaliser {normaliser}, which must be positive")
-        losses = []
-        for micro_batch in split_balanced(minibatch.to(self.device), micro_batching):
-            result = loss_fn(self._forward(micro_batch), micro_batch)
-            if result.loss.requires_grad:
-                (result.loss / normaliser).backward()
-            losses.append(result)
+        micro_batches = split_balanced(minibatch.to(self.device), micro_batching, default=self._n_mbs(training=True))
+        losses: list[LossOutput] = []
+
+        def loss_of(out: DecoderOutput, micro_batch: SequenceSample) -> torch.Tensor:
+            result = loss_fn(out, micro_batch)
+            losses.append(LossOutput(result.loss.detach(), result.stats, result.maxima))
+            return result.loss / normaliser
+
+        self._run(one_f_one_b, micro_batches, loss_of)
         stats = self._reduce_stats(losses, normaliser)
-        grad_norm = optimizer.reduce_gradients(self._dp)
+        grad_norm = reduce_gradients(self.decoder, optimizer.gradients(), self._parallel)
         if not math.isfinite(grad_norm):
             raise CallError(
                 f"the gradient of role {self.role!r} is not finite: its norm is {grad_norm}",
@@ -137,9 +150,19 @@ class NativeEngine:
         *,
         micro_batching: MicroBatching,
     ) -> torch.Tensor:
-        """Inference without gradient; concatenates `post_fn`'s results (dim 0) in the order of `batch`."""
-        micro_batches = split_in_order(batch.to(self.device), micro_batching)
-        return torch.cat([post_fn(self._forward(micro_batch), micro_batch) for micro_batch in micro_batches])
+        """Inference without gradient; concatenates `post_fn`'s results (dim 0) in the order of `batch`.
+
+        `post_fn` runs on the last stage; its result is returned on all of them.
+        """
+        micro_batches = split_in_order(batch.to(self.device), micro_batching, default=self._n_mbs(training=False))
+        results: list[torch.Tensor] = []
+
+        def keep(out: DecoderOutput, micro_batch: SequenceSample) -> None:
+            results.append(post_fn(out, micro_batch))
+
+        self._run(inference, micro_batches, keep)
+        result = torch.cat(results) if results else None
+        return self._parallel.pp.broadcast_unknown(result, self._parallel.last_stage, self.device)
 
     def generate(
         self, prompts: SequenceSample, generation: GenerationConfig, *, seed: int, step: int, eos_id: int
@@ -149,16 +172,18 @@ class NativeEngine:
         Raises:
             CallError: the role has no language-model head.
         """
-        if not isinstance(self.decoder.head, LMHead):
+        if self.decoder.config.is_scalar:
             raise CallError(f"role {self.role!r} gives scores and cannot generate", remedy='Declare it with head="lm".')
-        generator = Generator(self.decoder, self.decoder.head, device=self.device)
+        head = self.decoder.head
+        assert head is None or isinstance(head, LMHead)
+        generator = Generator(self.decoder, head, device=self.device, parallel=self._parallel)
         return generator.generate(
             prompts.samples("prompt_ids"), prompts.ids, generation, seed=seed, step=step, eos_id=eos_id
         )
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce ("sum" or "max") over the ranks that hold different samples; returns a new tensor."""
-        return self._dp.all_reduce_(tensor.detach().to(self.device, copy=True), op)
+        return self._parallel.dp.all_reduce_(tensor.detach().to(self.device, copy=True), op)
 
     # ------------------------------------------------------------ state
 
@@ -177,12 +202,12 @@ class NativeEngine:
             raise ValueError(f"role {self.role!r} is frozen, but the state holds {sorted(state)}")
 
     def save_hf(self, folder: str | Path) -> None:
-        """Write the model in Hugging Face format; every data-parallel rank holds all of it, so one of them calls this.
+        """Write the model in Hugging Face format; all ranks of one data-parallel rank call this together.
 
         Raises:
             OSError: the disk is full or the folder cannot be written.
         """
-        save_model(self.decoder, folder)
+        save_sharded(self.decoder, folder, tp=self._parallel.tp, pp=self._parallel.pp)
 
     # ------------------------------------------------------------ internals
 
@@ -191,26 +216,66 @@ class NativeEngine:
             raise CallError(f"role {self.role!r} is frozen and cannot be trained")
         return self._optimizer
 
-    def _forward(self, micro_batch: SequenceSample) -> DecoderOutput:
-        input_ids = micro_batch[TOKENS]
-        seqlens = micro_batch.flat_seqlens(TOKENS)
-        hidden = self.decoder(input_ids, packed_positions(seqlens, self.device), PackedAttention(seqlens))
-        return DecoderOutput(self.decoder, hidden, input_ids, seqlens, role=self.role)
+    def _n_mbs(self, *, training: bool) -> int:
+        """Micro-batches where the call leaves them open: enough to keep a pipeline busy."""
+        n_stages = self._parallel.strategy.pp
+        return 2 * n_stages if training and n_stages > 1 else n_stages
+
+    def _run(
+        self,
+        schedule: Callable[[int, int], Schedule],
+        micro_batches: Sequence[SequenceSample],
+        finish: Callable[[DecoderOutput, SequenceSample], torch.Tensor | None],
+    ) -> None:
+        """Send all micro-batches through the pipeline; what `finish` makes of the last stage's output is its result."""
+        pp_rank, is_last = self._parallel.pp_rank, self._parallel.is_last_stage
+
+        def forward(step: Step, received: torch.Tensor | None) -> torch.Tensor | None:
+            micro_batch = micro_batches[step.micro_batch]
+            input_ids, seqlens = micro_batch[TOKENS], micro_batch.flat_seqlens(TOKENS)
+            x = input_ids if received is None else received
+            x = self.decoder.forward_stage(x, packed_positions(seqlens, self.device), PackedAttention(seqlens))
+            if not is_last:
+                return x
+            return finish(DecoderOutput(self.decoder, x, input_ids, seqlens, role=self.role), micro_batch)
+
+        def received(step: Step) -> tuple[tuple[int, ...], torch.dtype]:
+            n_rows = self.decoder.parallel.n_local_rows(micro_batches[step.micro_batch].n_rows(TOKENS))
+            return (n_rows, self.decoder.config.hidden_size), self.decoder.config.dtype
+
+        steps = schedule(self._parallel.strategy.pp, len(micro_batches))[pp_rank]
+        run_stage(steps, {pp_rank: Chunk(forward, received)}, self._parallel.pp, device=self.device)
 
     def _reduce_stats(self, losses: Sequence[LossOutput], normaliser: float) -> dict[str, float]:
-        """Sum and maximise over micro-batches and ranks; the loss itself rides along to be checked everywhere alike."""
-        names, max_names = list(losses[0].stats), list(losses[0].maxima)
-        sums = torch.stack([_to_row([r.loss, *(r.stats[name] for name in names)]) for r in losses]).sum(0)
-        loss, *means = (self._dp.all_reduce_(sums) / normaliser).tolist()
+        """Reduced stats, the same on all ranks.
+
+        Raises:
+            CallError: the loss is not finite; on all ranks alike.
+        """
+        payload = b""
+        if self._parallel.is_last_stage:
+            loss, stats = self._sum_up(losses, normaliser)
+            payload = json.dumps([loss, stats]).encode()
+        pp = self._parallel.pp
+        if pp.n_ranks > 1:
+            loss, stats = json.loads(pp.broadcast_bytes(payload, self._parallel.last_stage, self.device))
         if not math.isfinite(loss):
             raise CallError(
                 f"the loss of role {self.role!r} is {loss}", remedy=f"Try a smaller models.{self.role}.optimizer.lr."
             )
+        return stats
+
+    def _sum_up(self, losses: Sequence[LossOutput], normaliser: float) -> tuple[float, dict[str, float]]:
+        """Sum and maximise over micro-batches and data-parallel ranks: the loss, and the stats."""
+        names, max_names = list(losses[0].stats), list(losses[0].maxima)
+        dp = self._parallel.dp
+        sums = torch.stack([_to_row([r.loss, *(r.stats[name] for name in names)]) for r in losses]).sum(0)
+        loss, *means = (dp.all_reduce_(sums) / normaliser).tolist()
         stats = dict(zip(names, means, strict=True))
         if max_names:
             tops = torch.stack([_to_row([r.maxima[name] for name in max_names]) for r in losses]).amax(0)
-            stats |= zip(max_names, self._dp.all_reduce_(tops, "max").tolist(), strict=True)
-        return stats
+            stats |= zip(max_names, dp.all_reduce_(tops, "max").tolist(), strict=True)
+        return loss, stats
 
 
 def packed_positions(seqlens: Sequence[int], device: torch.device) -> torch.Tensor:

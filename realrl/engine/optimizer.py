@@ -1,18 +1,15 @@
-"""AdamW over master parameters: schedule, clipping by global norm, gradients summed over data-parallel ranks."""
+"""AdamW over master parameters: schedule, clipping by global norm, state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from realrl.config.schema import OptimizerConfig
-from realrl.engine.groups import Communicator
 from realrl.engine.precision import MasterParameters
 from realrl.engine.schedule import learning_rate
-
-_BUCKET_BYTES = 128 << 20
 
 
 class Optimizer:
@@ -47,17 +44,17 @@ class Optimizer:
         """The rate that the next step uses."""
         return learning_rate(self._config, self.n_taken, self.n_total)
 
-    def reduce_gradients(self, dp: Communicator) -> float:
-        """Sum gradients over `dp` in few large buckets and return their global norm."""
-        grads = self._masters.gradients()
-        if dp.n_ranks > 1:
-            for bucket in _buckets(grads):
-                _all_reduce_flat(bucket, dp)
-        return float(torch.nn.utils.get_total_norm(grads))
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """float32 gradients by parameter name, to be completed in place before a step."""
+        return dict(zip(self._masters.names, self._masters.gradients(), strict=True))
 
     @torch.no_grad()
     def step(self, grad_norm: float) -> None:
-        """Clip by the global norm, update the masters and publish them; the gradients are forgotten."""
+        """Clip, update the masters and publish them; the gradients are forgotten.
+
+        Args:
+            grad_norm: over all ranks of the layout, so that all clip alike.
+        """
         coefficient = self._config.clip_grad_norm / (grad_norm + 1e-6)
         if coefficient < 1.0:
             torch._foreach_mul_(self._masters.gradients(), coefficient)
@@ -100,27 +97,3 @@ class Optimizer:
         for name, tensor in zip(self._masters.names, self._masters.tensors, strict=True):
             if tensor in self._adamw.state:
                 yield name, self._adamw.state[tensor]
-
-
-def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Neighbouring tensors of about `_BUCKET_BYTES` together."""
-    bucket: list[torch.Tensor] = []
-    n_bytes = 0
-    for tensor in tensors:
-        if bucket and n_bytes + tensor.nbytes > _BUCKET_BYTES:
-            yield bucket
-            bucket, n_bytes = [], 0
-        bucket.append(tensor)
-        n_bytes += tensor.nbytes
-    if bucket:
-        yield bucket
-
-
-def _all_reduce_flat(bucket: Sequence[torch.Tensor], dp: Communicator) -> None:
-    if len(bucket) == 1 and bucket[0].is_contiguous():
-        dp.all_reduce_(bucket[0])
-        return
-    flat = torch.cat([t.flatten() for t in bucket])
-    dp.all_reduce_(flat)
-    for tensor, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
-        tensor.copy_(part.view(tensor.shape))

@@ -16,8 +16,8 @@ class DecoderOutput:
     """Hidden states of a packed micro-batch, with the head applied only where and when it is asked for.
 
     Args:
-        decoder: its head is used.
-        hidden: [T, H], the final norm applied.
+        decoder: its head is used; all ranks of its tensor-parallel group ask for the same things in the same order.
+        hidden: [T, H], what the decoder, or its last stage, returned.
         input_ids: int64 [T].
         seqlens: tokens of each of the S sequences.
         role: for messages.
@@ -27,6 +27,7 @@ class DecoderOutput:
         self, decoder: Decoder, hidden: torch.Tensor, input_ids: torch.Tensor, seqlens: Sequence[int], *, role: str
     ) -> None:
         self._head = decoder.head
+        self._parallel = decoder.parallel
         self._hidden = hidden
         self._input_ids = input_ids
         self._role = role
@@ -86,6 +87,8 @@ class DecoderOutput:
             self._input_ids[rows + 1],
             temperature=temperature,
             with_entropy=with_entropy,
+            vocab_start=self._head.vocab_start,
+            parallel=self._parallel,
         )
         if mask is None:
             return logprobs, entropy

@@ -19,13 +19,13 @@ class MasterParameters:
     """The parameters that the optimizer updates.
 
     Args:
-        decoder: its parameters become the masters, converted to float32 where needed; then the decoder itself is
-            converted to `compute_dtype` in place.
+        decoder: its parameters become the masters, under their global names, converted to float32 where needed; then
+            the decoder itself is converted to `compute_dtype` in place.
         compute_dtype: of the decoder's forward and backward pass.
     """
 
     def __init__(self, decoder: Decoder, compute_dtype: torch.dtype) -> None:
-        named = list(decoder.named_parameters())
+        named = list(decoder.named_shards())
         self.names = [name for name, _ in named]
         self._working = [p for _, p in named]
         for p in self._working:

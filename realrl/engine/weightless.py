@@ -6,27 +6,27 @@ from typing import Any, NoReturn
 
 import torch
 
-from realrl.engine.groups import ALONE, Communicator
+from realrl.engine.parallel import Parallel
 from realrl.errors import CallError
 
 
 class WeightlessEngine:
-    """Knows its device and its data-parallel ranks, and refuses everything that needs weights.
+    """Knows its device and its place in the layout, and refuses everything that needs weights.
 
     Args:
         role: for messages.
         device: where the role's calls put what they return.
-        dp: the ranks that hold different samples of this role's batches.
+        parallel: this rank's place in the role's layout.
     """
 
-    def __init__(self, role: str, device: torch.device, dp: Communicator = ALONE) -> None:
+    def __init__(self, role: str, device: torch.device, parallel: Parallel | None = None) -> None:
         self.role = role
         self.device = device
-        self._dp = dp
+        self._parallel = parallel or Parallel.alone()
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce ("sum" or "max") over the ranks that hold different samples; returns a new tensor."""
-        return self._dp.all_reduce_(tensor.detach().clone(), op)
+        return self._parallel.dp.all_reduce_(tensor.detach().clone(), op)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise CallError(

@@ -4,8 +4,8 @@ The graph is a `networkx.DiGraph`. Its nodes are call names, in declared order, 
 calls there is at most one edge, which says what the second waits for:
 
 - ``keys``, a sorted tuple: the first produces these keys and the second reads them, for the same samples;
-- ``lag``, a whole number: the first trains parameters that the second reads, and the second, at step i, waits for the
-  first at step ``i - lag``, where ``lag = 1 + max_staleness`` of the second.
+- ``lag``, a whole number: the first changes parameters that the second reads (by training them, or through a hook), and
+  the second, at step i, waits for the first at step ``i - lag``, where ``lag = 1 + max_staleness`` of the second.
 
 ``kind`` is ``"data"`` when there are keys and ``"version"`` otherwise. A data edge that carries a lag too joins both
 relations in one pair of calls. Data edges are acyclic; version edges close the cycles from one step to the next. Ask
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from realrl.errors import GraphError, did_you_mean
 from realrl.graph.checks import check_calls
-from realrl.graph.mfc import Hook, MFCDef, ParamReallocHook
+from realrl.graph.mfc import MFCDef
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -31,9 +31,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VersionEdge:
-    """`reader`, at step i, waits for `trainer` at step ``i - lag``."""
+    """`reader`, at step i, waits for `trainer`, whose new parameters it reads, at step ``i - lag``."""
 
     trainer: str
+    reader: str
+    lag: int
+
+
+@dataclass(frozen=True)
+class WriterWait:
+    """`writer`, at step i, must not change parameters before `reader` has read them at step ``i - lag``."""
+
+    writer: str
     reader: str
     lag: int
 
@@ -68,6 +77,7 @@ def build_graph(mfcs: Sequence[MFCDef], dataset_keys: Iterable[str]) -> nx.DiGra
             keys = tuple(sorted(key for key in mfc.input_keys if producer.get(key) == name))
             graph.add_edge(name, mfc.name, kind="data", keys=keys)
     _check_acyclic(graph)
+    _check_writers(graph)
     for edge in _version_edges(mfcs, graph):
         if graph.has_edge(edge.trainer, edge.reader):
             graph.edges[edge.trainer, edge.reader]["lag"] = edge.lag
@@ -124,19 +134,34 @@ def version_edges(graph: nx.DiGraph) -> tuple[VersionEdge, ...]:
     return tuple(sorted(found, key=lambda edge: (position[edge.trainer], position[edge.reader])))
 
 
-def unordered_readers(graph: nx.DiGraph) -> tuple[tuple[str, str], ...]:
-    """Pairs (reader, trainer) of one role that no data orders within a step.
+def writer_waits(graph: nx.DiGraph) -> tuple[WriterWait, ...]:
+    """Whom a call that changes parameters waits for, so that not timing decides which version the other one reads.
 
-    The trainer must wait for the reader, or timing would decide which version the reader sees.
+    A reader that no data orders against the writer goes first within a step (lag 0); one that comes after it within a
+    step is done before the writer's next step (lag 1); one that comes before it needs no wait.
     """
     import networkx as nx
 
     data = data_graph(graph)
-    pairs = []
-    for trainer in (mfc for mfc in calls(graph) if mfc.is_train):
-        related = nx.ancestors(data, trainer.name) | nx.descendants(data, trainer.name) | {trainer.name}
-        pairs += [(m.name, trainer.name) for m in calls(graph) if m.role == trainer.role and m.name not in related]
-    return tuple(pairs)
+    waits = []
+    for writer in (mfc for mfc in calls(graph) if mfc.changed_roles):
+        before, after = nx.ancestors(data, writer.name), nx.descendants(data, writer.name)
+        for mfc in calls(graph):
+            if mfc is not writer and mfc.name not in before and mfc.read_roles & writer.changed_roles:
+                waits.append(WriterWait(writer.name, mfc.name, 1 if mfc.name in after else 0))
+    return tuple(waits)
+
+
+def home_calls(graph: nx.DiGraph) -> dict[str, str]:
+    """Role -> the call in whose layout its parameters live.
+
+    That is its train_step, or else the first call, in the order of data, that runs on its replica 0, or else its first.
+    """
+    ordered = sorted(topological_calls(graph), key=lambda mfc: (not mfc.is_train, mfc.model.replica_id != 0))
+    homes: dict[str, str] = {}
+    for mfc in ordered:
+        homes.setdefault(mfc.role, mfc.name)
+    return {role: homes[role] for role in roles(graph)}
 
 
 def producers(graph: nx.DiGraph) -> Mapping[str, str]:
@@ -215,26 +240,31 @@ def _check_acyclic(graph: nx.DiGraph) -> None:
     )
 
 
+def _check_writers(graph: nx.DiGraph) -> None:
+    """Calls that change parameters wait for unordered readers; together with the data that must not be a cycle."""
+    import networkx as nx
+
+    order = data_graph(graph)
+    waits = [wait for wait in writer_waits(graph) if wait.lag == 0]
+    order.add_edges_from((wait.reader, wait.writer) for wait in waits)
+    for wait in waits:
+        if nx.has_path(order, wait.writer, wait.reader):
+            raise GraphError(
+                f"call '{wait.writer}' changes parameters that call '{wait.reader}' reads in the same step, but other "
+                "calls that do the same the other way round leave no order for the two",
+                remedy=f"Let '{wait.writer}' read a key of '{wait.reader}', or move its hook to another call.",
+                call=wait.writer,
+            )
+
+
 def _version_edges(mfcs: Sequence[MFCDef], data: nx.DiGraph) -> Iterator[VersionEdge]:
-    """Edges from each train_step to the earliest calls of each role that it changes."""
+    """Edges from each call that changes parameters to the earliest calls of each role that read them."""
     import networkx as nx
 
     ancestors = {mfc.name: nx.ancestors(data, mfc.name) for mfc in mfcs}
-    for trainer in (mfc for mfc in mfcs if mfc.is_train):
-        changed = [mfc for mfc in mfcs if not mfc.is_train and _changes(trainer, mfc)]
-        for reader in changed:
-            earlier = [mfc for mfc in changed if mfc.role == reader.role and mfc.name in ancestors[reader.name]]
+    for writer in (mfc for mfc in mfcs if mfc.changed_roles):
+        readers = [mfc for mfc in mfcs if mfc is not writer and mfc.read_roles & writer.changed_roles]
+        for reader in readers:
+            earlier = [mfc for mfc in readers if mfc.role == reader.role and mfc.name in ancestors[reader.name]]
             if all(mfc.max_staleness > reader.max_staleness for mfc in earlier):
-                yield VersionEdge(trainer.name, reader.name, 1 + reader.max_staleness)
-
-
-def _changes(trainer: MFCDef, reader: MFCDef) -> bool:
-    """Whether `trainer` changes the parameters of `reader`: by training the role, or through a realloc hook."""
-    pushed = {hook.target.role for hook in _reallocs(trainer) if hook.target is not None}
-    pulled = {hook.source.role for hook in _reallocs(reader) if hook.source is not None}
-    return reader.role == trainer.role or reader.role in pushed or trainer.role in pulled
-
-
-def _reallocs(mfc: MFCDef) -> tuple[ParamReallocHook, ...]:
-    hooks: tuple[Hook, ...] = mfc.pre_hooks + mfc.post_hooks
-    return tuple(hook for hook in hooks if isinstance(hook, ParamReallocHook))
+                yield VersionEdge(writer.name, reader.name, 1 + reader.max_staleness)

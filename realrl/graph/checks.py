@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from realrl.errors import GraphError, did_you_mean
-from realrl.graph.mfc import InterfaceType, MFCDef, OffloadHook
+from realrl.graph.mfc import InterfaceType, MFCDef, OffloadHook, ParamReallocHook
+from realrl.graph.protocol_names import protocol_names
 
 _ARTICLE = {
     InterfaceType.GENERATE: "a generate",
@@ -22,8 +23,9 @@ def check_calls(mfcs: Sequence[MFCDef]) -> None:
     """Check a list of calls, before any edge is inferred.
 
     Raises:
-        GraphError: the list is empty; a name is empty or given twice; a count, key, remap or hook of one call is
-            invalid; two calls train one role; an `n_seqs` does not divide the largest one.
+        GraphError: the list is empty; a name is empty or given twice; a count, key, remap, hook or protocol of one call
+            is invalid; two calls train one role, or hooks contradict each other; an `n_seqs` does not divide the
+            largest one.
     """
     if not mfcs:
         raise GraphError("the list of calls is empty", remedy="An algorithm needs at least one MFCDef.")
@@ -32,8 +34,10 @@ def check_calls(mfcs: Sequence[MFCDef]) -> None:
         _check_counts(mfc)
         _check_keys(mfc)
         _check_hooks(mfc)
+        _check_protocol(mfc)
         _check_train(mfc)
     _check_one_train_step_per_role(mfcs)
+    _check_reallocs(mfcs)
     _check_n_seqs_divide(mfcs)
 
 
@@ -104,6 +108,12 @@ def _check_train(mfc: MFCDef) -> None:
                 call=mfc.name,
             )
         return
+    if mfc.model.replica_id != 0:
+        raise GraphError(
+            f"call '{mfc.name}' trains replica '{mfc.model}'",
+            remedy=f"Replica 0 is where a role is trained: use model_name='{mfc.role}'.",
+            call=mfc.name,
+        )
     if mfc.min_n_seqs is not None:
         raise GraphError(
             f"call '{mfc.name}' is a train_step and has min_n_seqs={mfc.min_n_seqs}",
@@ -166,6 +176,75 @@ def _check_hooks(mfc: MFCDef) -> None:
         raise GraphError(
             f"call '{mfc.name}' has an OffloadHook before it, but needs its parameters to run",
             remedy="Move the hook to post_hooks.",
+            call=mfc.name,
+        )
+    offloads = [i for i, hook in enumerate(mfc.post_hooks) if isinstance(hook, OffloadHook)]
+    if len(offloads) > 1:
+        raise GraphError(f"call '{mfc.name}' has two OffloadHooks", remedy="Keep one.", call=mfc.name)
+    if offloads and offloads[0] != len(mfc.post_hooks) - 1:
+        raise GraphError(
+            f"call '{mfc.name}' offloads role '{mfc.role}' and then moves its parameters",
+            remedy="Put the OffloadHook last in post_hooks.",
+            call=mfc.name,
+        )
+    for hook in (*mfc.pre_hooks, *mfc.post_hooks):
+        if isinstance(hook, ParamReallocHook) and mfc.role in _ends(hook) and hook.eta != 1.0:
+            raise GraphError(
+                f"call '{mfc.name}' averages role '{mfc.role}' into itself (eta={hook.eta:g}): its replicas hold the "
+                "same parameters",
+                remedy="Give the average a role of its own, or leave the hook out: replicas follow by themselves.",
+                call=mfc.name,
+            )
+
+
+def _check_reallocs(mfcs: Sequence[MFCDef]) -> None:
+    """Check what hooks say about other roles than their call's own."""
+    roles = tuple(dict.fromkeys(mfc.role for mfc in mfcs))
+    trainer = {mfc.role: mfc.name for mfc in mfcs if mfc.is_train}
+    writer: dict[str, str] = {}
+    for mfc in mfcs:
+        for hook in (*mfc.pre_hooks, *mfc.post_hooks):
+            for role in _ends(hook) if isinstance(hook, ParamReallocHook) else ():
+                if role not in roles:
+                    raise GraphError(
+                        f"a hook of call '{mfc.name}' names role '{role}', which no call runs on",
+                        remedy=f"Roles: {', '.join(roles)}.{did_you_mean(role, roles)}",
+                        call=mfc.name,
+                    )
+        if mfc.reallocs and mfc.min_n_seqs is not None:
+            raise GraphError(
+                f"call '{mfc.name}' streams (min_n_seqs={mfc.min_n_seqs}) and has a hook that moves parameters between "
+                "roles; how often it runs would depend on timing",
+                remedy="Leave min_n_seqs out, or move the hook to another call.",
+                call=mfc.name,
+            )
+        for _, target in mfc.reallocs:
+            if target in trainer:
+                raise GraphError(
+                    f"a hook of call '{mfc.name}' writes into role '{target}', which call '{trainer[target]}' trains",
+                    remedy="Only a frozen role can be a hook's target.",
+                    call=mfc.name,
+                )
+            if target in writer:
+                other = "the same call" if writer[target] == mfc.name else f"call '{writer[target]}'"
+                raise GraphError(
+                    f"a hook of call '{mfc.name}' writes into role '{target}', and so does a hook of {other}",
+                    remedy="A role can be the target of one hook.",
+                    call=mfc.name,
+                )
+            writer[target] = mfc.name
+
+
+def _ends(hook: ParamReallocHook) -> tuple[str, ...]:
+    return tuple(end.role for end in (hook.source, hook.target) if end is not None)
+
+
+def _check_protocol(mfc: MFCDef) -> None:
+    names = protocol_names()
+    if mfc.protocol not in names:
+        raise GraphError(
+            f"call '{mfc.name}' has protocol={mfc.protocol!r}, which is not registered",
+            remedy=f"Protocols: {', '.join(names)}.{did_you_mean(str(mfc.protocol), names)}",
             call=mfc.name,
         )
 

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from realrl.errors import GraphError
+from realrl.graph.protocol_names import DEFAULT_PROTOCOL
 
 
 class InterfaceType(Enum):
@@ -20,7 +21,7 @@ class InterfaceType(Enum):
 
 @dataclass(frozen=True, order=True)
 class ModelName:
-    """One replica of a role; replica 0 is where the role is trained (or first loaded)."""
+    """One replica of a role: its parameters in another layout. Replica 0 is where the role is trained or loaded."""
 
     role: str
     replica_id: int = 0
@@ -39,14 +40,15 @@ class InterfaceRef:
 
 @dataclass(frozen=True)
 class OffloadHook:
-    """After the call, move the role's parameters to host memory."""
+    """After the call, move the role's parameters to host memory; whatever needs them next brings them back."""
 
 
 @dataclass(frozen=True)
 class ParamReallocHook:
-    """Move parameters between replicas: ``target = eta * source + (1 - eta) * target``.
+    """Move parameters between roles: ``target = eta * source + (1 - eta) * target``.
 
-    Exactly one of `source` and `target` is given; the other end is the call's own replica.
+    Exactly one of `source` and `target` is given; the other end is the call's own role. Replicas of one role need no
+    hook: a call that runs in another layout than its role's home gets the parameters of the home.
     """
 
     source: ModelName | None = None
@@ -84,7 +86,9 @@ class MFCDef:
         balanced_dp: give every data-parallel rank the same number of samples, not of tokens.
         log_return_value: write the call's returned metrics to the log.
         max_staleness: how many versions behind a non-training call may read its role.
-        pre_hooks, post_hooks: run on the call's mesh before and after it.
+        pre_hooks, post_hooks: run before and after it, on the homes of the roles that they name.
+        protocol: how samples are divided over the ranks of the mesh, and whose output is kept: a name of
+            `realrl.plan.protocols`.
 
     Values are checked by `build_graph`, which can name the calls and keys around a mistake.
     """
@@ -107,6 +111,7 @@ class MFCDef:
     max_staleness: int = 0
     pre_hooks: tuple[Hook, ...] = ()
     post_hooks: tuple[Hook, ...] = ()
+    protocol: str = DEFAULT_PROTOCOL
 
     @property
     def model(self) -> ModelName:
@@ -129,3 +134,27 @@ class MFCDef:
     def is_train(self) -> bool:
         """Whether the call updates its role."""
         return self.interface_type is InterfaceType.TRAIN_STEP
+
+    @property
+    def reallocs(self) -> tuple[tuple[str, str], ...]:
+        """``(source role, target role)`` of every hook that moves parameters from one role to another."""
+        hooks = [hook for hook in (*self.pre_hooks, *self.post_hooks) if isinstance(hook, ParamReallocHook)]
+        ends = [
+            (
+                self.role if hook.source is None else hook.source.role,
+                self.role if hook.target is None else hook.target.role,
+            )
+            for hook in hooks
+        ]
+        return tuple((source, target) for source, target in ends if source != target)
+
+    @property
+    def read_roles(self) -> frozenset[str]:
+        """Roles whose parameters the call or its hooks read."""
+        return frozenset([self.role, *(source for source, _ in self.reallocs)])
+
+    @property
+    def changed_roles(self) -> frozenset[str]:
+        """Roles whose parameters the call or its hooks change."""
+        own = [self.role] if self.is_train else []
+        return frozenset([*own, *(target for _, target in self.reallocs)])

@@ -78,11 +78,11 @@ def tiny_config(vocab_size: int, *, head: HeadKind = "lm", dtype: torch.dtype = 
     return DecoderConfig(
         vocab_size=vocab_size,
         hidden_size=128,
-        n_layers=3,
+        n_layers=4,
         n_heads=4,
         n_kv_heads=2,
         head_dim=32,
-        intermediate_size=320,
+        intermediate_size=192,
         tied_embeddings=True,
         max_positions=1024,
         head=head,

@@ -9,11 +9,17 @@ from realrl.model.linear import linear
 
 
 class LMHead(nn.Module):
-    """Logits over the vocabulary; `weight` [V, H] may be the embedding's own parameter (tied)."""
+    """Logits over the vocabulary, or over this rank's part of it.
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    Args:
+        weight: [V, H]; may be the embedding's own parameter (tied). In a tensor-parallel group, a rank's rows of it.
+        vocab_start: the token of the first row.
+    """
+
+    def __init__(self, weight: nn.Parameter, *, vocab_start: int = 0) -> None:
         super().__init__()
         self.weight = weight
+        self.vocab_start = vocab_start
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of the chosen rows `hidden` [N, H], in the parameters' dtype."""
@@ -21,7 +27,7 @@ class LMHead(nn.Module):
 
 
 class ScalarHead(nn.Module):
-    """Value or reward: a linear map to one number, computed in float32. `weight` [1, H]."""
+    """Value or reward: a linear map to one number, computed in float32. `weight` [1, H], whole on every rank."""
 
     def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device | None = None) -> None:
         super().__init__()

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from realrl.errors import AssetError, did_you_mean
 from realrl.model import hf_llama
 from realrl.model.config import DecoderConfig, HeadKind
 from realrl.model.decoder import Decoder
 from realrl.model.init import init_parameter
+from realrl.model.parallel import UNSHARDED, TensorParallel
+from realrl.model.tensor_file import read_tensors, renamed, stored_names, write_tensors
+from realrl.plan.layout import Layer, ModelShard, ParameterSpec, parameter_specs, stage_layers
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -59,7 +58,21 @@ def check_model(folder: str | Path, *, head: HeadKind = "lm") -> None:
     stored, _ = _read_config(folder)
     _check_head(folder, stored, head)
     for file in _tensor_files(folder):
-        _check_complete(file)
+        stored_names(file)
+
+
+def read_model_config(
+    folder: str | Path, *, head: HeadKind = "lm", dtype: torch.dtype = torch.float32
+) -> DecoderConfig:
+    """The configuration of the decoder that `load_model` would return.
+
+    Raises:
+        AssetError: as `load_model`, for what config.json alone can say.
+    """
+    folder = Path(folder)
+    stored, _ = _read_config(folder)
+    _check_head(folder, stored, head)
+    return replace(stored, head=head, dtype=dtype)
 
 
 def load_model(
@@ -67,6 +80,8 @@ def load_model(
     *,
     head: HeadKind = "lm",
     dtype: torch.dtype = torch.float32,
+    shard: ModelShard | None = None,
+    parallel: TensorParallel = UNSHARDED,
     device: torch.device | None = None,
     seed: int = 0,
 ) -> Decoder:
@@ -75,6 +90,10 @@ def load_model(
     A value or reward head comes from the checkpoint when it has one; a language-model checkpoint gets a small random
     head that depends on `seed` only.
 
+    Args:
+        shard: what to build, see `Decoder`; only its slices are read.
+        parallel: see `Decoder`.
+
     Raises:
         AssetError: something in `folder` is missing, truncated, unsupported or of the wrong shape.
     """
@@ -82,21 +101,26 @@ def load_model(
     stored, family = _read_config(folder)
     _check_head(folder, stored, head)
     config = replace(stored, head=head, dtype=dtype)
-    decoder = Decoder(config, device=device)
-    parameters = dict(decoder.named_parameters())
-    missing = {theirs: ours for ours, theirs in family.tensor_names(config).items()}
-    with torch.no_grad():
-        if config.is_scalar and not stored.is_scalar:
-            name = "head.weight"
-            init_parameter(name, parameters[name], config=config, seed=seed)
-            missing.pop(family.tensor_names(config)[name])
-        for file in _tensor_files(folder):
-            for theirs, tensor in _read_tensors(file):
-                ours = missing.pop(theirs, None)
-                if ours is not None:
-                    _copy_into(parameters[ours], tensor, where=f"{file}: tensor {theirs!r}")
-                elif not family.is_ignorable(theirs):
-                    raise AssetError(f"{file} holds the tensor {theirs!r}, which config.json does not call for")
+    decoder = Decoder(config, shard=shard, parallel=parallel, device=device)
+    parameters = dict(decoder.named_shards())
+    names = family.tensor_names(config)
+    if config.is_scalar and not stored.is_scalar:
+        del names["head.weight"]
+        if "head.weight" in parameters:
+            init_parameter(decoder, "head.weight", parameters["head.weight"], seed=seed)
+    missing = {theirs: ours for ours, theirs in names.items()}
+    for file in _tensor_files(folder):
+        wanted = {}
+        for theirs in stored_names(file):
+            ours = missing.pop(theirs, None)
+            if ours in parameters:
+                wanted[theirs] = ours
+            elif ours is None and not family.is_ignorable(theirs):
+                raise AssetError(f"{file} holds the tensor {theirs!r}, which config.json does not call for")
+        for theirs, tensor in read_tensors(file, wanted):
+            ours = wanted[theirs]
+            _check_tensor(tensor, decoder.specs[ours], where=f"{file}: tensor {theirs!r}")
+            parameters[ours].detach().copy_(tensor[decoder.place_of(ours)])
     if missing:
         raise AssetError(
             f"{folder} lacks {len(missing)} tensors, the first is {min(missing)!r}",
@@ -105,38 +129,116 @@ def load_model(
     return decoder
 
 
+# ---------------------------------------------------------------- saving
+
+
 def save_model(decoder: Decoder, folder: str | Path, *, max_shard_bytes: int = _MAX_SHARD_BYTES) -> None:
     """Write `config.json` and safetensors (with an index when there are several) into `folder`.
 
     Every file is written under a temporary name and then renamed; tokenizer files are the caller's.
+
+    Args:
+        decoder: the whole model.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
+    """
+    save_stage(decoder.config, folder, decoder.named_shards(), max_shard_bytes=max_shard_bytes)
+    save_index(decoder.config, folder, max_shard_bytes=max_shard_bytes)
+
+
+def save_stage(
+    config: DecoderConfig,
+    folder: str | Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    pp_rank: int = 0,
+    pp_size: int = 1,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+) -> None:
+    """Write the tensor files of one pipeline stage, holding one tensor at a time.
+
+    Stages need not talk to each other: which file holds what follows from the configuration. Once all are done,
+    `save_index` completes the folder.
+
+    Args:
+        config: of the whole model.
+        tensors: (name, whole tensor of ``config.dtype``) of each parameter of the stage, in the order of the model;
+            a tied head is the first stage's embedding and comes from there only.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = decoder.config
+    names = FAMILIES[hf_llama.LM_ARCHITECTURE].tensor_names(config)
+    remaining = iter(tensors)
+    for file in _plan_files(config, pp_size, max_shard_bytes):
+        if file.pp_rank == pp_rank:
+            shapes = {names[spec.name]: spec.shape for spec in file.specs}
+            write_tensors(folder / file.name, shapes, config.dtype, _in_order(file.specs, remaining))
+
+
+def save_index(
+    config: DecoderConfig, folder: str | Path, *, pp_size: int = 1, max_shard_bytes: int = _MAX_SHARD_BYTES
+) -> None:
+    """Write `config.json` and, when there are several tensor files, their index; called once all stages are written.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
+    """
+    folder = Path(folder)
     family = FAMILIES[hf_llama.LM_ARCHITECTURE]
     names = family.tensor_names(config)
-    tensors = {names[ours]: p.detach().cpu().contiguous() for ours, p in decoder.named_parameters()}
-    shards = _shard(tensors, max_shard_bytes)
-    files = (
-        [_SINGLE_FILE]
-        if len(shards) == 1
-        else [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    )
-    for file, shard in zip(files, shards, strict=True):
-        with _renamed(folder / file) as temporary:
-            _save_file(shard, temporary)
-    if len(shards) > 1:
+    files = _plan_files(config, pp_size, max_shard_bytes)
+    if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
-            "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
+            "metadata": {"total_size": sum(spec.num_bytes for file in files for spec in file.specs)},
+            "weight_map": {names[spec.name]: file.name for file in files for spec in file.specs},
         }
-        with _renamed(folder / _INDEX_FILE) as temporary:
+        with renamed(folder / _INDEX_FILE) as temporary:
             temporary.write_text(json.dumps(index, indent=2))
-    with _renamed(folder / "config.json") as temporary:
+    with renamed(folder / "config.json") as temporary:
         temporary.write_text(json.dumps(family.config_to_hf(config), indent=2))
+
+
+@dataclass(frozen=True)
+class _PlannedFile:
+    name: str
+    pp_rank: int
+    specs: tuple[ParameterSpec, ...]
+
+
+def _plan_files(config: DecoderConfig, pp_size: int, max_shard_bytes: int) -> list[_PlannedFile]:
+    """Which file holds which parameters: those of one stage, in order, until a file is full."""
+    stage_of: dict[Layer, int] = {"embedding": 0, "head": pp_size - 1}
+    for rank, layers in enumerate(stage_layers(config, pp_size)):
+        stage_of |= dict.fromkeys(layers, rank)
+    parts: list[tuple[int, list[ParameterSpec]]] = []
+    filled_bytes = 0
+    for spec in parameter_specs(config):
+        pp_rank, num_bytes = stage_of[spec.layer], spec.num_bytes
+        if not parts or parts[-1][0] != pp_rank or filled_bytes + num_bytes > max_shard_bytes:
+            parts.append((pp_rank, []))
+            filled_bytes = 0
+        parts[-1][1].append(spec)
+        filled_bytes += num_bytes
+    if len(parts) == 1:
+        return [_PlannedFile(_SINGLE_FILE, 0, tuple(parts[0][1]))]
+    return [
+        _PlannedFile(f"model-{i:05d}-of-{len(parts):05d}.safetensors", pp_rank, tuple(specs))
+        for i, (pp_rank, specs) in enumerate(parts, start=1)
+    ]
+
+
+def _in_order(specs: Sequence[ParameterSpec], tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    for spec, (name, tensor) in zip(specs, itertools.islice(tensors, len(specs)), strict=True):
+        if name != spec.name:
+            raise ValueError(f"parameter {name!r} came to be saved where {spec.name!r} is next")
+        yield tensor
+
+
+# ---------------------------------------------------------------- reading
 
 
 def _check_head(folder: Path, stored: DecoderConfig, head: HeadKind) -> None:
@@ -189,77 +291,8 @@ def _tensor_files(folder: Path) -> list[Path]:
     return [folder / file for file in sorted(set(weight_map.values()))]
 
 
-def _read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a safetensors file, mapped, not copied."""
-    _check_complete(file)
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (the handle is no mapping)
-                yield name, opened.get_tensor(name)
-    except SafetensorError as error:
-        raise AssetError(f"{file} is damaged: {error}") from None
-
-
-def _check_complete(file: Path) -> None:
-    """Compare the file's size with the one its header promises (format: u64 header size, JSON header, data)."""
-    if not file.is_file():
-        raise AssetError(f"{file} is missing", remedy="Download or convert the model again.")
-    size_bytes = file.stat().st_size
-    with file.open("rb") as opened:
-        header_bytes = int.from_bytes(opened.read(8), "little")
-        try:
-            header = json.loads(opened.read(header_bytes)) if 8 + header_bytes <= size_bytes else {}
-        except ValueError:
-            raise AssetError(f"{file} is damaged: its header is not JSON") from None
-    try:
-        ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
-        raise AssetError(f"{file} is damaged: its header does not say where tensors end") from None
-    expected_bytes = 8 + header_bytes + max(ends, default=0)
-    if size_bytes < expected_bytes:
-        raise AssetError(
-            f"{file} is truncated: {size_bytes} of {expected_bytes} bytes",
-            remedy="Download or convert the model again.",
-        )
-
-
-def _copy_into(parameter: torch.Tensor, tensor: torch.Tensor, *, where: str) -> None:
-    if parameter.shape != tensor.shape:
-        raise AssetError(f"{where} has shape {list(tensor.shape)}, config.json asks for {list(parameter.shape)}")
+def _check_tensor(tensor: torch.Tensor, spec: ParameterSpec, *, where: str) -> None:
+    if tuple(tensor.shape) != spec.shape:
+        raise AssetError(f"{where} has shape {list(tensor.shape)}, config.json asks for {list(spec.shape)}")
     if not tensor.is_floating_point():
         raise AssetError(f"{where} has dtype {tensor.dtype}, not a floating-point one")
-    parameter.copy_(tensor)
-
-
-def _shard(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[dict[str, torch.Tensor]]:
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    filled_bytes = 0
-    for name, tensor in tensors.items():
-        if shards[-1] and filled_bytes + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            filled_bytes = 0
-        shards[-1][name] = tensor
-        filled_bytes += tensor.nbytes
-    return shards
-
-
-@contextmanager
-def _renamed(path: Path) -> Iterator[Path]:
-    """Give a temporary name to write to; rename it to `path` on success, remove it on failure."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-
-
-def _save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, str(path), metadata={"format": "pt"})
-    except SafetensorError as error:  # its I/O errors carry the errno in their text only
-        match = re.search(r"os error (\d+)", str(error))
-        if match is None:
-            raise
-        raise OSError(int(match[1]), os.strerror(int(match[1])), str(path)) from error

@@ -8,32 +8,48 @@ import torch
 
 from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
+from realrl.model.parallel import UNSHARDED, TensorParallel
+from realrl.plan.layout import ModelShard
 
 _STD = 0.02  # GPT-2 (Radford et al. 2019)
 _VALUE_HEAD_STD = 0.002  # first values close to zero, yet gradient reaches the blocks from the first step
 
 
-def random_model(config: DecoderConfig, seed: int, *, device: torch.device | None = None) -> Decoder:
-    """Return a decoder with normal(0, 0.02) weights, unit norms and zero biases."""
-    decoder = Decoder(config, device=device)
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            init_parameter(name, parameter, config=config, seed=seed)
+def random_model(
+    config: DecoderConfig,
+    seed: int,
+    *,
+    shard: ModelShard | None = None,
+    parallel: TensorParallel = UNSHARDED,
+    device: torch.device | None = None,
+) -> Decoder:
+    """Return a decoder with normal(0, 0.02) weights, unit norms and zero biases.
+
+    Args:
+        shard: what to build, see `Decoder`; its numbers are those that the whole model has there.
+    """
+    decoder = Decoder(config, shard=shard, parallel=parallel, device=device)
+    for name, parameter in decoder.named_shards():
+        init_parameter(decoder, name, parameter, seed=seed)
     return decoder
 
 
-def init_parameter(name: str, parameter: torch.Tensor, *, config: DecoderConfig, seed: int) -> None:
-    """Fill one decoder parameter in place; the same (name, seed, shape) gives the same numbers on every rank.
+@torch.no_grad()
+def init_parameter(decoder: Decoder, name: str, parameter: torch.Tensor, *, seed: int) -> None:
+    """Fill one parameter of the decoder in place; the same seed and name give the same whole parameter on every rank.
 
-    The caller disables gradients.
+    Args:
+        name: in the whole model.
+        parameter: this rank's part of it.
     """
     if name.endswith("norm.weight"):
         parameter.fill_(1.0)
     elif name.endswith(".bias"):
         parameter.zero_()
     else:
-        std = _VALUE_HEAD_STD if name == "head.weight" and config.head == "value" else _STD
-        parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=_generator(seed, name)))
+        std = _VALUE_HEAD_STD if name == "head.weight" and decoder.config.head == "value" else _STD
+        whole = torch.empty(decoder.specs[name].shape).normal_(0.0, std, generator=_generator(seed, name))
+        parameter.copy_(whole[decoder.place_of(name)])
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

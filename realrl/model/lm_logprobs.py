@@ -6,17 +6,23 @@ those of several are computed again.
 
 With z = (hidden @ weight.T) / temperature, p = softmax(z), target y, and gradients g of the log-probability and e of
 the entropy S = -sum p log p:  d/dz = g * (onehot(y) - p) - e * p * (log p + S).
+
+Over a tensor-parallel group, each rank r has the logits of its part of the vocabulary, and with them L_r, the log sum
+exp of its part, and S_r, the entropy of the softmax of its part. The whole follows from three numbers per row:
+L = log sum_r exp L_r  and  S = sum_r w_r (S_r + L - L_r)  with w_r = exp(L_r - L).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from realrl.model.linear import matmul
+from realrl.model.parallel import UNSHARDED, TensorParallel
 
 _CHUNK_ELEMENTS = 1 << 26  # logits of one chunk
 _BLOCK_ELEMENTS = 1 << 19  # float32 logits of one block on the CPU: 2 MB
@@ -29,53 +35,94 @@ def lm_logprobs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    vocab_start: int = 0,
+    parallel: TensorParallel = UNSHARDED,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return float32 [N] log-probabilities of `targets` and, on request, float32 [N] entropies (nats).
 
-    Both carry gradient to `hidden` and `weight`.
+    Both carry gradient to `hidden` and `weight`. Over a group, the results are equal on all ranks, and the gradient of
+    `hidden` is what this rank's part of the vocabulary adds to it: `parallel.enter` before this adds the parts up.
 
     Args:
-        hidden: [N, H].
-        weight: [V, H], the language-model head.
-        targets: int64 [N].
+        hidden: [N, H], equal on all ranks of the group.
+        weight: [V, H], the language-model head, or this rank's rows of it.
+        targets: int64 [N], numbered over the whole vocabulary.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
+        vocab_start: the token of the first row of `weight`.
+        parallel: the group that shares the vocabulary.
     """
     scale = 1.0 / temperature if temperature > 0 else 1.0
-    logprobs, entropy = _LMLogprobs.apply(hidden, weight, targets, scale, with_entropy)
+    place = _Place(vocab_start, parallel)
+    logprobs, entropy = _LMLogprobs.apply(hidden, weight, targets, scale, with_entropy, place)
     return logprobs, entropy if with_entropy else None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where this rank's rows of the head are in the vocabulary."""
+
+    start: int
+    parallel: TensorParallel
+
+    @property
+    def is_whole(self) -> bool:
+        return self.parallel.tp_size == 1
+
+    def local(self, targets: torch.Tensor, n_rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Targets as rows of this rank's weight, any row for those elsewhere, and which those are."""
+        if self.is_whole:
+            return targets, None
+        rows = targets - self.start
+        is_elsewhere = (rows < 0) | (rows >= n_rows)
+        return rows.masked_fill_(is_elsewhere, 0), is_elsewhere
 
 
 class _LMLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scale: float, with_entropy: bool
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        scale: float,
+        with_entropy: bool,
+        place: _Place,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n_rows = hidden.shape[0]
         log_norm = torch.empty(n_rows, dtype=torch.float32, device=hidden.device)  # log sum exp z
         logprobs, entropy = torch.empty_like(log_norm), torch.empty_like(log_norm if with_entropy else log_norm[:0])
         chunks = _chunks(n_rows, weight.shape[0])
         logits = hidden.new_empty(0)
+        local, is_elsewhere = place.local(targets, weight.shape[0])
         for rows in chunks:
             logits = matmul(hidden[rows], weight.T)
-            chosen = logits.gather(1, targets[rows, None])[:, 0].float() * scale
+            chosen = logits.gather(1, local[rows, None])[:, 0].float() * scale
             _reduce(logits, scale, log_norm[rows], entropy[rows] if with_entropy else None)
-            torch.sub(chosen, log_norm[rows], out=logprobs[rows])
+            if is_elsewhere is None:
+                torch.sub(chosen, log_norm[rows], out=logprobs[rows])
+            else:
+                logprobs[rows] = chosen.masked_fill_(is_elsewhere[rows], 0.0)
+        if not place.is_whole:
+            _merge(log_norm, entropy, logprobs, place.parallel)
         kept = [logits] if len(chunks) == 1 and any(ctx.needs_input_grad[:2]) else []
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy, *kept)
-        ctx.scale, ctx.with_entropy = scale, with_entropy
+        ctx.scale, ctx.with_entropy, ctx.place = scale, with_entropy, place
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, log_norm, entropy, *kept = ctx.saved_tensors
         g, e = grads
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None
+        local, is_elsewhere = ctx.place.local(targets, weight.shape[0])
+        g_chosen = g if is_elsewhere is None else g.masked_fill(is_elsewhere, 0.0)
         for rows in _chunks(hidden.shape[0], weight.shape[0]):
             logits = kept[0] if kept else matmul(hidden[rows], weight.T)
             extra = (e[rows], entropy[rows]) if ctx.with_entropy else None
-            grad_logits = _logits_gradient(logits, targets[rows], ctx.scale, log_norm[rows], g[rows], extra)
+            chosen = (local[rows], g_chosen[rows])
+            grad_logits = _logits_gradient(logits, chosen, ctx.scale, log_norm[rows], g[rows], extra)
             if grad_hidden is not None:
                 grad_hidden[rows] = matmul(grad_logits, weight)
             if needs_weight:
@@ -83,7 +130,21 @@ class _LMLogprobs(torch.autograd.Function):
                 grad_weight = part if grad_weight is None else grad_weight.float().add_(part)
         if needs_weight:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _merge(log_norm: torch.Tensor, entropy: torch.Tensor, chosen: torch.Tensor, parallel: TensorParallel) -> None:
+    """Turn each rank's part, in place, into the whole: log sum exp z, entropy (may be empty) and log-probabilities."""
+    top = parallel.reduce_max(log_norm.clone())
+    shifted = log_norm - top
+    w = shifted.exp()
+    parts = [w, chosen] if len(entropy) == 0 else [w, chosen, w * (entropy - shifted)]
+    total, chosen_z, *weighted = parallel.reduce_sum(torch.stack(parts)).unbind()
+    log_total = total.log()
+    torch.add(top, log_total, out=log_norm)
+    torch.sub(chosen_z, log_norm, out=chosen)
+    for sums in weighted:
+        torch.add(log_total, sums / total, out=entropy)
 
 
 def _reduce(logits: torch.Tensor, scale: float, log_norm: torch.Tensor, entropy: torch.Tensor | None) -> None:
@@ -103,7 +164,7 @@ def _reduce(logits: torch.Tensor, scale: float, log_norm: torch.Tensor, entropy:
 
 def _logits_gradient(
     logits: torch.Tensor,
-    targets: torch.Tensor,
+    chosen: tuple[torch.Tensor, torch.Tensor],
     scale: float,
     log_norm: torch.Tensor,
     g: torch.Tensor,
@@ -112,8 +173,10 @@ def _logits_gradient(
     """scale * (g * (onehot(targets) - p) - e * p * (log p + S)) in the dtype of `logits`.
 
     Args:
+        chosen: targets, and g where the target is one of these logits, 0 where it is not.
         extra: (e, S) where the entropy was asked for.
     """
+    targets, g_chosen = chosen
     grad_logits = torch.empty_like(logits)
     for block in _blocks(logits):
         log_p = logits[block].float().mul(scale) if scale != 1.0 else logits[block].to(torch.float32, copy=True)
@@ -124,7 +187,7 @@ def _logits_gradient(
             e, entropy = (x[block, None] for x in extra)
             p = log_p.exp()
             log_p.add_(entropy).mul_(e).add_(g[block, None]).mul_(-scale).mul_(p)
-        log_p.scatter_add_(1, targets[block, None], g[block, None] * scale)
+        log_p.scatter_add_(1, targets[block, None], g_chosen[block, None] * scale)
         grad_logits[block] = log_p
     return grad_logits
 

@@ -11,7 +11,7 @@ Modes of `allocation.mode`:
 | `split` | two halves of the cluster, data-parallel in each; see `split_roles` |
 | `standalone` | every role has devices of its own, as evenly as possible; data-parallel in each |
 | `manual` | every call is given in `allocation.calls` |
-| `heuristic` | the same as `data` |
+| `heuristic` | every role data-parallel on as many devices as its calls can feed; see `_heuristic` |
 
 `allocation.calls.<call>` is `strategy@mesh`, or a strategy alone for the mesh that the mode gives the call; it takes
 the place of what the mode says.
@@ -19,23 +19,34 @@ the place of what the mode says.
 Invariants of `plan_allocations`:
 - exactly the calls of the graph have an allocation, in declared order;
 - the strategy's sizes multiply to the number of devices of the mesh, and the mesh is inside the cluster;
-- each data-parallel rank gets at least one sample of every batch, minibatch and streamed piece;
-- what today's engines cannot run is refused by `check_supported`, and by nothing else.
+- each slice that the call's protocol makes of a batch, minibatch or streamed piece has a sample (`check_n_seqs`);
+- two meshes are disjoint, or one contains the other (`check_meshes`);
+- ranks that must have the same samples get them (`check_protocols`), and hooks have parameters at both ends;
+- where the shapes of models are known, tp divides heads and pp leaves every stage a layer (`check_shapes`).
+What is refused names the call, the rule and the nearest allocation that is legal.
+
+Inside a node any two legal meshes nest or are disjoint; across nodes, whole nodes 0-1 and 1-2 are not. Such calls could
+neither run at the same time nor share all their devices: whichever runs, devices of the other idle, and no order helps.
+With nested meshes every device has one chain of meshes that it is part of, so what it holds, waits for and does next
+follows from one list. That is why partial overlaps are refused although nothing would deadlock.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from realrl.config.schema import AllocationConfig
 from realrl.errors import AllocationError, did_you_mean
 from realrl.graph.build import calls, roles, topological_calls
-from realrl.graph.mfc import InterfaceType
-from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes, nearest_strategy
 from realrl.mesh.notation import parse_allocation, parse_strategy
+from realrl.plan.hooks import plan_hooks, role_homes
+from realrl.plan.layout import ModelShape, ParameterSpec, check_tp, parameter_specs, stages_of
+from realrl.plan.protocols import CallLayout, slices_of
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -54,14 +65,14 @@ def plan_allocations(
         graph: from `build_graph`.
         allocation_config: mode and overrides.
         cluster: the devices there are.
-        heads: role -> "lm", "value" or "reward", where known; `split` uses it.
+        heads: role -> "lm", "value", "reward" or "none" (no parameters), where known.
 
     Returns:
         Call name -> allocation, in declared order of the calls.
 
     Raises:
         AllocationError: the mode is unknown, an override names no call or cannot be read, a mesh or strategy does not
-            fit, a call has too few samples for its ranks, or the engines cannot run it (see `check_supported`).
+            fit, a call has too few samples for its ranks, or the plan cannot run (see `check_supported`).
     """
     overrides = allocation_config.calls
     names = [mfc.name for mfc in calls(graph)]
@@ -79,72 +90,144 @@ def plan_allocations(
             else:
                 plan[name] = Allocation(plan[name].mesh, parse_strategy(text))
     plan = {name: plan[name] for name in names}
-    check_n_seqs(graph, plan)
-    check_supported(graph, plan)
+    weightless = [role for role, head in (heads or {}).items() if head == "none"]
+    check_supported(graph, plan, weightless=weightless)
     return plan
 
 
-def check_supported(graph: nx.DiGraph, allocations: Mapping[str, Allocation]) -> None:
-    """Refuse what the engines cannot run yet. This is the only place that knows; nothing else depends on it.
+def check_supported(
+    graph: nx.DiGraph, allocations: Mapping[str, Allocation], *, weightless: Collection[str] = ()
+) -> None:
+    """Refuse a plan that cannot run, as far as that can be known without the models; `check_shapes` does the rest.
 
-    Today a call is data-parallel only, and all calls of a role share one mesh, because parameters do not move.
+    Args:
+        graph: from `build_graph`.
+        allocations: call -> mesh and strategy.
+        weightless: roles without parameters, whose calls run in any layout.
 
     Raises:
-        AllocationError: names the call, the rule and the nearest allocation that is supported.
+        AllocationError: names the call, the rule and the nearest allocation that is legal.
     """
-    for name, allocation in allocations.items():
-        s = allocation.strategy
-        if s.tp > 1 or s.pp > 1 or s.sp:
-            nearest = Allocation(allocation.mesh, ParallelStrategy(dp=allocation.mesh.n_devices))
-            raise AllocationError(
-                f"call '{name}' has strategy {s}, but the engines run data-parallel calls only (tp=1, pp=1)",
-                remedy=f"The nearest allocation that runs is {nearest}.",
-                call=name,
-                mesh=str(allocation.mesh),
+    check_meshes(graph, allocations)
+    check_protocols(graph, allocations, weightless=weightless)
+    check_n_seqs(graph, allocations)
+    plan_hooks(graph, allocations, weightless=weightless)
+
+
+def check_meshes(graph: nx.DiGraph, allocations: Mapping[str, Allocation]) -> None:
+    """Check that of any two meshes one contains the other, or they are disjoint.
+
+    Raises:
+        AllocationError: two meshes share only a part of each other's devices.
+    """
+    first_on: dict[DeviceMesh, str] = {}
+    for mfc in calls(graph):
+        mesh = allocations[mfc.name].mesh
+        for other, name in first_on.items():
+            if _nests(mesh, other):
+                continue
+            cluster, others = mesh.cluster, tuple(first_on)
+            nearest = min(
+                (mesh for mesh in legal_meshes(cluster) if all(_nests(mesh, known) for known in others)),
+                key=lambda legal: (len(set(mesh.ranks) ^ set(legal.ranks)), -legal.n_devices, legal.ranks),
             )
-    home: dict[str, str] = {}
-    for mfc in sorted(calls(graph), key=lambda mfc: not mfc.is_train):
-        if mfc.pre_hooks or mfc.post_hooks or mfc.model.replica_id:
-            what = f"runs on replica '{mfc.model}'" if mfc.model.replica_id else "has hooks"
+            strategy = nearest_strategy(allocations[mfc.name].strategy, nearest.n_devices)
             raise AllocationError(
-                f"call '{mfc.name}' {what}, but the engines neither move nor offload parameters yet",
-                remedy="The graph can be drawn; to run it, leave out hooks and replicas.",
+                f"calls '{name}' and '{mfc.name}' have meshes '{other}' and '{mesh}', which overlap, but neither "
+                "contains the other",
+                remedy=f"The nearest legal one: allocation.calls.{mfc.name}={Allocation(nearest, strategy)}.",
                 call=mfc.name,
+                mesh=str(mesh),
             )
-        first = home.setdefault(mfc.role, mfc.name)
-        here, there = allocations[mfc.name], allocations[first]
-        if here.mesh != there.mesh:
-            raise AllocationError(
-                f"calls '{first}' and '{mfc.name}' of role '{mfc.role}' run on different meshes ('{there.mesh}' and "
-                f"'{here.mesh}'), but parameters cannot move between meshes yet",
-                remedy=f"Give '{mfc.name}' the allocation of '{first}': allocation.calls.{mfc.name}={there}.",
-                call=mfc.name,
-                mesh=str(here.mesh),
-            )
+        first_on.setdefault(mesh, mfc.name)
+
+
+def check_protocols(
+    graph: nx.DiGraph, allocations: Mapping[str, Allocation], *, weightless: Collection[str] = ()
+) -> None:
+    """Check that calls' transfer protocols suit their layouts.
+
+    All tensor and pipeline ranks of a data-parallel rank compute on the same samples, and a train_step sees each sample
+    once. Calls without parameters may divide their samples in any way.
+
+    Raises:
+        AllocationError: a protocol gives ranks other samples than their engine needs, or does not fit the layout.
+    """
+    homes = role_homes(graph, allocations, weightless=weightless)
+    for mfc in calls(graph):
+        allocation = allocations[mfc.name]
+        with _naming_call(mfc):
+            groups = slices_of(mfc.protocol, CallLayout(allocation, homes.get(mfc.role), mfc.balanced_dp))
+        if mfc.role in weightless:
+            continue
+        dp = allocation.strategy.dp
+        needed = [set(allocation.dp_group_members(dp_rank)) for dp_rank in range(dp)]
+        if all(any(members.issubset(group) for group in groups) for members in needed):
+            if not mfc.is_train or len(groups) == dp:
+                continue
+            problem = "gives one sample to several data-parallel ranks, which would train on it more than once"
+        else:
+            problem = "gives different samples to ranks that compute on the same ones"
+        raise AllocationError(
+            f"call '{mfc.name}' has protocol {mfc.protocol}, which on {allocation} {problem}",
+            remedy=f"Use 3D_PROTO, or d{allocation.mesh.n_devices}.",
+            call=mfc.name,
+            mesh=str(allocation.mesh),
+        )
 
 
 def check_n_seqs(graph: nx.DiGraph, allocations: Mapping[str, Allocation]) -> None:
-    """Check that every data-parallel rank gets a sample of each batch, minibatch and streamed piece.
+    """Check that every slice that a protocol makes has a sample of each batch, minibatch and streamed piece.
 
     Raises:
-        AllocationError: a call has fewer samples than data-parallel ranks.
+        AllocationError: a call has fewer samples than slices: with the usual protocol, than data-parallel ranks.
     """
+    homes = role_homes(graph, allocations)
     for mfc in calls(graph):
-        dp = allocations[mfc.name].strategy.dp
-        pieces = {
-            "n_seqs / n_minibatches" if mfc.n_minibatches > 1 else "n_seqs": mfc.n_seqs // mfc.n_minibatches,
-            "min_n_seqs": mfc.n_seqs if mfc.min_n_seqs is None else mfc.min_n_seqs,
-        }
-        for field, n_samples in pieces.items():
-            if n_samples < dp:
-                times = f" (n_seqs={dp * mfc.n_minibatches})" if mfc.n_minibatches > 1 else ""
+        layout = CallLayout(allocations[mfc.name], homes[mfc.role], mfc.balanced_dp)
+        n_slices = len(slices_of(mfc.protocol, layout))
+        for field, n_samples in _pieces(mfc).items():
+            if n_samples < n_slices:
+                times = f" (n_seqs={n_slices * mfc.n_minibatches})" if mfc.n_minibatches > 1 else ""
                 fitting = _power_of_two(n_samples)
+                what = "data-parallel ranks" if n_slices == layout.allocation.strategy.dp else f"ranks ({mfc.protocol})"
                 raise AllocationError(
-                    f"call '{mfc.name}' has {field}={n_samples}, fewer than its {dp} data-parallel ranks",
-                    remedy=f"Use {field}={dp} or more{times}, or a mesh with {fitting} of the devices.",
+                    f"call '{mfc.name}' has {field}={n_samples}, fewer than its {n_slices} {what}",
+                    remedy=f"Use {field}={n_slices} or more{times}, or a mesh with {fitting} of the devices.",
                     call=mfc.name,
                     mesh=str(allocations[mfc.name].mesh),
                 )
+
+
+def check_shapes(graph: nx.DiGraph, allocations: Mapping[str, Allocation], shapes: Mapping[str, ModelShape]) -> None:
+    """Check that the models can be cut as the strategies want it.
+
+    Args:
+        graph: from `build_graph`.
+        allocations: call -> mesh and strategy.
+        shapes: role -> shape of its model, where known; calls of other roles are not checked.
+
+    Raises:
+        AllocationError: tp does not divide the heads, or pp exceeds the layers; names the call and the nearest strategy
+            for its mesh that the model and the call's samples allow.
+    """
+    specs_of = {role: parameter_specs(shape) for role, shape in shapes.items()}
+    for mfc in calls(graph):
+        specs = specs_of.get(mfc.role)
+        if specs is None:
+            continue
+        allocation = allocations[mfc.name]
+        try:
+            _check_cut(specs, allocation.strategy)
+        except AllocationError as err:
+            nearest = _nearest_cut(specs, mfc, allocation)
+            use = err.remedy if nearest is None else f"The nearest legal one: allocation.calls.{mfc.name}={nearest}."
+            raise AllocationError(
+                f"call '{mfc.name}' of role '{mfc.role}' runs on {allocation}, but {err.message}",
+                remedy=use,
+                call=mfc.name,
+                mesh=str(allocation.mesh),
+            ) from None
 
 
 def split_roles(graph: nx.DiGraph, heads: Mapping[str, str] | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -223,7 +306,6 @@ def _mode_allocations(
     same: dict[str, Callable[[], Allocation]] = {
         "data": lambda: Allocation(whole, ParallelStrategy(dp=n)),
         "colocate": lambda: Allocation(whole, ParallelStrategy(dp=n)),
-        "heuristic": lambda: Allocation(whole, ParallelStrategy(dp=n)),
         "tensor": lambda: Allocation(whole, ParallelStrategy(tp=n)),
         "pipeline": lambda: Allocation(whole, ParallelStrategy(pp=n)),
     }
@@ -233,11 +315,13 @@ def _mode_allocations(
     if mode == "manual":
         _check_all_given(graph, config)
         return {}
+    if mode == "heuristic":
+        return _heuristic(graph, cluster)
     if mode == "split":
         return _by_role(graph, "split", [part for part in split_roles(graph, heads) if part], cluster)
     if mode == "standalone":
         return _by_role(graph, "standalone", [(role,) for role in _by_weight(graph)], cluster)
-    known = [*same, "manual", "split", "standalone"]
+    known = [*same, "heuristic", "manual", "split", "standalone"]
     if not any(char.isdigit() for char in mode):
         raise AllocationError(
             f"allocation.mode={mode} is not a mode",
@@ -246,6 +330,29 @@ def _mode_allocations(
     with _named(f"allocation.mode={mode}"):
         allocation = parse_allocation(mode, cluster) if "@" in mode else Allocation(whole, parse_strategy(mode))
     return {mfc.name: allocation for mfc in calls(graph)}
+
+
+def _heuristic(graph: nx.DiGraph, cluster: Cluster) -> dict[str, Allocation]:
+    """Every role data-parallel on one mesh for all its calls, so that no parameters move.
+
+    A role whose calls all have enough samples takes the whole cluster; another one the largest mesh that they fill, and
+    several such roles take turns over the blocks of the cluster, so that they can run at the same time.
+    """
+    size, plan = cluster.n_devices_per_node, dict[str, Allocation]()
+    n_placed: dict[int, int] = {}
+    for role in roles(graph):
+        own = [mfc for mfc in calls(graph) if mfc.role == role]
+        most = min(n_samples for mfc in own for n_samples in _pieces(mfc).values())
+        if most >= size:
+            mesh = DeviceMesh.of_nodes(cluster, 0, min(most // size, cluster.n_nodes) - 1)
+        else:
+            n_devices = _power_of_two(most)
+            turn = n_placed.get(n_devices, 0)
+            n_placed[n_devices] = turn + 1
+            node, block = divmod(turn % (cluster.n_nodes * (size // n_devices)), size // n_devices)
+            mesh = DeviceMesh.of_devices(cluster, node, block * n_devices, (block + 1) * n_devices - 1)
+        plan |= {mfc.name: Allocation(mesh, ParallelStrategy(dp=mesh.n_devices)) for mfc in own}
+    return plan
 
 
 def _check_all_given(graph: nx.DiGraph, config: AllocationConfig) -> None:
@@ -290,6 +397,51 @@ def _cut_node(n_devices: int, n_parts: int) -> list[tuple[int, int]]:
         blocks.remove(largest)
         blocks += [(start, size // 2), (start + size // 2, size // 2)]
     return sorted(sorted(blocks, key=lambda block: (-block[1], block[0]))[:n_parts])
+
+
+def _pieces(mfc: MFCDef) -> dict[str, int]:
+    """What is divided over ranks at once: field of the call -> samples."""
+    return {
+        "n_seqs / n_minibatches" if mfc.n_minibatches > 1 else "n_seqs": mfc.n_seqs // mfc.n_minibatches,
+        "min_n_seqs": mfc.n_seqs if mfc.min_n_seqs is None else mfc.min_n_seqs,
+    }
+
+
+def _nests(a: DeviceMesh, b: DeviceMesh) -> bool:
+    return not a.overlaps(b) or a.contains(b) or b.contains(a)
+
+
+def _check_cut(specs: Sequence[ParameterSpec], strategy: ParallelStrategy) -> None:
+    check_tp(specs, strategy.tp)
+    stages_of(specs, strategy.pp)
+
+
+def _nearest_cut(specs: Sequence[ParameterSpec], mfc: MFCDef, allocation: Allocation) -> Allocation | None:
+    """The allocation on the same mesh that the model allows and that changes tp and pp the least, if there is one."""
+    n, wanted = allocation.mesh.n_devices, allocation.strategy
+    legal = []
+    for tp, pp in itertools.product(range(1, n + 1), repeat=2):
+        if n % (tp * pp) or n // (tp * pp) > min(_pieces(mfc).values()):
+            continue
+        strategy = ParallelStrategy(n // (tp * pp), tp, pp, wanted.sp and tp > 1)
+        try:
+            _check_cut(specs, strategy)
+        except AllocationError:
+            continue
+        changes = abs(tp - wanted.tp), abs(pp - wanted.pp)
+        legal.append((sum(map(bool, changes)), sum(changes), strategy.tp, strategy))
+    return Allocation(allocation.mesh, min(legal, key=lambda entry: entry[:3])[3]) if legal else None
+
+
+@contextmanager
+def _naming_call(mfc: MFCDef) -> Iterator[None]:
+    """Put the call in front of the message of an `AllocationError`."""
+    try:
+        yield
+    except AllocationError as error:
+        raise AllocationError(
+            f"call '{mfc.name}': {error.message}", remedy=error.remedy, call=mfc.name, mesh=error.mesh
+        ) from None
 
 
 @contextmanager

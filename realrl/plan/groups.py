@@ -3,9 +3,11 @@
 Invariants:
 - The list depends on the set of allocations alone, not on the order or names of calls.
 - The global group is first; then, for each distinct mesh in order of its ranks, the mesh's group and, for each
-  distinct (pp, dp, tp) on it, the pipeline, tensor and data groups.
+  distinct (pp, dp, tp) on it, the pipeline, tensor, data and tied groups.
 - Every rank of a mesh is in exactly one pipeline, one tensor and one data group per (pp, dp, tp) of the mesh, also
   where that group has one member only.
+- With pp > 1, every rank of the first and the last stage is in exactly one tied group, which holds these two ranks of
+  its pipeline; with two stages it has the members of the pipeline group. Other ranks are in none.
 - No two groups have the same kind, mesh and ranks.
 """
 
@@ -26,6 +28,7 @@ class GroupKind(Enum):
     PP = "pp"  # the stages of one pipeline: same dp_rank and tp_rank
     TP = "tp"  # the slices of one layer: same pp_rank and dp_rank
     DP = "dp"  # the holders of the same parameters: same pp_rank and tp_rank
+    TIED = "tied"  # first and last stage of one pipeline: both hold an embedding that the head shares
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,13 @@ def group_of(groups: Sequence[ProcessGroup], kind: GroupKind, allocation: Alloca
     """
     if kind is GroupKind.GLOBAL:
         return next(group for group in groups if group.kind is kind)
+    wanted: ProcessGroup | None
     if kind is GroupKind.MESH:
         wanted = _group(kind, allocation.mesh, range(allocation.mesh.n_devices))
     else:
         of_rank = [g for g in _strategy_groups(allocation.mesh, allocation.strategy) if g.kind is kind]
-        wanted = next((g for g in of_rank if global_rank in g.ranks), of_rank[0])
-    if global_rank not in wanted.ranks or wanted not in groups:
+        wanted = next((g for g in of_rank if global_rank in g.ranks), None)
+    if wanted is None or global_rank not in wanted.ranks or wanted not in groups:
         raise LookupError(f"no {kind.value} group of {allocation} with rank {global_rank}")
     return wanted
 
@@ -99,6 +103,10 @@ def _strategy_groups(mesh: DeviceMesh, strategy: ParallelStrategy) -> Iterator[P
     for pp in range(s.pp):
         for tp in range(s.tp):
             yield _group(GroupKind.DP, mesh, (s.mesh_rank(pp_rank=pp, dp_rank=i, tp_rank=tp) for i in range(s.dp)))
+    ends = (0, s.pp - 1) if s.pp > 1 else ()
+    for dp in range(s.dp if ends else 0):
+        for tp in range(s.tp):
+            yield _group(GroupKind.TIED, mesh, (s.mesh_rank(pp_rank=i, dp_rank=dp, tp_rank=tp) for i in ends))
 
 
 def _group(kind: GroupKind, mesh: DeviceMesh, mesh_ranks: Iterable[int]) -> ProcessGroup:

@@ -1,6 +1,6 @@
 """Splitting samples over ranks, minibatches and micro-batches by their token counts.
 
-Every function returns lists of indices (or ids) in ascending input order, and depends on its arguments only: equal
+Every function returns lists of indices in ascending input order, and depends on its arguments only: equal
 input gives equal output on every platform.
 
 Invariants of `partition_balanced`:
@@ -13,9 +13,8 @@ Invariants of `partition_by_budget`:
     - a part weighs at most the budget, unless it is one single item that exceeds it;
     - no two parts could be merged within the budget.
 Invariants of `split_minibatches`:
-    - the shares are disjoint and cover all ids;
-    - which ids form a minibatch does not depend on the number of data-parallel ranks;
-    - minibatch sizes differ by at most one, so no share is empty when there are n_minibatches * dp_size ids or more.
+    - the minibatches are disjoint and cover all indices; how many ranks share them makes no difference;
+    - their sizes differ by at most one.
 """
 
 from __future__ import annotations
@@ -89,32 +88,14 @@ def partition_by_budget(weights: Sequence[int], budget: int) -> list[list[int]]:
     return sorted(sorted(part) for part in parts)
 
 
-def split_minibatches(
-    ids: Sequence[str],
-    token_counts: Sequence[int],
-    n_minibatches: int,
-    dp_size: int,
-    *,
-    equal_count: bool = False,
-) -> list[list[list[str]]]:
-    """Split a batch over minibatches, and each minibatch over data-parallel ranks.
-
-    Minibatches hold equally many samples (up to one) and nearly equally many tokens; the ranks' shares of a minibatch
-    are balanced by tokens.
+def split_minibatches(token_counts: Sequence[int], n_minibatches: int) -> list[list[int]]:
+    """Split a batch over minibatches, with nearly equally many tokens in each.
 
     Args:
-        ids: sample ids, oldest first.
         token_counts: tokens of each sample.
         n_minibatches: optimizer steps to split the batch into.
-        dp_size: data-parallel ranks.
-        equal_count: give every rank the same number of samples of a minibatch, up to one.
 
     Returns:
-        ``shares[minibatch][dp_rank]`` -> ids, in the order of `ids`.
+        Indices of the samples of each minibatch.
     """
-    shares = []
-    for minibatch in partition_balanced(token_counts, n_minibatches, equal_count=True):
-        weights = [token_counts[i] for i in minibatch]
-        over_ranks = partition_balanced(weights, dp_size, equal_count=equal_count)
-        shares.append([[ids[minibatch[j]] for j in share] for share in over_ranks])
-    return shares
+    return partition_balanced(token_counts, n_minibatches, equal_count=True)

@@ -13,38 +13,46 @@ from realrl.algo.checks import check_metrics, check_output, explain
 from realrl.data.rows import SampleStore, decode_rows
 from realrl.data.sample import SequenceSample
 from realrl.engine import device as devices
+from realrl.engine.groups import Communicator
+from realrl.engine.row_exchange import exchange_rows
 from realrl.errors import RunError
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.runtime.roles import HostedRole
 from realrl.runtime.run_plan import RunPlan
 from realrl.runtime.transport.base import SampleClient
-from realrl.sched.messages import CallDone, RunCall, SampleMeta, Span, Transfer
+from realrl.sched.messages import CallDone, MoveRows, RowsMoved, RunCall, SampleMeta, Span, Transfer
 
 
 class CallRunner:
     """Runs calls against the roles that this rank hosts.
 
     Args:
+        plan: of the run.
+        roles: that this rank hosts.
+        store: of this rank.
+        world: the group of all ranks.
+        client: how rows are pulled from other stores; None where there is a single worker.
         peers: data-server address of every rank.
-        client: how rows are pulled from them; None where there is a single worker.
+        device: where calls compute.
     """
 
     def __init__(
         self,
-        rank: int,
         plan: RunPlan,
         roles: Mapping[str, HostedRole],
         store: SampleStore,
         *,
+        world: Communicator,
         client: SampleClient | None,
         peers: tuple[str, ...],
         device: torch.device,
     ) -> None:
-        self.rank = rank
+        self.rank = world.rank
         self._plan = plan
         self._mfcs = {mfc.name: mfc for mfc in plan.mfcs}
         self._roles = roles
         self._store = store
+        self._world = world
         self._client = client
         self._peers = peers
         self._device = device
@@ -52,13 +60,24 @@ class CallRunner:
     def run(self, request: RunCall) -> CallDone:
         """Execute this rank's part of the call and keep its output in the store."""
         mfc = self._mfcs[request.call]
+        hosted, allocation = self._roles[mfc.role], self._plan.allocations[request.call]
         start_s = time.time()
         spans: list[Span] = []
+        is_at_home = allocation == hosted.home
+        if is_at_home:
+            hosted.prefetch()
         bytes_received = self._pull(request, spans)
-        ids = tuple(sample_id for minibatch in request.minibatches for sample_id in minibatch)
-        batch = self._store.get(ids, mfc.input_keys).to(self._device).remap(mfc.input_key_remap)
+        if is_at_home:
+            hosted.wait_resident()
         call_start_s = time.time()
-        output, metrics = self._call(mfc, batch, request)
+        minibatches = request.minibatches if hosted.has_weights else (request.keeps,)
+        ids = tuple(sample_id for minibatch in minibatches for sample_id in minibatch)
+        output, metrics = None, dict[str, float]()
+        if ids:
+            batch = self._store.get(ids, mfc.input_keys).to(self._device).remap(mfc.input_key_remap)
+            output, metrics = self._call(mfc, batch, request, minibatches)
+        if hosted.has_weights and not is_at_home:
+            hosted.decoder(allocation).release_parameters()
         devices.synchronize(self._device)
         end_s = time.time()
         spans.append(
@@ -70,44 +89,63 @@ class CallRunner:
             dispatch_id=request.dispatch_id,
             call=mfc.name,
             step=request.step,
-            output=output if self._keeps_output(mfc) else None,
+            output=output,
             metrics={**metrics, f"time_s/{mfc.name}": end_s - start_s},
             spans=tuple(spans),
             bytes_received=bytes_received,
             memory_gb=devices.memory_gb(self._device),
         )
 
-    def _call(self, mfc: MFCDef, batch: SequenceSample, request: RunCall) -> tuple[SampleMeta | None, dict[str, float]]:
+    def move_rows(self, request: MoveRows) -> RowsMoved:
+        """Send the rows that others lack for a call, and receive those that this rank lacks."""
+        start_s = time.time()
+        bytes_received = exchange_rows(
+            (*request.sends, *request.receives), store=self._store, world=self._world, device=self._device
+        )
+        keys = ", ".join(sorted({transfer.key for transfer in (*request.sends, *request.receives)}))
+        args: dict[str, str | int | float] = {"keys": keys, "bytes": bytes_received, "step": request.step}
+        return RowsMoved(
+            rank=self.rank,
+            seq=request.seq,
+            dispatch_id=request.dispatch_id,
+            call=request.call,
+            step=request.step,
+            spans=(Span(f"transfer for {request.call}", "transfer", start_s, time.time(), args),),
+            bytes_received=bytes_received,
+        )
+
+    def _call(
+        self, mfc: MFCDef, batch: SequenceSample, request: RunCall, minibatches: tuple[tuple[str, ...], ...]
+    ) -> tuple[SampleMeta | None, dict[str, float]]:
         hosted = self._roles[mfc.role]
+        model = hosted.models[self._plan.allocations[mfc.name]]
         interface = hosted.interfaces[mfc.name]
         context = CallContext(
             call=mfc.name,
             step=request.step,
             seed=self._plan.config.seed,
             micro_batching=MicroBatching(mfc.n_mbs, mfc.max_tokens_per_mb),
-            minibatches=request.minibatches,
+            minibatches=minibatches,
             generation=self._plan.config.generation,
             algorithm=self._plan.config.algorithm,
         )
         try:
             if mfc.interface_type is InterfaceType.TRAIN_STEP:
                 hosted.set_schedule_end(request.n_steps)
-                metrics = interface.train_step(hosted.model, batch, context)
-                hosted.model.version += 1
+                metrics = interface.train_step(model, batch, context)
+                hosted.version += 1
                 return None, check_metrics(context, mfc, metrics)
             run = interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
-            result = check_output(context, mfc, batch, run(hosted.model, batch, context))
+            result = check_output(context, mfc, batch, run(model, batch, context))
         except Exception as err:  # noqa: BLE001 - whatever user code raises
             error = explain(context, mfc, batch, err)
             error.worker = self.rank
             raise error from error.__cause__
-        result = result.to(torch.device("cpu"))
-        self._store.put(result)
-        return result.describe(), {}
-
-    def _keeps_output(self, mfc: MFCDef) -> bool:
-        allocation = self._plan.allocations[mfc.name]
-        return self.rank in {allocation.output_rank(dp) for dp in range(allocation.strategy.dp)}
+        if not request.keeps:
+            return None, {}
+        kept = result.select(request.keeps).to(torch.device("cpu"))
+        self._store.put(kept)
+        return kept.describe(), {}
 
     def _pull(self, request: RunCall, spans: list[Span]) -> int:
         """Fetch the rows that the plan says this rank lacks; one request per (source, key). Returns bytes received."""

@@ -50,11 +50,12 @@ from realrl.sched.events import (
 )
 from realrl.sched.master_plan import STEP_PLACEHOLDER, MasterPlan, ResumePoint, plan_master
 from realrl.sched.master_state import MasterState
-from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, Request, RunCall
+from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, Request, RunCall, WorkerFailed
 
 _POLL_S = 0.2
 _STACK_DUMP_S = 0.5
 _DEATH_NOTICE_S = 2.0
+_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")  # what gloo and NCCL say
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +94,9 @@ class MasterWorker:
             reply = self._session.transport.receive(max(0.0, next_look_s - time.monotonic()))
             if reply is not None:
                 self._note(reply)
-                if not isinstance(reply, Heartbeat):
+                if isinstance(reply, WorkerFailed) and _lost_a_peer(reply):
+                    self._dispatch(self._death_notice() or reply)
+                elif not isinstance(reply, Heartbeat):
                     self._dispatch(reply)
             if self._exit_code is None and time.monotonic() >= next_look_s:
                 self._look_around()
@@ -163,13 +166,17 @@ class MasterWorker:
 
     def _death_behind(self, rank: int, error: TransportError) -> WorkerLost:
         """A connection that is gone usually means a process that just died: name that one, and how it ended."""
+        return self._death_notice() or WorkerLost(rank, None, error.message)
+
+    def _death_notice(self) -> WorkerLost | None:
+        """Wait a moment for the news that a worker's process ended."""
         deadline_s = time.monotonic() + _DEATH_NOTICE_S
         while time.monotonic() < deadline_s:
             for lost, exit_code in self._session.launcher.poll():
                 self._last_heard_s.pop(lost, None)
                 return WorkerLost(lost, exit_code, report.signal_name(exit_code))
             time.sleep(0.02)
-        return WorkerLost(rank, None, error.message)
+        return None
 
     def _report_start(self, instruction: ReportStart) -> None:
         config = self._plan.config
@@ -269,7 +276,14 @@ def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | 
         dataset_rank=plan.dataset_rank,
         checkpoint_directory=str(store.root / f".step_{STEP_PLACEHOLDER}.partial"),
         resume=resume,
+        hooks=plan.hooks,
     )
+
+
+def _lost_a_peer(reply: WorkerFailed) -> bool:
+    """Whether a worker failed because another one left a collective, which is then the one to blame."""
+    told = reply.message + reply.traceback
+    return any(mark in told for mark in _LOST_PEER)
 
 
 def _free_port() -> int:

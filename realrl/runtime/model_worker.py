@@ -2,6 +2,8 @@
 
     request ──► handle ──► Initialize      groups, roles, dataset
                            LoadSamples     dataset rows -> store
+                           MoveRows        store -> other stores, by collectives
+                           RunHooks        parameters between layouts and roles, or to host memory
                            RunCall         pull missing rows -> interface -> store
                            FreeSamples     store
                            SaveCheckpoint  roles -> files
@@ -26,10 +28,13 @@ from realrl.discovery import load_run
 from realrl.engine import device as devices
 from realrl.engine.groups import Groups
 from realrl.errors import RunError
-from realrl.plan.groups import process_groups
+from realrl.plan.groups import GroupKind
 from realrl.runtime.call_runner import CallRunner
 from realrl.runtime.checkpoint import checkpoint_store
-from realrl.runtime.roles import HostedRole, build_roles, role_tokenizer, save_roles
+from realrl.runtime.hook_runner import HookRunner
+from realrl.runtime.role_files import restore_roles, save_roles
+from realrl.runtime.role_models import Reallocs, role_configs
+from realrl.runtime.roles import HostedRole, build_roles, role_tokenizer
 from realrl.runtime.run_plan import RunPlan, plan_run
 from realrl.runtime.transport.base import SampleClient
 from realrl.sched.messages import (
@@ -38,10 +43,12 @@ from realrl.sched.messages import (
     Goodbye,
     Initialize,
     LoadSamples,
+    MoveRows,
     Ready,
     Reply,
     Request,
     RunCall,
+    RunHooks,
     SampleMeta,
     SamplesFreed,
     SamplesLoaded,
@@ -70,6 +77,7 @@ class ModelWorker:
         self._roles: dict[str, HostedRole] = {}
         self._dataset: Dataset | None = None
         self._runner: CallRunner | None = None
+        self._hooks: HookRunner | None = None
         self._idle_since_s: float | None = None
 
     def fetch(self, key: str, ids: Sequence[str]) -> bytes:
@@ -88,12 +96,20 @@ class ModelWorker:
             return self._initialize(request, start_s)
         if isinstance(request, Shutdown):
             return self._shutdown(request)
-        if self._plan is None or self._runner is None:
+        if self._plan is None or self._runner is None or self._hooks is None:
             raise RunError(f"worker {self.rank} received {type(request).__name__} before Initialize", worker=self.rank)
         if isinstance(request, RunCall):
             wait = self._wait_span(start_s)
             done = self._runner.run(request)
             return msgspec.structs.replace(done, spans=wait + done.spans)
+        if isinstance(request, RunHooks):
+            wait = self._wait_span(start_s)
+            hooks_done = self._hooks.run(request)
+            return msgspec.structs.replace(hooks_done, spans=wait + hooks_done.spans)
+        if isinstance(request, MoveRows):
+            wait = self._wait_span(start_s)
+            moved = self._runner.move_rows(request)
+            return msgspec.structs.replace(moved, spans=wait + moved.spans)
         if isinstance(request, LoadSamples):
             meta = self._load(request)
             return SamplesLoaded(self.rank, request.seq, meta, (Span("dataset", "load", start_s, time.time()),))
@@ -111,20 +127,26 @@ class ModelWorker:
         plan = plan_run(config, experiment)
         device = devices.resolve_device(config.cluster.device, self.rank % config.cluster.n_devices_per_node)
         torch.manual_seed(config.seed)  # nothing may depend on it; it makes an oversight repeatable
+        planned = plan.process_groups
         self._groups = Groups.create(
-            process_groups(plan.allocations.values(), plan.cluster),
+            planned,
             rank=self.rank,
             world_size=plan.n_workers,
             rendezvous=request.rendezvous,
             device=device,
             timeout_s=config.cluster.worker_timeout_s,
         )
+        world = self._groups[next(group for group in planned if group.kind is GroupKind.GLOBAL)]
         resume_from = Path(request.resume_from) if request.resume_from else None
-        self._roles = build_roles(plan, self.rank, self._groups, device, resume_from)
+        configs = role_configs(plan)
+        self._roles = build_roles(plan, self.rank, self._groups, device, configs=configs, resume_from=resume_from)
+        if resume_from is not None:
+            restore_roles(self._roles, self.rank, resume_from)
         self._plan = plan
         self._runner = CallRunner(
-            self.rank, plan, self._roles, self.store, client=self._client, peers=request.peers, device=device
+            plan, self._roles, self.store, world=world, client=self._client, peers=request.peers, device=device
         )
+        self._hooks = HookRunner(plan, self._roles, reallocs=Reallocs(plan, configs), world=world, device=device)
         row_ids: tuple[str, ...] = ()
         n_dropped, notes = 0, tuple[str, ...]()
         if self.rank == plan.dataset_rank:
@@ -144,7 +166,7 @@ class ModelWorker:
         assert self._plan is not None
         directory = Path(request.directory)
         try:
-            save_roles(self._roles, directory)
+            save_roles(self._roles, self.rank, directory)
         except OSError as err:
             raise checkpoint_store(self._plan, directory.parent).save_failed(err, request.step) from None
 

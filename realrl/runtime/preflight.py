@@ -13,7 +13,7 @@ from realrl.errors import AssetError
 from realrl.plan.cursor import DatasetCursor
 from realrl.runtime.checkpoint import CHECKPOINTS, checkpoint_store, find_resume
 from realrl.runtime.master_worker import make_master_plan
-from realrl.runtime.run_plan import RunPlan
+from realrl.runtime.run_plan import RunPlan, check_models_fit
 
 if TYPE_CHECKING:
     from realrl.data.datasets import Dataset
@@ -26,16 +26,23 @@ def check_inputs(plan: RunPlan) -> None:
         AssetError: a file of a model or checkpoint is missing or torn, a tokenizer is unusable, a model lacks tokens.
         DataError: a row of the dataset is unusable, none is left, or too few for one step.
         ConfigError: the checkpoint has no step left to do, or was made with another order of the data.
+        AllocationError: a strategy does not fit a model.
     """
     config = plan.config
     store = checkpoint_store(plan, Path(config.run_dir) / CHECKPOINTS)
-    master_plan = make_master_plan(plan, store, find_resume(config.resume, store))
+    resume_from = find_resume(config.resume, store)
+    master_plan = make_master_plan(plan, store, resume_from)
     for name, role in plan.roles.items():
         path = config.models[name].path
         if path != BUILT_IN and role.head != "none":
             from realrl.model.hf import check_model
 
             check_model(path, head=role.head)
+    check_models_fit(plan)
+    if resume_from is not None:
+        from realrl.runtime.role_files import check_resume
+
+        check_resume(plan, resume_from)
     if all(path == BUILT_IN for path in (config.dataset.path, *(config.models[name].path for name in plan.roles))):
         return
     from realrl.data.datasets import load_dataset

@@ -1,9 +1,13 @@
-"""The roles that one rank hosts: weights, engine, tokenizer and interfaces, built from a plan and saved to a folder."""
+"""The roles that one rank hosts: a model for each layout that the rank is in, tokenizer and interfaces.
+
+home layout      parameters, and the optimizer of a trained role; always there, or offloaded
+other layouts    a decoder without memory, which a reallocation fills for one call
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +15,25 @@ import torch
 
 from realrl.algo.api import Engine, Model, ModelInterface
 from realrl.algo.registry import resolve_interface
-from realrl.config.schema import BUILT_IN, RunConfig
+from realrl.config.schema import BUILT_IN
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.groups import Groups
 from realrl.engine.native import NativeEngine
+from realrl.engine.offload import Offloader, Residence
+from realrl.engine.parallel import Parallel, parallel_of
+from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.engine.weightless import WeightlessEngine
-from realrl.errors import AssetError
 from realrl.experiment import Role
 from realrl.graph.mfc import MFCDef, ModelName
-from realrl.model.config import tiny_config
+from realrl.mesh.device_mesh import Allocation
+from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
 from realrl.model.hf import load_model
 from realrl.model.init import random_model
-from realrl.plan.groups import GroupKind, group_of, process_groups
+from realrl.model.parallel import UNSHARDED, TensorParallel
+from realrl.plan.layout import shard_of
+from realrl.runtime.role_models import DTYPES
 from realrl.runtime.run_plan import RunPlan
-from realrl.runtime.state_file import load_state, save_state
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass
@@ -35,28 +41,70 @@ class HostedRole:
     """One role on this rank.
 
     Attributes:
+        models: allocation -> model, for each allocation of the role's calls whose mesh holds this rank.
+        home: the allocation that the parameters live in; None for a role without any.
         interfaces: call -> interface. Calls of one role that name the same interface with the same arguments share one
-            instance, and with it what the interface remembers (value statistics, KL controller).
-        is_first: whether this rank is the role's first, which saves it for all that hold the same.
+            instance, and with it what the interface remembers (value statistics, KL controller). Like the parameters,
+            that lives in the home layout, and a call elsewhere gets it from there.
+        offloader: of the parameters, on a rank of the home.
+        is_changed: whether some call or hook changes the parameters, so that a checkpoint must hold them.
     """
 
     role: Role
-    model: Model
+    models: Mapping[Allocation, Model]
+    home: Allocation | None
     interfaces: Mapping[str, ModelInterface]
     calls: tuple[MFCDef, ...]
-    is_first: bool
+    offloader: Offloader | None = None
+    is_changed: bool = False
     calls_per_step: int = 1
     algorithm: Any = None
     _n_steps: int = field(default=0, repr=False)
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is a model behind it, and not only a tokenizer."""
+        return self.home is not None
+
+    @property
+    def home_engine(self) -> NativeEngine | None:
+        """The engine that holds the parameters; None on a rank that is not in the home, or without parameters."""
+        model = None if self.home is None else self.models.get(self.home)
+        if model is None:
+            return None
+        assert isinstance(model.engine, NativeEngine)
+        return model.engine
+
+    @property
+    def tokenizer(self) -> Any:
+        """The role's tokenizer."""
+        return next(iter(self.models.values())).tokenizer
+
+    @property
+    def version(self) -> int:
+        """train_step calls that the parameters have been through."""
+        return next(iter(self.models.values())).version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        for model in self.models.values():
+            model.version = version
+
+    def decoder(self, allocation: Allocation) -> Decoder:
+        """This rank's shard in one of the layouts."""
+        engine = self.models[allocation].engine
+        assert isinstance(engine, NativeEngine)
+        return engine.decoder
+
     def set_schedule_end(self, n_steps: int) -> None:
         """Let the learning-rate schedule end with the run's last step."""
-        if n_steps == self._n_steps or not isinstance(self.model.engine, NativeEngine):
+        engine = self.home_engine
+        if n_steps == self._n_steps or engine is None:
             return
         self._n_steps = n_steps
         train = next(mfc for mfc in self.calls if mfc.is_train)
         per_call = self.interfaces[train.name].optimizer_steps_per_call(train.n_minibatches, self.algorithm)
-        self.model.engine.set_total_optimizer_steps(n_steps * self.calls_per_step * per_call)
+        engine.set_total_optimizer_steps(n_steps * self.calls_per_step * per_call)
 
     @property
     def state_interfaces(self) -> dict[str, ModelInterface]:
@@ -66,51 +114,78 @@ class HostedRole:
             distinct.setdefault(id(interface), (call, interface))
         return dict(distinct.values())
 
+    # ------------------------------------------------------------ host memory
+
+    def prefetch(self) -> None:
+        """Let the parameters of the home start their way back, if they are in host memory."""
+        if self.offloader is not None and self.offloader.residence is Residence.OFFLOADED:
+            self.offloader.prefetch()
+
+    def wait_resident(self) -> None:
+        """Return when the parameters of the home, if this rank has any, can be used."""
+        if self.offloader is not None:
+            self.offloader.wait()
+
+    def offload(self) -> None:
+        """Move the parameters of the home to host memory, unless they are there."""
+        if self.offloader is not None:
+            if self.offloader.residence is Residence.RETURNING:
+                self.offloader.wait()
+            if self.offloader.residence is Residence.RESIDENT:
+                self.offloader.offload()
+
 
 def build_roles(
-    plan: RunPlan, rank: int, groups: Groups, device: torch.device, resume_from: Path | None
+    plan: RunPlan,
+    rank: int,
+    groups: Groups,
+    device: torch.device,
+    *,
+    configs: Mapping[str, DecoderConfig],
+    resume_from: Path | None = None,
 ) -> dict[str, HostedRole]:
-    """Load every role whose mesh holds `rank`; from a checkpoint folder when one is given.
+    """Build every role of which some call runs on `rank`; the parameters from a checkpoint folder when one is given.
+
+    Args:
+        configs: role -> its model, for roles that have one.
 
     Raises:
         AssetError: a model or tokenizer folder, or the checkpoint, cannot be used.
         ConfigError: an interface does not exist.
     """
-    planned = process_groups(plan.allocations.values(), plan.cluster)
+    planned = plan.process_groups
     hosted: dict[str, HostedRole] = {}
     for name, role in plan.roles.items():
-        ranks = plan.role_ranks(name)
-        if rank not in ranks:
+        allocations = [allocation for allocation in plan.allocations_of(name) if rank in allocation.ranks]
+        if not allocations:
             continue
         calls = plan.calls_of(name)
-        dp = groups[group_of(planned, GroupKind.DP, plan.allocations[calls[0].name], rank)]
+        builder = _Builder(plan, name, device, configs.get(name), resume_from)
         tokenizer = load_tokenizer(plan.config.models[name].path)
-        engine: Engine
-        if role.head == "none":
-            engine = WeightlessEngine(name, device, dp)
-        else:
-            section = plan.config.models[name]
-            decoder = _load_decoder(plan.config, name, role, len(tokenizer), device, resume_from)
-            decoder.activation_checkpointing = section.activation_checkpointing
-            engine = NativeEngine(
-                decoder,
-                role=name,
-                dp=dp,
-                optimizer=section.optimizer if role.trainable else None,
-                compute_dtype=DTYPES[plan.config.precision],
+        models = {
+            allocation: Model(
+                ModelName(name),
+                builder.engine(allocation, rank, parallel_of(groups, planned, allocation, rank)),
+                tokenizer,
             )
+            for allocation in allocations
+        }
         trains = [mfc for mfc in calls if mfc.is_train]
         hosted[name] = HostedRole(
             role=role,
-            model=Model(ModelName(name), engine, tokenizer),
+            models=models,
+            home=plan.home_of(name),
             interfaces=_interfaces(calls),
             calls=calls,
-            is_first=rank == ranks[0],
+            is_changed=name in plan.changed_roles,
             calls_per_step=plan.samples_per_step // trains[0].n_seqs if trains else 1,
             algorithm=plan.config.algorithm,
         )
-        if resume_from is not None:
-            _restore(hosted[name], resume_from)
+        engine = hosted[name].home_engine
+        if engine is not None:
+            hosted[name].offloader = Offloader(
+                dict(engine.decoder.named_shards()), device, keeps_host_copy=not hosted[name].is_changed
+            )
     return hosted
 
 
@@ -119,39 +194,69 @@ def role_tokenizer(plan: RunPlan) -> Any:
     return load_tokenizer(plan.config.models[plan.dataset_role].path)
 
 
-def save_roles(roles: Mapping[str, HostedRole], folder: Path) -> None:
-    """Write what this rank is the first to hold: trainable roles in Hugging Face format, and all state.
+class _Builder:
+    """Makes the engines of one role.
 
-    Raises:
-        OSError: the disk is full or the folder cannot be written.
+    Args:
+        config: None for a role without weights.
     """
-    for name, hosted in roles.items():
-        engine = hosted.model.engine
-        if not hosted.is_first or not isinstance(engine, NativeEngine):
-            continue
-        if hosted.role.trainable:
-            engine.save_hf(folder / name)
-            hosted.model.tokenizer.save_pretrained(folder / name)
-        state = {
-            "version": hosted.model.version,
-            "engine": engine.state_dict(),
-            "interfaces": {call: interface.state_dict() for call, interface in hosted.state_interfaces.items()},
-        }
-        (folder / "state").mkdir(parents=True, exist_ok=True)
-        save_state(folder / "state" / f"{name}.safetensors", state)
+
+    def __init__(
+        self, plan: RunPlan, name: str, device: torch.device, config: DecoderConfig | None, resume_from: Path | None
+    ) -> None:
+        self._plan = plan
+        self._name = name
+        self._device = device
+        self._config = config
+        self._section = plan.config.models[name]
+        self._resume_from = resume_from if name in plan.changed_roles else None
+
+    def engine(self, allocation: Allocation, rank: int, parallel: Parallel) -> Engine:
+        """The engine of one layout; it has its parameters if that is the home."""
+        if self._config is None:
+            return WeightlessEngine(self._name, self._device, parallel)
+        if allocation != self._plan.home_of(self._name):
+            decoder = Decoder(
+                self._config,
+                shard=shard_of(self._config, allocation.strategy, allocation.ranks.index(rank)),
+                parallel=_tensor_parallel(parallel),
+                device=torch.device("meta"),
+            )
+            return NativeEngine(decoder, role=self._name, parallel=parallel)
+        is_trainable = self._plan.roles[self._name].trainable
+        decoder = self._load(self._config, allocation, rank, _tensor_parallel(parallel))
+        decoder.activation_checkpointing = self._section.activation_checkpointing
+        return NativeEngine(
+            decoder,
+            role=self._name,
+            parallel=parallel,
+            optimizer=self._section.optimizer if is_trainable else None,
+            compute_dtype=DTYPES[self._plan.config.precision],
+        )
+
+    def _load(self, config: DecoderConfig, allocation: Allocation, rank: int, parallel: TensorParallel) -> Decoder:
+        role, run = self._plan.roles[self._name], self._plan.config
+        path = self._section.path if self._resume_from is None else str(self._resume_from / self._name)
+        dtype = torch.float32 if role.trainable else DTYPES[run.precision]
+        shard = shard_of(config, allocation.strategy, allocation.ranks.index(rank))
+        if path == BUILT_IN:
+            config = replace(config, dtype=dtype)
+            return random_model(config, run.seed, shard=shard, parallel=parallel, device=self._device)
+        return load_model(
+            path,
+            head=config.head,
+            dtype=dtype,
+            shard=shard,
+            parallel=parallel,
+            device=self._device,
+            seed=run.seed,
+        )
 
 
-def _load_decoder(
-    config: RunConfig, name: str, role: Role, vocab_size: int, device: torch.device, resume_from: Path | None
-) -> Decoder:
-    assert role.head != "none"
-    path = config.models[name].path
-    dtype = torch.float32 if role.trainable else DTYPES[config.precision]
-    if resume_from is not None and role.trainable:
-        path = str(resume_from / name)
-    if path == BUILT_IN:
-        return random_model(tiny_config(vocab_size, head=role.head, dtype=dtype), config.seed, device=device)
-    return load_model(path, head=role.head, dtype=dtype, device=device, seed=config.seed)
+def _tensor_parallel(parallel: Parallel) -> TensorParallel:
+    if parallel.tp.n_ranks == 1:
+        return UNSHARDED
+    return TensorParallelGroup(parallel.tp, sp=parallel.strategy.sp)
 
 
 def _interfaces(calls: tuple[MFCDef, ...]) -> dict[str, ModelInterface]:
@@ -165,21 +270,3 @@ def _interfaces(calls: tuple[MFCDef, ...]) -> dict[str, ModelInterface]:
             instances.append((identity, known))
         by_call[mfc.name] = known
     return by_call
-
-
-def _restore(hosted: HostedRole, folder: Path) -> None:
-    path = folder / "state" / f"{hosted.model.name.role}.safetensors"
-    engine = hosted.model.engine
-    if not isinstance(engine, NativeEngine):
-        return
-    state = load_state(path)
-    try:
-        hosted.model.version = state["version"]
-        engine.load_state_dict(state["engine"])
-        for call, interface in hosted.state_interfaces.items():
-            interface.load_state_dict(state["interfaces"].get(call, {}))
-    except (KeyError, ValueError, RuntimeError) as err:
-        raise AssetError(
-            f"the state file {path} does not fit this run: {err}",
-            remedy="Resume with the same experiment, models and precision.",
-        ) from err

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError, GraphError, did_you_mean
 from realrl.experiment import Experiment, Role
-from realrl.graph.build import build_graph
-from realrl.graph.mfc import MFCDef
+from realrl.graph.build import build_graph, topological_calls
+from realrl.graph.mfc import MFCDef, OffloadHook
 from realrl.mesh.device_mesh import Allocation, Cluster
-from realrl.plan.allocation import plan_allocations
+from realrl.plan.allocation import check_shapes, plan_allocations
+from realrl.plan.groups import ProcessGroup, process_groups
+from realrl.plan.hooks import CallHooks, check_realloc_shapes, plan_hooks
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -21,7 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """One run, decided but not started; the same configuration gives the same plan in every process."""
+    """One run, decided but not started; the same configuration gives the same plan in every process.
+
+    Attributes:
+        allocations: call -> where it runs.
+        hooks: call -> what moves around it.
+    """
 
     config: RunConfig
     experiment: Experiment
@@ -29,6 +36,7 @@ class RunPlan:
     graph: nx.DiGraph
     allocations: Mapping[str, Allocation]
     cluster: Cluster
+    hooks: Mapping[str, CallHooks]
 
     @property
     def roles(self) -> Mapping[str, Role]:
@@ -65,36 +73,101 @@ class RunPlan:
         """All calls of one role, in declared order."""
         return tuple(mfc for mfc in self.mfcs if mfc.role == role)
 
+    def home_of(self, role: str) -> Allocation | None:
+        """Where the parameters of a role live; None if it has none."""
+        return self.hooks[self.calls_of(role)[0].name].home
+
+    def allocations_of(self, role: str) -> tuple[Allocation, ...]:
+        """The distinct allocations of a role's calls, its home first."""
+        home = self.home_of(role)
+        used = [self.allocations[mfc.name] for mfc in self.calls_of(role)]
+        return tuple(dict.fromkeys(used if home is None else [home, *used]))
+
     def role_ranks(self, role: str) -> tuple[int, ...]:
-        """Global ranks that hold a role, in mesh order: its calls share one mesh."""
-        return self.allocations[self.calls_of(role)[0].name].ranks
+        """Global ranks that a call of a role runs on, ascending."""
+        return tuple(sorted({rank for mfc in self.calls_of(role) for rank in self.allocations[mfc.name].ranks}))
+
+    @property
+    def changed_roles(self) -> frozenset[str]:
+        """Roles whose parameters some call or hook changes."""
+        return frozenset().union(*(mfc.changed_roles for mfc in self.mfcs))
+
+    @property
+    def process_groups(self) -> tuple[ProcessGroup, ...]:
+        """All process groups, in the order in which every rank creates them."""
+        return process_groups(self.allocations.values(), self.cluster)
 
 
 def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
-    """Build the calls, their graph and their allocations.
+    """Build the calls, their graph, their allocations and what moves between them.
 
     Raises:
         GraphError: the MFC list is not a valid graph, or names a role that the experiment does not declare.
-        ConfigError: micro-batching is given twice for one call.
-        AllocationError: a mesh or strategy does not fit the cluster or the call.
+        ConfigError: micro-batching is given twice for one call, or a role to offload does not exist.
+        AllocationError: a mesh or strategy does not fit the cluster or the call, or hooks contradict each other.
     """
-    mfcs = tuple(_with_micro_batching(mfc, config) for mfc in experiment.mfcs(config))
+    mfcs = tuple(_with_run_settings(mfc, config) for mfc in experiment.mfcs(config))
     roles = experiment.roles_for(config)
     _check_roles(mfcs, experiment.name, roles)
+    mfcs = _with_offloading(mfcs, config, roles, build_graph(mfcs, experiment.dataset.keys))
     graph = build_graph(mfcs, experiment.dataset.keys)
     cluster = Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node)
     heads = {name: role.head for name, role in roles.items()}
     allocations = plan_allocations(graph, config.allocation, cluster, heads=heads)
-    return RunPlan(config, experiment, mfcs, graph, allocations, cluster)
+    weightless = [name for name, role in roles.items() if role.head == "none"]
+    hooks = plan_hooks(graph, allocations, weightless=weightless, offload_frozen=config.allocation.offload_frozen)
+    return RunPlan(config, experiment, mfcs, graph, allocations, cluster, hooks)
 
 
-def _with_micro_batching(mfc: MFCDef, config: RunConfig) -> MFCDef:
-    """A call that says nothing about micro-batches takes the run's setting."""
+def check_models_fit(plan: RunPlan) -> None:
+    """Check every role's model against the strategies of its calls; whole models on every rank need no check.
+
+    Raises:
+        AllocationError: tp or pp does not fit a model, or a hook moves parameters between models that differ.
+        AssetError: config.json or a tokenizer cannot be used.
+    """
+    is_sharded = any(a.strategy.tp > 1 or a.strategy.pp > 1 for a in plan.allocations.values())
+    if is_sharded or any(mfc.reallocs for mfc in plan.mfcs):
+        from realrl.runtime.role_models import role_configs
+
+        shapes = role_configs(plan)
+        check_shapes(plan.graph, plan.allocations, shapes)
+        check_realloc_shapes(plan.graph, shapes)
+
+
+def _with_run_settings(mfc: MFCDef, config: RunConfig) -> MFCDef:
+    """A call that says nothing about micro-batches or streaming takes the run's setting.
+
+    A call that trains, or whose hooks change another role, never streams: its result would depend on timing.
+    """
     if mfc.n_mbs is not None and mfc.max_tokens_per_mb is not None:
         raise ConfigError(f"call '{mfc.name}' sets both n_mbs and max_tokens_per_mb", remedy="Keep one of them.")
+    if mfc.min_n_seqs is None and not mfc.is_train and not mfc.reallocs:
+        n_seqs = config.min_n_seqs
+        mfc = dataclasses.replace(mfc, min_n_seqs=None if n_seqs is None else min(n_seqs, mfc.n_seqs))
     if mfc.n_mbs is not None or mfc.max_tokens_per_mb is not None:
         return mfc
     return dataclasses.replace(mfc, n_mbs=config.n_mbs, max_tokens_per_mb=config.max_tokens_per_mb)
+
+
+def _with_offloading(
+    mfcs: tuple[MFCDef, ...], config: RunConfig, roles: Mapping[str, Role], graph: nx.DiGraph
+) -> tuple[MFCDef, ...]:
+    """Each role of `allocation.offload` gets a hook after its last call of a step, unless that call has one."""
+    last: dict[str, str] = {mfc.role: mfc.name for mfc in topological_calls(graph)}
+    for role in config.allocation.offload:
+        if role not in roles:
+            raise ConfigError(
+                f"allocation.offload={role}: there is no role '{role}'",
+                remedy=f"The roles are {', '.join(roles)}.{did_you_mean(role, roles)}",
+            )
+    wanted = {last[role] for role in config.allocation.offload}
+    return tuple(
+        dataclasses.replace(mfc, post_hooks=(*mfc.post_hooks, OffloadHook()))
+        if mfc.name in wanted and OffloadHook() not in mfc.post_hooks
+        else mfc
+        for mfc in mfcs
+    )
 
 
 def _check_roles(mfcs: tuple[MFCDef, ...], experiment: str, roles: Mapping[str, Role]) -> None:

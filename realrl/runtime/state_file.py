@@ -1,4 +1,4 @@
-"""Nested state (dicts, lists, numbers, strings, tensors) in one safetensors file: no pickle, readable elsewhere."""
+"""Nested state (dicts, lists, numbers, strings, tensors) in one safetensors file or message: no pickle."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 
-from realrl.errors import AssetError
+from realrl.errors import AssetError, TransportError
 
 _TENSOR = "__tensor__"
 
@@ -45,6 +45,31 @@ def load_state(path: Path) -> dict[str, Any]:
     except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as err:
         raise AssetError(f"the state file {path} cannot be read: {err}") from err
     restored: dict[str, Any] = _restore(tree, tensors)
+    return restored
+
+
+def encode_state(state: Mapping[str, Any]) -> bytes:
+    """The same as `save_state` writes, for another process.
+
+    Raises:
+        TypeError: a value is neither dict, list, tuple, tensor, number, string, bool nor None.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tree = json.dumps(_strip(state, "", tensors, set())).encode()
+    return len(tree).to_bytes(8, "little") + tree + save(tensors)
+
+
+def decode_state(message: bytes) -> dict[str, Any]:
+    """What `encode_state` was given; tensors on the CPU.
+
+    Raises:
+        TransportError: the message is cut off or is something else.
+    """
+    end = 8 + int.from_bytes(message[:8], "little")
+    try:
+        restored: dict[str, Any] = _restore(json.loads(message[8:end]), load(message[end:]))
+    except (SafetensorError, KeyError, ValueError) as err:
+        raise TransportError(f"a message of {len(message)} bytes was expected to hold state: {err}") from err
     return restored
 
 

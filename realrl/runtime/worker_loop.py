@@ -21,9 +21,11 @@ from realrl.runtime.transport.base import SampleClient
 from realrl.sched.messages import (
     Goodbye,
     Heartbeat,
+    MoveRows,
     Reply,
     Request,
     RunCall,
+    RunHooks,
     SaveCheckpoint,
     Shutdown,
     WorkerFailed,
@@ -97,11 +99,13 @@ class WorkerLoop:
         A deliberate error explains itself; it comes with the traceback of what caused it, if anything did.
         """
         cause = error.__cause__ if isinstance(error, Error) else error
+        part = request if isinstance(request, RunCall | RunHooks | MoveRows) else None
+        asked = request if isinstance(request, SaveCheckpoint) else part
         return WorkerFailed(
             rank=self.rank,
             seq=request.seq,
-            call=request.call if isinstance(request, RunCall) else None,
-            step=request.step if isinstance(request, RunCall | SaveCheckpoint) else None,
+            call=None if part is None else part.call,
+            step=None if asked is None else asked.step,
             error=type(error).__name__,
             message=_printable(str(error)),
             traceback="" if cause is None else _printable("".join(traceback.format_exception(cause))),

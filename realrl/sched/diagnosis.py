@@ -14,8 +14,10 @@ from realrl.sched.messages import (
     Hello,
     Initialize,
     LoadSamples,
+    MoveRows,
     Request,
     RunCall,
+    RunHooks,
     SamplesLoaded,
     SaveCheckpoint,
     Shutdown,
@@ -38,6 +40,10 @@ def describe_request(request: Request | None) -> str:
     match request:
         case RunCall(call=call, step=step):
             return f"in call '{call}' of step {step}"
+        case MoveRows(call=call, step=step):
+            return f"while moving rows for call '{call}' of step {step}"
+        case RunHooks(call=call, step=step, when=when):
+            return f"in the hooks {when} call '{call}' of step {step}"
         case SaveCheckpoint(step=step):
             return f"while saving the checkpoint of step {step}"
         case Initialize():
@@ -55,15 +61,16 @@ def describe_request(request: Request | None) -> str:
 def waiting_for(rank: int, dispatches: Iterable[Dispatch]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the ranks that cannot finish what they were sent unless `rank` goes on, and the calls they wait in.
 
-    Ranks execute dispatches in the order of their ids, so whoever shares an unfinished dispatch with a rank that is
-    stuck is stuck in it too, and so on for later dispatches.
+    Ranks execute the parts of dispatches in one order, so whoever shares an unfinished part with a rank that is stuck
+    is stuck in it too, and so on for later parts.
     """
     stuck, calls = {rank}, []
-    for dispatch in sorted(dispatches, key=lambda d: d.id):
-        if not stuck.isdisjoint(dispatch.pending):
-            if len(dispatch.pending) > 1:
-                calls.append(dispatch.call.name)
-            stuck |= dispatch.pending
+    parts = [(part, dispatch.call.name) for dispatch in dispatches for part in dispatch.parts.values()]
+    for part, name in sorted(parts, key=lambda entry: entry[0].position):
+        if not stuck.isdisjoint(part.pending):
+            if len(part.pending) > 1:
+                calls.append(name)
+            stuck |= part.pending
     return tuple(sorted(stuck - {rank})), tuple(dict.fromkeys(calls))
 
 
@@ -174,8 +181,8 @@ def _gone(
         message=message,
         remedy=death_remedy(event.exit_code) if isinstance(event, WorkerLost) else _SILENCE_REMEDY,
         rank=event.rank,
-        call=request.call if isinstance(request, RunCall) else None,
-        step=request.step if isinstance(request, RunCall | SaveCheckpoint) else None,
+        call=request.call if isinstance(request, RunCall | MoveRows | RunHooks) else None,
+        step=request.step if isinstance(request, RunCall | MoveRows | RunHooks | SaveCheckpoint) else None,
         waiting_ranks=ranks,
         waiting_calls=calls,
     )

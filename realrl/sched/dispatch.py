@@ -1,28 +1,78 @@
-"""One batch of one call on its way through the ranks of its mesh."""
+"""One batch of one call on its way: rows and parameters come to its mesh, it runs, and hooks follow.
+
+What several ranks do together is a part of the dispatch: each of them gets one request for it, and all get it at one
+position of the global order of parts.
+
+    ROWS ─► BEFORE ─► CALL ─► AFTER        only the parts that the dispatch needs
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from realrl.plan.partition import split_minibatches
+from realrl.plan.protocols import transfer_protocol
 from realrl.plan.transfer import Arrival, Placement, Share, plan_transfers
 from realrl.sched.master_plan import ScheduledCall
-from realrl.sched.messages import RunCall, Transfer
+from realrl.sched.messages import MoveRows, RunCall, RunHooks, Transfer
+from realrl.sched.story import ranks_text
+
+PartRequest = MoveRows | RunHooks | RunCall
+
+
+class PartKind(Enum):
+    """What ranks do together."""
+
+    ROWS = "rows"  # MoveRows
+    BEFORE = "before"  # RunHooks
+    CALL = "call"  # RunCall
+    AFTER = "after"  # RunHooks
+
+    @classmethod
+    def of(cls, request: PartRequest) -> PartKind:
+        """The kind of part that a request belongs to."""
+        if isinstance(request, MoveRows):
+            return cls.ROWS
+        return cls.CALL if isinstance(request, RunCall) else cls(request.when)
+
+
+@dataclass
+class Part:
+    """A part that was sent.
+
+    Attributes:
+        position: in the global order of parts; every rank executes its requests in this order.
+        pending: ranks that have not answered.
+    """
+
+    position: int
+    pending: set[int]
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """One rank's share of a call."""
+
+    minibatches: tuple[tuple[str, ...], ...]
+    transfers: tuple[Transfer, ...]
+    keeps: tuple[str, ...]
 
 
 @dataclass
 class Dispatch:
-    """A call that was sent to every rank of its mesh.
+    """A batch of a call.
 
     Attributes:
         id: unique number.
         call: the call.
         step: step from 1.
         ids: samples, oldest first.
-        work: rank -> its minibatches and what it must fetch; in mesh order.
-        arrivals: what the fetching changes.
-        pending: ranks that have not answered.
+        work: rank of the mesh -> its share; in mesh order.
+        arrivals: what the fetching of rows changes.
+        moves_rows: rows move by collectives, in a part of their own, and are not pulled by the ranks of the mesh.
+        parts: those that were sent.
         seconds: time that each rank which answered spent in the call itself.
     """
 
@@ -32,32 +82,73 @@ class Dispatch:
     ids: tuple[str, ...]
     work: Mapping[int, RankWork]
     arrivals: tuple[Arrival, ...]
-    pending: set[int] = field(default_factory=set)
+    moves_rows: bool = False
+    parts: dict[PartKind, Part] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
 
-    def requests(self, next_seq: Callable[[int], int], n_steps: int) -> Iterator[tuple[int, RunCall]]:
-        """Yield (rank, request) for every rank of the mesh."""
-        for rank, work in self.work.items():
-            yield (
-                rank,
-                RunCall(
+    @property
+    def pending(self) -> set[int]:
+        """Ranks that have not answered some request."""
+        return set[int]().union(*(part.pending for part in self.parts.values()))
+
+    @property
+    def first_parts(self) -> tuple[PartKind, ...]:
+        """Parts that go out when the call is dispatched, in this order.
+
+        Hooks after the call are among them if only ranks of the mesh take part: nobody then waits for the call to end.
+        """
+        kinds = [PartKind.ROWS] if self.moves_rows and any(work.transfers for work in self.work.values()) else []
+        kinds += [PartKind.BEFORE] if self.call.hooks.before else []
+        kinds.append(PartKind.CALL)
+        has_local_end = self.call.hooks.after and set(self.call.hooks.after_ranks) <= set(self.call.ranks)
+        return (*kinds, PartKind.AFTER) if has_local_end else tuple(kinds)
+
+    @property
+    def last_parts(self) -> tuple[PartKind, ...]:
+        """Parts that go out when the whole mesh is done."""
+        return (PartKind.AFTER,) if self.call.hooks.after and PartKind.AFTER not in self.first_parts else ()
+
+    def explain(self) -> str:
+        """Return what is being done for it, and who is at it."""
+        doing = {
+            PartKind.ROWS: "moving rows for",
+            PartKind.BEFORE: "in the hooks before",
+            PartKind.CALL: "running",
+            PartKind.AFTER: "in the hooks after",
+        }
+        kind, part = next((kind, part) for kind, part in self.parts.items() if part.pending)
+        return f"{doing[kind]} step {self.step} on ranks {ranks_text(part.pending)}"
+
+    def requests(self, kind: PartKind, next_seq: Callable[[int], int], n_steps: int) -> dict[int, PartRequest]:
+        """Rank -> its request for one part."""
+        name, step = self.call.name, self.step
+        if kind is PartKind.CALL:
+            return {
+                rank: RunCall(
                     seq=next_seq(rank),
                     dispatch_id=self.id,
-                    call=self.call.name,
-                    step=self.step,
+                    call=name,
+                    step=step,
                     minibatches=work.minibatches,
-                    transfers=work.transfers,
+                    transfers=() if self.moves_rows else work.transfers,
                     n_steps=n_steps,
-                ),
-            )
-
-
-@dataclass(frozen=True)
-class RankWork:
-    """One rank's part of a dispatch."""
-
-    minibatches: tuple[tuple[str, ...], ...]
-    transfers: tuple[Transfer, ...]
+                    keeps=work.keeps,
+                )
+                for rank, work in self.work.items()
+            }
+        if kind is PartKind.ROWS:
+            receives = {rank: work.transfers for rank, work in self.work.items() if work.transfers}
+            sends: dict[int, list[Transfer]] = {}
+            for transfers in receives.values():
+                for transfer in transfers:
+                    sends.setdefault(transfer.source, []).append(transfer)
+            return {
+                rank: MoveRows(next_seq(rank), self.id, name, step, tuple(sends.get(rank, ())), receives.get(rank, ()))
+                for rank in sorted({*sends, *receives})
+            }
+        if kind is PartKind.BEFORE:
+            return {r: RunHooks(next_seq(r), self.id, name, step, "before") for r in self.call.hooks.before_ranks}
+        return {r: RunHooks(next_seq(r), self.id, name, step, "after") for r in self.call.hooks.after_ranks}
 
 
 def plan_work(
@@ -67,7 +158,7 @@ def plan_work(
     placements: Mapping[str, Mapping[str, Placement]],
     node_of: Callable[[int], int],
 ) -> tuple[dict[int, RankWork], tuple[Arrival, ...]]:
-    """Divide a batch over the ranks of a call's mesh, and plan what each must fetch.
+    """Divide a batch over the ranks of a call's mesh by its protocol, and plan what each must fetch.
 
     Args:
         call: the call.
@@ -77,22 +168,26 @@ def plan_work(
         node_of: global rank -> node.
 
     Returns:
-        Rank -> its work, in mesh order; and what the fetching changes. Ranks that hold the same data-parallel slice
-        have the same samples.
+        Rank -> its work, in mesh order; and what the fetching changes.
     """
-    dp_size = call.allocation.strategy.dp
-    n_minibatches = call.n_minibatches if call.is_train else 1
-    split = split_minibatches(ids, token_counts, n_minibatches, dp_size, equal_count=call.balanced_dp)
-    minibatches_of: dict[int, tuple[tuple[str, ...], ...]] = {}
-    shares = []
-    for dp_rank in range(dp_size):
-        minibatches = tuple(tuple(minibatch[dp_rank]) for minibatch in split)
-        ranks = call.allocation.dp_group_members(dp_rank)
-        minibatches_of |= dict.fromkeys(ranks, minibatches)
-        shares.append(Share(ranks, tuple(sample_id for minibatch in minibatches for sample_id in minibatch)))
+    protocol, layout = transfer_protocol(call.protocol), call.layout
+    minibatches_of: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
+    kept: dict[int, tuple[str, ...]] = {}
+    for minibatch in split_minibatches(token_counts, call.n_minibatches if call.is_train else 1):
+        members, counts = [ids[i] for i in minibatch], [token_counts[i] for i in minibatch]
+        shares = protocol.distribute(members, counts, layout)
+        for share in shares:
+            minibatches_of.setdefault(share.ranks, []).append(share.ids)
+        if not call.is_train:
+            kept.update(protocol.collect(shares, layout))
+    shares = [
+        Share(ranks, tuple([sample_id for minibatch in minibatches for sample_id in minibatch]))
+        for ranks, minibatches in minibatches_of.items()
+    ]
     plan = plan_transfers(shares, placements, node_of=node_of)
     transfers_of: dict[int, list[Transfer]] = {rank: [] for rank in call.ranks}
     for route in plan.routes:
         transfers_of[route.target].append(Transfer(route.source, route.target, route.key, route.ids))
-    work = {rank: RankWork(minibatches_of[rank], tuple(transfers_of[rank])) for rank in call.ranks}
+    minibatches_on = {rank: tuple(minibatches) for ranks, minibatches in minibatches_of.items() for rank in ranks}
+    work = {rank: RankWork(minibatches_on[rank], tuple(transfers_of[rank]), kept.get(rank, ())) for rank in call.ranks}
     return work, plan.arrivals

@@ -27,8 +27,10 @@ from realrl.sched.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    HooksDone,
     Ready,
     Request,
+    RowsMoved,
     SamplesFreed,
     SamplesLoaded,
     Span,
@@ -92,6 +94,8 @@ Event = (
     | Ready
     | SamplesLoaded
     | CallDone
+    | RowsMoved
+    | HooksDone
     | SamplesFreed
     | CheckpointSaved
     | Goodbye

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError, DataError, GraphError
-from realrl.graph.build import dataset_keys, topological_calls, unordered_readers, version_edges
+from realrl.graph.build import dataset_keys, topological_calls, version_edges, writer_waits
+from realrl.graph.protocol_names import DEFAULT_PROTOCOL
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.cursor import CursorState, DatasetCursor
+from realrl.plan.hooks import NO_HOOKS, CallHooks, plan_hooks
+from realrl.plan.protocols import CallLayout
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -31,7 +34,13 @@ class VersionWait:
 
 @dataclass(frozen=True)
 class ScheduledCall:
-    """What scheduling needs of a call; the fields that `MFCDef` has too mean the same."""
+    """What scheduling needs of a call; the fields that `MFCDef` has too mean the same.
+
+    Attributes:
+        allocation: where it runs.
+        hooks: what happens around every dispatch.
+        changes_parameters: whether it trains, or a hook of it writes into a role.
+    """
 
     name: str
     role: str
@@ -45,6 +54,19 @@ class ScheduledCall:
     log_return_value: bool
     waits_for: tuple[VersionWait, ...]
     allocation: Allocation
+    hooks: CallHooks = NO_HOOKS
+    changes_parameters: bool = False
+    protocol: str = DEFAULT_PROTOCOL
+
+    @property
+    def layout(self) -> CallLayout:
+        """What transfer protocols need to know."""
+        return CallLayout(self.allocation, self.hooks.home, self.balanced_dp)
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """Global ranks that the call needs to start: its mesh, and whoever takes part in the hooks before it."""
+        return tuple(sorted({*self.ranks, *self.hooks.before_ranks}))
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -87,6 +109,7 @@ class MasterPlan:
         checkpoint_directory: folder that ranks write a checkpoint into; ``{step}`` in it stands for the step.
         capacity_steps: steps whose samples may be alive at once; None: one, plus the largest staleness, plus one to
             load ahead.
+        moves_rows: rows move by collectives, which the ranks that hold them must enter; otherwise they are pulled.
 
     Raises:
         ConfigError: the resumed run is already at its last step.
@@ -106,6 +129,7 @@ class MasterPlan:
     save_at_end: bool = False
     checkpoint_directory: str = ""
     capacity_steps: int | None = None
+    moves_rows: bool = False
 
     def __post_init__(self) -> None:
         if self.first_step > self.steps:
@@ -197,13 +221,25 @@ class MasterPlan:
         return self.checkpoint_directory.replace(STEP_PLACEHOLDER, str(step))
 
 
-def schedule_calls(graph: nx.DiGraph, allocations: Mapping[str, Allocation]) -> tuple[ScheduledCall, ...]:
-    """Reduce a graph from `build_graph` to what scheduling needs, producers before consumers."""
+def schedule_calls(
+    graph: nx.DiGraph,
+    allocations: Mapping[str, Allocation],
+    *,
+    hooks: Mapping[str, CallHooks] | None = None,
+) -> tuple[ScheduledCall, ...]:
+    """Reduce a graph from `build_graph` to what scheduling needs, producers before consumers.
+
+    Args:
+        graph: from `build_graph`.
+        allocations: call name -> mesh and strategy.
+        hooks: from `plan_hooks`; None: for roles that all have parameters.
+    """
     waits: dict[str, list[VersionWait]] = {}
     for edge in version_edges(graph):
         waits.setdefault(edge.reader, []).append(VersionWait(edge.trainer, edge.lag))
-    for reader, trainer in unordered_readers(graph):
-        waits.setdefault(trainer, []).append(VersionWait(reader, 0))
+    for wait in writer_waits(graph):
+        waits.setdefault(wait.writer, []).append(VersionWait(wait.reader, wait.lag))
+    hooks = plan_hooks(graph, allocations) if hooks is None else hooks
     return tuple(
         ScheduledCall(
             name=mfc.name,
@@ -218,6 +254,9 @@ def schedule_calls(graph: nx.DiGraph, allocations: Mapping[str, Allocation]) -> 
             log_return_value=mfc.log_return_value,
             waits_for=tuple(waits.get(mfc.name, ())),
             allocation=allocations[mfc.name],
+            hooks=hooks[mfc.name],
+            changes_parameters=bool(mfc.changed_roles),
+            protocol=mfc.protocol,
         )
         for mfc in topological_calls(graph)
     )
@@ -231,6 +270,7 @@ def plan_master(
     dataset_rank: int,
     checkpoint_directory: str,
     resume: ResumePoint | None = None,
+    hooks: Mapping[str, CallHooks] | None = None,
 ) -> MasterPlan:
     """Collect what a run's resolved configuration says for the master.
 
@@ -241,13 +281,14 @@ def plan_master(
         dataset_rank: the rank that holds the dataset.
         checkpoint_directory: folder that ranks write a checkpoint into, with ``{step}`` where the step goes.
         resume: the checkpoint to continue from.
+        hooks: from `plan_hooks`; None: for roles that all have parameters.
 
     Raises:
         ConfigError: the resumed run is already at its last step.
         GraphError: the numbers of samples per call do not fit together.
     """
     return MasterPlan(
-        calls=schedule_calls(graph, allocations),
+        calls=schedule_calls(graph, allocations, hooks=hooks),
         dataset_keys=dataset_keys(graph),
         cluster=Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node),
         dataset_rank=dataset_rank,
@@ -259,4 +300,5 @@ def plan_master(
         save_every_steps=config.save.every_steps,
         save_at_end=config.save.at_end,
         checkpoint_directory=checkpoint_directory,
+        moves_rows=config.cluster.data_plane == "collective",
     )

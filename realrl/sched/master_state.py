@@ -52,11 +52,15 @@ from realrl.sched.messages import (
     Goodbye,
     Heartbeat,
     Hello,
+    HooksDone,
     Initialize,
     LoadSamples,
+    MoveRows,
     Ready,
     Request,
+    RowsMoved,
     RunCall,
+    RunHooks,
     SamplesFreed,
     SamplesLoaded,
     SaveCheckpoint,
@@ -101,6 +105,8 @@ class MasterState:
             Ready: self._on_ready,
             SamplesLoaded: self._on_samples_loaded,
             CallDone: self._on_call_done,
+            RowsMoved: self._on_part_done,
+            HooksDone: self._on_part_done,
             SamplesFreed: self._on_samples_freed,
             CheckpointSaved: self._on_checkpoint_saved,
             CheckpointCommitted: self._on_checkpoint_committed,
@@ -279,14 +285,25 @@ class MasterState:
         if request is None or self._scheduler is None or self._farewell is not None:
             return []
         assert isinstance(request, RunCall)
+        self._check_part(reply, request)
+        return self._scheduler.handle_call_done(reply, request) + self._advance(self._scheduler)
+
+    def _on_part_done(self, reply: RowsMoved | HooksDone) -> list[Instruction]:
+        request = self._answered(reply, call=reply.call)
+        self._log.add_spans(reply.rank, reply.spans)
+        if request is None or self._scheduler is None or self._farewell is not None:
+            return []
+        assert isinstance(request, MoveRows | RunHooks)
+        self._check_part(reply, request)
+        return self._scheduler.handle_part_done(reply, request) + self._advance(self._scheduler)
+
+    def _check_part(self, reply: CallDone | RowsMoved | HooksDone, request: RunCall | MoveRows | RunHooks) -> None:
         if (reply.dispatch_id, reply.call, reply.step) != (request.dispatch_id, request.call, request.step):
             raise InvalidTransitionError(
                 f"worker {reply.rank} answered dispatch {request.dispatch_id} of '{request.call}', step {request.step},"
                 f" with dispatch {reply.dispatch_id} of '{reply.call}', step {reply.step}",
                 self.story(request.call),
             )
-        freed = self._scheduler.handle_call_done(reply, request)
-        return freed + self._advance(self._scheduler)
 
     def _on_samples_freed(self, reply: SamplesFreed) -> list[Instruction]:
         self._answered(reply)

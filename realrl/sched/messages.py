@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+HookTime = Literal["before", "after"]
+"""On which side of a call its hooks run."""
 
 
 class Per(Enum):
@@ -89,8 +93,11 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
         dispatch_id: unique number of the dispatch; the same on all ranks of the mesh.
         step: step from 1.
         minibatches: this rank's sample ids, one tuple per minibatch (one only, unless the call trains).
-        transfers: rows this rank lacks (its own id is every transfer's `target`).
+        transfers: rows this rank must pull first (its own id is every transfer's `target`); empty where rows move by
+            collectives, for then `MoveRows` has brought them.
         n_steps: steps of the whole run; learning-rate schedules end there.
+        keeps: samples whose output this rank must store and report; it drops what it produced of others. Together the
+            ranks of a dispatch keep every sample once; empty for a train_step.
     """
 
     seq: int
@@ -100,6 +107,41 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
     minibatches: tuple[tuple[str, ...], ...]
     transfers: tuple[Transfer, ...]
     n_steps: int = 0
+    keeps: tuple[str, ...] = ()
+
+
+class MoveRows(msgspec.Struct, frozen=True, tag=True):
+    """Send and receive the rows that one dispatch needs, by point-to-point collectives; only in the collective plane.
+
+    Goes to every rank that sends or receives rows for the dispatch, in the call's mesh or not, ahead of its `RunCall`.
+    A request of its own, and not a part of `RunCall`, so that rows for one call need not wait for another to end.
+
+    Attributes:
+        sends: rows that others get from this rank (its own id is every transfer's `source`).
+        receives: rows that this rank gets (its own id is every transfer's `target`).
+    """
+
+    seq: int
+    dispatch_id: int
+    call: str
+    step: int
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+
+class RunHooks(msgspec.Struct, frozen=True, tag=True):
+    """Take part in the hooks around one dispatch of a call: move parameters, or offload them.
+
+    Goes to every rank that one of these hooks concerns, in the call's mesh or not. Which hooks they are, every rank
+    knows: ``plan_hooks(...)[call]`` of `realrl.plan.hooks`, its `before` or `after` in order, those that have this rank
+    in their `ranks`.
+    """
+
+    seq: int
+    dispatch_id: int
+    call: str
+    step: int
+    when: HookTime
 
 
 class FreeSamples(msgspec.Struct, frozen=True, tag=True):
@@ -123,7 +165,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     seq: int
 
 
-Request = Initialize | LoadSamples | RunCall | FreeSamples | SaveCheckpoint | Shutdown
+Request = Initialize | LoadSamples | RunCall | MoveRows | RunHooks | FreeSamples | SaveCheckpoint | Shutdown
 
 
 # ---------------------------------------------------------------- replies, worker -> master
@@ -133,7 +175,7 @@ class Span(msgspec.Struct, frozen=True):
     """A stretch of one worker's time for the trace; seconds since the epoch of the host's clock."""
 
     name: str
-    kind: str  # "call" | "transfer" | "wait" | "load" | "save" | "init"
+    kind: str  # "call" | "transfer" | "realloc" | "offload" | "wait" | "load" | "save" | "init"
     start_s: float
     end_s: float
     args: Mapping[str, str | int | float] = {}
@@ -169,7 +211,7 @@ class SamplesLoaded(msgspec.Struct, frozen=True, tag=True):
 class CallDone(msgspec.Struct, frozen=True, tag=True):
     """This rank finished its part. `output` is empty (None) on ranks that keep no output and for train_step.
 
-    `metrics` are already reduced over the mesh: all ranks report the same numbers.
+    `metrics` are already reduced over the mesh: all ranks report the same numbers. `bytes_received` counts rows.
     """
 
     rank: int
@@ -180,6 +222,32 @@ class CallDone(msgspec.Struct, frozen=True, tag=True):
     output: SampleMeta | None
     metrics: Mapping[str, float]
     spans: tuple[Span, ...]
+    bytes_received: int = 0
+    memory_gb: float = 0.0
+
+
+class RowsMoved(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `MoveRows`."""
+
+    rank: int
+    seq: int
+    dispatch_id: int
+    call: str
+    step: int
+    spans: tuple[Span, ...] = ()
+    bytes_received: int = 0
+
+
+class HooksDone(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `RunHooks`. `bytes_received` counts parameters that came from other ranks."""
+
+    rank: int
+    seq: int
+    dispatch_id: int
+    call: str
+    step: int
+    when: HookTime
+    spans: tuple[Span, ...] = ()
     bytes_received: int = 0
     memory_gb: float = 0.0
 
@@ -226,4 +294,16 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
     busy_s: float
 
 
-Reply = Hello | Ready | SamplesLoaded | CallDone | SamplesFreed | CheckpointSaved | Goodbye | WorkerFailed | Heartbeat
+Reply = (
+    Hello
+    | Ready
+    | SamplesLoaded
+    | CallDone
+    | RowsMoved
+    | HooksDone
+    | SamplesFreed
+    | CheckpointSaved
+    | Goodbye
+    | WorkerFailed
+    | Heartbeat
+)

@@ -9,11 +9,15 @@ from realrl.sched.messages import (
     CheckpointSaved,
     FreeSamples,
     Goodbye,
+    HooksDone,
     Initialize,
     LoadSamples,
+    MoveRows,
     Ready,
     Request,
+    RowsMoved,
     RunCall,
+    RunHooks,
     SamplesFreed,
     SamplesLoaded,
     SaveCheckpoint,
@@ -21,12 +25,16 @@ from realrl.sched.messages import (
     WorkerFailed,
 )
 
-NumberedReply = Ready | SamplesLoaded | CallDone | SamplesFreed | CheckpointSaved | Goodbye | WorkerFailed
+NumberedReply = (
+    Ready | SamplesLoaded | CallDone | RowsMoved | HooksDone | SamplesFreed | CheckpointSaved | Goodbye | WorkerFailed
+)
 
 ANSWER_TO: dict[type[Request], type[NumberedReply]] = {
     Initialize: Ready,
     LoadSamples: SamplesLoaded,
     RunCall: CallDone,
+    MoveRows: RowsMoved,
+    RunHooks: HooksDone,
     FreeSamples: SamplesFreed,
     SaveCheckpoint: CheckpointSaved,
     Shutdown: Goodbye,

@@ -1,9 +1,12 @@
 """The running part of the master: samples through calls, step after step.
 
-    load ─► buffer ─a call's inputs, version and devices are there─► RunCall to every rank of its mesh
+    load ─► buffer ─a call's inputs, version and devices are there─► MoveRows, RunHooks, RunCall to its ranks
               ▲                                                          │
-              │                          outputs make samples ready  ◄───┘ CallDone
+              │                          outputs make samples ready  ◄───┘ CallDone, HooksDone
               └── every call is done with a sample: FreeSamples  ◄───────┘
+
+A dispatch consists of parts (see `dispatch`): rows move where they move by collectives, hooks run, then the call, then
+the hooks after it. It is complete when all of them are answered.
 
 Policy:
     - Urgency: calls of an older step first, then producers before consumers.
@@ -13,8 +16,14 @@ Policy:
       more than its own duration.
     - A call of the oldest step that is ready but finds a device with a full queue reserves its devices: less urgent
       calls that share one are held back, so that it cannot starve.
-    - All ranks of a mesh get a dispatch at the same position of one global order, and ranks execute in order, so their
-      collectives cannot deadlock.
+    - All ranks that take part in something get it at the same position of one global order of parts, and ranks execute
+      in order, so their collectives cannot deadlock.
+    - A call starts when its mesh and the devices that its hooks need have room. Hooks and rows are short: they do not
+      fill a device's queue, and of the calls that start at the same moment those whose hooks need devices of others are
+      served first. Their rows and hooks go out ahead of all these calls, unless a device would then hold the
+      parameters of two calls at once; so none of them waits for another one's computation.
+    - Hooks after a call follow it at once if only its own mesh takes part; otherwise they are sent when the whole mesh
+      is done, so that nobody is kept waiting by a long call.
     - Samples of a whole step are loaded as soon as the capacity allows, and the request is sent before the calls that
       become ready by the same event.
 """
@@ -29,10 +38,21 @@ from realrl.plan.cursor import DatasetCursor
 from realrl.sched.buffer import SampleBuffer
 from realrl.sched.devices import MAX_QUEUED, DeviceLoad
 from realrl.sched.diagnosis import Fatal, bad_load, bad_output
-from realrl.sched.dispatch import Dispatch, plan_work
+from realrl.sched.dispatch import Dispatch, Part, PartKind, plan_work
 from realrl.sched.events import Instruction, Send
 from realrl.sched.master_plan import MasterPlan, ScheduledCall
-from realrl.sched.messages import CallDone, FreeSamples, LoadSamples, RunCall, SamplesLoaded
+from realrl.sched.messages import (
+    CallDone,
+    FreeSamples,
+    HooksDone,
+    LoadSamples,
+    MoveRows,
+    Request,
+    RowsMoved,
+    RunCall,
+    RunHooks,
+    SamplesLoaded,
+)
 from realrl.sched.outbox import Outbox
 from realrl.sched.saving import CheckpointTracker
 from realrl.sched.step_log import StepLog
@@ -43,17 +63,17 @@ class CallPhase(Enum):
     """What one call is doing."""
 
     WAITING = "waiting"  # for samples, a version or devices
-    RUNNING = "running"  # one dispatch is under way
+    RUNNING = "running"  # one dispatch is under way, its hooks included
     DONE = "done"
 
 
 _NEXT_PHASES = {
     CallPhase.WAITING: {
-        CallPhase.RUNNING,  # a batch had its inputs, version and devices: RunCall went to every rank of the mesh
+        CallPhase.RUNNING,  # a batch had its inputs, version and devices: requests went to every rank it needs
     },
     CallPhase.RUNNING: {
-        CallPhase.WAITING,  # every rank of the mesh is done, and the run needs the call again
-        CallPhase.DONE,  # every rank of the mesh is done with the last batch of the last step
+        CallPhase.WAITING,  # every rank is done, hooks included, and the run needs the call again
+        CallPhase.DONE,  # every rank is done with the last batch of the last step
     },
     CallPhase.DONE: set[CallPhase](),
 }
@@ -97,8 +117,10 @@ class Scheduler:
         self._buffer = SampleBuffer(plan.calls, plan.step_size)
         self._phases = [CallPhase.WAITING] * len(plan.calls)
         self._position = {call.name: position for position, call in enumerate(plan.calls)}
-        self._devices = DeviceLoad({call.name: call.ranks for call in plan.calls}, plan.n_ranks)
+        self._devices = DeviceLoad({call.name: call.extent for call in plan.calls}, plan.n_ranks)
+        self._needs_others = [set(call.extent) != set(call.ranks) for call in plan.calls]
         self._next_dispatch_id = 0
+        self._next_part = 0
         self._has_completed = False  # a dispatch was completed since a step was last found complete or not
         self._is_stale = True  # something changed that may let a call start
         self._lacking_devices: list[tuple[str, int]] = []  # call that had all else, and how deep its queues may be
@@ -123,26 +145,45 @@ class Scheduler:
         self._buffer.add_loaded(reply.rank, reply.meta)
 
     def handle_call_done(self, reply: CallDone, request: RunCall) -> list[Instruction]:
-        """One rank is done with its part of a dispatch."""
+        """One rank is done with its share of a call."""
         dispatch = self.dispatches[request.dispatch_id]
-        dispatch.pending.discard(reply.rank)
         self._devices.remove(reply.rank)
         self._log.add_reply(dispatch, reply)
         if reply.output is not None and reply.output.ids:
             _check_output(dispatch, reply)
             self._buffer.add_rows(reply.rank, reply.output)
-        if not dispatch.pending:
-            return self._complete(dispatch)
         self._is_stale |= any(self._devices.of_call(name) <= depth for name, depth in self._lacking_devices)
-        return []
+        return self._answer(dispatch, PartKind.CALL, reply.rank)
 
-    def _complete(self, dispatch: Dispatch) -> list[Instruction]:
-        """Every rank of the mesh is done: free what nobody needs any more."""
-        position = self._position[dispatch.call.name]
-        missing = self._buffer.missing_output(position, dispatch.ids)
+    def handle_part_done(self, reply: RowsMoved | HooksDone, request: MoveRows | RunHooks) -> list[Instruction]:
+        """One rank is done with the rows or hooks of a dispatch."""
+        dispatch = self.dispatches[request.dispatch_id]
+        self._log.add_movement(dispatch.step, reply)
+        return self._answer(dispatch, PartKind.of(request), reply.rank)
+
+    def _answer(self, dispatch: Dispatch, kind: PartKind, rank: int) -> list[Instruction]:
+        """A rank is done with a part: go on to the next part, or complete the dispatch, if it was the last rank."""
+        dispatch.parts[kind].pending.discard(rank)
+        if dispatch.parts[kind].pending:
+            return []
+        if kind is PartKind.CALL:
+            self._check_all_produced(dispatch)
+            if dispatch.last_parts:
+                self._note(
+                    dispatch.call, f"step {dispatch.step}, dispatch {dispatch.id}: the mesh is done, hooks follow"
+                )
+                return [send for part in dispatch.last_parts for send in self._send_part(dispatch, part)]
+        return [] if dispatch.pending else self._complete(dispatch)
+
+    def _check_all_produced(self, dispatch: Dispatch) -> None:
+        missing = self._buffer.missing_output(self._position[dispatch.call.name], dispatch.ids)
         if missing is not None:
             sample_id, key = missing
             raise Fatal(bad_output(dispatch, f"did not produce '{key}' of sample '{sample_id}'", sample_id=sample_id))
+
+    def _complete(self, dispatch: Dispatch) -> list[Instruction]:
+        """Every rank is done, hooks included: free what nobody needs any more."""
+        position = self._position[dispatch.call.name]
         del self.dispatches[dispatch.id]
         self._log.add_dispatch(dispatch)
         self._buffer.finish_arrivals(dispatch.arrivals)
@@ -183,19 +224,20 @@ class Scheduler:
         while self._can_load():
             instructions.append(self._load())
         held_back: list[ScheduledCall] = []
+        started: list[Dispatch] = []
         self._lacking_devices = []
-        for step, position in sorted(self._startable()):
+        for step, _, position in sorted(self._startable()):
             call = self._calls[position]
             is_oldest = step == self.step
             max_depth = MAX_QUEUED - 1 if is_oldest else 0
             is_reserved = any(self._devices.share_devices(call.name, other.name) for other in held_back)
             if not is_reserved and self._devices.of_call(call.name) <= max_depth:
-                instructions += self._dispatch(position)
+                started.append(self._start(position))
                 continue
             self._lacking_devices.append((call.name, max_depth))
             if is_oldest:
                 held_back.append(call)
-        return instructions
+        return instructions + self._send_all(started)
 
     def _can_load(self) -> bool:
         n_wanted = (self.last_step - self._plan.first_step + 1) * self._plan.step_size
@@ -209,11 +251,11 @@ class Scheduler:
         ids, rows = tuple(ref.id for ref in refs), tuple(ref.row for ref in refs)
         return self._send(rank, LoadSamples(self._outbox.next_seq(rank), ids, rows))
 
-    def _startable(self) -> Iterator[tuple[int, int]]:
-        """Yield (step, position) of every call that lacks nothing but perhaps devices."""
+    def _startable(self) -> Iterator[tuple[int, bool, int]]:
+        """Yield (step, whether hooks need no devices of others, position) of every call that lacks at most devices."""
         for position in range(len(self._calls)):
             if self._phases[position] is CallPhase.WAITING and self._lack(position) is None:
-                yield self._next_step(position), position
+                yield self._next_step(position), not self._needs_others[position], position
 
     def _lack(self, position: int) -> str | None:
         """Return what a waiting call waits for besides devices, or None."""
@@ -223,32 +265,48 @@ class Scheduler:
         for wait in call.waits_for:
             if self._finished_step(self._position[wait.trainer]) < step - wait.lag:
                 return f"'{wait.trainer}' to finish step {step - wait.lag}"
-        if call.is_train and self._checkpoints.blocks_training(step):
+        if call.changes_parameters and self._checkpoints.blocks_training(step):
             return f"the checkpoint of a step before {step}, which needs the old weights"
         return None
 
-    def _dispatch(self, position: int) -> list[Instruction]:
-        call = self._calls[position]
-        steps_before, ids = self._buffer.take(position)
+    def _start(self, position: int) -> Dispatch:
+        """Take a batch of a call and occupy its devices; its requests are still to be sent."""
+        call, step = self._calls[position], self._next_step(position)
+        _, ids = self._buffer.take(position)
         token_counts = self._buffer.token_counts(ids, call.input_keys)
         placements = self._buffer.placements(call.input_keys)
         work, arrivals = plan_work(call, ids, token_counts, placements, self._plan.cluster.node_of)
         self._buffer.begin_arrivals(arrivals)
-        step = self._plan.first_step + steps_before
-        dispatch = Dispatch(self._next_dispatch_id, call, step, ids, work, arrivals, pending=set(work))
+        dispatch = Dispatch(self._next_dispatch_id, call, step, ids, work, arrivals, self._plan.moves_rows)
         self._next_dispatch_id += 1
         self.dispatches[dispatch.id] = dispatch
+        for rank in call.ranks:
+            self._devices.add(rank)
         self._enter(position, CallPhase.RUNNING)
         self._note(
             call,
             f"step {step}, dispatch {dispatch.id}: {len(ids)} samples from '{ids[0]}' to '{ids[-1]}' "
             f"to ranks {ranks_text(call.ranks)}",
         )
-        instructions = []
-        for rank, request in dispatch.requests(self._outbox.next_seq, self.last_step):
-            self._devices.add(rank)
-            instructions.append(self._send(rank, request))
-        return instructions
+        return dispatch
+
+    def _send_all(self, dispatches: list[Dispatch]) -> list[Instruction]:
+        """Send the first parts of dispatches that start at the same moment: short ones first, where devices differ."""
+        first, then = list[tuple[Dispatch, PartKind]](), list[tuple[Dispatch, PartKind]]()
+        taken: set[int] = set()
+        for dispatch in dispatches:
+            goes_first = taken.isdisjoint(dispatch.call.ranks)
+            taken |= set(dispatch.call.ranks)
+            for kind in dispatch.first_parts:
+                is_short = kind in (PartKind.ROWS, PartKind.BEFORE)
+                (first if is_short and goes_first else then).append((dispatch, kind))
+        return [send for dispatch, kind in (*first, *then) for send in self._send_part(dispatch, kind)]
+
+    def _send_part(self, dispatch: Dispatch, kind: PartKind) -> list[Instruction]:
+        requests = dispatch.requests(kind, self._outbox.next_seq, self.last_step)
+        dispatch.parts[kind] = Part(self._next_part, set(requests))
+        self._next_part += 1
+        return [self._send(rank, request) for rank, request in requests.items()]
 
     # ------------------------------------------------------------ small things
 
@@ -259,7 +317,7 @@ class Scheduler:
             return "done with the last step"
         if self._phases[position] is CallPhase.RUNNING:
             dispatch = next(d for d in self.dispatches.values() if d.call.name == name)
-            return f"running step {dispatch.step} on ranks {ranks_text(dispatch.pending)}"
+            return dispatch.explain()
         return f"waits for {self._lack(position) or 'devices'}"
 
     def _next_step(self, position: int) -> int:
@@ -270,7 +328,7 @@ class Scheduler:
         """The last step that the call is done with."""
         return self._plan.first_step - 1 + self._buffer.queues[position].steps_finished
 
-    def _send(self, rank: int, request: LoadSamples | RunCall | FreeSamples) -> Instruction:
+    def _send(self, rank: int, request: Request) -> Instruction:
         self._outbox.add(rank, request)
         return Send(rank, request)
 
@@ -299,10 +357,15 @@ class Scheduler:
         if running != phases:
             raise InvalidTransitionError(f"calls {phases} are running, but dispatches of {running} are under way")
         for rank in range(self._plan.n_ranks):
-            open_ids = {r.dispatch_id for r in self._outbox.of_rank(rank) if isinstance(r, RunCall)}
-            pending_ids = {d.id for d in self.dispatches.values() if rank in d.pending}
-            if open_ids != pending_ids or self._devices.of_rank(rank) != len(open_ids):
-                raise InvalidTransitionError(f"worker {rank} has open calls {open_ids}, but {pending_ids} wait for it")
+            asked = [r for r in self._outbox.of_rank(rank) if isinstance(r, RunCall | RunHooks | MoveRows)]
+            found = {(r.dispatch_id, PartKind.of(r)) for r in asked}
+            known = {(d.id, k) for d in self.dispatches.values() for k, p in d.parts.items() if rank in p.pending}
+            n_calls = sum(isinstance(r, RunCall) for r in asked)
+            if found != known or len(found) != len(asked) or self._devices.of_rank(rank) != n_calls:
+                raise InvalidTransitionError(f"worker {rank} has open parts {found}, but {known} wait for it")
+            positions = [self.dispatches[r.dispatch_id].parts[PartKind.of(r)].position for r in asked]
+            if positions != sorted(positions):
+                raise InvalidTransitionError(f"worker {rank} was sent parts out of order: {positions}")
         if not self.is_done and self._outbox.is_empty:
             told = "; ".join(f"'{call.name}' {self.explain(call.name)}" for call in self._calls)
             raise InvalidTransitionError(f"step {self.step} is stuck, no worker has anything to do: {told}")
@@ -315,10 +378,10 @@ def _check_output(dispatch: Dispatch, reply: CallDone) -> None:
     for key in sorted(keys ^ expected):
         problem = f"did not produce '{key}'" if key in expected else f"returned '{key}', which it does not declare"
         raise Fatal(bad_output(dispatch, f"{problem} on worker {reply.rank}", rank=reply.rank))
-    asked = {sample_id for minibatch in dispatch.work[reply.rank].minibatches for sample_id in minibatch}
+    kept = set(dispatch.work[reply.rank].keeps)
     for sample_id in reply.output.ids:
-        if sample_id not in asked:
-            problem = f"returned sample '{sample_id}', which worker {reply.rank} was not given"
+        if sample_id not in kept:
+            problem = f"returned sample '{sample_id}', which worker {reply.rank} was not to keep"
             raise Fatal(bad_output(dispatch, problem, rank=reply.rank, sample_id=sample_id))
     for key, seqlens in reply.output.seqlens.items():
         if len(seqlens) != len(reply.output.ids):

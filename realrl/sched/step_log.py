@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from realrl.sched.dispatch import Dispatch
 from realrl.sched.events import RankSpan
 from realrl.sched.master_plan import ScheduledCall
-from realrl.sched.messages import CallDone, Span
+from realrl.sched.messages import CallDone, HooksDone, RowsMoved, Span
 
 
 @dataclass
 class _StepEntry:
     n_samples: int = 0
     n_tokens: int = 0
-    bytes_received: int = 0
+    data_bytes: int = 0
+    params_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     memory_gb: dict[int, float] = field(default_factory=dict)
     # call -> metric -> (sum of value * samples, samples)
@@ -46,15 +47,23 @@ class StepLog:
     def add_reply(self, dispatch: Dispatch, reply: CallDone) -> None:
         """One rank is done with its part; its metrics count if it is the first of the mesh, for they are all equal."""
         entry = self._entry(dispatch.step)
-        entry.bytes_received += reply.bytes_received
-        if reply.memory_gb > 0:
-            entry.memory_gb[reply.rank] = max(reply.memory_gb, entry.memory_gb.get(reply.rank, 0.0))
+        entry.data_bytes += reply.bytes_received
+        _note_memory(entry, reply.rank, reply.memory_gb)
         dispatch.seconds[reply.rank] = sum(span.end_s - span.start_s for span in reply.spans if span.kind == "call")
         if reply.rank == dispatch.call.ranks[0] and dispatch.call.reports_metrics:
             sums = entry.sums.setdefault(dispatch.call.name, {})
             for name, value in reply.metrics.items():
                 total, n_samples = sums.get(name, (0.0, 0))
                 sums[name] = (total + value * len(dispatch.ids), n_samples + len(dispatch.ids))
+
+    def add_movement(self, step: int, reply: RowsMoved | HooksDone) -> None:
+        """One rank moved rows or parameters."""
+        entry = self._entry(step)
+        if isinstance(reply, RowsMoved):
+            entry.data_bytes += reply.bytes_received
+        else:
+            entry.params_bytes += reply.bytes_received
+            _note_memory(entry, reply.rank, reply.memory_gb)
 
     def add_dispatch(self, dispatch: Dispatch) -> None:
         """All ranks are done; the slowest one counts for the call's time."""
@@ -72,7 +81,8 @@ class StepLog:
         """Return the metrics of a complete step, and forget it.
 
         Besides what calls returned: `version/<role>`, `n_samples`, `n_tokens` (of the longest key with a row per
-        token), `bytes/data`, `time_s/<call>` (of the slowest rank), `memory_gb/<rank>` (peak).
+        token), `bytes/data` and `bytes/params` (received from other ranks), `time_s/<call>` (of the slowest rank),
+        `memory_gb/<rank>` (peak).
         """
         entry = self._steps.pop(step)
         metrics: dict[str, float] = {}
@@ -85,9 +95,15 @@ class StepLog:
         metrics |= {
             "n_samples": float(entry.n_samples),
             "n_tokens": float(entry.n_tokens),
-            "bytes/data": float(entry.bytes_received),
+            "bytes/data": float(entry.data_bytes),
+            "bytes/params": float(entry.params_bytes),
         }
         return metrics
 
     def _entry(self, step: int) -> _StepEntry:
         return self._steps.setdefault(step, _StepEntry())
+
+
+def _note_memory(entry: _StepEntry, rank: int, memory_gb: float) -> None:
+    if memory_gb > 0:
+        entry.memory_gb[rank] = max(memory_gb, entry.memory_gb.get(rank, 0.0))

@@ -22,8 +22,10 @@ from realrl.sched.messages import (
     Heartbeat,
     Initialize,
     LoadSamples,
+    MoveRows,
     Request,
     RunCall,
+    RunHooks,
     SaveCheckpoint,
     Shutdown,
 )
@@ -219,6 +221,10 @@ def describe(request: Request) -> str:
     match request:
         case RunCall(call=call):
             return call
+        case MoveRows(call=call):
+            return f"moving rows for {call}"
+        case RunHooks(call=call, when=when):
+            return f"hooks {when} {call}"
         case Initialize():
             return "starting"
         case LoadSamples():

@@ -116,6 +116,19 @@ def test_dry_run_prints_the_plan(capsys: pytest.CaptureFixture[str], workplace: 
     assert list(workplace.iterdir()) == []
 
 
+def test_dry_run_says_which_parameters_move(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("cluster=eight_workers", "allocation=eight_meshes", "allocation.offload=[ref]")
+    code, out, err = call(capsys, "run", "ppo", "preset=tiny", "--dry-run", *overrides)
+    assert (code, err) == (0, "")
+    rows = {re.split(" {2,}", line)[0]: re.split(" {2,}", line)[1:] for line in out.splitlines()}
+    assert rows["before actor_gen"][:3] == ["actor", "d2t1p2@0:0-3", "d4t1p2@0:0-7"]
+    assert rows["before critic_inf"][:3] == ["critic", "d2t1p2@0:4-7", "d2t1p1@0:0-1"]
+    moved, most = rows["before critic_inf"][3:]
+    assert float(moved.removesuffix(" MB")) == pytest.approx(2 * float(most.removesuffix(" MB")))  # two whole models
+    assert rows["after ref_inf"][:2] == ["ref to host memory", "d1t1p4@0:4-7"]
+    assert "[4, 5, 6, 7]" in rows["pp"][0]
+
+
 def test_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--dry-run", "ppo", "preset=tiny"], ["ppo", "--dry-run", "preset=tiny"]):
         code, out, _ = call(capsys, "run", *arguments)
@@ -204,14 +217,24 @@ def test_config_prints_values(capsys: pytest.CaptureFixture[str]) -> None:
             ["run", "ppo", "preset=tny"],
             ["preset=tny: no such preset; choose from quickstart, tiny. Did you mean 'tiny'?"],
         ),
-        (["run", "ppo", "cluster=x"], ["cluster=x: no such cluster; choose from gpu_node, two_workers"]),
+        (["run", "ppo", "cluster=x"], ["cluster=x: no such cluster; choose from eight_workers, gpu_node, two_workers"]),
         (["run", "ppo", "steps=-1", "sede=1"], ["2 things are wrong", "steps=-1: must be", "Did you mean 'seed'?"]),
         (["run", "rw", "generation.top_k=1"], ["generation.top_k=1: has no effect: 'rw' has no generate call"]),
+        (["run", "sft", "min_n_seqs=4"], ["min_n_seqs=4: has no effect: all calls of 'sft' train"]),
         (["run", "rw", "+generation={top_k: 1}"], ["has no effect: 'rw' has no generate call"]),
         (["run", "ppo", "dataset.max_answer_tokens=1"], ["has no effect: the dataset of 'ppo' holds prompts"]),
         (["run", "ppo", "allocation=splt"], ["splt", "Did you mean 'split'?"]),
         (["run", "ppo", "allocation.calls.actor_gn=d1"], ["there is no call 'actor_gn'", "Did you mean 'actor_gen'"]),
         (["run", "ppo", "allocation=d2"], ["d2"]),
+        (
+            ["run", "ppo", "--dry-run", "cluster=eight_workers", "allocation=p8"],
+            ["pp=8 does not fit a model of 4 layers", "allocation.calls.actor_gen=d2t1p4@0:0-7"],
+        ),
+        (
+            ["run", "ppo", "cluster=eight_workers", "allocation=t8"],
+            ["tp=8 does not fit", "4 attention heads", "d2t4p1"],
+        ),
+        (["run", "ppo", "allocation.offload=[reff]"], ["there is no role 'reff'", "Did you mean 'ref'?"]),
         (["run", "ppo", "models.ref.path=/nowhere"], ["models.ref.path=/nowhere: there is no such folder"]),
         (["run", "ppo", "dataset.path=/nowhere.json"], ["dataset.path=/nowhere.json: there is no such file"]),
         (["run", "ppo", "resume=/nowhere"], ["resume=/nowhere: there is no such folder"]),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,8 +31,8 @@ KILLS = [
 def start(tmp_path: Path) -> Iterator[Callable[..., LiveRun]]:
     runs: list[LiveRun] = []
 
-    def starter(*overrides: str) -> LiveRun:
-        runs.append(LiveRun(tmp_path, *overrides))
+    def starter(*overrides: str, experiment: str = "ppo") -> LiveRun:
+        runs.append(LiveRun(tmp_path, *overrides, experiment=experiment))
         return runs[-1]
 
     yield starter
@@ -86,6 +87,62 @@ def test_interrupted(start: Callable[..., LiveRun], signum: signal.Signals, mome
     assert run.errors == f"interrupted by {signum.name}: everything was stopped\n"
     if moment == "saving":
         assert_continues(run)
+
+
+DYING_CRITIC = """
+import dataclasses
+import os
+import signal
+
+from realrl.algo.ppo import PPOCritic
+from realrl.algo.registry import register_interface
+from realrl.discovery import load_experiment
+from realrl.graph.mfc import InterfaceRef
+
+
+@register_interface("dying_critic")
+class DyingCritic(PPOCritic):
+    def state_dict(self):  # asked for when the parameters have just moved to the other device
+        state = super().state_dict()
+        if self._norm.std != 1.0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return state
+
+
+def mfcs(config):
+    return [
+        dataclasses.replace(mfc, interface_impl=InterfaceRef("dying_critic")) if mfc.role == "critic" else mfc
+        for mfc in PPO.mfcs(config)
+    ]
+
+
+PPO = load_experiment("ppo")
+EXPERIMENT = dataclasses.replace(PPO, name="dying", mfcs=mfcs)
+"""
+
+
+def test_a_death_in_the_middle_of_a_reallocation(start: Callable[..., LiveRun], tmp_path: Path) -> None:
+    file = tmp_path / "dying.py"
+    file.write_text(DYING_CRITIC)
+    overrides = ("allocation.calls.critic_inf=d1@0:0", "algorithm.reward_function=realrl.data.tiny:toy_reward")
+    run = start(*overrides, "save.every_steps=0", experiment=str(file))
+    assert run.end() == 1
+    assert run.errors.startswith("error: worker 1 ended (killed by SIGKILL) in the hooks before call 'critic_inf' of")
+    assert "step 2" in run.errors
+    assert "waiting for it: worker 0 (critic_inf)" in run.errors
+    assert "Traceback" not in run.errors
+    assert len(run.errors.splitlines()) <= 24
+
+
+def test_a_death_while_others_wait_in_a_collective(start: Callable[..., LiveRun]) -> None:
+    run = start("allocation=t2")
+    run.wait_for("step")
+    os.kill(run.pid("worker 1"), signal.SIGSTOP)
+    time.sleep(1.0)  # worker 0 gets as far as it can alone
+    os.kill(run.pid("worker 1"), signal.SIGKILL)
+    assert run.end() == 1
+    assert run.errors.startswith("error: worker 1 ended (killed by SIGKILL) ")
+    assert "Traceback" not in run.errors
 
 
 @pytest.mark.slow

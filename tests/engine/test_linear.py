@@ -3,7 +3,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from realrl.engine.linear import can_pack, fuse_gated, fuse_linears, fuse_weight
+from realrl.engine import linear as linear_module
+from realrl.engine.linear import can_pack, fuse_gated, fuse_linears, fuse_weight, packing_pays
 
 CPU = torch.device("cpu")
 
@@ -19,7 +20,7 @@ def test_packed_and_plain_kernels_agree(dtype, n_rows, bias):
     x, residual = torch.randn(n_rows, 48, dtype=dtype), torch.randn(n_rows, 48, dtype=dtype)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     with torch.inference_mode():
-        plain, packed = (fuse_linears(linears, pack=pack) for pack in (False, True))
+        plain, packed = (fuse_linears(linears, dtype=dtype, pack=pack) for pack in (False, True))
         expected = torch.cat([layer(x) for layer in linears], dim=-1)
         torch.testing.assert_close(plain(x, None), expected, **tolerance)
         torch.testing.assert_close(packed(x, None), expected, **tolerance)
@@ -37,7 +38,9 @@ def test_gated_layers_are_silu_of_one_times_the_other(dtype, pack, bias):
     x = torch.randn(7, 48, dtype=dtype)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
     with torch.inference_mode():
-        torch.testing.assert_close(fuse_gated(gate, up, pack=pack)(x), F.silu(gate(x)) * up(x), **tolerance)
+        torch.testing.assert_close(
+            fuse_gated(gate, up, dtype=dtype, pack=pack)(x), F.silu(gate(x)) * up(x), **tolerance
+        )
 
 
 def test_the_plain_kernel_neither_copies_a_single_weight_nor_changes_the_residual():
@@ -54,3 +57,13 @@ def test_the_plain_kernel_neither_copies_a_single_weight_nor_changes_the_residua
 def test_only_cpus_pack():
     assert not can_pack(torch.device("cuda"), torch.float32)
     assert not can_pack(CPU, torch.float64)
+
+
+@pytest.mark.parametrize(("has_avx512", "most_rows"), [(True, 10**6), (False, 24)])
+def test_without_avx512_packing_pays_for_few_rows_only(has_avx512, most_rows, monkeypatch):
+    monkeypatch.setattr(linear_module, "HAS_AVX512", has_avx512)
+    monkeypatch.setattr(linear_module, "can_pack", lambda device, dtype: True)
+    assert packing_pays(CPU, torch.float32, most_rows)
+    assert packing_pays(CPU, torch.float32, most_rows + 1) == has_avx512
+    monkeypatch.setattr(linear_module, "can_pack", lambda device, dtype: False)
+    assert not packing_pays(CPU, torch.float32, 1)

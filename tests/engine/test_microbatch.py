@@ -40,3 +40,12 @@ def test_parts_in_order_are_balanced_up_to_one_sample_at_each_end(n_samples: int
     share = batch.n_rows("input_ids") / n_mbs
     for part in split_in_order(batch, MicroBatching(n_mbs=n_mbs)):
         assert part.n_rows("input_ids") <= share + 2 * longest
+
+
+def test_a_call_that_leaves_the_number_open() -> None:
+    batch = make_batch(6)
+    for split in (split_balanced, split_in_order):
+        assert len(split(batch, MicroBatching(), default=4)) == 4
+        assert len(split(batch, MicroBatching(), default=9)) == 6
+        assert len(split(batch, MicroBatching(n_mbs=2), default=4)) == 2
+        assert len(split(batch, MicroBatching(max_tokens_per_mb=10**6), default=4)) == 1

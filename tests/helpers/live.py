@@ -28,13 +28,14 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 class LiveRun:
-    """``realrl run ppo`` with two workers and a checkpoint after every step, without end."""
+    """``realrl run`` of PPO with two workers and a checkpoint after every step, without end."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, experiment: str = "ppo") -> None:
         self.run_dir = folder / "run"
         self._output, self._errors = folder / "stdout.txt", folder / "stderr.txt"
         self._mark = secrets.token_hex(8)
-        command = [sys.executable, "-m", "realrl", "run", "ppo", *SMALL, *TWO_WORKERS, f"run_dir={self.run_dir}"]
+        command = [sys.executable, "-m", "realrl", "run", experiment, *SMALL, *TWO_WORKERS]
+        command += [f"run_dir={self.run_dir}"]
         command += ["steps=100000", "save.every_steps=1", *overrides]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _MARK: self._mark}
         with self._output.open("wb") as output, self._errors.open("wb") as errors:

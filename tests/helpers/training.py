@@ -11,6 +11,8 @@ from realrl.config.schema import OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine.groups import ALONE, Communicator
 from realrl.engine.native import NativeEngine
+from realrl.engine.parallel import Parallel
+from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.config import DecoderConfig, HeadKind
 from realrl.model.init import random_model
 from realrl.sched.messages import KeySchema, Per
@@ -52,7 +54,7 @@ def make_engine(
     return NativeEngine(
         decoder,
         role="actor",
-        dp=dp,
+        parallel=Parallel(dp=dp, strategy=ParallelStrategy(dp=dp.n_ranks)),
         optimizer=optimizer,
         total_optimizer_steps=n_steps,
         compute_dtype=compute_dtype,

@@ -209,7 +209,7 @@ def test_unsupported_architecture_names_the_closest(folder: Path) -> None:
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"vocab_size": 62}, r"'model.embed_tokens.weight' has shape \[61, 128\], config.json asks for \[62, 128\]"),
         ({"num_hidden_layers": 2}, "holds the tensor 'model.layers.2.* config.json does not call for"),
-        ({"num_hidden_layers": 4}, "lacks 9 tensors, the first is 'model.layers.3.input_layernorm.weight'"),
+        ({"num_hidden_layers": 5}, "lacks 9 tensors, the first is 'model.layers.4.input_layernorm.weight'"),
     ],
 )
 def test_config_that_does_not_fit(folder: Path, changes: dict[str, object], said: str) -> None:

@@ -1,5 +1,8 @@
 """Which devices each call gets."""
 
+import dataclasses
+import types
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,8 +10,16 @@ from hypothesis import strategies as st
 from realrl.config.schema import AllocationConfig
 from realrl.errors import AllocationError
 from realrl.graph.build import build_graph, calls
-from realrl.mesh.device_mesh import Cluster
-from realrl.plan.allocation import check_supported, divide_cluster, plan_allocations, split_roles
+from realrl.graph.mfc import ModelName, ParamReallocHook
+from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy, legal_meshes
+from realrl.plan.allocation import (
+    check_meshes,
+    check_shapes,
+    check_supported,
+    divide_cluster,
+    plan_allocations,
+    split_roles,
+)
 from tests.graph.examples import DATASET_KEYS, ppo, seventeen, sft
 
 PPO = build_graph(ppo(), ["prompt_ids"])
@@ -111,16 +122,6 @@ def test_overrides_take_the_place_of_the_mode():
         ("data", {"ref_inf": "d2@0:1-2"}, r"allocation.calls.ref_inf: [\s\S]*nearest mesh is"),
         ("data", {"ref_inf": "d2@0:0-1!"}, r"allocation.calls.ref_inf: .*at '!'"),
         ("manual", {mfc.name: "d4" for mfc in calls(PPO)}, r"allocation.calls.actor_gen: .*no '@' and mesh"),
-        ("d2t2", {}, r"call 'actor_gen' has strategy d2t2p1, but .*data-parallel calls only[\s\S]*is d4t1p1@0:0-3"),
-        ("tensor", {}, r"strategy d1t4p1"),
-        ("pipeline", {}, r"strategy d1t1p4"),
-        ("d4s", {}, r"strategy d4t1p1s"),
-        (
-            "data",
-            {"actor_gen": "d2@0:0-1"},
-            r"calls 'actor_train' and 'actor_gen' of role 'actor' run on different meshes"
-            r"[\s\S]*allocation.calls.actor_gen=d4t1p1@0:0-3",
-        ),
     ],
 )
 def test_refusals(mode, by_call, message):
@@ -150,7 +151,151 @@ def test_too_few_streamed_samples():
         texts(graph, "data", Cluster(4, 8))
 
 
-def test_support_is_one_separate_check():
+# ---------------------------------------------------------------- what runs now
+
+
+def test_modes_of_model_parallelism():
+    assert set(texts(PPO, "tensor").values()) == {"d1t4p1@0:0-3"}
+    assert set(texts(PPO, "pipeline").values()) == {"d1t1p4@0:0-3"}
+    assert set(texts(PPO, "d2t2s").values()) == {"d2t2p1s@0:0-3"}
+
+
+TABLE = {
+    "actor_gen": "d4t1p2@0:0-7", "critic_inf": "d2@0:0-1", "rew_inf": "p2@0:2-3", "ref_inf": "p4@0:4-7",
+    "critic_train": "d2p2@0:4-7", "actor_train": "d2p2@0:0-3",
+}  # fmt: skip
+
+
+def test_every_call_on_a_mesh_of_its_own():
+    plan = plan_allocations(PPO, config("manual", **TABLE), Cluster(1, 8), heads={"reward": "none"})
+    assert [str(plan[name]) for name in ("actor_gen", "rew_inf")] == ["d4t1p2@0:0-7", "d1t1p2@0:2-3"]
+
+
+def test_heuristic_keeps_roles_that_cannot_feed_all_devices_on_blocks_of_their_own():
+    mfcs = [dataclasses.replace(mfc, n_minibatches=1) for mfc in ppo(8)]
+    mfcs = [dataclasses.replace(mfc, min_n_seqs=2) if mfc.role in ("ref", "reward") else mfc for mfc in mfcs]
+    found = texts(build_graph(mfcs, ["prompt_ids"]), "heuristic", Cluster(1, 8))
+    assert found["actor_gen"] == found["actor_train"] == found["critic_inf"] == "d8t1p1@0:0-7"
+    assert (found["rew_inf"], found["ref_inf"]) == ("d2t1p1@0:0-1", "d2t1p1@0:2-3")
+    one = build_graph([dataclasses.replace(sft()[0], n_seqs=9)], DATASET_KEYS["sft"])
+    assert texts(one, "heuristic", Cluster(3, 4)) == {"sft_train": "d8t1p1@0-1"}
+
+
+@given(st.integers(1, 3), st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 40), st.integers(1, 4))
+def test_heuristic_always_gives_a_legal_plan(n_nodes, n_devices_per_node, n_seqs, n_minibatches):
+    mfcs = [
+        dataclasses.replace(mfc, n_seqs=n_seqs, n_minibatches=min(n_minibatches, n_seqs) if mfc.is_train else 1)
+        for mfc in ppo()
+    ]
+    graph = build_graph(mfcs, ["prompt_ids"])
+    plan = plan_allocations(graph, config("heuristic"), Cluster(n_nodes, n_devices_per_node))
+    for mfc in calls(graph):
+        assert plan[mfc.name] == next(plan[other.name] for other in calls(graph) if other.role == mfc.role)
+
+
+# ---------------------------------------------------------------- what does not
+
+
+def test_meshes_of_nodes_that_overlap_in_part():
+    cluster = Cluster(3, 2)
+    with pytest.raises(AllocationError) as caught:
+        texts(PPO, "data", cluster, actor_gen="d4@0-1", ref_inf="d4@1-2")
+    assert "calls 'actor_gen' and 'ref_inf' have meshes '0-1' and '1-2', which overlap, but" in str(caught.value)
+    nearest = caught.value.remedy.partition("ref_inf=")[2].rstrip(".")
+    texts(PPO, "data", cluster, actor_gen="d4@0-1", ref_inf=nearest)
+    assert caught.value.call == "ref_inf"
+
+
+@given(st.integers(1, 9), st.data())
+def test_meshes_inside_a_node_always_nest(n_devices, data):
+    mesh = st.sampled_from(list(legal_meshes(Cluster(1, n_devices))))
+    plan = {name: Allocation(m, ParallelStrategy(tp=m.n_devices)) for name in PPO for m in [data.draw(mesh)]}
+    check_meshes(PPO, plan)
+
+
+def with_protocol(protocol, call="rew_inf", **changes):
+    mfcs = [dataclasses.replace(mfc, protocol=protocol, **changes) if mfc.name == call else mfc for mfc in ppo()]
+    return build_graph(mfcs, ["prompt_ids"])
+
+
+def test_protocols_that_engines_cannot_serve():
+    graph = with_protocol("DP_PROTO")
+    with pytest.raises(
+        AllocationError,
+        match=r"'rew_inf' has protocol DP_PROTO, which on d2t2p1@0:0-3 gives different samples[\s\S]*3D_PROTO, or d4",
+    ):
+        texts(graph, "data", rew_inf="d2t2")
+    assert texts(graph, "data", rew_inf="d4")
+    plan_allocations(graph, config("data", rew_inf="d2t2"), NODE, heads={"reward": "none"})
+    with pytest.raises(AllocationError, match=r"'critic_train' has protocol ONE_TO_ALL, .* train on it more than once"):
+        texts(with_protocol("ONE_TO_ALL", "critic_train"), "data")
+    assert texts(with_protocol("ONE_TO_ALL", "critic_train"), "tensor")
+    with pytest.raises(AllocationError, match=r"call 'actor_gen': protocol 3D_ALL_MICRO_DP needs replicas"):
+        texts(with_protocol("3D_ALL_MICRO_DP", "actor_gen"), "d4", actor_gen="d1t4")
+    assert texts(with_protocol("3D_ALL_MICRO_DP", "actor_gen"), "t4", actor_gen="d2t2")
+    graph = build_graph([dataclasses.replace(mfc, protocol="DP_PROTO") for mfc in ppo(2)[:1]], ["prompt_ids"])
+    with pytest.raises(AllocationError, match=r"n_seqs=2, fewer than its 4 data-parallel ranks"):
+        texts(graph, "data")
+
+
+def test_hook_of_a_role_without_parameters():
+    hook = ParamReallocHook(target=ModelName("reward"), eta=0.5)
+    mfcs = [dataclasses.replace(mfc, post_hooks=(hook,)) if mfc.name == "actor_train" else mfc for mfc in ppo()]
+    with pytest.raises(AllocationError, match=r"hook of call 'actor_train' .* but 'reward' has none"):
+        plan_allocations(build_graph(mfcs, ["prompt_ids"]), config("data"), NODE, heads={"reward": "none"})
+
+
+SHAPE = types.SimpleNamespace(
+    vocab_size=40, hidden_size=24, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=4, intermediate_size=48,
+    tied_embeddings=True, attention_bias=False, mlp_bias=False, head="lm", dtype="float32",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message", "nearest"),
+    [
+        (
+            "t4",
+            r"call 'ref_inf' of role 'ref' runs on d1t4p1@0:0-3, but tp=4 .* divide the 6 attention heads",
+            "d2t2p1",
+        ),
+        ("p4", r"pp=4 does not fit a model of 3 layers", "d2t1p2"),
+        ("d1t1p4s", r"pp=4", "d2t1p2"),
+        ("d2t2", None, None),
+        ("d4", None, None),
+    ],
+)
+def test_models_that_cannot_be_cut_so(strategy, message, nearest):
+    plan = plan_allocations(PPO, config("data", ref_inf=strategy), NODE)
+    if message is None:
+        check_shapes(PPO, plan, {"ref": SHAPE})
+        return
+    check_shapes(PPO, plan, {"actor": SHAPE})
+    with pytest.raises(AllocationError, match=message) as caught:
+        check_shapes(PPO, plan, {"ref": SHAPE})
+    assert caught.value.remedy == f"The nearest legal one: allocation.calls.ref_inf={nearest}@0:0-3."
+    assert caught.value.call == "ref_inf"
+
+
+@given(
+    st.integers(1, 6), st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([1, 2, 3, 8]), st.sampled_from([2, 4, 8])
+)
+def test_the_suggested_cut_is_legal(n_layers, n_kv_heads, groups, n_devices):
+    shape = types.SimpleNamespace(
+        **{**vars(SHAPE), "n_layers": n_layers, "n_heads": n_kv_heads * groups, "n_kv_heads": n_kv_heads}
+    )
+    cluster = Cluster(1, n_devices)
+    for strategy in (f"t{n_devices}", f"p{n_devices}", f"t{n_devices // 2}p2"):
+        plan = plan_allocations(PPO, config("data", ref_inf=strategy), cluster)
+        try:
+            check_shapes(PPO, plan, {"ref": shape})
+        except AllocationError as err:
+            nearest = err.remedy.partition("ref_inf=")[2].rstrip(".")
+            again = plan_allocations(PPO, config("data", ref_inf=nearest), cluster)
+            check_shapes(PPO, again, {"ref": shape})
+
+
+def test_all_checks_of_a_plan_in_one():
     plan = plan_allocations(PPO, config("data"), NODE)
     check_supported(PPO, plan)
 

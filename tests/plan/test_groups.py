@@ -11,7 +11,17 @@ from realrl.mesh.notation import parse_allocation
 from realrl.plan.groups import GroupKind, group_of, process_groups
 
 CLUSTER = Cluster(2, 8)
-TEXTS = ["d2t2p2@1:0-7", "d8@1:0-7", "d4t2@0:0-7", "d2t2@0:4-7", "d1@0:0", "d8t2@0-1", "d2t2s@0:4-7"]
+TEXTS = [
+    "d2t2p2@1:0-7",
+    "d2p4@0:0-7",
+    "t2p4@0:0-7",
+    "d8@1:0-7",
+    "d4t2@0:0-7",
+    "d2t2@0:4-7",
+    "d1@0:0",
+    "d8t2@0-1",
+    "d2t2s@0:4-7",
+]
 
 
 def of_kind(groups, kind):
@@ -27,6 +37,7 @@ def test_the_example_of_the_second_node():
     assert of_kind(groups, GroupKind.PP) == [[8, 12], [9, 13], [10, 14], [11, 15]]
     assert of_kind(groups, GroupKind.TP) == [[8, 9], [10, 11], [12, 13], [14, 15]]
     assert of_kind(groups, GroupKind.DP) == [[8, 10], [9, 11], [12, 14], [13, 15]]
+    assert of_kind(groups, GroupKind.TIED) == [[8, 12], [9, 13], [10, 14], [11, 15]]
     assert allocation.mesh.global_rank_of == {0: 8, 1: 9, 2: 10, 3: 11, 4: 12, 5: 13, 6: 14, 7: 15}
 
 
@@ -47,6 +58,17 @@ def test_invariants(texts, random):
         found = {group_of(groups, kind, allocation, rank) for rank in allocation.ranks}
         assert sorted(rank for group in found for rank in group.ranks) == list(allocation.ranks)
         assert {group.n_ranks for group in found} == {size}
+    for allocation in allocations:
+        s = allocation.strategy
+        ends = [r for i, r in enumerate(allocation.ranks) if s.pp > 1 and s.coordinates(i)[0] in (0, s.pp - 1)]
+        tied = {group_of(groups, GroupKind.TIED, allocation, rank) for rank in ends}
+        assert sorted(rank for group in tied for rank in group.ranks) == ends
+        for group in tied:
+            pipeline = group_of(groups, GroupKind.PP, allocation, group.ranks[0])
+            assert group.ranks == (pipeline.ranks[0], pipeline.ranks[-1])
+        for rank in set(allocation.ranks) - set(ends):
+            with pytest.raises(LookupError, match="no tied group"):
+                group_of(groups, GroupKind.TIED, allocation, rank)
 
 
 def test_finding_groups():

@@ -50,24 +50,14 @@ def test_by_budget_example():
     assert partition_by_budget([], 5) == []
 
 
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 4), st.booleans(), st.data())
-def test_minibatches(token_counts, n_minibatches, equal_count, data):
-    ids = [f"1/{i}" for i in range(len(token_counts))]
-    dp_sizes = data.draw(st.lists(st.integers(1, 4), min_size=2, max_size=3))
-    splits = [split_minibatches(ids, token_counts, n_minibatches, dp, equal_count=equal_count) for dp in dp_sizes]
-    members = []
-    for dp_size, split in zip(dp_sizes, splits, strict=True):
-        shares = [share for minibatch in split for share in minibatch]
-        assert sorted(i for share in shares for i in share) == sorted(ids)
-        assert all(share == sorted(share, key=ids.index) for share in shares)
-        assert [len(minibatch) for minibatch in split] == [dp_size] * n_minibatches
-        members.append([sorted(i for share in minibatch for i in share) for minibatch in split])
-        sizes = [len(minibatch) for minibatch in members[-1]]
-        assert max(sizes) - min(sizes) <= 1
-        assert all(shares) or len(ids) < n_minibatches * dp_size
-        if equal_count:
-            assert all(max(map(len, m)) - min(map(len, m)) <= 1 for m in split)
-    assert all(found == members[0] for found in members), "membership depends on dp"
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 4))
+def test_minibatches(token_counts, n_minibatches):
+    split = split_minibatches(token_counts, n_minibatches)
+    assert len(split) == n_minibatches
+    assert sorted(i for minibatch in split for i in minibatch) == list(range(len(token_counts)))
+    assert all(minibatch == sorted(minibatch) for minibatch in split)
+    sizes = [len(minibatch) for minibatch in split]
+    assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,48 @@ def test_ppo_on_two_devices() -> None:
     assert plan.samples_per_step == 32
 
 
+def test_parameters_live_where_they_are_trained() -> None:
+    ppo = load_experiment("ppo")
+    calls = {"actor_gen": "d2@0:0-1", "critic_inf": "d1@0:0"}
+    settings = {"allocation": {"mode": "t2", "calls": calls}, "cluster": {"n_devices_per_node": 2}}
+    plan = plan_run(config(ppo, **settings), ppo)
+    assert str(plan.home_of("actor")) == "d1t2p1@0:0-1"
+    assert [str(a) for a in plan.allocations_of("actor")] == ["d1t2p1@0:0-1", "d2t1p1@0:0-1"]
+    assert [str(a) for a in plan.allocations_of("critic")] == ["d1t2p1@0:0-1", "d1t1p1@0:0"]
+    assert plan.role_ranks("critic") == (0, 1)
+    assert plan.changed_roles == {"actor", "critic"}
+    assert {name for name, hooks in plan.hooks.items() if hooks.before} == {"actor_gen", "critic_inf"}
+
+
+def test_a_reward_function_has_no_home() -> None:
+    ppo = load_experiment("ppo")
+    options = ppo.options(reward_function="realrl.data.tiny:toy_reward")
+    settings = {"cluster": {"n_devices_per_node": 2}, "allocation": {"mode": "t2"}}
+    plan = plan_run(config(ppo, **settings).model_copy(update={"algorithm": options}), ppo)
+    assert plan.home_of("reward") is None
+    assert [str(a) for a in plan.allocations_of("reward")] == ["d1t2p1@0:0-1"]
+
+
+def test_roles_are_offloaded_after_their_last_call() -> None:
+    ppo = load_experiment("ppo")
+    plan = plan_run(config(ppo, allocation={"offload": ("critic", "ref")}), ppo)
+    offloads = {name: [hook.role for hook in hooks.after] for name, hooks in plan.hooks.items() if hooks.after}
+    assert offloads == {"critic_train": ["critic"], "ref_inf": ["ref"]}
+    with pytest.raises(ConfigError, match=r"no role 'rev'.*\n.*Did you mean 'ref'"):
+        plan_run(config(ppo, allocation={"offload": ("rev",)}), ppo)
+
+
+def test_only_calls_that_do_not_train_stream() -> None:
+    ppo = load_experiment("ppo")
+    plan = plan_run(config(ppo, min_n_seqs=4), ppo)
+    assert {mfc.name: mfc.min_n_seqs for mfc in plan.mfcs if mfc.is_train} == dict.fromkeys(
+        ("actor_train", "critic_train")
+    )
+    assert {mfc.min_n_seqs for mfc in plan.mfcs if not mfc.is_train} == {4}
+    plan = plan_run(config(ppo, min_n_seqs=400), ppo)
+    assert {mfc.min_n_seqs for mfc in plan.mfcs if not mfc.is_train} == {32}
+
+
 @pytest.mark.parametrize(
     ("roles", "message"),
     [

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from realrl.errors import AssetError
-from realrl.runtime.state_file import load_state, save_state
+from realrl.errors import AssetError, TransportError
+from realrl.runtime.state_file import decode_state, encode_state, load_state, save_state
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -47,3 +47,18 @@ def test_a_torn_file_is_named(tmp_path: Path) -> None:
         load_state(path)
     with pytest.raises(AssetError, match=r"gone\.safetensors cannot be read"):
         load_state(tmp_path / "gone.safetensors")
+
+
+def test_messages_hold_the_same() -> None:
+    state = {"version": 2, "norm": {"mean": 0.1 + 0.2, "history": torch.arange(5)}, "empty": {}}
+    back = decode_state(encode_state(state))
+    assert back.keys() == state.keys()
+    assert (back["version"], back["norm"]["mean"], back["empty"]) == (2, 0.1 + 0.2, {})
+    assert torch.equal(back["norm"]["history"], torch.arange(5))
+
+
+def test_a_torn_message_is_named() -> None:
+    message = encode_state({"x": torch.ones(10)})
+    for torn in (message[:-1], message[:5], b""):
+        with pytest.raises(TransportError, match=f"a message of {len(torn)} bytes was expected to hold state"):
+            decode_state(torn)

@@ -17,10 +17,12 @@ from realrl.sched.messages import (
     Heartbeat,
     Hello,
     Initialize,
+    MoveRows,
     Ready,
     Reply,
     Request,
     RunCall,
+    RunHooks,
     SaveCheckpoint,
     Shutdown,
     WorkerFailed,
@@ -79,6 +81,19 @@ def test_what_a_call_raises_becomes_a_failure(action: Callable[[], object], erro
     assert (failed.error, failed.exit_code) == (error, exit_code)
     assert failed.traceback == "" or "test_worker_loop.py" in failed.traceback
     assert (failed.traceback == "") == (error == "DataError")  # a deliberate error explains itself
+
+
+@pytest.mark.parametrize("request_", [RunHooks(1, 0, "actor_gen", 4, "before"), MoveRows(1, 0, "actor_gen", 4, (), ())])
+def test_what_moves_for_a_call_fails_in_its_name(request_: Request) -> None:
+    class Broken(ScriptedHost):
+        def handle(self, request: Request) -> Sequence[Reply]:
+            if isinstance(request, RunHooks | MoveRows):
+                raise RuntimeError("Connection closed by peer")
+            return super().handle(request)
+
+    (failed,) = loop_around(Broken({})).execute(request_)
+    assert isinstance(failed, WorkerFailed)
+    assert (failed.call, failed.step, failed.error) == ("actor_gen", 4, "RuntimeError")
 
 
 def test_a_deliberate_error_brings_the_traceback_of_its_cause_and_its_samples(caplog: pytest.LogCaptureFixture) -> None:

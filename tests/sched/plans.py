@@ -1,9 +1,12 @@
 """Random and hand-made inputs of the master."""
 
+import dataclasses
+
 from hypothesis import strategies as st
 
+from realrl.errors import GraphError
 from realrl.graph.build import build_graph, dataset_keys
-from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy, legal_meshes
 from realrl.sched.master_plan import MasterPlan, schedule_calls
 
@@ -58,7 +61,7 @@ def ppo(n_seqs=8, *, max_staleness=0, gen_n_seqs=None, min_n_seqs=None, n_miniba
 
 @st.composite
 def plans(draw, max_staleness=2):
-    """Any graph of one to six calls, on any meshes of up to four devices, with any limits."""
+    """Any graph of one to six calls, on any meshes of up to four devices, with any limits, hooks and protocols."""
     cluster = draw(st.sampled_from([Cluster(1, 1), Cluster(1, 2), Cluster(1, 4), Cluster(2, 2)]))
     step_size = draw(st.sampled_from([4, 6, 8]))
     divisors = [n for n in range(1, step_size + 1) if step_size % n == 0]
@@ -80,14 +83,48 @@ def plans(draw, max_staleness=2):
         n_seqs = draw(st.sampled_from(divisors))
         n_minibatches = draw(st.integers(1, min(n_seqs, 3)))
         mfcs.append(MFCDef(f"train_{role}", role, TRAIN, "x", reads, n_seqs=n_seqs, n_minibatches=n_minibatches))
+    mfcs = draw(with_hooks(mfcs))
     allocations = {}
     for mfc in mfcs:
         mesh = draw(st.sampled_from(list(legal_meshes(cluster))))
         smallest = min(mfc.n_seqs // mfc.n_minibatches, mfc.min_n_seqs or mfc.n_seqs)
         allocations[mfc.name] = Allocation(mesh, draw(st.sampled_from(strategies_of(mesh.n_devices, smallest))))
+    mfcs = [draw(with_protocol(mfc, allocations[mfc.name])) for mfc in mfcs]
     return make_plan(
         draw(st.permutations(mfcs)), allocations, cluster, n_steps=draw(st.integers(1, 4)),
         dataset_rank=draw(st.integers(0, cluster.n_devices - 1)), shuffle=draw(st.booleans()),
         save_every_steps=draw(st.integers(0, 2)), save_at_end=draw(st.booleans()),
-        checkpoint_directory="saves/.step_{step}.partial",
+        checkpoint_directory="saves/.step_{step}.partial", moves_rows=draw(st.booleans()),
     )  # fmt: skip
+
+
+@st.composite
+def with_hooks(draw, mfcs):
+    """The same calls with some hooks, as many as do not contradict each other."""
+    roles = sorted({mfc.role for mfc in mfcs})
+    for _ in range(draw(st.integers(0, 3))):
+        i = draw(st.integers(0, len(mfcs) - 1))
+        role, eta = ModelName(draw(st.sampled_from(roles))), draw(st.sampled_from([0.1, 1.0]))
+        hook = draw(
+            st.sampled_from(
+                [OffloadHook(), ParamReallocHook(source=role, eta=eta), ParamReallocHook(target=role, eta=eta)]
+            )
+        )
+        side = draw(st.sampled_from(["pre_hooks", "post_hooks"]))
+        changed = list(mfcs)
+        changed[i] = dataclasses.replace(mfcs[i], **{side: (*getattr(mfcs[i], side), hook)})
+        try:
+            build_graph(changed, ["prompt_ids"])
+        except GraphError:
+            continue
+        mfcs = changed
+    return mfcs
+
+
+@st.composite
+def with_protocol(draw, mfc, allocation):
+    """The call with a protocol that gives every rank a sample."""
+    smallest = min(mfc.n_seqs // mfc.n_minibatches, mfc.min_n_seqs or mfc.n_seqs)
+    names = ["3D_PROTO", "ONE_TO_ALL", "3D_PP_ONLY"]
+    names += ["DP_PROTO", "ALL_TO_ALL"] if allocation.mesh.n_devices <= smallest else []
+    return mfc if mfc.is_train else dataclasses.replace(mfc, protocol=draw(st.sampled_from(names)))

@@ -1,7 +1,8 @@
 """A cluster in one thread: ranks that execute what the master sends, in any order that a real cluster could show.
 
-Each rank executes its requests in order, through the real `WorkerState`. A RunCall is a rendezvous: a rank enters it,
-and can end it only after every rank of the mesh entered the same dispatch. Replies of one rank arrive in order, those
+Each rank executes its requests in order, through the real `WorkerState`. RunCall, RunHooks and MoveRows are rendezvous:
+a rank enters one, and can end it only after every rank that was sent the same part entered it. Parameters are numbers:
+how often they were trained, or written by a hook. Replies of one rank arrive in order, those
 of different ranks in any order. Which of all possible actions comes next is drawn from a seed. Whatever a correct
 master must never do is checked on the way.
 """
@@ -12,6 +13,8 @@ import random
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
+from realrl.plan.hooks import Realloc
+from realrl.sched.dispatch import PartKind
 from realrl.sched.events import (
     Abort,
     CheckpointCommitted,
@@ -30,12 +33,16 @@ from realrl.sched.messages import (
     FreeSamples,
     Goodbye,
     Hello,
+    HooksDone,
     Initialize,
     KeySchema,
     LoadSamples,
+    MoveRows,
     Per,
     Ready,
+    RowsMoved,
     RunCall,
+    RunHooks,
     SampleMeta,
     SamplesFreed,
     SamplesLoaded,
@@ -46,6 +53,7 @@ from realrl.sched.messages import (
 from realrl.sched.worker_state import WorkerState
 
 TOKEN = KeySchema("int64", Per.TOKEN)
+PARTS = RunCall | RunHooks | MoveRows
 
 
 @dataclass
@@ -56,7 +64,10 @@ class Rank:
     inbox: deque = field(default_factory=deque)
     replies: deque = field(default_factory=deque)
     store: dict = field(default_factory=lambda: defaultdict(set))
-    n_trained: Counter = field(default_factory=Counter)  # by call
+    home: dict = field(default_factory=dict)  # role -> how often its parameters changed, on the ranks of its home
+    visiting: dict = field(default_factory=dict)  # call -> the same, of parameters that a hook brought for it
+    offloaded: set = field(default_factory=set)
+    positions: list = field(default_factory=list)  # of the parts that it was sent
     has_entered: bool = False
     is_dead: bool = False
 
@@ -80,16 +91,22 @@ class Simulation:
         self.reports, self.checkpoints, self.start = [], {}, None
         self.end = None  # Finish or Abort
         self.commits = deque()
-        self.entered = defaultdict(set)  # dispatch -> ranks
+        self.entered = defaultdict(dict)  # part -> rank -> the parameters in its homes then
+        self.position = {}  # part -> in the order of sending
+        self.sent = defaultdict(dict)  # part -> rank -> request
+        self.answered = defaultdict(set)  # part -> ranks whose reply the master has
+        for call in plan.calls:
+            for rank in () if call.hooks.home is None else call.hooks.home.ranks:
+                self.ranks[rank].home[call.role] = 0
         self.order = []  # sample ids as they were loaded
         self.index = {}
         self.visible = defaultdict(set)  # sample -> keys that the master knows of
         self.taken = defaultdict(set)  # call -> numbers of the samples that it was sent
         self.n_dispatched = Counter()  # call -> dispatches
         self.dispatch_of = {}  # (call, sample) -> dispatch
-        self.done_ranks = defaultdict(set)  # dispatch -> ranks whose CallDone the master has
         self.n_done = Counter()  # call -> dispatches that the master knows to be done
         self.versions_read = defaultdict(set)  # (call, step) -> versions of its role on its ranks
+        self.versions_moved = defaultdict(set)  # (call, step, target) -> versions of the source that a hook wrote there
 
     # ------------------------------------------------------------ driving
 
@@ -142,12 +159,15 @@ class Simulation:
         if isinstance(event, SamplesLoaded):
             for sample_id in event.meta.ids:
                 self.visible[sample_id] |= set(event.meta.seqlens)
-        if isinstance(event, CallDone):
-            if event.output is not None:
-                for sample_id in event.output.ids:
-                    self.visible[sample_id] |= set(event.output.seqlens)
-            self.done_ranks[event.dispatch_id].add(event.rank)
-            self.n_done[event.call] += len(self.done_ranks[event.dispatch_id]) == len(self.calls[event.call].ranks)
+        if isinstance(event, CallDone) and event.output is not None:
+            for sample_id in event.output.ids:
+                self.visible[sample_id] |= set(event.output.seqlens)
+        if isinstance(event, CallDone | HooksDone | RowsMoved):
+            kind = PartKind(event.when) if isinstance(event, HooksDone) else REPLY_KIND[type(event)]
+            self.answered[event.dispatch_id, kind].add(event.rank)
+            parts = [(event.dispatch_id, kind) for kind in PartKind]
+            is_whole = not self.calls[event.call].hooks.after or (event.dispatch_id, PartKind.AFTER) in self.sent
+            self.n_done[event.call] += is_whole and all(self.answered[p] == self.sent[p].keys() for p in parts)
 
     def perform(self, instruction):
         match instruction:
@@ -155,6 +175,13 @@ class Simulation:
                 self.ranks[rank].inbox.append(request)
                 if isinstance(request, LoadSamples):
                     self.check_load(rank, request)
+                if isinstance(request, PARTS):
+                    part = part_of(request)
+                    position = self.position.setdefault(part, len(self.position))
+                    assert not self.entered[part], "a part is sent in two goes"
+                    assert position > max(self.ranks[rank].positions, default=-1), "ranks see parts in different orders"
+                    self.ranks[rank].positions.append(position)
+                    self.sent[part][rank] = request
             case ReportStart():
                 assert self.start is None
                 self.start = instruction
@@ -181,7 +208,7 @@ class Simulation:
         if not r.has_entered:
             return True
         head = r.inbox[0]
-        return not isinstance(head, RunCall) or len(self.entered[head.dispatch_id]) == len(self.calls[head.call].ranks)
+        return not isinstance(head, PARTS) or self.entered[part_of(head)].keys() == self.sent[part_of(head)].keys()
 
     def work(self, rank):
         """The rank begins its oldest request, or ends the one that it began."""
@@ -190,6 +217,8 @@ class Simulation:
         if not r.has_entered:
             assert r.state.begin(request, now_s=float(len(self.events)))
             r.has_entered = True
+            if isinstance(request, PARTS):
+                self.entered[part_of(request)][rank] = dict(r.home)
             if isinstance(request, RunCall):
                 self.enter_call(rank, request)
             return
@@ -212,6 +241,10 @@ class Simulation:
                 return SamplesLoaded(rank, request.seq, meta(request.ids, self.plan.dataset_keys))
             case RunCall():
                 return self.end_call(rank, request)
+            case MoveRows():
+                return self.end_rows(rank, request)
+            case RunHooks():
+                return self.end_hooks(rank, request)
             case FreeSamples():
                 for sample_id in request.ids:
                     assert r.store.pop(sample_id, None), f"rank {rank} has nothing of {sample_id} to free"
@@ -235,22 +268,81 @@ class Simulation:
                 r.store[sample_id].add(transfer.key)
         for sample_id in ids_of(request):
             assert set(call.input_keys) <= r.store[sample_id], "rows are missing"
-        self.entered[request.dispatch_id].add(rank)
-        trainer = next((c for c in self.plan.calls if c.is_train and c.role == call.role), None)
-        if trainer is not None and rank in trainer.ranks:
-            self.versions_read[call.name, request.step].add(r.n_trained[trainer.name])
-        if len(self.entered[request.dispatch_id]) == 1:
+        if call.role in self.homes:
+            is_visiting = call.hooks.home != call.allocation
+            assert (call.name in r.visiting) == is_visiting, "parameters are missing, or in the way"
+            version = r.visiting[call.name] if is_visiting else self.use(rank, call.role)
+            if call.role in self.changing_roles:
+                self.versions_read[call.name, request.step].add(version)
+        if len(self.entered[part_of(request)]) == 1:
             self.check_dispatch(request)
+
+    @property
+    def homes(self):
+        """Role -> home, of the roles that have parameters."""
+        return {call.role: call.hooks.home for call in self.plan.calls if call.hooks.home is not None}
+
+    @property
+    def changing_roles(self):
+        """Roles that are trained, or written by a hook."""
+        hooks = [h for call in self.plan.calls for h in (*call.hooks.before, *call.hooks.after) if not self.is_local(h)]
+        return {call.role for call in self.plan.calls if call.is_train} | {hook.target for hook in hooks}
+
+    def use(self, rank, role):
+        """The parameters in a home are read or written: they come back from the host if they are there."""
+        self.ranks[rank].offloaded.discard(role)
+        return self.ranks[rank].home[role]
+
+    def end_rows(self, rank, request):
+        assert request.sends or request.receives
+        for transfer in request.sends:
+            assert transfer.source == rank
+            assert transfer in self.sent[part_of(request)][transfer.target].receives
+        for transfer in request.receives:
+            assert transfer.target == rank != transfer.source
+            assert transfer in self.sent[part_of(request)][transfer.source].sends
+            for sample_id in transfer.ids:
+                assert transfer.key in self.ranks[transfer.source].store[sample_id], "the source has no such rows"
+                assert transfer.key not in self.ranks[rank].store[sample_id], "the target has these rows"
+                self.ranks[rank].store[sample_id].add(transfer.key)
+        return RowsMoved(rank, request.seq, request.dispatch_id, request.call, request.step, (), 10)
+
+    def end_hooks(self, rank, request):
+        """All ranks of the part are there: what each had in its homes when it came is what the hooks move."""
+        r, hooks = self.ranks[rank], self.calls[request.call].hooks
+        mine = [hook for hook in getattr(hooks, request.when) if rank in hook.ranks]
+        assert mine, "a rank is asked for hooks that do not concern it"
+        for hook in mine:
+            if not isinstance(hook, Realloc):
+                r.offloaded.add(hook.role)
+                continue
+            found = {self.entered[part_of(request)][other][hook.source] for other in hook.source_allocation.ranks}
+            assert len(found) == 1, "the ranks of a home have different versions"
+            if rank in hook.source_allocation.ranks:
+                self.use(rank, hook.source)
+            if rank not in hook.target_allocation.ranks:
+                continue
+            if hook.is_implied:
+                assert request.when == "before"
+                assert request.call not in r.visiting
+                r.visiting[request.call] = found.pop()
+            else:
+                r.home[hook.target] = self.use(rank, hook.target) + 1
+                self.versions_moved[request.call, request.step, hook.target] |= found
+        return HooksDone(
+            rank, request.seq, request.dispatch_id, request.call, request.step, request.when, (), 100, 0.25
+        )
 
     def end_call(self, rank, request):
         call, r = self.calls[request.call], self.ranks[rank]
         output = self.random.choice([None, SampleMeta((), {}, {})])
+        r.visiting.pop(call.name, None)
         if call.is_train:
-            r.n_trained[call.name] += 1
-        elif rank in {call.allocation.output_rank(dp) for dp in range(call.allocation.strategy.dp)}:
-            ids = ids_of(request)
-            output = meta(ids, call.output_keys)
-            for sample_id in ids:
+            assert not request.keeps
+            r.home[call.role] += 1
+        elif request.keeps:
+            output = meta(request.keeps, call.output_keys)
+            for sample_id in request.keeps:
                 r.store[sample_id] |= set(call.output_keys)
         return CallDone(
             rank=rank,
@@ -327,13 +419,16 @@ class Simulation:
             )
             assert (parts[rank].call, parts[rank].step) == (call.name, request.step)
             assert parts[rank].n_steps == self.start.last_step
-        ids = []
-        for dp_rank in range(call.allocation.strategy.dp):
-            members = [parts[rank].minibatches for rank in call.allocation.dp_group_members(dp_rank)]
-            assert len(set(members)) == 1
-            assert len(members[0]) == call.n_minibatches
-            assert all(members[0]), "a rank has no sample in some minibatch"
-            ids += [sample_id for minibatch in members[0] for sample_id in minibatch]
+        for part in parts.values():
+            assert len(part.minibatches) == call.n_minibatches
+            assert all(part.minibatches), "a rank has no sample in some minibatch"
+        if call.protocol == "3D_PROTO":
+            for dp_rank in range(call.allocation.strategy.dp):
+                members = [parts[rank].minibatches for rank in call.allocation.dp_group_members(dp_rank)]
+                assert len(set(members)) == 1
+        ids = sorted({sample_id for part in parts.values() for sample_id in ids_of(part)})
+        if not call.is_train:
+            assert sorted(sample_id for part in parts.values() for sample_id in part.keeps) == ids
         for sample_id in ids:
             assert (call.name, sample_id) not in self.dispatch_of, "a call reads a sample twice"
             self.dispatch_of[call.name, sample_id] = request.dispatch_id
@@ -368,10 +463,18 @@ class Simulation:
         }
 
     def check_save(self, rank, step):
+        """The homes hold exactly what `step` steps made of them."""
+        n_steps = step - self.plan.first_step + 1
         for call in self.plan.calls:
-            if call.is_train and rank in call.ranks:
-                n_steps = step - self.plan.first_step + 1
-                assert self.ranks[rank].n_trained[call.name] == n_steps * (self.plan.step_size // call.n_seqs)
+            per_step = self.plan.step_size // call.n_seqs
+            targets = [h.target for h in (*call.hooks.before, *call.hooks.after) if not self.is_local(h)]
+            for role in [*targets, *([call.role] if call.is_train else [])]:
+                if rank in self.homes[role].ranks:
+                    assert self.ranks[rank].home[role] == n_steps * per_step
+
+    @staticmethod
+    def is_local(hook):
+        return not isinstance(hook, Realloc) or hook.is_implied
 
     def check_complete(self):
         """The run ended on its own: everything was done once, and nothing is left."""
@@ -385,8 +488,18 @@ class Simulation:
             assert not r.inbox
             assert not r.replies
             assert not any(r.store.values()), "samples were never freed"
+            assert not r.visiting, "parameters of a call are still there"
+        assert all(self.answered[part] == ranks.keys() for part, ranks in self.sent.items())
         self.check_batches()
         assert all(commit is not None for commit in self.checkpoints.values())
+
+
+REPLY_KIND = {CallDone: PartKind.CALL, RowsMoved: PartKind.ROWS}
+
+
+def part_of(request):
+    """What all ranks of one part have in common."""
+    return request.dispatch_id, PartKind.of(request)
 
 
 def ids_of(request):

@@ -115,7 +115,7 @@ def test_first_samples_are_loaded_when_the_last_worker_is_ready():
 def test_worker_of_another_version():
     master = MasterState(ppo_plan())
     failure = abort_of(master.handle(Hello(1, 7, "", protocol_version=99)))
-    assert failure.message == "worker 1 speaks protocol version 99, the master 1"
+    assert failure.message == "worker 1 speaks protocol version 99, the master 2"
     assert failure.kind is FailureKind.PROTOCOL
 
 
@@ -261,7 +261,7 @@ def test_report_of_a_step():
     lengths = [1 + sum(sample_id.encode()) % 7 for sample_id in simulation.order[4:]]
     assert metrics == {
         "score/loss": 2.0, "train/loss": 2.0, "version/a": 4.0, "memory_gb/0": 0.5, "n_samples": 4.0,
-        "n_tokens": float(sum(lengths)), "bytes/data": 10.0 * n_dispatches,
+        "n_tokens": float(sum(lengths)), "bytes/data": 10.0 * n_dispatches, "bytes/params": 0.0,
         "time_s/score": 0.5 * (n_dispatches - 3), "time_s/quiet": 0.5, "time_s/train": 1.0,
     }  # fmt: skip
 
@@ -391,7 +391,7 @@ BAD_OUTPUTS = {
     "returned 'scores', which it does not declare on worker 0": lambda r: msgspec.structs.replace(
         r, output=meta(r.output.ids, ["input_ids", "scores"])
     ),
-    "returned sample '9/x', which worker 0 was not given": lambda r: msgspec.structs.replace(
+    "returned sample '9/x', which worker 0 was not to keep": lambda r: msgspec.structs.replace(
         r, output=meta([*r.output.ids, "9/x"], ["input_ids"])
     ),
     "returned 'input_ids' with 1 lengths for 4 samples on worker 0": lambda r: replace_output(

@@ -1,72 +1,153 @@
 """The decoder as generation runs it: fused projections over weights packed for one call.
 
-Shapes: T tokens, H hidden, N heads, K KV heads, D head size, V vocabulary.
+Shapes: T tokens, H hidden, N heads, K KV heads, D head size, V vocabulary; N and K are those of this rank.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from realrl.engine.linear import can_pack, fuse_gated, fuse_linears, fuse_weight
-from realrl.model.decoder import AttentionOp, Block, Decoder
+from realrl.engine.groups import ALONE, Communicator
+from realrl.engine.linear import LinearOp, fuse_gated, fuse_linears, fuse_weight, packing_pays
+from realrl.model.decoder import AttentionOp, Block, Decoder, RMSNorm
 from realrl.model.heads import LMHead
+from realrl.model.linear import product_dtype
 from realrl.model.rope import inverse_frequencies, rope_table, rotate
 
 
 class FusedNetwork:
-    """Computes what `decoder` and `head` compute, with fewer and larger operations.
+    """Computes what `decoder` and `head` compute, with fewer and larger operations, for the layers that they hold.
 
     The weights are read when this is built: it belongs to one generate call and must not outlive a change of them.
+    Where the CPU has no bfloat16 arithmetic, a bfloat16 model computes in float32, cache included, from its bfloat16
+    weights.
+
+    Every rank of `tp` has all tokens and the same hidden states: rows are never split, as they are in training with
+    sequence parallelism.
 
     Args:
-        decoder: a language model.
-        head: its head.
+        decoder: a language model, or what one rank holds of it.
+        head: its head; None on a pipeline stage that has none.
+        tp: the ranks that hold the other slices of the same layers.
+        n_rows: what a decode step computes at a time.
         pack: force packed kernels on or off; by default where they pay.
+        dtype: of activations and cache; by default the one in which the device multiplies such weights.
     """
 
-    def __init__(self, decoder: Decoder, head: LMHead, *, pack: bool | None = None) -> None:
-        weight = decoder.embedding.weight
-        if pack is None:
-            pack = can_pack(weight.device, weight.dtype)
+    def __init__(
+        self,
+        decoder: Decoder,
+        head: LMHead | None,
+        *,
+        tp: Communicator = ALONE,
+        n_rows: int = 1,
+        pack: bool | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        device, stored = decoder.device, decoder.config.dtype
         self.config = decoder.config
-        self._embedding = weight
-        self._inv_freq = inverse_frequencies(decoder.config, weight.device)
-        self._blocks = [_FusedBlock(block, decoder.config.n_heads, pack=pack) for block in decoder.blocks]
-        self._norm = decoder.norm
-        self._head = fuse_weight(head.weight, None, pack=pack)
+        self.dtype = product_dtype(device, stored) if dtype is None else dtype
+        self._tp = tp
+        if pack is None:
+            pack = packing_pays(device, self.dtype, n_rows)
+        self._inv_freq = inverse_frequencies(decoder.config, device)
+        self._embedding = None if decoder.embedding is None else decoder.embedding.weight
+        self._vocab_start = 0 if decoder.embedding is None else decoder.embedding.vocab_start
+        self._blocks = [_FusedBlock(i, block, self.dtype, tp, pack=pack) for i, block in enumerate(decoder.blocks)]
+        self._norm = None if decoder.norm is None else _Norm(decoder.norm, self.dtype)
+        self._head = None if head is None else fuse_weight(head.weight.to(self.dtype), None, pack=pack)
+        self._gather_logits = decoder.parallel.gather_logits
 
-    def hidden(self, input_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionOp) -> torch.Tensor:
-        """Final hidden states [T, H] of tokens [T] at positions [T]."""
-        x = F.embedding(input_ids, self._embedding)
+    @property
+    def has_head(self) -> bool:
+        """Whether there are logits here."""
+        return self._head is not None
+
+    @property
+    def n_layers(self) -> int:
+        """Blocks of this rank."""
+        return len(self._blocks)
+
+    @property
+    def n_heads(self) -> int:
+        """Query heads of this rank."""
+        return self._blocks[0].n_heads
+
+    @property
+    def n_kv_heads(self) -> int:
+        """KV heads of this rank."""
+        return self._blocks[0].n_kv_heads
+
+    def hidden(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionOp) -> torch.Tensor:
+        """Hidden states [T, H] after this rank's layers; where the head is, the last norm is applied.
+
+        Args:
+            x: int64 [T], the tokens, where the embedding is; elsewhere what the stage before returned.
+            positions: integers [T].
+            attention: counts layers from 0 on every stage.
+        """
+        if self._embedding is not None:
+            x = self._embed(x, self._embedding)
         rope = rope_table(self._inv_freq, positions, x.dtype)
         for block in self._blocks:
             x = block(x, rope, attention)
-        return self._norm(x)
+        return x if self._norm is None else self._norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V] in the parameters' dtype."""
-        return self._head(hidden, None)
+        """Logits [T, V] of the whole vocabulary, on every rank of `tp`."""
+        assert self._head is not None, "only the last pipeline stage has logits"
+        return self._gather_logits(self._head(hidden, None), self.config.vocab_size)
+
+    def _embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self._tp.n_ranks == 1:
+            return F.embedding(tokens, weight).to(self.dtype)
+        rows = tokens - self._vocab_start
+        is_elsewhere = (rows < 0) | (rows >= len(weight))
+        x = F.embedding(rows.masked_fill_(is_elsewhere, 0), weight).to(self.dtype)
+        return self._tp.all_reduce_(x.masked_fill_(is_elsewhere[:, None], 0.0))
+
+
+class _Norm:
+    def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
+        self._weight, self._eps = norm.weight.to(dtype), norm.eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self._weight, self._eps)
+
+
+class _Reduced:
+    """A layer cut by columns, and the residual: each rank has a summand, and the first adds what is there once."""
+
+    def __init__(self, layer: nn.Linear, dtype: torch.dtype, tp: Communicator, *, pack: bool) -> None:
+        bias = None if layer.bias is None or tp.rank else layer.bias.to(dtype)
+        self._linear: LinearOp = fuse_weight(layer.weight.to(dtype), bias, pack=pack)
+        self._tp = tp
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._tp.all_reduce_(self._linear(x, None if self._tp.rank else residual))
 
 
 class _FusedBlock:
-    def __init__(self, block: Block, n_heads: int, *, pack: bool) -> None:
+    def __init__(self, index: int, block: Block, dtype: torch.dtype, tp: Communicator, *, pack: bool) -> None:
         attention, mlp = block.attention, block.mlp
-        self._layer_index = block.layer_index
-        self._n_heads, self._head_dim = n_heads, attention.head_dim
-        self._n_kv_heads = attention.k.out_features // attention.head_dim
-        self._attention_norm, self._mlp_norm = block.attention_norm, block.mlp_norm
-        self._qkv = fuse_linears([attention.q, attention.k, attention.v], pack=pack)
-        self._o = fuse_linears([attention.o], pack=pack)
-        self._gated = fuse_gated(mlp.gate, mlp.up, pack=pack)
-        self._down = fuse_linears([mlp.down], pack=pack)
+        self._index = index
+        self._head_dim = attention.head_dim
+        self.n_heads = attention.q.out_features // attention.head_dim
+        self.n_kv_heads = attention.k.out_features // attention.head_dim
+        self._attention_norm, self._mlp_norm = _Norm(block.attention_norm, dtype), _Norm(block.mlp_norm, dtype)
+        self._qkv = fuse_linears([attention.q, attention.k, attention.v], dtype=dtype, pack=pack)
+        self._o = _Reduced(attention.o, dtype, tp, pack=pack)
+        self._gated = fuse_gated(mlp.gate, mlp.up, dtype=dtype, pack=pack)
+        self._down = _Reduced(mlp.down, dtype, tp, pack=pack)
 
     def __call__(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attention: AttentionOp
     ) -> torch.Tensor:
-        n_heads, n_kv_heads = self._n_heads, self._n_kv_heads
+        n_heads, n_kv_heads = self.n_heads, self.n_kv_heads
         qkv = self._qkv(self._attention_norm(x), None).unflatten(-1, (-1, self._head_dim))  # [T, N + 2 K, D]
         q, k = rotate(qkv[:, :-n_kv_heads], *rope).split((n_heads, n_kv_heads), dim=1)
-        attended = attention.attend(self._layer_index, q, k, qkv[:, -n_kv_heads:])
+        attended = attention.attend(self._index, q, k, qkv[:, -n_kv_heads:])
         x = self._o(attended.flatten(-2), x)
         return self._down(self._gated(self._mlp_norm(x)), x)

@@ -8,7 +8,7 @@ import torch
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
 from realrl.engine.generate import Generator
-from realrl.engine.generate import generator as generator_module
+from realrl.engine.generate import run as run_module
 from realrl.engine.generate.cache import KVCache
 from realrl.engine.generate.philox import hash_words, step_key, uniforms
 from realrl.errors import CallError, ConfigError
@@ -120,19 +120,19 @@ def test_seed_and_step_change_the_tokens(decoder, prompts):
 
 def test_a_small_prefill_budget_changes_nothing(decoder, prompts, monkeypatch):
     reference = generate(decoder, prompts)
-    monkeypatch.setattr(generator_module, "_PREFILL_TOKENS", 8)
+    monkeypatch.setattr(run_module, "_PREFILL_TOKENS", 8)
     assert tokens(generate(decoder, prompts)) == tokens(reference)
 
 
 def test_responses_of_a_prompt_share_its_prefill(decoder, prompts, monkeypatch):
     computed = []
-    prefill = generator_module.PrefillAttention
+    prefill = run_module.PrefillAttention
 
     def counting(cache, first_slot, seqlens, device):
         computed.extend(seqlens)
         return prefill(cache, first_slot, seqlens, device)
 
-    monkeypatch.setattr(generator_module, "PrefillAttention", counting)
+    monkeypatch.setattr(run_module, "PrefillAttention", counting)
     generate(decoder, prompts, n_responses=5, max_batch_size=3)
     assert sorted(computed) == sorted(PROMPT_LENGTHS)
 

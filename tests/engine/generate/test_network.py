@@ -6,6 +6,7 @@ import torch
 from realrl.engine.generate.attention import DecodeAttention, PrefillAttention
 from realrl.engine.generate.cache import CacheShape, KVCache
 from realrl.engine.generate.network import FusedNetwork
+from realrl.model import linear as linear_module
 from realrl.model.attention import PackedAttention
 from realrl.model.config import tiny_config
 from realrl.model.init import random_model
@@ -86,3 +87,24 @@ def test_a_prefill_into_later_rows_leaves_earlier_ones_alone():
     for (k0, v0), (k1, v1) in zip(before, after, strict=True):
         assert torch.equal(k0, k1)
         assert torch.equal(v0, v1)
+
+
+@pytest.mark.parametrize("has_bf16_kernels", [False, True])
+def test_a_bf16_model_computes_in_float32_where_the_cpu_has_no_bf16_arithmetic(has_bf16_kernels, monkeypatch):
+    monkeypatch.setattr(linear_module, "has_bf16_kernels", lambda: has_bf16_kernels)
+    torch.manual_seed(2)
+    decoder = make_model(attention_bias=True, mlp_bias=True, dtype=torch.bfloat16)
+    exact = make_model(attention_bias=True, mlp_bias=True)
+    exact.load_state_dict(decoder.state_dict())  # bf16 values in float32
+    sequence = torch.randint(0, 99, (7,))
+    with torch.inference_mode():
+        network = FusedNetwork(decoder, decoder.head)
+        assert network.dtype == (torch.bfloat16 if has_bf16_kernels else torch.float32)
+        shape = CacheShape(network.n_layers, 1, network.n_kv_heads, network.config.head_dim, 7)
+        cache = KVCache(shape, dtype=network.dtype, device=CPU)
+        cache.reserve(7)
+        prefill = PrefillAttention(cache, 0, [7], CPU)
+        logits = network.logits(network.hidden(sequence, prefill.positions, prefill))
+        assert logits.dtype == network.dtype
+        if not has_bf16_kernels:
+            torch.testing.assert_close(logits, packed_logits(exact, [sequence])[0], rtol=1e-5, atol=1e-5)

@@ -103,7 +103,7 @@ def call_lists(draw):
         if kind is TRAIN:
             trained.add(role)
         reads = draw(st.lists(st.sampled_from([f"key_{j}" for j in range(i + 1)]), unique=True, max_size=3))
-        hooks = (OffloadHook(),) * draw(st.integers(0, 2))
+        hooks = (OffloadHook(),) * draw(st.integers(0, 1))
         mfcs.append(MFCDef(f"call_{i}", role, kind, "x", tuple(reads), (f"key_{i + 1}",), post_hooks=hooks))
     return mfcs
 

@@ -1,0 +1,133 @@
+"""Generation over the stages of a pipeline and the ranks of a tensor-parallel group.
+
+The rows are divided into as many runs as there are stages, all in flight at once. Time goes in ticks, which end with
+one exchange of messages between all stages. With P stages, run r begins a step at ticks r, r + P, r + 2 P, ...; stage s
+computes it s ticks later, and the tokens that the last stage samples from it reach every stage at the end of tick
+r + P - 1, in time for the run's next step:
+
+    tick      0     1     2     3     4
+    stage 0   run 0 run 1 run 2 run 0 run 1
+    stage 1         run 0 run 1 run 2 run 0
+    stage 2               run 0 run 1 run 2
+                            └ tokens of run 0 to all stages
+
+Invariants:
+- every rank begins and finishes every step at the same tick, with the same tokens: all know at all times which rows
+  exist, and with it the shape of every message;
+- all messages of a tick are posted together before any is waited for, so no order of them can deadlock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from realrl.engine.generate.network import FusedNetwork
+from realrl.engine.generate.run import PendingStep, Run
+from realrl.engine.generate.sampler import InvalidLogitsError, SampledTokens
+from realrl.engine.parallel import Parallel
+
+_FIELDS = 3  # token, log-probability, policy log-probability
+
+
+class Pipeline:
+    """This rank's part.
+
+    Args:
+        runs: at most one per stage, alike on every rank.
+        network: this rank's layers.
+        parallel: its place.
+        device: where messages are.
+    """
+
+    def __init__(self, runs: Sequence[Run], network: FusedNetwork, parallel: Parallel, device: torch.device) -> None:
+        self._runs = runs
+        self._network = network
+        self._parallel = parallel
+        self._device = device
+        self._received: torch.Tensor | None = None  # hidden states for the step that this stage computes next
+
+    def run(self) -> None:
+        """Generate all responses.
+
+        Raises:
+            CallError: logits that are not finite; on every rank alike.
+        """
+        tick = 0
+        while not all(run.is_done for run in self._runs):
+            self._tick(tick)
+            tick += 1
+
+    def _tick(self, tick: int) -> None:
+        stage, n_stages = self._parallel.pp_rank, self._parallel.strategy.pp
+        starting = self._run_at(tick)
+        if starting is not None and not starting.is_done:
+            starting.begin()
+        computing, finishing = self._pending_at(tick - stage), self._pending_at(tick - n_stages + 1)
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        computed = None
+        if computing is not None:
+            run, step = computing
+            computed = run.compute(step, self._received)
+            if stage < n_stages - 1 and step.n_tokens:
+                sends.append((stage + 1, computed.contiguous()))
+        self._received = self._expected(tick)
+        if self._received is not None:
+            receives.append((stage - 1, self._received))
+        packet = None
+        if finishing is not None:
+            packet = torch.empty(1 + _FIELDS * len(finishing[1].rows), dtype=torch.float64, device=self._device)
+            if stage == n_stages - 1:
+                assert computed is not None, "the last stage computes what finishes"
+                self._sample(*finishing, computed, packet)
+                sends += [(peer, packet) for peer in range(stage)]
+            else:
+                receives.append((n_stages - 1, packet))
+        self._parallel.pp.exchange(sends, receives).wait()
+        if finishing is not None and packet is not None:
+            _finish(*finishing, packet)
+
+    def _run_at(self, start: int) -> Run | None:
+        """The run whose step begins at a tick, if there is one."""
+        index = start % self._parallel.strategy.pp
+        return self._runs[index] if index < len(self._runs) else None
+
+    def _pending_at(self, start: int) -> tuple[Run, PendingStep] | None:
+        """The run and its step that began at a tick; a run that has not begun at all has none."""
+        run = self._run_at(start)
+        return None if run is None or run.pending is None else (run, run.pending)
+
+    def _expected(self, tick: int) -> torch.Tensor | None:
+        """Room for what the stage before sends in this tick, if it sends anything."""
+        stage = self._parallel.pp_rank
+        pending = self._pending_at(tick - stage + 1) if stage else None
+        if pending is None or not pending[1].n_tokens:
+            return None
+        shape = (pending[1].n_tokens, self._network.config.hidden_size)
+        return torch.empty(shape, dtype=self._network.dtype, device=self._device)
+
+    def _sample(self, run: Run, step: PendingStep, logits: torch.Tensor, packet: torch.Tensor) -> None:
+        """Fill the packet: the first row whose logits are not finite, or -1, and what was sampled.
+
+        One rank samples for the whole tensor-parallel group, so that rounding cannot part them.
+        """
+        tp = self._parallel.tp
+        if tp.rank == 0:
+            packet[0] = -1
+            try:
+                sampled = run.sample(step, logits)
+                parts = (sampled.tokens, sampled.logprobs, sampled.policy_logprobs)
+                torch.cat([part.double() for part in parts], out=packet[1:])
+            except InvalidLogitsError as error:
+                packet.fill_(error.row)
+        tp.broadcast_(packet, 0)
+
+
+def _finish(run: Run, step: PendingStep, packet: torch.Tensor) -> None:
+    values = packet.cpu()
+    if values[0] >= 0:
+        raise run.invalid_logits(step, int(values[0]))
+    tokens, logprobs, policy_logprobs = values[1:].view(_FIELDS, -1)  # 53 bits hold every token and float32 exactly
+    run.finish(step, SampledTokens(tokens.long(), logprobs.float(), policy_logprobs.float()))

@@ -1,0 +1,232 @@
+"""Continuous batching on one rank: finished rows leave, new prompts enter, the rest decode one token at a time.
+
+A step, which all stages of a pipeline begin and finish alike, and compute one after the other:
+
+    begin    admit -> prefill prompts, copy them for their other responses; otherwise decode one token for every row
+    compute  this stage's layers
+    finish   with the tokens that the last stage sampled: record, retire what is finished
+
+Shapes: B rows in this step, T tokens in this step, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from realrl.algo.api import GenerationResult
+from realrl.engine.generate.attention import DecodeAttention, PrefillAttention
+from realrl.engine.generate.cache import CacheShape, KVCache, SavedRow
+from realrl.engine.generate.network import FusedNetwork
+from realrl.engine.generate.philox import hash_words, step_key, uniforms
+from realrl.engine.generate.request import Request
+from realrl.engine.generate.responses import Responses
+from realrl.engine.generate.sampler import SampledTokens, Sampler
+from realrl.engine.generate.schedule import Admission, Entry, Schedule
+from realrl.errors import CallError
+
+_PREFILL_TOKENS = 4096  # bounds the activations of one prefill pass
+
+RowIndices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step that has begun.
+
+    Attributes:
+        admission: the rows that enter; None for a decode step.
+        rows: those that get a token, B of them, by index sample * n_responses + response.
+        n_tokens: T, whose hidden states pass from stage to stage; 0 if all prompts are in the cache already.
+    """
+
+    admission: Admission | None
+    rows: RowIndices
+    n_tokens: int
+
+
+class Run:
+    """The rows of one request.
+
+    Args:
+        network: this rank's layers.
+        request: checked, and not empty.
+        max_rows: computed at a time.
+        device: of the network.
+
+    Attributes:
+        pending: the step between `begin` and `finish`.
+    """
+
+    def __init__(self, network: FusedNetwork, request: Request, *, max_rows: int, device: torch.device) -> None:
+        generation = request.generation
+        self.pending: PendingStep | None = None
+        self._network = network
+        self._request = request
+        self._device = device
+        self._responses = Responses(request.n_rows, generation.max_new_tokens, request.stop_ids)
+        self._prompt_lengths = np.array([len(prompt) for prompt in request.prompts], dtype=np.int64)
+        max_rows = min(max_rows, request.n_rows)
+        self._schedule = Schedule(self._prompt_lengths.tolist(), n_responses=generation.n_responses, max_rows=max_rows)
+        max_tokens = int(self._prompt_lengths.max()) + generation.max_new_tokens - 1  # the last token is never read
+        shape = CacheShape(network.n_layers, max_rows, network.n_kv_heads, network.config.head_dim, max_tokens)
+        self._cache = KVCache(shape, dtype=network.dtype, device=device)
+        self._held: dict[int, tuple[SavedRow, torch.Tensor | None]] = {}
+        self._key = step_key(request.seed, request.step)
+        self._sample_words = np.array([hash_words(i) for i in request.sample_ids], dtype=np.uint64)
+        self._sampler: Sampler | None = None
+        self._max_rows = max_rows
+
+    @property
+    def is_done(self) -> bool:
+        return self._schedule.is_done
+
+    def begin(self) -> None:
+        """Decide what the next step is."""
+        admission = self._schedule.admit() if self._schedule.can_admit else None
+        rows = self._row_indices()
+        if admission is None:
+            self.pending = PendingStep(None, rows, len(rows))
+            return
+        n_tokens = sum(int(self._prompt_lengths[entry.row.sample]) for entry in admission.prefills)
+        self.pending = PendingStep(admission, rows[admission.entries[0].slot :], n_tokens)
+
+    def compute(self, step: PendingStep, x: torch.Tensor | None) -> torch.Tensor:
+        """This stage's layers.
+
+        Args:
+            x: [T, H] from the stage before; None on the first stage, and for a step without tokens.
+
+        Returns:
+            [T, H] for the next stage; on the last one logits [B, V].
+        """
+        return self._decode(x) if step.admission is None else self._enter(step.admission, x)
+
+    def sample(self, step: PendingStep, logits: torch.Tensor) -> SampledTokens:
+        """One token for each row of the step.
+
+        Raises:
+            InvalidLogitsError: logits that are not finite.
+        """
+        generation = self._request.generation
+        if self._sampler is None:
+            self._sampler = Sampler(
+                generation,
+                self._request.stop_ids,
+                max_rows=self._max_rows,
+                vocab_size=logits.shape[1],
+                device=self._device,
+            )
+        samples, responses = np.divmod(step.rows, generation.n_responses)
+        n_tokens = self._responses.n_tokens[step.rows]
+        numbers = uniforms(self._key, self._sample_words[samples], responses, n_tokens)
+        is_early = n_tokens < generation.min_new_tokens
+        return self._sampler.sample(logits, torch.from_numpy(numbers).to(self._device), is_early)
+
+    def finish(self, step: PendingStep, sampled: SampledTokens) -> None:
+        """Record the tokens, take out the rows that are finished and move others, with their cache, into the holes."""
+        finished = np.flatnonzero(self._responses.append(step.rows, sampled))
+        self.pending = None
+        if not len(finished):
+            return
+        n_responses = self._request.generation.n_responses
+        first_slot = len(self._schedule.rows) - len(step.rows)
+        for move in self._schedule.retire((first_slot + finished).tolist()):
+            row = self._schedule.rows[move.target]
+            n_generated = self._responses.n_tokens[row.sample * n_responses + row.response]
+            self._cache.copy(move.source, move.target, int(self._prompt_lengths[row.sample] + n_generated - 1))
+
+    def collect(self) -> GenerationResult:
+        """All responses, in the order of the request."""
+        return self._responses.collect()
+
+    def invalid_logits(self, step: PendingStep, row: int) -> CallError:
+        """What to raise when the logits of a row of the step are not finite."""
+        sample_id = self._request.sample_ids[step.rows[row] // self._request.generation.n_responses]
+        return CallError(
+            f"the model's logits for sample {sample_id!r} are not finite",
+            remedy="Look at the last train_step: a learning rate that is too high, or a broken checkpoint.",
+            step=self._request.step,
+        )
+
+    # ------------------------------------------------------------ internals
+
+    def _row_indices(self) -> RowIndices:
+        n_responses = self._request.generation.n_responses
+        return np.array([row.sample * n_responses + row.response for row in self._schedule.rows], dtype=np.int64)
+
+    def _enter(self, admission: Admission, x: torch.Tensor | None) -> torch.Tensor:
+        """Fill the cache for the entering rows."""
+        slot_of: dict[int, int] = {}
+        computed: list[torch.Tensor] = []
+        start = 0
+        for chunk in self._chunks(admission.prefills):
+            n_tokens = sum(int(self._prompt_lengths[entry.row.sample]) for entry in chunk)
+            computed.append(self._prefill(chunk, None if x is None else x[start : start + n_tokens]))
+            slot_of.update({entry.row.sample: entry.slot for entry in chunk})
+            start += n_tokens
+        logits_of: dict[int, torch.Tensor] = {}
+        if self._network.has_head:
+            logits_of = {sample: logits for sample, (_, logits) in self._held.items() if logits is not None}
+            rows = (row for logits in computed for row in logits)
+            logits_of.update(zip((entry.row.sample for entry in admission.prefills), rows, strict=True))
+        for entry in admission.copies:
+            sample = entry.row.sample
+            if sample in slot_of:
+                self._cache.copy(slot_of[sample], entry.slot, int(self._prompt_lengths[sample]))
+            else:
+                self._cache.load(entry.slot, self._held[sample][0])
+        if admission.drop is not None:
+            del self._held[admission.drop]
+        if admission.hold is not None:
+            saved = self._cache.save(slot_of[admission.hold], int(self._prompt_lengths[admission.hold]))
+            self._held[admission.hold] = (saved, logits_of.get(admission.hold))
+        if self._network.has_head:
+            return torch.stack([logits_of[entry.row.sample] for entry in admission.entries])
+        if not computed:
+            return torch.empty(0, self._network.config.hidden_size, dtype=self._network.dtype, device=self._device)
+        return computed[0] if len(computed) == 1 else torch.cat(computed)
+
+    def _chunks(self, entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+        chunk: list[Entry] = []
+        n_tokens = 0
+        for entry in entries:
+            length = int(self._prompt_lengths[entry.row.sample])
+            if chunk and n_tokens + length > _PREFILL_TOKENS:
+                yield chunk
+                chunk, n_tokens = [], 0
+            chunk.append(entry)
+            n_tokens += length
+        if chunk:
+            yield chunk
+
+    def _prefill(self, entries: Sequence[Entry], x: torch.Tensor | None) -> torch.Tensor:
+        """Compute prompts into their slots; returns hidden states, or the logits [B, V] that follow the prompts."""
+        samples = [entry.row.sample for entry in entries]
+        lengths = self._prompt_lengths[samples]
+        self._cache.reserve(int(lengths.max()))
+        attention = PrefillAttention(self._cache, entries[0].slot, lengths.tolist(), self._device)
+        if x is None:
+            x = torch.cat([self._request.prompts[sample].to(self._device) for sample in samples])
+        hidden = self._network.hidden(x, attention.positions, attention)
+        if not self._network.has_head:
+            return hidden
+        ends = torch.from_numpy(lengths.cumsum() - 1).to(self._device)
+        return self._network.logits(hidden[ends])
+
+    def _decode(self, x: torch.Tensor | None) -> torch.Tensor:
+        """Feed every row its newest token; returns hidden states, or the logits [B, V] that follow."""
+        network, rows = self._network, self._row_indices()
+        n_generated = self._responses.n_tokens[rows]
+        lengths = self._prompt_lengths[rows // self._request.generation.n_responses] + n_generated - 1
+        self._cache.reserve(int(lengths.max()) + 1)
+        if x is None:
+            x = torch.from_numpy(self._responses.newest(rows)).to(self._device)
+        positions = torch.from_numpy(lengths).to(self._device)
+        attention = DecodeAttention(self._cache, positions, n_heads=network.n_heads, dtype=network.dtype)
+        hidden = network.hidden(x, positions, attention)
+        return network.logits(hidden) if network.has_head else hidden

@@ -1,0 +1,157 @@
+"""Running one stage's list of pipeline steps: computations through callbacks, messages point to point.
+
+    receive ──► inbox ──► forward ──► outbox ──► send          a batch of messages is posted at once and waited for
+    receive ──► inbox ──► backward ─► outbox ──► send          when a computation needs one of them
+
+Knows lists, chunks and tensors, no models: the chunks of a list may belong to several. What autograd needs of a forward
+is kept until its backward, per (micro-batch, chunk, round).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from realrl.engine.groups import Communicator, Pending
+from realrl.plan.pipeline import Computation, Step, StepKind
+
+_MOST_PENDING = 4  # batches of messages whose tensors are kept alive; waiting earlier than needed is always safe
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What the executor must know of one chunk.
+
+    Attributes:
+        forward: computes a step from what the previous chunk made (None for the first chunk); returns what the next
+            chunk needs. From the last chunk of a training list: a scalar loss, or None for nothing to propagate.
+        received: shape and dtype of what the previous chunk sends for a step; unused by a chunk that receives nothing.
+    """
+
+    forward: Callable[[Step, torch.Tensor | None], torch.Tensor | None]
+    received: Callable[[Step], tuple[tuple[int, ...], torch.dtype]]
+
+
+def run_stage(
+    steps: Sequence[Step], chunks: Mapping[int, Chunk], stages: Communicator, *, device: torch.device
+) -> None:
+    """Do the steps in order.
+
+    A message of no elements is not sent. Gradients accumulate in the parameters, as autograd does it.
+
+    Args:
+        steps: this stage's list of a schedule that `realrl.plan.pipeline_simulator` accepts.
+        chunks: every chunk number of the list.
+        stages: the pipeline; its ranks are the stages of the schedule.
+        device: of received tensors.
+    """
+    run = _Run(steps, chunks, stages, device)
+    for is_message, group in groupby(steps, key=lambda step: step.kind.is_message):
+        if is_message:
+            run.post(list(group))
+        else:
+            for step in group:
+                run.compute(step)
+    run.finish()
+
+
+class _Run:
+    """One list on its way."""
+
+    def __init__(
+        self, steps: Sequence[Step], chunks: Mapping[int, Chunk], stages: Communicator, device: torch.device
+    ) -> None:
+        self._chunks = chunks
+        self._stages = stages
+        self._device = device
+        self._trained = {step.computation[1:] for step in steps if step.kind is StepKind.BACKWARD}
+        received = {step.computation for step in steps if step.kind.is_receive}
+        # results that somebody takes
+        self._wanted: set[Computation | None] = {step.computation for step in steps if step.kind.is_send}
+        self._wanted |= {s.source for s in steps if not s.kind.is_message and s.computation not in received}
+        self._pending: deque[Pending] = deque()
+        self._n_waited = 0  # batches of messages that are through
+        self._inbox: dict[Computation, tuple[torch.Tensor, int]] = {}  # tensor, batch
+        self._outbox: dict[Computation, torch.Tensor] = {}
+        # input and output of a forward, for its backward
+        self._saved: dict[tuple[int, ...], tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+
+    def post(self, steps: Sequence[Step]) -> None:
+        """Start a batch of messages."""
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        for step in steps:
+            assert step.peer is not None
+            if step.kind.is_send:
+                sends.append((step.peer, self._outbox.pop(step.computation)))
+            else:
+                buffer = self._buffer(step)
+                self._inbox[step.computation] = (buffer, self._n_waited + len(self._pending))
+                receives.append((step.peer, buffer))
+        if len(self._pending) >= _MOST_PENDING:
+            self._wait_for_oldest()
+        self._pending.append(
+            self._stages.exchange([s for s in sends if s[1].numel()], [r for r in receives if r[1].numel()])
+        )
+
+    def compute(self, step: Step) -> None:
+        """A forward or a backward, once what feeds it is there."""
+        if step.kind is StepKind.FORWARD:
+            self._forward(step)
+        else:
+            self._backward(step)
+
+    def finish(self) -> None:
+        """Wait for all messages."""
+        while self._pending:
+            self._wait_for_oldest()
+
+    def _forward(self, step: Step) -> None:
+        key = step.computation[1:]
+        received = self._take(step)
+        if key in self._trained and received is not None:
+            received.requires_grad_()
+        output = self._chunks[step.chunk].forward(step, received)
+        if key in self._trained:
+            self._saved[key] = (received, output)
+        if output is not None:
+            self._hand_on(step, output.detach())
+
+    def _backward(self, step: Step) -> None:
+        gradient = self._take(step)
+        received, output = self._saved.pop(step.computation[1:])
+        if output is not None and output.requires_grad:
+            torch.autograd.backward(output, gradient)
+        if received is not None:
+            self._hand_on(step, torch.zeros_like(received) if received.grad is None else received.grad)
+
+    def _buffer(self, step: Step) -> torch.Tensor:
+        if step.kind is StepKind.RECEIVE_FORWARD:
+            shape, dtype = self._chunks[step.chunk].received(step)
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        output = self._saved[step.computation[1:]][1]
+        assert output is not None
+        return torch.empty_like(output, memory_format=torch.contiguous_format, requires_grad=False)
+
+    def _take(self, step: Step) -> torch.Tensor | None:
+        """What feeds a computation: received, or made by another chunk of this stage."""
+        if step.source is None:
+            return None
+        if step.computation not in self._inbox:
+            return self._outbox.pop(step.source)
+        tensor, batch = self._inbox.pop(step.computation)
+        while self._n_waited <= batch:
+            self._wait_for_oldest()
+        return tensor
+
+    def _wait_for_oldest(self) -> None:
+        self._pending.popleft().wait()
+        self._n_waited += 1
+
+    def _hand_on(self, step: Step, made: torch.Tensor) -> None:
+        if step.computation in self._wanted:
+            self._outbox[step.computation] = made.contiguous()

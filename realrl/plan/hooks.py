@@ -1,0 +1,240 @@
+"""What moves and what is offloaded around each call: what the allocations imply, and what the user asks for.
+
+The parameters of a role live in one layout, its home: that of its train_step, or else of its first call. A call that
+runs anywhere else gets them from there, for the time of the call. Hooks of the user move parameters between the homes
+of two roles.
+
+Invariants of `plan_hooks`:
+    - every call of the graph has an entry, in declared order;
+    - a call whose allocation is not its role's home has one implied realloc, from the home to its own allocation, as
+      the last of `before`; no other call has any, a train_step never;
+    - each `ParamReallocHook` between two roles stands once, on its call's side, in the order given, from home to home;
+      one within a role stands nowhere, because what it asks for is implied;
+    - an `Offload` stands in `after` only, behind every realloc of the same list that has its role at one end;
+    - with `offload_frozen`, a role that is not trained, whose home shares devices with calls of other roles, is
+      offloaded after the last call of a step that runs on it and after every hook that writes into it;
+    - a role without weights stands nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from realrl.errors import AllocationError
+from realrl.graph.build import calls, data_graph, home_calls
+from realrl.graph.mfc import Hook, MFCDef, OffloadHook, ParamReallocHook
+from realrl.mesh.device_mesh import Allocation
+from realrl.plan.layout import ModelShape
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+
+@dataclass(frozen=True)
+class Realloc:
+    """Parameters of `source` move: ``target = eta * source + (1 - eta) * target``.
+
+    Attributes:
+        source, target: roles; the same one where a call runs in another layout than its role's home.
+        source_allocation: the home of `source`.
+        target_allocation: the home of `target`, or the call's allocation where `is_implied`.
+        eta: 1.0 replaces the target.
+    """
+
+    source: str
+    source_allocation: Allocation
+    target: str
+    target_allocation: Allocation
+    eta: float = 1.0
+
+    @property
+    def is_implied(self) -> bool:
+        """Whether it brings the role's own parameters into the layout of one call, for that call only."""
+        return self.source == self.target
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that take part, ascending."""
+        return tuple(sorted({*self.source_allocation.ranks, *self.target_allocation.ranks}))
+
+
+@dataclass(frozen=True)
+class Offload:
+    """The parameters of a role go to host memory; whatever needs them next on a rank brings them back there.
+
+    Attributes:
+        role: whose.
+        allocation: the home of the role.
+    """
+
+    role: str
+    allocation: Allocation
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks that take part, ascending."""
+        return self.allocation.ranks
+
+
+PlannedHook = Realloc | Offload
+
+
+@dataclass(frozen=True)
+class CallHooks:
+    """What happens around every dispatch of one call.
+
+    Attributes:
+        before, after: in this order.
+        home: where the parameters of the call's role live; None if it has none.
+    """
+
+    before: tuple[PlannedHook, ...] = ()
+    after: tuple[PlannedHook, ...] = ()
+    home: Allocation | None = None
+
+    @property
+    def before_ranks(self) -> tuple[int, ...]:
+        """Global ranks that a hook before the call concerns, ascending."""
+        return _ranks_of(self.before)
+
+    @property
+    def after_ranks(self) -> tuple[int, ...]:
+        """Global ranks that a hook after the call concerns, ascending."""
+        return _ranks_of(self.after)
+
+
+def _ranks_of(hooks: tuple[PlannedHook, ...]) -> tuple[int, ...]:
+    return tuple(sorted({rank for hook in hooks for rank in hook.ranks}))
+
+
+NO_HOOKS = CallHooks()
+
+_SAME_SHAPE = (
+    "vocab_size",
+    "hidden_size",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "tied_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "head",
+)
+
+
+def role_homes(
+    graph: nx.DiGraph, allocations: Mapping[str, Allocation], *, weightless: Collection[str] = ()
+) -> dict[str, Allocation]:
+    """Role -> where its parameters live, for every role that has any.
+
+    Args:
+        graph: from `build_graph`.
+        allocations: call -> mesh and strategy.
+        weightless: roles without parameters, such as a reward that is a Python function.
+    """
+    return {role: allocations[name] for role, name in home_calls(graph).items() if role not in weightless}
+
+
+def plan_hooks(
+    graph: nx.DiGraph,
+    allocations: Mapping[str, Allocation],
+    *,
+    weightless: Collection[str] = (),
+    offload_frozen: bool = False,
+) -> dict[str, CallHooks]:
+    """Decide what happens around every dispatch of every call.
+
+    Args:
+        graph: from `build_graph`, which has refused hooks that contradict each other.
+        allocations: call -> mesh and strategy.
+        weightless: roles without parameters; their calls run in any layout, and an `OffloadHook` on them is nothing.
+        offload_frozen: keep roles that are not trained in host memory while they are not used.
+
+    Raises:
+        AllocationError: a `ParamReallocHook` has a role without parameters at one end.
+    """
+    homes = role_homes(graph, allocations, weightless=weightless)
+    idle_after = _last_calls(graph, allocations, homes) if offload_frozen else {}
+    plan: dict[str, CallHooks] = {}
+    for mfc in calls(graph):
+        before = [planned for hook in mfc.pre_hooks for planned in _asked_for(mfc, hook, homes)]
+        after = [planned for hook in mfc.post_hooks for planned in _asked_for(mfc, hook, homes)]
+        home = homes.get(mfc.role)
+        if home is not None and allocations[mfc.name] != home:
+            before.append(Realloc(mfc.role, home, mfc.role, allocations[mfc.name]))
+        written = [target for _, target in mfc.reallocs]
+        for role, last in idle_after.items():
+            if (mfc.name == last or role in written) and Offload(role, homes[role]) not in after:
+                after.append(Offload(role, homes[role]))
+        plan[mfc.name] = CallHooks(tuple(before), tuple(after), home)
+    return plan
+
+
+def check_realloc_shapes(graph: nx.DiGraph, shapes: Mapping[str, ModelShape]) -> None:
+    """Check that every hook that moves parameters between two roles has models of one shape at its ends.
+
+    Args:
+        graph: from `build_graph`.
+        shapes: role -> shape of its model, where known; other roles are not checked.
+
+    Raises:
+        AllocationError: names the call, both roles and the first difference.
+    """
+    for mfc in calls(graph):
+        for source, target in mfc.reallocs:
+            if source not in shapes or target not in shapes:
+                continue
+            for field in _SAME_SHAPE:
+                here, there = getattr(shapes[source], field), getattr(shapes[target], field)
+                if here != there:
+                    raise AllocationError(
+                        f"a hook of call '{mfc.name}' moves parameters from role '{source}' to role '{target}', but "
+                        f"their models differ: {field} is {here} and {there}",
+                        remedy=f"Give both the same model: models.{target}.path = models.{source}.path.",
+                        call=mfc.name,
+                    )
+
+
+def _asked_for(mfc: MFCDef, hook: Hook, homes: Mapping[str, Allocation]) -> tuple[PlannedHook, ...]:
+    """What one hook of the user comes to."""
+    if isinstance(hook, OffloadHook):
+        return (Offload(mfc.role, homes[mfc.role]),) if mfc.role in homes else ()
+    assert isinstance(hook, ParamReallocHook)
+    source = mfc.role if hook.source is None else hook.source.role
+    target = mfc.role if hook.target is None else hook.target.role
+    if source == target:
+        return ()
+    for role in (source, target):
+        if role not in homes:
+            raise AllocationError(
+                f"a hook of call '{mfc.name}' moves parameters from role '{source}' to role '{target}', but "
+                f"'{role}' has none",
+                remedy="Leave the hook out, or give the role a model.",
+                call=mfc.name,
+            )
+    return (Realloc(source, homes[source], target, homes[target], hook.eta),)
+
+
+def _last_calls(
+    graph: nx.DiGraph, allocations: Mapping[str, Allocation], homes: Mapping[str, Allocation]
+) -> dict[str, str]:
+    """Frozen role on shared devices -> its call that comes after all that read it, if there is one."""
+    import networkx as nx
+
+    data = data_graph(graph)
+    trained = {mfc.role for mfc in calls(graph) if mfc.is_train}
+    last: dict[str, str] = {}
+    for role, home in homes.items():
+        others = [mfc for mfc in calls(graph) if mfc.role != role]
+        if role in trained or not any(home.mesh.overlaps(allocations[mfc.name].mesh) for mfc in others):
+            continue
+        readers = [mfc.name for mfc in calls(graph) if role in mfc.read_roles and role not in mfc.changed_roles]
+        own = [mfc.name for mfc in calls(graph) if mfc.role == role]
+        for name in own:
+            if set(readers) - {name} <= nx.ancestors(data, name):
+                last[role] = name
+    return last

@@ -1,0 +1,143 @@
+"""Hooks around a call, on one rank: parameters move between layouts and roles, or to host memory.
+
+What interfaces remember goes with the parameters: a critic that infers on other devices than it trains on needs the
+statistics of returns that training keeps. Ranks that are not in the home get it from the home's first rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from realrl.engine import device as devices
+from realrl.engine.groups import Communicator
+from realrl.engine.realloc import Reallocator
+from realrl.mesh.device_mesh import Allocation
+from realrl.plan.hooks import Offload, PlannedHook, Realloc
+from realrl.runtime.role_models import Reallocs
+from realrl.runtime.roles import HostedRole
+from realrl.runtime.run_plan import RunPlan
+from realrl.runtime.state_file import decode_state, encode_state
+from realrl.sched.messages import HooksDone, RunHooks, Span
+
+
+class HookRunner:
+    """Runs this rank's part of planned hooks.
+
+    Args:
+        plan: of the run.
+        roles: that this rank hosts.
+        reallocs: plans what moves.
+        world: the group of all ranks.
+        device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        roles: Mapping[str, HostedRole],
+        *,
+        reallocs: Reallocs,
+        world: Communicator,
+        device: torch.device,
+    ) -> None:
+        self.rank = world.rank
+        self._plan = plan
+        self._roles = roles
+        self._reallocs = reallocs
+        self._world = world
+        self._device = device
+        self._reallocators: dict[tuple[str, Allocation, Allocation], Reallocator] = {}
+
+    def run(self, request: RunHooks) -> HooksDone:
+        """Take part in the hooks on one side of a call, in their order."""
+        planned = self._plan.hooks[request.call]
+        hooks = [hook for hook in getattr(planned, request.when) if self.rank in hook.ranks]
+        self._prefetch(hooks)
+        spans: list[Span] = []
+        bytes_received = 0
+        for hook in hooks:
+            start_s = time.time()
+            args: dict[str, str | int | float] = {"step": request.step, "for": request.call}
+            if isinstance(hook, Offload):
+                self._roles[hook.role].offload()
+                name, kind = f"offload {hook.role}", "offload"
+            else:
+                received = self._move(hook)
+                bytes_received += received
+                args |= {"from": str(hook.source_allocation), "to": str(hook.target_allocation), "bytes": received}
+                name = f"{hook.source} to {hook.target if not hook.is_implied else request.call}"
+                kind = "realloc"
+            devices.synchronize(self._device)
+            spans.append(Span(name, kind, start_s, time.time(), args))
+        return HooksDone(
+            rank=self.rank,
+            seq=request.seq,
+            dispatch_id=request.dispatch_id,
+            call=request.call,
+            step=request.step,
+            when=request.when,
+            spans=tuple(spans),
+            bytes_received=bytes_received,
+            memory_gb=devices.memory_gb(self._device),
+        )
+
+    def _prefetch(self, hooks: Sequence[PlannedHook]) -> None:
+        """All parameters that these hooks read or write start their way back at once."""
+        for hook in hooks:
+            for name in (hook.source, hook.target) if isinstance(hook, Realloc) else ():
+                if name in self._roles:
+                    self._roles[name].prefetch()
+
+    def _move(self, hook: Realloc) -> int:
+        """Send and receive parameters; returns the bytes received."""
+        source = self._home_shards(hook.source, hook.source_allocation)
+        reallocator = self._reallocator(hook)
+        if hook.is_implied:
+            result = reallocator.run(source)
+            if self.rank in hook.target_allocation.ranks:
+                self._roles[hook.target].decoder(hook.target_allocation).set_parameters(result.parameters)
+            self._share_memory_of_interfaces(hook)
+        else:
+            target = self._home_shards(hook.target, hook.target_allocation)
+            result = reallocator.run(source, target=target or {}, eta=hook.eta)
+        return result.bytes_received
+
+    def _home_shards(self, role: str, home: Allocation) -> dict[str, torch.Tensor] | None:
+        """This rank's parameters of a role, present and ready; None if it is not in the role's home."""
+        if self.rank not in home.ranks:
+            return None
+        hosted = self._roles[role]
+        hosted.wait_resident()
+        return {name: parameter.detach() for name, parameter in hosted.decoder(home).named_shards()}
+
+    def _reallocator(self, hook: Realloc) -> Reallocator:
+        key = (hook.source, hook.source_allocation, hook.target_allocation)
+        if key not in self._reallocators:
+            self._reallocators[key] = Reallocator(self._reallocs.of(hook), self._world, self.rank, self._device)
+        return self._reallocators[key]
+
+    def _share_memory_of_interfaces(self, hook: Realloc) -> None:
+        """Bring version and interface state of the home to the ranks of the call that are not in the home."""
+        home, ranks = hook.source_allocation.ranks, hook.target_allocation.ranks
+        guests = [rank for rank in ranks if rank not in home]
+        if self.rank == home[0] and guests:
+            hosted = self._roles[hook.source]
+            states = {call: interface.state_dict() for call, interface in hosted.state_interfaces.items()}
+            message = encode_state({"version": hosted.version, "interfaces": states})
+            payload = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
+            size = torch.tensor([len(message)], device=self._device)
+            self._world.exchange([(guest, size) for guest in guests], []).wait()
+            self._world.exchange([(guest, payload) for guest in guests], []).wait()
+        elif self.rank in guests:
+            hosted = self._roles[hook.target]
+            size = torch.zeros(1, dtype=torch.int64, device=self._device)
+            self._world.exchange([], [(home[0], size)]).wait()
+            payload = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            self._world.exchange([], [(home[0], payload)]).wait()
+            state = decode_state(payload.cpu().numpy().tobytes())
+            hosted.version = state["version"]
+            for call, interface in hosted.state_interfaces.items():
+                interface.load_state_dict(state["interfaces"][call])

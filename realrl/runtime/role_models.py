@@ -1,0 +1,66 @@
+"""The models of a plan's roles, and how their parameters move between layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from realrl.config.schema import BUILT_IN
+from realrl.data.tokenizer import load_tokenizer
+from realrl.mesh.device_mesh import Allocation
+from realrl.model.config import DecoderConfig, tiny_config
+from realrl.model.hf import read_model_config
+from realrl.plan.hooks import Realloc
+from realrl.plan.layout import parameter_layout, parameter_specs
+from realrl.plan.realloc import ReallocPlan, plan_realloc
+from realrl.runtime.run_plan import RunPlan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def role_config(plan: RunPlan, name: str) -> DecoderConfig | None:
+    """The model of a role with the dtype that it computes in; None for a role without one.
+
+    Raises:
+        AssetError: config.json or the tokenizer cannot be used.
+    """
+    head = plan.roles[name].head
+    if head == "none":
+        return None
+    path, dtype = plan.config.models[name].path, DTYPES[plan.config.precision]
+    if path == BUILT_IN:
+        return tiny_config(len(load_tokenizer(path)), head=head, dtype=dtype)
+    return read_model_config(path, head=head, dtype=dtype)
+
+
+def role_configs(plan: RunPlan) -> dict[str, DecoderConfig]:
+    """The models of all roles that have one."""
+    configs = {name: role_config(plan, name) for name in plan.roles}
+    return {name: config for name, config in configs.items() if config is not None}
+
+
+class Reallocs:
+    """Plans every reallocation of a run once, however many calls need it.
+
+    Args:
+        plan: the run.
+        configs: from `role_configs`.
+    """
+
+    def __init__(self, plan: RunPlan, configs: Mapping[str, DecoderConfig]) -> None:
+        self._node_of = plan.cluster.node_of
+        self._configs = configs
+        self._known: dict[tuple[str, Allocation, Allocation], ReallocPlan] = {}
+
+    def of(self, hook: Realloc) -> ReallocPlan:
+        """The reallocation that a hook asks for."""
+        key = (hook.source, hook.source_allocation, hook.target_allocation)
+        if key not in self._known:
+            specs = parameter_specs(self._configs[hook.source])
+            source, target = (
+                parameter_layout(specs, allocation.strategy, allocation.ranks)
+                for allocation in (hook.source_allocation, hook.target_allocation)
+            )
+            self._known[key] = plan_realloc(source, target, node_of=self._node_of)
+        return self._known[key]

@@ -1,0 +1,266 @@
+"""The time of real parameter reallocations between layouts of SmolLM2 on 4 gloo ranks of this machine.
+
+Each case is timed against three others that move the same model, in rounds that take turns, barrier to barrier:
+
+    gather   every rank gathers the whole model, each part from one holder, then takes its slices
+    memcpy   every rank copies as many bytes as it must receive, into new memory, at the same time
+    wire     every pair of ranks sends as many bytes as it must, from and into one buffer that is there already
+
+Prints a table and writes JSON.
+
+    python scripts/bench_realloc_run.py --model ~/.cache/realrl/smollm2-135m-instruct --repeats 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from realrl.engine.device import resolve_device
+from realrl.engine.groups import Communicator, Groups
+from realrl.engine.realloc import Reallocator
+from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
+from realrl.mesh.notation import parse_strategy
+from realrl.model.config import DecoderConfig
+from realrl.model.hf import load_model
+from realrl.plan.groups import GroupKind, group_of, process_groups
+from realrl.plan.layout import ParameterLayout, parameter_layout, parameter_specs
+from realrl.plan.realloc import ReallocPlan, plan_realloc
+
+N_RANKS = 4
+CPU = torch.device("cpu")
+SMOLLM2 = DecoderConfig(49152, 576, 30, 9, 3, 64, 1536, rope_theta=100000.0, tied_embeddings=True, max_positions=8192)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CASES = ("p4>d4", "d4>p4", "d2p2>d4", "d2p2>p4", "t3>p4", "p4>t3")  # a layout of n ranks is on the first n
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One case; times are medians in seconds, bytes are sums over ranks except the peak."""
+
+    case: str
+    moved_bytes: int
+    gathered_bytes: int
+    peak_bytes: int
+    realloc_s: float
+    gather_s: float
+    memcpy_s: float
+    wire_s: float
+    gather_over_realloc: float
+    realloc_over_memcpy: float | None
+    realloc_over_wire: float | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all cases; the exit code."""
+    args = _parse(argv)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    multiprocessing.set_forkserver_preload(["realrl.engine.realloc", "realrl.model.hf"])
+    context = multiprocessing.get_context("forkserver")
+    reader, writer = context.Pipe(duplex=False)
+    ranks = [context.Process(target=_rank_main, args=(rank, address, args, writer)) for rank in range(N_RANKS)]
+    for process in ranks:
+        process.start()
+    writer.close()
+    try:
+        results: list[Measured] = reader.recv()
+    except EOFError:
+        print("a rank failed; its traceback is above", file=sys.stderr)
+        return 1
+    finally:
+        for process in ranks:
+            process.join()
+    _print(results, args)
+    if args.out is not None:
+        report = {"model": str(args.model), "dtype": args.dtype, "results": [asdict(result) for result in results]}
+        args.out.write_text(json.dumps(report, indent=2) + "\n")
+    return 0
+
+
+def _rank_main(rank: int, address: str, args: argparse.Namespace, writer: Connection) -> None:
+    resolve_device("cpu")
+    torch.set_num_threads(1)
+    cluster = Cluster(1, N_RANKS)
+    allocation = Allocation(DeviceMesh.whole(cluster), ParallelStrategy(dp=N_RANKS))
+    planned = process_groups([allocation], cluster)
+    groups = Groups.create(
+        planned, rank=rank, world_size=N_RANKS, rendezvous=address, device=CPU, timeout_s=args.timeout_s
+    )
+    world = groups[group_of(planned, GroupKind.GLOBAL, allocation, rank)]
+    whole = _whole_model(args.model, DTYPES[args.dtype])
+    results = [_measure(case, whole, DTYPES[args.dtype], world, args.repeats) for case in args.cases]
+    if rank == 0:
+        writer.send(results)
+    groups.destroy()
+
+
+def _whole_model(folder: Path | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    if folder is not None:
+        return {name: p.detach() for name, p in load_model(folder, dtype=dtype).named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    return {s.name: torch.randn(s.shape, generator=generator).to(dtype) for s in parameter_specs(SMOLLM2)}
+
+
+def _measure(case: str, whole: Tensors, dtype: torch.dtype, world: Communicator, repeats: int) -> Measured:
+    source, target = (_layout(text, whole, dtype) for text in case.split(">"))
+    plan = plan_realloc(source, target)
+    held = _shard(whole, source, world.rank)
+    expected = _shard(whole, target, world.rank)
+    realloc = Reallocator(plan, world, world.rank, CPU)
+    gather = _Gather(source, target, held, world)
+    result = realloc.run(held)
+    for given in (result.parameters, gather.run()):
+        _check(given, expected, case)
+    peak_bytes = int(world.all_reduce_(torch.tensor([result.peak_bytes]), "max"))
+    del result, expected
+    ways: dict[str, Callable[[], object]] = {
+        "realloc": lambda: realloc.run(held),
+        "gather": gather.run,
+        "memcpy": _memcpy(plan.bytes_received(world.rank)),
+        "wire": _wire(plan, world),
+    }
+    times_s = _take_turns(ways, world, repeats)
+    realloc_s = times_s["realloc"]
+    return Measured(
+        case,
+        plan.total_bytes,
+        gather.num_bytes * (N_RANKS - 1),
+        peak_bytes,
+        *(times_s[way] for way in ("realloc", "gather", "memcpy", "wire")),
+        times_s["gather"] / realloc_s,
+        realloc_s / times_s["memcpy"] if plan.total_bytes else None,
+        realloc_s / times_s["wire"] if plan.total_bytes else None,
+    )
+
+
+def _take_turns(ways: Mapping[str, Callable[[], object]], world: Communicator, repeats: int) -> dict[str, float]:
+    """Median seconds of each way from the moment all ranks start it until all are done."""
+    times_s: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, run in ways.items():
+            world.barrier()
+            start_s = time.perf_counter()
+            made = run()
+            world.barrier()
+            times_s[name].append(time.perf_counter() - start_s)
+            del made
+    return {name: statistics.median(times) for name, times in times_s.items()}
+
+
+def _layout(text: str, whole: Tensors, dtype: torch.dtype) -> ParameterLayout:
+    config = DecoderConfig(**{**vars(SMOLLM2), "dtype": dtype})
+    specs = parameter_specs(config)
+    assert {s.name: s.shape for s in specs} == {name: tuple(t.shape) for name, t in whole.items()}
+    strategy = parse_strategy(text)
+    return parameter_layout(specs, strategy, range(strategy.n_devices))
+
+
+def _shard(whole: Tensors, layout: ParameterLayout, rank: int) -> dict[str, torch.Tensor]:
+    if rank not in layout:
+        return {}
+    return {n: whole[n][tuple(slice(*at) for at in where)].clone() for n, where in layout.slices_of(rank).items()}
+
+
+def _check(given: Tensors, expected: Tensors, case: str) -> None:
+    if list(given) != list(expected) or not all(torch.equal(given[name], expected[name]) for name in expected):
+        raise AssertionError(f"{case}: a rank did not receive its slices of the model")
+
+
+class _Gather:
+    """The baseline: a gather of everything, each part from the least loaded of its holders, and slicing afterwards."""
+
+    def __init__(self, source: ParameterLayout, target: ParameterLayout, held: Tensors, world: Communicator) -> None:
+        self._held, self._world = held, world
+        self._wanted = target.slices_of(world.rank) if world.rank in target else {}
+        self._specs = {spec.name: spec for spec in source.specs}
+        self._dtype = next(iter(held.values())).dtype if held else getattr(torch, source.specs[0].dtype)
+        holders: dict[tuple[str, Any], list[int]] = {}
+        for rank in source.ranks:
+            for name, where in source.slices_of(rank).items():
+                holders.setdefault((name, where), []).append(rank)
+        sizes = {key: torch.Size(stop - start for start, stop in key[1]) for key in holders}
+        self._parts: list[list[tuple[str, Any, torch.Size]]] = [[] for _ in range(N_RANKS)]
+        loads = [0] * N_RANKS
+        for key in sorted(holders, key=lambda key: -sizes[key].numel()):
+            root = min(holders[key], key=lambda rank: loads[rank])
+            loads[root] += sizes[key].numel()
+            self._parts[root].append((*key, sizes[key]))
+        self.num_bytes = sum(loads) * torch.empty(0, dtype=self._dtype).element_size()
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """This rank's target shard, in memory of its own."""
+        whole = {name: torch.empty(spec.shape, dtype=self._dtype) for name, spec in self._specs.items()}
+        for root, parts in enumerate(self._parts):
+            if not parts:
+                continue
+            flat = torch.empty(sum(size.numel() for *_, size in parts), dtype=self._dtype)
+            pieces = [p.view(size) for p, (*_, size) in zip(flat.split([s.numel() for *_, s in parts]), parts)]
+            if root == self._world.rank:
+                torch._foreach_copy_(pieces, [self._held[name] for name, *_ in parts])
+            self._world.broadcast_(flat, root)
+            for piece, (name, where, _) in zip(pieces, parts, strict=True):
+                whole[name][tuple(slice(*at) for at in where)].copy_(piece)
+        return {name: whole[name][tuple(slice(*at) for at in where)].clone() for name, where in self._wanted.items()}
+
+
+def _memcpy(num_bytes: int) -> Callable[[], torch.Tensor]:
+    source = torch.ones(num_bytes, dtype=torch.uint8)
+    return source.clone
+
+
+def _wire(plan: ReallocPlan, world: Communicator) -> Callable[[], None]:
+    sizes: dict[tuple[int, int], int] = {}
+    for transfer in plan.transfers:
+        pair = (transfer.source, transfer.target)
+        sizes[pair] = sizes.get(pair, 0) + transfer.num_bytes
+    sends = [(b, torch.ones(n, dtype=torch.uint8)) for (a, b), n in sizes.items() if a == world.rank]
+    receives = [(a, torch.ones(n, dtype=torch.uint8)) for (a, b), n in sizes.items() if b == world.rank]
+    return lambda: world.exchange(sends, receives).wait()
+
+
+def _print(results: Sequence[Measured], args: argparse.Namespace) -> None:
+    title = f"SmolLM2-135M in {args.dtype} on {N_RANKS} gloo ranks, median of {args.repeats} rounds"
+    columns = ("layouts", "moved MB", "peak MB", "realloc s", "gather s", "memcpy s", "wire s")
+    table = Table(*columns, "gather/realloc", "realloc/memcpy", "realloc/wire", title=title)
+    for r in results:
+        times_s = (r.realloc_s, r.gather_s, r.memcpy_s, r.wire_s)
+        ratios = (r.gather_over_realloc, r.realloc_over_memcpy, r.realloc_over_wire)
+        table.add_row(
+            r.case.replace(">", " -> "),
+            f"{r.moved_bytes / 1e6:.0f}",
+            f"{r.peak_bytes / 1e6:.0f}",
+            *(f"{t:.3f}" for t in times_s),
+            *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+        )
+    Console(width=140).print(table)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--model", type=Path, help="Hugging Face folder; default: random weights in SmolLM2's shape")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
+    parser.add_argument("--cases", nargs="+", default=CASES, help="like p4>d4: source and target strategy")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timeout-s", type=float, default=120.0)
+    parser.add_argument("--out", type=Path, default=Path("bench_realloc_run.json"))
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""Small models with every kind of parameter, cut into shards, and what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from realrl.engine.outputs import DecoderOutput
+from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.model.attention import PackedAttention
+from realrl.model.config import DecoderConfig
+from realrl.model.decoder import Decoder
+from realrl.model.init import random_model
+from realrl.model.parallel import UNSHARDED, TensorParallel
+from realrl.plan.layout import shard_of
+
+SEQLENS = (6, 1, 0, 11, 4, 5)  # 27 tokens: no tensor-parallel size divides them
+CONFIG = DecoderConfig(61, 32, 3, 8, 4, 4, 50, attention_bias=True, mlp_bias=True)
+"""61 tokens and 50 inner units: no tensor-parallel size divides both."""
+
+CONFIGS = {
+    "biases": CONFIG,
+    "tied": replace(CONFIG, tied_embeddings=True, attention_bias=False, mlp_bias=False),
+    "one KV head": replace(CONFIG, n_kv_heads=1),
+    "value": replace(CONFIG, head="value", n_kv_heads=2),
+}
+
+
+def whole_model(config: DecoderConfig) -> Decoder:
+    """A decoder in which no parameter is zero, one or tiny."""
+    decoder = random_model(config, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, p in decoder.named_parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.2 + float("norm" in name))
+    return decoder
+
+
+def stages_of(
+    whole: Decoder, *, pp: int = 1, parallel: TensorParallel = UNSHARDED, activation_checkpointing: bool = False
+) -> list[Decoder]:
+    """What one tensor rank holds of each pipeline stage, with parameters of their own."""
+    config = whole.config
+    strategy = ParallelStrategy(pp=pp, tp=parallel.tp_size)
+    stages = []
+    for pp_rank in range(pp):
+        mesh_rank = strategy.mesh_rank(pp_rank=pp_rank, dp_rank=0, tp_rank=parallel.tp_rank)
+        stage = Decoder(
+            config,
+            shard=shard_of(config, strategy, mesh_rank),
+            parallel=parallel,
+            device=torch.device("meta"),
+            activation_checkpointing=activation_checkpointing,
+        )
+        stage.set_parameters({name: whole.get_parameter(name)[stage.place_of(name)].clone() for name in stage.specs})
+        stages.append(stage)
+    return stages
+
+
+def run_stages(stages: Sequence[Decoder], vocab_size: int) -> DecoderOutput:
+    """Feed the same tokens through the stages, one after the other."""
+    generator = torch.Generator().manual_seed(3)
+    input_ids = torch.randint(0, vocab_size, (sum(SEQLENS),), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in SEQLENS])
+    attention = PackedAttention(SEQLENS)
+    x = input_ids
+    for stage in stages:
+        x = stage.forward_stage(x, positions, attention)
+    return DecoderOutput(stages[-1], x, input_ids, SEQLENS, role="tested")
+
+
+def results_of(out: DecoderOutput, config: DecoderConfig) -> list[torch.Tensor]:
+    """Everything that a loss can ask for."""
+    if config.is_scalar:
+        return [out.scores()]
+    n_transitions = sum(n - 1 for n in SEQLENS if n)
+    mask = torch.rand(n_transitions, generator=torch.Generator().manual_seed(4)) < 0.7
+    return [*out.logprobs_and_entropy(0.7, mask), out.logprobs()]
+
+
+def backward(results: Sequence[torch.Tensor]) -> None:
+    """A loss in which each number weighs differently."""
+    generator = torch.Generator().manual_seed(5)
+    loss = sum((torch.randn(r.shape, generator=generator) * r).mean() for r in results)
+    assert isinstance(loss, torch.Tensor)
+    loss.backward()
+
+
+def gradients_of(stages: Sequence[Decoder]) -> list[dict[str, torch.Tensor]]:
+    """By stage and global name, zeros where none arrived."""
+    return [
+        {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in stage.named_shards()}
+        for stage in stages
+    ]
+
+
+def assert_close(ours: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """float32 agreement to 1e-5."""
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5, msg=lambda text: f"{what}: {text}")
+
+
+def assert_gradients_equal(
+    stages: Sequence[Decoder], gradients: Sequence[Mapping[str, torch.Tensor]], whole: Decoder
+) -> None:
+    """Compare with the whole model's; a tied embedding's are added up over the stages that hold it."""
+    tied = [g["embedding.weight"] for g in gradients if "embedding.weight" in g]
+    for stage, by_name in zip(stages, gradients, strict=True):
+        for name, grad in by_name.items():
+            expected = whole.get_parameter(name).grad
+            assert expected is not None
+            total = torch.stack(tied).sum(0) if name == "embedding.weight" else grad
+            assert_close(total, expected[stage.place_of(name)], name)

@@ -1,0 +1,67 @@
+"""The messages of a reallocation: both ends of every pair agree, nothing is forgotten, and buckets bound them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realrl.engine.realloc_rounds import Message, Round, rounds_of
+from realrl.plan.realloc import ReallocPlan, plan_realloc
+from tests.ranks.test_realloc import MODELS, parameter_specs, random_layout
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def num_bytes(messages: tuple[Message, ...]) -> int:
+    return sum(message.num_elements * ITEM_BYTES[message.dtype] for message in messages)
+
+
+def all_rounds(plan: ReallocPlan, bucket_bytes: int) -> dict[int, tuple[Round, ...]]:
+    dtypes = {spec.name: spec.dtype for spec in plan.source_layout.specs}
+    return {rank: rounds_of(plan, rank, dtypes, bucket_bytes=bucket_bytes) for rank in plan.ranks}
+
+
+def shape_of(message: Message) -> tuple[object, ...]:
+    """What both ends must agree on."""
+    return message.dtype, tuple((piece.parameter, piece.shape) for piece in message.pieces)
+
+
+@given(st.integers(0, 10**6), st.sampled_from([250, 2000, 20_000, 1 << 30]))
+def test_rounds(seed: int, bucket_bytes: int) -> None:
+    rng = random.Random(seed)
+    specs = parameter_specs(rng.choice(MODELS))
+    plan = plan_realloc(random_layout(specs, 8, rng), random_layout(specs, 8, rng))
+    rounds = all_rounds(plan, bucket_bytes)
+    longest = max(spec.shape[-1] for spec in specs) * 4
+    for rank, mine in rounds.items():
+        assert sum(num_bytes(r.sends) for r in mine) == plan.bytes_sent(rank)
+        assert sum(num_bytes(r.receives) for r in mine) == plan.bytes_received(rank)
+        for number, current in enumerate(mine):
+            assert current.sends or current.receives
+            for message in current.sends:
+                theirs = [m for m in rounds[message.peer][number].receives if m.peer == rank]
+                ours = [m for m in current.sends if m.peer == message.peer]
+                assert [shape_of(m) for m in ours] == [shape_of(m) for m in theirs]
+            for messages in (current.sends, current.receives):
+                peers = {m.peer for m in messages}
+                assert num_bytes(messages) <= bucket_bytes + len(peers) * max(longest, bucket_bytes // 64)
+        _check_pieces(plan, rank, mine)
+
+
+def _check_pieces(plan: ReallocPlan, rank: int, rounds: tuple[Round, ...]) -> None:
+    """Row by row, what is sent and received is what the plan says."""
+    for transfers, is_sender in ((plan.transfers_from(rank), True), (plan.transfers_to(rank), False)):
+        planned: Counter[tuple[object, ...]] = Counter()
+        for t in transfers:
+            peer, slices = (t.target, t.source_slice) if is_sender else (t.source, t.target_slice)
+            planned.update((peer, t.parameter, row, slices[1:]) for row in range(*slices[0]))
+        found: Counter[tuple[object, ...]] = Counter()
+        for current in rounds:
+            for message in current.sends if is_sender else current.receives:
+                for piece in message.pieces:
+                    rows = range(*piece.slices[0])
+                    found.update((message.peer, piece.parameter, row, piece.slices[1:]) for row in rows)
+        assert found == planned
