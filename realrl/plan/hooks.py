@@ -13,6 +13,7 @@ Invariants of `plan_hooks`:
     - an `Offload` stands in `after` only, behind every realloc of the same list that has its role at one end;
     - with `offload_frozen`, a role that is not trained, whose home shares devices with calls of other roles, is
       offloaded after the last call of a step that runs on it and after every hook that writes into it;
+    - no realloc has a role at one end that a call offloads which no data and no wait orders against it;
     - a role without weights stands nowhere.
 """
 
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from realrl.errors import AllocationError
-from realrl.graph.build import calls, data_graph, home_calls
+from realrl.graph.build import calls, data_graph, home_calls, writer_waits
 from realrl.graph.mfc import Hook, MFCDef, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.layout import ModelShape
@@ -155,7 +156,8 @@ def plan_hooks(
         offload_frozen: keep roles that are not trained in host memory while they are not used.
 
     Raises:
-        AllocationError: a `ParamReallocHook` has a role without parameters at one end.
+        AllocationError: a `ParamReallocHook` has a role without parameters at one end, or a call offloads a role while
+            another one may be moving its parameters.
     """
     homes = role_homes(graph, allocations, weightless=weightless)
     idle_after = _last_calls(graph, allocations, homes) if offload_frozen else {}
@@ -171,6 +173,7 @@ def plan_hooks(
             if (mfc.name == last or role in written) and Offload(role, homes[role]) not in after:
                 after.append(Offload(role, homes[role]))
         plan[mfc.name] = CallHooks(tuple(before), tuple(after), home)
+    _check_offloads(graph, plan)
     return plan
 
 
@@ -217,6 +220,31 @@ def _asked_for(mfc: MFCDef, hook: Hook, homes: Mapping[str, Allocation]) -> tupl
                 call=mfc.name,
             )
     return (Realloc(source, homes[source], target, homes[target], hook.eta),)
+
+
+def _check_offloads(graph: nx.DiGraph, plan: Mapping[str, CallHooks]) -> None:
+    import networkx as nx
+
+    order = data_graph(graph)
+    order.add_edges_from((wait.reader, wait.writer) for wait in writer_waits(graph) if wait.lag == 0)
+    for name, hooks in plan.items():
+        homes = {hook.role: hook.allocation for hook in hooks.after if isinstance(hook, Offload)}
+        if not homes:
+            continue
+        ordered = nx.ancestors(order, name) | nx.descendants(order, name) | {name}
+        for other in (other for other in plan if other not in ordered):
+            for hook in (*plan[other].before, *plan[other].after):
+                if not isinstance(hook, Realloc) or not homes.keys() & {hook.source, hook.target}:
+                    continue
+                role = hook.source if hook.source in homes else hook.target
+                there = hook.target_allocation if hook.source == role else hook.source_allocation
+                raise AllocationError(
+                    f"call '{name}' offloads role '{role}' after it, while call '{other}', which nothing orders "
+                    f"against it, moves the role's parameters between {homes[role]} and {there}",
+                    remedy=f"Let '{other}' run where the role lives, allocation.calls.{other}={homes[role]}, or leave "
+                    "the OffloadHook out.",
+                    call=name,
+                )
 
 
 def _last_calls(

@@ -79,6 +79,16 @@ def assert_refused(outcome: tuple[int, str, str], *messages: str) -> None:
         (("generation.temperature=0",), ("PPO cannot learn from responses that never vary",)),
         (("n_seqs=2", "cluster.n_devices_per_node=2"), ("fewer than its 2 data-parallel ranks", "n_seqs=4")),
         (("cluster.n_nodes=2",), ("cluster.n_nodes=2, but this version starts workers on one machine only",)),
+        (
+            ("cluster.n_devices_per_node=8", "allocation=p8"),
+            ("pp=8 does not fit a model of 4 layers", "allocation.calls.actor_gen=d2t1p4@0:0-7"),
+        ),
+        (("cluster.n_devices_per_node=2", "allocation=t3"), ("d1t3p1 needs 3 devices", "d1t2p1")),
+        (
+            ("cluster.n_devices_per_node=2", "allocation.calls.actor_gen=d1@0:5"),
+            ("allocation.calls.actor_gen: mesh '0:5' lies outside the cluster", "The nearest mesh is '0:1'"),
+        ),
+        (("cluster.n_devices_per_node=2", "allocation.offload=[act]"), ("no role 'act'", "Did you mean 'actor'?")),
         (("resume=auto",), ("resume=auto: continues the run in run_dir: give it with run_dir=PATH",)),
         (("algorithm.reward_function=rewardz.py:f",), ("there is no file 'rewardz.py'",)),
         (("run_dir=/tmp/" + "x" * 300,), ("is no usable path: File name too long",)),
@@ -106,7 +116,7 @@ def write_header(header: bytes) -> Callable[[Path], None]:
 
 BROKEN_MODELS = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor"),
-    "cut off": (cut, "model.safetensors is truncated: 1000000 of 2204152 bytes"),
+    "cut off": (cut, "model.safetensors is truncated: 1000000 of 2107824 bytes"),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "is truncated: 0 of 8 bytes"),
     "header is a list": (write_header(b"[1, 2]"), "is damaged: its header does not say where tensors end"),
     "header without offsets": (write_header(b'{"a": {"b": 1}}'), "is damaged: its header does not say where"),

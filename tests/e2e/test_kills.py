@@ -134,6 +134,7 @@ def test_a_death_in_the_middle_of_a_reallocation(start: Callable[..., LiveRun], 
     assert len(run.errors.splitlines()) <= 24
 
 
+@pytest.mark.slow
 def test_a_death_while_others_wait_in_a_collective(start: Callable[..., LiveRun]) -> None:
     run = start("allocation=t2")
     run.wait_for("step")

@@ -8,16 +8,19 @@ from hypothesis import strategies as st
 from realrl.errors import GraphError
 from realrl.graph.build import (
     VersionEdge,
+    WriterWait,
     build_graph,
     call,
     calls,
     data_graph,
     dataset_keys,
+    home_calls,
     producers,
     readers,
     roles,
     topological_calls,
     version_edges,
+    writer_waits,
 )
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from tests.graph.examples import GENERATE, INFERENCE, PPO_KEYS, TRAIN, chain, ppo, sft
@@ -169,6 +172,43 @@ REFUSED = {
         r"'actor_train' and 'critic_train' both train role 'actor'",
     ),
     "offload before": (replaced("rew_inf", pre_hooks=(OffloadHook(),)), r"'rew_inf' has an OffloadHook before it"),
+    "offload before moving": (
+        replaced("actor_train", post_hooks=(OffloadHook(), ParamReallocHook(target=ModelName("ref")))),
+        r"'actor_train' offloads role 'actor' and then moves its parameters[\s\S]*OffloadHook last",
+    ),
+    "two offloads": (replaced("rew_inf", post_hooks=(OffloadHook(), OffloadHook())), r"'rew_inf' has two OffloadHooks"),
+    "average into itself": (
+        replaced("actor_train", post_hooks=(ParamReallocHook(target=ModelName("actor", 1), eta=0.5),)),
+        r"'actor_train' averages role 'actor' into itself \(eta=0.5\)[\s\S]*a role of its own",
+    ),
+    "into a trained role": (
+        replaced("actor_train", post_hooks=(ParamReallocHook(target=ModelName("critic"), eta=0.5),)),
+        r"hook of call 'actor_train' writes into role 'critic', which call 'critic_train' trains[\s\S]*Only a frozen",
+    ),
+    "pulled into a trained role": (
+        replaced("actor_gen", pre_hooks=(ParamReallocHook(source=ModelName("ref"), eta=0.5),)),
+        r"hook of call 'actor_gen' writes into role 'actor', which call 'actor_train' trains",
+    ),
+    "unknown role": (
+        replaced("actor_train", post_hooks=(ParamReallocHook(target=ModelName("reff"), eta=0.5),)),
+        r"hook of call 'actor_train' names role 'reff', which no call runs on[\s\S]*Did you mean 'ref'",
+    ),
+    "two into one target": (
+        replaced(
+            "actor_train",
+            post_hooks=(ParamReallocHook(target=ModelName("ref"), eta=0.5), ParamReallocHook(target=ModelName("ref"))),
+        ),
+        r"hook of call 'actor_train' writes into role 'ref', and so does a hook of the same call",
+    ),
+    "streamed realloc": (
+        replaced("ref_inf", min_n_seqs=4, pre_hooks=(ParamReallocHook(source=ModelName("actor")),)),
+        r"'ref_inf' streams \(min_n_seqs=4\) and has a hook that moves parameters",
+    ),
+    "trained replica": (
+        replaced("actor_train", model_name=ModelName("actor", 1)),
+        r"'actor_train' trains replica 'actor#1'[\s\S]*model_name='actor'",
+    ),
+    "protocol": (replaced("rew_inf", protocol="DP_PROT"), r"protocol='DP_PROT'[\s\S]*Did you mean 'DP_PROTO'"),
     "streamed training": (replaced("actor_train", min_n_seqs=4), r"'actor_train' is a train_step and has min_n_seqs=4"),
     "stream too large": (replaced("rew_inf", min_n_seqs=33), r"min_n_seqs=33, more than its n_seqs=32"),
     "n_seqs": (
@@ -214,6 +254,46 @@ def test_refusals(case):
     mfcs, message = REFUSED[case]
     with pytest.raises(GraphError, match=message):
         build_graph(mfcs, ["prompt_ids"])
+
+
+# ---------------------------------------------------------------- who may change what others read
+
+
+def test_writers_wait_for_readers_that_no_data_orders():
+    average = ParamReallocHook(target=ModelName("teacher"), eta=0.1)
+    mfcs = replaced("actor_train", post_hooks=(average,))
+    mfcs.append(MFCDef("teach", "teacher", InterfaceType.INFERENCE, "x", ("input_ids",), ("hints",), n_seqs=32))
+    graph = build_graph(mfcs, ["prompt_ids"])
+    assert writer_waits(graph) == (WriterWait("actor_train", "teach", 0),)
+    assert VersionEdge("actor_train", "teach", 1) in version_edges(graph)
+
+
+def test_writers_wait_for_the_step_before_of_readers_behind_them():
+    pull = ParamReallocHook(source=ModelName("actor"))
+    mfcs = replaced("ref_inf", pre_hooks=(pull,))
+    mfcs.append(MFCDef("again", "ref", InterfaceType.INFERENCE, "x", ("ref_logprobs",), ("more",), n_seqs=32))
+    assert writer_waits(build_graph(mfcs, ["prompt_ids"])) == (WriterWait("ref_inf", "again", 1),)
+
+
+def test_writers_that_leave_no_order():
+    def call(name, role, hook=(), reads=("p",), out=()):
+        return MFCDef(name, role, InterfaceType.INFERENCE, "x", reads, out, pre_hooks=hook)
+
+    mfcs = [
+        call("a", "a", (ParamReallocHook(source=ModelName("b")),), out=("ka",)),
+        call("b", "b", (ParamReallocHook(source=ModelName("a")),), out=("kb",)),
+    ]
+    with pytest.raises(GraphError, match=r"call 'a' changes parameters that call 'b' reads in the same step"):
+        build_graph(mfcs, ["p"])
+    mfcs[1] = call("b", "b", (ParamReallocHook(source=ModelName("a")),), reads=("ka",), out=("kb",))
+    build_graph(mfcs, ["p"])
+
+
+def test_home_calls():
+    mfcs = ppo()
+    assert home_calls(build_graph(mfcs, ["prompt_ids"])) == {
+        "actor": "actor_train", "reward": "rew_inf", "ref": "ref_inf", "critic": "critic_train",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("source", "target"), [(None, None), (ModelName("a"), ModelName("b"))])

@@ -10,20 +10,22 @@ import torch
 
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
-from realrl.engine.generate import Generator
+from realrl.data.sample import SequenceSample
 from realrl.engine.groups import Groups
+from realrl.engine.native import NativeEngine
 from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import CallError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
-from realrl.model.heads import LMHead
 from realrl.plan.groups import process_groups
+from realrl.sched.messages import KeySchema, Per
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import CONFIGS, stages_of, whole_model
 
 CPU = torch.device("cpu")
+TOKENS = KeySchema("int64", Per.TOKEN)
 EOS = 0
 PROMPT_LENGTHS = (5, 3, 9, 1, 7, 2, 4)
 LIMITS = {"max_new_tokens": 9, "n_responses": 3, "stop_ids": (7, 9, 20, 30, 41, 50)}
@@ -47,10 +49,10 @@ def make_prompts(n_samples: int) -> tuple[list[torch.Tensor], list[str]]:
 def generate(
     decoder: Decoder, parallel: Parallel, generation: GenerationConfig, n_samples: int = len(PROMPT_LENGTHS)
 ) -> GenerationResult:
-    assert decoder.head is None or isinstance(decoder.head, LMHead)
-    generator = Generator(decoder, decoder.head, device=CPU, parallel=parallel)
     prompts, sample_ids = make_prompts(n_samples)
-    return generator.generate(prompts, sample_ids, generation, seed=3, step=4, eos_id=EOS)
+    batch = SequenceSample.from_lists(sample_ids, {"prompt_ids": (TOKENS, [[prompt] for prompt in prompts])})
+    engine = NativeEngine(decoder, role="actor", parallel=parallel)
+    return engine.generate(batch, generation, seed=3, step=4, eos_id=EOS)
 
 
 def place(rank: int, strategy: ParallelStrategy, address: str) -> Parallel:

@@ -2,12 +2,14 @@
 
 import dataclasses
 
+from hypothesis import reject
 from hypothesis import strategies as st
 
-from realrl.errors import GraphError
+from realrl.errors import AllocationError, GraphError
 from realrl.graph.build import build_graph, dataset_keys
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy, legal_meshes
+from realrl.plan.hooks import plan_hooks
 from realrl.sched.master_plan import MasterPlan, schedule_calls
 
 INFERENCE, GENERATE, TRAIN = InterfaceType.INFERENCE, InterfaceType.GENERATE, InterfaceType.TRAIN_STEP
@@ -89,9 +91,13 @@ def plans(draw, max_staleness=2):
         mesh = draw(st.sampled_from(list(legal_meshes(cluster))))
         smallest = min(mfc.n_seqs // mfc.n_minibatches, mfc.min_n_seqs or mfc.n_seqs)
         allocations[mfc.name] = Allocation(mesh, draw(st.sampled_from(strategies_of(mesh.n_devices, smallest))))
-    mfcs = [draw(with_protocol(mfc, allocations[mfc.name])) for mfc in mfcs]
+    mfcs = draw(st.permutations([draw(with_protocol(mfc, allocations[mfc.name])) for mfc in mfcs]))
+    try:
+        plan_hooks(build_graph(mfcs, ["prompt_ids"]), allocations)
+    except AllocationError:  # it offloads what another call may be moving
+        reject()
     return make_plan(
-        draw(st.permutations(mfcs)), allocations, cluster, n_steps=draw(st.integers(1, 4)),
+        mfcs, allocations, cluster, n_steps=draw(st.integers(1, 4)),
         dataset_rank=draw(st.integers(0, cluster.n_devices - 1)), shuffle=draw(st.booleans()),
         save_every_steps=draw(st.integers(0, 2)), save_at_end=draw(st.booleans()),
         checkpoint_directory="saves/.step_{step}.partial", moves_rows=draw(st.booleans()),

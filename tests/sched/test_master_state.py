@@ -7,6 +7,7 @@ from realrl.errors import CallError, CheckpointError, DataError, InvalidTransiti
 from realrl.graph.mfc import MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.plan.cursor import DatasetCursor
+from realrl.sched.dispatch import PartKind
 from realrl.sched.events import (
     Abort,
     CheckpointCommitted,
@@ -67,7 +68,7 @@ def until(simulation, is_there):
 def both_in_call(plan, seed=0):
     """A run whose two ranks have just entered the first call."""
     simulation = Simulation(plan, seed=seed, n_rows=20)
-    return until(simulation, lambda: len(simulation.entered[0]) == plan.n_ranks)
+    return until(simulation, lambda: len(simulation.entered[0, PartKind.CALL]) == plan.n_ranks)
 
 
 def abort_of(instructions):
@@ -212,7 +213,8 @@ def test_urgent_call_reserves_devices_that_it_waits_for():
 
 def test_device_that_is_done_first_goes_on_without_the_others():
     simulation = independent({"a": (0, 1), "b": (0, 1), "narrow": (1,)})
-    until(simulation, lambda: running_calls(simulation) == {"a", "b"} and len(simulation.entered[0]) == 2)
+    first = simulation.entered[0, PartKind.CALL]
+    until(simulation, lambda: running_calls(simulation) == {"a", "b"} and len(first) == 2)
     simulation.work(1)
     while simulation.ranks[1].replies:
         simulation.feed(simulation.ranks[1].replies.popleft())

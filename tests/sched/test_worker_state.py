@@ -10,7 +10,9 @@ from realrl.sched.messages import (
     Heartbeat,
     Initialize,
     LoadSamples,
+    MoveRows,
     RunCall,
+    RunHooks,
     SaveCheckpoint,
     Shutdown,
 )
@@ -37,7 +39,7 @@ def test_a_life():
     state = WorkerState(3)
     requests = [
         init(0), LoadSamples(1, ("1/a",), (0,)), call(2), FreeSamples(3, ("1/a",)), SaveCheckpoint(4, 3, "x"),
-        Shutdown(5),
+        MoveRows(5, 2, "actor_train", 3, (), ()), RunHooks(6, 2, "actor_train", 3, "after"), Shutdown(7),
     ]  # fmt: skip
     activities = []
     for request in requests:
@@ -48,9 +50,10 @@ def test_a_life():
         state.finish(now_s=13.0)
         state.validate()
     assert [beat.activity for beat in activities] == [
-        "starting", "loading samples", "actor_gen", "freeing samples", "saving step 3", "shutting down",
+        "starting", "loading samples", "actor_gen", "freeing samples", "saving step 3",
+        "moving rows for actor_train", "hooks after actor_train", "shutting down",
     ]  # fmt: skip
-    assert [beat.seq for beat in activities] == list(range(6))
+    assert [beat.seq for beat in activities] == list(range(8))
     assert {beat.busy_s for beat in activities} == {2.5}
     assert state.phase is WorkerPhase.CLOSED
 

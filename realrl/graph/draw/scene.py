@@ -9,9 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from realrl.graph.build import VersionEdge, calls, data_graph, dataset_keys, roles, topological_calls, version_edges
+from realrl.graph.build import (
+    VersionEdge,
+    calls,
+    data_graph,
+    dataset_keys,
+    home_calls,
+    roles,
+    topological_calls,
+    version_edges,
+)
 from realrl.graph.draw.text import text_width
 from realrl.graph.mfc import Hook, InterfaceType, MFCDef, OffloadHook
+from realrl.graph.protocol_names import DEFAULT_PROTOCOL
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -134,14 +144,15 @@ def make_scene(graph: nx.DiGraph, title: str, allocations: Mapping[str, Placemen
     cards = {}
     if dataset_keys(graph):
         cards[DATASET] = Card(DATASET, None, -1, "dataset", n_lines=_n_lines(pills, DATASET))
+    places, homes = allocations or {}, home_calls(graph)
     for mfc in mfcs:
-        place = (allocations or {}).get(mfc.name)
+        place = places.get(mfc.name)
         cards[mfc.name] = Card(
             mfc.name,
             mfc,
             role_names.index(mfc.role),
             mfc.name,
-            _notes(mfc, largest),
+            (*_notes(mfc, largest), *_moved(place, places.get(homes[mfc.role]))),
             "" if place is None else f"{place.strategy} @ {place.mesh}",
             _n_lines(pills, mfc.name),
         )
@@ -182,9 +193,17 @@ def _notes(mfc: MFCDef, largest: int) -> tuple[str, ...]:
         batch.append(f"{mfc.n_minibatches} minibatches")
     return (
         *((" · ".join(batch),) if batch else ()),
+        *((mfc.protocol,) if mfc.protocol != DEFAULT_PROTOCOL else ()),
         *(f"before: {hook_text(hook)}" for hook in mfc.pre_hooks),
         *(f"after: {hook_text(hook)}" for hook in mfc.post_hooks),
     )
+
+
+def _moved(place: Placement | None, home: Placement | None) -> tuple[str, ...]:
+    """Where the parameters come from, for a call that does not run in its role's home."""
+    if place is None or home is None or (str(place.mesh), str(place.strategy)) == (str(home.mesh), str(home.strategy)):
+        return ()
+    return (f"parameters ← {home.strategy if str(place.mesh) == str(home.mesh) else home.mesh}",)
 
 
 def _subtitle(n_calls: int, n_roles: int, n_trained: int, n_seqs: int) -> str:

@@ -10,7 +10,9 @@ from realrl.config.schema import GenerationConfig
 from realrl.engine.generate import Generator
 from realrl.engine.generate import run as run_module
 from realrl.engine.generate.cache import KVCache
+from realrl.engine.generate.generator import divide
 from realrl.engine.generate.philox import hash_words, step_key, uniforms
+from realrl.engine.generate.request import Request
 from realrl.errors import CallError, ConfigError
 from realrl.model.attention import PackedAttention
 from realrl.model.config import tiny_config
@@ -194,6 +196,21 @@ def test_bfloat16(prompts):
     decoder = random_model(tiny_config(VOCAB_SIZE, dtype=torch.bfloat16), seed=1)
     result = generate(decoder, prompts, max_batch_size=5)
     assert all(torch.isfinite(logprobs).all() for logprobs in result.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "n_shares", "max_batch_size"),
+    [((5, 3, 9, 1, 7, 2), 4, 64), ((4, 4), 3, 64), ((1, 2, 3), 3, 2), ((6,), 1, 1), ((), 2, 8)],
+)
+def test_shares_hold_each_sample_once_in_nearly_equal_numbers(lengths, n_shares, max_batch_size):
+    generation = GenerationConfig(max_batch_size=max_batch_size)
+    prompts = [torch.ones(n, dtype=torch.int64) for n in lengths]
+    request = Request(prompts, [str(i) for i in range(len(lengths))], generation, 1, 1, (EOS,))
+    shares = divide(request, n_shares)
+    assert len(shares) == min(n_shares, len(lengths), max_batch_size)
+    assert sorted(itertools.chain.from_iterable(shares)) == list(range(len(lengths)))
+    sizes = [len(share) for share in shares]
+    assert not sizes or (min(sizes) >= 1 and max(sizes) - min(sizes) <= 1)
 
 
 class TestBadInput:

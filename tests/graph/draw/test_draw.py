@@ -53,6 +53,21 @@ def test_svg_shows_everything():
     assert {"edge", "version", "head", "shape"} <= kinds
 
 
+def test_svg_shows_where_parameters_come_from():
+    places = {
+        "actor_gen": "d4t1p2@0:0-7", "critic_inf": "d2@0:0-1", "rew_inf": "p2@0:2-3", "ref_inf": "p4@0:4-7",
+        "critic_train": "d2p2@0:4-7", "actor_train": "d2p2@0:0-3",
+    }  # fmt: skip
+    allocations = {name: parse_allocation(text, Cluster(1, 8)) for name, text in places.items()}
+    shown = [text for text in texts(svg_of(PPO, allocations=allocations)) if text.startswith("parameters")]
+    assert shown == ["parameters ← 0:0-3", "parameters ← 0:4-7"]
+    allocations["critic_inf"] = parse_allocation("t4@0:4-7", Cluster(1, 8))
+    assert "parameters ← d2t1p2" in texts(svg_of(PPO, allocations=allocations))
+    assert not any(text.startswith("parameters") for text in texts(svg_of(PPO, allocations=PLACES)))
+    graph = build_graph([replace(ppo()[0], protocol="DP_PROTO")], DATASET_KEYS["ppo"])
+    assert "DP_PROTO" in texts(svg_of(graph))
+
+
 def test_svg_shows_hooks_and_batches():
     shown = texts(svg_of(build_graph(seventeen(), DATASET_KEYS["seventeen"])))
     assert {"after: offload", "after: → teacher, eta 0.05", "streams from 16"} <= set(shown)
