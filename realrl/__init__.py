@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from realrl.graph.mfc import ModelName as ModelName
     from realrl.graph.mfc import OffloadHook as OffloadHook
     from realrl.graph.mfc import ParamReallocHook as ParamReallocHook
+    from realrl.plan.protocols import register_protocol as register_protocol
     from realrl.runtime.master_worker import MasterWorker as MasterWorker
     from realrl.runtime.model_worker import ModelWorker as ModelWorker
     from realrl.sched.messages import KeySchema as KeySchema
@@ -65,6 +66,7 @@ _HOMES = {
     "SequenceSample": "realrl.data.sample",
     "build_graph": "realrl.graph.build",
     "register_interface": "realrl.algo.registry",
+    "register_protocol": "realrl.plan.protocols",
     "response_mask": "realrl.algo.packed",
     "to_transitions": "realrl.algo.packed",
     "train_minibatches": "realrl.algo.training",

@@ -35,6 +35,7 @@ PUBLIC = [
     "__version__",
     "build_graph",
     "register_interface",
+    "register_protocol",
     "response_mask",
     "to_transitions",
     "train_minibatches",

@@ -170,6 +170,9 @@ class ModelInterface:
 
     `generate` and `inference` return a `SequenceSample` with the ids of `batch` and the call's output keys;
     `train_step` returns metrics that are equal on all ranks.
+
+    Where a call runs on other devices than its role's parameters live on, the interface's state comes with the
+    parameters before the call; what the call changes in it there is not sent back.
     """
 
     def generate(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:

@@ -147,7 +147,7 @@ def test_an_average_is_seen_by_the_next_step_and_not_before(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_an_average_that_no_data_orders_against_its_reader(seed):
     mfcs = ppo(n_seqs=8, n_minibatches=1)
-    mfcs.append(MFCDef("teach", "teacher", InterfaceType.INFERENCE, "x", ("input_ids",), ("hints",), n_seqs=8))
+    mfcs.append(MFCDef("teach", "teacher", InterfaceType.INFERENCE, "x", ("input_ids",), ("hints",), n_seqs=2))
     average = ParamReallocHook(target=ModelName("teacher"), eta=0.1)
     plan = table_plan({"actor_train": {"post_hooks": (average,)}}, mfcs, n_steps=4, save_every_steps=1)
     simulation = Simulation(plan, seed=seed, n_rows=8).run()
@@ -179,13 +179,17 @@ def test_stale_parameters_are_at_most_so_old_on_every_rank(max_staleness):
 
 def test_a_checkpoint_holds_averages_of_exactly_its_steps():
     """The simulator compares the homes of trained and of averaged roles with the step at each SaveCheckpoint."""
-    pull = {"ref_inf": {"pre_hooks": (ParamReallocHook(source=ModelName("actor"), eta=0.5),)}}
-    for seed in range(10):
-        plan = table_plan(pull, n_steps=3, max_staleness=2, save_every_steps=1)
-        simulation = Simulation(plan, seed=seed, n_rows=8).run()
+    pull = {"pre_hooks": (ParamReallocHook(source=ModelName("actor"), eta=0.5),), "max_staleness": 2}
+    mfcs = ppo(n_seqs=4, n_minibatches=1, max_staleness=2)
+    mfcs = [dataclasses.replace(mfc, **pull) if mfc.name == "ref_inf" else mfc for mfc in mfcs]
+    devices = {"actor_gen": 0, "rew_inf": 1, "ref_inf": 1, "actor_train": 2, "critic_inf": 3, "critic_train": 3}
+    allocations = {name: parse_allocation(f"d1@0:{device}", NODE) for name, device in devices.items()}
+    plan = make_plan(mfcs, allocations, NODE, n_steps=4, save_every_steps=1)
+    for seed in range(40):
+        simulation = Simulation(plan, seed=seed, n_rows=8, validate=False).run()
         simulation.check_complete()
         sent = [i.request for batch in simulation.instructions for i in batch if isinstance(i, Send)]
-        assert sum(isinstance(request, SaveCheckpoint) for request in sent) == 3 * 8
+        assert sum(isinstance(request, SaveCheckpoint) for request in sent) == 4 * 8
 
 
 # ---------------------------------------------------------------- the log
