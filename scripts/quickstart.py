@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument(
         "--prompts", type=int, default=320, help="held-out prompts to evaluate on (default: %(default)s)"
     )
+    parser.add_argument("--pairs", type=int, default=480, help="held-out pairs to evaluate on (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="set an earlier quickstart aside and start over")
     options = parser.parse_args()
     if options.fresh and options.out.exists():
@@ -55,7 +56,7 @@ def main() -> int:
             print(f"\nthe quickstart stopped at: {title}", file=sys.stderr)
             return exit_code
     print("\n4/4  evaluation on held-out pairs and prompts", flush=True)
-    _evaluate(options.out, options.prompts)
+    _evaluate(options.out, options.prompts, options.pairs)
     print(f"\ntotal time {(time.monotonic() - started_s) / 60:.1f} min")
     return 0
 
@@ -68,12 +69,12 @@ def _run_stage(run_dir: Path, experiment: str, overrides: list[str]) -> list[str
     return ["-m", "realrl", "run", experiment, "preset=quickstart", f"run_dir={run_dir}", "resume=auto", *overrides]
 
 
-def _evaluate(out: Path, n_prompts: int) -> None:
+def _evaluate(out: Path, n_prompts: int, n_pairs: int) -> None:
     import torch
     from quickstart_eval import evaluate, print_report
 
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    report = evaluate(out, n_prompts=n_prompts)
+    report = evaluate(out, n_prompts=n_prompts, n_pairs=n_pairs)
     print_report(report, n_shown=N_SAMPLES_SHOWN)
     (out / "report.json").write_text(json.dumps(report.as_dict(), indent=1))
     print(f"report       {out / 'report.json'}")

@@ -75,22 +75,25 @@ class Report:
         return asdict(self)
 
 
-def evaluate(out: Path, *, n_prompts: int) -> Report:
+def evaluate(out: Path, *, n_prompts: int, n_pairs: int) -> Report:
     """Score the reward model and both actors; models are loaded one at a time.
 
     Args:
         out: folder of the quickstart, with `rw/` and `ppo/`.
         n_prompts: held-out prompts.
+        n_pairs: held-out pairs, fewer if there are fewer.
     """
     base = cache_dir() / MODEL_FOLDER
     reviews = cache_dir() / REVIEWS_FOLDER
     reward_model, actor = out / "rw/checkpoints/latest/reward", out / "ppo/checkpoints/latest/actor"
     tokenizer = load_tokenizer(str(base))
-    pairs = _read(reviews / "reviews_pairs_heldout.jsonl")
+    pairs = _read(reviews / "reviews_pairs_heldout.jsonl")[:n_pairs]
+    print(f"reward model, before and after, on {len(pairs)} pairs", flush=True)
     accuracy_before = pair_accuracy(_engine(base, "reward"), pairs, tokenizer)
     judge = _engine(reward_model, "reward")
     accuracy_after = pair_accuracy(judge, pairs, tokenizer)
     prompts = [row["prompt"] for row in _read(reviews / "reviews_prompts_heldout.jsonl")][:n_prompts]
+    print(f"actor, before and after, on {len(prompts)} prompts", flush=True)
     generation = GenerationConfig(**json.loads((out / "ppo/config.json").read_text())["generation"])
     reference = _engine(base, "lm")
     before = continue_prompts(reference, reference, judge, prompts, tokenizer, generation)
