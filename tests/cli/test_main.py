@@ -19,6 +19,8 @@ from realrl import cli
 from realrl.cli import commands, plan_view
 from realrl.cli.console import print_table
 from realrl.errors import RunError, UsageError
+from realrl.model.config import tiny_config
+from realrl.model.hf_llama import config_to_hf
 
 USER_FILE = """
 from realrl import DatasetKind, Experiment, InterfaceType, MFCDef, Role
@@ -152,7 +154,7 @@ def test_quickstart_needs_its_assets_and_says_how_to_get_them(
     reward = workplace / "runs/quickstart/rw/checkpoints/latest/reward"
     for folder in (model, reward):
         folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
+        (folder / "config.json").write_text(json.dumps(config_to_hf(tiny_config(259))))
     assert f"dataset.path={reviews}" in call(capsys, "run", name, "preset=quickstart")[2]
     reviews.mkdir()
     for file in ("reviews_pairs_train.jsonl", "reviews_prompts_train.jsonl"):
