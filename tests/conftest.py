@@ -1,4 +1,4 @@
-"""Hypothesis settings for the whole suite (few examples by default, many with --hypothesis-profile=thorough), signals."""
+"""Settings of the whole suite: few hypothesis examples (many with --hypothesis-profile=thorough), and signals."""
 
 import signal
 
