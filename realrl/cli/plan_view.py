@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ from realrl.plan.hooks import Realloc
 
 if TYPE_CHECKING:
     from realrl.runtime.run_plan import RunPlan
+
+_SHOWN_RANKS = 16
 
 
 def print_plan(plan: RunPlan) -> None:
@@ -69,6 +72,7 @@ def _print_roles(plan: RunPlan) -> None:
     for name, role in plan.experiment.roles_for(plan.config).items():
         model = plan.config.models[name]
         learning = f"lr {model.optimizer.lr:g} {model.optimizer.schedule}" if role.trainable else "frozen"
+        learning += f", LoRA of rank {model.lora.rank}" if model.lora.rank else ""
         home = plan.home_of(name)
         size = _size(model.path) if home is not None else "no weights"
         ranks = ", ".join(map(str, plan.role_ranks(name)))
@@ -105,6 +109,13 @@ def _print_hooks(plan: RunPlan) -> None:
         rows.append((f"{when} {call}", what, *ends, _bytes(moved.total_bytes), _bytes(most)))
     columns = ("when", "parameters of", "from", "to", "moved", "most to one device")
     print_table(columns, rows, title="Parameters that move", folding=("parameters of",))
+    for call, _, hook in planned:
+        if isinstance(hook, Realloc) and hook.target_allocation.order is not None:
+            assert reallocs is not None
+            plain = replace(hook, target_allocation=replace(hook.target_allocation, order=None))
+            less, more = (_bytes(reallocs.of(one).total_bytes) for one in (hook, plain))
+            order = _order(hook.target_allocation.order)
+            print(f"{call} takes its devices in the order {order}: {less} move, in plain order {more} would\n")
 
 
 def _print_groups(plan: RunPlan) -> None:
@@ -123,8 +134,13 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def _order(ranks: tuple[int, ...]) -> str:
+    text = " ".join(map(str, ranks[:_SHOWN_RANKS]))
+    return text if len(ranks) <= _SHOWN_RANKS else f"{text} ..."
+
+
 def _devices(allocation: Allocation) -> str:
-    ranks = allocation.ranks
+    ranks = allocation.mesh.ranks
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 

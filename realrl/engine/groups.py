@@ -32,11 +32,20 @@ class Communicator:
         handle: the torch.distributed group.
         n_ranks: members.
         rank: this rank's place in the group; peers and roots below are places in the group too.
+        order: place in the group -> rank in the handle, where these differ: torch sorts the members of its groups.
     """
 
     handle: dist.ProcessGroup | None = None
     n_ranks: int = 1
     rank: int = 0
+    order: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, group: ProcessGroup, rank: int, handle: dist.ProcessGroup | None) -> Communicator:
+        """The membership of a global rank in a planned group, over a handle with the same members."""
+        ascending = sorted(group.ranks)
+        order = None if ascending == list(group.ranks) else tuple(map(ascending.index, group.ranks))
+        return cls(handle, group.n_ranks, group.ranks.index(rank), order)
 
     def all_reduce_(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce in place over the group ("sum" or "max") and return the tensor."""
@@ -52,13 +61,14 @@ class Communicator:
         tensor = tensor.contiguous()
         out = tensor.new_empty(self.n_ranks * tensor.shape[0], *tensor.shape[1:])
         _all_gather(out, tensor, group=self.handle)
-        return out
+        return self._chunks_moved(out, self.order)
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the group, and keep this rank's equal part of dim 0."""
         if self.handle is None:
             return tensor
-        tensor = tensor.contiguous()
+        places = None if self.order is None else sorted(range(self.n_ranks), key=self.order.__getitem__)
+        tensor = self._chunks_moved(tensor, places).contiguous()
         out = tensor.new_empty(tensor.shape[0] // self.n_ranks, *tensor.shape[1:])
         _reduce_scatter(out, tensor, group=self.handle)
         return out
@@ -66,7 +76,7 @@ class Communicator:
     def broadcast_(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """Overwrite the tensor with the root's, and return it."""
         if self.handle is not None:
-            dist.broadcast(tensor, group=self.handle, group_src=root)
+            dist.broadcast(tensor, group=self.handle, group_src=self._handle_rank(root))
         return tensor
 
     def broadcast_bytes(self, payload: bytes, root: int, device: torch.device) -> bytes:
@@ -112,14 +122,27 @@ class Communicator:
                 raise ValueError(f"rank {self.rank} cannot exchange {tuple(tensor.shape)} with rank {peer}")
         if not sends and not receives:
             return Pending((), ())
-        operations = [dist.P2POp(dist.isend, t, group=self.handle, group_peer=peer) for peer, t in sends]
-        operations += [dist.P2POp(dist.irecv, t, group=self.handle, group_peer=peer) for peer, t in receives]
+        operations = [
+            dist.P2POp(operation, tensor, group=self.handle, group_peer=self._handle_rank(peer))
+            for operation, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for peer, tensor in messages
+        ]
         return Pending(tuple(dist.batch_isend_irecv(operations)), tuple(t for _, t in (*sends, *receives)))
 
     def barrier(self) -> None:
         """Wait for every member."""
         if self.handle is not None:
             dist.barrier(group=self.handle)
+
+    def _handle_rank(self, place: int) -> int:
+        return place if self.order is None else self.order[place]
+
+    def _chunks_moved(self, tensor: torch.Tensor, sources: Sequence[int] | None) -> torch.Tensor:
+        """The tensor with chunk ``sources[i]`` of its `n_ranks` equal chunks of dim 0 as chunk i; None: as it is."""
+        if sources is None:
+            return tensor
+        chunks = tensor.chunk(self.n_ranks)
+        return torch.cat([chunks[source] for source in sources])
 
 
 @dataclass(frozen=True)
@@ -158,7 +181,8 @@ class Groups:
     ) -> Groups:
         """Meet the other ranks and create all groups; every rank calls this with the same list.
 
-        Groups with equal members share one handle, groups of one rank get none, and a single worker meets nobody.
+        Groups with equal members share one handle, whatever their order; groups of one rank get none, and a single
+        worker meets nobody.
 
         Args:
             planned: from `realrl.plan.groups.process_groups`, in its order.
@@ -190,9 +214,7 @@ class Groups:
                     f"{str(error).splitlines()[0]}",
                     worker=rank,
                 ) from error
-        return cls(
-            {g: Communicator(handles.get(g.ranks), g.n_ranks, g.ranks.index(rank)) for g in mine}, owns_world=True
-        )
+        return cls({g: Communicator.of(g, rank, handles.get(frozenset(g.ranks))) for g in mine}, owns_world=True)
 
     def __getitem__(self, group: ProcessGroup) -> Communicator:
         """The communicator of a planned group that this rank is a member of."""
@@ -231,15 +253,16 @@ def _make_store(rendezvous: str, rank: int, world_size: int, timeout: timedelta)
 
 def _create_handles(
     planned: Sequence[ProcessGroup], world_size: int, timeout: timedelta
-) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    handles: dict[tuple[int, ...], dist.ProcessGroup] = {}
+) -> dict[frozenset[int], dist.ProcessGroup]:
+    handles: dict[frozenset[int], dist.ProcessGroup] = {}
     for group in planned:
-        if group.n_ranks == 1 or group.ranks in handles:
+        members = frozenset(group.ranks)
+        if group.n_ranks == 1 or members in handles:
             continue
-        if group.ranks == tuple(range(world_size)):
-            handles[group.ranks] = dist.group.WORLD
+        if group.n_ranks == world_size:
+            handles[members] = dist.group.WORLD
         else:
-            handles[group.ranks] = dist.new_group(list(group.ranks), timeout=timeout)
+            handles[members] = dist.new_group(sorted(members), timeout=timeout)
     return handles
 
 

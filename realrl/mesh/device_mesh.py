@@ -1,6 +1,7 @@
 """Devices of the cluster, rectangles of them, and how a call is spread over one.
 
-Rank order inside a mesh is (pp, dp, tp) with tp fastest: ``mesh_rank = (pp_rank * dp + dp_rank) * tp + tp_rank``.
+Rank order inside a mesh is (pp, dp, tp) with tp fastest: ``mesh_rank = (pp_rank * dp + dp_rank) * tp + tp_rank``. Which
+global rank has which mesh rank is up to the allocation: in the plain order both ascend together.
 
 A mesh is legal when it is
 - 1, 2, 4, ... consecutive devices of one node that start at a multiple of their number, or
@@ -96,11 +97,6 @@ class DeviceMesh:
         """The nodes that the mesh has devices in."""
         return range(self.cluster.node_of(self.ranks[0]), self.cluster.node_of(self.ranks[-1]) + 1)
 
-    @property
-    def global_rank_of(self) -> dict[int, int]:
-        """mesh_rank -> global_rank."""
-        return dict(enumerate(self.ranks))
-
     def overlaps(self, other: DeviceMesh) -> bool:
         """Whether the two meshes share a device."""
         return not set(self.ranks).isdisjoint(other.ranks)
@@ -156,14 +152,22 @@ class ParallelStrategy:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Where one call runs and how it is spread there. Prints as ``d4t1p2@0:0-7``.
+    """Where one call runs and how it is spread there. Prints as ``d4t1p2@0:0-7``, whatever its rank order.
+
+    Args:
+        mesh: the devices.
+        strategy: the sizes of the axes.
+        order: the mesh's global ranks, ``order[mesh_rank]`` at the coordinate of `mesh_rank`; None, the plain order, is
+            ascending, and a plain order that is given becomes None. Only a plan chooses another one, to save bytes.
 
     Raises:
         AllocationError: the strategy needs another number of devices than the mesh has.
+        ValueError: `order` is not an order of the mesh's ranks.
     """
 
     mesh: DeviceMesh
     strategy: ParallelStrategy
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         needed, given = self.strategy.n_devices, self.mesh.n_devices
@@ -174,11 +178,16 @@ class Allocation:
                 remedy=f"The nearest strategy for this mesh is {nearest_strategy(self.strategy, given)}.",
                 mesh=str(self.mesh),
             )
+        if self.order is not None:
+            if tuple(sorted(self.order)) != self.mesh.ranks:
+                raise ValueError(f"{self.order} is no order of the ranks of mesh '{self.mesh}'")
+            if self.order == self.mesh.ranks:
+                object.__setattr__(self, "order", None)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks in mesh order."""
-        return self.mesh.ranks
+        """Global ranks by mesh rank: the first is at coordinate (0, 0, 0). Ascending only in the plain order."""
+        return self.mesh.ranks if self.order is None else self.order
 
     def dp_group_members(self, dp_rank: int) -> tuple[int, ...]:
         """Global ranks of all (pp, tp) coordinates that hold data-parallel slice `dp_rank`."""
@@ -209,12 +218,17 @@ def legal_meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
 
 
 def nearest_mesh(cluster: Cluster, ranks: tuple[int, ...]) -> DeviceMesh:
-    """The legal mesh that differs from `ranks` in the fewest devices; the larger, then the first, of several."""
+    """The legal mesh that differs from `ranks` in the fewest devices; the larger, then the first, of several.
+
+    One of as many devices, which the strategy still fits, comes before all others if it shares a device with `ranks`.
+    """
     wanted = set(ranks)
-    return min(
-        legal_meshes(cluster),
-        key=lambda mesh: (len(wanted.symmetric_difference(mesh.ranks)), -mesh.n_devices, mesh.ranks),
-    )
+
+    def distance(mesh: DeviceMesh) -> tuple[bool, int, int, tuple[int, ...]]:
+        is_as_large = mesh.n_devices == len(wanted) and not wanted.isdisjoint(mesh.ranks)
+        return not is_as_large, len(wanted.symmetric_difference(mesh.ranks)), -mesh.n_devices, mesh.ranks
+
+    return min(legal_meshes(cluster), key=distance)
 
 
 def nearest_strategy(strategy: ParallelStrategy, n_devices: int) -> ParallelStrategy:

@@ -98,6 +98,6 @@ def _nearest_inside(cluster: Cluster, node: int, first: int, last: int, what: st
         last = min(last, cluster.n_nodes - 1)
         return DeviceMesh.of_nodes(cluster, min(first, last), last)
     size = cluster.n_devices_per_node
-    last = min(last, size - 1)
-    start = min(node, cluster.n_nodes - 1) * size
-    return nearest_mesh(cluster, tuple(range(start + min(first, last), start + last + 1)))
+    n_devices = min(last - first + 1, size)
+    start = min(node, cluster.n_nodes - 1) * size + min(first, size - n_devices)
+    return nearest_mesh(cluster, tuple(range(start, start + n_devices)))

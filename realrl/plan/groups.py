@@ -3,9 +3,10 @@
 Invariants:
 - The list depends on the set of allocations alone, not on the order or names of calls.
 - The global group is first; then, for each distinct mesh in order of its ranks, the mesh's group and, for each
-  distinct (pp, dp, tp) on it, the pipeline, tensor, data and tied groups.
-- Every rank of a mesh is in exactly one pipeline, one tensor and one data group per (pp, dp, tp) of the mesh, also
-  where that group has one member only.
+  distinct (pp, dp, tp) and rank order on it, the pipeline, tensor, data and tied groups.
+- Every rank of a mesh is in exactly one pipeline, one tensor and one data group per (pp, dp, tp) and rank order of the
+  mesh, also where that group has one member only; its place in the group is its coordinate on that axis.
+- The global group and those of meshes are in ascending order, whatever the rank order of an allocation.
 - With pp > 1, every rank of the first and the last stage is in exactly one tied group, which holds these two ranks of
   its pipeline; with two stages it has the members of the pipeline group. Other ranks are in none.
 - No two groups have the same kind, mesh and ranks.
@@ -38,13 +39,11 @@ class ProcessGroup:
     Attributes:
         kind: what its members share.
         ranks: global ranks of the members; the position is the rank inside the group.
-        mesh_ranks: the members' ranks in `mesh`, in the same order.
         mesh: the mesh that the group is a part of; the whole cluster for the global group.
     """
 
     kind: GroupKind
     ranks: tuple[int, ...]
-    mesh_ranks: tuple[int, ...]
     mesh: DeviceMesh
 
     @property
@@ -61,15 +60,15 @@ def process_groups(allocations: Iterable[Allocation], cluster: Cluster) -> tuple
         cluster: gives the ranks of the global group.
     """
     whole = DeviceMesh.whole(cluster)
-    groups = [_group(GroupKind.GLOBAL, whole, range(whole.n_devices))]
-    strategies: dict[DeviceMesh, set[tuple[int, int, int]]] = {}
+    groups = [ProcessGroup(GroupKind.GLOBAL, whole.ranks, whole)]
+    layouts: dict[DeviceMesh, set[tuple[int, int, int, tuple[int, ...]]]] = {}
     for allocation in allocations:
         s = allocation.strategy
-        strategies.setdefault(allocation.mesh, set()).add((s.pp, s.dp, s.tp))
-    for mesh in sorted(strategies, key=lambda mesh: mesh.ranks):
-        groups.append(_group(GroupKind.MESH, mesh, range(mesh.n_devices)))
-        for pp, dp, tp in sorted(strategies[mesh]):
-            groups.extend(_strategy_groups(mesh, ParallelStrategy(dp, tp, pp)))
+        layouts.setdefault(allocation.mesh, set()).add((s.pp, s.dp, s.tp, allocation.ranks))
+    for mesh in sorted(layouts, key=lambda mesh: mesh.ranks):
+        groups.append(ProcessGroup(GroupKind.MESH, mesh.ranks, mesh))
+        for pp, dp, tp, order in sorted(layouts[mesh]):
+            groups.extend(_axis_groups(Allocation(mesh, ParallelStrategy(dp, tp, pp), order)))
     return tuple(dict.fromkeys(groups))
 
 
@@ -83,32 +82,31 @@ def group_of(groups: Sequence[ProcessGroup], kind: GroupKind, allocation: Alloca
         return next(group for group in groups if group.kind is kind)
     wanted: ProcessGroup | None
     if kind is GroupKind.MESH:
-        wanted = _group(kind, allocation.mesh, range(allocation.mesh.n_devices))
+        wanted = ProcessGroup(kind, allocation.mesh.ranks, allocation.mesh)
     else:
-        of_rank = [g for g in _strategy_groups(allocation.mesh, allocation.strategy) if g.kind is kind]
+        of_rank = [g for g in _axis_groups(allocation) if g.kind is kind]
         wanted = next((g for g in of_rank if global_rank in g.ranks), None)
     if wanted is None or global_rank not in wanted.ranks or wanted not in groups:
         raise LookupError(f"no {kind.value} group of {allocation} with rank {global_rank}")
     return wanted
 
 
-def _strategy_groups(mesh: DeviceMesh, strategy: ParallelStrategy) -> Iterator[ProcessGroup]:
-    s = strategy
+def _axis_groups(allocation: Allocation) -> Iterator[ProcessGroup]:
+    s = allocation.strategy
+
+    def group(kind: GroupKind, mesh_ranks: Iterable[int]) -> ProcessGroup:
+        return ProcessGroup(kind, tuple(allocation.ranks[mesh_rank] for mesh_rank in mesh_ranks), allocation.mesh)
+
     for dp in range(s.dp):
         for tp in range(s.tp):
-            yield _group(GroupKind.PP, mesh, (s.mesh_rank(pp_rank=i, dp_rank=dp, tp_rank=tp) for i in range(s.pp)))
+            yield group(GroupKind.PP, (s.mesh_rank(pp_rank=i, dp_rank=dp, tp_rank=tp) for i in range(s.pp)))
     for pp in range(s.pp):
         for dp in range(s.dp):
-            yield _group(GroupKind.TP, mesh, (s.mesh_rank(pp_rank=pp, dp_rank=dp, tp_rank=i) for i in range(s.tp)))
+            yield group(GroupKind.TP, (s.mesh_rank(pp_rank=pp, dp_rank=dp, tp_rank=i) for i in range(s.tp)))
     for pp in range(s.pp):
         for tp in range(s.tp):
-            yield _group(GroupKind.DP, mesh, (s.mesh_rank(pp_rank=pp, dp_rank=i, tp_rank=tp) for i in range(s.dp)))
+            yield group(GroupKind.DP, (s.mesh_rank(pp_rank=pp, dp_rank=i, tp_rank=tp) for i in range(s.dp)))
     ends = (0, s.pp - 1) if s.pp > 1 else ()
     for dp in range(s.dp if ends else 0):
         for tp in range(s.tp):
-            yield _group(GroupKind.TIED, mesh, (s.mesh_rank(pp_rank=i, dp_rank=dp, tp_rank=tp) for i in ends))
-
-
-def _group(kind: GroupKind, mesh: DeviceMesh, mesh_ranks: Iterable[int]) -> ProcessGroup:
-    members = tuple(mesh_ranks)
-    return ProcessGroup(kind, tuple(mesh.ranks[i] for i in members), members, mesh)
+            yield group(GroupKind.TIED, (s.mesh_rank(pp_rank=i, dp_rank=dp, tp_rank=tp) for i in ends))

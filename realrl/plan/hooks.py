@@ -122,8 +122,16 @@ _SAME_SHAPE = (
     "intermediate_size",
     "tied_embeddings",
     "attention_bias",
+    "o_bias",
     "mlp_bias",
+    "gated_mlp",
+    "norm_bias",
+    "qk_norm",
+    "learned_positions",
+    "max_positions",
+    "moe",
     "head",
+    "lora",
 )
 
 
@@ -192,14 +200,33 @@ def check_realloc_shapes(graph: nx.DiGraph, shapes: Mapping[str, ModelShape]) ->
             if source not in shapes or target not in shapes:
                 continue
             for field in _SAME_SHAPE:
-                here, there = getattr(shapes[source], field), getattr(shapes[target], field)
+                here, there = (_value_of(shapes[role], field) for role in (source, target))
                 if here != there:
+                    remedy = f"Give both the same model: models.{target}.path = models.{source}.path."
+                    if field == "head":
+                        remedy = "Leave the hook out, or declare both roles with one head: Role(..., head=...)."
+                    if field == "lora":
+                        remedy = f"Leave out models.{source if here else target}.lora: no hook can merge adapters."
                     raise AllocationError(
                         f"a hook of call '{mfc.name}' moves parameters from role '{source}' to role '{target}', but "
                         f"their models differ: {field} is {here} and {there}",
-                        remedy=f"Give both the same model: models.{target}.path = models.{source}.path.",
+                        remedy=remedy,
                         call=mfc.name,
                     )
+
+
+def _value_of(shape: ModelShape, field: str) -> object:
+    """What decides parameters of a field of a model's shape: the longest sequence may differ, positions may not."""
+    if field == "max_positions" and not shape.learned_positions:
+        return None
+    if field == "moe":
+        moe = shape.moe
+        if moe is None:
+            return None
+        sizes = f"{moe.n_experts} experts of size {moe.intermediate_size}, {moe.top_k} a token"
+        return sizes + (f", but in layers {', '.join(map(str, moe.dense_layers))}" if moe.dense_layers else "")
+    value: object = getattr(shape, field)
+    return value
 
 
 def _asked_for(mfc: MFCDef, hook: Hook, homes: Mapping[str, Allocation]) -> tuple[PlannedHook, ...]:

@@ -11,12 +11,13 @@ Invariants of `best_rank_order`:
 - equal input gives an equal order.
 
 Of the orders that move as few bytes, one is taken in which ranks stay near their tensor groups of the plain order, so
-that the groups are made of neighbours: a tensor group that spans nodes would cost more than it saves.
+that the groups are made of neighbours: a tensor group that spans nodes would cost more than it saves. `order_for` gives
+the plain order where that could not be avoided, or next to nothing is saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -25,6 +26,8 @@ from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.layout import ParameterLayout, parameter_layout
 from realrl.plan.realloc_assignment import Flags, transport
 from realrl.plan.realloc_portions import Matrix, overlap_of, part_of, portions_of
+
+_LEAST_SAVED = 0.01  # of the bytes of the plain order; a few vectors are no reason to mix up groups
 
 
 def best_rank_order(
@@ -49,6 +52,38 @@ def best_rank_order(
         for pp_rank, dp_rank, tp_rank in map(strategy.coordinates, range(strategy.n_devices))
     ]
     return parameter_layout(source_layout.specs, strategy, ordered)
+
+
+def order_for(
+    source_layout: ParameterLayout, strategy: ParallelStrategy, ranks: Sequence[int], *, node_of: Callable[[int], int]
+) -> tuple[int, ...]:
+    """The order of `ranks` in which a call had best use them, given where its parameters come from.
+
+    That of `best_rank_order`, but the plain one, `ranks`, if the best saves less than a hundredth of what the plain one
+    moves, or if a tensor group of the best spans more nodes than any of the plain one: parameters move once a call, the
+    messages of a tensor group are many and urgent.
+
+    Args:
+        source_layout, strategy, ranks: as for `best_rank_order`.
+        node_of: global rank -> node.
+
+    Raises:
+        AllocationError: as `best_rank_order`.
+    """
+    best = best_rank_order(source_layout, strategy, ranks)
+    plain = parameter_layout(source_layout.specs, strategy, ranks)
+    held = overlap_of(portions_of(source_layout, plain), source_layout, plain).held
+
+    def moved(layout: ParameterLayout) -> int:
+        kept = (int(held[part_of(source_layout, r), part_of(layout, r)]) for r in layout.ranks if r in source_layout)
+        return sum(map(layout.num_bytes_of, layout.ranks)) - sum(kept)
+
+    def most_nodes(layout: ParameterLayout) -> int:
+        return max(len(set(map(node_of, group))) for group in layout.tp_groups())
+
+    saved = moved(plain) - moved(best)
+    is_worth_it = saved > _LEAST_SAVED * moved(plain) and most_nodes(best) <= most_nodes(plain)
+    return best.ranks if is_worth_it else plain.ranks
 
 
 def _choose_parts(source: ParameterLayout, plain: ParameterLayout, held: Matrix) -> list[list[int]]:

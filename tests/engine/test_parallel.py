@@ -33,6 +33,15 @@ def test_every_rank_has_its_coordinates() -> None:
         parallel_of(Groups({}, owns_world=False), planned, allocation, 3)
 
 
+def test_coordinates_follow_the_rank_order() -> None:
+    cluster, order = Cluster(1, 8), (0, 2, 1, 3, 7, 6, 5, 4)
+    allocation = Allocation(DeviceMesh.whole(cluster), ParallelStrategy(dp=2, tp=2, pp=2), order)
+    planned = process_groups([allocation], cluster)
+    for mesh_rank, rank in enumerate(order):
+        mine = {g: Communicator.of(g, rank, None) for g in planned if rank in g.ranks}
+        assert parallel_of(Groups(mine, owns_world=False), planned, allocation, rank).mesh_rank == mesh_rank
+
+
 def test_groups_must_fit_the_strategy() -> None:
     with pytest.raises(ValueError, match=r"groups of \(dp, tp, pp\) = \(1, 1, 1\) ranks are not those of d2t1p1"):
         Parallel(strategy=ParallelStrategy(dp=2))

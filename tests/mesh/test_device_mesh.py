@@ -62,20 +62,21 @@ def test_legal_meshes_are_distinct_and_complete(cluster):
 @pytest.mark.parametrize(
     ("ranks", "problem", "nearest"),
     [
-        ((), "it has no device", "0:7"),
-        ((0, 2), "not consecutive", "0:0-3"),
+        ((), "it has no device", "0:0"),
+        ((0, 2), "not consecutive", "0:0-1"),
         ((1, 0), "not consecutive", "0:0-1"),
-        ((16,), "the cluster has devices 0-15", "0-1"),
-        ((1, 2), "2 devices of a node start at a multiple of 2", "0:0-3"),
+        ((16,), "the cluster has devices 0-15", "0:0"),
+        ((1, 2), "2 devices of a node start at a multiple of 2", "0:0-1"),
+        ((7, 8), "a mesh across nodes is made of whole nodes", "0:6-7"),
         ((0, 1, 2), "inside a node a mesh has 1, 2, 4, 8", "0:0-3"),
-        (tuple(range(4, 12)), "a mesh across nodes is made of whole nodes", "0-1"),
+        (tuple(range(4, 12)), "a mesh across nodes is made of whole nodes", "0:0-7"),
     ],
 )
 def test_mesh_refusals(ranks, problem, nearest):
     with pytest.raises(AllocationError, match=problem) as caught:
         DeviceMesh(Cluster(2, 8), ranks)
     assert caught.value.remedy is not None
-    assert "nearest mesh is" in caught.value.remedy
+    assert f"nearest mesh is '{nearest}'" in caught.value.remedy
 
 
 def test_mesh_of_a_one_device_cluster():
@@ -86,7 +87,7 @@ def test_mesh_of_a_one_device_cluster():
 def test_mesh_questions():
     cluster = Cluster(2, 8)
     mesh = DeviceMesh(cluster, tuple(range(8, 16)))
-    assert mesh.global_rank_of == {0: 8, 1: 9, 2: 10, 3: 11, 4: 12, 5: 13, 6: 14, 7: 15}
+    assert mesh.ranks == tuple(range(8, 16))
     assert mesh == DeviceMesh.of_nodes(cluster, 1, 1) == DeviceMesh.of_devices(cluster, 1, 0, 7)
     half = DeviceMesh.of_devices(cluster, 1, 4, 7)
     assert mesh.contains(half)
@@ -121,6 +122,20 @@ def test_allocation_members():
     allocation = Allocation(DeviceMesh.of_nodes(Cluster(2, 8), 1, 1), ParallelStrategy(dp=2, tp=2, pp=2))
     assert [allocation.dp_group_members(i) for i in range(2)] == [(8, 9, 12, 13), (10, 11, 14, 15)]
     assert [allocation.output_rank(i) for i in range(2)] == [12, 14]
+
+
+def test_an_allocation_in_another_rank_order():
+    mesh = DeviceMesh.of_nodes(Cluster(2, 8), 1, 1)
+    plain, order = Allocation(mesh, ParallelStrategy(dp=4, tp=2)), (8, 10, 9, 11, 12, 14, 13, 15)
+    ordered = Allocation(mesh, plain.strategy, order)
+    assert ordered.ranks == order
+    assert ordered != plain == Allocation(mesh, plain.strategy, mesh.ranks)
+    assert str(ordered) == str(plain) == "d4t2p1@1:0-7"
+    assert [ordered.dp_group_members(i) for i in range(4)] == [(8, 10), (9, 11), (12, 14), (13, 15)]
+    assert [ordered.output_rank(i) for i in range(4)] == [8, 9, 12, 13]
+    for wrong in (order[1:], (0, *order[1:]), (*order[1:], 10)):
+        with pytest.raises(ValueError, match="is no order of the ranks of mesh '1:0-7'"):
+            Allocation(mesh, plain.strategy, wrong)
 
 
 def test_allocation_refuses_another_number_of_devices():

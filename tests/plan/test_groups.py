@@ -1,5 +1,6 @@
 """The list of process groups."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -38,31 +39,38 @@ def test_the_example_of_the_second_node():
     assert of_kind(groups, GroupKind.TP) == [[8, 9], [10, 11], [12, 13], [14, 15]]
     assert of_kind(groups, GroupKind.DP) == [[8, 10], [9, 11], [12, 14], [13, 15]]
     assert of_kind(groups, GroupKind.TIED) == [[8, 12], [9, 13], [10, 14], [11, 15]]
-    assert allocation.mesh.global_rank_of == {0: 8, 1: 9, 2: 10, 3: 11, 4: 12, 5: 13, 6: 14, 7: 15}
+    assert dict(enumerate(allocation.ranks)) == {0: 8, 1: 9, 2: 10, 3: 11, 4: 12, 5: 13, 6: 14, 7: 15}
 
 
 @given(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=7), st.randoms(use_true_random=False))
 def test_invariants(texts, random):
-    allocations = [parse_allocation(text, CLUSTER) for text in texts]
+    plain = [parse_allocation(text, CLUSTER) for text in texts]
+    orders = [tuple(random.sample(a.ranks, len(a.ranks))) for a in plain]
+    allocations = [*plain, *(dataclasses.replace(a, order=order) for a, order in zip(plain, orders, strict=True))]
     groups = process_groups(allocations, CLUSTER)
     random.shuffle(allocations)
     assert process_groups([*allocations, allocations[0]], CLUSTER) == groups
     assert groups[0].kind is GroupKind.GLOBAL
     assert len({(g.kind, g.mesh.ranks, g.ranks) for g in groups}) == len(groups)
     for group in groups:
-        assert [group.mesh.ranks[i] for i in group.mesh_ranks] == list(group.ranks)
+        assert set(group.ranks) <= set(group.mesh.ranks)
         assert group.n_ranks == len(group.ranks)
+        assert group.kind not in (GroupKind.GLOBAL, GroupKind.MESH) or group.ranks == group.mesh.ranks
     for allocation, kind in itertools.product(allocations, (GroupKind.PP, GroupKind.TP, GroupKind.DP)):
         s = allocation.strategy
         size = {GroupKind.PP: s.pp, GroupKind.TP: s.tp, GroupKind.DP: s.dp}[kind]
         found = {group_of(groups, kind, allocation, rank) for rank in allocation.ranks}
-        assert sorted(rank for group in found for rank in group.ranks) == list(allocation.ranks)
+        assert sorted(rank for group in found for rank in group.ranks) == list(allocation.mesh.ranks)
         assert {group.n_ranks for group in found} == {size}
+        axis = (GroupKind.PP, GroupKind.DP, GroupKind.TP).index(kind)
+        for mesh_rank, rank in enumerate(allocation.ranks):
+            place = group_of(groups, kind, allocation, rank).ranks.index(rank)
+            assert place == s.coordinates(mesh_rank)[axis]
     for allocation in allocations:
         s = allocation.strategy
         ends = [r for i, r in enumerate(allocation.ranks) if s.pp > 1 and s.coordinates(i)[0] in (0, s.pp - 1)]
         tied = {group_of(groups, GroupKind.TIED, allocation, rank) for rank in ends}
-        assert sorted(rank for group in tied for rank in group.ranks) == ends
+        assert sorted(rank for group in tied for rank in group.ranks) == sorted(ends)
         for group in tied:
             pipeline = group_of(groups, GroupKind.PP, allocation, group.ranks[0])
             assert group.ranks == (pipeline.ranks[0], pipeline.ranks[-1])
@@ -88,3 +96,14 @@ def test_meshes_that_differ_keep_groups_of_their_own():
     groups = process_groups([parse_allocation(t, CLUSTER) for t in ("d2t2@0:4-7", "d4t2@0:0-7")], CLUSTER)
     assert of_kind(groups, GroupKind.MESH) == [list(range(8)), [4, 5, 6, 7]]
     assert of_kind(groups, GroupKind.TP) == [[0, 1], [2, 3], [4, 5], [6, 7], [4, 5], [6, 7]]
+
+
+def test_rank_orders_of_one_strategy_have_groups_of_their_own():
+    plain = parse_allocation("d2t2@0:4-7", CLUSTER)
+    ordered = dataclasses.replace(plain, order=(4, 6, 5, 7))
+    groups = process_groups([ordered, plain], CLUSTER)
+    assert of_kind(groups, GroupKind.MESH) == [[4, 5, 6, 7]]
+    assert of_kind(groups, GroupKind.TP) == [[4, 5], [6, 7], [4, 6], [5, 7]]
+    assert group_of(groups, GroupKind.TP, ordered, 6).ranks == (4, 6)
+    with pytest.raises(LookupError, match="no dp group"):
+        group_of(process_groups([plain], CLUSTER), GroupKind.DP, ordered, 4)

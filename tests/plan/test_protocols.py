@@ -1,5 +1,7 @@
 """Transfer protocols: distribute, then collect is the identity; each rank receives its slice and no more."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +99,31 @@ def test_micro_dp_groups_of_the_hybrid_engine():
     layout = CallLayout(Allocation(home.mesh, ParallelStrategy(dp=4, tp=2)), home)
     shares = transfer_protocol("3D_ALL_MICRO_DP").distribute(tuple("abcdefgh"), [1] * 8, layout)
     assert [share.ranks for share in shares] == [(0, 1), (2, 3), (4, 5), (6, 7)]
+
+
+def test_micro_dp_follows_the_rank_order():
+    """The same layouts with the tensor groups [0,2][1,3][4,6][5,7] of the 3D-HybridEngine."""
+    home = Allocation(DeviceMesh(CLUSTER, tuple(range(8))), ParallelStrategy(dp=2, tp=4))
+    allocation = Allocation(home.mesh, ParallelStrategy(dp=4, tp=2), (0, 2, 1, 3, 4, 6, 5, 7))
+    _, shares, kept = outcome("3D_ALL_MICRO_DP", [1] * 8, CallLayout(allocation, home))
+    assert [share.ranks for share in shares] == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert sorted(kept) == [0, 1, 4, 5]
+    across = dataclasses.replace(allocation, order=(0, 4, 1, 5, 2, 6, 3, 7))
+    with pytest.raises(AllocationError, match="3D_ALL_MICRO_DP needs replicas"):
+        slices_of("3D_ALL_MICRO_DP", CallLayout(across, home))
+
+
+@given(st.sampled_from(BUILT_IN[:4] + BUILT_IN[5:]), BATCHES, nested_layouts(), st.randoms(use_true_random=False))
+def test_in_any_rank_order_coordinates_get_what_they_get_in_the_plain_one(name, token_counts, layout, random):
+    plain = layout.allocation
+    order = tuple(random.sample(plain.ranks, len(plain.ranks)))
+    ordered = dataclasses.replace(layout, allocation=dataclasses.replace(plain, order=order))
+    rank_for = dict(zip(plain.ranks, order, strict=True))
+    ids, shares, kept = outcome(name, token_counts, layout)
+    _, shares_ordered, kept_ordered = outcome(name, token_counts, ordered)
+    check_protocol(shares_ordered, kept_ordered, ids, order)
+    assert shares_ordered == [Share(tuple(rank_for[rank] for rank in s.ranks), s.ids) for s in shares]
+    assert kept_ordered == {rank_for[rank]: kept_ids for rank, kept_ids in kept.items()}
 
 
 @pytest.mark.parametrize(("home", "strategy"), [("d4t2@0:0-7", "d2t4"), ("d1t4p2@0:0-7", "d2t2p2"), ("d2@1:0-1", "d8")])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.layout import ParameterLayout, micro_dp_groups, parameter_layout, parameter_specs
-from realrl.plan.rank_order import best_rank_order
+from realrl.plan.rank_order import best_rank_order, order_for
 from realrl.plan.realloc import plan_realloc
 from realrl.plan.realloc_assignment import transport
 from tests.helpers.layouts import Shape, shapes, strategies
@@ -81,6 +81,29 @@ def test_an_order_that_saves_nothing_keeps_what_the_plain_order_gives(shape: Sha
     assert saved >= 0
     if not saved:
         assert all(ordered.slices_of(rank) == plain.slices_of(rank) for rank in plain.ranks)
+
+
+@given(shape=shapes(), data=st.data())
+def test_the_order_for_a_call_saves_bytes_or_is_plain(shape: Shape, data: st.DataObject) -> None:
+    source_strategy, target_strategy = (data.draw(strategies(shape, 16)) for _ in range(2))
+    node_size = data.draw(st.sampled_from([2, 4, 64]))
+    specs = parameter_specs(shape)
+    source = parameter_layout(specs, source_strategy, range(source_strategy.n_devices))
+    plain = parameter_layout(specs, target_strategy, range(target_strategy.n_devices))
+    order = order_for(source, target_strategy, plain.ranks, node_of=lambda rank: rank // node_size)
+    chosen = parameter_layout(specs, target_strategy, order)
+    assert order == plain.ranks or moved(source, chosen) < 0.99 * moved(source, plain)
+    if order == plain.ranks and node_size >= plain.strategy.n_devices:
+        assert moved(source, best_rank_order(source, target_strategy, order)) >= 0.99 * moved(source, plain)
+    n_nodes = [max(len({rank // node_size for rank in g}) for g in one.tp_groups()) for one in (chosen, plain)]
+    assert n_nodes[0] <= n_nodes[1]
+
+
+def test_tensor_groups_that_would_span_nodes_are_not_worth_it() -> None:
+    """Nodes of two: what each rank has in common with tp=2 of four ranks lies on two nodes."""
+    source, generation = layout(Shape(), (1, 4, 1)), ParallelStrategy(dp=2, tp=2)
+    for node_size, order in ((4, (0, 2, 1, 3)), (2, (0, 1, 2, 3))):
+        assert order_for(source, generation, range(4), node_of=lambda rank, n=node_size: rank // n) == order
 
 
 def test_ranks_without_parameters_keep_the_plain_order() -> None:
