@@ -7,9 +7,11 @@ calls there is at most one edge, which says what the second waits for:
 - ``lag``, a whole number: the first changes parameters that the second reads (by training them, or through a hook), and
   the second, at step i, waits for the first at step ``i - lag``, where ``lag = 1 + max_staleness`` of the second.
 
-``kind`` is ``"data"`` when there are keys and ``"version"`` otherwise. A data edge that carries a lag too joins both
-relations in one pair of calls. Data edges are acyclic; version edges close the cycles from one step to the next. Ask
-`data_graph`, `version_edges` and the other functions below instead of looking at attributes.
+``kind`` is ``"data"`` when there are keys, ``"drop"`` when the first drops samples that the second must not see, though
+it reads no key of the first (``keys`` is then empty), and ``"version"`` otherwise. A data edge that carries a lag too
+joins both relations in one pair of calls. What is said of data edges holds for drop edges too. Data edges are acyclic;
+version edges close the cycles from one step to the next. Ask `data_graph`, `version_edges` and the other functions
+below instead of looking at attributes.
 
 Version edges go to the earliest calls of a role: a call that already waits, through data, for another call of the role
 that is at least as strict gets none. Keys that the dataset provides have no edge: see `dataset_keys`.
@@ -19,11 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from realrl.errors import GraphError, did_you_mean
 from realrl.graph.checks import check_calls
-from realrl.graph.mfc import MFCDef
+from realrl.graph.mfc import MFCDef, ParamReallocHook
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -36,6 +39,20 @@ class VersionEdge:
     trainer: str
     reader: str
     lag: int
+
+
+@dataclass(frozen=True)
+class LeadWait:
+    """`writer`, at step i, must not change parameters before `reader` runs with them, or is sent, at step ``i + lead``.
+
+    Attributes:
+        is_done: wait until the reader, hooks included, is done with the step, and not only until it is sent.
+    """
+
+    writer: str
+    reader: str
+    lead: int
+    is_done: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +76,8 @@ def build_graph(mfcs: Sequence[MFCDef], dataset_keys: Iterable[str]) -> nx.DiGra
 
     Raises:
         GraphError: a call is invalid by itself (see `checks.check_calls`), two calls produce one key, nobody provides
-            a key, or the calls wait for each other in a cycle.
+            a key, the calls wait for each other in a cycle, or a call that changes parameters feeds one that drops
+            samples.
     """
     import networkx as nx
 
@@ -77,6 +95,7 @@ def build_graph(mfcs: Sequence[MFCDef], dataset_keys: Iterable[str]) -> nx.DiGra
             keys = tuple(sorted(key for key in mfc.input_keys if producer.get(key) == name))
             graph.add_edge(name, mfc.name, kind="data", keys=keys)
     _check_acyclic(graph)
+    _add_drop_edges(graph)
     _check_writers(graph)
     for edge in _version_edges(mfcs, graph):
         if graph.has_edge(edge.trainer, edge.reader):
@@ -127,6 +146,23 @@ def data_graph(graph: nx.DiGraph) -> nx.DiGraph:
     return result
 
 
+def drop_gates(graph: nx.DiGraph) -> dict[str, tuple[str, ...]]:
+    """Call -> the dropping calls that must have kept a sample before the call may have it, other than its producers."""
+    gates: dict[str, tuple[str, ...]] = dict.fromkeys(graph, ())
+    for first, second, attributes in graph.edges(data=True):
+        if attributes["kind"] == "drop":
+            gates[second] = (*gates[second], first)
+    return gates
+
+
+def drop_feeders(graph: nx.DiGraph) -> frozenset[str]:
+    """The dropping calls and all calls before the last of them: those that see samples which are dropped later."""
+    import networkx as nx
+
+    dropping = [mfc.name for mfc in topological_calls(graph) if mfc.may_drop]
+    return frozenset({dropping[-1], *nx.ancestors(data_graph(graph), dropping[-1])}) if dropping else frozenset()
+
+
 def version_edges(graph: nx.DiGraph) -> tuple[VersionEdge, ...]:
     """Who waits for whose new parameters, in declared order of trainer, then reader."""
     position = {name: i for i, name in enumerate(graph)}
@@ -150,6 +186,56 @@ def writer_waits(graph: nx.DiGraph) -> tuple[WriterWait, ...]:
             if mfc is not writer and mfc.name not in before and mfc.read_roles & writer.changed_roles:
                 waits.append(WriterWait(writer.name, mfc.name, 1 if mfc.name in after else 0))
     return tuple(waits)
+
+
+def lead_waits(graph: nx.DiGraph) -> tuple[LeadWait, ...]:
+    """Whom a call that changes parameters waits for, so that a stale reader always runs exactly so far ahead.
+
+    A reader with ``max_staleness=k`` that nothing holds back reads, at step i, what step ``i - 1 - k`` left. It is held
+    back when something that it waits for is itself less stale: its lead over every writer is then shorter. Readers that
+    change parameters themselves have no fixed lead, for a checkpoint holds them back.
+    """
+    import networkx as nx
+
+    data, waits = data_graph(graph), _wait_graph(graph)
+    writers = [mfc for mfc in calls(graph) if mfc.changed_roles]
+    lags = [nx.single_source_dijkstra_path_length(waits, writer.name, weight="lag") for writer in writers]
+    found = []
+    for reader in (mfc for mfc in calls(graph) if mfc.max_staleness > 0 and not mfc.changed_roles):
+        lead = min((lag[reader.name] for lag in lags if reader.name in lag), default=0) - 1
+        for writer in writers if lead > 0 else ():
+            roles_read = reader.read_roles & writer.changed_roles
+            if roles_read and reader.name not in nx.descendants(data, writer.name):
+                found.append(LeadWait(writer.name, reader.name, lead, is_done=_reads_afterwards(reader, roles_read)))
+    return tuple(found)
+
+
+def _wait_graph(graph: nx.DiGraph) -> nx.DiGraph:
+    """Edges u -> v with ``lag``: v at step i waits for u at step ``i - lag``; the strictest of several."""
+    import networkx as nx
+
+    waits = nx.DiGraph()
+    waits.add_nodes_from(graph)
+    feeders = drop_feeders(graph)
+    last = [mfc.name for mfc in topological_calls(graph) if mfc.may_drop][-1:]
+    edges = [(first, second, 0) for first, second in data_graph(graph).edges]
+    edges += [(edge.trainer, edge.reader, edge.lag) for edge in version_edges(graph)]
+    edges += [(wait.reader, wait.writer, wait.lag) for wait in writer_waits(graph)]
+    edges += [(name, feeder, 1) for name in last for feeder in feeders]  # no step is loaded before the last is settled
+    for first, second, lag in edges:
+        if first != second and lag < waits.get_edge_data(first, second, {"lag": lag + 1})["lag"]:
+            waits.add_edge(first, second, lag=lag)
+    return waits
+
+
+def _reads_afterwards(mfc: MFCDef, read: frozenset[str]) -> bool:
+    """Whether a hook after the call reads one of these roles."""
+    sources = [
+        mfc.role if hook.source is None else hook.source.role
+        for hook in mfc.post_hooks
+        if isinstance(hook, ParamReallocHook)
+    ]
+    return not read.isdisjoint(sources)
 
 
 def home_calls(graph: nx.DiGraph) -> dict[str, str]:
@@ -238,6 +324,37 @@ def _check_acyclic(graph: nx.DiGraph) -> None:
         remedy="One of these keys must come from somewhere else.",
         call=cycle[0][0],
     )
+
+
+def _add_drop_edges(graph: nx.DiGraph) -> None:
+    """Order every call against every dropping one: before it, where data says so, or else after it.
+
+    Otherwise timing would decide whether a call works on a sample that another one drops.
+    """
+    import networkx as nx
+
+    def order(first: str, second: str) -> None:
+        if not nx.has_path(graph, first, second):
+            graph.add_edge(first, second, kind="drop", keys=())
+
+    names = [mfc.name for mfc in topological_calls(graph)]
+    all_dropping = [name for name in names if graph.nodes[name]["mfc"].may_drop]
+    for first, second in pairwise(all_dropping):
+        order(first, second)
+    for dropping in reversed(all_dropping):
+        feeders = nx.ancestors(graph, dropping) | {dropping}
+        for name in sorted(feeders, key=names.index):
+            if graph.nodes[name]["mfc"].changed_roles:
+                raise GraphError(
+                    f"call '{name}' changes parameters and feeds call '{dropping}', which may drop samples: how often "
+                    "it runs would depend on what is dropped",
+                    remedy=f"Let '{dropping}' read nothing that '{name}' produces, or move the hook to a call behind "
+                    f"'{dropping}'.",
+                    call=name,
+                )
+        for name in names:
+            if name not in feeders:
+                order(dropping, name)
 
 
 def _check_writers(graph: nx.DiGraph) -> None:

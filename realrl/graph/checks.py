@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from realrl.errors import GraphError, did_you_mean
-from realrl.graph.mfc import InterfaceType, MFCDef, OffloadHook, ParamReallocHook
+from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.graph.protocol_names import protocol_names
 
 _ARTICLE = {
@@ -24,8 +24,8 @@ def check_calls(mfcs: Sequence[MFCDef]) -> None:
 
     Raises:
         GraphError: the list is empty; a name is empty or given twice; a count, key, remap, hook or protocol of one call
-            is invalid; two calls train one role, or hooks contradict each other; an `n_seqs` does not divide the
-            largest one.
+            is invalid, or it may not drop samples; two calls train one role, or hooks contradict each other; an
+            `n_seqs` does not divide the largest one.
     """
     if not mfcs:
         raise GraphError("the list of calls is empty", remedy="An algorithm needs at least one MFCDef.")
@@ -36,6 +36,7 @@ def check_calls(mfcs: Sequence[MFCDef]) -> None:
         _check_hooks(mfc)
         _check_protocol(mfc)
         _check_train(mfc)
+        _check_dropping(mfc)
     _check_one_train_step_per_role(mfcs)
     _check_reallocs(mfcs)
     _check_n_seqs_divide(mfcs)
@@ -134,6 +135,23 @@ def _check_train(mfc: MFCDef) -> None:
         )
 
 
+def _check_dropping(mfc: MFCDef) -> None:
+    if not mfc.may_drop:
+        return
+    if mfc.interface_type is not InterfaceType.INFERENCE:
+        raise GraphError(
+            f"call '{mfc.name}' is {_ARTICLE[mfc.interface_type]} and has may_drop=True",
+            remedy="Only an inference call can drop samples: put one behind it.",
+            call=mfc.name,
+        )
+    if not mfc.output_keys:
+        raise GraphError(
+            f"call '{mfc.name}' has may_drop=True, but no output_keys: nothing would tell which samples it keeps",
+            remedy="Let it return a key for the samples that stay, such as a copy of what it decides by.",
+            call=mfc.name,
+        )
+
+
 def _check_keys(mfc: MFCDef) -> None:
     for field, keys in (("input_keys", mfc.input_keys), ("output_keys", mfc.output_keys)):
         if isinstance(keys, str):
@@ -172,6 +190,7 @@ def _check_remap(mfc: MFCDef, field: str, named: Sequence[str], keys: Sequence[s
 
 
 def _check_hooks(mfc: MFCDef) -> None:
+    _check_hook_types(mfc)
     if any(isinstance(hook, OffloadHook) for hook in mfc.pre_hooks):
         raise GraphError(
             f"call '{mfc.name}' has an OffloadHook before it, but needs its parameters to run",
@@ -195,6 +214,25 @@ def _check_hooks(mfc: MFCDef) -> None:
                 remedy="Give the average a role of its own, or leave the hook out: replicas follow by themselves.",
                 call=mfc.name,
             )
+
+
+def _check_hook_types(mfc: MFCDef) -> None:
+    kinds = (OffloadHook, ParamReallocHook)
+    for field, hooks in (("pre_hooks", mfc.pre_hooks), ("post_hooks", mfc.post_hooks)):
+        if not isinstance(hooks, (tuple, list)) or not all(isinstance(hook, kinds) for hook in hooks):
+            raise GraphError(
+                f"call '{mfc.name}' has {field}={hooks!r}",
+                remedy=f"Write a tuple of hooks: {field}=(OffloadHook(),).",
+                call=mfc.name,
+            )
+        for hook in hooks:
+            for end in (hook.source, hook.target) if isinstance(hook, ParamReallocHook) else ():
+                if end is not None and not isinstance(end, ModelName):
+                    raise GraphError(
+                        f"a hook of call '{mfc.name}' names the role {end!r} without a ModelName",
+                        remedy=f"Write ModelName({end!r}).",
+                        call=mfc.name,
+                    )
 
 
 def _check_reallocs(mfcs: Sequence[MFCDef]) -> None:

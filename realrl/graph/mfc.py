@@ -86,6 +86,10 @@ class MFCDef:
         balanced_dp: give every data-parallel rank the same number of samples, not of tokens.
         log_return_value: write the call's returned metrics to the log.
         max_staleness: how many versions behind a non-training call may read its role.
+        may_drop: the call may return fewer samples than it got, in the same order. Those that it leaves out leave the
+            step, which is filled up with further samples of the dataset: they go through the same calls, and every
+            other call gets its `n_seqs` survivors. Calls that feed it may therefore run on any number of samples, also
+            on fewer than their mesh has data-parallel ranks, so their interfaces must not use `Engine.all_reduce`.
         pre_hooks, post_hooks: run before and after it, on the homes of the roles that they name.
         protocol: how samples are divided over the ranks of the mesh, and whose output is kept: a name of
             `realrl.plan.protocols`.
@@ -112,6 +116,7 @@ class MFCDef:
     pre_hooks: tuple[Hook, ...] = ()
     post_hooks: tuple[Hook, ...] = ()
     protocol: str = DEFAULT_PROTOCOL
+    may_drop: bool = False
 
     @property
     def model(self) -> ModelName:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
-from realrl.algo.api import CallContext, MicroBatching
-from realrl.algo.checks import check_metrics, check_output, explain
+from realrl.algo.api import CallContext, MetricSums, MicroBatching
+from realrl.algo.checks import check_metrics, check_output, check_recorded, explain
 from realrl.data.rows import SampleStore, decode_rows
 from realrl.data.sample import SequenceSample
 from realrl.engine import device as devices
@@ -72,10 +72,11 @@ class CallRunner:
         call_start_s = time.time()
         minibatches = request.minibatches if hosted.has_weights else (request.keeps,)
         ids = tuple(sample_id for minibatch in minibatches for sample_id in minibatch)
-        output, metrics = None, dict[str, float]()
+        output, metrics, recorded = None, dict[str, float](), MetricSums()
         if ids:
             batch = self._store.get(ids, mfc.input_keys).to(self._device).remap(mfc.input_key_remap)
-            output, metrics = self._call(mfc, batch, request, minibatches)
+            context = self._context(mfc, request.step, minibatches, recorded)
+            output, metrics = self._call(mfc, batch, request, context)
         if hosted.has_weights and not is_at_home:
             hosted.decoder(allocation).release_parameters()
         devices.synchronize(self._device)
@@ -94,6 +95,8 @@ class CallRunner:
             spans=tuple(spans),
             bytes_received=bytes_received,
             memory_gb=devices.memory_gb(self._device),
+            sums=recorded.sums,
+            maxima=recorded.maxima,
         )
 
     def move_rows(self, request: MoveRows) -> RowsMoved:
@@ -114,36 +117,45 @@ class CallRunner:
             bytes_received=bytes_received,
         )
 
-    def _call(
-        self, mfc: MFCDef, batch: SequenceSample, request: RunCall, minibatches: tuple[tuple[str, ...], ...]
-    ) -> tuple[SampleMeta | None, dict[str, float]]:
-        hosted = self._roles[mfc.role]
-        model = hosted.models[self._plan.allocations[mfc.name]]
-        interface = hosted.interfaces[mfc.name]
-        context = CallContext(
+    def _context(
+        self, mfc: MFCDef, step: int, minibatches: tuple[tuple[str, ...], ...], recorded: MetricSums
+    ) -> CallContext:
+        return CallContext(
             call=mfc.name,
-            step=request.step,
+            step=step,
             seed=self._plan.config.seed,
             micro_batching=MicroBatching(mfc.n_mbs, mfc.max_tokens_per_mb),
             minibatches=minibatches,
             generation=self._plan.config.generation,
             algorithm=self._plan.config.algorithm,
+            metrics=recorded,
         )
+
+    def _call(
+        self, mfc: MFCDef, batch: SequenceSample, request: RunCall, context: CallContext
+    ) -> tuple[SampleMeta | None, dict[str, float]]:
+        hosted = self._roles[mfc.role]
+        model = hosted.models[self._plan.allocations[mfc.name]]
+        interface = hosted.interfaces[mfc.name]
         try:
             if mfc.interface_type is InterfaceType.TRAIN_STEP:
                 hosted.set_schedule_end(request.n_steps)
                 metrics = interface.train_step(model, batch, context)
+                check_recorded(context, mfc)
                 hosted.version += 1
                 return None, check_metrics(context, mfc, metrics)
             run = interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
             result = check_output(context, mfc, batch, run(model, batch, context))
+            check_recorded(context, mfc)
         except Exception as err:  # noqa: BLE001 - whatever user code raises
             error = explain(context, mfc, batch, err)
             error.worker = self.rank
             raise error from error.__cause__
-        if not request.keeps:
+        returned = set(result.ids)
+        keeps = [sample_id for sample_id in request.keeps if sample_id in returned]  # a call may drop the others
+        if not keeps:
             return None, {}
-        kept = result.select(request.keeps).to(torch.device("cpu"))
+        kept = result.select(keeps).to(torch.device("cpu"))
         self._store.put(kept)
         return kept.describe(), {}
 

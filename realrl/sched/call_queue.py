@@ -34,6 +34,11 @@ class CallQueue:
         """Whole steps of samples that the call is done with."""
         return self._n_finished // self._step_size
 
+    @property
+    def steps_begun(self) -> int:
+        """The same as `steps_taken`: no replacements come later (see `round_queue`)."""
+        return self.steps_taken
+
     def add_ready(self, index: int) -> bool:
         """All inputs of the sample exist; return whether that may have made a batch complete."""
         if self._min_n_seqs is None:
@@ -76,11 +81,12 @@ class CallQueue:
         available = self._n_ready_in_step.get(self.steps_taken, 0)
         rest = self._step_size - self._n_taken % self._step_size
         for size in range(min(available, self._n_seqs), min_n_seqs - 1, -1):
-            if self._can_be_taken(rest - size, min_n_seqs):
+            if is_sum_of_batches(rest - size, min_n_seqs, self._n_seqs):
                 return size
         return 0
 
-    def _can_be_taken(self, rest: int, min_n_seqs: int) -> bool:
-        """Whether `rest` samples are a sum of batches between `min_n_seqs` and `n_seqs`."""
-        fewest_batches = -(-rest // self._n_seqs)
-        return fewest_batches * min_n_seqs <= rest
+
+def is_sum_of_batches(rest: int, min_n_seqs: int, n_seqs: int) -> bool:
+    """Whether `rest` samples are a sum of batches between `min_n_seqs` and `n_seqs`."""
+    fewest_batches = -(-rest // n_seqs)
+    return fewest_batches * min_n_seqs <= rest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from realrl.errors import CallError, CheckpointError, UsageError
 from realrl.sched.dispatch import Dispatch
@@ -150,6 +150,20 @@ def bad_output(dispatch: Dispatch, problem: str, *, rank: int | None = None, sam
         call=dispatch.call.name,
         step=dispatch.step,
         sample_ids=() if sample_id is None else (sample_id,),
+    )
+
+
+def too_many_dropped(step: int, n_vacant: int, n_loaded: int, n_refills: int, n_dropped: Mapping[str, int]) -> Failure:
+    """A step cannot be filled, though samples were replaced as often as they may."""
+    told = " and ".join(f"call '{call}' dropped {n}" for call, n in n_dropped.items())
+    tries = f"after {n_refills} round{'' if n_refills == 1 else 's'} of replacements " if n_refills else ""
+    return Failure(
+        kind=FailureKind.DROPPED,
+        message=f"step {step} still lacks {n_vacant} samples {tries}({told} of {n_loaded} samples)",
+        remedy="Look at why so few samples stay (data too easy or too hard, too few responses per prompt, a failing "
+        "reward), or raise max_refill_rounds.",
+        call=max(n_dropped, key=lambda call: n_dropped[call]),
+        step=step,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 
 from realrl.plan.partition import split_minibatches
 from realrl.plan.protocols import transfer_protocol
@@ -74,6 +75,7 @@ class Dispatch:
         moves_rows: rows move by collectives, in a part of their own, and are not pulled by the ranks of the mesh.
         parts: those that were sent.
         seconds: time that each rank which answered spent in the call itself.
+        version: train_step calls that the parameters which it reads have been through; None until that is decided.
     """
 
     id: int
@@ -85,6 +87,14 @@ class Dispatch:
     moves_rows: bool = False
     parts: dict[PartKind, Part] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
+    version: int | None = None
+
+    @cached_property
+    def recording_ranks(self) -> frozenset[int]:
+        """Ranks whose recorded sums count: one of those that share samples, and every one without parameters."""
+        if self.call.hooks.home is None:  # each works on the samples that it keeps, and on no others
+            return frozenset(self.work)
+        return frozenset({work.minibatches: rank for rank, work in self.work.items()}.values())
 
     @property
     def pending(self) -> set[int]:

@@ -117,6 +117,7 @@ class FailureKind(Enum):
     CHECKPOINT = "checkpoint"
     INTERRUPTED = "interrupted"  # the user did not wait for an orderly end
     DATASET = "dataset"  # the dataset and the run's settings do not fit together
+    DROPPED = "dropped"  # calls drop so many samples that a step cannot be filled
     PROTOCOL = "protocol"  # master and worker are of different versions
 
 
@@ -128,6 +129,7 @@ _ERROR_OF_KIND: dict[FailureKind, type[Error]] = {
     FailureKind.CHECKPOINT: CheckpointError,
     FailureKind.INTERRUPTED: RunError,
     FailureKind.DATASET: DataError,
+    FailureKind.DROPPED: RunError,
     FailureKind.PROTOCOL: TransportError,
 }
 

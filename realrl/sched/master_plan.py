@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError, DataError, GraphError
-from realrl.graph.build import dataset_keys, topological_calls, version_edges, writer_waits
+from realrl.graph.build import (
+    LeadWait,
+    dataset_keys,
+    drop_feeders,
+    drop_gates,
+    lead_waits,
+    topological_calls,
+    version_edges,
+    writer_waits,
+)
+from realrl.graph.mfc import InterfaceType
 from realrl.graph.protocol_names import DEFAULT_PROTOCOL
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.cursor import CursorState, DatasetCursor
@@ -40,6 +50,10 @@ class ScheduledCall:
         allocation: where it runs.
         hooks: what happens around every dispatch.
         changes_parameters: whether it trains, or a hook of it writes into a role.
+        leads: readers that must run ahead before it changes what they read.
+        feeds_drop: it is a call that drops samples, or comes before one: it sees samples that are dropped later.
+        gates: dropping calls that must have kept a sample before this call, which feeds another one, may have it.
+        is_generate: whether it generates.
     """
 
     name: str
@@ -57,6 +71,12 @@ class ScheduledCall:
     hooks: CallHooks = NO_HOOKS
     changes_parameters: bool = False
     protocol: str = DEFAULT_PROTOCOL
+    leads: tuple[LeadWait, ...] = ()
+    may_drop: bool = False
+    feeds_drop: bool = False
+    gates: tuple[str, ...] = ()
+    is_generate: bool = False
+    max_staleness: int = 0
 
     @property
     def layout(self) -> CallLayout:
@@ -110,9 +130,10 @@ class MasterPlan:
         capacity_steps: steps whose samples may be alive at once; None: one, plus the largest staleness, plus one to
             load ahead.
         moves_rows: rows move by collectives, which the ranks that hold them must enter; otherwise they are pulled.
+        max_refill_rounds: how often a step may load samples in the place of dropped ones.
 
     Raises:
-        ConfigError: the resumed run is already at its last step.
+        ConfigError: the resumed run is already at its last step, or `capacity_steps` is too small.
         GraphError: the numbers of samples per call do not fit together.
     """
 
@@ -130,6 +151,7 @@ class MasterPlan:
     checkpoint_directory: str = ""
     capacity_steps: int | None = None
     moves_rows: bool = False
+    max_refill_rounds: int = 0
 
     def __post_init__(self) -> None:
         if self.first_step > self.steps:
@@ -156,8 +178,10 @@ class MasterPlan:
                     remedy="leave min_n_seqs out: what a train_step learns from must not depend on timing",
                     call=call.name,
                 )
-        if self.capacity_steps is not None and self.capacity_steps < 1:
-            raise ConfigError(f"capacity_steps={self.capacity_steps}: at least one step of samples must fit")
+        least = 1 + max((wait.lead for call in self.calls for wait in call.leads), default=0)
+        if self.capacity_steps is not None and self.capacity_steps < least:
+            fit = "at least one step of samples" if least == 1 else f"with stale calls {least} steps of samples"
+            raise ConfigError(f"capacity_steps={self.capacity_steps}: {fit} must fit")
 
     @property
     def n_ranks(self) -> int:
@@ -181,6 +205,16 @@ class MasterPlan:
             return self.capacity_steps
         return 1 + max((wait.lag for call in self.calls for wait in call.waits_for), default=1)
 
+    @property
+    def drops(self) -> bool:
+        """Whether some call may drop samples."""
+        return any(call.may_drop for call in self.calls)
+
+    @property
+    def max_living(self) -> int:
+        """Samples that may be alive at once: those of `capacity` steps, and a round of replacements."""
+        return (self.capacity + self.drops) * self.step_size
+
     def versions_after(self, step: int) -> dict[str, int]:
         """Trainable role -> train_step calls that its parameters have been through when `step` is complete."""
         known: Mapping[str, int] = {} if self.resume is None else self.resume.versions
@@ -195,17 +229,21 @@ class MasterPlan:
     def last_step(self, cursor: DatasetCursor) -> int:
         """The step at which `steps` or `epochs` ends the run; an incomplete step at the end of the data is dropped.
 
+        Where calls drop samples, their replacements are not counted: the number of steps is known beforehand, and the
+        data is gone through a little more often than `epochs` says.
+
         Raises:
             DataError: the data that is left does not fill one step.
         """
-        left = self.epochs * cursor.n_rows - cursor.start
+        consumed = (self.first_step - 1) * self.step_size if self.drops else cursor.start
+        left = self.epochs * cursor.n_rows - consumed
         n_steps = min(self.steps - self.first_step + 1, left // self.step_size)
         if n_steps >= 1:
             return self.first_step - 1 + n_steps
-        epochs = -(-(cursor.start + self.step_size) // cursor.n_rows)
-        if cursor.start:
+        epochs = -(-(consumed + self.step_size) // cursor.n_rows)
+        if consumed:
             raise DataError(
-                f"the checkpoint of step {self.first_step - 1} has consumed {cursor.start} samples, and "
+                f"the checkpoint of step {self.first_step - 1} has consumed {consumed} samples, and "
                 f"epochs={self.epochs} of {cursor.n_rows} rows leave no whole step of n_seqs={self.step_size}",
                 remedy=f"raise epochs to {epochs} or more",
             )
@@ -239,6 +277,7 @@ def schedule_calls(
         waits.setdefault(edge.reader, []).append(VersionWait(edge.trainer, edge.lag))
     for wait in writer_waits(graph):
         waits.setdefault(wait.writer, []).append(VersionWait(wait.reader, wait.lag))
+    leads, gates, feeders = lead_waits(graph), drop_gates(graph), drop_feeders(graph)
     hooks = plan_hooks(graph, allocations) if hooks is None else hooks
     return tuple(
         ScheduledCall(
@@ -257,6 +296,12 @@ def schedule_calls(
             hooks=hooks[mfc.name],
             changes_parameters=bool(mfc.changed_roles),
             protocol=mfc.protocol,
+            leads=tuple(wait for wait in leads if wait.writer == mfc.name),
+            may_drop=mfc.may_drop,
+            feeds_drop=mfc.name in feeders,
+            gates=gates[mfc.name],
+            is_generate=mfc.interface_type is InterfaceType.GENERATE,
+            max_staleness=mfc.max_staleness,
         )
         for mfc in topological_calls(graph)
     )
@@ -301,4 +346,5 @@ def plan_master(
         save_at_end=config.save.at_end,
         checkpoint_directory=checkpoint_directory,
         moves_rows=config.cluster.data_plane == "collective",
+        max_refill_rounds=config.max_refill_rounds,
     )

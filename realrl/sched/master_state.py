@@ -165,7 +165,8 @@ class MasterState:
         """
         if self._cursor is None:
             raise InvalidTransitionError("the dataset's rows are not known before every worker is ready")
-        return self._cursor.state(self._cursor.start + (step - self.plan.first_step + 1) * self.plan.step_size)
+        n_consumed = 0 if self._scheduler is None else self._scheduler.n_consumed(step)
+        return self._cursor.state(self._cursor.start + n_consumed)
 
     def story(self, call: str | None = None) -> list[str]:
         """Return the last things that happened to one call, or to the run."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 HookTime = Literal["before", "after"]
 """On which side of a call its hooks run."""
@@ -97,7 +97,8 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
             collectives, for then `MoveRows` has brought them.
         n_steps: steps of the whole run; learning-rate schedules end there.
         keeps: samples whose output this rank must store and report; it drops what it produced of others. Together the
-            ranks of a dispatch keep every sample once; empty for a train_step.
+            ranks of a dispatch keep every sample once; empty for a train_step. A call that may drop samples reports
+            fewer: those that no rank reports are dropped.
     """
 
     seq: int
@@ -211,7 +212,9 @@ class SamplesLoaded(msgspec.Struct, frozen=True, tag=True):
 class CallDone(msgspec.Struct, frozen=True, tag=True):
     """This rank finished its part. `output` is empty (None) on ranks that keep no output and for train_step.
 
-    `metrics` are already reduced over the mesh: all ranks report the same numbers. `bytes_received` counts rows.
+    `metrics` are already reduced over the mesh: all ranks report the same numbers. `sums` (name -> total and count) and
+    `maxima` are of this rank's samples alone; ranks that hold the same samples report the same. `bytes_received` counts
+    rows.
     """
 
     rank: int
@@ -224,6 +227,8 @@ class CallDone(msgspec.Struct, frozen=True, tag=True):
     spans: tuple[Span, ...]
     bytes_received: int = 0
     memory_gb: float = 0.0
+    sums: Mapping[str, tuple[float, float]] = {}
+    maxima: Mapping[str, float] = {}
 
 
 class RowsMoved(msgspec.Struct, frozen=True, tag=True):

@@ -26,6 +26,12 @@ Policy:
       is done, so that nobody is kept waiting by a long call.
     - Samples of a whole step are loaded as soon as the capacity allows, and the request is sent before the calls that
       become ready by the same event.
+    - Where calls drop samples, a step is filled up in rounds (see `rounds`); the next one is loaded after that, and
+      parameters do not change before it.
+    - A call that may be stale runs a fixed number of steps ahead of the training of its role, never more and never
+      less: training waits until it was sent. At step i it reads what step ``i - 1 - max_staleness`` left (what the run
+      began with, for the first steps, also of a resumed run). The exceptions: what else the call waits for holds it
+      back (see `lead_waits`), and replacements of dropped samples may read later parameters, up to those of step i - 1.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ from realrl.errors import InvalidTransitionError
 from realrl.plan.cursor import DatasetCursor
 from realrl.sched.buffer import SampleBuffer
 from realrl.sched.devices import MAX_QUEUED, DeviceLoad
-from realrl.sched.diagnosis import Fatal, bad_load, bad_output
+from realrl.sched.diagnosis import Fatal, bad_load, bad_output, too_many_dropped
 from realrl.sched.dispatch import Dispatch, Part, PartKind, plan_work
 from realrl.sched.events import Instruction, Send
 from realrl.sched.master_plan import MasterPlan, ScheduledCall
@@ -54,6 +60,7 @@ from realrl.sched.messages import (
     SamplesLoaded,
 )
 from realrl.sched.outbox import Outbox
+from realrl.sched.rounds import Rounds
 from realrl.sched.saving import CheckpointTracker
 from realrl.sched.step_log import StepLog
 from realrl.sched.story import Story, ranks_text
@@ -70,6 +77,7 @@ class CallPhase(Enum):
 _NEXT_PHASES = {
     CallPhase.WAITING: {
         CallPhase.RUNNING,  # a batch had its inputs, version and devices: requests went to every rank it needs
+        CallPhase.DONE,  # no sample of the last step was dropped that it would have to see a replacement of
     },
     CallPhase.RUNNING: {
         CallPhase.WAITING,  # every rank is done, hooks included, and the run needs the call again
@@ -115,6 +123,11 @@ class Scheduler:
         self._log = log
         self._stories = stories
         self._buffer = SampleBuffer(plan.calls, plan.step_size)
+        self._rounds = Rounds(plan.step_size) if plan.drops else None
+        self._last_dropping = max((i for i, call in enumerate(plan.calls) if call.may_drop), default=-1)
+        self._versions = plan.versions_after(plan.first_step - 1)  # that calls which are sent from now on read
+        self._is_stale_allowed = any(call.max_staleness for call in plan.calls)
+        self._has_leads = any(call.leads for call in plan.calls)
         self._phases = [CallPhase.WAITING] * len(plan.calls)
         self._position = {call.name: position for position, call in enumerate(plan.calls)}
         self._devices = DeviceLoad({call.name: call.extent for call in plan.calls}, plan.n_ranks)
@@ -134,6 +147,11 @@ class Scheduler:
     def n_living_samples(self) -> int:
         """Samples that are loaded, or being loaded, and not freed."""
         return len(self._buffer)
+
+    def n_consumed(self, step: int) -> int:
+        """Samples that this run takes from the dataset up to `step`, which must have all of them."""
+        n_steps = step - self._plan.first_step + 1
+        return n_steps * self._plan.step_size if self._rounds is None else self._rounds.loaded_at_end(n_steps)
 
     # ------------------------------------------------------------ what happened
 
@@ -167,7 +185,8 @@ class Scheduler:
         if dispatch.parts[kind].pending:
             return []
         if kind is PartKind.CALL:
-            self._check_all_produced(dispatch)
+            if not dispatch.call.may_drop:
+                self._check_all_produced(dispatch)
             if dispatch.last_parts:
                 self._note(
                     dispatch.call, f"step {dispatch.step}, dispatch {dispatch.id}: the mesh is done, hooks follow"
@@ -187,18 +206,51 @@ class Scheduler:
         del self.dispatches[dispatch.id]
         self._log.add_dispatch(dispatch)
         self._buffer.finish_arrivals(dispatch.arrivals)
-        unneeded = self._buffer.finish(position, dispatch.ids)
-        is_last = self._finished_step(position) == self.last_step
-        self._enter(position, CallPhase.DONE if is_last else CallPhase.WAITING)
-        self._note(dispatch.call, f"step {dispatch.step}, dispatch {dispatch.id}: all ranks are done")
+        dropped = self._buffer.unproduced(position, dispatch.ids) if dispatch.call.may_drop else frozenset()
+        unneeded = self._buffer.finish(position, dispatch.ids, dropped)
+        if self._rounds is not None and dispatch.call.may_drop:
+            unneeded += self._decide(self._rounds, dispatch, dropped)
+        self._enter(position, CallPhase.WAITING)
+        self._end_calls()
+        left_out = f", {len(dropped)} samples are dropped" if dropped else ""
+        self._note(dispatch.call, f"step {dispatch.step}, dispatch {dispatch.id}: all ranks are done{left_out}")
         self._has_completed = self._is_stale = True
         if not unneeded:
             return []
-        self._log.add_samples(dispatch.step, self._buffer.token_counts(unneeded))
+        trained = [sample_id for sample_id in unneeded if not self._buffer.is_dropped(sample_id)]
+        self._log.add_samples(dispatch.step, self._buffer.token_counts(trained))
         return [
             self._send(rank, FreeSamples(self._outbox.next_seq(rank), ids))
             for rank, ids in self._buffer.free(unneeded).items()
         ]
+
+    def _decide(self, rounds: Rounds, dispatch: Dispatch, dropped: frozenset[str]) -> list[str]:
+        """The fate of some samples is known; return those that are left over and can be freed.
+
+        Raises:
+            Fatal: samples are still missing, and were replaced as often as they may.
+        """
+        is_last = self._position[dispatch.call.name] == self._last_dropping
+        kept = [sample_id for sample_id in dispatch.ids if is_last and sample_id not in dropped]
+        gone = [sample_id for sample_id in dispatch.ids if sample_id in dropped]
+        decision = rounds.decide(
+            dispatch.call.name, kept=self._buffer.numbers(kept), dropped=self._buffer.numbers(gone)
+        )
+        self._buffer.give_places(decision.places)
+        unneeded = self._buffer.drop(decision.surplus)
+        if not rounds.is_open:
+            self._buffer.close_step()
+            self._log.add_dropped(dispatch.step, rounds.n_dropped, rounds.n_surplus)
+        elif rounds.n_wanted and rounds.n_refills >= self._plan.max_refill_rounds:
+            n_loaded, n_refills = rounds.n_loaded_in_step, rounds.n_refills
+            raise Fatal(too_many_dropped(dispatch.step, rounds.n_vacant, n_loaded, n_refills, rounds.n_dropped))
+        return unneeded
+
+    def _end_calls(self) -> None:
+        """Waiting calls that are done with the last step are done."""
+        for position, phase in enumerate(self._phases):
+            if phase is CallPhase.WAITING and self._finished_step(position) == self.last_step:
+                self._enter(position, CallPhase.DONE)
 
     # ------------------------------------------------------------ what to do next
 
@@ -221,8 +273,16 @@ class Scheduler:
         self._is_stale = False
         self._buffer.grew_ready = False
         instructions: list[Instruction] = []
-        while self._can_load():
-            instructions.append(self._load())
+        while n_samples := self._n_loadable():
+            instructions.append(self._load(n_samples))
+        while started := self._start_calls():
+            instructions += self._send_all(started)
+            if not self._has_leads:  # else a call that changes parameters may wait for one that was sent just now
+                break
+        return instructions
+
+    def _start_calls(self) -> list[Dispatch]:
+        """Start every call that can; their requests are still to be sent."""
         held_back: list[ScheduledCall] = []
         started: list[Dispatch] = []
         self._lacking_devices = []
@@ -237,16 +297,22 @@ class Scheduler:
             self._lacking_devices.append((call.name, max_depth))
             if is_oldest:
                 held_back.append(call)
-        return instructions + self._send_all(started)
+        return started
 
-    def _can_load(self) -> bool:
-        n_wanted = (self.last_step - self._plan.first_step + 1) * self._plan.step_size
-        has_room = len(self._buffer) + self._plan.step_size <= self._plan.capacity * self._plan.step_size
-        return has_room and self._buffer.n_loaded < n_wanted
+    def _n_loadable(self) -> int:
+        """Samples to load now: those of the next step, or replacements."""
+        rounds, size = self._rounds, self._plan.step_size
+        if rounds is not None and rounds.is_open:
+            return rounds.n_wanted if len(self._buffer) + rounds.n_wanted <= self._plan.max_living else 0
+        n_begun = self._buffer.n_loaded // size if rounds is None else rounds.n_settled
+        has_room = len(self._buffer) + size <= self._plan.capacity * size
+        return size if has_room and self._plan.first_step + n_begun <= self.last_step else 0
 
-    def _load(self) -> Instruction:
-        refs = self._cursor.take(self._cursor.start + self._buffer.n_loaded, self._plan.step_size)
+    def _load(self, n_samples: int) -> Instruction:
+        refs = self._cursor.take(self._cursor.start + self._buffer.n_loaded, n_samples)
         self._buffer.expect(refs)
+        if self._rounds is not None:
+            self._rounds.open_round()
         rank = self._plan.dataset_rank
         ids, rows = tuple(ref.id for ref in refs), tuple(ref.row for ref in refs)
         return self._send(rank, LoadSamples(self._outbox.next_seq(rank), ids, rows))
@@ -265,6 +331,12 @@ class Scheduler:
         for wait in call.waits_for:
             if self._finished_step(self._position[wait.trainer]) < step - wait.lag:
                 return f"'{wait.trainer}' to finish step {step - wait.lag}"
+        for lead in call.leads:
+            ahead, reader = min(step + lead.lead, self.last_step), self._position[lead.reader]
+            if (self._finished_step(reader) if lead.is_done else self._begun_step(reader)) < ahead:
+                return f"'{lead.reader}' to read the same parameters at step {ahead}"
+        if call.changes_parameters and self._rounds is not None and self._settled_step(self._rounds) < step:
+            return f"replacements of dropped samples of step {step}"
         if call.changes_parameters and self._checkpoints.blocks_training(step):
             return f"the checkpoint of a step before {step}, which needs the old weights"
         return None
@@ -303,10 +375,26 @@ class Scheduler:
         return [send for dispatch, kind in (*first, *then) for send in self._send_part(dispatch, kind)]
 
     def _send_part(self, dispatch: Dispatch, kind: PartKind) -> list[Instruction]:
+        self._note_version(dispatch, kind)
         requests = dispatch.requests(kind, self._outbox.next_seq, self.last_step)
         dispatch.parts[kind] = Part(self._next_part, set(requests))
         self._next_part += 1
         return [self._send(rank, request) for rank, request in requests.items()]
+
+    def _note_version(self, dispatch: Dispatch, kind: PartKind) -> None:
+        """Parts are executed in the order in which they are sent: what was sent decides which version a call reads."""
+        call, position = dispatch.call, self._position[dispatch.call.name]
+        if call.role not in self._versions or kind not in (PartKind.BEFORE, PartKind.CALL):
+            return
+        is_brought = call.hooks.home not in (None, call.allocation)  # the parameters come by a hook
+        if kind is (PartKind.BEFORE if is_brought else PartKind.CALL):
+            dispatch.version = version = self._versions[call.role]
+            if call.output_keys:
+                self._buffer.set_version(position, dispatch.ids, version)
+            if call.is_train:
+                self._versions[call.role] += 1
+                if self._is_stale_allowed:
+                    self._log.add_staleness(dispatch.step, self._buffer.n_behind(call.role, dispatch.ids, version))
 
     # ------------------------------------------------------------ small things
 
@@ -323,6 +411,14 @@ class Scheduler:
     def _next_step(self, position: int) -> int:
         """The step that the call takes samples of next."""
         return self._plan.first_step + self._buffer.queues[position].steps_taken
+
+    def _begun_step(self, position: int) -> int:
+        """The last step of which the call was sent all samples but replacements."""
+        return self._plan.first_step - 1 + self._buffer.queues[position].steps_begun
+
+    def _settled_step(self, rounds: Rounds) -> int:
+        """The last step that has all its samples."""
+        return self._plan.first_step - 1 + rounds.n_settled
 
     def _finished_step(self, position: int) -> int:
         """The last step that the call is done with."""
@@ -350,7 +446,7 @@ class Scheduler:
             InvalidTransitionError: it does not.
         """
         self._buffer.validate()
-        if len(self._buffer) > self._plan.capacity * self._plan.step_size:
+        if len(self._buffer) > self._plan.max_living:
             raise InvalidTransitionError(f"{len(self._buffer)} samples live, more than the capacity")
         running = sorted(d.call.name for d in self.dispatches.values())
         phases = sorted(c.name for c, p in zip(self._calls, self._phases) if p is CallPhase.RUNNING)

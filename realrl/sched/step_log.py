@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,13 +22,20 @@ class _StepEntry:
     memory_gb: dict[int, float] = field(default_factory=dict)
     # call -> metric -> (sum of value * samples, samples)
     sums: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
+    # metric -> totals and counts of ranks that hold different samples
+    totals: dict[str, list[float]] = field(default_factory=dict)
+    counts: dict[str, list[float]] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    dropped: dict[str, float] = field(default_factory=dict)
+    staleness: list[int] = field(default_factory=list)
 
 
 class StepLog:
     """Collects metrics by step, and spans by arrival.
 
-    A metric that a call reports for several batches of one step is averaged, weighted by samples. Where two calls use
-    one name, the later of them counts.
+    A metric that a call returns for several batches of one step is averaged, weighted by samples. Where two calls use
+    one name, the later of them counts. What calls record as sums is added over all calls, batches and ranks, in any
+    order with the same result; a returned metric of the same name takes its place.
     """
 
     def __init__(self, calls: Sequence[ScheduledCall]) -> None:
@@ -55,6 +63,12 @@ class StepLog:
             for name, value in reply.metrics.items():
                 total, n_samples = sums.get(name, (0.0, 0))
                 sums[name] = (total + value * len(dispatch.ids), n_samples + len(dispatch.ids))
+        if reply.rank in dispatch.recording_ranks:
+            for name, (total, count) in reply.sums.items():
+                entry.totals.setdefault(name, []).append(total)
+                entry.counts.setdefault(name, []).append(count)
+        for name, value in reply.maxima.items():
+            entry.maxima[name] = max(value, entry.maxima.get(name, value))
 
     def add_movement(self, step: int, reply: RowsMoved | HooksDone) -> None:
         """One rank moved rows or parameters."""
@@ -77,18 +91,42 @@ class StepLog:
         entry.n_samples += len(token_counts)
         entry.n_tokens += sum(token_counts)
 
+    def add_dropped(self, step: int, n_dropped: Mapping[str, int], n_surplus: int) -> None:
+        """`step` has all its samples: how many each call dropped, and how many survivors were not needed."""
+        counts = {call.name: n_dropped.get(call.name, 0) for call in self._calls if call.may_drop}
+        self._entry(step).dropped = {f"dropped/{name}": float(n) for name, n in counts.items()}
+        self._entry(step).dropped["dropped/surplus"] = float(n_surplus)
+
+    def add_staleness(self, step: int, n_behind: Iterable[int]) -> None:
+        """Samples are trained on by parameters that are so many versions ahead of those that generated them."""
+        self._entry(step).staleness += n_behind
+
     def finish_step(self, step: int, versions: Mapping[str, int]) -> dict[str, float]:
         """Return the metrics of a complete step, and forget it.
 
-        Besides what calls returned: `version/<role>`, `n_samples`, `n_tokens` (of the longest key with a row per
-        token), `bytes/data` and `bytes/params` (received from other ranks), `time_s/<call>` (of the slowest rank),
-        `memory_gb/<rank>` (peak).
+        Besides what calls returned or recorded (what was recorded over a count of 0 has no mean): `version/<role>`,
+        `n_samples`, `n_tokens` (of the longest key with a row per token), `bytes/data` and `bytes/params` (received
+        from other ranks), `time_s/<call>` (of the slowest rank), `memory_gb/<rank>` (peak). Where samples are dropped:
+        `dropped/<call>` and `dropped/surplus`; they are not in `n_samples` and `n_tokens`. Where calls may be stale:
+        `staleness/mean` and `staleness/max`. What was recorded as `x/mean_square` becomes `x/std`, with `x/mean`.
         """
         entry = self._steps.pop(step)
-        metrics: dict[str, float] = {}
+        metrics = dict(sorted(entry.maxima.items()))
+        for name in sorted(entry.totals):
+            count = math.fsum(entry.counts[name])
+            if count > 0:
+                metrics[name] = math.fsum(entry.totals[name]) / count
+        for base in [name.removesuffix("/mean_square") for name in metrics if name.endswith("/mean_square")]:
+            if f"{base}/mean" in metrics:
+                square = metrics.pop(f"{base}/mean_square")
+                metrics[f"{base}/std"] = math.sqrt(max(square - metrics[f"{base}/mean"] ** 2, 0.0))
         for call in self._calls:
             for name, (total, n_samples) in entry.sums.get(call.name, {}).items():
                 metrics[name] = total / n_samples
+        metrics |= entry.dropped
+        if entry.staleness:
+            metrics["staleness/mean"] = sum(entry.staleness) / len(entry.staleness)
+            metrics["staleness/max"] = float(max(entry.staleness))
         metrics |= {f"version/{role}": float(version) for role, version in versions.items()}
         metrics |= {f"time_s/{call.name}": entry.seconds[call.name] for call in self._calls}
         metrics |= {f"memory_gb/{rank}": entry.memory_gb[rank] for rank in sorted(entry.memory_gb)}

@@ -1,5 +1,7 @@
 """The graph that a list of calls compiles to."""
 
+import dataclasses
+
 import networkx as nx
 import pytest
 from hypothesis import given
@@ -300,6 +302,21 @@ def test_home_calls():
 def test_realloc_hook_has_one_other_end(source, target):
     with pytest.raises(GraphError, match="exactly one of source and target"):
         ParamReallocHook(source=source, target=target)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "what", "remedy"),
+    [
+        (OffloadHook(), r"post_hooks=OffloadHook\(\)", "Write a tuple of hooks"),
+        (("offload",), r"post_hooks=\('offload',\)", "Write a tuple of hooks"),
+        ((ParamReallocHook(target="ref"),), "a hook of call 'actor_gen' names the role 'ref'", r"ModelName\('ref'\)"),
+    ],
+)
+def test_hooks_of_wrong_types(hooks, what, remedy):
+    mfcs = ppo()
+    mfcs[0] = dataclasses.replace(mfcs[0], post_hooks=hooks)
+    with pytest.raises(GraphError, match=rf"{what}[\s\S]*{remedy}"):
+        build_graph(mfcs, ["prompt_ids"])
 
 
 @pytest.mark.parametrize("eta", [0.0, -0.5, 1.5])

@@ -64,7 +64,7 @@ REPLIES: list[Reply] = [
     Hello(1, 4321, "tcp://127.0.0.1:5"),
     Ready(1, 0, ("a", "b"), 2, ("2 dropped",), (SPAN,)),
     SamplesLoaded(1, 1, META),
-    CallDone(1, 2, 9, "actor_gen", 1, META, {"loss": 0.25}, (SPAN,), 12, 0.5),
+    CallDone(1, 2, 9, "actor_gen", 1, META, {"loss": 0.25}, (SPAN,), 12, 0.5, {"x": (1.5, 3.0)}, {"y": 2.0}),
     RowsMoved(1, 2, 9, "actor_gen", 1, (SPAN,), 12),
     HooksDone(1, 2, 9, "actor_gen", 1, "before", (SPAN,), 12, 0.5),
     SamplesFreed(1, 3),

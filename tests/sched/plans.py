@@ -62,8 +62,11 @@ def ppo(n_seqs=8, *, max_staleness=0, gen_n_seqs=None, min_n_seqs=None, n_miniba
 
 
 @st.composite
-def plans(draw, max_staleness=2):
-    """Any graph of one to six calls, on any meshes of up to four devices, with any limits, hooks and protocols."""
+def plans(draw, max_staleness=2, drops=False):
+    """Any graph of one to six calls, on any meshes of up to four devices, with any limits, hooks and protocols.
+
+    With `drops` one or more calls drop samples, if the hooks allow it.
+    """
     cluster = draw(st.sampled_from([Cluster(1, 1), Cluster(1, 2), Cluster(1, 4), Cluster(2, 2)]))
     step_size = draw(st.sampled_from([4, 6, 8]))
     divisors = [n for n in range(1, step_size + 1) if step_size % n == 0]
@@ -85,6 +88,7 @@ def plans(draw, max_staleness=2):
         n_seqs = draw(st.sampled_from(divisors))
         n_minibatches = draw(st.integers(1, min(n_seqs, 3)))
         mfcs.append(MFCDef(f"train_{role}", role, TRAIN, "x", reads, n_seqs=n_seqs, n_minibatches=n_minibatches))
+    mfcs = draw(with_dropping(mfcs)) if drops else mfcs
     mfcs = draw(with_hooks(mfcs))
     allocations = {}
     for mfc in mfcs:
@@ -100,8 +104,16 @@ def plans(draw, max_staleness=2):
         mfcs, allocations, cluster, n_steps=draw(st.integers(1, 4)),
         dataset_rank=draw(st.integers(0, cluster.n_devices - 1)), shuffle=draw(st.booleans()),
         save_every_steps=draw(st.integers(0, 2)), save_at_end=draw(st.booleans()),
-        checkpoint_directory="saves/.step_{step}.partial", moves_rows=draw(st.booleans()),
+        checkpoint_directory="saves/.step_{step}.partial", moves_rows=draw(st.booleans()), max_refill_rounds=100,
     )  # fmt: skip
+
+
+@st.composite
+def with_dropping(draw, mfcs):
+    """The same calls, of which some drop samples."""
+    names = [mfc.name for mfc in mfcs if not mfc.is_train]
+    dropping = draw(st.sets(st.sampled_from(names), min_size=1, max_size=2))
+    return [dataclasses.replace(mfc, may_drop=mfc.name in dropping) for mfc in mfcs]
 
 
 @st.composite

@@ -4,15 +4,17 @@ Each rank executes its requests in order, through the real `WorkerState`. RunCal
 a rank enters one, and can end it only after every rank that was sent the same part entered it. Parameters are numbers:
 how often they were trained, or written by a hook. Replies of one rank arrive in order, those
 of different ranks in any order. Which of all possible actions comes next is drawn from a seed. Whatever a correct
-master must never do is checked on the way.
+master must never do is checked on the way. What a dropping call drops depends on the sample and the call alone.
 """
 
 from __future__ import annotations
 
 import random
+import zlib
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
+from realrl.plan.cursor import DatasetCursor
 from realrl.plan.hooks import Realloc
 from realrl.sched.dispatch import PartKind
 from realrl.sched.events import (
@@ -79,8 +81,9 @@ class Stuck(AssertionError):
 class Simulation:
     """One run of a plan over `n_rows` dataset rows, in the order that `seed` gives."""
 
-    def __init__(self, plan, *, seed, n_rows, validate=True):
+    def __init__(self, plan, *, seed, n_rows, validate=True, drop_share=0.3):
         self.plan = plan
+        self.drop_share = drop_share
         self.random = random.Random(seed)
         self.n_rows = n_rows
         self.validate = validate
@@ -152,7 +155,7 @@ class Simulation:
         for instruction in instructions:
             assert self.end is None, f"{instruction} after {self.end}"
             self.perform(instruction)
-        assert self.master.n_living_samples <= self.plan.capacity * self.plan.step_size
+        assert self.master.n_living_samples <= self.plan.max_living
         return instructions
 
     def see(self, event):
@@ -274,6 +277,10 @@ class Simulation:
             version = r.visiting[call.name] if is_visiting else self.use(rank, call.role)
             if call.role in self.changing_roles:
                 self.versions_read[call.name, request.step].add(version)
+            at_start = self.plan.versions_after(self.plan.first_step - 1).get(call.role)
+            if at_start is not None:
+                recorded = next(d.version for d in self.master._dispatches() if d.id == request.dispatch_id)
+                assert recorded == at_start + version, "the master takes it for another"
         if len(self.entered[part_of(request)]) == 1:
             self.check_dispatch(request)
 
@@ -340,9 +347,9 @@ class Simulation:
         if call.is_train:
             assert not request.keeps
             r.home[call.role] += 1
-        elif request.keeps:
-            output = meta(request.keeps, call.output_keys)
-            for sample_id in request.keeps:
+        elif keeps := [sample_id for sample_id in request.keeps if not self.is_dropped_by(call, sample_id)]:
+            output = meta(keeps, call.output_keys)
+            for sample_id in keeps:
                 r.store[sample_id] |= set(call.output_keys)
         return CallDone(
             rank=rank,
@@ -356,6 +363,47 @@ class Simulation:
             bytes_received=10,
             memory_gb=0.5,
         )
+
+    # ------------------------------------------------------------ dropping
+
+    def is_dropped_by(self, call, sample_id):
+        """What a dropping call decides about a sample."""
+        return call.may_drop and zlib.crc32(f"{call.name} {sample_id}".encode()) < self.drop_share * 2**32
+
+    def is_dropped(self, sample_id):
+        """Whether some call drops a sample that nobody dropped before."""
+        return any(self.is_dropped_by(call, sample_id) for call in self.plan.calls)
+
+    def expected_steps(self, n_steps):
+        """By step: the samples that it must load, and those that its last calls must see, in order of their place.
+
+        Written down from the rules alone, without a master.
+        """
+        size, refs, steps = self.plan.step_size, self.refs(), []
+        for _ in range(n_steps):
+            loaded = [next(refs) for _ in range(size)]
+            n_kept = sum(not self.is_dropped(i) for i in loaded)
+            places = [None if self.is_dropped(i) else i for i in loaded]
+            while None in places:
+                n_vacant = places.count(None)
+                wanted = min(size, int(n_vacant * len(loaded) / n_kept + 0.5)) if n_kept else size
+                round_ = [next(refs) for _ in range(wanted)]
+                loaded += round_
+                survivors = [i for i in round_ if not self.is_dropped(i)]
+                n_kept += len(survivors)
+                for sample_id in survivors[:n_vacant]:
+                    places[places.index(None)] = sample_id
+            steps.append((loaded, places))
+        return steps
+
+    def refs(self):
+        """Ids of the samples in the order of the dataset."""
+        rows, plan = [f"row{i}" for i in range(self.n_rows)], self.plan
+        cursor = DatasetCursor(rows, seed=plan.seed, shuffle=plan.shuffle, start=plan.resume and plan.resume.cursor)
+        position = cursor.start
+        while True:
+            yield cursor.take(position, 1)[0].id
+            position += 1
 
     # ------------------------------------------------------------ what must never happen
 
@@ -384,8 +432,9 @@ class Simulation:
             if call.is_train:
                 assert self.steps_done(name) >= steps_before
             for wait in call.waits_for:
-                assert self.steps_done(wait.trainer) >= steps_before + 1 - wait.lag, "the weights are too old"
-            if call.min_n_seqs is not None:
+                if not self.calls[wait.trainer].feeds_drop:
+                    assert self.steps_done(wait.trainer) >= steps_before + 1 - wait.lag, "the weights are too old"
+            if call.min_n_seqs is not None and not self.plan.drops:
                 assert sorted(indices) == self.ready(call, steps_before)[: len(indices)], "not the oldest samples"
             self.taken[name] |= indices
         for rank in range(self.plan.n_ranks):
@@ -421,7 +470,7 @@ class Simulation:
             assert parts[rank].n_steps == self.start.last_step
         for part in parts.values():
             assert len(part.minibatches) == call.n_minibatches
-            assert all(part.minibatches), "a rank has no sample in some minibatch"
+            assert all(part.minibatches) or call.feeds_drop, "a rank has no sample in some minibatch"
         if call.protocol == "3D_PROTO":
             for dp_rank in range(call.allocation.strategy.dp):
                 members = [parts[rank].minibatches for rank in call.allocation.dp_group_members(dp_rank)]
@@ -437,6 +486,9 @@ class Simulation:
         """Look at the whole run: every batch that every call took, in order."""
         batches = self.batches()
         size, first = self.plan.step_size, self.plan.first_step
+        if self.plan.drops:
+            self.check_batches_with_drops(batches)
+            return
         for name, call in self.calls.items():
             position = 0
             for step, indices in batches[name]:
@@ -447,6 +499,39 @@ class Simulation:
                     assert call.min_n_seqs <= len(indices) <= call.n_seqs
                 position += len(indices)
             assert sorted(i for _, indices in batches[name] for i in indices) == list(range(position))
+
+    def check_batches_with_drops(self, batches):
+        """Calls after the dropping ones see the survivors by their place, and the others all that is loaded."""
+        size, first = self.plan.step_size, self.plan.first_step
+        expected = self.expected_steps(self.start.last_step - first + 1)
+        assert self.order == [sample_id for loaded, _ in expected for sample_id in loaded]
+        dropping = []
+        for name, call in self.calls.items():
+            gates = [*(self.calls[other] for other in call.gates), *(dropping if call.may_drop else ())]
+            dropping += [call] if call.may_drop else []
+            for index, (loaded, places) in enumerate(expected):
+                found = [[self.order[i] for i in batch] for step, batch in batches[name] if step == first + index]
+                seen = [sample_id for batch in found for sample_id in batch]
+                assert all(batch and len(batch) <= call.n_seqs for batch in found)
+                if call.feeds_drop:
+                    assert set(seen) <= set(loaded)
+                    assert not any(self.is_dropped_by(gate, i) for gate in gates for i in seen)
+                    if not self.behind_a_dropping_call(call):
+                        assert sorted(seen) == sorted(loaded)
+                        assert seen == loaded or call.min_n_seqs is not None
+                elif call.min_n_seqs is None:
+                    assert [sorted(b) for b in found] == [
+                        sorted(places[i : i + call.n_seqs]) for i in range(0, size, call.n_seqs)
+                    ]
+                else:
+                    assert sorted(seen) == sorted(places)
+                assert len(set(seen)) == len(seen)
+
+    def behind_a_dropping_call(self, call):
+        """Whether some dropping call comes before this one, by data or by an edge of its own."""
+        produced = {key: other for other in self.plan.calls for key in other.output_keys}
+        before = [*(produced[key] for key in call.input_keys if key in produced), *(self.calls[g] for g in call.gates)]
+        return any(other.may_drop or self.behind_a_dropping_call(other) for other in before)
 
     def batches(self):
         """Call -> its batches in the order of dispatch, each a step and the sorted numbers of its samples."""
@@ -481,8 +566,9 @@ class Simulation:
         assert self.end == Finish(spans=self.end.spans), self.end
         n_steps = self.start.last_step - self.plan.first_step + 1
         assert [report.step for report in self.reports] == list(range(self.plan.first_step, self.start.last_step + 1))
-        assert len(self.order) == n_steps * self.plan.step_size
-        assert len(self.dispatch_of) == len(self.order) * len(self.calls)
+        if not self.plan.drops:
+            assert len(self.order) == n_steps * self.plan.step_size
+            assert len(self.dispatch_of) == len(self.order) * len(self.calls)
         assert self.master.n_living_samples == 0
         for r in self.ranks:
             assert not r.inbox

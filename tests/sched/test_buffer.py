@@ -12,6 +12,7 @@ from realrl.plan.transfer import Arrival, Placement
 from realrl.sched.buffer import SampleBuffer
 from realrl.sched.call_queue import CallQueue
 from realrl.sched.messages import KeySchema, Per, SampleMeta
+from realrl.sched.round_queue import RoundQueue
 from tests.sched.plans import INFERENCE, make_plan, on_all
 from tests.sched.simulator import meta
 
@@ -73,12 +74,14 @@ def test_token_counts_take_the_longest_key_with_a_row_per_token():
         "prompt_ids": KeySchema("int64", Per.TOKEN),
         "score": KeySchema("float32", Per.SEQUENCE),
         "logprobs": KeySchema("float32", Per.TRANSITION),
+        "metadata": KeySchema("uint8", Per.TOKEN),  # bytes of text
     }
     seqlens = {"prompt_ids": ((3, 4), (1,)), "score": ((1, 1), (100,)), "logprobs": ((2, 9), (0,))}
+    seqlens["metadata"] = ((500,), (600,))
     buffer.add_rows(0, SampleMeta(IDS[:2], schemas, seqlens))
     assert buffer.token_counts(IDS[:2]) == [11, 1]
     assert buffer.token_counts(IDS[:2], ["prompt_ids"]) == [7, 1]
-    assert buffer.token_counts(IDS[:1], ["score"]) == [1]
+    assert buffer.token_counts(IDS[:1], ["score", "metadata"]) == [1]
 
 
 def test_refusals():
@@ -132,3 +135,61 @@ def test_windows_do_not_depend_on_the_order(order, n_seqs):
             queue.finish(n_seqs)
     assert batches == [list(range(i, i + n_seqs)) for i in range(0, 12, n_seqs)]
     assert queue.steps_finished == 2
+
+
+def test_versions_of_what_was_read_are_kept_by_sample():
+    buffer = make_buffer()
+    buffer.add_loaded(0, meta(IDS, ["prompt_ids"]))
+    buffer.set_version(0, IDS[:2], 3)
+    buffer.set_version(1, IDS[:1], 5)
+    assert [buffer.versions(sample_id) for sample_id in IDS[:3]] == [{"first": 3, "second": 5}, {"first": 3}, {}]
+
+
+@given(st.data())
+def test_rounds_leave_nothing_behind_and_keep_their_windows(data):
+    n_seqs = data.draw(st.integers(1, 5))
+    min_n_seqs = data.draw(st.none() | st.integers(1, n_seqs))
+    queue, end = RoundQueue(n_seqs=n_seqs, min_n_seqs=min_n_seqs), 0
+    for expected in range(data.draw(st.integers(1, 3))):
+        assert (queue.steps_taken, queue.steps_begun) == (expected, expected)
+        for _ in range(data.draw(st.integers(1, 3))):
+            samples = range(end, end := end + data.draw(st.integers(1, 9)))
+            queue.open(len(samples))
+            dropped = data.draw(st.sets(st.sampled_from(list(samples))))
+            batches = run_round(queue, data.draw(st.permutations(samples)), dropped)
+            assert sorted(i for batch in batches for i in batch) == sorted(set(samples) - dropped)
+            if min_n_seqs is None:
+                windows = [samples[i : i + n_seqs] for i in range(0, len(samples), n_seqs)]
+                kept = [[i for i in window if i not in dropped] for window in windows]
+                assert batches == [window for window in kept if window]
+            assert (queue.steps_taken, queue.steps_begun) == (expected, expected + 1)
+        queue.close_step()
+        assert (queue.steps_taken, queue.steps_finished) == (expected + 1, expected + 1)
+
+
+def run_round(queue, order, dropped):
+    """Samples become ready, or are dropped, in an order; the batches that a call takes as soon as it can."""
+    batches, ready = [], set()
+    for index in order:
+        (queue.add_dropped if index in dropped else queue.add_ready)(index)
+        ready |= {index} - dropped
+        while queue.batch_size():
+            batch = queue.take()
+            assert batch == sorted(ready)[: len(batch)]
+            ready -= set(batch)
+            batches.append(batch)
+            queue.finish(len(batch))
+    return batches
+
+
+def test_a_step_is_finished_when_its_last_batch_is_done():
+    queue = RoundQueue(n_seqs=2, min_n_seqs=None)
+    queue.open(2)
+    for index in range(2):
+        queue.add_ready(index)
+    assert queue.take() == [0, 1]
+    queue.close_step()
+    assert (queue.steps_taken, queue.steps_finished) == (1, 0)
+    queue.open(2)
+    queue.finish(2)
+    assert (queue.steps_taken, queue.steps_finished) == (1, 1)

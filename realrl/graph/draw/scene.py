@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 DATASET = ""  # not a possible name of a call
+SURVIVORS = "kept samples"  # what a call gets from one that drops samples and whose keys it does not read
 
 NAME_SIZE, ROLE_SIZE, NOTE_SIZE, PLATE_SIZE, KEY_SIZE = 14.5, 12.0, 11.0, 10.5, 11.0
 NAME_LINE, ROLE_LINE, NOTE_LINE, KEY_LINE = 20.0, 17.0, 15.0, 15.0
@@ -191,6 +192,8 @@ def _notes(mfc: MFCDef, largest: int) -> tuple[str, ...]:
         batch.append(f"streams from {mfc.min_n_seqs}")
     if mfc.n_minibatches > 1:
         batch.append(f"{mfc.n_minibatches} minibatches")
+    if mfc.may_drop:
+        batch.append("may drop samples")
     return (
         *((" · ".join(batch),) if batch else ()),
         *((mfc.protocol,) if mfc.protocol != DEFAULT_PROTOCOL else ()),
@@ -224,7 +227,7 @@ def _pills(graph: nx.DiGraph) -> tuple[Pill, ...]:
     data = data_graph(graph)
     for name in data:
         for consumer in data.successors(name):
-            consumers.setdefault((name, data.edges[name, consumer]["keys"]), []).append(consumer)
+            consumers.setdefault((name, data.edges[name, consumer]["keys"] or (SURVIVORS,)), []).append(consumer)
     return tuple(Pill(producer, keys, tuple(names)) for (producer, keys), names in consumers.items())
 
 

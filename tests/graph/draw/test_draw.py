@@ -53,6 +53,16 @@ def test_svg_shows_everything():
     assert {"edge", "version", "head", "shape"} <= kinds
 
 
+def test_a_call_that_drops_samples_is_seen_with_those_that_get_the_rest():
+    mfcs = [replace(mfc, may_drop=mfc.name == "rew_inf") for mfc in ppo()]
+    graph = build_graph(mfcs, DATASET_KEYS["ppo"])
+    shown = texts(svg_of(graph))
+    assert "kept samples" in shown  # ref_inf and critic_inf read no key of rew_inf, but wait for its verdict
+    assert any("may drop samples" in (text or "") for text in shown)
+    assert b"kept samples" in draw(graph, title="t", fmt="mmd")
+    assert "kept samples" not in texts(svg_of(PPO))
+
+
 def test_svg_shows_where_parameters_come_from():
     places = {
         "actor_gen": "d4t1p2@0:0-7", "critic_inf": "d2@0:0-1", "rew_inf": "p2@0:2-3", "ref_inf": "p4@0:4-7",
