@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.plan.adapters import LoRA
 from realrl.plan.layout import ParameterLayout, ParameterSpec, parameter_layout, parameter_specs
 from realrl.plan.rank_order import best_rank_order
 from realrl.plan.realloc import ReallocPlan, plan_realloc
@@ -47,9 +48,17 @@ class Shape:
     head_dim: int = 128
     tied_embeddings: bool = False
     attention_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
+    gated_mlp: bool = True
+    norm_bias: bool = False
+    qk_norm: bool = False
+    learned_positions: bool = False
+    max_positions: int = 2048
+    moe: None = None
     head: str = "lm"
     dtype: str = "bfloat16"
+    lora: LoRA | None = None
 
 
 SHAPES = {

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch.nn import functional as F
 
 from realrl.engine.device import resolve_device
-from realrl.engine.native import packed_positions
+from realrl.engine.packing import packed_positions
 from realrl.model.attention import PackedAttention
 from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder

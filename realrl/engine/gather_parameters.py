@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from realrl.engine.groups import Communicator
+from realrl.model.adapter_files import save_adapters
 from realrl.model.decoder import Decoder
 from realrl.model.hf import save_index, save_stage
-from realrl.plan.layout import ParameterSpec, Slice, slice_of
+from realrl.model.lora import is_trained, merged_shards, trained_parameters
+from realrl.plan.layout import Layer, ParameterSpec, Slice, parameter_specs, slice_of, stage_layers
 
 
 def save_sharded(decoder: Decoder, folder: str | Path, *, tp: Communicator, pp: Communicator) -> None:
     """Write the model in Hugging Face format; all ranks of one data-parallel replica call this together.
 
-    The first tensor rank of each stage writes the stage's files, and that of the first stage completes the folder.
+    Adapters are merged into the model's weights, and written by themselves into the sub-folder `adapter`. The first
+    tensor rank of each stage writes the stage's files, and that of the first stage completes the folder.
 
     Args:
         tp: the ranks that share this stage's layers.
@@ -26,40 +30,76 @@ def save_sharded(decoder: Decoder, folder: str | Path, *, tp: Communicator, pp: 
         OSError: the disk is full or the folder cannot be written; only the rank that met it raises, and the folder
             gets no index and no `config.json`.
     """
+    config = replace(decoder.config, lora=None)
+    adapters = gather_trained(decoder, tp=tp, pp=pp) if decoder.config.lora is not None else {}
     tensors = gather_parameters(decoder, tp)
     failed = torch.ones(1, device=decoder.device)
     try:
         if tp.rank == 0:
-            save_stage(decoder.config, folder, tensors, pp_rank=pp.rank, pp_size=pp.n_ranks)
+            save_stage(config, folder, tensors, pp_rank=pp.rank, pp_size=pp.n_ranks)
         failed.zero_()
     finally:
         for _ in tensors:  # other ranks are sending: they must not wait for one whose disk is full
             pass
         is_complete = not pp.all_reduce_(failed, "max").item()
     if is_complete and tp.rank == 0 and pp.rank == 0:
-        save_index(decoder.config, folder, pp_size=pp.n_ranks)
+        save_index(config, folder, pp_size=pp.n_ranks)
+        if adapters:
+            save_adapters(decoder.config, Path(folder) / "adapter", adapters)
 
 
 def gather_parameters(decoder: Decoder, tp: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of this stage's parameters on the first rank of the group, nothing on the others.
 
     All ranks of the group iterate to the end together. At any time the first rank holds one whole parameter beside its
-    shard. A tied head that is a copy of another stage's embedding is left out.
+    shard. A tied head that is a copy of another stage's embedding is left out, and adapters are merged.
 
     Args:
         tp: the ranks that share this stage's layers.
     """
-    for name, parameter in decoder.named_shards():
+    return _gather_all(decoder, merged_shards(decoder), tp)
+
+
+def gather_trained(decoder: Decoder, *, tp: Communicator, pp: Communicator) -> dict[str, torch.Tensor]:
+    """The whole model's adapters, and a scalar head, in float32 on the first rank of all; nothing on the others.
+
+    Args:
+        tp: the ranks that share this stage's layers.
+        pp: the ranks at the same place of the other stages, in order.
+    """
+    mine = {name: whole.float() for name, whole in _gather_all(decoder, trained_parameters(decoder), tp)}
+    if tp.rank != 0:
+        return {}
+    stage_of: dict[Layer, int] = {"embedding": 0, "head": pp.n_ranks - 1}
+    for stage, layers in enumerate(stage_layers(decoder.config, pp.n_ranks)):
+        stage_of |= dict.fromkeys(layers, stage)
+    gathered: dict[str, torch.Tensor] = {}
+    for spec in parameter_specs(decoder.config):
+        if not is_trained(decoder.config, spec.name):
+            continue
+        stage = stage_of[spec.layer]
+        if pp.rank == 0:
+            gathered[spec.name] = mine[spec.name] if stage == 0 else torch.empty(spec.shape, device=decoder.device)
+            if stage != 0:
+                pp.exchange([], [(stage, gathered[spec.name])]).wait()
+        elif pp.rank == stage:
+            pp.exchange([(0, mine[spec.name])], []).wait()
+    return gathered
+
+
+def _gather_all(
+    decoder: Decoder, parts: Iterable[tuple[str, torch.Tensor]], tp: Communicator
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, part in parts:
         spec = decoder.specs[name]
         if not decoder.shard.has(spec.layer):
             continue
-        part = parameter.detach()
         if tp.n_ranks > 1 and spec.sharded_dim is not None:
-            whole = _gather(spec, part.contiguous(), tp)
+            whole = _gather(spec, part.detach().contiguous(), tp)
             if whole is not None:
                 yield name, whole
         elif tp.rank == 0:
-            yield name, part
+            yield name, part.detach()
 
 
 def _gather(spec: ParameterSpec, part: torch.Tensor, tp: Communicator) -> torch.Tensor | None:

@@ -30,14 +30,15 @@ def reduce_gradients(decoder: Decoder, gradients: Mapping[str, torch.Tensor], pa
 
     Args:
         decoder: whose gradients they are.
-        gradients: float32, of every parameter of this rank, by global name.
+        gradients: float32, of every parameter of this rank that is trained, by global name.
         parallel: this rank's place.
     """
     sync_partial_gradients(decoder, parallel.tp, gradients)
     if parallel.dp.n_ranks > 1:
         for bucket in _buckets(_by_holders(decoder, gradients)):
             _all_reduce_flat(bucket, parallel.dp)
-    if parallel.tied.n_ranks > 1 and decoder.config.tied_embeddings and not decoder.config.is_scalar:
+    is_tied = decoder.config.tied_embeddings and not decoder.config.is_scalar
+    if parallel.tied.n_ranks > 1 and is_tied and _TIED in gradients:
         parallel.tied.all_reduce_(gradients[_TIED])
     return _global_norm(decoder, gradients, parallel)
 

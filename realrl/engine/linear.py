@@ -13,7 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from realrl.model.activation import activate
+from realrl.model.config import Activation
 from realrl.model.linear import HAS_AVX512
+from realrl.model.lora import effective_weight
 
 LinearOp = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(x [T, in], residual [T, out] or None) -> x W^T + bias (+ residual) [T, out]."""
@@ -44,9 +47,9 @@ def fuse_linears(linears: Sequence[nn.Linear], *, dtype: torch.dtype, pack: bool
         dtype: to compute in.
         pack: use the packed kernel, see `can_pack`.
     """
-    weights, biases = [layer.weight for layer in linears], [layer.bias for layer in linears]
+    weights, biases = [effective_weight(layer, dtype) for layer in linears], [layer.bias for layer in linears]
     bias = None if biases[0] is None else _join(biases).to(dtype)
-    return fuse_weight(_join(weights).to(dtype), bias, pack=pack)
+    return fuse_weight(_join(weights), bias, pack=pack)
 
 
 def fuse_weight(weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool) -> LinearOp:
@@ -55,22 +58,34 @@ def fuse_weight(weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool) 
 
 
 def fuse_gated(
-    gate: nn.Linear, up: nn.Linear, *, dtype: torch.dtype, pack: bool
+    gate: nn.Linear, up: nn.Linear, *, dtype: torch.dtype, pack: bool, activation: Activation = "silu"
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """``silu(gate(x)) * up(x)`` of two layers of equal shape; packed, the kernels apply both while they store."""
+    """``activation(gate(x)) * up(x)`` of two layers of equal shape; packed, the kernels apply both while they store."""
     if not pack:
         joined = fuse_linears([gate, up], dtype=dtype, pack=False)
-        return lambda x: _gate(joined(x, None))
+        return lambda x: _gate(joined(x, None), activation)
     gate_op, up_op = (
-        PackedLinear(layer.weight.to(dtype), None if layer.bias is None else layer.bias.to(dtype))
+        PackedLinear(effective_weight(layer, dtype), None if layer.bias is None else layer.bias.to(dtype))
         for layer in (gate, up)
     )
-    return lambda x: up_op.times(x, gate_op.silu(x))
+    return lambda x: up_op.times(x, gate_op.activated(x, activation))
 
 
-def _gate(gate_and_up: torch.Tensor) -> torch.Tensor:
+def fuse_activated(
+    layer: nn.Linear, *, dtype: torch.dtype, pack: bool, activation: Activation
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """``activation(layer(x))``; packed, the kernel applies it while it stores."""
+    weight, bias = effective_weight(layer, dtype), None if layer.bias is None else layer.bias.to(dtype)
+    if pack:
+        packed = PackedLinear(weight, bias)
+        return lambda x: packed.activated(x, activation)
+    plain = PlainLinear(weight, bias)
+    return lambda x: activate(plain(x), activation)
+
+
+def _gate(gate_and_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     gate, up = gate_and_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return activate(gate, activation) * up
 
 
 def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -100,9 +115,10 @@ class PackedLinear:
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return torch.ops.mkldnn._linear_pointwise(x, residual, self._weight, self._bias, "add")
 
-    def silu(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(x W^T + bias)."""
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "swish", [], "")
+    def activated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """activation(x W^T + bias)."""
+        kernel, algorithm = ("swish", "") if activation == "silu" else ("gelu", "tanh")
+        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, kernel, [], algorithm)
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """(x W^T + bias) * factor [T, out]."""

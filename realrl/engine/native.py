@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,18 @@ from realrl.data.sample import SequenceSample
 from realrl.engine.gather_parameters import save_sharded
 from realrl.engine.generate import Generator
 from realrl.engine.gradients import reduce_gradients
+from realrl.engine.load_balance import MinibatchBalance
 from realrl.engine.microbatch import TOKENS, split_balanced, split_in_order
 from realrl.engine.optimizer import Optimizer
 from realrl.engine.outputs import DecoderOutput
+from realrl.engine.packing import Packing
 from realrl.engine.parallel import Parallel
 from realrl.engine.pipeline import Chunk, run_stage
 from realrl.engine.precision import MasterParameters
 from realrl.errors import CallError
-from realrl.model.attention import PackedAttention
 from realrl.model.decoder import Decoder
 from realrl.model.heads import LMHead
+from realrl.model.lora import without_adapters
 from realrl.plan.pipeline import Schedule, Step, inference, one_f_one_b
 
 
@@ -99,6 +102,9 @@ class NativeEngine:
     ) -> TrainResult:
         """Forward, backward and one optimizer step over this rank's share of a minibatch.
 
+        A model with experts is trained on their load-balancing loss too, with the coefficient of its configuration:
+        see `realrl.model.moe.LoadBalance`, and `realrl.engine.load_balance` for the statistics that this adds.
+
         A skipped step leaves parameters and moments alone but advances the learning-rate schedule.
 
         Args:
@@ -120,14 +126,18 @@ class NativeEngine:
             raise CallError(f"role {self.role!r} trains with normaliser {normaliser}, which must be positive")
         micro_batches = split_balanced(minibatch.to(self.device), micro_batching, default=self._n_mbs(training=True))
         losses: list[LossOutput] = []
+        has_experts = self.decoder.config.moe is not None
+        balance = MinibatchBalance(self.decoder, self._parallel, minibatch) if has_experts else None
 
         def loss_of(out: DecoderOutput, micro_batch: SequenceSample) -> torch.Tensor:
             result = loss_fn(out, micro_batch)
             losses.append(LossOutput(result.loss.detach(), result.stats, result.maxima))
             return result.loss / normaliser
 
-        self._run(one_f_one_b, micro_batches, loss_of)
+        self._run(one_f_one_b, micro_batches, loss_of, balance=balance)
         stats = self._reduce_stats(losses, normaliser)
+        if balance is not None:
+            stats |= balance.stats()
         grad_norm = reduce_gradients(self.decoder, optimizer.gradients(), self._parallel)
         if not math.isfinite(grad_norm):
             raise CallError(
@@ -149,18 +159,31 @@ class NativeEngine:
         post_fn: Callable[[ForwardOutput, SequenceSample], torch.Tensor],
         *,
         micro_batching: MicroBatching,
+        adapter: bool = True,
     ) -> torch.Tensor:
         """Inference without gradient; concatenates `post_fn`'s results (dim 0) in the order of `batch`.
 
         `post_fn` runs on the last stage; its result is returned on all of them.
+
+        Args:
+            adapter: False computes with the base model; a scalar head that is trained has no base and stays as it is.
+
+        Raises:
+            CallError: the role has no adapters that `adapter` could leave out.
         """
+        if not adapter and self.decoder.config.lora is None:
+            raise CallError(
+                f"role {self.role!r} has no adapters, so it is no base model of its own",
+                remedy=f"Set models.{self.role}.lora.rank, or let a frozen role be the base.",
+            )
         micro_batches = split_in_order(batch.to(self.device), micro_batching, default=self._n_mbs(training=False))
         results: list[torch.Tensor] = []
 
         def keep(out: DecoderOutput, micro_batch: SequenceSample) -> None:
             results.append(post_fn(out, micro_batch))
 
-        self._run(inference, micro_batches, keep)
+        with nullcontext() if adapter else without_adapters(self.decoder):
+            self._run(inference, micro_batches, keep)
         result = torch.cat(results) if results else None
         return self._parallel.pp.broadcast_unknown(result, self._parallel.last_stage, self.device)
 
@@ -190,12 +213,15 @@ class NativeEngine:
     def state_dict(self) -> dict[str, Any]:
         """What an exact continuation needs beside the saved model; empty for a frozen role.
 
-        Moments, counters and, unless the decoder itself is float32, master weights.
+        Moments, counters and, unless the decoder itself is float32 and without adapters, master weights.
         """
         return {} if self._optimizer is None else self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken, with the decoder that `save_hf` wrote at that point."""
+        """Continue exactly where `state_dict` was taken, with the decoder that `save_hf` wrote at that point.
+
+        With adapters, which the state holds, the decoder is the one that the run began with.
+        """
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state)
         elif state:
@@ -203,6 +229,8 @@ class NativeEngine:
 
     def save_hf(self, folder: str | Path) -> None:
         """Write the model in Hugging Face format; all ranks of one data-parallel rank call this together.
+
+        Adapters are merged into it, and stand in the sub-folder `adapter` by themselves, in PEFT's format.
 
         Raises:
             OSError: the disk is full or the folder cannot be written.
@@ -226,25 +254,41 @@ class NativeEngine:
         schedule: Callable[[int, int], Schedule],
         micro_batches: Sequence[SequenceSample],
         finish: Callable[[DecoderOutput, SequenceSample], torch.Tensor | None],
+        *,
+        balance: MinibatchBalance | None = None,
     ) -> None:
         """Send all micro-batches through the pipeline; what `finish` makes of the last stage's output is its result."""
+        self._check_lengths(micro_batches)
         pp_rank, is_last = self._parallel.pp_rank, self._parallel.is_last_stage
+        packings = [Packing(micro_batch, self.decoder.config) for micro_batch in micro_batches]
 
         def forward(step: Step, received: torch.Tensor | None) -> torch.Tensor | None:
-            micro_batch = micro_batches[step.micro_batch]
+            micro_batch, packing = micro_batches[step.micro_batch], packings[step.micro_batch]
             input_ids, seqlens = micro_batch[TOKENS], micro_batch.flat_seqlens(TOKENS)
-            x = input_ids if received is None else received
-            x = self.decoder.forward_stage(x, packed_positions(seqlens, self.device), PackedAttention(seqlens))
+            x = packing.input_ids if received is None else received
+            part = None if balance is None else balance.of(seqlens)
+            x = self.decoder.forward_stage(x, packing.positions, packing.attention(), balance=part)
             if not is_last:
                 return x
-            return finish(DecoderOutput(self.decoder, x, input_ids, seqlens, role=self.role), micro_batch)
+            hidden = packing.expand(x)
+            return finish(DecoderOutput(self.decoder, hidden, input_ids, seqlens, role=self.role), micro_batch)
 
         def received(step: Step) -> tuple[tuple[int, ...], torch.dtype]:
-            n_rows = self.decoder.parallel.n_local_rows(micro_batches[step.micro_batch].n_rows(TOKENS))
+            n_rows = self.decoder.parallel.n_local_rows(packings[step.micro_batch].n_rows)
             return (n_rows, self.decoder.config.hidden_size), self.decoder.config.dtype
 
         steps = schedule(self._parallel.strategy.pp, len(micro_batches))[pp_rank]
         run_stage(steps, {pp_rank: Chunk(forward, received)}, self._parallel.pp, device=self.device)
+
+    def _check_lengths(self, micro_batches: Sequence[SequenceSample]) -> None:
+        config = self.decoder.config
+        longest = max((n for micro_batch in micro_batches for n in micro_batch.flat_seqlens(TOKENS)), default=0)
+        if config.learned_positions and longest > config.max_positions:
+            raise CallError(
+                f"a sequence of {longest} tokens is too long for role {self.role!r}, which has learned "
+                f"{config.max_positions} positions",
+                remedy="Lower dataset.max_prompt_tokens or generation.max_new_tokens, or leave out longer samples.",
+            )
 
     def _reduce_stats(self, losses: Sequence[LossOutput], normaliser: float) -> dict[str, float]:
         """Reduced stats, the same on all ranks.
@@ -276,14 +320,6 @@ class NativeEngine:
             tops = torch.stack([_to_row([r.maxima[name] for name in max_names]) for r in losses]).amax(0)
             stats |= zip(max_names, dp.all_reduce_(tops, "max").tolist(), strict=True)
         return loss, stats
-
-
-def packed_positions(seqlens: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 [T]: each token's position in its own sequence."""
-    lengths = torch.tensor(seqlens, dtype=torch.int64)
-    starts = lengths.cumsum(0) - lengths
-    positions = torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
-    return positions.to(device, non_blocking=True)
 
 
 def _to_row(scalars: Sequence[torch.Tensor]) -> torch.Tensor:

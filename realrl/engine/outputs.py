@@ -9,7 +9,7 @@ import torch
 from realrl.errors import CallError
 from realrl.model.decoder import Decoder
 from realrl.model.heads import LMHead, ScalarHead
-from realrl.model.lm_logprobs import lm_logprobs
+from realrl.model.lm_logprobs import lm_logprobs, top_logprobs
 
 
 class DecoderOutput:
@@ -28,6 +28,7 @@ class DecoderOutput:
     ) -> None:
         self._head = decoder.head
         self._parallel = decoder.parallel
+        self._vocab_size = decoder.config.vocab_size
         self._hidden = hidden
         self._input_ids = input_ids
         self._role = role
@@ -55,6 +56,48 @@ class DecoderOutput:
         assert entropy is not None
         return logprobs, entropy
 
+    def logprobs_of(self, tokens: torch.Tensor, temperature: float, mask: torch.Tensor) -> torch.Tensor:
+        """float32 [N, K]: log-probabilities of other next tokens, with gradient.
+
+        Args:
+            tokens: int64 [N, K], for each of the N selected transitions.
+            temperature: 0 (greedy sampling) counts as 1.
+            mask: bool [T - S], selects N transitions.
+
+        Raises:
+            CallError: the role has no language-model head.
+        """
+        head, rows = self._language_head(), self._rows(mask)
+        return lm_logprobs(
+            self._hidden.index_select(0, rows),
+            head.weight,
+            tokens,
+            temperature=temperature,
+            vocab_start=head.vocab_start,
+            parallel=self._parallel,
+        )[0]
+
+    def top_logprobs(self, k: int, temperature: float, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k likeliest next tokens, int64 [N, k], and their log-probabilities, float32; without gradient.
+
+        Args:
+            k: cut to the size of the vocabulary.
+            temperature: 0 (greedy sampling) counts as 1.
+            mask: bool [T - S], selects N transitions.
+
+        Raises:
+            CallError: the role has no language-model head.
+        """
+        head, hidden = self._language_head(), self._hidden.index_select(0, self._rows(mask))
+        return top_logprobs(
+            hidden,
+            head.weight,
+            min(k, self._vocab_size),
+            temperature=temperature,
+            vocab_size=self._vocab_size,
+            parallel=self._parallel,
+        )
+
     def scores(self) -> torch.Tensor:
         """float32 [T]: output of a value or reward head.
 
@@ -71,29 +114,36 @@ class DecoderOutput:
     def _next_token(
         self, temperature: float, mask: torch.Tensor | None, *, with_entropy: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not isinstance(self._head, LMHead):
-            raise CallError(
-                f"role {self._role!r} gives scores and has no log-probabilities", remedy='Declare it with head="lm".'
-            )
-        rows = self._has_next.nonzero()[:, 0]
-        n_transitions = len(rows)
-        if mask is not None:
-            if mask.shape != rows.shape:
-                raise CallError(f"a mask for role {self._role!r} has {len(mask)} rows, not {n_transitions} transitions")
-            rows = rows[mask]
+        head, rows = self._language_head(), self._rows(mask)
         logprobs, entropy = lm_logprobs(
             self._hidden.index_select(0, rows),
-            self._head.weight,
+            head.weight,
             self._input_ids[rows + 1],
             temperature=temperature,
             with_entropy=with_entropy,
-            vocab_start=self._head.vocab_start,
+            vocab_start=head.vocab_start,
             parallel=self._parallel,
         )
         if mask is None:
             return logprobs, entropy
         spread = None if entropy is None else _spread(entropy, mask)
         return _spread(logprobs, mask), spread
+
+    def _language_head(self) -> LMHead:
+        if not isinstance(self._head, LMHead):
+            raise CallError(
+                f"role {self._role!r} gives scores and has no log-probabilities", remedy='Declare it with head="lm".'
+            )
+        return self._head
+
+    def _rows(self, mask: torch.Tensor | None) -> torch.Tensor:
+        """Tokens that the selected transitions start from."""
+        rows = self._has_next.nonzero()[:, 0]
+        if mask is None:
+            return rows
+        if mask.shape != rows.shape:
+            raise CallError(f"a mask for role {self._role!r} has {len(mask)} rows, not {len(rows)} transitions")
+        return rows[mask]
 
 
 def _spread(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

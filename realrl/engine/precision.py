@@ -1,6 +1,8 @@
 """float32 master weights and gradients behind a module that may compute in bf16.
 
-In float32 the module's parameters are the masters. In bf16 the module holds working copies; each gradient moves to its
+Only what is trained has a master: with adapters these and a scalar head, while the rest of the module is frozen in its
+compute dtype. In float32 the module's parameters are the masters, and adapters, which are always float32, are their own
+masters in any case. In bf16 the module holds working copies; each gradient moves to its
 float32 master as soon as autograd has finished it, so that micro-batches accumulate in float32 and no bf16 gradient of
 the whole model ever exists.
 """
@@ -13,34 +15,43 @@ from dataclasses import replace
 import torch
 
 from realrl.model.decoder import Decoder
+from realrl.model.lora import trained_parameters
+from realrl.plan.adapters import is_adapter
 
 
 class MasterParameters:
     """The parameters that the optimizer updates.
 
     Args:
-        decoder: its parameters become the masters, under their global names, converted to float32 where needed; then
-            the decoder itself is converted to `compute_dtype` in place.
+        decoder: those of its parameters that are trained (`realrl.model.lora.trained_parameters`) become the masters,
+            under their global names, converted to float32 where needed; then the decoder itself is converted to
+            `compute_dtype` in place.
         compute_dtype: of the decoder's forward and backward pass.
     """
 
     def __init__(self, decoder: Decoder, compute_dtype: torch.dtype) -> None:
-        named = list(decoder.named_shards())
+        named = trained_parameters(decoder)
         self.names = [name for name, _ in named]
-        self._working = [p for _, p in named]
-        for p in self._working:
+        self.tensors: list[torch.Tensor] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # working parameter, its master
+        decoder.requires_grad_(False)
+        for name, p in named:
             p.requires_grad_(True)
-        if compute_dtype == torch.float32:
-            decoder.float()
-            self.tensors: list[torch.Tensor] = list(self._working)
-        else:
-            self.tensors = [p.detach().float() for p in self._working]
-            for p in self._working:
+            working_dtype = torch.float32 if is_adapter(name) else compute_dtype
+            if working_dtype == torch.float32:
+                p.data = p.data.float()
+                self.tensors.append(p)
+                continue
+            master = p.detach().float()
+            self.tensors.append(master)
+            self._copies.append((p, master))
+            p.data = p.data.to(working_dtype)
+            p.register_post_accumulate_grad_hook(_MoveGradient(master))
+        for p in decoder.parameters():
+            if not p.requires_grad:
                 p.data = p.data.to(compute_dtype)
-            for p, master in zip(self._working, self.tensors, strict=True):
-                p.register_post_accumulate_grad_hook(_MoveGradient(master))
         decoder.config = replace(decoder.config, dtype=compute_dtype)
-        self._has_copies = compute_dtype != torch.float32
+        self._is_in_saved_model = not self._copies and decoder.config.lora is None
 
     def gradients(self) -> list[torch.Tensor]:
         """float32 gradients in the order of `names`; zeros for a parameter that none reached."""
@@ -57,12 +68,12 @@ class MasterParameters:
     @torch.no_grad()
     def publish(self) -> None:
         """Copy the masters into the working parameters."""
-        if self._has_copies:
-            torch._foreach_copy_(self._working, self.tensors)
+        if self._copies:
+            torch._foreach_copy_([p for p, _ in self._copies], [master for _, master in self._copies])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The masters by parameter name; empty in float32, where the decoder's own parameters are the masters."""
-        if not self._has_copies:
+        """The masters by parameter name; empty where the saved model has them: in float32, without adapters."""
+        if self._is_in_saved_model:
             return {}
         return {name: t.detach() for name, t in zip(self.names, self.tensors, strict=True)}
 
@@ -71,10 +82,19 @@ class MasterParameters:
         """Overwrite the masters and publish them.
 
         Raises:
-            KeyError: masters are missing: the state is of another model, or of a run in float32.
+            KeyError: masters are missing: the state is of another model, or of a run in float32 or without adapters.
+            ValueError: the state is of a run with adapters on other layers or of another rank, or this one has none.
         """
-        if not self._has_copies:
+        unknown = sorted(state.keys() - set(self.names))
+        if unknown:
+            raise ValueError(
+                f"it holds {len(unknown)} parameters that are not trained here, the first is {unknown[0]!r}"
+            )
+        if self._is_in_saved_model:
             return
+        for name, t in zip(self.names, self.tensors, strict=True):
+            if state[name].shape != t.shape:
+                raise ValueError(f"its {name!r} is {list(state[name].shape)}, here it is {list(t.shape)}")
         for name, t in zip(self.names, self.tensors, strict=True):
             t.copy_(state[name])
         self.publish()

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-_CALL_COST = 4_000_000  # multiply-adds of attention, forward and backward, that one more operation per layer is worth
+CALL_COST = 4_000_000  # multiply-adds of attention, forward and backward, that one more operation per layer is worth
 
 
 class PackedAttention:
-    """Each token sees itself and the earlier tokens of its own sequence.
+    """Each token sees itself and the earlier tokens of its own sequence, or the last of them that are in a window.
 
     On CUDA in half precision, the variable-length kernel reads the packed tokens as they are. Elsewhere, sequences of
     similar length are padded together inside this operation only: the padding stands at the end, where the causal
@@ -32,8 +32,14 @@ class PackedAttention:
         self._seqlens = list(seqlens)
         self._attend: Callable[..., torch.Tensor] | None = None
 
-    def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of q [T, N, D] over k, v [T, K, D]; returns [T, N, D]."""
+    def attend(
+        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None = None
+    ) -> torch.Tensor:
+        """Attention of q [T, N, D] over k, v [T, K, D]; returns [T, N, D].
+
+        Args:
+            window: how many tokens, itself included, each one sees; None for all earlier ones.
+        """
         if q.shape[0] == 0:
             return q
         if self._attend is None:  # decided once, for all layers alike
@@ -41,7 +47,7 @@ class PackedAttention:
                 self._attend = _VarlenKernel(self._seqlens, q.device)
             else:
                 self._attend = _PaddedGroups(self._seqlens, q.shape[1] * q.shape[2], q.device)
-        return self._attend(q, k, v)
+        return self._attend(q, k, v, window)
 
 
 def _has_varlen_kernel(q: torch.Tensor) -> bool:
@@ -64,10 +70,11 @@ class _VarlenKernel:
         self._cu_seqlens = torch.tensor([0, *accumulate(seqlens)], dtype=torch.int32, device=device)
         self._longest = max(seqlens)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+        n_before = -1 if window is None else window - 1
         out: torch.Tensor = self._kernel(
             q, k, v, self._cu_seqlens, self._cu_seqlens, self._longest, self._longest,
-            window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1],
+            window_size=(n_before, 0), enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         return out
 
@@ -92,34 +99,43 @@ class _PaddedGroups:
         self._row_of = torch.empty_like(real_rows)
         self._row_of[self._token_of[real_rows]] = real_rows
         self._is_packed = torch.equal(self._row_of, torch.arange(len(tokens), device=device))
+        self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
         dtype = q.dtype
         if q.device.type == "cpu" and dtype == torch.bfloat16:  # the CPU kernel's bf16 backward is twice as slow
             q, k, v = q.float(), k.float(), v.float()
         sizes = [n * longest for n, longest in self._shapes]
         parts = zip(self._shapes, *(self._pad(x).split(sizes) for x in (q, k, v)), strict=True)
-        outputs = [
-            F.scaled_dot_product_attention(
-                *(x.unflatten(0, shape).transpose(1, 2) for x in qkv),
-                is_causal=True,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )
-            .transpose(1, 2)
-            .flatten(0, 1)
-            for shape, *qkv in parts
-        ]
+        outputs = [self._attend_group(shape, qkv, window) for shape, *qkv in parts]
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return self._unpad(out).to(dtype)
 
+    def _attend_group(self, shape: tuple[int, int], qkv: Sequence[torch.Tensor], window: int | None) -> torch.Tensor:
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in qkv)  # [G, heads, L, D]
+        mask = self._mask(shape[1], window)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def _mask(self, longest: int, window: int | None) -> torch.Tensor | None:
+        """Bool [L, L] of a group, the same for all layers; None where causality says it all."""
+        if window is None or window >= longest:
+            return None
+        key = (longest, window)
+        if key not in self._masks:
+            self._masks[key] = window_mask(longest, window, self._is_real.device)
+        return self._masks[key]
+
     def _pad(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self._is_packed else _Pad.apply(x, self._token_of, self._row_of)
+        return x if self._is_packed else PadRows.apply(x, self._token_of, self._row_of)
 
     def _unpad(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self._is_packed else _Unpad.apply(x, self._row_of)
+        return x if self._is_packed else UnpadRows.apply(x, self._row_of)
 
 
-class _Pad(torch.autograd.Function):
+class PadRows(torch.autograd.Function):
     """Rows by index; backward reads each token's one real row, since no gradient reaches padding."""
 
     @staticmethod
@@ -133,7 +149,7 @@ class _Pad(torch.autograd.Function):
         return grad.index_select(0, row_of), None, None
 
 
-class _Unpad(torch.autograd.Function):
+class UnpadRows(torch.autograd.Function):
     """The real rows in packing order; backward leaves zeros in the padding."""
 
     @staticmethod
@@ -146,6 +162,11 @@ class _Unpad(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (row_of,) = ctx.saved_tensors
         return grad.new_zeros(ctx.n_rows, *grad.shape[1:]).index_copy_(0, row_of, grad), None
+
+
+def window_mask(n_tokens: int, window: int, device: torch.device) -> torch.Tensor:
+    """Bool [n_tokens, n_tokens]: whether token i sees token j, which it does for i - window < j <= i."""
+    return torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 def group_by_length(seqlens: Sequence[int], width: int) -> list[list[int]]:
@@ -162,7 +183,7 @@ def group_by_length(seqlens: Sequence[int], width: int) -> list[list[int]]:
             group = groups[-1]
             previous = seqlens[group[-1]]
             wasted = len(group) * (seqlens[i] ** 2 - previous**2)
-            if wasted * width * 7 <= _CALL_COST:
+            if wasted * width * 7 <= CALL_COST:
                 group.append(i)
                 continue
         groups.append([i])

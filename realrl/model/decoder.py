@@ -1,4 +1,4 @@
-"""A plain llama-style decoder over packed tokens, or one rank's shard of it.
+"""A plain pre-norm decoder over packed tokens, or one rank's shard of it.
 
 Shapes: T tokens of all sequences back to back, H hidden, N heads, K KV heads, D head size, V vocabulary. No token is
 padded here; what a token may attend to is the business of the injected `AttentionOp`, and parallelism is applied from
@@ -17,149 +17,141 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from realrl.model.activation import activate
+from realrl.model.build import Builder, leave
 from realrl.model.config import DecoderConfig
 from realrl.model.heads import LMHead, ScalarHead
-from realrl.model.linear import Linear, linear
+from realrl.model.lora import insert_adapters
+from realrl.model.moe import LoadBalance, MoE
+from realrl.model.norm import Norm
 from realrl.model.parallel import UNSHARDED, TensorParallel
-from realrl.model.rope import inverse_frequencies, rope_table, rotate
-from realrl.plan.layout import ModelShard, ParameterSpec, parameter_specs, slice_of, whole_shard
+from realrl.model.rope import Rope, make_rope, rotate
+from realrl.plan.layout import ModelShard, ParameterSpec, slice_of, whole_shard
 
-PartialKind = Literal["kv", "sp"]
-"""Why a rank's gradient is only a part: ranks share a KV head, or each sees some rows only."""
+PartialKind = Literal["kv", "tp", "sp"]
+"""Why a rank's gradient is only a part: ranks share a KV head, or each uses it for its own slice of the activations,
+or each sees some rows only."""
 
 
 class AttentionOp(Protocol):
     """Knows which tokens see which: packed sequences in training, a KV cache in generation."""
 
-    def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Scaled dot-product attention of q [T, N, D] over k, v [T, K, D] (positions applied); returns [T, N, D]."""
+    def attend(
+        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None = None
+    ) -> torch.Tensor:
+        """Scaled dot-product attention of q [T, N, D] over k, v [T, K, D] (positions applied); returns [T, N, D].
 
-
-class _Builder:
-    """Knows the parameters of one shard, and makes layers of their sizes."""
-
-    def __init__(self, config: DecoderConfig, shard: ModelShard, device: torch.device | None) -> None:
-        self.config = config
-        self.shard = shard
-        self.device = device
-        self.specs = {spec.name: spec for spec in parameter_specs(config) if any(map(shard.has, spec.layers))}
-
-    def place(self, name: str) -> tuple[tuple[int, int], ...]:
-        """(start, stop) in each dim of the whole parameter."""
-        return slice_of(self.specs[name], self.shard.tp_rank, self.shard.tp_size)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.place(name))
-
-    def parameter(self, name: str) -> nn.Parameter:
-        return nn.Parameter(torch.empty(self.shape(name), dtype=self.config.dtype, device=self.device))
-
-    def linear(self, name: str) -> Linear:
-        out_size, in_size = self.shape(f"{name}.weight")
-        has_bias = f"{name}.bias" in self.specs
-        # by way of "meta", since a layer made on a real device fills itself with random numbers
-        layer = Linear(in_size, out_size, bias=has_bias, dtype=self.config.dtype, device=torch.device("meta"))
-        return layer.to_empty(device=self.device or torch.get_default_device())
-
-    def norm(self) -> RMSNorm:
-        return RMSNorm(self.config, self.device)
+        Args:
+            window: how many tokens, itself included, each one sees; None for all earlier ones.
+        """
 
 
 class Embedding(nn.Module):
-    """Hidden states [rows, H] of tokens [T]; in a group, each rank looks up its part of the vocabulary.
+    """Rows [T, H] of a table by number; in a group, each rank has some rows of the table and gives zeros for others.
 
     Args:
-        weight: [V, H].
-        vocab_start: the token of the first row.
+        weight: [V, H], or this rank's rows of it.
+        first_row: the number of the first of them.
+        is_whole: they are all.
     """
 
-    def __init__(self, weight: nn.Parameter, vocab_start: int, parallel: TensorParallel) -> None:
+    def __init__(self, weight: nn.Parameter, first_row: int, *, is_whole: bool) -> None:
         super().__init__()
         self.weight = weight
-        self.vocab_start = vocab_start
-        self._parallel = parallel
+        self.first_row = first_row
+        self._is_whole = is_whole
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        if self._parallel.tp_size == 1:
-            return F.embedding(input_ids, self.weight)
-        rows = input_ids - self.vocab_start
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        """This rank's summand of the rows [T, H]."""
+        if self._is_whole:
+            return F.embedding(numbers, self.weight)
+        rows = numbers - self.first_row
         is_elsewhere = (rows < 0) | (rows >= self.weight.shape[0])
-        x = F.embedding(rows.masked_fill_(is_elsewhere, 0), self.weight)
-        return self._parallel.leave(x.masked_fill(is_elsewhere[:, None], 0.0))
-
-
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight (Zhang and Sennrich 2019), the mean square in float32."""
-
-    def __init__(self, config: DecoderConfig, device: torch.device | None = None) -> None:
-        super().__init__()
-        self.eps = config.norm_eps
-        self.weight = nn.Parameter(torch.ones(config.hidden_size, dtype=config.dtype, device=device))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return F.embedding(rows.masked_fill_(is_elsewhere, 0), self.weight).masked_fill(is_elsewhere[:, None], 0.0)
 
 
 class Attention(nn.Module):
     """Projections around the injected attention operation; separate q, k, v so that each can be sharded by heads."""
 
-    def __init__(self, build: _Builder, name: str, parallel: TensorParallel) -> None:
+    def __init__(self, build: Builder, name: str, parallel: TensorParallel, *, window: int | None) -> None:
         super().__init__()
         self.head_dim = build.config.head_dim
+        self.window = window
         self.q, self.k, self.v, self.o = (build.linear(f"{name}.{letter}") for letter in "qkvo")
+        has_norms = build.config.qk_norm
+        self.q_norm: Norm | None = build.norm(f"{name}.q_norm") if has_norms else None
+        self.k_norm: Norm | None = build.norm(f"{name}.k_norm") if has_norms else None
         self._parallel = parallel
 
     def forward(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attention: AttentionOp, layer_index: int
+        self, x: torch.Tensor, rope: Rope, attention: AttentionOp, layer_index: int, n_rows: int
     ) -> torch.Tensor:
-        x = self._parallel.enter(x, len(rope[0]))
-        q = rotate(self.q(x).unflatten(-1, (-1, self.head_dim)), *rope)
-        k = rotate(self.k(x).unflatten(-1, (-1, self.head_dim)), *rope)
-        v = self.v(x).unflatten(-1, (-1, self.head_dim))
-        return _leave(self.o, attention.attend(layer_index, q, k, v).flatten(-2), self._parallel)
+        x = self._parallel.enter(x, n_rows)
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        attended = attention.attend(layer_index, q, k, v, window=self.window)
+        return leave(self.o, attended.flatten(-2), self._parallel)
 
 
 class MLP(nn.Module):
-    """SwiGLU (Shazeer 2020): down(silu(gate(x)) * up(x))."""
+    """down(activation(gate(x)) * up(x)), as in SwiGLU (Shazeer 2020); without a gate, down(activation(up(x)))."""
 
-    def __init__(self, build: _Builder, name: str, parallel: TensorParallel) -> None:
+    def __init__(self, build: Builder, name: str, parallel: TensorParallel) -> None:
         super().__init__()
-        self.gate, self.up, self.down = (build.linear(f"{name}.{word}") for word in ("gate", "up", "down"))
+        self.activation = build.config.activation
+        self.gate: nn.Linear | None = build.linear(f"{name}.gate") if build.config.gated_mlp else None
+        self.up, self.down = (build.linear(f"{name}.{word}") for word in ("up", "down"))
         self._parallel = parallel
 
     def forward(self, x: torch.Tensor, n_rows: int) -> torch.Tensor:
         x = self._parallel.enter(x, n_rows)
-        return _leave(self.down, F.silu(self.gate(x)) * self.up(x), self._parallel)
+        up = self.up(x)
+        inner = activate(up, self.activation) if self.gate is None else activate(self.gate(x), self.activation) * up
+        return leave(self.down, inner, self._parallel)
 
 
-def _leave(layer: Linear, x: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """A layer cut by columns; its bias is whole on every rank, and added once."""
-    if parallel.tp_size == 1:
-        return layer(x)
-    y = parallel.leave(linear(x, layer.weight))
-    return y if layer.bias is None else y + layer.bias
+def make_mlp(build: Builder, layer_index: int, parallel: TensorParallel) -> MLP | MoE:
+    """What stands between the second norm of a block and its residual: takes [rows, H] and the rows of all ranks."""
+    name, experts = f"blocks.{layer_index}.mlp", build.config.experts_of(layer_index)
+    if experts is None:
+        return MLP(build, name, parallel)
+    return MoE(experts, build.parameter, name, layer_index=layer_index, parallel=parallel)
 
 
 class Block(nn.Module):
     """Pre-norm attention and MLP with residuals."""
 
-    def __init__(self, build: _Builder, layer_index: int, parallel: TensorParallel) -> None:
+    def __init__(self, build: Builder, layer_index: int, parallel: TensorParallel) -> None:
         super().__init__()
+        name = f"blocks.{layer_index}"
         self.layer_index = layer_index
-        self.attention_norm = build.norm()
-        self.attention = Attention(build, f"blocks.{layer_index}.attention", parallel)
-        self.mlp_norm = build.norm()
-        self.mlp = MLP(build, f"blocks.{layer_index}.mlp", parallel)
+        self.attention_norm = build.norm(f"{name}.attention_norm")
+        window = build.config.window_of(layer_index)
+        self.attention = Attention(build, f"{name}.attention", parallel, window=window)
+        self.mlp_norm = build.norm(f"{name}.mlp_norm")
+        self.mlp = make_mlp(build, layer_index, parallel)
 
-    def forward(self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attention: AttentionOp) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, attention, self.layer_index)
-        return x + self.mlp(self.mlp_norm(x), len(rope[0]))
+    def forward(
+        self,
+        x: torch.Tensor,
+        rope: Rope,
+        attention: AttentionOp,
+        n_rows: int,
+        balance: LoadBalance | None = None,
+    ) -> torch.Tensor:
+        """The next [rows, H]; `n_rows` are those of all ranks, sequence parallelism or not."""
+        x = x + self.attention(self.attention_norm(x), rope, attention, self.layer_index, n_rows)
+        inner = self.mlp_norm(x)
+        return x + (self.mlp(inner, n_rows, balance) if isinstance(self.mlp, MoE) else self.mlp(inner, n_rows))
 
 
 class Blocks(nn.Module):
     """Consecutive blocks, named by their place in the whole model: the first need not be 0."""
 
-    def __init__(self, build: _Builder, parallel: TensorParallel) -> None:
+    def __init__(self, build: Builder, parallel: TensorParallel) -> None:
         super().__init__()
         for layer_index in build.shard.layers:
             self.add_module(str(layer_index), Block(build, layer_index, parallel))
@@ -178,9 +170,12 @@ class Decoder(nn.Module):
     """Embedding, blocks, final norm and the head (`lm`, `value` or `reward`), or what one rank holds of them.
 
     Parameters are uninitialised: load a checkpoint (`realrl.model.hf`) or call `realrl.model.init.random_model`.
-    Parameter names: ``embedding.weight``, ``blocks.{i}.attention_norm.weight``,
-    ``blocks.{i}.attention.{q,k,v,o}.{weight,bias}``, ``blocks.{i}.mlp_norm.weight``,
-    ``blocks.{i}.mlp.{gate,up,down}.{weight,bias}``, ``norm.weight`` and, unless tied, ``head.weight``.
+    Parameter names: ``embedding.weight``, ``position_embedding.weight``, ``blocks.{i}.attention_norm.{weight,bias}``,
+    ``blocks.{i}.attention.{q,k,v,o}.{weight,bias}``, ``blocks.{i}.attention.{q_norm,k_norm}.weight``,
+    ``blocks.{i}.mlp_norm.{weight,bias}``, ``blocks.{i}.mlp.{gate,up,down}.{weight,bias}`` or, with experts,
+    ``blocks.{i}.mlp.router.weight`` and ``blocks.{i}.mlp.experts.{gate,up,down}``, ``norm.{weight,bias}`` and,
+    unless tied, ``head.weight``, and ``{layer}.{lora_a,lora_b}`` of layers with an adapter; those that the
+    configuration calls for.
 
     Args:
         config: shapes and head of the whole model.
@@ -191,6 +186,7 @@ class Decoder(nn.Module):
 
     Attributes:
         embedding: None where `shard` has none.
+        position_embedding: None where `shard` has none, or positions are not learned.
         norm, head: None where `shard` has none.
         specs: what the whole model says of each parameter of this shard, by global name.
 
@@ -217,17 +213,24 @@ class Decoder(nn.Module):
                 f"this is rank {parallel.tp_rank} of {parallel.tp_size}"
             )
         self.activation_checkpointing = activation_checkpointing
-        build = _Builder(config, shard, device)
+        build = Builder(config, shard, device)
         self.specs: Mapping[str, ParameterSpec] = build.specs
         self.embedding: Embedding | None = None
+        self.position_embedding: Embedding | None = None
         if shard.has_embedding:
-            name = "embedding.weight"
-            self.embedding = Embedding(build.parameter(name), build.place(name)[0][0], parallel)
+            self.embedding = self._make_embedding(build, "embedding.weight")
+            if config.learned_positions:
+                self.position_embedding = self._make_embedding(build, "position_embedding.weight")
         self.blocks = Blocks(build, parallel)
-        self.norm: RMSNorm | None = build.norm() if shard.has_head else None
+        self.norm: Norm | None = build.norm("norm") if shard.has_head else None
         self.head: LMHead | ScalarHead | None = self._make_head(build) if shard.has_head else None
+        if config.lora is not None:
+            insert_adapters(self)
 
-    def _make_head(self, build: _Builder) -> LMHead | ScalarHead:
+    def _make_embedding(self, build: Builder, name: str) -> Embedding:
+        return Embedding(build.parameter(name), build.place(name)[0][0], is_whole=self.shard.tp_size == 1)
+
+    def _make_head(self, build: Builder) -> LMHead | ScalarHead:
         config = self.config
         if config.is_scalar:
             return ScalarHead(config.hidden_size, dtype=config.dtype, device=build.device)
@@ -257,7 +260,14 @@ class Decoder(nn.Module):
         assert self.shard.has_head, "an earlier pipeline stage has no final hidden states"
         return self.forward_stage(input_ids, positions, attention)
 
-    def forward_stage(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionOp) -> torch.Tensor:
+    def forward_stage(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionOp,
+        *,
+        balance: LoadBalance | None = None,
+    ) -> torch.Tensor:
         """Compute the layers of this shard.
 
         Args:
@@ -265,27 +275,43 @@ class Decoder(nn.Module):
                 ``parallel.n_local_rows(T)`` rows.
             positions: integers [T], each token's position in its own sequence.
             attention: which tokens see which.
+            balance: of experts, in training: their auxiliary loss, whose gradient joins the backward pass in here.
 
         Returns:
             [rows, H] for the next stage. Where the head is, final hidden states [T, H] as `forward` returns them, on
             every rank of the group; their gradient may differ from rank to rank.
         """
         assert self.parallel.tp_size == self.shard.tp_size, "a shard computes only with the ranks that hold the others"
+        n_rows = len(positions)
         if self.embedding is not None:
-            x = self.embedding(x)
-        rope = rope_table(inverse_frequencies(self.config, x.device), positions, x.dtype)
+            x = self.parallel.leave(self.embed(x, positions))
+        rope = make_rope(self.config, None, positions, x.dtype)
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
             if recompute:
-                x = checkpoint(block, x, rope, attention, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(
+                    block, x, rope, attention, n_rows, balance, use_reentrant=False, preserve_rng_state=False
+                )
             else:
-                x = block(x, rope, attention)
+                x = block(x, rope, attention, n_rows, balance)
         if self.norm is None:
             return x
         x = self.norm(x)
         # each rank has a part of the logits and so of this gradient, but computes a scalar head's gradient in full
         gather = self.parallel.gather_rows if self.config.is_scalar else self.parallel.enter
-        return gather(x, len(positions))
+        return gather(x, n_rows)
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, H] of tokens at their positions, or this rank's summand of them in a group.
+
+        Args:
+            tokens, positions: integers [T]; positions that are learned must be below ``config.max_positions``.
+        """
+        assert self.embedding is not None, "only the first pipeline stage has the embedding"
+        x = self.embedding(tokens)
+        if self.config.embedding_scale != 1.0:
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype).item()  # rounded like the weights
+        return x if self.position_embedding is None else x + self.position_embedding(positions)
 
     # ------------------------------------------------------------ parameters
 
@@ -305,16 +331,21 @@ class Decoder(nn.Module):
         return tuple(slice(start, stop) for start, stop in place)
 
     def tp_partial_gradients(self) -> list[tuple[str, nn.Parameter, PartialKind]]:
-        """Parameters whose gradient on this rank is a part, to be added up over the group: (global name, it, why).
+        """Trained parameters whose gradient on this rank is a part, to be added up over the group: (name, it, why).
 
-        "kv": KV heads that several ranks hold; the ranks that hold the same one add up. "sp": each rank saw its rows.
+        "kv": KV heads that several ranks hold; the ranks that hold the same one add up. "tp": whole on every rank, and
+        used for that rank's slice of the activations. "sp": each rank saw its rows.
         """
         tp_size = self.shard.tp_size
         partial: list[tuple[str, nn.Parameter, PartialKind]] = []
         for name, parameter in self.named_shards():
             spec = self.specs[name]
+            if not parameter.requires_grad:
+                continue
             if spec.unit == "kv_head" and spec.n_units < tp_size:
                 partial.append((name, parameter, "kv"))
+            elif spec.is_tp_partial and tp_size > 1:
+                partial.append((name, parameter, "tp"))
             elif spec.sharded_dim is None and self.parallel.is_sequence_parallel and name != "head.weight":
                 partial.append((name, parameter, "sp"))
         return partial

@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from realrl.errors import AssetError, did_you_mean
-from realrl.model import hf_llama
+from realrl.errors import AssetError
+from realrl.model.assembly import Assembly
 from realrl.model.config import DecoderConfig, HeadKind
 from realrl.model.decoder import Decoder
+from realrl.model.families import FAMILIES, find_family
+from realrl.model.families.format import Family, StoredTensor
 from realrl.model.init import init_parameter
+from realrl.model.lora import merged_shards
 from realrl.model.parallel import UNSHARDED, TensorParallel
 from realrl.model.tensor_file import read_tensors, renamed, stored_names, write_tensors
-from realrl.plan.layout import Layer, ModelShard, ParameterSpec, parameter_specs, stage_layers
+from realrl.plan.layout import Layer, ModelShard, stage_layers
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _MAX_SHARD_BYTES = 5_000_000_000
 
 
-@dataclass(frozen=True)
-class Family:
-    """A translation between one architecture's Hugging Face format and `Decoder`."""
-
-    config_from_hf: Callable[..., DecoderConfig]
-    config_to_hf: Callable[[DecoderConfig], dict[str, Any]]
-    tensor_names: Callable[[DecoderConfig], dict[str, str]]
-    is_ignorable: Callable[[str], bool]
-
-
-_LLAMA = Family(hf_llama.config_from_hf, hf_llama.config_to_hf, hf_llama.tensor_names, hf_llama.is_ignorable)
-FAMILIES: Mapping[str, Family] = dict.fromkeys(hf_llama.ARCHITECTURES, _LLAMA)  # by architecture
+_log = logging.getLogger(__name__)
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
@@ -48,8 +41,11 @@ def read_config(folder: str | Path) -> DecoderConfig:
     return _read_config(Path(folder))[0]
 
 
-def check_model(folder: str | Path, *, head: HeadKind = "lm") -> None:
+def check_model(folder: str | Path, *, head: HeadKind = "lm", makes_head: bool = False) -> None:
     """Refuse from headers alone, in milliseconds, what `load_model` would refuse for its files.
+
+    Args:
+        makes_head: a value or reward head that the checkpoint lacks may start from random numbers, to be trained.
 
     Raises:
         AssetError: the configuration or a tensor file is missing, truncated or unsupported, or the head does not fit.
@@ -57,6 +53,11 @@ def check_model(folder: str | Path, *, head: HeadKind = "lm") -> None:
     folder = Path(folder)
     stored, _ = _read_config(folder)
     _check_head(folder, stored, head)
+    if head != "lm" and not stored.is_scalar and not makes_head:
+        raise AssetError(
+            f"{folder} holds a language model, which has no {head} head",
+            remedy="A role that is not trained needs a finished one: give the folder of a sequence classifier.",
+        )
     for file in _tensor_files(folder):
         stored_names(file)
 
@@ -103,28 +104,33 @@ def load_model(
     config = replace(stored, head=head, dtype=dtype)
     decoder = Decoder(config, shard=shard, parallel=parallel, device=device)
     parameters = dict(decoder.named_shards())
-    names = family.tensor_names(config)
-    if config.is_scalar and not stored.is_scalar:
-        del names["head.weight"]
-        if "head.weight" in parameters:
-            init_parameter(decoder, "head.weight", parameters["head.weight"], seed=seed)
-    missing = {theirs: ours for ours, theirs in names.items()}
+    makes_head = config.is_scalar and not stored.is_scalar
+    assembly = Assembly(family, config, without={"head.weight"} if makes_head else ())
+    if makes_head and "head.weight" in parameters:
+        _log.warning("%s holds a language model: its %s head starts from small random numbers", folder, head)
+        init_parameter(decoder, "head.weight", parameters["head.weight"], seed=seed)
+    found: list[StoredTensor] = []
     for file in _tensor_files(folder):
-        wanted = {}
-        for theirs in stored_names(file):
-            ours = missing.pop(theirs, None)
-            if ours in parameters:
-                wanted[theirs] = ours
-            elif ours is None and not family.is_ignorable(theirs):
-                raise AssetError(f"{file} holds the tensor {theirs!r}, which config.json does not call for")
-        for theirs, tensor in read_tensors(file, wanted):
-            ours = wanted[theirs]
-            _check_tensor(tensor, decoder.specs[ours], where=f"{file}: tensor {theirs!r}")
-            parameters[ours].detach().copy_(tensor[decoder.place_of(ours)])
-    if missing:
+        wanted: dict[str, StoredTensor] = {}
+        for name in stored_names(file):
+            stored_tensor = assembly.find(name)
+            if stored_tensor is not None:
+                wanted[name] = stored_tensor
+            elif not family.is_ignorable(name):
+                raise AssetError(
+                    f"{file} holds the tensor {name!r}, which config.json does not call for",
+                    remedy=f"config.json, which says {config.family!r}, belongs to another model.",
+                )
+        found += wanted.values()
+        needed = {name: t for name, t in wanted.items() if any(part.name in parameters for part in t.parts)}
+        for name, tensor in read_tensors(file, needed):
+            _check_tensor(tensor, assembly.shape_of(needed[name]), where=f"{file}: tensor {name!r}")
+            assembly.copy(needed[name], tensor, decoder, parameters)
+    lacking = assembly.lacking(found)
+    if lacking:
         raise AssetError(
-            f"{folder} lacks {len(missing)} tensors, the first is {min(missing)!r}",
-            remedy="The folder is incomplete, or config.json belongs to another model.",
+            f"{folder} lacks {len(lacking)} tensors, the first is {min(lacking)!r}",
+            remedy=f"The folder is incomplete, or config.json, which says {config.family!r}, belongs to another model.",
         )
     return decoder
 
@@ -135,7 +141,8 @@ def load_model(
 def save_model(decoder: Decoder, folder: str | Path, *, max_shard_bytes: int = _MAX_SHARD_BYTES) -> None:
     """Write `config.json` and safetensors (with an index when there are several) into `folder`.
 
-    Every file is written under a temporary name and then renamed; tokenizer files are the caller's.
+    Every file is written under a temporary name and then renamed; tokenizer files are the caller's. Adapters are merged
+    into the weights.
 
     Args:
         decoder: the whole model.
@@ -143,8 +150,9 @@ def save_model(decoder: Decoder, folder: str | Path, *, max_shard_bytes: int = _
     Raises:
         OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
     """
-    save_stage(decoder.config, folder, decoder.named_shards(), max_shard_bytes=max_shard_bytes)
-    save_index(decoder.config, folder, max_shard_bytes=max_shard_bytes)
+    config = replace(decoder.config, lora=None)
+    save_stage(config, folder, merged_shards(decoder), max_shard_bytes=max_shard_bytes)
+    save_index(config, folder, max_shard_bytes=max_shard_bytes)
 
 
 def save_stage(
@@ -156,7 +164,7 @@ def save_stage(
     pp_size: int = 1,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> None:
-    """Write the tensor files of one pipeline stage, holding one tensor at a time.
+    """Write the tensor files of one pipeline stage, holding one tensor at a time, and those that it is made of.
 
     Stages need not talk to each other: which file holds what follows from the configuration. Once all are done,
     `save_index` completes the folder.
@@ -171,12 +179,12 @@ def save_stage(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    names = FAMILIES[hf_llama.LM_ARCHITECTURE].tensor_names(config)
-    remaining = iter(tensors)
-    for file in _plan_files(config, pp_size, max_shard_bytes):
-        if file.pp_rank == pp_rank:
-            shapes = {names[spec.name]: spec.shape for spec in file.specs}
-            write_tensors(folder / file.name, shapes, config.dtype, _in_order(file.specs, remaining))
+    assembly = Assembly(_family_of(config), config)
+    files = [file for file in _plan_files(assembly, config, pp_size, max_shard_bytes) if file.pp_rank == pp_rank]
+    assembled = assembly.assemble([tensor for file in files for tensor in file.tensors], iter(tensors))
+    for file in files:
+        shapes = {tensor.name: assembly.shape_of(tensor) for tensor in file.tensors}
+        write_tensors(folder / file.name, shapes, config.dtype, islice(assembled, len(shapes)))
 
 
 def save_index(
@@ -184,58 +192,80 @@ def save_index(
 ) -> None:
     """Write `config.json` and, when there are several tensor files, their index; called once all stages are written.
 
+    Tensor files and an index that were in the folder and are not of this model's would be read instead, and go.
+
     Raises:
         OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
     """
     folder = Path(folder)
-    family = FAMILIES[hf_llama.LM_ARCHITECTURE]
-    names = family.tensor_names(config)
-    files = _plan_files(config, pp_size, max_shard_bytes)
+    assembly = Assembly(_family_of(config), config)
+    files = _plan_files(assembly, config, pp_size, max_shard_bytes)
     if len(files) > 1:
         index = {
-            "metadata": {"total_size": sum(spec.num_bytes for file in files for spec in file.specs)},
-            "weight_map": {names[spec.name]: file.name for file in files for spec in file.specs},
+            "metadata": {"total_size": sum(map(assembly.num_bytes_of, assembly.tensors))},
+            "weight_map": {tensor.name: file.name for file in files for tensor in file.tensors},
         }
         with renamed(folder / _INDEX_FILE) as temporary:
             temporary.write_text(json.dumps(index, indent=2))
     with renamed(folder / "config.json") as temporary:
-        temporary.write_text(json.dumps(family.config_to_hf(config), indent=2))
+        temporary.write_text(json.dumps(_config_to_hf(config, str(folder)), indent=2))
+    current = {file.name for file in files} | ({_INDEX_FILE} if len(files) > 1 else set())
+    for pattern in (_SINGLE_FILE, _INDEX_FILE, "model-*-of-*.safetensors"):
+        for stale in folder.glob(pattern):
+            if stale.name not in current:
+                stale.unlink()
+
+
+def _config_to_hf(config: DecoderConfig, where: str) -> dict[str, Any]:
+    """`config.json` of a model.
+
+    Raises:
+        ValueError: its family's format cannot say what the model is.
+    """
+    family = _family_of(config)
+    raw = family.config_to_hf(config)
+    read_back = replace(family.config_from_hf(raw, where), head=config.head, dtype=config.dtype)
+    different = [
+        field.name for field in fields(config) if getattr(read_back, field.name) != getattr(config, field.name)
+    ]
+    if different:
+        raise ValueError(f"the format of family {config.family!r} cannot express {', '.join(different)} of {config}")
+    return raw
+
+
+def _family_of(config: DecoderConfig) -> Family:
+    if config.family not in FAMILIES:
+        raise ValueError(f"there is no family {config.family!r}; known are {', '.join(FAMILIES)}")
+    return FAMILIES[config.family]
 
 
 @dataclass(frozen=True)
 class _PlannedFile:
     name: str
     pp_rank: int
-    specs: tuple[ParameterSpec, ...]
+    tensors: tuple[StoredTensor, ...]
 
 
-def _plan_files(config: DecoderConfig, pp_size: int, max_shard_bytes: int) -> list[_PlannedFile]:
-    """Which file holds which parameters: those of one stage, in order, until a file is full."""
+def _plan_files(assembly: Assembly, config: DecoderConfig, pp_size: int, max_shard_bytes: int) -> list[_PlannedFile]:
+    """Which file holds which tensors: those of one stage, in order, until a file is full."""
     stage_of: dict[Layer, int] = {"embedding": 0, "head": pp_size - 1}
     for rank, layers in enumerate(stage_layers(config, pp_size)):
         stage_of |= dict.fromkeys(layers, rank)
-    parts: list[tuple[int, list[ParameterSpec]]] = []
+    parts: list[tuple[int, list[StoredTensor]]] = []
     filled_bytes = 0
-    for spec in parameter_specs(config):
-        pp_rank, num_bytes = stage_of[spec.layer], spec.num_bytes
+    for tensor in assembly.tensors:
+        pp_rank, num_bytes = stage_of[assembly.layer_of(tensor)], assembly.num_bytes_of(tensor)
         if not parts or parts[-1][0] != pp_rank or filled_bytes + num_bytes > max_shard_bytes:
             parts.append((pp_rank, []))
             filled_bytes = 0
-        parts[-1][1].append(spec)
+        parts[-1][1].append(tensor)
         filled_bytes += num_bytes
     if len(parts) == 1:
         return [_PlannedFile(_SINGLE_FILE, 0, tuple(parts[0][1]))]
     return [
-        _PlannedFile(f"model-{i:05d}-of-{len(parts):05d}.safetensors", pp_rank, tuple(specs))
-        for i, (pp_rank, specs) in enumerate(parts, start=1)
+        _PlannedFile(f"model-{i:05d}-of-{len(parts):05d}.safetensors", pp_rank, tuple(tensors))
+        for i, (pp_rank, tensors) in enumerate(parts, start=1)
     ]
-
-
-def _in_order(specs: Sequence[ParameterSpec], tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
-    for spec, (name, tensor) in zip(specs, itertools.islice(tensors, len(specs)), strict=True):
-        if name != spec.name:
-            raise ValueError(f"parameter {name!r} came to be saved where {spec.name!r} is next")
-        yield tensor
 
 
 # ---------------------------------------------------------------- reading
@@ -256,14 +286,8 @@ def _read_config(folder: Path) -> tuple[DecoderConfig, Family]:
     if not path.is_file():
         raise AssetError(f"{folder} has no config.json", remedy="It must be a Hugging Face model folder.")
     raw = _read_json(path)
-    architectures = raw.get("architectures") or ["(none)"]
-    family = FAMILIES.get(architectures[0])
-    if family is None:
-        raise AssetError(
-            f"{path}: architecture {architectures[0]!r} is not supported.{did_you_mean(architectures[0], FAMILIES)}",
-            remedy=f"Supported: {', '.join(sorted(FAMILIES))}.",
-        )
-    return family.config_from_hf(raw, where=str(path)), family
+    family = find_family(raw, str(path))
+    return family.config_from_hf(raw, str(path)), family
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -291,8 +315,8 @@ def _tensor_files(folder: Path) -> list[Path]:
     return [folder / file for file in sorted(set(weight_map.values()))]
 
 
-def _check_tensor(tensor: torch.Tensor, spec: ParameterSpec, *, where: str) -> None:
-    if tuple(tensor.shape) != spec.shape:
-        raise AssetError(f"{where} has shape {list(tensor.shape)}, config.json asks for {list(spec.shape)}")
+def _check_tensor(tensor: torch.Tensor, shape: tuple[int, ...], *, where: str) -> None:
+    if tuple(tensor.shape) != shape:
+        raise AssetError(f"{where} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
     if not tensor.is_floating_point():
         raise AssetError(f"{where} has dtype {tensor.dtype}, not a floating-point one")

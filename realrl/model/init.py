@@ -9,6 +9,7 @@ import torch
 from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
 from realrl.model.parallel import UNSHARDED, TensorParallel
+from realrl.plan.adapters import LORA_A, LORA_B
 from realrl.plan.layout import ModelShard
 
 _STD = 0.02  # GPT-2 (Radford et al. 2019)
@@ -23,7 +24,7 @@ def random_model(
     parallel: TensorParallel = UNSHARDED,
     device: torch.device | None = None,
 ) -> Decoder:
-    """Return a decoder with normal(0, 0.02) weights, unit norms and zero biases.
+    """Return a decoder with normal(0, 0.02) weights, norms that multiply by one, and zero biases.
 
     Args:
         shard: what to build, see `Decoder`; its numbers are those that the whole model has there.
@@ -43,9 +44,13 @@ def init_parameter(decoder: Decoder, name: str, parameter: torch.Tensor, *, seed
         parameter: this rank's part of it.
     """
     if name.endswith("norm.weight"):
-        parameter.fill_(1.0)
-    elif name.endswith(".bias"):
+        parameter.fill_(0.0 if decoder.config.norm_offset else 1.0)
+    elif name.endswith((".bias", LORA_B)):
         parameter.zero_()
+    elif name.endswith(LORA_A):
+        bound = decoder.specs[name].shape[1] ** -0.5  # Kaiming uniform with slope sqrt(5), as the layers of torch
+        whole = torch.empty(decoder.specs[name].shape).uniform_(-bound, bound, generator=_generator(seed, name))
+        parameter.copy_(whole[decoder.place_of(name)])
     else:
         std = _VALUE_HEAD_STD if name == "head.weight" and decoder.config.head == "value" else _STD
         whole = torch.empty(decoder.specs[name].shape).normal_(0.0, std, generator=_generator(seed, name))

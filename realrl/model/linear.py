@@ -84,6 +84,10 @@ class Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
 
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """`forward` without the bias."""
+        return linear(x, self.weight)
+
 
 class _Linear(torch.autograd.Function):
     @staticmethod

@@ -5,7 +5,7 @@ over blocks of few rows that stay in the CPU's cache. The logits of a single chu
 those of several are computed again.
 
 With z = (hidden @ weight.T) / temperature, p = softmax(z), target y, and gradients g of the log-probability and e of
-the entropy S = -sum p log p:  d/dz = g * (onehot(y) - p) - e * p * (log p + S).
+the entropy S = -sum p log p:  d/dz = g * (onehot(y) - p) - e * p * (log p + S). Several targets add up.
 
 Over a tensor-parallel group, each rank r has the logits of its part of the vocabulary, and with them L_r, the log sum
 exp of its part, and S_r, the entropy of the softmax of its part. The whole follows from three numbers per row:
@@ -38,7 +38,7 @@ def lm_logprobs(
     vocab_start: int = 0,
     parallel: TensorParallel = UNSHARDED,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return float32 [N] log-probabilities of `targets` and, on request, float32 [N] entropies (nats).
+    """Return float32 log-probabilities of `targets`, in their shape, and, on request, float32 [N] entropies (nats).
 
     Both carry gradient to `hidden` and `weight`. Over a group, the results are equal on all ranks, and the gradient of
     `hidden` is what this rank's part of the vocabulary adds to it: `parallel.enter` before this adds the parts up.
@@ -46,15 +46,16 @@ def lm_logprobs(
     Args:
         hidden: [N, H], equal on all ranks of the group.
         weight: [V, H], the language-model head, or this rank's rows of it.
-        targets: int64 [N], numbered over the whole vocabulary.
+        targets: int64 [N], or [N, K] for K tokens at a time, numbered over the whole vocabulary.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         vocab_start: the token of the first row of `weight`.
         parallel: the group that shares the vocabulary.
     """
     scale = 1.0 / temperature if temperature > 0 else 1.0
     place = _Place(vocab_start, parallel)
-    logprobs, entropy = _LMLogprobs.apply(hidden, weight, targets, scale, with_entropy, place)
-    return logprobs, entropy if with_entropy else None
+    columns = targets.view(len(targets), -1) if len(targets) else targets.view(0, targets.shape[-1] or 1)
+    logprobs, entropy = _LMLogprobs.apply(hidden, weight, columns, scale, with_entropy, place)
+    return logprobs.view(targets.shape), entropy if with_entropy else None
 
 
 @dataclass(frozen=True)
@@ -90,39 +91,44 @@ class _LMLogprobs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         n_rows = hidden.shape[0]
         log_norm = torch.empty(n_rows, dtype=torch.float32, device=hidden.device)  # log sum exp z
-        logprobs, entropy = torch.empty_like(log_norm), torch.empty_like(log_norm if with_entropy else log_norm[:0])
+        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        entropy = torch.empty_like(log_norm if with_entropy else log_norm[:0])
         chunks = _chunks(n_rows, weight.shape[0])
         logits = hidden.new_empty(0)
         local, is_elsewhere = place.local(targets, weight.shape[0])
         for rows in chunks:
             logits = matmul(hidden[rows], weight.T)
-            chosen = logits.gather(1, local[rows, None])[:, 0].float() * scale
+            chosen = logits.gather(1, local[rows]).float() * scale
             _reduce(logits, scale, log_norm[rows], entropy[rows] if with_entropy else None)
             if is_elsewhere is None:
-                torch.sub(chosen, log_norm[rows], out=logprobs[rows])
+                torch.sub(chosen, log_norm[rows, None], out=logprobs[rows])
             else:
                 logprobs[rows] = chosen.masked_fill_(is_elsewhere[rows], 0.0)
         if not place.is_whole:
             _merge(log_norm, entropy, logprobs, place.parallel)
         kept = [logits] if len(chunks) == 1 and any(ctx.needs_input_grad[:2]) else []
         ctx.save_for_backward(hidden, weight, targets, log_norm, entropy, *kept)
-        ctx.scale, ctx.with_entropy, ctx.place = scale, with_entropy, place
+        ctx.scale, ctx.place = scale, place
+        ctx.set_materialize_grads(False)  # an entropy that is only measured costs nothing here
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, targets, log_norm, entropy, *kept = ctx.saved_tensors
         g, e = grads
+        if g is None:
+            g = torch.zeros(targets.shape, dtype=torch.float32, device=targets.device)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight: torch.Tensor | None = None
         local, is_elsewhere = ctx.place.local(targets, weight.shape[0])
         g_chosen = g if is_elsewhere is None else g.masked_fill(is_elsewhere, 0.0)
+        g_total = g.sum(1)
         for rows in _chunks(hidden.shape[0], weight.shape[0]):
             logits = kept[0] if kept else matmul(hidden[rows], weight.T)
-            extra = (e[rows], entropy[rows]) if ctx.with_entropy else None
+            extra = None if e is None else (e[rows], entropy[rows])
             chosen = (local[rows], g_chosen[rows])
-            grad_logits = _logits_gradient(logits, chosen, ctx.scale, log_norm[rows], g[rows], extra)
+            grad_logits = _logits_gradient(logits, chosen, ctx.scale, log_norm[rows], g_total[rows], extra)
             if grad_hidden is not None:
                 grad_hidden[rows] = matmul(grad_logits, weight)
             if needs_weight:
@@ -138,13 +144,14 @@ def _merge(log_norm: torch.Tensor, entropy: torch.Tensor, chosen: torch.Tensor, 
     top = parallel.reduce_max(log_norm.clone())
     shifted = log_norm - top
     w = shifted.exp()
-    parts = [w, chosen] if len(entropy) == 0 else [w, chosen, w * (entropy - shifted)]
-    total, chosen_z, *weighted = parallel.reduce_sum(torch.stack(parts)).unbind()
+    parts = [w] if len(entropy) == 0 else [w, w * (entropy - shifted)]
+    sums = parallel.reduce_sum(torch.cat([chosen.T, torch.stack(parts)]))
+    chosen_z, (total, *weighted) = sums[: chosen.shape[1]].T, sums[chosen.shape[1] :]
     log_total = total.log()
     torch.add(top, log_total, out=log_norm)
-    torch.sub(chosen_z, log_norm, out=chosen)
-    for sums in weighted:
-        torch.add(log_total, sums / total, out=entropy)
+    torch.sub(chosen_z, log_norm[:, None], out=chosen)
+    for mean in weighted:
+        torch.add(log_total, mean / total, out=entropy)
 
 
 def _reduce(logits: torch.Tensor, scale: float, log_norm: torch.Tensor, entropy: torch.Tensor | None) -> None:
@@ -170,10 +177,10 @@ def _logits_gradient(
     g: torch.Tensor,
     extra: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """scale * (g * (onehot(targets) - p) - e * p * (log p + S)) in the dtype of `logits`.
+    """scale * (sum of g_k onehot(target_k) - g * p - e * p * (log p + S)) in the dtype of `logits`, g the sum of g_k.
 
     Args:
-        chosen: targets, and g where the target is one of these logits, 0 where it is not.
+        chosen: targets [n, K], and g_k where the target is one of these logits, 0 where it is not.
         extra: (e, S) where the entropy was asked for.
     """
     targets, g_chosen = chosen
@@ -187,7 +194,7 @@ def _logits_gradient(
             e, entropy = (x[block, None] for x in extra)
             p = log_p.exp()
             log_p.add_(entropy).mul_(e).add_(g[block, None]).mul_(-scale).mul_(p)
-        log_p.scatter_add_(1, targets[block, None], g_chosen[block, None] * scale)
+        log_p.scatter_add_(1, targets[block], g_chosen[block] * scale)
         grad_logits[block] = log_p
     return grad_logits
 
@@ -203,3 +210,33 @@ def _blocks(logits: torch.Tensor) -> Iterator[slice]:
     n_rows, n_vocab = logits.shape
     size = max(1, _BLOCK_ELEMENTS // n_vocab) if logits.device.type == "cpu" else n_rows
     return (slice(start, start + size) for start in range(0, n_rows, max(1, size)))
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    k: int,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int,
+    parallel: TensorParallel = UNSHARDED,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k likeliest tokens, int64 [N, k], most likely first, and their float32 log-probabilities; no gradient.
+
+    Args:
+        hidden: [N, H], equal on all ranks of the group.
+        weight: [V, H], or this rank's rows of it.
+        k: at most `vocab_size`.
+        temperature: divides the logits; 0 counts as 1.
+        vocab_size: of the whole vocabulary.
+        parallel: the group that shares the vocabulary; the results are equal on all its ranks.
+    """
+    scale = 1.0 / temperature if temperature > 0 else 1.0
+    tokens = torch.empty((hidden.shape[0], k), dtype=torch.int64, device=hidden.device)
+    logprobs = torch.empty((hidden.shape[0], k), dtype=torch.float32, device=hidden.device)
+    for rows in _chunks(hidden.shape[0], vocab_size):
+        z = parallel.gather_logits(matmul(hidden[rows], weight.T), vocab_size).float() * scale
+        top, tokens[rows] = z.topk(k, dim=1)
+        logprobs[rows] = top - z.logsumexp(1, keepdim=True)
+    return tokens, logprobs

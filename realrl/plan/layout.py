@@ -6,12 +6,16 @@ the blocks over pipeline stages and most parameters over tensor ranks; data-para
 | parameter | split along | in units of |
 |---|---|---|
 | embedding, language-model head | dim 0 | vocabulary rows |
+| embedding of learned positions | dim 0 | positions |
 | q and its bias | dim 0 | attention heads |
 | k, v and their biases | dim 0 | KV heads |
 | gate, up and their biases | dim 0 | rows |
 | o | dim 1 | attention heads |
 | down | dim 1 | columns |
-| norms, biases of o and down, value or reward head | replicated | |
+| gate, up of all experts | dim 1, of [experts, rows, columns] | rows |
+| down of all experts | dim 2 | columns |
+| router of the experts | replicated | |
+| norms and their biases, biases of o and down, value or reward head | replicated | |
 
 Invariants:
 - tp_rank r of tp holds the units [r * n // tp, (r + 1) * n // tp); where tp exceeds the number of KV heads, KV head
@@ -33,6 +37,8 @@ from typing import Literal, Protocol, TypeAlias
 
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy, nearest_strategy
+from realrl.plan.adapters import LoRA, is_adapter, with_adapters
+from realrl.plan.stages import split_by_cost
 
 Layer: TypeAlias = int | Literal["embedding", "head"]
 """Index of a block; "embedding"; "head" is the final norm and the head."""
@@ -45,6 +51,19 @@ Unit: TypeAlias = Literal["head", "kv_head", "row"]
 
 _UNITS: tuple[Unit, ...] = ("head", "kv_head", "row")
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+class ExpertsShape(Protocol):
+    """What decides the parameters of a mixture of experts; `realrl.model.config.MoEConfig` is one."""
+
+    @property
+    def n_experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def dense_layers(self) -> tuple[int, ...]: ...
 
 
 class ModelShape(Protocol):
@@ -69,11 +88,27 @@ class ModelShape(Protocol):
     @property
     def attention_bias(self) -> bool: ...
     @property
+    def o_bias(self) -> bool: ...
+    @property
     def mlp_bias(self) -> bool: ...
+    @property
+    def gated_mlp(self) -> bool: ...
+    @property
+    def norm_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def learned_positions(self) -> bool: ...
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def moe(self) -> ExpertsShape | None: ...
     @property
     def head(self) -> str: ...
     @property
     def dtype(self) -> object: ...
+    @property
+    def lora(self) -> LoRA | None: ...
 
 
 @dataclass(frozen=True)
@@ -89,6 +124,10 @@ class ParameterSpec:
         n_units: units along `sharded_dim` that are never split; 1 for a replicated parameter.
         also_layer: "head" for a tied embedding, which the last stage needs as well.
         unit: what the units are; None for a replicated parameter.
+        n_experts: experts whose weights the parameter holds, along dim 0; 1 outside of a mixture.
+        top_k: how many of them compute a token.
+        is_tp_partial: replicated, but each tensor rank uses it for its own slice of the activations, and so computes a
+            part of its gradient.
     """
 
     name: str
@@ -99,11 +138,19 @@ class ParameterSpec:
     n_units: int = 1
     also_layer: Layer | None = None
     unit: Unit | None = None
+    n_experts: int = 1
+    top_k: int = 1
+    is_tp_partial: bool = False
 
     @property
     def n_elements(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
+
+    @property
+    def n_elements_per_token(self) -> int:
+        """Elements that a token meets: all of them, or those of its experts."""
+        return self.n_elements // self.n_experts * self.top_k
 
     @property
     def num_bytes(self) -> int:
@@ -160,14 +207,18 @@ def parameter_specs(config: ModelShape) -> tuple[ParameterSpec, ...]:
             "embedding.weight", vocabulary, dtype, "embedding", 0, config.vocab_size, "head" if tied else None, "row"
         )
     ]
+    if config.learned_positions:
+        n, shape = config.max_positions, (config.max_positions, config.hidden_size)
+        specs.append(ParameterSpec("position_embedding.weight", shape, dtype, "embedding", 0, n, None, "row"))
     for index in range(config.n_layers):
         specs += _block_specs(config, index, dtype)
-    specs.append(ParameterSpec("norm.weight", (config.hidden_size,), dtype, "head"))
+    for part in ("weight", "bias") if config.norm_bias else ("weight",):
+        specs.append(ParameterSpec(f"norm.{part}", (config.hidden_size,), dtype, "head"))
     if not is_lm:
         specs.append(ParameterSpec("head.weight", (1, config.hidden_size), dtype, "head"))
     elif not tied:
         specs.append(ParameterSpec("head.weight", vocabulary, dtype, "head", 0, config.vocab_size, None, "row"))
-    return tuple(specs)
+    return with_adapters(specs, config.lora)
 
 
 def _block_specs(config: ModelShape, index: int, dtype: str) -> list[ParameterSpec]:
@@ -175,7 +226,12 @@ def _block_specs(config: ModelShape, index: int, dtype: str) -> list[ParameterSp
     size, inner = config.hidden_size, config.intermediate_size
 
     def norm(name: str) -> None:
-        specs.append(ParameterSpec(f"blocks.{index}.{name}.weight", (size,), dtype, index))
+        for part in ("weight", "bias") if config.norm_bias else ("weight",):
+            specs.append(ParameterSpec(f"blocks.{index}.{name}.{part}", (size,), dtype, index))
+
+    def head_norm(name: str) -> None:
+        name, shape = f"blocks.{index}.attention.{name}.weight", (config.head_dim,)
+        specs.append(ParameterSpec(name, shape, dtype, index, is_tp_partial=True))
 
     def linear(name: str, shape: tuple[int, int], dim: int, n_units: int, unit: Unit, *, bias: bool) -> None:
         prefix = f"blocks.{index}.{name}"
@@ -190,12 +246,34 @@ def _block_specs(config: ModelShape, index: int, dtype: str) -> list[ParameterSp
     linear("attention.q", (q_size, size), 0, config.n_heads, "head", bias=config.attention_bias)
     linear("attention.k", (kv_size, size), 0, config.n_kv_heads, "kv_head", bias=config.attention_bias)
     linear("attention.v", (kv_size, size), 0, config.n_kv_heads, "kv_head", bias=config.attention_bias)
-    linear("attention.o", (size, q_size), 1, config.n_heads, "head", bias=config.attention_bias)
+    linear("attention.o", (size, q_size), 1, config.n_heads, "head", bias=config.o_bias)
+    if config.qk_norm:
+        head_norm("q_norm")
+        head_norm("k_norm")
     norm("mlp_norm")
-    linear("mlp.gate", (inner, size), 0, inner, "row", bias=config.mlp_bias)
+    if config.moe is not None and index not in config.moe.dense_layers:
+        return specs + _expert_specs(config.moe, index, size, dtype)
+    if config.gated_mlp:
+        linear("mlp.gate", (inner, size), 0, inner, "row", bias=config.mlp_bias)
     linear("mlp.up", (inner, size), 0, inner, "row", bias=config.mlp_bias)
     linear("mlp.down", (size, inner), 1, inner, "row", bias=config.mlp_bias)
     return specs
+
+
+def _expert_specs(moe: ExpertsShape, index: int, size: int, dtype: str) -> list[ParameterSpec]:
+    n, inner, prefix = moe.n_experts, moe.intermediate_size, f"blocks.{index}.mlp"
+
+    def experts(word: str, shape: tuple[int, int, int], dim: int) -> ParameterSpec:
+        return ParameterSpec(
+            f"{prefix}.experts.{word}", shape, dtype, index, dim, inner, None, "row", n_experts=n, top_k=moe.top_k
+        )
+
+    return [
+        ParameterSpec(f"{prefix}.router.weight", (n, size), dtype, index, is_tp_partial=True),
+        experts("gate", (n, inner, size), 1),
+        experts("up", (n, inner, size), 1),
+        experts("down", (n, size, inner), 2),
+    ]
 
 
 # ---------------------------------------------------------------- tensor parallelism
@@ -260,12 +338,14 @@ def stage_layers(config: ModelShape, pp: int) -> tuple[range, ...]:
 def stages_of(specs: Sequence[ParameterSpec], pp: int) -> tuple[range, ...]:
     """Split the blocks over stages so that the dearest stage is as cheap as possible.
 
-    The cost of a block, and of the head on the last stage, is the size of its matrices: that is what a token costs.
-    Looking up the embedding is free. Among equal splits the one with the most even stages is taken.
+    The cost of a block, and of the head on the last stage, is the size of its matrices, of experts those that compute a
+    token: that is what a token costs. Looking up the embedding is free, and so are adapters: a model has the same
+    stages with them and without. Among equal splits the one with the most even stages is taken.
 
     Raises:
         AllocationError: there are more stages than blocks, or none.
     """
+    specs = [spec for spec in specs if not is_adapter(spec.name)]
     n_layers = 1 + max(spec.layer for spec in specs if isinstance(spec.layer, int))
     if not 1 <= pp <= n_layers:
         raise AllocationError(
@@ -273,8 +353,14 @@ def stages_of(specs: Sequence[ParameterSpec], pp: int) -> tuple[range, ...]:
             "every pipeline stage needs a layer",
             remedy=f"The nearest legal pp is {min(max(pp, 1), n_layers)}.",
         )
-    block = sum(spec.n_elements for spec in specs if spec.layer == 0 and len(spec.shape) > 1)
+    blocks = [0] * n_layers
+    for spec in specs:
+        if isinstance(spec.layer, int) and len(spec.shape) > 1:
+            blocks[spec.layer] += spec.n_elements_per_token
     head = sum(spec.n_elements for spec in specs if "head" in spec.layers and len(spec.shape) > 1)
+    if pp > 1 and len(set(blocks)) > 1:
+        return split_by_cost(blocks, head, pp)
+    block = blocks[0]
 
     def sizes(n_last: int) -> list[int]:
         share, extra = divmod(n_layers - n_last, pp - 1)

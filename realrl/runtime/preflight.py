@@ -37,7 +37,7 @@ def check_inputs(plan: RunPlan) -> None:
         if path != BUILT_IN and role.head != "none":
             from realrl.model.hf import check_model
 
-            check_model(path, head=role.head)
+            check_model(path, head=role.head, makes_head=role.trainable)
     check_models_fit(plan)
     if resume_from is not None:
         from realrl.runtime.role_files import check_resume

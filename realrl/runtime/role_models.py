@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from realrl.config.schema import BUILT_IN
 from realrl.data.tokenizer import load_tokenizer
+from realrl.errors import ConfigError
 from realrl.mesh.device_mesh import Allocation
 from realrl.model.config import DecoderConfig, tiny_config
 from realrl.model.hf import read_model_config
+from realrl.plan.adapters import LoRA, resolve_targets
 from realrl.plan.hooks import Realloc
 from realrl.plan.layout import parameter_layout, parameter_specs
 from realrl.plan.realloc import ReallocPlan, plan_realloc
@@ -20,18 +23,39 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def role_config(plan: RunPlan, name: str) -> DecoderConfig | None:
-    """The model of a role with the dtype that it computes in; None for a role without one.
+    """The model of a role with the dtype that it computes in and its adapters; None for a role without one.
 
     Raises:
         AssetError: config.json or the tokenizer cannot be used.
+        ConfigError: an adapter's target matches no layer of the model, or one without experts has a load-balancing
+            loss.
     """
     head = plan.roles[name].head
     if head == "none":
         return None
     path, dtype = plan.config.models[name].path, DTYPES[plan.config.precision]
     if path == BUILT_IN:
-        return tiny_config(len(load_tokenizer(path)), head=head, dtype=dtype)
-    return read_model_config(path, head=head, dtype=dtype)
+        config = tiny_config(len(load_tokenizer(path)), head=head, dtype=dtype)
+    else:
+        config = read_model_config(path, head=head, dtype=dtype)
+    config = _with_aux_loss_coef(plan, name, config)
+    wanted = plan.config.models[name].lora
+    if wanted.rank == 0:
+        return config
+    targets = resolve_targets(wanted.targets, parameter_specs(config), role=name)
+    return replace(config, lora=LoRA(wanted.rank, wanted.alpha, targets, base=path))
+
+
+def _with_aux_loss_coef(plan: RunPlan, name: str, config: DecoderConfig) -> DecoderConfig:
+    coefficient = plan.config.models[name].router_aux_loss_coef
+    if coefficient is None:
+        return config
+    if config.moe is None:
+        raise ConfigError(
+            f"models.{name}.router_aux_loss_coef is {coefficient:g}, but the model of role '{name}' has no experts.",
+            remedy="Leave the key out.",
+        )
+    return replace(config, moe=replace(config.moe, aux_loss_coef=coefficient))
 
 
 def role_configs(plan: RunPlan) -> dict[str, DecoderConfig]:

@@ -30,6 +30,7 @@ from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
 from realrl.model.hf import load_model
 from realrl.model.init import random_model
+from realrl.model.lora import add_adapters
 from realrl.model.parallel import UNSHARDED, TensorParallel
 from realrl.plan.layout import shard_of
 from realrl.runtime.role_models import DTYPES
@@ -236,13 +237,15 @@ class _Builder:
 
     def _load(self, config: DecoderConfig, allocation: Allocation, rank: int, parallel: TensorParallel) -> Decoder:
         role, run = self._plan.roles[self._name], self._plan.config
-        path = self._section.path if self._resume_from is None else str(self._resume_from / self._name)
-        dtype = torch.float32 if role.trainable else DTYPES[run.precision]
+        # adapters stand in the checkpoint's state, and the model that they belong to where the run began
+        resume_from = self._resume_from if config.lora is None else None
+        path = self._section.path if resume_from is None else str(resume_from / self._name)
+        dtype = torch.float32 if role.trainable and config.lora is None else DTYPES[run.precision]
         shard = shard_of(config, allocation.strategy, allocation.ranks.index(rank))
         if path == BUILT_IN:
             config = replace(config, dtype=dtype)
             return random_model(config, run.seed, shard=shard, parallel=parallel, device=self._device)
-        return load_model(
+        decoder = load_model(
             path,
             head=config.head,
             dtype=dtype,
@@ -251,6 +254,10 @@ class _Builder:
             device=self._device,
             seed=run.seed,
         )
+        decoder.config = replace(decoder.config, moe=config.moe)
+        if config.lora is not None:
+            add_adapters(decoder, config.lora, seed=run.seed)
+        return decoder
 
 
 def _tensor_parallel(parallel: Parallel) -> TensorParallel:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from realrl.config.schema import RunConfig
-from realrl.errors import ConfigError, GraphError, did_you_mean
+from realrl.errors import AllocationError, AssetError, ConfigError, GraphError, did_you_mean
 from realrl.experiment import Experiment, Role
 from realrl.graph.build import build_graph, topological_calls
 from realrl.graph.mfc import MFCDef, OffloadHook
@@ -16,6 +16,8 @@ from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.allocation import check_shapes, plan_allocations
 from realrl.plan.groups import ProcessGroup, process_groups
 from realrl.plan.hooks import CallHooks, check_realloc_shapes, plan_hooks
+from realrl.plan.layout import parameter_layout, parameter_specs
+from realrl.plan.protocols import CallLayout, slices_of
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -103,12 +105,14 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
 
     Raises:
         GraphError: the MFC list is not a valid graph, or names a role that the experiment does not declare.
-        ConfigError: micro-batching is given twice for one call, or a role to offload does not exist.
+        ConfigError: micro-batching is given twice for one call, a role to offload does not exist, or `max_staleness` is
+            set where no call runs ahead.
         AllocationError: a mesh or strategy does not fit the cluster or the call, or hooks contradict each other.
     """
     mfcs = tuple(_with_run_settings(mfc, config) for mfc in experiment.mfcs(config))
     roles = experiment.roles_for(config)
     _check_roles(mfcs, experiment.name, roles)
+    _check_staleness(mfcs, config, experiment.name)
     mfcs = _with_offloading(mfcs, config, roles, build_graph(mfcs, experiment.dataset.keys))
     graph = build_graph(mfcs, experiment.dataset.keys)
     cluster = Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node)
@@ -116,23 +120,60 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     allocations = plan_allocations(graph, config.allocation, cluster, heads=heads)
     weightless = [name for name, role in roles.items() if role.head == "none"]
     hooks = plan_hooks(graph, allocations, weightless=weightless, offload_frozen=config.allocation.offload_frozen)
-    return RunPlan(config, experiment, mfcs, graph, allocations, cluster, hooks)
+    plan = RunPlan(config, experiment, mfcs, graph, allocations, cluster, hooks)
+    orders = _rank_orders(plan)
+    if not orders:
+        return plan
+    allocations = {name: dataclasses.replace(a, order=orders.get(name)) for name, a in allocations.items()}
+    hooks = plan_hooks(graph, allocations, weightless=weightless, offload_frozen=config.allocation.offload_frozen)
+    return dataclasses.replace(plan, allocations=allocations, hooks=hooks)
 
 
 def check_models_fit(plan: RunPlan) -> None:
-    """Check every role's model against the strategies of its calls; whole models on every rank need no check.
+    """Check every role's model against the strategies of its calls and its adapters; others need no check.
 
     Raises:
         AllocationError: tp or pp does not fit a model, or a hook moves parameters between models that differ.
         AssetError: config.json or a tokenizer cannot be used.
+        ConfigError: an adapter's target matches no layer of the role's model, or one without experts has a
+            load-balancing loss.
     """
     is_sharded = any(a.strategy.tp > 1 or a.strategy.pp > 1 for a in plan.allocations.values())
-    if is_sharded or any(mfc.reallocs for mfc in plan.mfcs):
+    sections = [plan.config.models[role] for role in plan.roles]
+    depends_on_model = any(s.lora.rank or s.router_aux_loss_coef is not None for s in sections)
+    if is_sharded or depends_on_model or any(mfc.reallocs for mfc in plan.mfcs):
         from realrl.runtime.role_models import role_configs
 
         shapes = role_configs(plan)
         check_shapes(plan.graph, plan.allocations, shapes)
         check_realloc_shapes(plan.graph, shapes)
+
+
+def _rank_orders(plan: RunPlan) -> dict[str, tuple[int, ...]]:
+    """Call -> the order of its mesh's ranks, for calls that get shards of their parameters from another layout.
+
+    Homes keep the plain order, so that a checkpoint does not depend on how other calls run. A model that cannot be read
+    or cut has no order: `check_inputs` refuses it before anything starts.
+    """
+    orders: dict[str, tuple[int, ...]] = {}
+    for mfc in plan.mfcs:
+        home, allocation = plan.home_of(mfc.role), plan.allocations[mfc.name]
+        strategy = allocation.strategy
+        if home is None or home == allocation or strategy.tp == strategy.pp == 1:
+            continue
+        from realrl.plan.rank_order import order_for
+        from realrl.runtime.role_models import role_config
+
+        try:
+            model = role_config(plan, mfc.role)
+            assert model is not None
+            source = parameter_layout(parameter_specs(model), home.strategy, home.ranks)
+            order = order_for(source, strategy, allocation.ranks, node_of=plan.cluster.node_of)
+            slices_of(mfc.protocol, CallLayout(dataclasses.replace(allocation, order=order), home, mfc.balanced_dp))
+        except (AssetError, AllocationError):
+            continue
+        orders[mfc.name] = order
+    return orders
 
 
 def _with_run_settings(mfc: MFCDef, config: RunConfig) -> MFCDef:
@@ -168,6 +209,14 @@ def _with_offloading(
         else mfc
         for mfc in mfcs
     )
+
+
+def _check_staleness(mfcs: tuple[MFCDef, ...], config: RunConfig, experiment: str) -> None:
+    if config.max_staleness and not any(mfc.max_staleness for mfc in mfcs):
+        raise ConfigError(
+            f"max_staleness={config.max_staleness} has no effect: no call of experiment '{experiment}' runs ahead",
+            remedy="Leave it out, or give it to a call: MFCDef(..., max_staleness=config.max_staleness).",
+        )
 
 
 def _check_roles(mfcs: tuple[MFCDef, ...], experiment: str, roles: Mapping[str, Role]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +12,14 @@ import torch
 from realrl.algo.api import ForwardOutput, LossOutput, MicroBatching, TrainResult
 from realrl.config.schema import GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
-from realrl.engine.native import NativeEngine, packed_positions
+from realrl.engine.native import NativeEngine
+from realrl.engine.packing import packed_positions
 from realrl.errors import CallError
 from realrl.model.attention import PackedAttention
 from realrl.model.hf import load_model
+from realrl.model.init import random_model
 from realrl.sched.messages import KeySchema, Per
-from tests.helpers.training import OPTIMIZER, make_batch, make_engine, masked_nll, n_masked
+from tests.helpers.training import CONFIG, OPTIMIZER, make_batch, make_engine, masked_nll, n_masked
 
 ONE = MicroBatching()
 SPLITS = [MicroBatching(n_mbs=2), MicroBatching(n_mbs=3), MicroBatching(n_mbs=99), MicroBatching(max_tokens_per_mb=30)]
@@ -71,6 +75,32 @@ def test_forward_of_an_empty_share() -> None:
     for micro_batching in (ONE, *SPLITS):
         result = make_engine().forward(empty, lambda out, _: out.logprobs(), micro_batching=micro_batching)
         assert result.shape == (0,)
+
+
+@pytest.mark.parametrize("call", ["train", "forward"])
+def test_a_sequence_beyond_the_learned_positions(call: str) -> None:
+    batch = make_batch()
+    longest = max(batch.flat_seqlens("input_ids"))
+    engines = [
+        NativeEngine(
+            random_model(replace(CONFIG, learned_positions=True, max_positions=n), seed=1),
+            role="actor",
+            optimizer=OPTIMIZER,
+            total_optimizer_steps=3,
+        )
+        for n in (longest, longest - 1)
+    ]
+    for engine in engines:
+        expectation = nullcontext() if engine is engines[0] else pytest.raises(CallError, match=said(longest))
+        with expectation:
+            if call == "train":
+                train(engine, batch, n=1)
+            else:
+                engine.forward(batch, lambda out, _: out.logprobs(), micro_batching=ONE)
+
+
+def said(longest: int) -> str:
+    return f"a sequence of {longest} tokens is too long for role 'actor', which has learned {longest - 1} positions"
 
 
 def test_mask_zeroes_unselected_rows_and_their_gradient() -> None:

@@ -75,6 +75,7 @@ class FakeEngine:
         self.lr = lr
         self._all_reduce = all_reduce
         self.normalisers: list[float] = []
+        self.adapters_asked_for: list[bool] = []
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +118,9 @@ class FakeEngine:
         post_fn: Callable[[Any, SequenceSample], torch.Tensor],
         *,
         micro_batching: MicroBatching,
+        adapter: bool = True,
     ) -> torch.Tensor:
+        self.adapters_asked_for.append(adapter)
         parts = [post_fn(FakeOutput(self.module, mb), mb) for mb in _micro_batches(batch, micro_batching)]
         return torch.cat(parts)
 

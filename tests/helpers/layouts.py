@@ -11,11 +11,22 @@ from hypothesis import strategies as st
 
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.plan.adapters import LoRA
 from realrl.plan.layout import ParameterLayout, ParameterSpec, Slice, check_tp, parameter_specs
 from realrl.plan.realloc import ReallocPlan
 
 Array = npt.NDArray[np.int64]
 MAX_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What decides the parameters of a mixture of experts; see `realrl.plan.layout.ExpertsShape`."""
+
+    n_experts: int = 3
+    top_k: int = 2
+    intermediate_size: int = 13
+    dense_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -31,9 +42,17 @@ class Shape:
     head_dim: int = 2
     tied_embeddings: bool = False
     attention_bias: bool = False
+    o_bias: bool = False
     mlp_bias: bool = False
+    gated_mlp: bool = True
+    norm_bias: bool = False
+    qk_norm: bool = False
+    learned_positions: bool = False
+    max_positions: int = 16
+    moe: Experts | None = None
     head: str = "lm"
     dtype: str = "float64"
+    lora: LoRA | None = None
 
 
 @st.composite
@@ -50,7 +69,13 @@ def shapes(draw: st.DrawFn) -> Shape:
         hidden_size=draw(st.sampled_from([2, 3])),
         tied_embeddings=draw(st.booleans()),
         attention_bias=draw(st.booleans()),
+        o_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
+        gated_mlp=draw(st.booleans()),
+        norm_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        learned_positions=draw(st.booleans()),
+        moe=draw(st.sampled_from([None, None, Experts(), Experts(dense_layers=(0,))])),
         head=draw(st.sampled_from(["lm", "lm", "value", "reward"])),
     )
 

@@ -10,21 +10,30 @@ import torch
 from realrl.engine.outputs import DecoderOutput
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.attention import PackedAttention
-from realrl.model.config import DecoderConfig
+from realrl.model.config import DecoderConfig, MoEConfig
 from realrl.model.decoder import Decoder
 from realrl.model.init import random_model
 from realrl.model.parallel import UNSHARDED, TensorParallel
 from realrl.plan.layout import shard_of
 
 SEQLENS = (6, 1, 0, 11, 4, 5)  # 27 tokens: no tensor-parallel size divides them
-CONFIG = DecoderConfig(61, 32, 3, 8, 4, 4, 50, attention_bias=True, mlp_bias=True)
+CONFIG = DecoderConfig(61, 32, 3, 8, 4, 4, 50, attention_bias=True, o_bias=True, mlp_bias=True)
 """61 tokens and 50 inner units: no tensor-parallel size divides both."""
 
 CONFIGS = {
     "biases": CONFIG,
-    "tied": replace(CONFIG, tied_embeddings=True, attention_bias=False, mlp_bias=False),
+    "tied": replace(CONFIG, tied_embeddings=True, attention_bias=False, o_bias=False, mlp_bias=False),
     "one KV head": replace(CONFIG, n_kv_heads=1),
     "value": replace(CONFIG, head="value", n_kv_heads=2),
+    "experts": replace(
+        CONFIG,
+        attention_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        family="qwen3_moe",
+        qk_norm=True,
+        moe=MoEConfig(6, 2, 13, normalise_top_k=False, aux_loss_coef=0.1, dense_layers=(1,)),
+    ),
 }
 
 
@@ -77,7 +86,9 @@ def results_of(out: DecoderOutput, config: DecoderConfig) -> list[torch.Tensor]:
         return [out.scores()]
     n_transitions = sum(n - 1 for n in SEQLENS if n)
     mask = torch.rand(n_transitions, generator=torch.Generator().manual_seed(4)) < 0.7
-    return [*out.logprobs_and_entropy(0.7, mask), out.logprobs()]
+    others = torch.randint(0, config.vocab_size, (int(mask.sum()), 3), generator=torch.Generator().manual_seed(6))
+    top = out.top_logprobs(3, 0.7, mask)[1]
+    return [*out.logprobs_and_entropy(0.7, mask), out.logprobs(), out.logprobs_of(others, 0.7, mask), top]
 
 
 def backward(results: Sequence[torch.Tensor]) -> None:

@@ -19,7 +19,7 @@ from realrl.sched.messages import KeySchema, Per
 
 VOCAB_SIZE = 61
 OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="linear", warmup_fraction=0.2, clip_grad_norm=0.5, weight_decay=0.1)
-CONFIG = DecoderConfig(VOCAB_SIZE, 32, 2, 4, 2, 8, 48, attention_bias=True)
+CONFIG = DecoderConfig(VOCAB_SIZE, 32, 2, 4, 2, 8, 48, attention_bias=True, o_bias=True)
 
 
 def make_batch(n_samples: int = 10, *, seed: int = 0, sequences_per_sample: int = 1) -> SequenceSample:

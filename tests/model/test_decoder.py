@@ -65,8 +65,10 @@ def test_activation_checkpointing_changes_no_gradient(decoder: Decoder, ids: tor
 
 
 @pytest.mark.parametrize("seqlens", [[4, 4, 4], [2, 30, 1, 17, 5, 29], [64], [1, 1]])
-@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
-def test_packed_attention_against_one_sequence_at_a_time(seqlens: list[int], n_kv_heads: int) -> None:
+@pytest.mark.parametrize(("n_kv_heads", "window"), [(1, None), (2, None), (4, None), (2, 1), (1, 5), (4, 29)])
+def test_packed_attention_against_one_sequence_at_a_time(
+    seqlens: list[int], n_kv_heads: int, window: int | None
+) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(sum(seqlens), 4, 8, generator=generator, requires_grad=True)
     k = torch.randn(sum(seqlens), n_kv_heads, 8, generator=generator, requires_grad=True)
@@ -78,12 +80,15 @@ def test_packed_attention_against_one_sequence_at_a_time(seqlens: list[int], n_k
         for qs, ks, vs in zip(q.split(seqlens), k.split(seqlens), v.split(seqlens), strict=True):
             ks, vs = (t.repeat_interleave(4 // n_kv_heads, dim=1) for t in (ks, vs))
             scores = torch.einsum("inD,jnD->nij", qs, ks) / 8**0.5
-            scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), float("-inf"))
+            distance = torch.arange(len(qs))[:, None] - torch.arange(len(qs))
+            is_hidden = (distance < 0) | (distance >= (window or len(qs)))
+            scores = scores.masked_fill(is_hidden, float("-inf"))
             rows.append(torch.einsum("nij,jnD->inD", scores.softmax(-1), vs))
         return torch.cat(rows)
 
     attention = PackedAttention(seqlens)
-    out = attention.attend(0, q, k, v)
+    attention.attend(0, q, k, v)  # of a layer without a window: masks are kept from layer to layer
+    out = attention.attend(1, q, k, v, window=window)
     expected = reference()
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     for ours, theirs in zip(

@@ -199,16 +199,33 @@ def test_stages_saved_one_by_one_are_read_by_transformers(
         (tmp_path / "config.json").stat()
     save_index(whole.config, tmp_path, pp_size=3, max_shard_bytes=20_000)
     theirs = (
-        transformers.LlamaForSequenceClassification if config.is_scalar else transformers.LlamaForCausalLM
+        transformers.AutoModelForSequenceClassification if config.is_scalar else transformers.AutoModelForCausalLM
     ).from_pretrained(tmp_path, dtype="auto")
     assert theirs.dtype == dtype
     state = theirs.state_dict()
     state.pop("lm_head.weight" if config.tied_embeddings else "", None)
     back = load_model(tmp_path, head=config.head, dtype=dtype)
-    assert len(state) == len(list(back.parameters()))
+    n_joined = sum(config.experts_of(i) is not None for i in range(config.n_layers))  # gate and up of all experts
+    assert len(state) == len(list(back.parameters())) - n_joined
     assert torch.equal(state["model.layers.1.mlp.down_proj.weight"], whole.blocks[1].mlp.down.weight)
     for name, p in whole.named_parameters():
         assert torch.equal(back.get_parameter(name), p)
+
+
+def test_files_of_an_earlier_save_do_not_stay(tmp_path: Path) -> None:
+    """An index that stays would win over the new file, a single file that stays over the new index."""
+    config = replace(CONFIG, attention_bias=False, o_bias=False, mlp_bias=False)
+    first, second = whole_model(config), random_model(config, seed=9)
+    (tmp_path / "model_card.safetensors").write_bytes(b"of the user")
+    for model, max_shard_bytes in ((first, 20_000), (second, 1 << 30), (first, 20_000)):
+        save_model(model, tmp_path, max_shard_bytes=max_shard_bytes)
+        names = {path.name for path in tmp_path.iterdir()} - {"config.json", "model_card.safetensors"}
+        assert (names == {"model.safetensors"}) == (model is second)
+        assert "model.safetensors" in names or "model.safetensors.index.json" in names
+        for load in (load_model(tmp_path), transformers.AutoModelForCausalLM.from_pretrained(tmp_path)):
+            embedding = next(iter(load.parameters()))
+            assert torch.equal(embedding, model.embedding.weight)
+    assert (tmp_path / "model_card.safetensors").exists()
 
 
 def test_tensors_in_another_order_or_dtype_are_not_saved(tmp_path: Path) -> None:

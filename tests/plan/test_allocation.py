@@ -248,6 +248,8 @@ def test_hook_of_a_role_without_parameters():
 SHAPE = types.SimpleNamespace(
     vocab_size=40, hidden_size=24, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=4, intermediate_size=48,
     tied_embeddings=True, attention_bias=False, mlp_bias=False, head="lm", dtype="float32",
+    o_bias=False, gated_mlp=True, norm_bias=False, qk_norm=False, learned_positions=False, max_positions=64,
+    moe=None, lora=None,
 )  # fmt: skip
 
 

@@ -37,7 +37,9 @@ CONFIG = DecoderConfig(
     [
         {},
         {"tied_embeddings": True},
-        {"attention_bias": True, "mlp_bias": True},
+        {"attention_bias": True, "o_bias": True, "mlp_bias": True},
+        {"qk_norm": True, "gated_mlp": False},
+        {"norm": "layer", "learned_positions": True, "tied_embeddings": False},
         {"head": "value", "tied_embeddings": True},
         {"head": "reward", "attention_bias": True},
         {"dtype": torch.bfloat16},
@@ -56,7 +58,8 @@ def test_specs_are_the_parameters_of_the_decoder(changes: dict[str, Any]) -> Non
 
 
 def test_slices_follow_heads_rows_and_columns() -> None:
-    specs = parameter_specs(replace(CONFIG, attention_bias=True, mlp_bias=True))
+    config = replace(CONFIG, attention_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
+    specs = parameter_specs(replace(config, learned_positions=True, max_positions=9))
     layout = parameter_layout(specs, ParallelStrategy(tp=2), (7, 5))
     slices = layout.slices_of(5)
     assert slices["embedding.weight"] == ((6, 13), (0, 8))
@@ -65,6 +68,8 @@ def test_slices_follow_heads_rows_and_columns() -> None:
     assert slices["blocks.0.attention.k.weight"] == ((2, 4), (0, 8))
     assert slices["blocks.0.attention.o.weight"] == ((0, 8), (4, 8))
     assert slices["blocks.0.attention.o.bias"] == ((0, 8),)
+    assert slices["blocks.0.attention.q_norm.weight"] == slices["blocks.0.attention.k_norm.weight"] == ((0, 2),)
+    assert slices["position_embedding.weight"] == ((4, 9), (0, 8))
     assert slices["blocks.4.mlp.gate.weight"] == ((5, 11), (0, 8))
     assert slices["blocks.4.mlp.up.bias"] == ((5, 11),)
     assert slices["blocks.4.mlp.down.weight"] == ((0, 8), (5, 11))

@@ -22,7 +22,7 @@ from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import CallError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
-from realrl.model.config import DecoderConfig
+from realrl.model.config import DecoderConfig, MoEConfig
 from realrl.model.hf import load_model
 from realrl.model.init import random_model
 from realrl.plan.groups import process_groups
@@ -35,11 +35,12 @@ CPU = torch.device("cpu")
 OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="constant", clip_grad_norm=0.1, weight_decay=0.1, eps=1e-2)
 N_SAMPLES = 11
 # 61 tokens and 46 MLP rows that no tp divides, 2 KV heads that 4 and 8 ranks share
-UNTIED = DecoderConfig(VOCAB_SIZE, 32, 4, 8, 2, 4, 46, attention_bias=True, mlp_bias=True)
+UNTIED = DecoderConfig(VOCAB_SIZE, 32, 4, 8, 2, 4, 46, attention_bias=True, o_bias=True, mlp_bias=True)
 CONFIGS = {
     "untied": UNTIED,
-    "tied": replace(UNTIED, tied_embeddings=True, attention_bias=False, mlp_bias=False),
+    "tied": replace(UNTIED, tied_embeddings=True, attention_bias=False, o_bias=False, mlp_bias=False),
     "value": replace(UNTIED, head="value"),
+    "experts": replace(UNTIED, qk_norm=True, moe=MoEConfig(5, 2, 14, aux_loss_coef=0.3, dense_layers=(1,))),
 }
 
 

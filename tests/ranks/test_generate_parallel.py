@@ -101,6 +101,8 @@ def free_address() -> str:
         ("tied", ParallelStrategy(pp=2)),
         ("biases", ParallelStrategy(pp=3)),
         ("tied", ParallelStrategy(tp=2, pp=2)),
+        ("experts", ParallelStrategy(tp=2, pp=2)),
+        pytest.param("experts", ParallelStrategy(tp=4), marks=pytest.mark.slow),
         pytest.param("two KV heads", ParallelStrategy(dp=2, tp=4), marks=pytest.mark.slow),
         pytest.param("one KV head", ParallelStrategy(tp=2, pp=3, sp=True), marks=pytest.mark.slow),
     ],

@@ -14,7 +14,8 @@ from realrl.engine.groups import ALONE, Communicator
 from realrl.engine.realloc import Reallocator
 from realrl.errors import AllocationError, RunError
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.model.config import DecoderConfig
+from realrl.model.config import DecoderConfig, MoEConfig
+from realrl.plan.adapters import LoRA
 from realrl.plan.layout import ParameterLayout, ParameterSpec, parameter_layout, parameter_specs
 from realrl.plan.realloc import plan_realloc
 from tests.helpers.ranks import run_ranks
@@ -25,8 +26,17 @@ Tensors = dict[str, torch.Tensor]
 # tp divides no vocabulary and no MLP; biases, fewer KV heads than tensor ranks, tied and scalar heads all occur
 MODELS = (
     DecoderConfig(37, 24, 5, 6, 6, 4, 31, tied_embeddings=True, attention_bias=True),
-    DecoderConfig(29, 12, 4, 6, 1, 2, 17, mlp_bias=True),
-    DecoderConfig(23, 16, 4, 4, 2, 4, 19, head="value", dtype=torch.bfloat16),
+    DecoderConfig(29, 12, 4, 6, 1, 2, 17, mlp_bias=True, o_bias=True, qk_norm=True, gated_mlp=False),
+    DecoderConfig(
+        *(23, 16, 4, 4, 2, 4, 19),
+        head="value",
+        dtype=torch.bfloat16,
+        norm="layer",
+        learned_positions=True,
+        max_positions=13,
+        lora=LoRA(3, 6.0, ("q", "v", "o", "up")),
+    ),
+    DecoderConfig(31, 12, 4, 4, 2, 4, 17, qk_norm=True, moe=MoEConfig(3, 1, 13, dense_layers=(2,))),
 )
 
 

@@ -171,7 +171,7 @@ def test_a_model_saved_from_tensor_ranks_of_two_stages_is_read_by_transformers(s
         for parameter, tensor in whole.named_parameters():
             assert torch.equal(loaded.get_parameter(parameter), tensor)
         if config.head == "lm":
-            theirs = transformers.LlamaForCausalLM.from_pretrained(folder / name)
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / name)
             assert torch.equal(theirs.model.embed_tokens.weight, whole.embedding.weight)
             assert torch.equal(theirs.lm_head.weight, whole.head.weight)
             assert torch.equal(theirs.model.layers[2].self_attn.o_proj.weight, whole.blocks[2].attention.o.weight)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from realrl.config.schema import ModelConfigSection, RunConfig
 from realrl.discovery import load_experiment
-from realrl.errors import ConfigError, GraphError
+from realrl.errors import AllocationError, AssetError, ConfigError, GraphError
 from realrl.experiment import Experiment, Role
-from realrl.runtime.run_plan import plan_run
+from realrl.graph.mfc import MFCDef
+from realrl.plan.groups import GroupKind
+from realrl.plan.hooks import Realloc
+from realrl.plan.protocols import CallLayout, register_protocol, transfer_protocol
+from realrl.plan.transfer import Share
+from realrl.runtime.role_models import Reallocs, role_configs
+from realrl.runtime.run_plan import check_models_fit, plan_run
 
 
 def config(experiment: Experiment, **settings: object) -> RunConfig:
@@ -22,6 +30,13 @@ def config(experiment: Experiment, **settings: object) -> RunConfig:
 
 def with_calls(experiment: Experiment, **changes: object) -> Experiment:
     return replace(experiment, mfcs=lambda c: [replace(mfc, **changes) for mfc in experiment.mfcs(c)])
+
+
+def with_generation(experiment: Experiment, **changes: object) -> Experiment:
+    def mfcs(config: RunConfig) -> list[MFCDef]:
+        return [replace(m, **changes) if m.name == "actor_gen" else m for m in experiment.mfcs(config)]  # type: ignore[arg-type]
+
+    return replace(experiment, mfcs=mfcs)
 
 
 def test_calls_take_the_micro_batching_of_the_run_unless_they_say_their_own() -> None:
@@ -56,6 +71,54 @@ def test_parameters_live_where_they_are_trained() -> None:
     assert plan.role_ranks("critic") == (0, 1)
     assert plan.changed_roles == {"actor", "critic"}
     assert {name for name, hooks in plan.hooks.items() if hooks.before} == {"actor_gen", "critic_inf"}
+
+
+HYBRID: dict[str, object] = {  # training d2t4, generation d4t2
+    "allocation": {"mode": "d2t4", "calls": {"actor_gen": "d4t2"}},
+    "cluster": {"n_devices_per_node": 8},
+}
+
+
+def test_generation_takes_the_rank_order_of_the_hybrid_engine() -> None:
+    """HybridFlow (2024), section 5: 1-4-2 to 1-2-2-2 (p-t-d) gives the tensor groups [1,3][2,4][5,7][6,8] (from 1)."""
+    ppo = load_experiment("ppo")
+    plan = plan_run(config(ppo, **HYBRID), ppo)
+    assert plan.process_groups == plan_run(config(ppo, **HYBRID), ppo).process_groups
+    assert plan.allocations["actor_gen"].order == (0, 2, 1, 3, 4, 6, 5, 7)
+    assert [name for name, allocation in plan.allocations.items() if allocation.order is not None] == ["actor_gen"]
+    tensor = [g.ranks for g in plan.process_groups if g.kind is GroupKind.TP and g.n_ranks == 2]
+    assert tensor == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    (hook,) = plan.hooks["actor_gen"].before
+    assert isinstance(hook, Realloc)
+    assert hook.target_allocation == plan.allocations["actor_gen"] in plan.allocations_of("actor")
+    reallocs = Reallocs(plan, role_configs(plan))
+    plain = replace(hook, target_allocation=replace(hook.target_allocation, order=None))
+    assert reallocs.of(hook).total_bytes < reallocs.of(plain).total_bytes
+
+
+def test_a_rank_order_respects_the_protocol_of_the_call() -> None:
+    ppo = load_experiment("ppo")
+    with_protocol = with_generation(ppo, protocol="3D_ALL_MICRO_DP")
+    plan = plan_run(config(ppo, **HYBRID), with_protocol)
+    assert plan.allocations["actor_gen"].order == (0, 2, 1, 3, 4, 6, 5, 7)
+    register_protocol("PLAIN_ORDER_ONLY", plain_only, transfer_protocol("3D_PROTO").collect)
+    plan = plan_run(config(ppo, **HYBRID), with_generation(ppo, protocol="PLAIN_ORDER_ONLY"))
+    assert plan.allocations["actor_gen"].order is None
+
+
+def plain_only(ids: Sequence[str], token_counts: Sequence[int], layout: CallLayout) -> Sequence[Share]:
+    if layout.allocation.order is not None:
+        raise AllocationError("PLAIN_ORDER_ONLY knows the plain order only")
+    return transfer_protocol("3D_PROTO").distribute(ids, token_counts, layout)
+
+
+def test_a_model_that_cannot_be_read_has_no_rank_order(tmp_path: Path) -> None:
+    ppo = load_experiment("ppo")
+    models = dict.fromkeys(ppo.roles, ModelConfigSection(path=str(tmp_path)))
+    plan = plan_run(config(ppo, **HYBRID).model_copy(update={"models": models}), ppo)
+    assert {allocation.order for allocation in plan.allocations.values()} == {None}
+    with pytest.raises(AssetError):
+        check_models_fit(plan)
 
 
 def test_a_reward_function_has_no_home() -> None:

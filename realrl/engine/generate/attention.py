@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from realrl.engine.generate.cache import KVCache
+from realrl.model.attention import window_mask
 
 
 class PrefillAttention:
@@ -35,13 +36,26 @@ class PrefillAttention:
         self.positions = torch.arange(len(rows), device=device) - starts
         self._padded = rows * self._longest + self.positions
         self._slots = rows + first_slot
+        self._masks: dict[int, torch.Tensor] = {}  # by window
 
-    def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of q [T, N, D] over k, v [T, K, D]; returns [T, N, D]."""
+    def attend(
+        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None = None
+    ) -> torch.Tensor:
+        """Attention of q [T, N, D] over k, v [T, K, D]; returns [T, N, D].
+
+        Args:
+            window: how many tokens, itself included, each one sees; None for all earlier ones.
+        """
         self._cache.write(layer_index, self._slots, self.positions, k, v)
+        mask = None
+        if window is not None and window < self._longest:
+            if window not in self._masks:
+                self._masks[window] = window_mask(self._longest, window, q.device)
+            mask = self._masks[window]
         out = F.scaled_dot_product_attention(
-            self._pad(q), self._pad(k), self._pad(v), is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
+            self._pad(q), self._pad(k), self._pad(v),
+            attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
         out = out.transpose(1, 2).reshape(-1, *q.shape[1:])
         return out if self._is_even else out[self._padded]
 
@@ -67,17 +81,35 @@ class DecodeAttention:
         self._n_rows = len(lengths)
         self._slots = torch.arange(len(lengths), device=lengths.device)
         self._positions = lengths
-        beyond = torch.arange(cache.capacity, device=lengths.device) > lengths[:, None]
-        mask = torch.zeros(beyond.shape, dtype=dtype, device=lengths.device).masked_fill_(beyond, -torch.inf)
-        n_groups = cache.shape.n_kv_heads
-        self._mask = mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, n_heads // n_groups, -1).contiguous()
+        self._n_heads, self._dtype = n_heads, dtype
+        self._masks: dict[int | None, torch.Tensor] = {}  # by window
         self._scale = cache.shape.head_dim**-0.5
 
-    def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of q [B, N, D] over the cache and k, v [B, K, D]; returns [B, N, D]."""
+    def attend(
+        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None = None
+    ) -> torch.Tensor:
+        """Attention of q [B, N, D] over the cache and k, v [B, K, D]; returns [B, N, D].
+
+        Args:
+            window: how many tokens, itself included, each one sees; None for all earlier ones.
+        """
+        if window not in self._masks:
+            self._masks[window] = self._mask(window)
         self._cache.write(layer_index, self._slots, self._positions, k, v)
         keys, values = self._cache.view(layer_index, self._n_rows)
         # the heads that share a KV head stand where query positions would: nothing is repeated
         queries = q.reshape(len(keys), -1, q.shape[-1])  # [B * K, N / K, D]
-        scores = torch.baddbmm(self._mask, queries, keys.transpose(1, 2), alpha=self._scale)
+        scores = torch.baddbmm(self._masks[window], queries, keys.transpose(1, 2), alpha=self._scale)
         return torch.bmm(torch.softmax(scores, dim=-1), values).view(q.shape)
+
+    def _mask(self, window: int | None) -> torch.Tensor:
+        """[B * K, N / K, C]: -inf where a row's new token does not see."""
+        lengths, n_groups = self._positions[:, None], self._cache.shape.n_kv_heads
+        columns = torch.arange(self._cache.capacity, device=lengths.device)
+        is_hidden = columns > lengths
+        if window is not None:
+            is_hidden |= columns <= lengths - window
+        mask = torch.zeros(is_hidden.shape, dtype=self._dtype, device=lengths.device).masked_fill_(
+            is_hidden, -torch.inf
+        )
+        return mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, self._n_heads // n_groups, -1).contiguous()

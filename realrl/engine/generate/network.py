@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from realrl.engine.generate.experts import FusedExperts
 from realrl.engine.groups import ALONE, Communicator
-from realrl.engine.linear import LinearOp, fuse_gated, fuse_linears, fuse_weight, packing_pays
-from realrl.model.decoder import AttentionOp, Block, Decoder, RMSNorm
+from realrl.engine.linear import LinearOp, fuse_activated, fuse_gated, fuse_linears, fuse_weight, packing_pays
+from realrl.model.decoder import MLP, AttentionOp, Block, Decoder
 from realrl.model.heads import LMHead
 from realrl.model.linear import product_dtype
-from realrl.model.rope import inverse_frequencies, rope_table, rotate
+from realrl.model.lora import effective_weight
+from realrl.model.moe import MoE
+from realrl.model.rope import Rope, inverse_frequencies, make_rope, rotate
 
 
 class FusedNetwork:
@@ -53,10 +55,9 @@ class FusedNetwork:
         if pack is None:
             pack = packing_pays(device, self.dtype, n_rows)
         self._inv_freq = inverse_frequencies(decoder.config, device)
-        self._embedding = None if decoder.embedding is None else decoder.embedding.weight
-        self._vocab_start = 0 if decoder.embedding is None else decoder.embedding.vocab_start
+        self._embed = None if decoder.embedding is None else decoder.embed
         self._blocks = [_FusedBlock(i, block, self.dtype, tp, pack=pack) for i, block in enumerate(decoder.blocks)]
-        self._norm = None if decoder.norm is None else _Norm(decoder.norm, self.dtype)
+        self._norm = None if decoder.norm is None else decoder.norm.frozen(self.dtype)
         self._head = None if head is None else fuse_weight(head.weight.to(self.dtype), None, pack=pack)
         self._gather_logits = decoder.parallel.gather_logits
 
@@ -88,9 +89,9 @@ class FusedNetwork:
             positions: integers [T].
             attention: counts layers from 0 on every stage.
         """
-        if self._embedding is not None:
-            x = self._embed(x, self._embedding)
-        rope = rope_table(self._inv_freq, positions, x.dtype)
+        if self._embed is not None:
+            x = self._tp.all_reduce_(self._embed(x, positions).to(self.dtype))
+        rope = make_rope(self.config, self._inv_freq, positions, x.dtype)
         for block in self._blocks:
             x = block(x, rope, attention)
         return x if self._norm is None else self._norm(x)
@@ -100,54 +101,60 @@ class FusedNetwork:
         assert self._head is not None, "only the last pipeline stage has logits"
         return self._gather_logits(self._head(hidden, None), self.config.vocab_size)
 
-    def _embed(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self._tp.n_ranks == 1:
-            return F.embedding(tokens, weight).to(self.dtype)
-        rows = tokens - self._vocab_start
-        is_elsewhere = (rows < 0) | (rows >= len(weight))
-        x = F.embedding(rows.masked_fill_(is_elsewhere, 0), weight).to(self.dtype)
-        return self._tp.all_reduce_(x.masked_fill_(is_elsewhere[:, None], 0.0))
-
-
-class _Norm:
-    def __init__(self, norm: RMSNorm, dtype: torch.dtype) -> None:
-        self._weight, self._eps = norm.weight.to(dtype), norm.eps
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self._weight, self._eps)
-
 
 class _Reduced:
     """A layer cut by columns, and the residual: each rank has a summand, and the first adds what is there once."""
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype, tp: Communicator, *, pack: bool) -> None:
         bias = None if layer.bias is None or tp.rank else layer.bias.to(dtype)
-        self._linear: LinearOp = fuse_weight(layer.weight.to(dtype), bias, pack=pack)
+        self._linear: LinearOp = fuse_weight(effective_weight(layer, dtype), bias, pack=pack)
         self._tp = tp
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return self._tp.all_reduce_(self._linear(x, None if self._tp.rank else residual))
 
 
-class _FusedBlock:
-    def __init__(self, index: int, block: Block, dtype: torch.dtype, tp: Communicator, *, pack: bool) -> None:
-        attention, mlp = block.attention, block.mlp
-        self._index = index
-        self._head_dim = attention.head_dim
-        self.n_heads = attention.q.out_features // attention.head_dim
-        self.n_kv_heads = attention.k.out_features // attention.head_dim
-        self._attention_norm, self._mlp_norm = _Norm(block.attention_norm, dtype), _Norm(block.mlp_norm, dtype)
-        self._qkv = fuse_linears([attention.q, attention.k, attention.v], dtype=dtype, pack=pack)
-        self._o = _Reduced(attention.o, dtype, tp, pack=pack)
-        self._gated = fuse_gated(mlp.gate, mlp.up, dtype=dtype, pack=pack)
+class _FusedMLP:
+    """A dense MLP and its residual."""
+
+    def __init__(self, mlp: MLP, dtype: torch.dtype, tp: Communicator, *, pack: bool) -> None:
+        if mlp.gate is None:
+            self._inner = fuse_activated(mlp.up, dtype=dtype, pack=pack, activation=mlp.activation)
+        else:
+            self._inner = fuse_gated(mlp.gate, mlp.up, dtype=dtype, pack=pack, activation=mlp.activation)
         self._down = _Reduced(mlp.down, dtype, tp, pack=pack)
 
-    def __call__(
-        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], attention: AttentionOp
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self._down(self._inner(x), residual)
+
+
+class _FusedBlock:
+    def __init__(self, index: int, block: Block, dtype: torch.dtype, tp: Communicator, *, pack: bool) -> None:
+        attention = block.attention
+        self._index = index
+        self._head_dim, self._window = attention.head_dim, attention.window
+        self.n_heads = attention.q.out_features // attention.head_dim
+        self.n_kv_heads = attention.k.out_features // attention.head_dim
+        self._attention_norm, self._mlp_norm = (norm.frozen(dtype) for norm in (block.attention_norm, block.mlp_norm))
+        self._q_norm, self._k_norm = (
+            None if norm is None else norm.frozen(dtype) for norm in (attention.q_norm, attention.k_norm)
+        )
+        self._qkv = fuse_linears([attention.q, attention.k, attention.v], dtype=dtype, pack=pack)
+        self._o = _Reduced(attention.o, dtype, tp, pack=pack)
+        mlp = block.mlp
+        self._mlp: _FusedMLP | FusedExperts = (
+            FusedExperts(mlp, dtype, tp) if isinstance(mlp, MoE) else _FusedMLP(mlp, dtype, tp, pack=pack)
+        )
+
+    def __call__(self, x: torch.Tensor, rope: Rope, attention: AttentionOp) -> torch.Tensor:
         n_heads, n_kv_heads = self.n_heads, self.n_kv_heads
         qkv = self._qkv(self._attention_norm(x), None).unflatten(-1, (-1, self._head_dim))  # [T, N + 2 K, D]
-        q, k = rotate(qkv[:, :-n_kv_heads], *rope).split((n_heads, n_kv_heads), dim=1)
-        attended = attention.attend(self._index, q, k, qkv[:, -n_kv_heads:])
+        qk = qkv[:, :-n_kv_heads]
+        if self._q_norm is not None and self._k_norm is not None:
+            qk = torch.cat((self._q_norm(qk[:, :n_heads]), self._k_norm(qk[:, n_heads:])), dim=1)
+        if rope is not None:
+            qk = rotate(qk, *rope)
+        q, k = qk.split((n_heads, n_kv_heads), dim=1)
+        attended = attention.attend(self._index, q, k, qkv[:, -n_kv_heads:], window=self._window)
         x = self._o(attended.flatten(-2), x)
-        return self._down(self._gated(self._mlp_norm(x)), x)
+        return self._mlp(self._mlp_norm(x), x)

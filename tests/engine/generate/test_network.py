@@ -8,7 +8,7 @@ from realrl.engine.generate.cache import CacheShape, KVCache
 from realrl.engine.generate.network import FusedNetwork
 from realrl.model import linear as linear_module
 from realrl.model.attention import PackedAttention
-from realrl.model.config import tiny_config
+from realrl.model.config import RopeScaling, tiny_config
 from realrl.model.init import random_model
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ def make_model(**changes):
         for name, parameter in decoder.named_parameters():
             if parameter.ndim > 1 and "embedding" not in name:
                 parameter.mul_(5)  # a trained model's activations, not the near-zero ones of initialisation
-            elif name.endswith("bias"):
+            elif name.endswith("bias") or "norm" in name:
                 parameter.normal_()
     return decoder
 
@@ -39,8 +39,14 @@ def packed_logits(decoder, sequences):
         {},
         {"n_kv_heads": 1},
         {"n_kv_heads": 4, "tied_embeddings": False},
-        {"attention_bias": True, "mlp_bias": True},
+        {"attention_bias": True, "o_bias": True, "mlp_bias": True},
+        {"activation": "gelu_tanh", "norm_offset": True, "embedding_scale": 3.0},
+        {"activation": "gelu_tanh", "gated_mlp": False, "mlp_bias": True, "norm": "layer", "learned_positions": True},
+        {"qk_norm": True, "sliding_window": 3, "windowed_layers": (1, 3)},
+        {"sliding_window": 1, "n_kv_heads": 4},
+        {"rope_scaling": RopeScaling("yarn", 8.0, original_max_positions=4)},
     ],
+    ids=str,
 )
 def test_prefill_and_decode_give_the_decoders_logits(changes, pack):
     torch.manual_seed(0)

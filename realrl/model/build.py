@@ -1,0 +1,70 @@
+"""What layers are built from: the parameters of one shard, of the sizes that the shard has."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from realrl.model.config import DecoderConfig
+from realrl.model.linear import Linear
+from realrl.model.norm import Norm
+from realrl.model.parallel import TensorParallel
+from realrl.plan.layout import ModelShard, parameter_specs, slice_of
+
+
+class Builder:
+    """Knows the parameters of one shard, and makes layers of their sizes; nothing is initialised.
+
+    Args:
+        config: of the whole model.
+        shard: the layers and slices to build.
+        device: "meta" gives shapes without memory.
+
+    Attributes:
+        specs: what the whole model says of each parameter of the shard, by global name.
+    """
+
+    def __init__(self, config: DecoderConfig, shard: ModelShard, device: torch.device | None) -> None:
+        self.config = config
+        self.shard = shard
+        self.device = device
+        self.specs = {spec.name: spec for spec in parameter_specs(config) if any(map(shard.has, spec.layers))}
+
+    def place(self, name: str) -> tuple[tuple[int, int], ...]:
+        """(start, stop) in each dim of the whole parameter."""
+        return slice_of(self.specs[name], self.shard.tp_rank, self.shard.tp_size)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of this rank's part of a parameter."""
+        return tuple(stop - start for start, stop in self.place(name))
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """This rank's part of a parameter."""
+        return nn.Parameter(torch.empty(self.shape(name), dtype=self.config.dtype, device=self.device))
+
+    def linear(self, name: str) -> Linear:
+        """The layer with ``{name}.weight`` and, where the model has it, ``{name}.bias``."""
+        out_size, in_size = self.shape(f"{name}.weight")
+        has_bias = f"{name}.bias" in self.specs
+        # by way of "meta", since a layer made on a real device fills itself with random numbers
+        layer = Linear(in_size, out_size, bias=has_bias, dtype=self.config.dtype, device=torch.device("meta"))
+        return layer.to_empty(device=self.device or torch.get_default_device())
+
+    def norm(self, name: str) -> Norm:
+        """The norm with ``{name}.weight`` and, where the model has it, ``{name}.bias``."""
+        config, bias = self.config, f"{name}.bias"
+        return Norm(
+            self.parameter(f"{name}.weight"),
+            self.parameter(bias) if bias in self.specs else None,
+            kind=config.norm,
+            eps=config.norm_eps,
+            has_offset=config.norm_offset,
+        )
+
+
+def leave(layer: Linear, x: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
+    """A layer cut by columns, summed over the group; its bias is whole on every rank, and added once."""
+    if parallel.tp_size == 1:
+        return layer(x)
+    y = parallel.leave(layer.product(x))
+    return y if layer.bias is None else y + layer.bias

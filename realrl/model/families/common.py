@@ -1,0 +1,309 @@
+"""What the families with llama's layout share: keys of `config.json`, rotary positions, names of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from realrl.errors import AssetError
+from realrl.model.config import DecoderConfig, RopeScaling
+from realrl.model.families.format import StoredTensor, renamed
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_GELU_TANH = "gelu_pytorch_tanh"
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Turn what goes wrong while `config.json` is translated into errors that name the file.
+
+    Raises:
+        AssetError: a key is missing, or a value is not what it must be.
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise AssetError(f"{where} has no key {error.args[0]!r}", remedy="It is not a complete model folder.") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise AssetError(f"{where} holds an impossible value: {error}") from None
+
+
+# ---------------------------------------------------------------- config.json to ours
+
+
+def read_shared(raw: Mapping[str, Any], where: str, *, family: str, default_theta: float = 1e4) -> dict[str, Any]:
+    """Fields of `DecoderConfig` that families with llama's keys have in common.
+
+    Args:
+        raw: the parsed `config.json`.
+        where: its path, for messages.
+        default_theta: what an absent rope_theta means in this family.
+
+    Raises:
+        AssetError: an option changes the architecture in a way we lack.
+        KeyError, TypeError, ValueError: for `reading` to translate.
+    """
+    refuse_variants(raw, where)
+    n_heads = int(raw["num_attention_heads"])
+    max_positions = int(raw.get("max_position_embeddings", 2048))
+    return {
+        "family": family,
+        "vocab_size": int(raw["vocab_size"]),
+        "hidden_size": int(raw["hidden_size"]),
+        "n_layers": int(raw["num_hidden_layers"]),
+        "n_heads": n_heads,
+        "n_kv_heads": int(raw.get("num_key_value_heads") or n_heads),
+        "head_dim": int(raw.get("head_dim") or int(raw["hidden_size"]) // n_heads),
+        "intermediate_size": int(raw["intermediate_size"]),
+        "rope_theta": float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or default_theta),
+        "rope_scaling": _rope_scaling(raw, where, max_positions),
+        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "max_positions": max_positions,
+        **read_ends(raw),
+    }
+
+
+def read_ends(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Special tokens, head and dtype, which every family writes alike."""
+    eos = raw.get("eos_token_id")
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    return {
+        "bos_token_id": raw.get("bos_token_id"),
+        "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+        "pad_token_id": raw.get("pad_token_id"),
+        "head": "reward" if any(map(is_classifier, raw.get("architectures") or ())) else "lm",
+        "dtype": {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32),
+    }
+
+
+def is_classifier(architecture: str) -> bool:
+    """Whether the name is that of a sequence classifier."""
+    return architecture.endswith("ForSequenceClassification")
+
+
+def refuse_variants(raw: Mapping[str, Any], where: str) -> None:
+    """Refuse options, known to several families, that change what is computed in a way we lack.
+
+    Raises:
+        AssetError: names the key.
+    """
+    if raw.get("quantization_config"):
+        raise AssetError(
+            f"{where}: quantized checkpoints cannot be trained", remedy="Use the unquantized model folder."
+        )
+    rope = _rope(raw)
+    if float(rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise AssetError(f"{where}: partial_rotary_factor other than 1 is not supported")
+    for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if raw.get(key):
+            raise AssetError(f"{where}: {key} {raw[key]!r} is not supported")
+
+
+def check_activation(raw: Mapping[str, Any], where: str, *, key: str = "hidden_act", known: tuple[str, ...]) -> None:
+    """Refuse an activation that is not the family's; an absent one is.
+
+    Raises:
+        AssetError: names the key.
+    """
+    name = raw.get(key) or known[0]
+    if name not in known:
+        supported = " or ".join(repr(other) for other in known)
+        verb = "is" if len(known) == 1 else "are"
+        raise AssetError(f"{where}: {key} {name!r} is not supported", remedy=f"Only {supported} {verb}.")
+
+
+def read_windows(raw: Mapping[str, Any], *, n_layers: int, window: int | None) -> dict[str, Any]:
+    """`sliding_window` and `windowed_layers` of families in which some layers have a window.
+
+    Args:
+        window: the size that `config.json` means; None where windows are switched off.
+
+    Raises:
+        ValueError: layer_types does not fit.
+    """
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        first = int(raw.get("max_window_layers", 28))
+        kinds = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(n_layers)]
+    unknown = set(kinds) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"layer_types knows 'full_attention' and 'sliding_attention', not {min(unknown)!r}")
+    if len(kinds) != n_layers:
+        raise ValueError(f"layer_types has {len(kinds)} entries for {n_layers} layers")
+    layers = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    if not layers:
+        return {"sliding_window": None, "windowed_layers": None}
+    if window is None:
+        raise ValueError("layer_types has 'sliding_attention', but sliding_window is not set or not used")
+    return {"sliding_window": int(window), "windowed_layers": None if len(layers) == n_layers else layers}
+
+
+def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+
+
+def _rope_scaling(raw: Mapping[str, Any], where: str, max_positions: int) -> RopeScaling | None:
+    rope = _rope(raw)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in _ROPE_TYPES:
+        key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+        raise AssetError(
+            f"{where}: rope type {kind!r} is not supported in {key}", remedy=f"Supported: {', '.join(_ROPE_TYPES)}."
+        )
+    if kind == "default":
+        return None
+    factor = float(rope["factor"])
+    original = int(rope.get("original_max_position_embeddings") or max_positions)
+    if kind == "linear":
+        return RopeScaling("linear", factor)
+    if kind == "llama3":
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        return RopeScaling("llama3", factor, low, high, original)
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_positions=original,
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        truncate=bool(rope.get("truncate", True)),
+        attention_factor=_attention_factor(rope, factor),
+    )
+
+
+def _attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
+    """YaRN's; mscale and mscale_all_dim, where both are given, weigh the logarithm in a quotient of two."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        above, below = (
+            RopeScaling("yarn", factor).amplitude * float(rope[key]) + 1.0 - float(rope[key])
+            for key in ("mscale", "mscale_all_dim")
+        )
+        return above / below
+    return None
+
+
+# ---------------------------------------------------------------- ours to config.json
+
+
+def write_shared(config: DecoderConfig, *, lm: str, scalar: str) -> dict[str, Any]:
+    """The keys that `read_shared` reads, in its terms.
+
+    Args:
+        lm, scalar: architecture of the language model and of the sequence classifier.
+    """
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    scaling = config.rope_scaling
+    if scaling is not None:
+        rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
+        if scaling.kind != "linear":
+            rope["original_max_position_embeddings"] = scaling.original_max_positions
+        if scaling.kind == "llama3":
+            rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+        if scaling.kind == "yarn":
+            rope |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+            if scaling.attention_factor is not None:
+                rope["attention_factor"] = scaling.attention_factor
+    raw: dict[str, Any] = {
+        "architectures": [scalar if config.is_scalar else lm],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.n_layers,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "hidden_act": "silu" if config.activation == "silu" else _GELU_TANH,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": rope,
+        "rope_theta": config.rope_theta,  # readers older than transformers 5 look here and in rope_scaling
+        "tie_word_embeddings": config.tied_embeddings,
+        "max_position_embeddings": config.max_positions,
+        **write_ends(config),
+    }
+    if scaling is not None:
+        raw["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
+    return raw
+
+
+def write_ends(config: DecoderConfig) -> dict[str, Any]:
+    """The keys that `read_ends` reads."""
+    eos = config.eos_token_ids
+    raw: dict[str, Any] = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
+        "pad_token_id": config.pad_token_id,
+        "dtype": str(config.dtype).removeprefix("torch."),
+    }
+    if config.is_scalar:
+        raw |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return raw
+
+
+def write_windows(config: DecoderConfig) -> dict[str, Any]:
+    """The keys that `read_windows` reads, and `use_sliding_window`."""
+    windows = [config.window_of(i) for i in range(config.n_layers)]
+    first = next((i for i, window in enumerate(windows) if window is not None), config.n_layers)
+    return {
+        "use_sliding_window": config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": first,
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+    }
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def attention_names(config: DecoderConfig, layer: int) -> dict[str, str]:
+    """Our name -> llama's, of a block's attention and both norms."""
+    ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+    names = {
+        f"{ours}.attention_norm.weight": f"{theirs}.input_layernorm.weight",
+        f"{ours}.mlp_norm.weight": f"{theirs}.post_attention_layernorm.weight",
+    }
+    for letter in "qkvo":
+        has_bias = config.o_bias if letter == "o" else config.attention_bias
+        for part in ("weight", "bias") if has_bias else ("weight",):
+            names[f"{ours}.attention.{letter}.{part}"] = f"{theirs}.self_attn.{letter}_proj.{part}"
+    if config.qk_norm:
+        for letter in "qk":
+            names[f"{ours}.attention.{letter}_norm.weight"] = f"{theirs}.self_attn.{letter}_norm.weight"
+    return names
+
+
+def mlp_names(config: DecoderConfig, layer: int) -> dict[str, str]:
+    """Our name -> llama's, of a block's dense MLP."""
+    ours, theirs = f"blocks.{layer}.mlp", f"model.layers.{layer}.mlp"
+    parts = ("weight", "bias") if config.mlp_bias else ("weight",)
+    return {
+        f"{ours}.{word}.{part}": f"{theirs}.{word}_proj.{part}" for part in parts for word in ("gate", "up", "down")
+    }
+
+
+def end_names(config: DecoderConfig) -> dict[str, str]:
+    """Our name -> llama's, of what is not in a block."""
+    names = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+    if config.is_scalar:
+        names["head.weight"] = "score.weight"
+    elif not config.tied_embeddings:
+        names["head.weight"] = "lm_head.weight"
+    return names
+
+
+def stored_tensors(config: DecoderConfig) -> list[StoredTensor]:
+    """The tensors of a dense model with llama's names."""
+    names = end_names(config)
+    for layer in range(config.n_layers):
+        names |= attention_names(config, layer) | mlp_names(config, layer)
+    return renamed(names)
+
+
+def is_ignorable(name: str) -> bool:
+    """Whether a checkpoint tensor may be left unread: derived values, and a language-model head that is not needed."""
+    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
