@@ -18,8 +18,14 @@ if TYPE_CHECKING:
     from realrl.algo.normalise import whiten as whiten
     from realrl.algo.packed import response_mask as response_mask
     from realrl.algo.packed import to_transitions as to_transitions
+    from realrl.algo.pieces import register_piece as register_piece
+    from realrl.algo.policy_losses import ActionBatch as ActionBatch
+    from realrl.algo.policy_losses import PolicyLoss as PolicyLoss
     from realrl.algo.registry import register_interface as register_interface
+    from realrl.algo.rollout import Rollout as Rollout
     from realrl.algo.training import train_minibatches as train_minibatches
+    from realrl.config.policy_options import PolicyOptions as PolicyOptions
+    from realrl.config.policy_options import PPOOptions as PPOOptions
     from realrl.config.schema import RunConfig as RunConfig
     from realrl.config.schema import Section as Section
     from realrl.data.sample import SequenceSample as SequenceSample
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ActionBatch": "realrl.algo.policy_losses",
     "CallContext": "realrl.algo.api",
     "DatasetKind": "realrl.experiment",
     "Experiment": "realrl.experiment",
@@ -59,13 +66,18 @@ _HOMES = {
     "Moments": "realrl.algo.normalise",
     "OffloadHook": "realrl.graph.mfc",
     "ParamReallocHook": "realrl.graph.mfc",
+    "PPOOptions": "realrl.config.policy_options",
     "Per": "realrl.sched.messages",
+    "PolicyLoss": "realrl.algo.policy_losses",
+    "PolicyOptions": "realrl.config.policy_options",
     "Role": "realrl.experiment",
+    "Rollout": "realrl.algo.rollout",
     "RunConfig": "realrl.config.schema",
     "Section": "realrl.config.schema",
     "SequenceSample": "realrl.data.sample",
     "build_graph": "realrl.graph.build",
     "register_interface": "realrl.algo.registry",
+    "register_piece": "realrl.algo.pieces",
     "register_protocol": "realrl.plan.protocols",
     "response_mask": "realrl.algo.packed",
     "to_transitions": "realrl.algo.packed",

@@ -14,14 +14,18 @@ from realrl.graph.mfc import MFCDef
 class DatasetKind(Enum):
     """What one dataset row holds, and which keys it becomes."""
 
-    PROMPT = "prompt"  # prompt_ids
+    PROMPT = "prompt"  # prompt_ids; metadata, per sample: the row's other fields as the bytes of a JSON object
     PROMPT_ANSWER = "prompt_answer"  # input_ids, prompt_mask
     PREFERENCE_PAIR = "preference_pair"  # input_ids with two sequences per sample: chosen, rejected; prompt_mask
+    UNPAIRED = "unpaired"  # as a pair: the row's own answer, another row's; label, per sample: whether its own is good
 
     @property
     def keys(self) -> tuple[str, ...]:
         """The dataset keys that a graph can read."""
-        return ("prompt_ids",) if self is DatasetKind.PROMPT else ("input_ids", "prompt_mask")
+        if self is DatasetKind.PROMPT:
+            return ("prompt_ids", "metadata")
+        tokens = ("input_ids", "prompt_mask")
+        return (*tokens, "label") if self is DatasetKind.UNPAIRED else tokens
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ class Experiment:
         options: pydantic model of the keys under ``algorithm.``, with their defaults.
         mfcs: the resolved configuration -> the list of calls.
         defaults: configuration values that differ from the schema's own, nested like the configuration.
-        role_changes: the resolved configuration -> roles that differ from `roles` in such a run.
+        role_changes: the resolved configuration -> roles that differ from `roles` in such a run; None for a role that
+            such a run does without.
     """
 
     name: str
@@ -62,8 +67,9 @@ class Experiment:
     mfcs: Callable[[RunConfig], Sequence[MFCDef]]
     options: type[Section] = Section
     defaults: Mapping[str, object] = field(default_factory=dict)
-    role_changes: Callable[[RunConfig], Mapping[str, Role]] | None = None
+    role_changes: Callable[[RunConfig], Mapping[str, Role | None]] | None = None
 
     def roles_for(self, config: RunConfig) -> Mapping[str, Role]:
-        """The roles of a run with this configuration; the names are those of `roles`."""
-        return {**self.roles, **(self.role_changes(config) if self.role_changes else {})}
+        """The roles of a run with this configuration; the names are those of `roles`, or fewer."""
+        changed = {**self.roles, **(self.role_changes(config) if self.role_changes else {})}
+        return {name: role for name, role in changed.items() if role is not None}

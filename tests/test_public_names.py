@@ -10,6 +10,7 @@ import pytest
 import realrl
 
 PUBLIC = [
+    "ActionBatch",
     "CallContext",
     "DatasetKind",
     "Experiment",
@@ -26,15 +27,20 @@ PUBLIC = [
     "ModelWorker",
     "Moments",
     "OffloadHook",
+    "PPOOptions",
     "ParamReallocHook",
     "Per",
+    "PolicyLoss",
+    "PolicyOptions",
     "Role",
+    "Rollout",
     "RunConfig",
     "Section",
     "SequenceSample",
     "__version__",
     "build_graph",
     "register_interface",
+    "register_piece",
     "register_protocol",
     "response_mask",
     "to_transitions",

@@ -6,7 +6,7 @@ batch go through `Engine.all_reduce`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,6 +31,12 @@ class ForwardOutput(Protocol):
         self, temperature: float = 1.0, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """float32 [T - S] each; the entropy carries gradient."""
+
+    def logprobs_of(self, tokens: torch.Tensor, temperature: float, mask: torch.Tensor) -> torch.Tensor:
+        """float32 [N, K]: log-probabilities of `tokens` (int64 [N, K]) after the N selected transitions' prefixes."""
+
+    def top_logprobs(self, k: int, temperature: float, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k likeliest next tokens (int64 [N, k]) of the N selected transitions, and their log-probabilities."""
 
     def scores(self) -> torch.Tensor:
         """float32 [T]: output of a value or reward head."""
@@ -104,8 +110,13 @@ class Engine(Protocol):
         post_fn: Callable[[ForwardOutput, SequenceSample], torch.Tensor],
         *,
         micro_batching: MicroBatching,
+        adapter: bool = True,
     ) -> torch.Tensor:
-        """Inference without gradient; concatenates `post_fn`'s results (dim 0) in the order of `batch`."""
+        """Inference without gradient; concatenates `post_fn`'s results (dim 0) in the order of `batch`.
+
+        Args:
+            adapter: False computes with the role's base model, as if its low-rank adapters did not exist.
+        """
 
     def generate(
         self,
@@ -149,11 +160,43 @@ class Model:
     version: int = 0
 
 
+class MetricSums:
+    """What one call on one rank has to say for the log, as sums: any method of an interface may add to it.
+
+    The log gets total / count of everything that was added under a name in a step: by all calls and batches of calls,
+    and by all ranks that hold different samples. Ranks that hold the same samples must add the same, and count once.
+
+    Attributes:
+        sums: name -> (total, count).
+        maxima: name -> largest value.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[float, float]] = {}
+        self.maxima: dict[str, float] = {}
+
+    def add(self, name: str, total: float, count: float) -> None:
+        """Add a sum of `count` values (or of values whose weights sum to `count`)."""
+        old_total, old_count = self.sums.get(name, (0.0, 0.0))
+        self.sums[name] = (old_total + float(total), old_count + float(count))
+
+    def add_values(self, name: str, values: Iterable[float]) -> None:
+        """Add single values; logged are their mean and their standard deviation, ``<name>/mean`` and ``<name>/std``."""
+        values = list(values)
+        self.add(f"{name}/mean", sum(values), len(values))
+        self.add(f"{name}/mean_square", sum(value * value for value in values), len(values))
+
+    def add_max(self, name: str, value: float) -> None:
+        """Log the largest of all values that are given under this name in a step."""
+        self.maxima[name] = max(float(value), self.maxima.get(name, float(value)))
+
+
 @dataclass(frozen=True)
 class CallContext:
     """What an interface may know about the call it serves.
 
-    `minibatches` are this rank's sample ids per minibatch (one tuple only, unless the call trains).
+    `minibatches` are this rank's sample ids per minibatch (one tuple only, unless the call trains). `metrics` takes
+    what the call wants logged.
     """
 
     call: str
@@ -163,6 +206,7 @@ class CallContext:
     minibatches: tuple[tuple[str, ...], ...]
     generation: GenerationConfig
     algorithm: Any
+    metrics: MetricSums = field(default_factory=MetricSums)
 
 
 class ModelInterface:

@@ -28,8 +28,9 @@ def check_output(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, result: A
             dropped.
 
     Raises:
-        CallError: not a `SequenceSample`, other ids than `batch`, a missing key, a key without tensor, lengths that do
-            not fit the tokens, NaN or infinity. Names role, call, step and, where one can be blamed, the sample id.
+        CallError: not a `SequenceSample`, other ids than `batch` (fewer are right where the call may drop samples, if
+            they are in order), a missing key, a key without tensor, lengths that do not fit the tokens, NaN or
+            infinity. Names role, call, step and, where one can be blamed, the sample id.
     """
     if not isinstance(result, SequenceSample):
         _fail(ctx, mfc, f"returned {type(result).__name__}, not a SequenceSample")
@@ -37,7 +38,7 @@ def check_output(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, result: A
     _check_ids(ctx, mfc, batch, result)
     output = result.remap({old: new for old, new in mfc.output_key_remap.items() if old in result.keys})
     output = output.select(output.ids, mfc.output_keys)
-    tokens = _token_lengths(batch, result)
+    tokens = _token_lengths(batch if result.ids == batch.ids else batch.select(result.ids), result)
     for key in mfc.output_keys:
         if output.data[key] is None:
             _fail(ctx, mfc, f"returned {key!r} without its tensor")
@@ -64,6 +65,20 @@ def check_metrics(ctx: CallContext, mfc: MFCDef, metrics: Any) -> dict[str, floa
         if not math.isfinite(checked[name]):
             _fail(ctx, mfc, f"returned the metric {name!r} = {checked[name]}")
     return checked
+
+
+def check_recorded(ctx: CallContext, mfc: MFCDef) -> None:
+    """Look at what the call added to `ctx.metrics`.
+
+    Raises:
+        CallError: a total, count or maximum is NaN or infinite, or a count is negative.
+    """
+    for name, (total, count) in ctx.metrics.sums.items():
+        if not (math.isfinite(total) and math.isfinite(count)) or count < 0:
+            _fail(ctx, mfc, f"recorded the metric {name!r} as a total of {total} over a count of {count}")
+    for name, value in ctx.metrics.maxima.items():
+        if not math.isfinite(value):
+            _fail(ctx, mfc, f"recorded the metric {name!r} with a maximum of {value}")
 
 
 def explain(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, error: Exception) -> Error:
@@ -100,13 +115,17 @@ def _check_keys(ctx: CallContext, mfc: MFCDef, result: SequenceSample) -> None:
 def _check_ids(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, result: SequenceSample) -> None:
     if result.ids == batch.ids:
         return
-    missing = next((i for i in batch.ids if i not in set(result.ids)), None)
-    extra = next((i for i in result.ids if i not in set(batch.ids)), None)
+    given, returned = set(batch.ids), set(result.ids)
+    expected = tuple(i for i in batch.ids if i in returned) if mfc.may_drop else batch.ids
+    missing = next((i for i in expected if i not in returned), None)
+    extra = next((i for i in result.ids if i not in given), None)
     if missing is not None:
         _fail(ctx, mfc, f"returned nothing for sample {missing!r}", missing)
     if extra is not None:
         _fail(ctx, mfc, f"returned sample {extra!r}, which it was not given", extra)
-    moved = next(got for got, given in zip(result.ids, batch.ids, strict=True) if got != given)
+    moved = next((got for got, wanted in zip(result.ids, expected, strict=True) if got != wanted), None)
+    if moved is None:
+        return
     _fail(ctx, mfc, f"returned its samples in another order than it was given: {moved!r} is out of place", moved)
 
 

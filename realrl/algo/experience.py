@@ -1,4 +1,4 @@
-"""What PPO works out from a whole batch before it is cut into minibatches: token rewards, advantages, returns.
+"""Advantages and returns of a whole batch under a critic, worked out before it is cut into minibatches.
 
 The actor's and the critic's train_step both do this from the same inputs, each over its own ranks, and so agree without
 talking to each other.
@@ -12,104 +12,65 @@ from dataclasses import dataclass
 import torch
 
 from realrl.algo.gae import gae
-from realrl.algo.kl import sequence_kl, shape_scores, token_rewards
 from realrl.algo.normalise import AllReduce, Moments
-from realrl.algo.packed import Actions, action_mask, before_transition
-from realrl.config.algorithms import PPOOptions
-from realrl.data.checks import SampleError
-from realrl.data.sample import SequenceSample
-from realrl.sched.messages import Per
-
-EXPERIENCE_KEYS = {
-    "input_ids": Per.TOKEN,
-    "prompt_mask": Per.TOKEN,
-    "old_logprobs": Per.TRANSITION,
-    "ref_logprobs": Per.TRANSITION,
-    "rewards": Per.SEQUENCE,
-    "values": Per.TOKEN,
-    "truncated": Per.SEQUENCE,
-}
+from realrl.algo.packed import before_transition
+from realrl.algo.rollout import Rollout
 
 
 @dataclass(frozen=True)
 class Experience:
-    """This rank's share of a batch, worked out; tensors lie where the batch's tensors lie.
+    """What generalised advantage estimation makes of a rollout; all float32 [T - S], in reward units.
 
     Attributes:
-        actions: of the batch.
-        mask: bool [T - S], the actions.
-        values: float32 [T - S], critic's values of the states that transitions start from, in reward units.
-        advantages: float32 [T - S], not normalised; 0 off the actions.
-        returns: float32 [T - S], in reward units; 0 off the actions.
-        kl: moments of the per-sequence KL to the reference, over all ranks; `kl.count` is the number of sequences.
+        values: critic's values of the states that transitions start from.
+        advantages: not normalised; 0 off the actions.
+        returns: 0 off the actions.
     """
 
-    actions: Actions
-    mask: torch.Tensor
     values: torch.Tensor
     advantages: torch.Tensor
     returns: torch.Tensor
-    kl: Moments
 
 
-def work_out(batch: SequenceSample, options: PPOOptions, kl_coef: float, all_reduce: AllReduce) -> Experience:
-    """Token rewards with the KL penalty, then advantages and returns.
+def generalised(rollout: Rollout, rewards: torch.Tensor, values: torch.Tensor) -> Experience:
+    """Advantages and returns with the options' gamma and gae_lambda.
 
     Args:
-        batch: with `EXPERIENCE_KEYS`.
-        options: of the algorithm.
-        kl_coef: weight of the KL penalty for this batch.
-        all_reduce: sum over ranks.
-
-    Raises:
-        SampleError: a key has another granularity than in `EXPERIENCE_KEYS`.
+        rollout: of the batch; needs `truncated`.
+        rewards: [T - S], token rewards.
+        values: [T], critic's value of each prefix.
     """
-    for key, per in EXPERIENCE_KEYS.items():
-        found = batch.schemas[key].per
-        if found is not per:
-            raise SampleError(f"key {key!r} is per {found.value}, and PPO needs it per {per.value}", key=key)
-    cu_seqlens = batch.cu_seqlens("input_ids")
-    mask = action_mask(batch["prompt_mask"], cu_seqlens)
-    actions = Actions.find(mask, cu_seqlens)
-    scores = shape_scores(
-        batch["rewards"],
-        batch["truncated"],
-        options.reward_scaling,
-        options.reward_bias,
-        options.reward_clip,
-        options.score_truncated,
-    )
-    rewards = token_rewards(batch["old_logprobs"], batch["ref_logprobs"], scores, actions, kl_coef)
-    advantages, returns = gae(
-        rewards, batch["values"], mask, cu_seqlens, batch["truncated"], options.gamma, options.gae_lambda
-    )
-    kl = sequence_kl(batch["old_logprobs"], batch["ref_logprobs"], actions)
-    values = before_transition(batch["values"], cu_seqlens)
-    return Experience(actions, mask, values, advantages, returns, Moments.of(kl, all_reduce))
+    o, truncated = rollout.options, rollout.batch["truncated"]
+    advantages, returns = gae(rewards, values, rollout.mask, rollout.cu_seqlens, truncated, o.gamma, o.gae_lambda)
+    return Experience(before_transition(values, rollout.cu_seqlens), advantages, returns)
 
 
-def batch_metrics(batch: SequenceSample, experience: Experience, all_reduce: AllReduce) -> Mapping[str, float]:
-    """Metrics of a batch as the actor reports them, over all ranks.
+def batch_metrics(rollout: Rollout) -> Mapping[str, float]:
+    """Metrics of a batch as a policy reports them, over all ranks.
 
-    Lengths are in tokens, `kl/mean` is a sum over a response in nats, `reward/*` are rewards as they came.
+    Lengths are in tokens, `kl/mean` is a sum over a response in nats, `reward/*` are rewards as they came. `kl/*` and
+    `reward/*` are there if the batch has reference log-probabilities and rewards.
     """
-    lengths = batch.cu_seqlens("input_ids").diff().double()
-    responses = experience.actions.counts.double()
-    reward = Moments.of(batch["rewards"], all_reduce)
+    lengths = rollout.cu_seqlens.diff().double()
+    responses = rollout.actions.counts.double()
+    metrics = {}
+    if "rewards" in rollout.batch:
+        reward = rollout.moments(rollout.batch["rewards"])
+        metrics = {"reward/mean": reward.mean, "reward/std": reward.std}
+    if rollout.sequence_kl is not None:
+        metrics["kl/mean"] = rollout.moments(rollout.sequence_kl).mean
     return {
-        "reward/mean": reward.mean,
-        "reward/std": reward.std,
-        "kl/mean": experience.kl.mean,
-        "response_length/mean": Moments.of(responses, all_reduce).mean,
-        "prompt_length/mean": Moments.of(lengths - responses, all_reduce).mean,
-        "truncated/mean": Moments.of(batch["truncated"], all_reduce).mean,
+        **metrics,
+        "response_length/mean": rollout.moments(responses).mean,
+        "prompt_length/mean": rollout.moments(lengths - responses).mean,
+        "truncated/mean": rollout.moments(rollout.batch["truncated"]).mean,
     }
 
 
-def explained_variance(experience: Experience, all_reduce: AllReduce) -> float:
+def explained_variance(experience: Experience, mask: torch.Tensor, all_reduce: AllReduce) -> float:
     """1 - Var(returns - values) / Var(returns) over the actions of all ranks; 0 if all returns are equal."""
-    returns = experience.returns[experience.mask].double()
-    errors = returns - experience.values[experience.mask].double()
+    returns = experience.returns[mask].double()
+    errors = returns - experience.values[mask].double()
     total = Moments.of(returns, all_reduce).variance
     residual = Moments.of(errors, all_reduce).variance
     return 1.0 - residual / total if total > 0.0 else 0.0

@@ -84,8 +84,17 @@ def token_rewards(
 
 
 def shape_scores(
-    rewards: torch.Tensor, truncated: torch.Tensor, scaling: float, bias: float, clip: float, score_truncated: bool
+    rewards: torch.Tensor,
+    truncated: torch.Tensor,
+    scaling: float,
+    bias: float,
+    clip: float | None,
+    score_truncated: bool,
 ) -> torch.Tensor:
-    """float32 [S]: clip((reward - bias) * scaling, +-clip); 0 for truncated responses unless `score_truncated`."""
-    scores = ((rewards.float() - bias) * scaling).clamp(-clip, clip)
+    """float32 [S]: clip((reward - bias) * scaling, +-clip); 0 for truncated responses unless `score_truncated`.
+
+    ``clip=None`` does not clip.
+    """
+    scores = (rewards.float() - bias) * scaling
+    scores = scores if clip is None else scores.clamp(-clip, clip)
     return scores if score_truncated else torch.where(truncated, 0.0, scores)

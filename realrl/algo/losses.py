@@ -13,37 +13,6 @@ from torch.nn import functional
 
 from realrl.algo.api import LossOutput
 
-MAX_LOG_RATIO = 20.0
-
-
-def policy_loss(
-    logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    clip_ratio: float,
-) -> LossOutput:
-    """Clipped surrogate, Schulman et al. 2017, "Proximal policy optimization algorithms", equation 7, to be minimised.
-
-    sum of max(-A ratio, -A clip(ratio, 1 - clip_ratio, 1 + clip_ratio)), ratio = exp(logprobs - old_logprobs).
-    Log-ratios are cut at +-20: beyond it the ratio says nothing more, and an infinite one would make the loss NaN.
-
-    Stats: pg_loss, ratio, clip_fraction (|ratio - 1| > clip_ratio) and approx_kl = ratio - 1 - log ratio
-    (the k3 estimator of http://joschu.net/blog/kl-approx.html).
-    """
-    logratio = (logprobs[mask].float() - old_logprobs[mask].float()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    a = advantages[mask].float()
-    ratio = logratio.exp()
-    loss = torch.maximum(-a * ratio, -a * ratio.clamp(1.0 - clip_ratio, 1.0 + clip_ratio)).sum()
-    with torch.no_grad():
-        stats = {
-            "pg_loss": loss.detach(),
-            "ratio": ratio.sum(),
-            "clip_fraction": ((ratio - 1.0).abs() > clip_ratio).float().sum(),
-            "approx_kl": (torch.expm1(logratio) - logratio).sum(),
-        }
-    return LossOutput(loss, stats)
-
 
 def value_loss(
     values: torch.Tensor,

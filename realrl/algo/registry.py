@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "sft": "realrl.algo.sft:SFT",
     "rw": "realrl.algo.rw:RewardModel",
+    "dpo": "realrl.algo.dpo:DPO",
+    "kto": "realrl.algo.kto:KTO",
     "reward_model": "realrl.algo.rw:RewardModel",
+    "policy": "realrl.algo.policy:PolicyActor",
+    "filter": "realrl.algo.filters:Filter",
     "ppo_actor": "realrl.algo.ppo:PPOActor",
     "ppo_critic": "realrl.algo.ppo:PPOCritic",
     "function_reward": "realrl.algo.function_reward:FunctionReward",
+    "weighted_rewards": "realrl.algo.function_reward:WeightedRewards",
 }
 
 _registered: dict[str, type[ModelInterface]] = {}

@@ -36,19 +36,28 @@ class RewardModel(ModelInterface):
         Raises:
             CallError: a sample that is not a pair.
         """
-        for sample_id, lengths in zip(batch.ids, batch.seqlens["input_ids"], strict=True):
-            if len(lengths) != 2:
-                raise CallError(
-                    f"{ctx.call} of role {model.name.role!r} at step {ctx.step} needs two sequences a sample "
-                    f"(chosen, rejected), but sample {sample_id!r} has {len(lengths)}",
-                    remedy="Train the reward model on a dataset of preference pairs.",
-                    call=ctx.call,
-                    step=ctx.step,
-                )
+        check_pairs(model, batch, ctx)
         batch = batch.select(batch.ids, ("input_ids",)).to(model.engine.device)
         summary = train_minibatches(model, batch, ctx, _pair_loss, count=len)
         role = model.name.role
         return {**summary.metrics(role), f"{role}/n_pairs": summary.n_units}
+
+
+def check_pairs(model: Model, batch: SequenceSample, ctx: CallContext) -> None:
+    """Refuse a batch of anything but two sequences a sample.
+
+    Raises:
+        CallError: names the first such sample.
+    """
+    for sample_id, lengths in zip(batch.ids, batch.seqlens["input_ids"], strict=True):
+        if len(lengths) != 2:
+            raise CallError(
+                f"{ctx.call} of role {model.name.role!r} at step {ctx.step} needs two sequences a sample "
+                f"(chosen, rejected), but sample {sample_id!r} has {len(lengths)}",
+                remedy="Train on a dataset of preference pairs.",
+                call=ctx.call,
+                step=ctx.step,
+            )
 
 
 def with_end(batch: SequenceSample, eos_id: int) -> SequenceSample:

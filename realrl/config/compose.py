@@ -23,13 +23,14 @@ from realrl.config.keys import (
     Key,
     base_values,
     closest_keys,
+    entry_keys,
     key_of,
     known_keys,
     sections,
 )
 from realrl.config.overrides import Edit, parse_overrides
 from realrl.config.problems import Problem, raise_problems, show
-from realrl.config.schema import RunConfig
+from realrl.config.schema import ModelConfigSection, RunConfig
 from realrl.config.validate import validate
 from realrl.errors import did_you_mean
 
@@ -121,7 +122,10 @@ class _Composer:
         for path, value in self.values.items():
             _put(nested, path, value)
         self._interpolate(nested, cache_dir)
-        models: Any = nested["models"]
+        models: Any = {role: section for role, section in _as_mapping(nested["models"]).items() if role in roles}
+        nested["models"] = models
+        for role in roles:
+            models.setdefault(role, ModelConfigSection().model_dump(mode="json"))
         paths = {role: models[self._path_owner(role, roles)]["path"] for role in roles}
         for role, path in paths.items():
             models[role]["path"] = path
@@ -155,6 +159,8 @@ class _Composer:
                 yield from self._leaves(f"{path}.{name}" if path else str(name), inner)
         elif path == "allocation" and isinstance(value, str):
             yield "allocation.mode", value
+        elif isinstance(value, str) and (entry := key_of(path, self.keys)) and path != entry.path and entry.text_field:
+            yield f"{path}.{entry.text_field}", value
         else:
             yield path, value
 
@@ -172,12 +178,15 @@ class _Composer:
         elif role is not None and role not in self.experiment.roles:
             roles = ", ".join(self.experiment.roles)
             text = f"no role '{role}'; the roles are {roles}.{did_you_mean(role, self.experiment.roles)}"
-        elif role is not None and len(parts) > 2 and parts[2] in TRAINING_KEYS:
+        elif role is not None and self._is_frozen(role) and len(parts) > 2 and parts[2] in TRAINING_KEYS:
             text = f"role '{role}' is frozen: it is not trained and has no {parts[2]}"
         else:
-            text = f"unknown key.{closest_keys(path, self.keys)}"
+            text = f"unknown key.{closest_keys(path, {**self.keys, **entry_keys(path, self.keys)})}"
         self.problems.append(Problem(subject, text, origin))
         return False
+
+    def _is_frozen(self, role: str) -> bool:
+        return not self.experiment.roles[role].trainable
 
     def _interpolate(self, nested: dict[str, object], cache_dir: Path | None) -> None:
         marked = [path for path, value in self.values.items() if "${" in str(value)]

@@ -1,7 +1,7 @@
 """The keys that a user can set: their dotted paths, what they accept, and the closest one to a wrong name.
 
-Invariants: the leaves of `known_keys` are exactly the values of a `RunConfig` that a user may set; the optimizer of a
-frozen role is not among them.
+Invariants: the leaves of `known_keys` are exactly the values of a `RunConfig` that a user may set; the optimizer and
+adapters of a frozen role are not among them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 from realrl.config.schema import ModelConfigSection, RunConfig, Section
 
 NOT_FOR_USERS = frozenset({"experiment"})  # given by its position on the command line
-TRAINING_KEYS = ("optimizer", "activation_checkpointing")
+TRAINING_KEYS = ("optimizer", "activation_checkpointing", "router_aux_loss_coef", "lora")
 
 
 class DeclaredRole(Protocol):
@@ -55,6 +55,8 @@ class Key:
         is_advanced: few users change it.
         is_mapping: any key below `path` is valid too.
         takes_text: a value that looks like a number is still text.
+        fields: of a mapping whose values are sections: field -> its key, with the field's name as path.
+        text_field: the field that is meant when such a value is given as text.
     """
 
     path: str
@@ -63,6 +65,8 @@ class Key:
     is_advanced: bool
     is_mapping: bool
     takes_text: bool
+    fields: Mapping[str, Key] = field(default_factory=dict)
+    text_field: str = ""
 
 
 def known_keys(experiment: Declared) -> dict[str, Key]:
@@ -103,11 +107,25 @@ def sections(keys: Mapping[str, Key]) -> set[str]:
 
 
 def key_of(path: str, keys: Mapping[str, Key]) -> Key | None:
-    """The key that `path` sets: itself, or the mapping that it is an entry of."""
+    """The key that `path` sets: itself, the mapping that it is an entry of, or a field of such an entry."""
     if path in keys:
         return keys[path]
     parent = path.rpartition(".")[0]
-    return keys[parent] if parent in keys and keys[parent].is_mapping else None
+    if parent in keys and keys[parent].is_mapping:
+        return keys[parent]
+    fields = entry_keys(path, keys)
+    parents = [path.rsplit(".", n)[0] for n in range(1, path.count("."))]
+    return fields.get(path) or next((fields[p] for p in parents if p in fields and fields[p].is_mapping), None)
+
+
+def entry_keys(path: str, keys: Mapping[str, Key]) -> dict[str, Key]:
+    """The fields of the section that `path` is in, by dotted path, if that is an entry of a mapping of sections."""
+    parts = path.split(".")
+    for n in range(1, len(parts) - 1):
+        key = keys.get(".".join(parts[:n]))
+        if key is not None and key.fields:
+            return {f"{key.path}.{parts[n]}.{name}": inner for name, inner in key.fields.items()}
+    return {}
 
 
 def closest_keys(path: str, known: Mapping[str, Key]) -> str:
@@ -145,6 +163,9 @@ def _leaves(path: str, info: FieldInfo) -> Iterator[Key]:
         yield from _walk(annotation, path + ".")
         return
     extra = info.json_schema_extra
+    section = _section_of_entries(annotation)
+    fields = {key.path: key for key in _walk(section, "")} if section else {}
+    required = [name for name, inner in section.model_fields.items() if inner.is_required()] if section else []
     yield Key(
         path=path,
         allowed=_words(annotation, tuple(info.metadata)),
@@ -152,7 +173,15 @@ def _leaves(path: str, info: FieldInfo) -> Iterator[Key]:
         is_advanced=isinstance(extra, dict) and bool(extra.get("advanced")),
         is_mapping=get_origin(annotation) is dict,
         takes_text=annotation in (str, str | None, dict[str, str]),
+        fields=fields,
+        text_field=required[0] if required else "",
     )
+
+
+def _section_of_entries(annotation: Any) -> type[BaseModel] | None:
+    """The section that the values of a mapping are, if they are sections."""
+    args = get_args(annotation) if get_origin(annotation) is dict else ()
+    return args[1] if args and isinstance(args[1], type) and issubclass(args[1], BaseModel) else None
 
 
 def _words(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
@@ -169,6 +198,8 @@ def _words(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
         if len(args) == 2 and args[1] is not Ellipsis:
             return f"two values [a,b], each {_words(args[0])}"
         return f"a list [a,b,...], each {_words(args[0])}"
+    if section := _section_of_entries(annotation):
+        return f"a mapping {{name: {{{', '.join(section.model_fields)}}}}}"
     if origin is dict:
         return f"a mapping {{name: value}}, each value {_words(args[1])}"
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realrl.config.problems import Problem, show
+from realrl.config.schema import REASONING_TASKS
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Edit], list[Problem]
         if not equals and not argument.startswith("~"):
             problems.append(Problem(argument, f"not an override; write it as {argument}=VALUE"))
             continue
+        if raw.startswith(REASONING_TASKS):  # holds characters that the grammar wants to be quoted
+            argument = f"{key}='" + raw.replace("'", "\\'") + "'"
         try:
             parsed: Override = parser.parse_override(argument)
         except HydraException:

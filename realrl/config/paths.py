@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from realrl.config.problems import Problem, raise_problems
-from realrl.config.schema import BUILT_IN, RunConfig
+from realrl.config.schema import BUILT_IN, REASONING_TASKS, RunConfig
 from realrl.errors import AssetError, DataError
 
 FETCH = "run: python scripts/fetch_assets.py"
@@ -25,6 +25,8 @@ def check_paths(config: RunConfig, *, cache_dir: Path) -> None:
     for role, model in config.models.items():
         _check_model(role, model.path, cache_dir)
     path = Path(config.dataset.path)
+    if config.dataset.path.startswith(REASONING_TASKS):
+        return
     if config.dataset.path != BUILT_IN and not path.is_file():
         message = f"dataset.path={path}: " + ("is a folder, not a file" if path.is_dir() else "there is no such file")
         if _is_cached(path, cache_dir):

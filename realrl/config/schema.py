@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.config import JsonDict
 
 BUILT_IN = "tiny"  # path of the random model, its tokenizer and the toy task that are made on the spot
+REASONING_TASKS = "reasoning_gym:"  # start of a dataset path that names tasks instead of a file
 ADVANCED: JsonDict = {"advanced": True}
 
 
@@ -51,6 +52,21 @@ class OptimizerConfig(Section):
     clip_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global norm")
 
 
+class LoRAConfig(Section):
+    """Low-rank adapters: the model's own weights stay as they are, and small matrices beside them are trained."""
+
+    rank: int = Field(
+        0, ge=0, description="train adapters of this rank instead of the model's weights; 0 trains the weights"
+    )
+    alpha: float = Field(16.0, gt=0, description="adapters count alpha / rank", json_schema_extra=ADVANCED)
+    targets: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        ("all-linear",),
+        min_length=1,
+        description="layers that get an adapter, by name: q, k, v, o, gate, up, down (q_proj, ... mean the same)",
+        json_schema_extra=ADVANCED,
+    )
+
+
 class ModelConfigSection(Section):
     """One role's model."""
 
@@ -65,13 +81,22 @@ class ModelConfigSection(Section):
         False,
         description="recompute activations in the backward pass: less memory, more time",
     )
+    router_aux_loss_coef: float | None = Field(
+        None,
+        ge=0,
+        description="what the load-balancing loss of a model with experts counts; by default what its config.json says",
+        json_schema_extra=ADVANCED,
+    )
+    lora: LoRAConfig = LoRAConfig()
 
 
 class DatasetConfig(Section):
     """Where samples come from."""
 
     path: str = Field(
-        BUILT_IN, min_length=1, description="JSON, JSONL or parquet file, or 'tiny' for the built-in toy task"
+        BUILT_IN,
+        min_length=1,
+        description="JSON, JSONL or parquet file, 'tiny' for the built-in toy task, or reasoning_gym:<task>?size=500",
     )
     max_prompt_tokens: int = Field(256, ge=1, description="samples with longer prompts are dropped and counted")
     max_answer_tokens: int = Field(256, ge=1, description="samples with longer answers are dropped and counted")
@@ -214,6 +239,17 @@ class RunConfig(Section):
         None,
         ge=1,
         description="a call that does not train starts when so many of its samples are there; null waits for all",
+        json_schema_extra=ADVANCED,
+    )
+    max_staleness: int = Field(
+        0,
+        ge=0,
+        description="generation runs so many train_steps ahead of training; 0 waits for the newest parameters",
+    )
+    max_refill_rounds: int = Field(
+        10,
+        ge=0,
+        description="how often a step may load further samples in the place of those that its calls drop",
         json_schema_extra=ADVANCED,
     )
     n_mbs: int | None = Field(None, ge=1, description="micro-batches per minibatch and worker; null means one")

@@ -106,6 +106,8 @@ def _locate(loc: tuple[int | str, ...], keys: Mapping[str, Key]) -> tuple[str, K
         key = keys.get(path)
         if key is not None:
             rest = loc[path.count(".") + 1 :]
+            if len(rest) > 1 and str(rest[1]) in key.fields:
+                return f"{path}.{rest[0]}.{rest[1]}", key.fields[str(rest[1])]
             if key.is_mapping and rest:
                 path = f"{path}.{rest[0]}"
             return path, key

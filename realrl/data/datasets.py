@@ -1,11 +1,12 @@
 """Datasets: rows of a file become samples of token ids.
 
 Fields of a row: `prompt` (a string, or chat messages ``[{"role": ..., "content": ...}, ...]``), `answer` (or
-`response`, `completion`) or `chosen` and `rejected` (strings, or one assistant message), and optionally `id`; others
-are ignored. A preference pair whose texts stand alone may leave its prompt out or empty. Rows without `id` are called
-by their number from 0. Answers get an end-of-sequence token, unless the row says ``"complete": false``. A
-reward model reads its score at the last token: one trained on complete texts knows nothing of a text cut off without
-an end-of-sequence token.
+`response`, `completion`) or `chosen` and `rejected` (strings, or one assistant message), `label` (true or false) beside
+an answer that is good or bad by itself, and optionally `id`. Other fields of a prompt's row are kept as `metadata`, for
+reward functions to read; those of other kinds are ignored. A preference pair whose texts stand alone may leave its
+prompt out or empty. Rows without `id` are called by their number from 0. Answers get an end-of-sequence token, unless
+the row says ``"complete": false``. A reward model reads its score at the last token: one trained on complete texts
+knows nothing of a text cut off without an end-of-sequence token.
 
 Chat messages are always rendered with the tokenizer's chat template, strings only under ``dataset.chat_template``.
 """
@@ -17,10 +18,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import msgspec
 import torch
 
-from realrl.config.schema import BUILT_IN, DatasetConfig
+from realrl.config.schema import BUILT_IN, REASONING_TASKS, DatasetConfig
 from realrl.data.readers import RawRow, read_rows
+from realrl.data.reasoning_tasks import task_rows
 from realrl.data.sample import SequenceSample
 from realrl.data.tiny import toy_rows
 from realrl.data.tokenizer import encode_batch
@@ -29,6 +32,7 @@ from realrl.experiment import DatasetKind
 from realrl.sched.messages import KeySchema, Per
 
 ANSWER_FIELDS = ("answer", "response", "completion")
+PROMPT_FIELDS = ("id", "prompt", "complete")
 TINY_ROWS = 512
 _TINY_SEED = 0
 
@@ -36,6 +40,8 @@ _SCHEMAS = {
     "prompt_ids": KeySchema("int64", Per.TOKEN),
     "input_ids": KeySchema("int64", Per.TOKEN),
     "prompt_mask": KeySchema("bool", Per.TOKEN),
+    "label": KeySchema("bool", Per.SAMPLE),
+    "metadata": KeySchema("uint8", Per.TOKEN),
 }
 
 
@@ -43,7 +49,9 @@ _SCHEMAS = {
 class _Row:
     """A checked row: `prompt` as text after the chat template, and the 0 to 2 `answers` of its kind.
 
-    The answers of a row that `is_complete` end with an end-of-sequence token.
+    The answers of a row that `is_complete` end with an end-of-sequence token. `label`: whether the answer of an
+    unpaired row is good, False for other kinds. `metadata`: the JSON object of a prompt's other fields, empty for other
+    kinds.
     """
 
     row_id: str
@@ -51,6 +59,8 @@ class _Row:
     has_template: bool
     answers: tuple[str, ...]
     is_complete: bool
+    label: bool
+    metadata: bytes
 
 
 class Dataset:
@@ -64,9 +74,19 @@ class Dataset:
     """
 
     def __init__(
-        self, kind: DatasetKind, sequences: Mapping[str, list[list[int]]], *, n_dropped: int, notes: Sequence[str]
+        self,
+        kind: DatasetKind,
+        sequences: Mapping[str, list[list[int]]],
+        *,
+        n_dropped: int,
+        notes: Sequence[str],
+        labels: Sequence[bool] = (),
+        metadata: Sequence[bytes] = (),
     ) -> None:
-        """`sequences`: row id -> token ids of the prompt and of the answers, as many as the kind has."""
+        """`sequences`: row id -> token ids of the prompt and of the answers, as many as the kind has.
+
+        `labels`: of each row, if the kind is unpaired. `metadata`: of each row, a JSON object, if it is a prompt.
+        """
         self.kind = kind
         self.row_ids = tuple(sequences)
         self.n_dropped = n_dropped
@@ -83,6 +103,8 @@ class Dataset:
         if kind is DatasetKind.PROMPT:
             self._columns = {"prompt_ids": self._columns["input_ids"]}
         self._offsets = [0, *accumulate(map(sum, self._seqlens))]
+        self._labels = torch.tensor(labels, dtype=torch.bool) if kind is DatasetKind.UNPAIRED else None
+        self._metadata = list(metadata) or [b"{}"] * len(sequences)
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -96,18 +118,32 @@ class Dataset:
         """Rows as samples with the keys of the dataset's kind; ``ids[i]`` is made from row ``rows[i]``.
 
         A row may be asked for several times, under different ids. A preference pair gives two sequences per sample,
-        chosen then rejected.
+        chosen then rejected. So does an unpaired row: its prompt with its own answer, then with that of another row,
+        always the same one (`other_rows`).
         """
         seqlens = tuple(self._seqlens[row] for row in rows)
         data = {
             key: torch.cat([packed[:0], *(packed[self._offsets[r] : self._offsets[r + 1]] for r in rows)])
             for key, packed in self._columns.items()
         }
-        return SequenceSample(tuple(ids), {key: _SCHEMAS[key] for key in data}, dict.fromkeys(data, seqlens), data)
+        sample = SequenceSample(tuple(ids), {key: _SCHEMAS[key] for key in data}, dict.fromkeys(data, seqlens), data)
+        if self.kind is DatasetKind.PROMPT:
+            return sample.update(self._metadata_of(sample.ids, rows))
+        if self._labels is None:
+            return sample
+        labels = self._labels[torch.tensor(rows, dtype=torch.int64)]
+        return sample.update(sample.derive("input_ids", {"label": (_SCHEMAS["label"], labels)}))
+
+    def _metadata_of(self, ids: tuple[str, ...], rows: Sequence[int]) -> SequenceSample:
+        objects = [self._metadata[row] for row in rows]
+        packed = torch.tensor(list(b"".join(objects)), dtype=torch.uint8)
+        lengths = tuple((len(item),) for item in objects)
+        return SequenceSample(ids, {"metadata": _SCHEMAS["metadata"]}, {"metadata": lengths}, {"metadata": packed})
 
 
 def load_dataset(config: DatasetConfig, kind: DatasetKind, tokenizer: Any) -> Dataset:
-    """Read, check and tokenise a dataset; ``path: tiny`` is the built-in toy task.
+    """Read, check and tokenise a dataset; ``path: tiny`` is the built-in toy task, see `task_rows` for
+    ``path: reasoning_gym:<task>``.
 
     Rows whose prompt has more than `max_prompt_tokens` tokens, or an answer more than `max_answer_tokens` (its
     end-of-sequence token counts), are dropped and counted.
@@ -124,7 +160,7 @@ def load_dataset(config: DatasetConfig, kind: DatasetKind, tokenizer: Any) -> Da
         toy = toy_rows(kind, TINY_ROWS, _TINY_SEED)
         raw = [RawRow(row, f"toy task, row {i}") for i, row in enumerate(toy, start=1)]
     else:
-        raw = read_rows(config.path)
+        raw = task_rows(config.path) if config.path.startswith(REASONING_TASKS) else read_rows(config.path)
     rows = [_check_row(row, i, kind, config, tokenizer) for i, row in enumerate(raw)]
     _check_ids(rows, raw)
     return _tokenise(rows, kind, config, tokenizer)
@@ -142,11 +178,19 @@ def _check_row(row: RawRow, index: int, kind: DatasetKind, config: DatasetConfig
         raise DataError(f"{row.where} has a field complete that is neither true nor false: {is_complete!r}")
     prompt, has_template = _prompt(row, kind, config, tokenizer)
     answers: tuple[str, ...] = ()
-    if kind is DatasetKind.PROMPT_ANSWER:
+    if kind in (DatasetKind.PROMPT_ANSWER, DatasetKind.UNPAIRED):
         answers = (_answer(row, _answer_field(row)),)
     elif kind is DatasetKind.PREFERENCE_PAIR:
         answers = (_answer(row, "chosen"), _answer(row, "rejected"))
-    return _Row(str(row_id), prompt, has_template, answers, is_complete)
+    label = kind is DatasetKind.UNPAIRED and _label(row)
+    metadata = _metadata(row) if kind is DatasetKind.PROMPT else b""
+    return _Row(str(row_id), prompt, has_template, answers, is_complete, label, metadata)
+
+
+def _metadata(row: RawRow) -> bytes:
+    """JSON of the fields that do not make the prompt; values that JSON lacks become strings."""
+    others = {name: value for name, value in row.fields.items() if name not in PROMPT_FIELDS}
+    return msgspec.json.encode(others, enc_hook=str)
 
 
 def _prompt(row: RawRow, kind: DatasetKind, config: DatasetConfig, tokenizer: Any) -> tuple[str, bool]:
@@ -222,6 +266,21 @@ def _answer(row: RawRow, field: str) -> str:
     return value
 
 
+def _label(row: RawRow) -> bool:
+    value = row.fields.get("label")
+    if value is None:
+        raise DataError(
+            f'{row.where} has no "label"; {_fields(row, "label")}',
+            remedy="Write true for a good answer, false for a bad one.",
+        )
+    if not isinstance(value, bool):
+        raise DataError(
+            f"{row.where} has a label that is neither true nor false: {value!r}",
+            remedy="Decide which ratings count as good, and write true or false.",
+        )
+    return value
+
+
 def _fields(row: RawRow, wanted: str) -> str:
     names = ", ".join(map(repr, list(row.fields)[:8]))
     return f"its fields are {names}.{did_you_mean(wanted, row.fields)}" if names else "it is an empty object"
@@ -273,4 +332,39 @@ def _tokenise(rows: Sequence[_Row], kind: DatasetKind, config: DatasetConfig, to
             notes.append(f"{len(lengths)} of {len(rows)} {what}s longer than {limit} tokens {verb} dropped")
     if not sequences:
         raise DataError(f"no row of {config.path} is left: {'; '.join(notes)}", remedy="Raise both limits.")
-    return Dataset(kind, sequences, n_dropped=len(long_prompts) + len(long_answers), notes=notes)
+    if kind is DatasetKind.UNPAIRED:
+        sequences = _with_other_answers(sequences, config.path)
+    labels = [row.label for row in rows if row.row_id in sequences]
+    metadata = [row.metadata for row in rows if row.row_id in sequences]
+    n_dropped = len(long_prompts) + len(long_answers)
+    return Dataset(kind, sequences, n_dropped=n_dropped, notes=notes, labels=labels, metadata=metadata)
+
+
+def _with_other_answers(sequences: Mapping[str, list[list[int]]], path: str) -> dict[str, list[list[int]]]:
+    """Each row's prompt and answer, and the answer of its row of `other_rows`."""
+    if len(sequences) < 2:
+        raise DataError(
+            f"{path} has a single usable row",
+            remedy="Unpaired rows need the answer of another one to compare with: give at least two.",
+        )
+    rows = list(sequences.values())
+    others = other_rows([prompt for prompt, _ in rows])
+    return {row_id: [*row, rows[other][1]] for (row_id, row), other in zip(sequences.items(), others, strict=True)}
+
+
+def other_rows(prompts: Sequence[object]) -> list[int]:
+    """For each row the next one, around the end, whose prompt differs; just the next one if all prompts are equal.
+
+    Ethayarajh et al. 2024, "KTO: model alignment as prospect theoretic optimization", section 4, pairs each prompt of a
+    batch with the next one's answer. Here partners follow from the dataset alone, so that they are the same whatever
+    the order of samples, the batch and the ranks are.
+    """
+    n = len(prompts)
+    others = [(i + 1) % n for i in range(n)]
+    if all(prompt == prompts[0] for prompt in prompts):
+        return others
+    for _ in range(2):  # the second time around, the first rows' partners are known to the last ones
+        for i in reversed(range(n)):
+            if prompts[i] == prompts[(i + 1) % n]:
+                others[i] = others[(i + 1) % n]
+    return others

@@ -23,6 +23,7 @@ EOS_ID = N_BYTES
 PAD_ID = N_BYTES + 1
 VOCAB_SIZE = N_BYTES + len(SPECIAL_TOKENS)
 TARGET_IDS = frozenset(range(ord("a"), ord("z") + 1))
+VOWEL_IDS = frozenset(map(ord, "aeiou"))
 
 _CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
@@ -46,11 +47,24 @@ def toy_reward(prompt_ids: Iterable[int], response_ids: Iterable[int]) -> float:
     return sum(token in TARGET_IDS for token in ids) / len(ids) if ids else 0.0
 
 
-def toy_rows(kind: DatasetKind, n_rows: int, seed: int) -> list[dict[str, str]]:
+def toy_cost(prompt_ids: Iterable[int], response_ids: Iterable[int]) -> float:
+    """The fraction of response tokens that are lower-case vowels; in [0, 1], and 0 for an empty response.
+
+    For algorithms that keep a cost below a limit: vowels are letters, so they earn reward and cost alike.
+
+    Args:
+        prompt_ids: byte-level tokens of the prompt (the rule ignores them).
+        response_ids: byte-level tokens of the response.
+    """
+    ids = [int(token) for token in response_ids]
+    return sum(token in VOWEL_IDS for token in ids) / len(ids) if ids else 0.0
+
+
+def toy_rows(kind: DatasetKind, n_rows: int, seed: int) -> list[dict[str, Any]]:
     """Rows of the toy task in the format of dataset files; a pure function of its arguments.
 
     Args:
-        kind: decides the fields: prompt; prompt, answer; prompt, chosen, rejected.
+        kind: decides the fields: prompt; prompt, answer; prompt, chosen, rejected; prompt, answer, label.
         n_rows: number of rows, with ids ``"0"``, ``"1"``, ...
         seed: a longer list of the same seed starts with the shorter one.
     """
@@ -63,11 +77,13 @@ def toy_rows(kind: DatasetKind, n_rows: int, seed: int) -> list[dict[str, str]]:
         n_letters = rng.randint(0, len(answer) // 3)
         losing = [rng.choice(_OTHER_CHARACTERS) for _ in range(len(answer) - n_letters)] + list(answer[:n_letters])
         rng.shuffle(losing)
-        row = {"id": str(i), "prompt": f"{word}:"}
+        row: dict[str, Any] = {"id": str(i), "prompt": f"{word}:"}
         if kind is DatasetKind.PROMPT_ANSWER:
             row["answer"] = answer
         if kind is DatasetKind.PREFERENCE_PAIR:
             row |= {"chosen": answer, "rejected": "".join(losing)}
+        if kind is DatasetKind.UNPAIRED:
+            row |= {"answer": answer, "label": True} if i % 2 == 0 else {"answer": "".join(losing), "label": False}
         rows.append(row)
     return rows
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -128,3 +130,9 @@ def token_batch(parts: Sequence[Sequence[tuple[list[int], list[int]]]]) -> Seque
     tokens = [[torch.tensor(p + r) for p, r in sample] for sample in parts]
     masks = [[torch.tensor([True] * len(p) + [False] * len(r)) for p, r in sample] for sample in parts]
     return SequenceSample.from_lists(ids, {"input_ids": (IDS, tokens), "prompt_mask": (FLAGS, masks)})
+
+
+def metadata(ids: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> SequenceSample:
+    """The key `metadata` of samples that were made of these rows."""
+    packed = [[torch.tensor(list(json.dumps(row).encode()), dtype=torch.uint8)] for row in rows]
+    return SequenceSample.from_lists(tuple(ids), {"metadata": (KeySchema("uint8", Per.TOKEN), packed)})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -47,4 +49,74 @@ def misbehave(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Any:
         case 8:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             subprocess.run(["sleep", "61"], check=True)
+        case 9:
+            return "0.5"
+        case 10:
+            return [0.5]
     return 0.0
+
+
+async def misbehave_async(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Any:
+    """By the first token of the response."""
+    match response_ids[0]:
+        case 0:
+            await asyncio.sleep(0.1)
+            return 0.5
+        case 1:
+            raise ValueError("no answer found")
+        case 2:
+            return None
+        case 3:
+            await asyncio.sleep(60)
+        case 4:
+            time.sleep(60)
+        case 5:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case 6:
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+    return 0.0
+
+
+async def wait(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> float:
+    await asyncio.sleep(0.2)
+    return response_ids[0]
+
+
+async def long_complaint(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> float:
+    raise ValueError("x" * 100_000)
+
+
+def scaled_length(prompt: str, response: str, row: Mapping[str, Any]) -> float:
+    return row["scale"] * (len(response) + 1 if row["note"] == "é" else len(response))
+
+
+def rank(prompt_ids: Sequence[int], responses_ids: Sequence[Sequence[int]]) -> list[int]:
+    """1 for the longest response of a prompt that has several."""
+    longest = max(map(len, responses_ids))
+    return [int(len(responses_ids) > 1 and len(ids) == longest) for ids in responses_ids]
+
+
+def too_few(prompt: str, responses: Sequence[str]) -> list[float]:
+    return [0.5]
+
+
+def no_list(prompt: str, responses: Sequence[str]) -> float:
+    return 0.5
+
+
+def a_string_among_them(prompt: str, responses: Sequence[str]) -> list[Any]:
+    return ["good"] * len(responses)
+
+
+def only_one(response: str) -> float:
+    return 0.0
+
+
+def four(prompt: str, response: str, row: Mapping[str, Any], tokenizer: Any) -> float:
+    return 0.0
+
+
+def scaled_ids(prompt_ids: Sequence[int], response_ids: Sequence[int], *, scale: float = 1.0) -> float:
+    return scale * len(response_ids)

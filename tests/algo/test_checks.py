@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from realrl.algo.checks import check_metrics, check_output
+from realrl.algo.checks import check_metrics, check_output, check_recorded
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError
 from realrl.graph.mfc import InterfaceType, MFCDef
@@ -134,3 +134,65 @@ def test_metrics_become_floats() -> None:
 def test_bad_metrics_are_named(metrics: Any, message: str) -> None:
     with pytest.raises(CallError, match=message):
         check_metrics(CTX, mfc(), metrics)
+
+
+# ---------------------------------------------------------------- dropping
+
+
+@pytest.mark.parametrize("kept", [BATCH.ids, BATCH.ids[:1], BATCH.ids[1:], ()])
+def test_a_call_that_may_drop_returns_some_of_its_samples(kept: tuple[str, ...]) -> None:
+    result = GOOD.select(kept)
+    assert check_output(CTX, mfc(may_drop=True), BATCH, result) == result
+    if kept != BATCH.ids:
+        with pytest.raises(CallError, match="returned nothing for sample"):
+            check_output(CTX, mfc(), BATCH, result)
+
+
+def test_a_call_that_may_drop_keeps_the_order_and_invents_nothing() -> None:
+    with pytest.raises(CallError, match="returned its samples in another order than it was given: '0/1'"):
+        check_output(CTX, mfc(may_drop=True), BATCH, GOOD.select(BATCH.ids[::-1]))
+    other = SequenceSample(("0/0", "9/9"), {"values": TOKEN}, {"values": ((4, 2), (1,))}, {"values": torch.zeros(7)})
+    with pytest.raises(CallError, match="returned sample '9/9', which it was not given"):
+        check_output(CTX, mfc(may_drop=True), BATCH, other)
+
+
+def test_lengths_of_what_is_kept_are_checked_against_its_own_tokens() -> None:
+    wrong = SequenceSample(("0/1",), {"values": TOKEN}, {"values": ((6,),)}, {"values": torch.zeros(6)})
+    with pytest.raises(CallError, match=r"returned 'values' with \[6\] rows for sample '0/1', .* needs \[4\]"):
+        check_output(CTX, mfc(may_drop=True), BATCH, wrong)
+
+
+# ---------------------------------------------------------------- recorded metrics
+
+
+def test_recorded_metrics_add_up() -> None:
+    ctx = fake_context("critic_inf", [BATCH.ids])
+    for total, count in [(2.0, 4.0), (1, 1)]:
+        ctx.metrics.add("a/mean", total, count)
+    for value in (-3.0, -5.0):
+        ctx.metrics.add_max("a/max", value)
+    check_recorded(ctx, mfc())
+    assert (ctx.metrics.sums, ctx.metrics.maxima) == ({"a/mean": (3.0, 5.0)}, {"a/max": -3.0})
+    assert fake_context("critic_inf", [BATCH.ids]).metrics.sums == {}
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "message"),
+    [
+        (math.nan, 1, "'a' as a total of nan over a count of 1.0"),
+        (1, math.inf, "'a' as a total of 1.0 over a count of inf"),
+        (1, -1, "'a' as a total of 1.0 over a count of -1.0"),
+    ],
+)
+def test_recorded_nonsense_is_refused(total: float, count: float, message: str) -> None:
+    ctx = fake_context("critic_inf", [BATCH.ids], step=7)
+    ctx.metrics.add("a", total, count)
+    with pytest.raises(CallError, match=WHERE + "recorded the metric " + message):
+        check_recorded(ctx, mfc())
+
+
+def test_a_recorded_maximum_is_finite() -> None:
+    ctx = fake_context("critic_inf", [BATCH.ids], step=7)
+    ctx.metrics.add_max("a", math.nan)
+    with pytest.raises(CallError, match=WHERE + "recorded the metric 'a' with a maximum of nan"):
+        check_recorded(ctx, mfc())

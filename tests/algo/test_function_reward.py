@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -11,10 +12,11 @@ from typing import Any
 import psutil
 import pytest
 
+from realrl.algo import reward_pool
 from realrl.algo.function_reward import FunctionReward
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, ConfigError, RunError
-from tests.algo.batches import token_batch
+from tests.algo.batches import metadata, token_batch
 from tests.helpers.fake_engine import Bigram, FakeEngine, fake_context, fake_model
 
 FUNCTIONS = "tests.algo.reward_functions"
@@ -66,6 +68,77 @@ def test_other_functions_get_text_without_special_tokens(make: Make, in_process:
     assert score(make(f"{FUNCTIONS}:text_length", in_process=in_process)) == pytest.approx([2.1, 2.1, 1.3])
 
 
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_third_parameter_gets_the_row(make: Make, in_process: bool) -> None:
+    rows = [{"scale": 2.0, "note": "é"}, {"scale": 3.0, "note": "x"}]
+    interface = make(f"{FUNCTIONS}:scaled_length", in_process=in_process)
+    assert score(interface, BATCH.update(metadata(BATCH.ids, rows))) == [4.0, 4.0, 9.0]
+    with pytest.raises(CallError, match=r"sample '0/0' .* raised KeyError: 'scale'"):
+        score(interface)
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_responses_are_scored_together_if_the_function_wants_them_all(make: Make, in_process: bool) -> None:
+    assert score(make(f"{FUNCTIONS}:rank", in_process=in_process)) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("too_few", r"\(all responses\): .* returned 1 values for 2 responses"),
+        ("no_list", r"\(all responses\): .* returned 0\.5, which is not a list of 2 numbers"),
+        ("a_string_among_them", r"returned a list with 'good', which is not a number"),
+    ],
+)
+def test_a_group_that_is_scored_wrongly(make: Make, function: str, message: str) -> None:
+    with pytest.raises(CallError, match=rf"sample '0/0' .*{message}"):
+        score(make(f"{FUNCTIONS}:{function}", in_process=True))
+
+
+# ---------------------------------------------------------------- async
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_async_functions_wait_together(make: Make, in_process: bool) -> None:
+    interface = make(f"{FUNCTIONS}:wait", in_process=in_process, concurrency=1, async_concurrency=8)
+    score(interface, responses(0))
+    start_s = time.monotonic()
+    assert score(interface, responses(*range(16))) == [float(n) for n in range(16)]
+    assert 0.4 <= time.monotonic() - start_s < 1.6  # twice 0.2 s, not sixteen times
+
+
+ASYNC_FAILURES = [
+    (1, "raised ValueError: no answer found"),
+    (2, "returned None, which is not a number"),
+    (3, r"did not answer within 0\.5 s"),
+    (4, r"did not answer within 0\.5 s"),
+    (5, "died of signal 11"),
+    (6, r"did not answer within 0\.5 s"),
+]
+
+
+def test_an_async_function_that_fails_harms_no_other_response(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    interface = make(f"{FUNCTIONS}:misbehave_async", timeout_s=0.5, on_failure="zero", concurrency=2)
+    batch = responses(0, *(first for first, _ in ASYNC_FAILURES), 0, 0)
+    assert score(interface, batch) == [0.5, *[0.0] * 6, 0.5, 0.5]
+    messages = {record.getMessage() for record in caplog.records}
+    assert len(messages) == 6
+    for n, (_, message) in enumerate(ASYNC_FAILURES, start=1):
+        assert any(re.search(rf"sample '0/{n}' .*{message}", found) for found in messages), message
+
+
+def test_an_async_timeout_in_process_is_cancelled(make: Make) -> None:
+    with pytest.raises(CallError, match=r"sample '0/1' .* did not answer within 0\.2 s"):
+        score(make(f"{FUNCTIONS}:misbehave_async", in_process=True, timeout_s=0.2), responses(0, 3))
+
+
+def test_long_requests_do_not_fill_the_pipes(make: Make) -> None:
+    """Both sides write more than pipes hold, at once."""
+    batch = token_batch([[([1] * 5_000, [0, 7] * 5_000)] for _ in range(40)])
+    interface = make(f"{FUNCTIONS}:long_complaint", concurrency=2, async_concurrency=32, on_failure="zero")
+    assert score(interface, batch) == [0.0] * 40
+
+
 def test_a_file_works_as_well(make: Make, tmp_path: Path) -> None:
     file = tmp_path / "rewards.py"
     file.write_text("def score(prompt_ids, response_ids): return len(response_ids)\n")
@@ -87,6 +160,8 @@ FAILURES = [
     (1, "raised ValueError: no answer found"),
     (2, "returned None, which is not a number"),
     (3, "returned nan"),
+    (9, r"returned '0\.5', which is not a number"),
+    (10, r"returned \[0\.5\], which is not a number"),
     (4, r"did not answer within 0\.5 s"),
     (5, r"did not answer within 0\.5 s"),
     (6, "left its process with status 1"),
@@ -112,8 +187,8 @@ def test_a_failure_names_the_sample_and_the_remedy(make: Make, first: int, messa
 
 def test_failures_can_score_zero(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     interface = make(f"{FUNCTIONS}:misbehave", timeout_s=0.5, concurrency=4, on_failure="zero")
-    assert score(interface, responses(0, *(first for first, _ in FAILURES), 0)) == [0.5, *[0.0] * 8, 0.5]
-    assert len(caplog.records) == 8
+    assert score(interface, responses(0, *(first for first, _ in FAILURES), 0)) == [0.5, *[0.0] * 10, 0.5]
+    assert len(caplog.records) == 10
     assert "rew_inf at step 4 scores sample '0/3' (response 0) 0: the reward function" in caplog.text
 
 
@@ -135,16 +210,60 @@ def test_a_function_that_cannot_be_loaded_is_named(make: Make) -> None:
         score(make(f"{FUNCTIONS}:nothing", in_process=True))
 
 
-def test_a_killed_server_is_reported_and_replaced(make: Make) -> None:
+@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize(
+    ("function", "wanted"), [("only_one", "(prompt, response)"), ("four", "(prompt, response, row)")]
+)
+def test_a_function_of_other_arguments_is_refused(make: Make, in_process: bool, function: str, wanted: str) -> None:
+    with pytest.raises(RunError, match="cannot be loaded: TypeError: ") as error:
+        score(make(f"{FUNCTIONS}:{function}", in_process=in_process))
+    assert wanted in str(error.value)
+
+
+def test_a_killed_server_is_replaced_without_losing_the_step(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     before = {p.pid for p in children()}
     interface = make(f"{FUNCTIONS}:sum_ids")
     score(interface)
     for process in children():
         if process.pid not in before:
             process.kill()
-    with pytest.raises(RunError, match=r"the process that runs the reward function .* ended"):
-        score(interface)
     assert score(interface) == [309.0, 300.0, 303.0]
+    assert "the process that runs the reward functions ended (status -9); another takes its place" in caplog.text
+
+
+def test_a_server_that_hangs_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_pool, "GRACE_S", 0.1)
+    before = {p.pid for p in children()}
+    interface = make(f"{FUNCTIONS}:sum_ids", timeout_s=0.5)
+    score(interface)
+    for process in children():
+        if process.pid not in before:
+            process.suspend()
+    assert score(interface) == [309.0, 300.0, 303.0]
+    assert score(interface, token_batch([[([1] * 50_000, [2])]] * 3)) == [5_000_002.0] * 3
+
+
+def test_a_server_that_dies_in_the_middle_is_asked_again(make: Make, tmp_path: Path) -> None:
+    """The function kills its server once, half-way through."""
+    (tmp_path / "rewards.py").write_text(
+        "import os, pathlib, signal, time\n"
+        "def score(prompt_ids, response_ids):\n"
+        f"    mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
+        "    if response_ids[0] == 5 and not mark.exists():\n"
+        "        mark.touch()\n"
+        "        os.kill(os.getppid(), signal.SIGKILL)\n"
+        "        time.sleep(60)\n"
+        "    return response_ids[0]\n"
+    )
+    assert score(make(f"{tmp_path}/rewards.py:score"), responses(*range(8))) == [float(n) for n in range(8)]
+
+
+def test_a_server_that_always_dies_ends_the_run(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "import os, signal\ndef score(prompt_ids, response_ids):\n    os.kill(os.getppid(), signal.SIGKILL)\n"
+    )
+    with pytest.raises(RunError, match=r"the process that runs the reward function '.*' ended .*, 4 times in one call"):
+        score(make(f"{tmp_path}/rewards.py:score"), responses(0))
 
 
 def test_nothing_outlives_a_killed_owner(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from realrl.algo.ppo import PPOActor, PPOCritic, training_temperature
-from realrl.config.algorithms import PPOOptions
+from realrl.config.policy_options import PPOOptions
 from realrl.config.schema import GenerationConfig
 from realrl.data.sample import SequenceSample
 from tests.algo.batches import SEQUENCE, experience_batch

@@ -54,7 +54,7 @@ def test_every_resolution_is_a_new_instance() -> None:
 def test_an_unknown_name_offers_the_closest() -> None:
     with pytest.raises(ConfigError, match=r"no interface 'ppo_acter'\. Did you mean 'ppo_actor'"):
         resolve_interface(InterfaceRef("ppo_acter"))
-    with pytest.raises(ConfigError, match=r"no interface 'zzz'\. Known: function_reward, ppo_actor"):
+    with pytest.raises(ConfigError, match=r"no interface 'zzz'\. Known: dpo, filter, function_reward, kto, policy"):
         check_interface_name("zzz")
 
 
@@ -100,7 +100,7 @@ def test_a_file_can_hold_an_interface(tmp_path: Path) -> None:
 
 def test_names_are_checked_without_torch() -> None:
     code = (
-        "import sys; import realrl.algo.registry as r, realrl.algo.ppo_config, realrl.algo.reward_server; "
+        "import sys; import realrl.algo.registry as r, realrl.algo.graph, realrl.algo.reward_server; "
         "r.check_interface_name('sft'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,14 @@ import pytest
 import torch
 
 from realrl.config.schema import DatasetConfig
-from realrl.data.datasets import Dataset, load_dataset
+from realrl.data.datasets import Dataset, load_dataset, other_rows
 from realrl.data.tiny import EOS_ID, tiny_tokenizer
 from realrl.errors import DataError
 from realrl.experiment import DatasetKind
 
 TOKENIZER = tiny_tokenizer()
 PROMPT, ANSWER, PAIR = DatasetKind.PROMPT, DatasetKind.PROMPT_ANSWER, DatasetKind.PREFERENCE_PAIR
+UNPAIRED = DatasetKind.UNPAIRED
 CHAT = [{"role": "user", "content": "hi"}]
 RENDERED = "<|user|>hi<|end|><|assistant|>"
 
@@ -63,6 +66,21 @@ def test_prompts(tmp_path: Path) -> None:
     assert sample["prompt_ids"].dtype == torch.int64
 
 
+def test_other_fields_of_a_prompt_are_its_metadata(tmp_path: Path) -> None:
+    rows = [{"prompt": "ab", "answer": 4, "tags": ["é", None], "id": "x"}, {"prompt": "c"}, {"prompt": "d", "n": 1.5}]
+    sample = load(write(tmp_path / "d.jsonl", rows)).samples(["s", "t", "u"], [2, 0, 1])
+    found = [json.loads(bytes(part.tolist())) for part in sample.samples("metadata")]
+    assert found == [{"n": 1.5}, {"answer": 4, "tags": ["é", None]}, {}]
+    assert sample["metadata"].dtype == torch.uint8
+    assert load(tmp_path / "d.jsonl").max_token_id == ord("d")
+
+
+def test_values_that_json_lacks_become_text(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.parquet", [{"prompt": "a", "on": datetime(2024, 2, 29, 12), "n": Decimal("1.5")}])
+    [row] = [json.loads(bytes(part.tolist())) for part in load(path).samples(["s"], [0]).samples("metadata")]
+    assert row == {"on": "2024-02-29T12:00:00", "n": "1.5"}
+
+
 @pytest.mark.parametrize("field", ["answer", "response", "completion"])
 def test_answers_end_and_are_masked(tmp_path: Path, field: str) -> None:
     sample = load(write(tmp_path / "d.jsonl", [{"prompt": "ab", field: "xyz"}]), ANSWER).samples(["s"], [0])
@@ -78,6 +96,49 @@ def test_pairs_are_two_sequences_chosen_first(tmp_path: Path) -> None:
     assert sample.seqlens["input_ids"] == sample.seqlens["prompt_mask"] == ((6, 4), (3, 3))
     assert texts(load(tmp_path / "d.jsonl", PAIR)) == [["pgood<|end|>", "pno<|end|>"], ["qa<|end|>", "qb<|end|>"]]
     assert sample["prompt_mask"][:10].tolist() == [True, *[False] * 5, True, *[False] * 3]
+
+
+def test_an_unpaired_row_has_its_label_and_another_row_s_answer(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "answer": "good", "label": True},
+        {"prompt": "p", "completion": "bad", "label": False},
+        {"prompt": "q", "answer": "so", "label": False},
+    ]
+    dataset = load(write(tmp_path / "d.jsonl", rows), UNPAIRED)
+    end = "<|end|>"
+    assert texts(dataset) == [[f"pgood{end}", f"pso{end}"], [f"pbad{end}", f"pso{end}"], [f"qso{end}", f"qgood{end}"]]
+    sample = dataset.samples(["s", "t"], [2, 0])
+    assert sample.keys == UNPAIRED.keys
+    assert sample["label"].tolist() == [False, True]
+    assert sample["prompt_mask"][:8].tolist() == [True, False, False, False, True, False, False, False]
+    assert dataset.samples([], [])["label"].tolist() == []
+
+
+def test_partners_are_usable_rows_and_do_not_depend_on_what_is_asked_for(tmp_path: Path) -> None:
+    rows = [{"prompt": p, "answer": a, "label": True} for p, a in (("a", "1"), ("b", "long answer"), ("c", "3"))]
+    dataset = load(write(tmp_path / "d.jsonl", rows), UNPAIRED, max_answer_tokens=4)
+    assert dataset.row_ids == ("0", "2")
+    assert texts(dataset) == [["a1<|end|>", "a3<|end|>"], ["c3<|end|>", "c1<|end|>"]]
+    alone = dataset.samples(["s"], [1])
+    assert alone == dataset.samples(["r", "s"], [0, 1]).select(["s"])
+    with pytest.raises(DataError, match="has a single usable row"):
+        load(write(tmp_path / "one.jsonl", rows[:1]), UNPAIRED)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "others"),
+    [
+        ("ab", [1, 0]),
+        ("abc", [1, 2, 0]),
+        ("aab", [2, 2, 0]),
+        ("abb", [1, 0, 0]),
+        ("aba", [1, 2, 1]),
+        ("aabba", [2, 2, 4, 4, 2]),
+        ("aaa", [1, 2, 0]),
+    ],
+)
+def test_partners_have_other_prompts(prompts: str, others: list[int]) -> None:
+    assert other_rows(prompts) == others
 
 
 @pytest.mark.parametrize("extra", [{}, {"prompt": ""}, {"prompt": None}])
@@ -190,10 +251,14 @@ GOOD = {"prompt": "p"}
         (ANSWER, {"prompt": "a", "answer": CHAT}, r"line 2: its answer must be one assistant message"),
         (PAIR, {"prompt": "a", "chosen": "b"}, r"line 2 has no \"rejected\""),
         (PAIR, {"prompt": "a", "rejected": "b"}, r"line 2 has no \"chosen\""),
+        (UNPAIRED, {"prompt": "a", "answer": "b"}, r"line 2 has no \"label\"; its fields are 'prompt', 'answer'"),
+        (UNPAIRED, {"prompt": "a", "answer": "b", "label": 1}, r"line 2 has a label that is neither true nor false: 1"),
+        (UNPAIRED, {"prompt": "a", "label": True}, r"line 2 has no \"answer\""),
     ],
 )
 def test_unusable_row(tmp_path: Path, kind: DatasetKind, row: object, message: str) -> None:
-    good = {**GOOD, **({"answer": "x"} if kind is ANSWER else {"chosen": "x", "rejected": "y"})}
+    fields = {"answer": "x"} if kind in (ANSWER, UNPAIRED) else {"chosen": "x", "rejected": "y"}
+    good = {**GOOD, **fields, **({"label": True} if kind is UNPAIRED else {})}
     path = write(tmp_path / "d.jsonl", [good, row])
     with pytest.raises(DataError, match=message) as caught:
         load(path, kind)

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from realrl.algo.registry import check_interface_name
-from realrl.config.algorithms import PPOOptions
+from realrl.config.compose import compose
+from realrl.config.policy_options import PPOOptions
 from realrl.config.schema import GenerationConfig, RunConfig
 from realrl.errors import ConfigError
 from realrl.experiment import Experiment
 from realrl.graph.build import build_graph
-from realrl.graph.mfc import InterfaceRef, MFCDef
+from realrl.graph.mfc import InterfaceRef, MFCDef, ModelName, ParamReallocHook
 
 FOLDER = Path(importlib.import_module("experiments").__file__ or "").parent
 NAMES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem != "__init__")
@@ -34,11 +35,11 @@ def test_a_file_has_at_most_60_lines_and_declares_a_graph(name: str) -> None:
     assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 60
     e = experiment(name)
     assert e.name == name
-    config = RunConfig(experiment=name, algorithm=e.options(), n_seqs=24)
+    config = compose(e, ["n_seqs=24"])
     mfcs = e.mfcs(config)
     graph = build_graph(mfcs, e.dataset.keys)
     assert set(graph) == {mfc.name for mfc in mfcs}
-    assert {mfc.role for mfc in mfcs} == set(e.roles) == set(e.roles_for(config))
+    assert {mfc.role for mfc in mfcs} == set(e.roles_for(config)) <= set(e.roles)
     for mfc in mfcs:
         check_interface_name(mfc.interface.name)
         assert mfc.n_seqs == 24
@@ -52,7 +53,7 @@ def test_importing_them_imports_no_torch() -> None:
 
 
 def test_the_ppo_graph() -> None:
-    graph = build_graph(list(ppo().values()), ("prompt_ids",))
+    graph = build_graph(list(ppo().values()), experiment("ppo").dataset.keys)
     data = {(a, b): set(d["keys"]) for a, b, d in graph.edges(data=True) if d.get("keys")}
     assert data["actor_gen", "rew_inf"] == {"input_ids"}
     assert data["actor_gen", "ref_inf"] == {"input_ids", "prompt_mask"}
@@ -77,7 +78,7 @@ def test_a_reward_function_takes_the_place_of_the_model() -> None:
     assert call.interface.args["function"] == "realrl.data.tiny:toy_reward"
     assert call.interface.args["timeout_s"] == 3.0
     assert call.interface.args["in_process"] is False
-    assert call.input_keys == ("input_ids", "prompt_mask")
+    assert call.input_keys == ("input_ids", "prompt_mask", "metadata")
     assert ppo(options, launcher="inline")["rew_inf"].interface.args["in_process"] is True
     roles = experiment("ppo").roles_for(RunConfig(experiment="ppo", algorithm=options))
     assert roles["reward"].head == "none"
@@ -104,3 +105,112 @@ def test_a_reward_function_must_be_a_name(name: str) -> None:
 def test_every_option_is_described(name: str) -> None:
     for key, field in experiment(name).options.model_fields.items():
         assert field.description, key
+
+
+# ---------------------------------------------------------------- policy gradients
+
+
+def calls_of(name: str, *overrides: str) -> dict[str, MFCDef]:
+    e = experiment(name)
+    return {mfc.name: mfc for mfc in e.mfcs(compose(e, list(overrides)))}
+
+
+def test_the_grpo_graph() -> None:
+    calls = calls_of("grpo")
+    assert list(calls) == ["actor_gen", "rew_inf", "ref_inf", "actor_train"]
+    tokens = ("input_ids", "prompt_mask")
+    assert calls["actor_train"].input_keys == (*tokens, "old_logprobs", "truncated", "rewards", "ref_logprobs")
+
+
+def test_a_reference_exists_only_where_something_reads_it() -> None:
+    assert "ref_inf" not in calls_of("grpo", "algorithm.kl_loss_coef=0")
+    assert "ref" not in compose(experiment("grpo"), ["algorithm.kl_loss_coef=0"]).models
+    assert "ref_inf" not in calls_of("ppo", "algorithm.kl_coef=0")
+    assert "ref_inf" in calls_of("ppo", "algorithm.kl_coef=0", "algorithm.kl_loss_coef=0.1")
+    assert "ref_inf" in calls_of("distill", "algorithm.kl_loss_coef=0.1")
+
+
+def test_an_actor_with_adapters_is_its_own_reference() -> None:
+    call = calls_of("grpo", "models.actor.lora.rank=4")["ref_inf"]
+    assert call.role == "actor"
+    assert call.interface == InterfaceRef("policy", {"adapter": False})
+    assert "ref" not in compose(experiment("grpo"), ["models.actor.lora.rank=4"]).models
+    two = calls_of("self_play", "models.actor.lora.rank=4", "algorithm.kl_loss_coef=0.1")
+    assert [two[name].role for name in ("ref_inf", "opponent_ref_inf")] == ["actor", "ref"]
+
+
+def test_a_filter_stands_between_rewards_and_training() -> None:
+    calls = calls_of("dapo")
+    assert calls["filter"].may_drop
+    assert calls["filter"].output_keys == ("kept_rewards",)
+    assert calls["actor_train"].input_key_remap == {"kept_rewards": "rewards"}
+    with_critic = calls_of("ppo", "algorithm.filter=equal_rewards", "generation.n_responses=2")
+    assert with_critic["critic_train"].input_key_remap == {"kept_rewards": "rewards"}
+
+
+@pytest.mark.parametrize("overrides", [["max_staleness=2"], ["algorithm.importance_cap=3"]])
+def test_off_policy_runs_recompute_old_logprobs(overrides: list[str]) -> None:
+    calls = calls_of("grpo", *overrides)
+    assert calls["actor_inf"].output_key_remap == {"logprobs": "old_logprobs"}
+    assert calls["actor_inf"].max_staleness == 0
+    assert "behavior_logprobs" in calls["actor_gen"].output_keys
+    assert "behavior_logprobs" in calls["actor_train"].input_keys
+    assert calls["actor_gen"].max_staleness == (2 if "max_staleness" in overrides[0] else 0)
+
+
+def test_remax_generates_twice_and_rewards_both() -> None:
+    calls = calls_of("remax", "algorithm.reward_function=realrl.data.tiny:toy_reward")
+    assert calls["actor_gen_greedy"].interface.args == {"greedy": True}
+    assert calls["greedy_rew_inf"].output_keys == ("greedy_rewards",)
+    assert {"greedy_rewards", "greedy_truncated"} <= set(calls["actor_train"].input_keys)
+
+
+def test_each_player_sees_the_other_ones_rewards() -> None:
+    calls = calls_of("self_play")
+    assert calls["actor_train"].input_key_remap == {"opponent_rewards": "other_rewards"}
+    theirs = calls["opponent_train"]
+    assert theirs.role == "opponent"
+    assert theirs.input_key_remap["rewards"] == "other_rewards"
+    assert theirs.input_key_remap["opponent_rewards"] == "rewards"
+    assert theirs.input_key_remap["opponent_input_ids"] == "input_ids"
+
+
+def test_costs_have_a_model_and_a_critic_of_their_own() -> None:
+    calls = calls_of("safe_rlhf")
+    assert {"costs", "cost_values", "values", "rewards"} <= set(calls["actor_train"].input_keys)
+    remap = calls["cost_critic_train"].input_key_remap
+    assert remap == {"costs": "rewards", "cost_values": "values"}
+    assert calls["cost_critic_inf"].interface == calls["cost_critic_train"].interface
+    assert experiment("safe_rlhf").roles_for(compose(experiment("safe_rlhf")))["cost"].head == "reward"
+    ruled = compose(experiment("safe_rlhf"), ["algorithm.cost_function=realrl.data.tiny:toy_cost"])
+    assert experiment("safe_rlhf").roles_for(ruled)["cost"].head == "none"
+
+
+def test_the_reference_follows_by_a_hook() -> None:
+    [hook] = calls_of("ppo_ref_ema", "algorithm.ref_ema_eta=0.2")["actor_train"].post_hooks
+    assert isinstance(hook, ParamReallocHook)
+    assert (hook.target, hook.eta) == (ModelName("ref"), 0.2)
+    with pytest.raises(ConfigError, match="moves the reference, and nothing reads it"):
+        calls_of("ppo_ref_ema", "algorithm.kl_coef=0")
+    with pytest.raises(ConfigError, match=r"models\.actor\.lora\.rank above 0"):
+        calls_of("ppo_ref_ema", "models.actor.lora.rank=4")
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "rloo"])
+def test_group_methods_refuse_groups_of_one(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"n_responses=1 gives algorithm\.advantage=\w+ nothing to compare"):
+        calls_of(name, "generation.n_responses=1")
+
+
+def test_other_impossible_choices_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"advantage=grpo reads no values, and experiment ppo has a critic"):
+        calls_of("ppo", "algorithm.advantage=grpo", "generation.n_responses=2")
+    with pytest.raises(ConfigError, match=r"algorithm\.sampler=greedy samples greedily"):
+        calls_of("ppo", "algorithm.sampler=greedy")
+    with pytest.raises(ConfigError, match=r"algorithm\.clip_ratio=0\.1 has no effect"):
+        calls_of("remax", "algorithm.clip_ratio=0.1")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_experiments_own_defaults_are_read(name: str) -> None:
+    assert calls_of(name)

@@ -1,0 +1,40 @@
+"""Direct preference optimisation from pairs of a chosen and a rejected answer: two roles, two calls."""
+
+from __future__ import annotations
+
+from realrl.algo.graph import ACTOR, REFERENCE, TOKENS, has_adapter, reference_call
+from realrl.config.algorithms import DPOOptions
+from realrl.config.schema import RunConfig
+from realrl.experiment import DatasetKind, Experiment, Role
+from realrl.graph.mfc import InterfaceType, MFCDef
+
+
+def mfcs(config: RunConfig) -> list[MFCDef]:
+    """The calls of one step."""
+    actor_train = MFCDef(
+        name="actor_train",
+        model_name="actor",
+        interface_type=InterfaceType.TRAIN_STEP,
+        interface_impl="dpo",
+        input_keys=(*TOKENS, "ref_logprobs"),
+        n_seqs=config.n_seqs,
+        n_minibatches=config.algorithm.n_minibatches,
+        log_return_value=True,
+    )
+    return [reference_call(config), actor_train]
+
+
+def role_changes(config: RunConfig) -> dict[str, Role | None]:
+    """An actor with an adapter is its own reference."""
+    return {"ref": None} if has_adapter(config, "actor") else {}
+
+
+EXPERIMENT = Experiment(
+    name="dpo",
+    description="direct preference optimisation from pairs of a chosen and a rejected answer",
+    roles={"actor": ACTOR, "ref": REFERENCE},
+    dataset=DatasetKind.PREFERENCE_PAIR,
+    options=DPOOptions,
+    mfcs=mfcs,
+    role_changes=role_changes,
+)

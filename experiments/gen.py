@@ -1,0 +1,42 @@
+"""Responses to the prompts of a file, once each, with rewards where some are configured. Nothing is trained."""
+
+from __future__ import annotations
+
+from realrl.algo.graph import REWARD_ROLES
+from realrl.algo.rewards import reward_calls, reward_roles
+from realrl.config.algorithms import GenOptions
+from realrl.config.schema import RunConfig
+from realrl.experiment import DatasetKind, Experiment, Role
+from realrl.graph.mfc import InterfaceType, MFCDef
+
+
+def mfcs(config: RunConfig) -> list[MFCDef]:
+    """The calls of one step."""
+    actor_gen = MFCDef(
+        name="actor_gen",
+        model_name="actor",
+        interface_type=InterfaceType.GENERATE,
+        interface_impl="policy",
+        input_keys=("prompt_ids",),
+        output_keys=("input_ids", "prompt_mask", "truncated"),
+        n_seqs=config.n_seqs,
+    )
+    return [actor_gen, *(reward_calls(config) if config.algorithm.has_rewards else [])]
+
+
+def role_changes(config: RunConfig) -> dict[str, Role | None]:
+    """The roles that give rewards, if any do."""
+    needed = reward_roles(config) if config.algorithm.has_rewards else {}
+    return {**dict.fromkeys(REWARD_ROLES), **needed}
+
+
+EXPERIMENT = Experiment(
+    name="gen",
+    description="responses to the prompts of a file, without training",
+    roles={"actor": Role(trainable=False), **REWARD_ROLES},
+    dataset=DatasetKind.PROMPT,
+    options=GenOptions,
+    mfcs=mfcs,
+    role_changes=role_changes,
+    defaults={"steps": 1_000_000, "epochs": 1, "dataset": {"shuffle": False}, "save": {"at_end": False}},
+)

@@ -1,0 +1,53 @@
+"""ReMax: REINFORCE whose baseline is the reward of the greedy response to the same prompt; no critic."""
+
+from __future__ import annotations
+
+from realrl.algo.graph import (
+    ACTOR,
+    REFERENCE,
+    REWARD_ROLES,
+    check_policy,
+    filter_calls,
+    generate_call,
+    greedy_call,
+    policy_roles,
+    recompute_calls,
+    reference_calls,
+    train_call,
+)
+from realrl.algo.rewards import reward_calls
+from realrl.config.policy_options import PolicyOptions
+from realrl.config.schema import RunConfig
+from realrl.experiment import DatasetKind, Experiment
+from realrl.graph.mfc import MFCDef
+
+DEFAULTS = {
+    "algorithm": {"advantage": "remax", "policy_loss": "reinforce", "kl_coef": 0.01},
+}
+
+
+def mfcs(config: RunConfig) -> list[MFCDef]:
+    """The calls of one step."""
+    check_policy(config, DEFAULTS)
+    return [
+        generate_call(config),
+        greedy_call(config),
+        *recompute_calls(config),
+        *reward_calls(config),
+        *reward_calls(config, prefix="greedy_"),
+        *filter_calls(config),
+        *reference_calls(config),
+        train_call(config),
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="remax",
+    description="REINFORCE with the greedy response's reward as baseline",
+    roles={"actor": ACTOR, "ref": REFERENCE, **REWARD_ROLES},
+    dataset=DatasetKind.PROMPT,
+    options=PolicyOptions,
+    mfcs=mfcs,
+    defaults=DEFAULTS,
+    role_changes=policy_roles,
+)

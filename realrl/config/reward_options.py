@@ -1,0 +1,102 @@
+"""How responses are rewarded: the options of every algorithm that learns from rewards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from realrl.config.schema import ADVANCED, Section
+from realrl.errors import did_you_mean
+
+REWARD_MODEL = "reward_model"
+OVERLONG = "overlong"
+BUILT_IN_REWARDS = (REWARD_MODEL, "math_verify", "reasoning_gym", OVERLONG)
+
+Reads = Literal["auto", "text", "ids"]
+OnFailure = Literal["error", "zero", "drop"]
+
+
+def check_function_name(value: str) -> str:
+    """Return `value` if it may name a reward: a built-in one, ``module:function`` or ``file.py:function``.
+
+    Raises:
+        ValueError: it may not.
+    """
+    separator = ":" if ":" in value else "."
+    if value not in BUILT_IN_REWARDS and not all(value.rpartition(separator)):
+        hint = did_you_mean(value, BUILT_IN_REWARDS) or f" Built in are {', '.join(BUILT_IN_REWARDS)}."
+        raise ValueError(f"{value!r} is not 'module:function' or 'file.py:function'.{hint}")
+    return value
+
+
+class RewardPart(Section):
+    """One of several rewards that add up. What is null is taken from the algorithm's ``reward_*`` keys."""
+
+    function: str = Field(
+        description="'module:function', 'file.py:function', reward_model, math_verify, reasoning_gym or overlong"
+    )
+    weight: float = Field(1.0, description="factor in the sum; 0 only logs it")
+    reads: Reads | None = Field(None, description="as algorithm.reward_reads")
+    timeout_s: float | None = Field(None, gt=0, description="as algorithm.reward_timeout_s")
+    on_failure: OnFailure | None = Field(None, description="as algorithm.reward_on_failure")
+    options: dict[str, Any] = Field({}, description="keyword arguments of the function")
+
+    @field_validator("function")
+    @classmethod
+    def _names_a_function(cls, value: str) -> str:
+        return check_function_name(value)
+
+
+class RewardOptions(Section):
+    """The reward model, or functions that take its place or are added to it.
+
+    Parts that are ``overlong`` only correct a reward: where nothing else is named, the reward model gives it.
+    """
+
+    reward_function: str | None = Field(
+        None, description="'module:function', 'file.py:function' or a built-in one; takes the place of the reward model"
+    )
+    rewards: dict[str, RewardPart] = Field(
+        {},
+        description="weighted rewards by name, added to that of reward_function: "
+        "rewards.<name>.{function,weight,...} or rewards.<name>=function",
+    )
+    reward_reads: Reads = Field(
+        "auto",
+        description="what the function gets; auto: token ids if its parameters are named *_ids, else text",
+        json_schema_extra=ADVANCED,
+    )
+    reward_timeout_s: float = Field(10.0, gt=0, description="time limit of the reward function for one response")
+    reward_concurrency: int = Field(
+        2, ge=1, description="reward processes per data-parallel rank", json_schema_extra=ADVANCED
+    )
+    reward_async_concurrency: int = Field(
+        32,
+        ge=1,
+        description="responses that an async function works on at a time in each reward process",
+        json_schema_extra=ADVANCED,
+    )
+    reward_on_failure: OnFailure = Field(
+        "error",
+        description="a response whose reward fails or takes too long ends the run, is scored 0, or its sample is "
+        "dropped and replaced",
+    )
+
+    @field_validator("reward_function")
+    @classmethod
+    def _reward_function_names_one(cls, value: str | None) -> str | None:
+        return None if value is None else check_function_name(value)
+
+    @field_validator("rewards", mode="before")
+    @classmethod
+    def _read_short_form(cls, value: object) -> object:
+        """``{name: "module:function"}`` is short for ``{name: {function: "module:function"}}``."""
+        if not isinstance(value, Mapping):
+            return value
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z]\w*", str(name)):
+                raise ValueError(f"{name!r} cannot name a reward: use letters, digits and _")
+        return {name: {"function": part} if isinstance(part, str) else part for name, part in value.items()}

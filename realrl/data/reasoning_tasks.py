@@ -1,0 +1,198 @@
+"""Tasks of the package reasoning-gym as a dataset: questions made on the spot, each with what its verifier needs.
+
+    dataset.path=reasoning_gym:chain_sum
+    dataset.path=reasoning_gym:chain_sum?size=500&seed=1&min_terms=2&max_terms=3
+    dataset.path=reasoning_gym:chain_sum+leg_counting?size=500&chain_sum.max_terms=2
+
+`size` (rows of each task, 500), `seed` (0) and `instruction` (text below every question, in percent encoding or with +
+for spaces) are for all tasks; anything else is a setting of the task, with several tasks written ``task.setting``.
+The rows are a function of the path alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+from urllib.parse import parse_qsl
+
+from realrl.config.schema import REASONING_TASKS
+from realrl.data.readers import RawRow
+from realrl.errors import ConfigError, DataError, did_you_mean
+
+FIELD = "reasoning_gym"
+DEFAULT_SIZE = 500
+_TUPLE, _ITEMS = "(tuple)", "(items)"
+
+
+@dataclass(frozen=True)
+class TaskPath:
+    """A parsed path.
+
+    Attributes:
+        settings: task -> its settings, `size` and `seed` among them.
+        instruction: text below every question.
+    """
+
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    instruction: str = ""
+
+
+def task_rows(path: str) -> list[RawRow]:
+    """The rows of ``reasoning_gym:...``: `prompt`, `answer`, and `reasoning_gym` for the verifier of that name.
+
+    Raises:
+        ConfigError: reasoning-gym is not installed.
+        DataError: there is no such task, or it does not take such settings.
+    """
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ConfigError(
+            f"dataset.path={path} needs the package reasoning-gym, which is not installed",
+            remedy="pip install 'realrl[rewards]'",
+        )
+    parsed = parse_task_path(path)
+    rows: list[RawRow] = []
+    for task, settings in parsed.settings.items():
+        dataset = _open(path, task, settings)
+        for index in range(len(dataset)):
+            where = f"{path}, task {task}, row {index + 1}"
+            rows.append(RawRow(_row(dataset, task, settings, index, parsed.instruction), where))
+    return rows
+
+
+def parse_task_path(path: str) -> TaskPath:
+    """Tasks and settings of a path; values are read as JSON where they are JSON, and are text otherwise.
+
+    Raises:
+        DataError: no task, a setting without value, or one that names no task where there are several.
+    """
+    names, _, query = path.removeprefix(REASONING_TASKS).partition("?")
+    tasks = names.split("+")
+    if not all(tasks):
+        raise DataError(f"dataset.path={path} names no task", remedy="Write reasoning_gym:<task>?size=500&seed=1.")
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+    except ValueError as error:
+        raise DataError(
+            f"dataset.path={path}: {error}", remedy="Settings are written name=value, with & between."
+        ) from None
+    common: dict[str, Any] = {"size": DEFAULT_SIZE, "seed": 0}
+    settings: dict[str, dict[str, Any]] = {task: {} for task in tasks}
+    instruction = ""
+    for name, text in pairs:
+        task, _, own = name.rpartition(".")
+        if name == "instruction":
+            instruction = text
+        elif name in common:
+            common[name] = _value(text)
+        elif not task and len(tasks) == 1:
+            settings[tasks[0]][name] = _value(text)
+        elif task in settings:
+            settings[task][own] = _value(text)
+        else:
+            raise DataError(
+                f"dataset.path={path}: setting {name!r} belongs to none of the tasks {', '.join(tasks)}",
+                remedy=f"Write it as {tasks[0]}.{own}.",
+            )
+    return TaskPath({task: {**common, **settings[task]} for task in tasks}, instruction)
+
+
+def task_entry(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The task's dataset, which scores answers, and the entry that a row was made of.
+
+    Args:
+        row: what `task_rows` put into the field `reasoning_gym`.
+    """
+    dataset = _dataset(row["task"], json.dumps(row["settings"], sort_keys=True))
+    return dataset, _unpack(row["entry"]) if "entry" in row else _entry(dataset, row["task"], row["index"])
+
+
+def _row(dataset: Any, task: str, settings: Mapping[str, Any], index: int, instruction: str) -> dict[str, Any]:
+    entry = _entry(dataset, task, index)
+    made: dict[str, Any] = {"task": task, "settings": dict(settings), "index": index}
+    with contextlib.suppress(TypeError):  # what JSON cannot hold is made again when it is needed
+        made["entry"] = _pack(entry)
+    prompt = f"{entry['question']}\n{instruction}" if instruction else entry["question"]
+    return {"id": f"{task}/{index}", "prompt": prompt, "answer": entry["answer"], FIELD: made}
+
+
+def _entry(dataset: Any, task: str, index: int) -> dict[str, Any]:
+    """Entry `index`. Some tasks draw from the global generator too, which is put back as it was."""
+    state = random.getstate()
+    random.seed(f"{task}/{dataset.seed}/{index}")
+    try:
+        entry: dict[str, Any] = dataset[index]
+    finally:
+        random.setstate(state)
+    return entry
+
+
+def _pack(value: Any) -> Any:
+    """`value` as JSON from which `_unpack` makes an equal one: tuples stay tuples, and numbers may be keys.
+
+    Raises:
+        TypeError: it holds something else than JSON, tuples and such mappings.
+    """
+    if value is None or type(value) in (bool, int, str) or (type(value) is float and math.isfinite(value)):
+        return value
+    if type(value) in (list, tuple):
+        packed = [_pack(item) for item in value]
+        return packed if type(value) is list else {_TUPLE: packed}
+    if type(value) is dict:
+        if all(type(key) is str for key in value):
+            return {key: _pack(item) for key, item in value.items()}
+        return {_ITEMS: [[_pack(key), _pack(item)] for key, item in value.items()]}
+    raise TypeError(f"{type(value).__name__} is not packed")
+
+
+def _unpack(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TUPLE in value:
+        return tuple(_unpack(item) for item in value[_TUPLE])
+    if _ITEMS in value:
+        return {_unpack(key): _unpack(item) for key, item in value[_ITEMS]}
+    return {key: _unpack(item) for key, item in value.items()}
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _open(path: str, task: str, settings: Mapping[str, Any]) -> Any:
+    from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        hint = did_you_mean(task, DATASETS)
+        raise DataError(f"dataset.path={path}: reasoning-gym has no task {task!r}.{hint}")
+    known = [item.name for item in dataclasses.fields(DATASETS[task][1])]
+    for name in settings:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise DataError(
+                f"dataset.path={path}: task {task} has no setting {name!r}.{hint}",
+                remedy=f"Its settings: {', '.join(known)}.",
+            )
+    try:
+        return _dataset(task, json.dumps(settings, sort_keys=True))
+    except (AssertionError, TypeError, ValueError) as error:
+        raise DataError(f"dataset.path={path}: task {task} refuses its settings: {error}") from error
+
+
+@lru_cache(maxsize=16)
+def _dataset(task: str, settings: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, **json.loads(settings))
