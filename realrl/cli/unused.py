@@ -19,10 +19,16 @@ def unused_keys(experiment: Experiment, mfcs: Sequence[MFCDef]) -> Mapping[str, 
     unused: dict[str, str] = {}
     if not any(mfc.interface_type is InterfaceType.GENERATE for mfc in mfcs):
         unused["generation"] = f"'{experiment.name}' has no generate call"
+        unused["max_staleness"] = f"'{experiment.name}' has no generate call"
+    if not any(mfc.may_drop for mfc in mfcs):
+        unused["max_refill_rounds"] = f"no call of '{experiment.name}' drops samples"
     if all(mfc.is_train for mfc in mfcs):
         unused["min_n_seqs"] = f"all calls of '{experiment.name}' train"
     if experiment.dataset is DatasetKind.PROMPT:
         unused["dataset.max_answer_tokens"] = f"the dataset of '{experiment.name}' holds prompts, no answers"
+    used = {mfc.role for mfc in mfcs}
+    for role in (role for role in experiment.roles if role not in used):
+        unused[f"models.{role}"] = f"this run of '{experiment.name}' needs no role '{role}'"
     return unused
 
 

@@ -20,7 +20,7 @@ from realrl.cli import commands, plan_view
 from realrl.cli.console import print_table
 from realrl.errors import RunError, UsageError
 from realrl.model.config import tiny_config
-from realrl.model.hf_llama import config_to_hf
+from realrl.model.families.llama import config_to_hf
 
 USER_FILE = """
 from realrl import DatasetKind, Experiment, InterfaceType, MFCDef, Role
@@ -131,6 +131,18 @@ def test_dry_run_says_which_parameters_move(capsys: pytest.CaptureFixture[str]) 
     assert "[4, 5, 6, 7]" in rows["pp"][0]
 
 
+def test_dry_run_says_when_a_rank_order_saves_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("cluster.n_devices_per_node=4", "allocation=t4", "allocation.calls.actor_gen=d2t2")
+    code, out, err = call(capsys, "run", "ppo", "preset=tiny", "--dry-run", *overrides)
+    assert (code, err) == (0, "")
+    found = re.search(
+        r"\nactor_gen takes its devices in the order 0 2 1 3: (\S+) MB move, in plain order (\S+) MB", out
+    )
+    assert found is not None
+    assert float(found[1]) < float(found[2])
+    assert "takes its devices" not in call(capsys, "run", "ppo", "preset=tiny", "--dry-run", *overrides[:2])[1]
+
+
 def test_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--dry-run", "ppo", "preset=tiny"], ["ppo", "--dry-run", "preset=tiny"]):
         code, out, _ = call(capsys, "run", *arguments)
@@ -223,6 +235,7 @@ def test_config_prints_values(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "ppo", "steps=-1", "sede=1"], ["2 things are wrong", "steps=-1: must be", "Did you mean 'seed'?"]),
         (["run", "rw", "generation.top_k=1"], ["generation.top_k=1: has no effect: 'rw' has no generate call"]),
         (["run", "sft", "min_n_seqs=4"], ["min_n_seqs=4: has no effect: all calls of 'sft' train"]),
+        (["run", "rw", "max_refill_rounds=3"], ["max_refill_rounds=3: has no effect: no call of 'rw' drops samples"]),
         (["run", "rw", "+generation={top_k: 1}"], ["has no effect: 'rw' has no generate call"]),
         (["run", "ppo", "dataset.max_answer_tokens=1"], ["has no effect: the dataset of 'ppo' holds prompts"]),
         (["run", "ppo", "allocation=splt"], ["splt", "Did you mean 'split'?"]),

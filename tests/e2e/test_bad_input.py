@@ -76,7 +76,7 @@ def assert_refused(outcome: tuple[int, str, str], *messages: str) -> None:
             ("seed=9223372036854775808",),
             ("seed=9223372036854775808: must be a whole number >= 0 and < 9223372036854775808",),
         ),
-        (("generation.temperature=0",), ("PPO cannot learn from responses that never vary",)),
+        (("generation.temperature=0",), ("a policy cannot learn from responses that never vary",)),
         (("n_seqs=2", "cluster.n_devices_per_node=2"), ("fewer than its 2 data-parallel ranks", "n_seqs=4")),
         (("cluster.n_nodes=2",), ("cluster.n_nodes=2, but this version starts workers on one machine only",)),
         (
