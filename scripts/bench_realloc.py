@@ -220,7 +220,10 @@ def plan_section(out: Path | None) -> int:
     for failure in failures:
         print(failure, file=sys.stderr)
     if not failures:
-        print(f"{len(rows)} cases: never more than HybridFlow's formulas; planned in time.")
+        print(
+            f"{len(rows)} cases: no rank receives or holds more than with HybridFlow-V, all together no more than with "
+            "the 3D-HybridEngine (whose formula leaves out replicated parameters); planned in time."
+        )
     return 1 if failures else 0
 
 

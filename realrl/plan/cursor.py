@@ -79,16 +79,26 @@ class DatasetCursor:
         seed: seed of the shuffle.
         shuffle: whether to shuffle each epoch.
         start: rows consumed before this run, from a checkpoint's `CursorState`.
+        name: what sample ids begin with, instead of the epoch; for a single pass.
 
     Raises:
         DataError: there is no row, an id occurs twice, or `start` was made with another dataset.
         ConfigError: `start` was made with another seed or shuffle switch.
     """
 
-    def __init__(self, row_ids: Sequence[str], *, seed: int, shuffle: bool, start: CursorState | None = None) -> None:
+    def __init__(
+        self,
+        row_ids: Sequence[str],
+        *,
+        seed: int,
+        shuffle: bool,
+        start: CursorState | None = None,
+        name: str | None = None,
+    ) -> None:
         self.row_ids = tuple(row_ids)
         self.seed = seed
         self.shuffle = shuffle
+        self.name = name
         self.fingerprint = fingerprint(self.row_ids)
         self.start = 0 if start is None else start.rows_consumed
         self._check_rows()
@@ -111,7 +121,7 @@ class DatasetCursor:
             epoch, offset = position // self.n_rows + 1, position % self.n_rows
             rows = epoch_order(self.n_rows, self.seed, epoch) if self.shuffle else range(self.n_rows)
             chunk = rows[offset : offset + count]
-            refs += [SampleRef(f"{epoch}/{self.row_ids[row]}", row) for row in chunk]
+            refs += [SampleRef(f"{self.name or epoch}/{self.row_ids[row]}", row) for row in chunk]
             position += len(chunk)
             count -= len(chunk)
         return refs

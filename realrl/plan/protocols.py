@@ -26,11 +26,12 @@ Shares of the built-in ones are empty only where there are fewer samples than sl
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from realrl.errors import AllocationError, GraphError, did_you_mean
+from realrl.errors import AllocationError, GraphError, RunError, did_you_mean
 from realrl.graph.protocol_names import DEFAULT_PROTOCOL, add_protocol_name
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.partition import partition_balanced
@@ -114,6 +115,35 @@ def check_protocol(
     for rank, kept_ids in kept.items():
         if not given.get(rank, set()).issuperset(kept_ids):
             raise ValueError(f"rank {rank} keeps a sample that it does not get")
+
+
+def divide(
+    name: str, ids: Sequence[str], token_counts: Sequence[int], layout: CallLayout, *, call: str
+) -> tuple[Sequence[Share], Mapping[int, tuple[str, ...]]]:
+    """What a protocol makes of one batch or minibatch of a call: who gets what, and who keeps what.
+
+    Raises:
+        RunError: a registered protocol raises, or does not keep its promises with this batch; names its file and line.
+    """
+    protocol = transfer_protocol(name)
+    try:
+        shares = protocol.distribute(ids, token_counts, layout)
+        kept = protocol.collect(shares, layout)
+        if name not in _BUILT_IN:
+            check_protocol(shares, kept, ids, layout.allocation.ranks)
+        return shares, kept
+    except Exception as err:  # functions of the user may raise anything
+        if name in _BUILT_IN:
+            raise
+        place = traceback.extract_tb(err.__traceback__)[-1]
+        is_broken_promise = isinstance(err, ValueError) and place.filename == __file__
+        problem = str(err) if is_broken_promise else f"{err!r}, raised at {place.filename}:{place.lineno}"
+    raise RunError(
+        f"transfer protocol '{name}' failed on {len(ids)} samples for {layout.allocation}: {problem}",
+        remedy="See the invariants in realrl.plan.protocols, or use 3D_PROTO.",
+        call=call,
+        mesh=str(layout.allocation.mesh),
+    )
 
 
 def slices_of(name: str, layout: CallLayout) -> tuple[tuple[int, ...], ...]:
@@ -241,3 +271,4 @@ register_protocol("ONE_TO_ALL", _give_all, _keep_equal_parts)
 register_protocol("ALL_TO_ALL", _split_as_given, _keep_own)
 register_protocol("3D_ALL_MICRO_DP", _split_over_micro_dp, _keep_on_last_stage)
 register_protocol("3D_PP_ONLY", _give_all, _keep_on_every_stage)
+_BUILT_IN = frozenset(_PROTOCOLS)

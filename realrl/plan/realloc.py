@@ -24,6 +24,7 @@ from functools import cached_property
 import numpy as np
 
 from realrl.plan.layout import ParameterLayout, ParameterSpec, Slice, slice_of, units_of
+from realrl.plan.rank_order import best_rank_order as best_rank_order
 from realrl.plan.realloc_portions import (
     Matrix,
     Overlap,

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.errors import AllocationError, GraphError
+from realrl.errors import AllocationError, GraphError, RunError
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.graph.protocol_names import protocol_names
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes
 from realrl.mesh.notation import parse_allocation
-from realrl.plan.protocols import CallLayout, check_protocol, register_protocol, slices_of, transfer_protocol
+from realrl.plan.protocols import CallLayout, check_protocol, divide, register_protocol, slices_of, transfer_protocol
 from realrl.plan.transfer import Share
 
 CLUSTER = Cluster(2, 8)
@@ -183,6 +183,32 @@ def test_broken_promises(distribute, collect, problem):
     register_protocol(name, distribute, collect)
     with pytest.raises(AllocationError, match=problem):
         slices_of(name, CallLayout(spread("d2@0:0-1")))
+
+
+def stumble(ids, token_counts, layout):
+    raise KeyError("no share")
+
+
+@pytest.mark.parametrize(
+    ("distribute", "collect", "problem"),
+    [
+        (lambda ids, *_: to_last(ids[: len(ids) // 2 * 2], *_), keep_all, "not hold exactly the samples"),
+        (stumble, keep_all, r"KeyError\('no share'\), raised at .*test_protocols.py:\d+"),
+        (to_last, stumble, "TypeError"),
+    ],
+)
+def test_a_batch_that_a_registered_protocol_fails_on_is_named(distribute, collect, problem):
+    name, layout = f"FRAGILE: {problem}", CallLayout(spread("d2@0:0-1"))
+    register_protocol(name, distribute, collect)
+    with pytest.raises(RunError, match=rf"FRAGILE.* failed on 3 samples for d2t1p1@0:0-1: .*{problem}") as caught:
+        divide(name, ("a", "b", "c"), (1, 1, 1), layout, call="ref_inf")
+    assert caught.value.call == "ref_inf"
+
+
+def test_a_batch_divided():
+    shares, kept = divide("3D_PROTO", ("a", "b"), (1, 1), CallLayout(spread("d2@0:0-1")), call="ref_inf")
+    assert [share.ids for share in shares] == [("a",), ("b",)]
+    assert kept == {0: ("a",), 1: ("b",)}
 
 
 def test_unknown_names_get_the_closest():

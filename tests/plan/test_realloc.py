@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.layout import ParameterLayout, micro_dp_groups, parameter_layout, parameter_specs
-from realrl.plan.rank_order import best_rank_order
-from realrl.plan.realloc import ReallocPlan, Transfer, plan_realloc
+from realrl.plan.realloc import ReallocPlan, Transfer, best_rank_order, plan_realloc
 from realrl.plan.realloc_baselines import deepspeed_chat, hybrid_engine, hybridflow_v
 from tests.helpers.layouts import (
     MAX_RANKS,
