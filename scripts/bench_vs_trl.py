@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -69,13 +69,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run as it reports it; seconds are since the end of the step before."""
+    """One step of a run as it reports it; seconds are since the end of the step before, and of realrl's calls."""
 
     seconds: float
     n_tokens: float
     loss: float
     grad_norm: float
     reward: float
+    calls_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def compare_speed(task: Task, scratch: Path, args: argparse.Namespace) -> dict[s
         }
         print(f"{name:<18}{row['tokens_per_s']:>10.1f}{row['memory_gb']:>10.2f}"
               f"{row['speed_ratio']:>13.2f}x{row['memory_ratio']:>13.2f}x", flush=True)  # fmt: skip
-        table[name] = {**row, "step_s": [[s.seconds for s in run.steps] for run in mine]}
+        table[name] = {**row, "steps": [[vars(step) for step in run.steps] for run in mine]}
     return table
 
 
@@ -270,8 +271,18 @@ def start_realrl(task: Task, launcher: str, run_dir: Path, threads: int) -> Run:
     command = [sys.executable, "-m", "realrl", "run", "grpo", *(f"{key}={value}" for key, value in settings.items())]
     memory_gb = watch(command, threads, {REPLAY: task.replay})
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    read = ("time_s/step", "n_tokens", "actor/pg_loss", "actor/grad_norm", "reward/mean")
-    return Run(tuple(Step(*(step[name] for name in read)) for step in steps), memory_gb)
+    return Run(tuple(_as_step(step, task.kl) for step in steps), memory_gb)
+
+
+def _as_step(metrics: Mapping[str, float], kl: float) -> Step:
+    return Step(
+        seconds=metrics["time_s/step"],
+        n_tokens=metrics["n_tokens"],
+        loss=metrics["actor/pg_loss"] + kl * metrics.get("actor/kl_loss", 0.0),
+        grad_norm=metrics["actor/grad_norm"],
+        reward=metrics["reward/mean"],
+        calls_s={name: seconds for name, seconds in metrics.items() if name.startswith("time_s/")},
+    )
 
 
 def replay(model: Any, prompts: Any, ctx: Any) -> Any:
@@ -333,10 +344,10 @@ def run_trl(task: Task, report: Path) -> None:
             return loss
 
     class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.started_s, self.n_tokens = time.perf_counter(), 0.0
 
-        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             now_s, n_tokens = time.perf_counter(), float(state.num_input_tokens_seen)
             steps.append({"seconds": now_s - self.started_s, "n_tokens": n_tokens - self.n_tokens})
             self.started_s, self.n_tokens = now_s, n_tokens

@@ -198,10 +198,23 @@ def _shared_lengths(input_ids: torch.Tensor, seqlens: Sequence[Sequence[int]], h
     for lengths, part in zip(seqlens, parts, strict=True):
         n = 0
         if len(lengths) > 1 and min(lengths) > 0:
-            sequences = part.split(list(lengths))
-            begins = torch.stack([sequence[: min(lengths)] for sequence in sequences])
+            begins = torch.stack([sequence[: min(lengths)] for sequence in part.split(list(lengths))])
             n = int((begins == begins[0]).all(0).long().cumprod(0).sum())
-        saved = n * (len(lengths) - 1) * _PARAMETERS * hidden_size**2
-        is_small = (max(lengths, default=0) - n) * max(lengths, default=0) <= _MOST_SCORES
-        found.append(n if saved > 2 * CALL_COST and is_small else 0)
+        found.append(n if n and is_worth_sharing(n, lengths, hidden_size) else 0)
     return found
+
+
+def is_worth_sharing(n_shared: int, lengths: Sequence[int], hidden_size: int) -> bool:
+    """Whether the tokens saved outweigh what attention costs more, with padded tails, dense masks and more calls.
+
+    Args:
+        n_shared: tokens that the sequences begin with.
+        lengths: of the sequences, these included.
+        hidden_size: of the model.
+    """
+    longest = max(lengths)
+    n_scores = (longest - n_shared) * longest
+    more_scores = len(lengths) * n_scores - (sum(n * n for n in lengths) - n_shared * n_shared) // 2
+    # forward and backward: 3 multiply-adds for each parameter and token, 7 for each score and channel
+    saved = 3 * n_shared * (len(lengths) - 1) * _PARAMETERS * hidden_size**2
+    return n_scores <= _MOST_SCORES and saved > 7 * hidden_size * more_scores + 2 * CALL_COST

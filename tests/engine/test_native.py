@@ -15,7 +15,9 @@ from realrl.data.sample import SequenceSample
 from realrl.engine.native import NativeEngine
 from realrl.engine.packing import packed_positions
 from realrl.errors import CallError
+from realrl.model import shared_prefix
 from realrl.model.attention import PackedAttention
+from realrl.model.config import HeadKind
 from realrl.model.hf import load_model
 from realrl.model.init import random_model
 from realrl.sched.messages import KeySchema, Per
@@ -44,6 +46,36 @@ def test_training_does_not_depend_on_micro_batches(micro_batching: MicroBatching
     assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
     for name, p in parameters(split).items():
         torch.testing.assert_close(p, whole.decoder.get_parameter(name), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
+def test_beginnings_that_sequences_share_are_computed_once(
+    head: HeadKind, compute_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = make_batch(sequences_per_sample=4, n_shared=12)
+    n_rows = batch.n_rows("input_ids")
+
+    def result() -> tuple[torch.Tensor, float, int]:
+        engine = make_engine(head=head, compute_dtype=compute_dtype)
+        n_computed: list[int] = []
+        engine.decoder.blocks[0].register_forward_hook(lambda _, x, __: n_computed.append(len(x[0])))
+
+        def loss(out: ForwardOutput, _: SequenceSample) -> LossOutput:
+            return LossOutput((out.scores() if head == "value" else out.logprobs()).square().sum())
+
+        grad_norm = engine.train_batch(batch, loss, normaliser=n_rows, micro_batching=ONE).grad_norm
+        post = (lambda out, _: out.scores()) if head == "value" else (lambda out, _: out.logprobs())
+        forward = engine.forward(batch, post, micro_batching=MicroBatching(n_mbs=2))
+        return forward, grad_norm, n_computed[0]
+
+    expected, norm, n_plain = result()
+    monkeypatch.setattr(shared_prefix, "CALL_COST", 0)
+    found, found_norm, n_shared = result()
+    assert (n_plain, n_shared) == (n_rows, n_rows - 10 * 3 * 12)
+    exact = compute_dtype == torch.float32
+    torch.testing.assert_close(found, expected, atol=1e-4 if exact else 0.1, rtol=1e-4 if exact else 0.05)
+    assert found_norm == pytest.approx(norm, rel=1e-5 if exact else 0.02)
 
 
 @pytest.mark.parametrize("micro_batching", [ONE, *SPLITS])

@@ -22,8 +22,13 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="linear", warmup_fraction=0.2, cli
 CONFIG = DecoderConfig(VOCAB_SIZE, 32, 2, 4, 2, 8, 48, attention_bias=True, o_bias=True)
 
 
-def make_batch(n_samples: int = 10, *, seed: int = 0, sequences_per_sample: int = 1) -> SequenceSample:
-    """Random tokens in sequences of 2 to 19 tokens, and a bool per transition, "mask"."""
+def make_batch(
+    n_samples: int = 10, *, seed: int = 0, sequences_per_sample: int = 1, n_shared: int = 0
+) -> SequenceSample:
+    """Random tokens in sequences of 2 to 19 tokens, and a bool per transition, "mask".
+
+    The sequences of a sample have `n_shared` tokens before these in common.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def tokens() -> torch.Tensor:
@@ -31,6 +36,9 @@ def make_batch(n_samples: int = 10, *, seed: int = 0, sequences_per_sample: int 
         return torch.randint(0, VOCAB_SIZE, (length,), generator=generator)
 
     samples = [[tokens() for _ in range(sequences_per_sample)] for _ in range(n_samples)]
+    if n_shared:
+        prefixes = torch.randint(0, VOCAB_SIZE, (n_samples, n_shared), generator=generator)
+        samples = [[torch.cat([prefix, t]) for t in s] for prefix, s in zip(prefixes, samples, strict=True)]
     masks = [[torch.rand(len(t) - 1, generator=generator) < 0.6 for t in sample] for sample in samples]
     return SequenceSample.from_lists(
         [f"1/{i}" for i in range(n_samples)],

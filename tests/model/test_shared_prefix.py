@@ -12,7 +12,7 @@ from realrl.model.attention import PackedAttention
 from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
 from realrl.model.init import random_model
-from realrl.model.shared_prefix import SharedPrefixes
+from realrl.model.shared_prefix import SharedPrefixes, is_worth_sharing
 
 CONFIG = DecoderConfig(61, 128, 2, 4, 2, 32, 96)
 BIG = 4096  # a hidden size for which even one token is worth sharing
@@ -88,7 +88,16 @@ def test_nothing_to_share(seqlens: list[tuple[int, ...]]) -> None:
     assert torch.equal(shared.tokens, torch.arange(len(tokens)))
 
 
-def test_a_short_prefix_of_a_small_model_is_not_worth_it() -> None:
-    tokens, seqlens = batch([(3, (5, 5))])
-    assert SharedPrefixes(tokens, seqlens, 64).is_trivial
-    assert not SharedPrefixes(tokens, seqlens, BIG).is_trivial
+@pytest.mark.parametrize(
+    ("n_shared", "tails", "hidden_size", "expected"),
+    [
+        (96, (48,) * 8, 576, True),  # prompts and responses of a usual size
+        (200, (100, 120), 576, True),  # the two answers of a pair
+        (3, (5, 5), 64, False),  # a few tokens of a small model
+        (50, (2000,) * 8, 576, False),  # attention among the tails is most of the work
+        (1000, (10,) * 7 + (3000,), 576, False),  # padded to the longest
+        (1000, (9000, 9000), 4096, False),  # the mask alone would be large
+    ],
+)
+def test_what_is_worth_sharing(n_shared: int, tails: tuple[int, ...], hidden_size: int, expected: bool) -> None:
+    assert is_worth_sharing(n_shared, [n_shared + n for n in tails], hidden_size) is expected

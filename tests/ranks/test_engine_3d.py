@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import CallError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
+from realrl.model import shared_prefix
 from realrl.model.config import DecoderConfig, MoEConfig
 from realrl.model.hf import load_model
 from realrl.model.init import random_model
@@ -54,6 +56,11 @@ class Case:
     n_layers: int = 4
     dtype: torch.dtype = torch.float32
     activation_checkpointing: bool = False
+    n_shared: int = 0
+
+    @property
+    def batch(self) -> SequenceSample:
+        return make_batch(N_SAMPLES, sequences_per_sample=3 if self.n_shared else 1, n_shared=self.n_shared)
 
     @property
     def config(self) -> DecoderConfig:
@@ -119,7 +126,7 @@ def make_engine(case: Case, parallel: Parallel) -> NativeEngine:
 def outcome(case: Case, parallel: Parallel) -> dict[str, Any]:
     """Everything that must not depend on the layout, and this rank's slices."""
     engine = make_engine(case, parallel)
-    whole = make_batch(N_SAMPLES)
+    whole = case.batch
     share = share_of(whole, parallel.dp_rank, parallel.dp.n_ranks)
     slices: dict[str, Any] = {}
 
@@ -151,7 +158,8 @@ def outcome(case: Case, parallel: Parallel) -> dict[str, Any]:
 
 def _outcomes(rank: int, world_size: int, address: str, cases: list[Case]) -> list[dict[str, Any]]:
     groups, places = join(rank, world_size, address, {case.strategy for case in cases})
-    out = [outcome(case, places[case.strategy]) for case in cases]
+    with mock.patch.object(shared_prefix, "CALL_COST", 0):  # share the beginnings even of so small a model
+        out = [outcome(case, places[case.strategy]) for case in cases]
     groups.destroy()
     return out
 
@@ -197,6 +205,14 @@ def test_every_layout_of_up_to_four_ranks(world_size: int) -> None:
     ]
     assert len({case.strategy for case in cases}) == {2: 4, 4: 9}[world_size]
     check(world_size, cases)
+
+
+def test_beginnings_that_are_computed_once() -> None:
+    """In one process, where nothing is shared, and on four ranks."""
+    strategies = [ParallelStrategy(2, 2, 1, sp=True), ParallelStrategy(2, 1, 2), ParallelStrategy(1, 2, 2, sp=True)]
+    models = [model for model in CONFIGS if model != "experts"]
+    cuts = [MicroBatching(n_mbs=3), MicroBatching()]
+    check(4, [Case(m, s, c, n_shared=6) for s, m, c in zip(strategies * 2, models * 2, cuts * 3, strict=True)])
 
 
 @pytest.mark.slow
