@@ -62,13 +62,17 @@ class PolicyOptions(RewardOptions):
     )
     entropy_coef: float = Field(0.0, ge=0, description="weight of an entropy bonus in the loss")
     ptx_coef: float = Field(
-        0.0, ge=0, description="weight of the negative log-likelihood of the answers in the dataset's rows"
+        0.0,
+        ge=0,
+        description="weight of the negative log-likelihood of the answers in the dataset's rows",
+        json_schema_extra=ADVANCED,
     )
     importance_cap: float | None = Field(
         None,
         gt=0,
         description="weigh tokens by min(this, pi_old / pi_generation), pi_old computed again before training; null: "
         f"{DEFAULT_IMPORTANCE_CAP:g} where max_staleness is above 0, and no weights elsewhere",
+        json_schema_extra=ADVANCED,
     )
 
     kl_coef: float = Field(
@@ -170,7 +174,9 @@ class SafeRLHFOptions(PPOOptions):
         None, description="'module:function' or 'file.py:function'; takes the place of the cost model"
     )
     cost_limit: float = Field(0.0, description="largest mean cost of a response that is wanted")
-    lambda_init: float = Field(1.0, gt=0, description="first weight of costs against rewards")
+    lambda_init: float = Field(
+        1.0, gt=0, description="first weight of costs against rewards", json_schema_extra=ADVANCED
+    )
     lambda_lr: float = Field(0.04, ge=0, description="step size of the weight's logarithm")
     lambda_max: float = Field(50.0, gt=0, description="largest weight of costs", json_schema_extra=ADVANCED)
 

@@ -107,7 +107,7 @@ def test_dry_run_prints_the_plan(capsys: pytest.CaptureFixture[str], workplace: 
     lines = {line.split("  ")[0]: line for line in reversed(out.splitlines())}
     assert "40 steps of 64 samples, seed 1, fp32, preset tiny" in out
     assert "2 workers: 1 node of 2 devices, auto, launcher local" in out
-    assert lines["actor_gen"].split()[1:7] == ["actor", "generate", "ppo_actor", "64", "0", "d1t1p1"]
+    assert lines["actor_gen"].split()[1:7] == ["actor", "generate", "policy", "64", "0", "d1t1p1"]
     assert re.search(r"\nactor_gen +prompt_ids +input_ids, prompt_mask, old_logprobs, truncated\n", out)
     assert "4 minibatches of 2 micro-batches" in lines["critic_train"]
     assert "lr 0.002 constant" in lines["critic"]
@@ -222,14 +222,14 @@ def test_config_prints_values(capsys: pytest.CaptureFixture[str]) -> None:
         (["run"], ["realrl run needs an experiment", "Choose from"]),
         (["graph"], ["realrl graph needs an experiment"]),
         (["run", "steps=3"], ["the experiment comes before 'steps=3'", "Write: realrl run NAME steps=3"]),
-        (["run", "pppo"], ["there is no experiment 'pppo'. Did you mean 'ppo'?", "Choose from"]),
+        (["run", "pppo"], ["there is no experiment 'pppo'. Did you mean 'ppo' or", "Choose from"]),
         (["run", "ppo", "--dryrun"], ["unknown option --dryrun. Did you mean '--dry-run'?", "See: realrl run --help"]),
         (["run", "ppo", "--dry"], ["unknown option --dry. Did you mean '--dry-run'?"]),
         (["list", "all"], ["unrecognized arguments: all", "See: realrl list --help"]),
         (["run", "ppo", "steps"], ["steps: not an override; write it as steps=VALUE"]),
         (
             ["run", "ppo", "preset=tny"],
-            ["preset=tny: no such preset; choose from quickstart, tiny. Did you mean 'tiny'?"],
+            ["preset=tny: no such preset; choose from quickstart, reasoning, tiny. Did you mean 'tiny'?"],
         ),
         (["run", "ppo", "cluster=x"], ["cluster=x: no such cluster; choose from eight_workers, gpu_node, two_workers"]),
         (["run", "ppo", "steps=-1", "sede=1"], ["2 things are wrong", "steps=-1: must be", "Did you mean 'seed'?"]),

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -41,4 +41,5 @@ def commands(document: Path, program: str) -> list[list[str]]:
 def first_column(document: Path, section: str) -> list[str]:
     """The inline code in the first column of the tables under a heading ``## section``."""
     text = document.read_text(encoding="utf-8").partition(f"## {section}\n")[2].partition("\n## ")[0]
-    return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    cells = re.findall(r"^\| (`[^|]+`) \|", text, re.MULTILINE)
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]

@@ -18,6 +18,10 @@ from tests.docs.tables import document_with, key_tables
 
 FOLDERS = "(?:realrl|experiments|configs|scripts|tests|docs)"
 NOT_KEYS = {"key", "log_return_value", "max_staleness", "pp", "tp"}  # fields of calls, sizes
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16,
+    "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
 EVERY_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 
 
@@ -73,9 +77,12 @@ def test_the_table_of_keys_is_that_of_the_schema() -> None:
 @pytest.fixture
 def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the files that the documents' commands speak of."""
-    (tmp_path / "my_model").mkdir()
-    (tmp_path / "my_model" / "config.json").write_text("{}")
+    for model in ("my_model", "my_teacher", "runs/teacher/checkpoints/latest/actor"):
+        (tmp_path / model).mkdir(parents=True)
+        (tmp_path / model / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "my_data.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}))
+    (tmp_path / "my_pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
+    (tmp_path / "my_labels.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b", "label": True}))
     (tmp_path / "my_rewards.py").write_text("def score(prompt, response):\n    return 0.0\n")
     [example] = blocks(ROOT / "README.md", "python")
     (tmp_path / "my_algorithm.py").write_text(example)

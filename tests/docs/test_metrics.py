@@ -12,7 +12,14 @@ from realrl.cli import main
 from tests.docs.markdown import ROOT, first_column
 
 METRICS = ROOT / "docs" / "metrics.md"
-SECTIONS = {"ppo": "PPO", "rw": "Reward model", "sft": "SFT"}
+SECTIONS = {
+    "ppo": "PPO",
+    "grpo": "Policies without critic",
+    "rw": "Reward model",
+    "dpo": "DPO",
+    "kto": "KTO",
+    "sft": "SFT",
+}
 TINY = ("preset=tiny", "launcher=inline", "steps=1", "n_seqs=8")
 
 
@@ -24,7 +31,7 @@ def pattern(name: str) -> re.Pattern[str]:
 @pytest.mark.parametrize("experiment", SECTIONS)
 def test_a_run_writes_the_metrics_that_are_described(experiment: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    extra = ["generation.max_new_tokens=4"] if experiment == "ppo" else []
+    extra = ["generation.max_new_tokens=4"] if experiment in ("ppo", "grpo") else []
     assert main(["run", experiment, *TINY, *extra, f"run_dir={run_dir}"]) == 0
     [line] = (run_dir / "metrics.jsonl").read_text().splitlines()
     described = [*first_column(METRICS, "Every run"), *first_column(METRICS, SECTIONS[experiment])]

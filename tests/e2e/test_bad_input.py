@@ -122,8 +122,8 @@ BROKEN_MODELS = {
     "header without offsets": (write_header(b'{"a": {"b": 1}}'), "is damaged: its header does not say where"),
     "config is not JSON": (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read as JSON"),
     "unknown architecture": (
-        lambda f: edit_json(f / "config.json", architectures=["GPT2LMHeadModel"]),
-        "architecture 'GPT2LMHeadModel' is not supported",
+        lambda f: edit_json(f / "config.json", architectures=["MambaForCausalLM"], model_type="mamba"),
+        "architecture 'MambaForCausalLM' is not supported",
     ),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "holds no tokenizer: expected tokenizer.json"),
     "tokenizer cut off": (lambda f: (f / "tokenizer.json").write_text('{"ver'), "the tokenizer in"),
