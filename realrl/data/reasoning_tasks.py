@@ -5,7 +5,8 @@
     dataset.path=reasoning_gym:chain_sum+leg_counting?size=500&chain_sum.max_terms=2
 
 `size` (rows of each task, 500), `seed` (0) and `instruction` (text below every question, in percent encoding or with +
-for spaces) are for all tasks; anything else is a setting of the task, with several tasks written ``task.setting``.
+for spaces) are for all tasks, or for one as ``task.size``; anything else is a setting of the task, with several tasks
+written ``task.setting``.
 The rows are a function of the path alone.
 """
 
@@ -39,10 +40,12 @@ class TaskPath:
     Attributes:
         settings: task -> its settings, `size` and `seed` among them.
         instruction: text below every question.
+        own_instructions: task -> text below its questions instead.
     """
 
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     instruction: str = ""
+    own_instructions: Mapping[str, str] = field(default_factory=dict)
 
 
 def task_rows(path: str) -> list[RawRow]:
@@ -63,7 +66,8 @@ def task_rows(path: str) -> list[RawRow]:
         dataset = _open(path, task, settings)
         for index in range(len(dataset)):
             where = f"{path}, task {task}, row {index + 1}"
-            rows.append(RawRow(_row(dataset, task, settings, index, parsed.instruction), where))
+            instruction = parsed.own_instructions.get(task, parsed.instruction)
+            rows.append(RawRow(_row(dataset, task, settings, index, instruction), where))
     return rows
 
 
@@ -85,11 +89,13 @@ def parse_task_path(path: str) -> TaskPath:
         ) from None
     common: dict[str, Any] = {"size": DEFAULT_SIZE, "seed": 0}
     settings: dict[str, dict[str, Any]] = {task: {} for task in tasks}
-    instruction = ""
+    instruction, own_instructions = "", {}
     for name, text in pairs:
         task, _, own = name.rpartition(".")
         if name == "instruction":
             instruction = text
+        elif task in settings and own == "instruction":
+            own_instructions[task] = text
         elif name in common:
             common[name] = _value(text)
         elif not task and len(tasks) == 1:
@@ -101,7 +107,7 @@ def parse_task_path(path: str) -> TaskPath:
                 f"dataset.path={path}: setting {name!r} belongs to none of the tasks {', '.join(tasks)}",
                 remedy=f"Write it as {tasks[0]}.{own}.",
             )
-    return TaskPath({task: {**common, **settings[task]} for task in tasks}, instruction)
+    return TaskPath({task: {**common, **settings[task]} for task in tasks}, instruction, own_instructions)
 
 
 def task_entry(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

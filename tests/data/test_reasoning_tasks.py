@@ -86,6 +86,15 @@ def test_rows_follow_from_the_path(gym: Any) -> None:
     assert rows[0]["prompt"] != task_rows(SUMS.replace("seed=7", "seed=8"))[0].fields["prompt"]
 
 
+def test_a_task_may_have_an_instruction_of_its_own() -> None:
+    parsed = parse_task_path(
+        "reasoning_gym:chain_sum+lcm?size=9&chain_sum.size=5&instruction=Think.&lcm.instruction=Answer%3A"
+    )
+    assert parsed.instruction == "Think."
+    assert parsed.own_instructions == {"lcm": "Answer:"}
+    assert parsed.settings == {"chain_sum": {"size": 5, "seed": 0}, "lcm": {"size": 9, "seed": 0}}
+
+
 def test_an_instruction_stands_below_the_question(gym: Any) -> None:
     with_it = task_rows(SUMS + "&instruction=Give+the+number.")[0].fields
     assert with_it["prompt"] == task_rows(SUMS)[0].fields["prompt"] + "\nGive the number."

@@ -19,7 +19,8 @@ EVERY_ALGORITHM = pytest.mark.parametrize("name", experiment_names())
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("make_algorithm_docs", ROOT / "scripts" / "make_algorithm_docs.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -31,7 +32,9 @@ def test_there_is_a_page_for_each_experiment_and_no_other() -> None:
 
 
 def test_the_index_leads_to_every_page() -> None:
-    listed = [Path(target).stem for target in links(ROOT / "docs" / "algorithms.md") if target.startswith("algorithms/")]
+    listed = [
+        Path(target).stem for target in links(ROOT / "docs" / "algorithms.md") if target.startswith("algorithms/")
+    ]
     assert sorted(listed) == sorted(experiment_names())
 
 
