@@ -37,4 +37,5 @@ EXPERIMENT = Experiment(
     options=DPOOptions,
     mfcs=mfcs,
     role_changes=role_changes,
+    eval_metrics=("loss", "accuracy", "margin"),
 )

@@ -6,6 +6,7 @@ from realrl.algo.graph import REWARD_ROLES
 from realrl.algo.rewards import reward_calls, reward_roles
 from realrl.config.algorithms import GenOptions
 from realrl.config.schema import RunConfig
+from realrl.errors import ConfigError
 from realrl.experiment import DatasetKind, Experiment, Role
 from realrl.graph.mfc import InterfaceType, MFCDef
 
@@ -21,7 +22,13 @@ def mfcs(config: RunConfig) -> list[MFCDef]:
         output_keys=("input_ids", "prompt_mask", "truncated"),
         n_seqs=config.n_seqs,
     )
-    return [actor_gen, *(reward_calls(config) if config.algorithm.has_rewards else [])]
+    rewards = reward_calls(config) if config.algorithm.has_rewards else []
+    if any(call.may_drop for call in rewards):
+        raise ConfigError(
+            "a response whose reward function fails cannot be dropped: every prompt of the file is answered",
+            remedy="Set on_failure (algorithm.reward_on_failure, or that of the part) to zero or error.",
+        )
+    return [actor_gen, *rewards]
 
 
 def role_changes(config: RunConfig) -> dict[str, Role | None]:
@@ -38,5 +45,5 @@ EXPERIMENT = Experiment(
     options=GenOptions,
     mfcs=mfcs,
     role_changes=role_changes,
-    defaults={"steps": 1_000_000, "epochs": 1, "dataset": {"shuffle": False}, "save": {"at_end": False}},
+    defaults={"steps": 1_000_000, "epochs": 1, "dataset": {"shuffle": False}, "save": {"n_generations": None}},
 )

@@ -30,4 +30,5 @@ EXPERIMENT = Experiment(
     dataset=DatasetKind.PREFERENCE_PAIR,
     options=RWOptions,
     mfcs=mfcs,
+    eval_metrics=("loss", "accuracy", "margin"),
 )

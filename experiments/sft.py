@@ -30,4 +30,5 @@ EXPERIMENT = Experiment(
     dataset=DatasetKind.PROMPT_ANSWER,
     options=SFTOptions,
     mfcs=mfcs,
+    eval_metrics=("loss",),
 )

@@ -58,6 +58,8 @@ class Experiment:
         defaults: configuration values that differ from the schema's own, nested like the configuration.
         role_changes: the resolved configuration -> roles that differ from `roles` in such a run; None for a role that
             such a run does without.
+        eval_metrics: what `ModelInterface.evaluate` of the trained calls' interface returns, besides ``weight``; for
+            experiments that do not generate: those that do are evaluated by the rewards of what they generate.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Experiment:
     options: type[Section] = Section
     defaults: Mapping[str, object] = field(default_factory=dict)
     role_changes: Callable[[RunConfig], Mapping[str, Role | None]] | None = None
+    eval_metrics: tuple[str, ...] = ()
 
     def roles_for(self, config: RunConfig) -> Mapping[str, Role]:
         """The roles of a run with this configuration; the names are those of `roles`, or fewer."""

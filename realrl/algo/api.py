@@ -228,6 +228,13 @@ class ModelInterface:
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
         raise NotImplementedError(f"{type(self).__name__} cannot train")
 
+    def evaluate(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
+        """Judge held-out samples without training: float32 per sample, ``weight`` and the experiment's `eval_metrics`.
+
+        A metric of the evaluation is sum(weight * metric) / sum(weight) over all samples.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot evaluate")
+
     def optimizer_steps_per_call(self, n_minibatches: int, algorithm: Any) -> int:
         """Optimizer steps that one train_step call takes: what learning-rate schedules are counted in."""
         return n_minibatches

@@ -8,7 +8,7 @@ from realrl.algo.api import CallContext, ForwardOutput, LossOutput, Model, Model
 from realrl.algo.packed import response_mask
 from realrl.algo.policy import training_temperature
 from realrl.algo.preference_losses import answer_sums, dpo_loss
-from realrl.algo.rw import check_pairs
+from realrl.algo.rw import check_pairs, pair_metrics
 from realrl.algo.training import train_minibatches
 from realrl.config.algorithms import DPOOptions
 from realrl.data.sample import SequenceSample
@@ -52,6 +52,31 @@ class DPO(ModelInterface):
         summary = train_minibatches(model, batch, ctx, loss, count=len)
         role = model.name.role
         return {**summary.metrics(role), f"{role}/n_pairs": summary.n_units}
+
+    def evaluate(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
+        """`loss`, `accuracy` and `margin` of each pair, as `dpo_loss` has them, without an SFT term; `weight` is 1.
+
+        Raises:
+            CallError: a sample that is not a pair.
+        """
+        check_pairs(model, batch, ctx)
+        options: DPOOptions = ctx.algorithm
+        batch = batch.select(batch.ids, KEYS).to(model.engine.device)
+        temperature = training_temperature(ctx.generation)
+
+        def sums(out: ForwardOutput, mb: SequenceSample) -> torch.Tensor:
+            logprobs = out.logprobs(temperature, mask=response_mask(mb))
+            logratios, counts = answer_sums(logprobs - mb["ref_logprobs"], mb)
+            return torch.stack([logratios, counts.to(logratios)], dim=1)
+
+        found = model.engine.forward(batch, sums, micro_batching=ctx.micro_batching).float().view(-1, 2, 2)
+        stats = [
+            dpo_loss(
+                pair[:, 0], pair[:, 1], kind=options.loss, beta=options.beta, label_smoothing=options.label_smoothing
+            ).stats
+            for pair in found
+        ]
+        return pair_metrics(batch, stats, [float(stat["margin"]) for stat in stats])
 
 
 def _with_sft(result: LossOutput, logprobs: torch.Tensor, mb: SequenceSample, coef: float) -> LossOutput:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from realrl.algo.api import CallContext, ForwardOutput, LossOutput, Model, ModelInterface
@@ -41,6 +43,41 @@ class RewardModel(ModelInterface):
         summary = train_minibatches(model, batch, ctx, _pair_loss, count=len)
         role = model.name.role
         return {**summary.metrics(role), f"{role}/n_pairs": summary.n_units}
+
+    def evaluate(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
+        """`loss`, `accuracy` and `margin` (chosen less rejected score) of each pair; `weight` is 1.
+
+        Raises:
+            CallError: a sample that is not a pair.
+        """
+        check_pairs(model, batch, ctx)
+        batch = batch.select(batch.ids, ("input_ids",)).to(model.engine.device)
+        scores = model.engine.forward(batch, _last_scores, micro_batching=ctx.micro_batching).float()
+        stats = [pair_loss(pair).stats for pair in scores.view(-1, 2)]
+        margins = [float(stat["chosen_mean"] - stat["rejected_mean"]) for stat in stats]
+        return pair_metrics(batch, stats, margins)
+
+
+def pair_metrics(
+    batch: SequenceSample, stats: Sequence[Mapping[str, torch.Tensor]], margins: Sequence[float]
+) -> SequenceSample:
+    """What evaluating pairs returns.
+
+    Args:
+        batch: of the pairs.
+        stats: loss and accuracy of each.
+        margins: of each.
+    """
+    columns = {
+        "weight": [1.0] * len(stats),
+        "loss": [float(stat["loss"]) for stat in stats],
+        "accuracy": [float(stat["accuracy"]) for stat in stats],
+        "margin": list(margins),
+    }
+    device, schema = batch["input_ids"].device, KeySchema("float32", Per.SAMPLE)
+    return batch.derive(
+        "input_ids", {name: (schema, torch.tensor(values, device=device)) for name, values in columns.items()}
+    )
 
 
 def check_pairs(model: Model, batch: SequenceSample, ctx: CallContext) -> None:

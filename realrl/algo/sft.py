@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from realrl.algo.api import CallContext, ForwardOutput, LossOutput, Model, ModelInterface
 from realrl.algo.losses import nll_loss
 from realrl.algo.packed import response_mask
+from realrl.algo.preference_losses import answer_sums
 from realrl.algo.training import train_minibatches
 from realrl.data.sample import SequenceSample
+from realrl.sched.messages import KeySchema, Per
 
 MAX_EXPONENT = 700.0
+PER_SAMPLE = KeySchema("float32", Per.SAMPLE)
 
 
 class SFT(ModelInterface):
@@ -26,6 +31,20 @@ class SFT(ModelInterface):
             f"{role}/ppl": math.exp(min(summary.stats["loss"], MAX_EXPONENT)),
             f"{role}/n_tokens": summary.n_units,
         }
+
+    def evaluate(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
+        """`weight`, the answer's tokens, and `loss`, the mean negative log-likelihood of one; per sample."""
+        batch = batch.select(batch.ids, ("input_ids", "prompt_mask")).to(model.engine.device)
+        sums = model.engine.forward(batch, _answer_sums, micro_batching=ctx.micro_batching).double()
+        losses = -sums[:, 0] / sums[:, 1].clamp(min=1.0)
+        return batch.derive(
+            "input_ids", {"weight": (PER_SAMPLE, sums[:, 1].float()), "loss": (PER_SAMPLE, losses.float())}
+        )
+
+
+def _answer_sums(out: ForwardOutput, mb: SequenceSample) -> torch.Tensor:
+    sums, counts = answer_sums(out.logprobs(mask=response_mask(mb)), mb)
+    return torch.stack([sums, counts.to(sums)], dim=1)
 
 
 def _loss(out: ForwardOutput, mb: SequenceSample) -> LossOutput:

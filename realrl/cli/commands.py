@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from realrl.errors import UsageError, did_you_mean
@@ -31,6 +31,25 @@ examples:
   realrl graph ppo
   realrl graph ppo --out ppo.svg                         also .png, .mmd (mermaid) and .html
   realrl graph ppo cluster.n_devices_per_node=2 allocation=split --out ppo.html
+"""
+GEN_EXAMPLES = """\
+examples:
+  realrl gen preset=tiny --out responses.jsonl           the built-in model and prompts
+  realrl gen models.actor.path=/models/llama dataset.path=prompts.jsonl generation.n_responses=4 --out responses.jsonl
+  realrl gen algorithm.reward_function=math_verify dataset.path=problems.jsonl ...   with rewards
+
+Goes once over all prompts. NAME is an experiment that trains nothing; left out, it is 'gen'.
+"""
+EVAL_EXAMPLES = """\
+examples:
+  realrl eval grpo preset=tiny                           the built-in model on held-out prompts
+  realrl eval grpo models.actor.path=runs/a/checkpoints/step_40/actor eval.path=test.jsonl
+  realrl eval grpo eval.n_responses=8 eval.temperature=1 ...   pass@1, 2, 4 and 8
+  realrl eval sft models.actor.path=... eval.path=...    loss and perplexity
+  realrl eval rw models.reward.path=... eval.path=...    accuracy on pairs
+
+Results with standard errors are printed and written to eval.json in the run folder. During training:
+realrl run NAME eval.every_steps=10 eval.path=FILE.
 """
 CONFIG_EXAMPLES = """\
 examples:
@@ -68,13 +87,53 @@ def run(arguments: Sequence[str]) -> int:
     options = _parse(parser, arguments)
     if options.help:
         return _help(parser, options)
+    return _start(_load(parser, options), dry_run=options.dry_run)
+
+
+def gen(arguments: Sequence[str]) -> int:
+    """``realrl gen``: responses to all prompts of a file."""
+    parser = _parser("gen", "Write responses to the prompts of a file, without training.", GEN_EXAMPLES)
+    parser.usage = "realrl gen [NAME] [key=value ...] [options]"
+    parser.add_argument("--out", metavar="FILE", help="where to write them; default: generations.jsonl in run_dir")
+    parser.add_argument("--dry-run", action="store_true", help="resolve, check and print the plan; start nothing")
+    options = _parse(parser, arguments)
+    if not options.arguments or "=" in options.arguments[0]:
+        options.arguments = ["gen", *options.arguments]
+    if options.help:
+        return _help(parser, options)
     loaded = _load(parser, options)
+    if any(mfc.is_train for mfc in loaded.experiment.mfcs(loaded.config)):
+        raise UsageError(
+            f"experiment '{loaded.experiment.name}' trains, and 'realrl gen' does not",
+            remedy="Use 'realrl gen models.actor.path=...', or 'realrl run' to train.",
+        )
+    if options.out is not None:
+        save = loaded.config.save.model_copy(update={"generations_path": options.out})
+        loaded = replace(loaded, config=loaded.config.model_copy(update={"save": save}))
+    return _start(loaded, dry_run=options.dry_run)
+
+
+def evaluate(arguments: Sequence[str]) -> int:
+    """``realrl eval``: evaluate models as a training run would."""
+    parser = _parser("eval", "Evaluate models on held-out data, without training.", EVAL_EXAMPLES)
+    parser.add_argument("--dry-run", action="store_true", help="resolve, check and print the plan; start nothing")
+    options = _parse(parser, arguments)
+    if options.help:
+        return _help(parser, options)
+    loaded = _load(parser, options)
+    only = loaded.config.eval.model_copy(update={"only": True})
+    loaded = replace(loaded, config=loaded.config.model_copy(update={"eval": only}))
+    return _start(loaded, dry_run=options.dry_run)
+
+
+def _start(loaded: Loaded, *, dry_run: bool) -> int:
+    """Check what can be checked before anything starts, then run, or show the plan."""
     from realrl.config.paths import check_paths
     from realrl.data.assets.store import cache_dir
 
     plan = loaded.plan()
     check_paths(loaded.config, cache_dir=cache_dir().absolute())
-    if options.dry_run:
+    if dry_run:
         from realrl.cli.plan_view import print_plan
         from realrl.runtime.run_plan import check_models_fit
 
@@ -139,6 +198,8 @@ def config(arguments: Sequence[str]) -> int:
 
 COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "run": run,
+    "eval": evaluate,
+    "gen": gen,
     "list": list_experiments,
     "graph": graph,
     "config": config,

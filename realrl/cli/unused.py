@@ -13,12 +13,27 @@ if TYPE_CHECKING:
     from realrl.experiment import Experiment
     from realrl.runtime.run_plan import RunPlan
 
+_UNUSED_IN_EVALUATION = (
+    "steps",
+    "epochs",
+    "resume",
+    "max_staleness",
+    "generation.n_responses",
+    "eval.every_steps",
+    "eval.at_start",
+    "save.every_steps",
+    "save.at_end",
+)
+
 
 def unused_keys(experiment: Experiment, mfcs: Sequence[MFCDef]) -> Mapping[str, str]:
     """Sections and keys without effect -> the reason."""
     unused: dict[str, str] = {}
     if not any(mfc.interface_type is InterfaceType.GENERATE for mfc in mfcs):
         unused["generation"] = f"'{experiment.name}' has no generate call"
+        keys = ("save.n_generations", "save.generations_every_steps", "save.generations_path")
+        for key in (*keys, "eval.n_responses", "eval.temperature", "eval.pass_threshold"):
+            unused[key] = f"'{experiment.name}' has no generate call"
         unused["max_staleness"] = f"'{experiment.name}' has no generate call"
     if not any(mfc.may_drop for mfc in mfcs):
         unused["max_refill_rounds"] = f"no call of '{experiment.name}' drops samples"
@@ -44,9 +59,12 @@ def check_used(overrides: Sequence[str], plan: RunPlan) -> None:
         ConfigError: lists them with the reason.
     """
     problems = []
+    unused = dict(unused_keys(plan.experiment, plan.mfcs))
+    if plan.config.eval.only:
+        unused |= dict.fromkeys(_UNUSED_IN_EVALUATION, "an evaluation goes once over eval.path and trains nothing")
     for override in overrides:
         path = override.partition("=")[0].lstrip("+~")
-        for key, reason in unused_keys(plan.experiment, plan.mfcs).items():
+        for key, reason in unused.items():
             if is_unused(path, {key: reason}):
                 problems.append(Problem(override, f"has no effect: {reason}"))
     raise_problems(problems, plan.config.experiment)

@@ -24,14 +24,20 @@ def check_paths(config: RunConfig, *, cache_dir: Path) -> None:
     raise_problems(problems, config.experiment)
     for role, model in config.models.items():
         _check_model(role, model.path, cache_dir)
-    path = Path(config.dataset.path)
-    if config.dataset.path.startswith(REASONING_TASKS):
+    if not config.eval.only:
+        _check_dataset("dataset.path", config.dataset.path, cache_dir)
+    if config.eval.path and (config.eval.is_on or config.eval.only):
+        _check_dataset("eval.path", config.eval.path, cache_dir)
+
+
+def _check_dataset(key: str, name: str, cache_dir: Path) -> None:
+    path = Path(name)
+    if name.startswith(REASONING_TASKS) or name == BUILT_IN or path.is_file():
         return
-    if config.dataset.path != BUILT_IN and not path.is_file():
-        message = f"dataset.path={path}: " + ("is a folder, not a file" if path.is_dir() else "there is no such file")
-        if _is_cached(path, cache_dir):
-            raise AssetError(message, remedy=FETCH)
-        raise DataError(message, remedy=_home_hint(path) or f"Give a JSON, JSONL or parquet file, or '{BUILT_IN}'.")
+    message = f"{key}={path}: " + ("is a folder, not a file" if path.is_dir() else "there is no such file")
+    if _is_cached(path, cache_dir):
+        raise AssetError(message, remedy=FETCH)
+    raise DataError(message, remedy=_home_hint(path) or f"Give a JSON, JSONL or parquet file, or '{BUILT_IN}'.")
 
 
 def _check_model(role: str, name: str, cache_dir: Path) -> None:

@@ -45,7 +45,9 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "cosine", description="how the learning rate falls after the warm-up"
     )
-    warmup_fraction: float = Field(0.02, ge=0, lt=1, description="share of all optimizer steps spent warming up")
+    warmup_fraction: float = Field(
+        0.02, ge=0, lt=1, description="share of all optimizer steps spent warming up", json_schema_extra=ADVANCED
+    )
     min_lr_fraction: float = Field(
         0.0, ge=0, le=1, description="final learning rate as a share of the peak", json_schema_extra=ADVANCED
     )
@@ -111,7 +113,9 @@ class GenerationConfig(Section):
 
     n_responses: int = Field(1, ge=1, description="responses per prompt; they share one prefill")
     max_new_tokens: int = Field(32, ge=1, description="longest response; without a stop token it counts as truncated")
-    min_new_tokens: int = Field(0, ge=0, description="no stop token before this many tokens")
+    min_new_tokens: int = Field(
+        0, ge=0, description="no stop token before this many tokens", json_schema_extra=ADVANCED
+    )
     temperature: float = Field(1.0, ge=0, description="divides the logits; 0 takes the likeliest token")
     top_k: int = Field(0, ge=0, description="sample among the k likeliest tokens; 0 means all")
     top_p: float = Field(1.0, gt=0, le=1, description="sample among the likeliest tokens of this total probability")
@@ -189,19 +193,52 @@ class SaveConfig(Section):
         2, ge=1, description="checkpoints that stay on disk; older ones are deleted", json_schema_extra=ADVANCED
     )
     at_end: bool = Field(True, description="write a checkpoint after the last step", json_schema_extra=ADVANCED)
+    generations_every_steps: int = Field(
+        1, ge=1, description="write responses to generations.jsonl every so many steps", json_schema_extra=ADVANCED
+    )
+    n_generations: int | None = Field(
+        4,
+        ge=0,
+        description="prompts of a step whose responses go to generations.jsonl; 0 for none, null for all",
+        json_schema_extra=ADVANCED,
+    )
+    generations_path: str = Field(
+        "", description="file of the responses; empty: generations.jsonl in run_dir", json_schema_extra=ADVANCED
+    )
 
 
 class EvalConfig(Section):
-    """When the models are evaluated."""
+    """How the models are evaluated on rows that they are not trained on."""
 
-    every_steps: int = Field(0, ge=0, description="evaluate every so many steps; this version knows 0 (never) only")
+    every_steps: int = Field(0, ge=0, description="evaluate after every so many steps; 0 means never")
+    at_start: bool = Field(False, description="evaluate before the first step too", json_schema_extra=ADVANCED)
+    path: str = Field(
+        "",
+        description="validation data, in the dataset's format; empty: other rows of the toy task, if trained on that",
+    )
+    n_seqs: int | None = Field(
+        None, ge=1, description="evaluate on so many rows, the first ones; null means all", json_schema_extra=ADVANCED
+    )
+    n_responses: int = Field(
+        1, ge=1, description="responses per prompt; pass@k needs k of them", json_schema_extra=ADVANCED
+    )
+    temperature: float | None = Field(
+        None,
+        ge=0,
+        description="of sampling; 0 takes the likeliest token, null what generation.temperature says",
+        json_schema_extra=ADVANCED,
+    )
+    pass_threshold: float = Field(
+        0.5, description="a response passes if its reward is more than this", json_schema_extra=ADVANCED
+    )
+    only: bool = Field(
+        False, description="evaluate once and train nothing: what realrl eval does", json_schema_extra=ADVANCED
+    )
 
-    @field_validator("every_steps")
-    @classmethod
-    def _refuse_evaluation(cls, every_steps: int) -> int:
-        if every_steps:
-            raise ValueError("evaluation during a run does not exist in this version; leave it at 0")
-        return every_steps
+    @property
+    def is_on(self) -> bool:
+        """Whether a training run is evaluated."""
+        return self.every_steps > 0 or self.at_start
 
 
 class RecoverConfig(Section):

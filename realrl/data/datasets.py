@@ -34,7 +34,8 @@ from realrl.sched.messages import KeySchema, Per
 ANSWER_FIELDS = ("answer", "response", "completion")
 PROMPT_FIELDS = ("id", "prompt", "complete")
 TINY_ROWS = 512
-_TINY_SEED = 0
+TINY_HELD_OUT_ROWS = 64
+_TINY_SEED, _TINY_HELD_OUT_SEED = 0, 1
 
 _SCHEMAS = {
     "prompt_ids": KeySchema("int64", Per.TOKEN),
@@ -141,7 +142,7 @@ class Dataset:
         return SequenceSample(ids, {"metadata": _SCHEMAS["metadata"]}, {"metadata": lengths}, {"metadata": packed})
 
 
-def load_dataset(config: DatasetConfig, kind: DatasetKind, tokenizer: Any) -> Dataset:
+def load_dataset(config: DatasetConfig, kind: DatasetKind, tokenizer: Any, *, is_held_out: bool = False) -> Dataset:
     """Read, check and tokenise a dataset; ``path: tiny`` is the built-in toy task, see `task_rows` for
     ``path: reasoning_gym:<task>``.
 
@@ -152,12 +153,17 @@ def load_dataset(config: DatasetConfig, kind: DatasetKind, tokenizer: Any) -> Da
         config: path, limits, chat template.
         kind: what each row must hold.
         tokenizer: a `transformers` fast tokenizer with an end-of-sequence token.
+        is_held_out: of the toy task, take rows with other prompts than those that it otherwise has.
 
     Raises:
         DataError: a file or row is unusable, ids repeat, or every row is too long.
     """
     if config.path == BUILT_IN:
         toy = toy_rows(kind, TINY_ROWS, _TINY_SEED)
+        if is_held_out:
+            seen = {row["prompt"] for row in toy}
+            others = toy_rows(kind, 2 * TINY_HELD_OUT_ROWS, _TINY_HELD_OUT_SEED)
+            toy = [row for row in others if row["prompt"] not in seen][:TINY_HELD_OUT_ROWS]
         raw = [RawRow(row, f"toy task, row {i}") for i, row in enumerate(toy, start=1)]
     else:
         raw = task_rows(config.path) if config.path.startswith(REASONING_TASKS) else read_rows(config.path)

@@ -17,10 +17,12 @@ from realrl.engine.groups import Communicator
 from realrl.engine.row_exchange import exchange_rows
 from realrl.errors import RunError
 from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.runtime.eval_plan import eval_generation
 from realrl.runtime.roles import HostedRole
 from realrl.runtime.run_plan import RunPlan
 from realrl.runtime.transport.base import SampleClient
 from realrl.sched.messages import CallDone, MoveRows, RowsMoved, RunCall, SampleMeta, Span, Transfer
+from realrl.sched.scores import WEIGHT
 
 
 class CallRunner:
@@ -49,7 +51,9 @@ class CallRunner:
     ) -> None:
         self.rank = world.rank
         self._plan = plan
-        self._mfcs = {mfc.name: mfc for mfc in plan.mfcs}
+        evaluating = () if plan.evaluation is None else plan.evaluation.mfcs
+        self._mfcs = {mfc.name: mfc for mfc in (*plan.mfcs, *evaluating)}
+        self._trains = any(mfc.is_train for mfc in plan.mfcs)
         self._roles = roles
         self._store = store
         self._world = world
@@ -60,7 +64,7 @@ class CallRunner:
     def run(self, request: RunCall) -> CallDone:
         """Execute this rank's part of the call and keep its output in the store."""
         mfc = self._mfcs[request.call]
-        hosted, allocation = self._roles[mfc.role], self._plan.allocations[request.call]
+        hosted, allocation = self._roles[mfc.role], self._plan.allocation_of(request.call)
         start_s = time.time()
         spans: list[Span] = []
         is_at_home = allocation == hosted.home
@@ -120,14 +124,16 @@ class CallRunner:
     def _context(
         self, mfc: MFCDef, step: int, minibatches: tuple[tuple[str, ...], ...], recorded: MetricSums
     ) -> CallContext:
+        config = self._plan.config
+        is_evaluating = self._plan.is_evaluating(mfc.name)
         return CallContext(
             call=mfc.name,
-            step=step,
-            seed=self._plan.config.seed,
+            step=0 if is_evaluating else step,  # every evaluation draws the same numbers
+            seed=config.seed,
             micro_batching=MicroBatching(mfc.n_mbs, mfc.max_tokens_per_mb),
             minibatches=minibatches,
-            generation=self._plan.config.generation,
-            algorithm=self._plan.config.algorithm,
+            generation=eval_generation(config) if is_evaluating else config.generation,
+            algorithm=config.algorithm,
             metrics=recorded,
         )
 
@@ -135,7 +141,7 @@ class CallRunner:
         self, mfc: MFCDef, batch: SequenceSample, request: RunCall, context: CallContext
     ) -> tuple[SampleMeta | None, dict[str, float]]:
         hosted = self._roles[mfc.role]
-        model = hosted.models[self._plan.allocations[mfc.name]]
+        model = hosted.models[self._plan.allocation_of(mfc.name)]
         interface = hosted.interfaces[mfc.name]
         try:
             if mfc.interface_type is InterfaceType.TRAIN_STEP:
@@ -145,7 +151,10 @@ class CallRunner:
                 hosted.version += 1
                 return None, check_metrics(context, mfc, metrics)
             run = interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
+            run = interface.evaluate if WEIGHT in mfc.output_keys else run
             result = check_output(context, mfc, batch, run(model, batch, context))
+            if not self._trains:
+                _record_responses(context.metrics, result)
             check_recorded(context, mfc)
         except Exception as err:  # noqa: BLE001 - whatever user code raises
             error = explain(context, mfc, batch, err)
@@ -180,3 +189,14 @@ class CallRunner:
             spans.append(Span(f"transfer for {request.call}", "transfer", start_s, time.time(), args))
             n_bytes += received
         return n_bytes
+
+
+def _record_responses(metrics: MetricSums, result: SequenceSample) -> None:
+    """Where no train_step reports them: means of the rewards, lengths and cut-off responses that a call produced."""
+    if "rewards" in result:
+        metrics.add_values("reward", result["rewards"].double().tolist())
+    if "prompt_mask" in result:
+        n_responses = sum(len(sequences) for sequences in result.seqlens["prompt_mask"])
+        metrics.add("response_length/mean", float((~result["prompt_mask"]).sum()), n_responses)
+    if "truncated" in result:
+        metrics.add("truncated/mean", float(result["truncated"].sum()), len(result["truncated"]))

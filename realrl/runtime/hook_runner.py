@@ -53,7 +53,7 @@ class HookRunner:
 
     def run(self, request: RunHooks) -> HooksDone:
         """Take part in the hooks on one side of a call, in their order."""
-        planned = self._plan.hooks[request.call]
+        planned = self._plan.hooks_of(request.call)
         hooks = [hook for hook in getattr(planned, request.when) if self.rank in hook.ranks]
         self._prefetch(hooks)
         spans: list[Span] = []

@@ -29,10 +29,15 @@ from realrl.runtime.checkpoint import (
     find_resume,
     read_manifest,
 )
+from realrl.runtime.evaluation_file import FILE_NAME as EVALUATION_FILE
+from realrl.runtime.evaluation_file import evaluation_line, evaluation_table, write_evaluation
+from realrl.runtime.generations import FILE_NAME as GENERATIONS_FILE
+from realrl.runtime.generations import GenerationsFile
 from realrl.runtime.run_plan import RunPlan, plan_run
 from realrl.runtime.session import Session
 from realrl.sched.events import (
     Abort,
+    BeginEvaluation,
     CheckpointCommitted,
     CheckpointFailed,
     CommitCheckpoint,
@@ -41,6 +46,8 @@ from realrl.sched.events import (
     Instruction,
     OpenCheckpoint,
     RankSpan,
+    ReportEvaluation,
+    ReportSamples,
     ReportStart,
     ReportStep,
     Send,
@@ -48,9 +55,10 @@ from realrl.sched.events import (
     WorkerLost,
     WorkerSilent,
 )
-from realrl.sched.master_plan import STEP_PLACEHOLDER, MasterPlan, ResumePoint, plan_master
+from realrl.sched.master_plan import STEP_PLACEHOLDER, MasterPlan, ResumePoint, plan_evaluation_of, plan_master
 from realrl.sched.master_state import MasterState
 from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, Request, RunCall, WorkerFailed
+from realrl.sched.readout import Readout
 
 _POLL_S = 0.2
 _STACK_DUMP_S = 0.5
@@ -75,10 +83,17 @@ class MasterWorker:
         self._plan = plan
         self._session = session
         self._checkpoints = checkpoints
+        self._generations = GenerationsFile(
+            Path(plan.config.save.generations_path or session.run_dir / GENERATIONS_FILE),
+            state.plan.readout or Readout(),
+            last_step=state.plan.first_step - 1,
+        )
         self._last_heard_s: dict[int, float] = {}
         self._activity: dict[int, str] = {}
         self._exit_code: int | None = None
         self._last_step = 0
+        self._results: dict[str, str] = {}  # of a run that only evaluates
+        self._eval_started_s: float | None = None
         self._started_s = self._step_started_s = time.monotonic()
 
     def run(self, start: Start) -> int:
@@ -145,6 +160,13 @@ class MasterWorker:
                 self._report_start(instruction)
             case ReportStep():
                 self._report_step(instruction)
+            case ReportSamples():
+                if self._plan.config.save.n_generations != 0:  # an evaluation reads them anyway
+                    self._generations.write(instruction)
+            case BeginEvaluation():
+                self._begin_evaluation(instruction)
+            case ReportEvaluation():
+                self._report_evaluation(instruction)
             case OpenCheckpoint(step):
                 return self._open_checkpoint(step)
             case CommitCheckpoint():
@@ -180,19 +202,44 @@ class MasterWorker:
 
     def _report_start(self, instruction: ReportStart) -> None:
         config = self._plan.config
-        title = f"{self._plan.experiment.name}" + (f" preset={config.preset}" if config.preset else "")
+        what = "eval " if config.eval.only else ""
+        title = f"{what}{self._plan.experiment.name}" + (f" preset={config.preset}" if config.preset else "")
         self._step_started_s = time.monotonic()
         self._last_step = instruction.last_step
         self._session.progress.started(title, instruction.last_step, str(self._session.run_dir), instruction.notes)
 
     def _report_step(self, instruction: ReportStep) -> None:
         now_s = time.monotonic()
-        step_s, self._step_started_s = now_s - self._step_started_s, now_s
-        metrics = {**instruction.metrics, "time_s/step": step_s}
+        eval_s = self._end_evaluation(now_s)
+        step_s, self._step_started_s = now_s - self._step_started_s - eval_s, now_s
+        metrics = {**instruction.metrics, "time_s/step": step_s, **({"time_s/eval": eval_s} if eval_s else {})}
         metrics["perf/tokens_per_s"] = metrics.get("n_tokens", 0.0) / step_s
         self._write_spans(instruction.spans)
         self._session.metrics.write(instruction.step, instruction.epoch, metrics)
         self._session.progress.step_done(instruction.step, instruction.epoch, metrics)
+        if eval_s:
+            self._session.progress.phase(f"eval {evaluation_line(metrics)}  {eval_s:.1f} s")
+
+    def _begin_evaluation(self, instruction: BeginEvaluation) -> None:
+        self._eval_started_s = time.monotonic()
+        what = f"step {instruction.step}" if instruction.step else "the start"
+        self._session.progress.phase(f"evaluating {what} on {instruction.n_samples} samples")
+
+    def _end_evaluation(self, now_s: float) -> float:
+        """Seconds that the evaluation took; 0 if there was none."""
+        started_s, self._eval_started_s = self._eval_started_s, None
+        return 0.0 if started_s is None else now_s - started_s
+
+    def _report_evaluation(self, instruction: ReportEvaluation) -> None:
+        now_s = time.monotonic()
+        eval_s = self._end_evaluation(now_s)
+        if self._plan.config.eval.only:
+            write_evaluation(self._session.run_dir / EVALUATION_FILE, self._plan, instruction.metrics)
+            self._results = evaluation_table(instruction.metrics)
+            return
+        self._step_started_s = now_s
+        self._session.metrics.write(instruction.step, 0, {**instruction.metrics, "time_s/eval": eval_s})
+        self._session.progress.phase(f"eval {evaluation_line(instruction.metrics)}  {eval_s:.1f} s")
 
     def _open_checkpoint(self, step: int) -> Event | None:
         try:
@@ -213,12 +260,15 @@ class MasterWorker:
         self._write_spans(instruction.spans)
         run_dir = self._session.run_dir
         latest = self._checkpoints.latest()
+        results = {**self._results, "results": str(run_dir / EVALUATION_FILE)} if self._results else {}
         summary = {
-            "steps": self._steps_text(),
+            **(results or {"steps": self._steps_text()}),
             "time": f"{time.monotonic() - self._started_s:.1f} s",
             "metrics": str(run_dir / "metrics.jsonl"),
             "trace": f"{run_dir / 'trace.json'} (open it in https://ui.perfetto.dev)",
         }
+        if self._generations.path.exists():
+            summary["responses"] = str(self._generations.path)
         if latest is not None:
             summary["checkpoint"] = str(latest)
         self._session.progress.finished(summary)
@@ -227,7 +277,7 @@ class MasterWorker:
     def _steps_text(self) -> str:
         config = self._plan.config
         ended = f" of {config.steps}, where epochs={config.epochs} ended" if self._last_step < config.steps else ""
-        return f"{self._last_step}{ended}"
+        return f"{self._last_step}{ended if any(mfc.is_train for mfc in self._plan.mfcs) else ''}"
 
     def _abort(self, instruction: Abort) -> None:
         failure = instruction.failure
@@ -269,6 +319,15 @@ def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | 
     if resume_from is not None:
         manifest = read_manifest(resume_from, plan.experiment.name)
         resume = ResumePoint(manifest.step, manifest.cursor, manifest.versions)
+    evaluation = None
+    if plan.evaluation is not None:
+        evaluation = plan_evaluation_of(
+            plan.evaluation.graph,
+            plan.evaluation.allocations,
+            plan.config,
+            dataset_rank=plan.dataset_rank,
+            hooks=plan.evaluation.hooks,
+        )
     return plan_master(
         plan.graph,
         plan.allocations,
@@ -277,6 +336,7 @@ def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | 
         checkpoint_directory=str(store.root / f".step_{STEP_PLACEHOLDER}.partial"),
         resume=resume,
         hooks=plan.hooks,
+        evaluation=evaluation,
     )
 
 

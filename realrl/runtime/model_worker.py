@@ -5,6 +5,7 @@
                            MoveRows        store -> other stores, by collectives
                            RunHooks        parameters between layouts and roles, or to host memory
                            RunCall         pull missing rows -> interface -> store
+                           ReadSamples     store -> text and numbers
                            FreeSamples     store
                            SaveCheckpoint  roles -> files
                            Shutdown        leave the groups
@@ -18,12 +19,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
 
 from realrl.data.datasets import Dataset, load_dataset
 from realrl.data.rows import SampleStore, encode_rows
+from realrl.data.tokenizer import load_tokenizer
 from realrl.discovery import load_run
 from realrl.engine import device as devices
 from realrl.engine.groups import Groups
@@ -31,11 +34,13 @@ from realrl.errors import RunError
 from realrl.plan.groups import GroupKind
 from realrl.runtime.call_runner import CallRunner
 from realrl.runtime.checkpoint import checkpoint_store
+from realrl.runtime.eval_plan import held_out_data
 from realrl.runtime.hook_runner import HookRunner
 from realrl.runtime.role_files import restore_roles, save_roles
 from realrl.runtime.role_models import Reallocs, role_configs
 from realrl.runtime.roles import HostedRole, build_roles, role_tokenizer
 from realrl.runtime.run_plan import RunPlan, plan_run
+from realrl.runtime.sample_text import read_samples
 from realrl.runtime.transport.base import SampleClient
 from realrl.sched.messages import (
     CheckpointSaved,
@@ -44,6 +49,7 @@ from realrl.sched.messages import (
     Initialize,
     LoadSamples,
     MoveRows,
+    ReadSamples,
     Ready,
     Reply,
     Request,
@@ -52,6 +58,7 @@ from realrl.sched.messages import (
     SampleMeta,
     SamplesFreed,
     SamplesLoaded,
+    SamplesRead,
     SaveCheckpoint,
     Shutdown,
     Span,
@@ -76,6 +83,7 @@ class ModelWorker:
         self._groups: Groups | None = None
         self._roles: dict[str, HostedRole] = {}
         self._dataset: Dataset | None = None
+        self._held_out: Dataset | None = None
         self._runner: CallRunner | None = None
         self._hooks: HookRunner | None = None
         self._idle_since_s: float | None = None
@@ -113,6 +121,8 @@ class ModelWorker:
         if isinstance(request, LoadSamples):
             meta = self._load(request)
             return SamplesLoaded(self.rank, request.seq, meta, (Span("dataset", "load", start_s, time.time()),))
+        if isinstance(request, ReadSamples):
+            return SamplesRead(self.rank, request.seq, request.step, read_samples(self.store, request, self._tokenizer))
         if isinstance(request, FreeSamples):
             self.store.free(request.ids)
             return SamplesFreed(self.rank, request.seq)
@@ -150,17 +160,36 @@ class ModelWorker:
         row_ids: tuple[str, ...] = ()
         n_dropped, notes = 0, tuple[str, ...]()
         if self.rank == plan.dataset_rank:
-            self._dataset = load_dataset(config.dataset, plan.experiment.dataset, role_tokenizer(plan))
-            row_ids, n_dropped, notes = self._dataset.row_ids, self._dataset.n_dropped, self._dataset.notes
+            row_ids, n_dropped, notes = self._open_datasets(plan)
+        held_out_ids = () if self._held_out is None else self._held_out.row_ids
         spans = (Span("initialize", "init", start_s, time.time()),)
-        return Ready(self.rank, request.seq, tuple(row_ids), n_dropped, tuple(notes), spans)
+        return Ready(self.rank, request.seq, tuple(row_ids), n_dropped, tuple(notes), spans, tuple(held_out_ids))
+
+    def _open_datasets(self, plan: RunPlan) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
+        """Row ids, number of dropped rows and notes of what the run goes over."""
+        config, kind, tokenizer = plan.config, plan.experiment.dataset, role_tokenizer(plan)
+        if plan.evaluation is not None or config.eval.only:
+            self._held_out = load_dataset(held_out_data(config), kind, tokenizer, is_held_out=True)
+        if config.eval.only:
+            self._dataset = self._held_out
+        else:
+            self._dataset = load_dataset(config.dataset, kind, tokenizer)
+        assert self._dataset is not None
+        notes = () if self._held_out in (None, self._dataset) else tuple(f"eval: {n}" for n in self._held_out.notes)
+        return self._dataset.row_ids, self._dataset.n_dropped, (*self._dataset.notes, *notes)
 
     def _load(self, request: LoadSamples) -> SampleMeta:
-        if self._dataset is None:
+        dataset = self._held_out if request.is_held_out else self._dataset
+        if dataset is None:
             raise RunError(f"worker {self.rank} holds no dataset, but was asked for samples", worker=self.rank)
-        samples = self._dataset.samples(request.ids, request.rows)
+        samples = dataset.samples(request.ids, request.rows)
         self.store.put(samples)
         return samples.describe()
+
+    def _tokenizer(self, role: str) -> Any:
+        assert self._plan is not None
+        hosted = self._roles.get(role)
+        return load_tokenizer(self._plan.config.models[role].path) if hosted is None else hosted.tokenizer
 
     def _save(self, request: SaveCheckpoint) -> None:
         assert self._plan is not None

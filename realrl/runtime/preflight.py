@@ -12,6 +12,7 @@ from realrl.config.schema import BUILT_IN
 from realrl.errors import AssetError
 from realrl.plan.cursor import DatasetCursor
 from realrl.runtime.checkpoint import CHECKPOINTS, checkpoint_store, find_resume
+from realrl.runtime.eval_plan import held_out_data
 from realrl.runtime.master_worker import make_master_plan
 from realrl.runtime.run_plan import RunPlan, check_models_fit
 
@@ -43,7 +44,11 @@ def check_inputs(plan: RunPlan) -> None:
         from realrl.runtime.role_files import check_resume
 
         check_resume(plan, resume_from)
-    if all(path == BUILT_IN for path in (config.dataset.path, *(config.models[name].path for name in plan.roles))):
+    sources = [] if config.eval.only else [config.dataset]
+    is_evaluated = config.eval.only or plan.evaluation is not None
+    held_out = [held_out_data(config)] if is_evaluated else []
+    paths = [source.path for source in (*sources, *held_out)]
+    if all(path == BUILT_IN for path in (*paths, *(config.models[name].path for name in plan.roles))):
         return
     from realrl.data.datasets import load_dataset
     from realrl.data.tokenizer import load_tokenizer
@@ -52,12 +57,14 @@ def check_inputs(plan: RunPlan) -> None:
     for path in {config.models[name].path for name in plan.roles}:
         load_tokenizer(path)
     tokenizer = role_tokenizer(plan)
-    dataset = load_dataset(config.dataset, plan.experiment.dataset, tokenizer)
-    _check_vocabularies(plan, dataset, n_tokens=len(tokenizer))
     resume = master_plan.resume
     start = None if resume is None else resume.cursor
-    cursor = DatasetCursor(dataset.row_ids, seed=config.seed, shuffle=config.dataset.shuffle, start=start)
-    master_plan.last_step(cursor)
+    for source, is_held_out in [*((source, False) for source in sources), *((source, True) for source in held_out)]:
+        dataset = load_dataset(source, plan.experiment.dataset, tokenizer, is_held_out=is_held_out)
+        _check_vocabularies(plan, dataset, n_tokens=len(tokenizer))
+        if not is_held_out:
+            cursor = DatasetCursor(dataset.row_ids, seed=config.seed, shuffle=config.dataset.shuffle, start=start)
+            master_plan.last_step(cursor)
 
 
 def _check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> None:

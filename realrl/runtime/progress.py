@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _FIRST = ("reward/mean", "kl/mean")
 _QUALITY = ("loss", "accuracy", "reward", "margin")  # last part of a metric's name
-_COUNTERS = ("version/", "time_s/")  # what follows is a name, of a role or a call
+_COUNTERS = ("version/", "time_s/", "eval/")  # what follows is a name, of a role or a call; or has a line of its own
 _THROUGHPUT = "perf/tokens_per_s"
 _MAX_HEADLINES = 4
 _HISTORY = 24

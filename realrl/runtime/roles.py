@@ -176,7 +176,7 @@ def build_roles(
             role=role,
             models=models,
             home=plan.home_of(name),
-            interfaces=_interfaces(calls),
+            interfaces=_interfaces((*calls, *plan.eval_calls_of(name))),
             calls=calls,
             is_changed=name in plan.changed_roles,
             calls_per_step=plan.samples_per_step // trains[0].n_seqs if trains else 1,

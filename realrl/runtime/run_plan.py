@@ -18,6 +18,7 @@ from realrl.plan.groups import ProcessGroup, process_groups
 from realrl.plan.hooks import CallHooks, check_realloc_shapes, plan_hooks
 from realrl.plan.layout import parameter_layout, parameter_specs
 from realrl.plan.protocols import CallLayout, slices_of
+from realrl.runtime.eval_plan import EvalPlan, evaluation_experiment, plan_evaluation
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -30,6 +31,7 @@ class RunPlan:
     Attributes:
         allocations: call -> where it runs.
         hooks: call -> what moves around it.
+        evaluation: the calls that evaluate a training run; None where it is not evaluated.
     """
 
     config: RunConfig
@@ -39,6 +41,7 @@ class RunPlan:
     allocations: Mapping[str, Allocation]
     cluster: Cluster
     hooks: Mapping[str, CallHooks]
+    evaluation: EvalPlan | None = None
 
     @property
     def roles(self) -> Mapping[str, Role]:
@@ -75,6 +78,24 @@ class RunPlan:
         """All calls of one role, in declared order."""
         return tuple(mfc for mfc in self.mfcs if mfc.role == role)
 
+    def eval_calls_of(self, role: str) -> tuple[MFCDef, ...]:
+        """All calls of one role that evaluate the run."""
+        return tuple(mfc for mfc in self.evaluation.mfcs if mfc.role == role) if self.evaluation is not None else ()
+
+    def hooks_of(self, call: str) -> CallHooks:
+        """What moves around a call, of training or of evaluation."""
+        return self.hooks[call] if call in self.hooks or self.evaluation is None else self.evaluation.hooks[call]
+
+    def allocation_of(self, call: str) -> Allocation:
+        """Where a call runs, of training or of evaluation."""
+        if call in self.allocations or self.evaluation is None:
+            return self.allocations[call]
+        return self.evaluation.allocations[call]
+
+    def is_evaluating(self, call: str) -> bool:
+        """Whether a call evaluates."""
+        return self.config.eval.only or (self.evaluation is not None and call in self.evaluation.names)
+
     def home_of(self, role: str) -> Allocation | None:
         """Where the parameters of a role live; None if it has none."""
         return self.hooks[self.calls_of(role)[0].name].home
@@ -101,14 +122,16 @@ class RunPlan:
 
 
 def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
-    """Build the calls, their graph, their allocations and what moves between them.
+    """Build the calls, their graph, their allocations and what moves between them; those of the evaluation too.
 
     Raises:
         GraphError: the MFC list is not a valid graph, or names a role that the experiment does not declare.
         ConfigError: micro-batching is given twice for one call, a role to offload does not exist, or `max_staleness` is
-            set where no call runs ahead.
+            set where no call runs ahead; or an evaluation is wanted that cannot be.
         AllocationError: a mesh or strategy does not fit the cluster or the call, or hooks contradict each other.
     """
+    if config.eval.only:
+        experiment = evaluation_experiment(experiment, config)
     mfcs = tuple(_with_run_settings(mfc, config) for mfc in experiment.mfcs(config))
     roles = experiment.roles_for(config)
     _check_roles(mfcs, experiment.name, roles)
@@ -122,11 +145,18 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     hooks = plan_hooks(graph, allocations, weightless=weightless, offload_frozen=config.allocation.offload_frozen)
     plan = RunPlan(config, experiment, mfcs, graph, allocations, cluster, hooks)
     orders = _rank_orders(plan)
-    if not orders:
+    if orders:
+        allocations = {name: dataclasses.replace(a, order=orders.get(name)) for name, a in allocations.items()}
+        hooks = plan_hooks(graph, allocations, weightless=weightless, offload_frozen=config.allocation.offload_frozen)
+        plan = dataclasses.replace(plan, allocations=allocations, hooks=hooks)
+    if not config.eval.is_on or config.eval.only:
         return plan
-    allocations = {name: dataclasses.replace(a, order=orders.get(name)) for name, a in allocations.items()}
-    hooks = plan_hooks(graph, allocations, weightless=weightless, offload_frozen=config.allocation.offload_frozen)
-    return dataclasses.replace(plan, allocations=allocations, hooks=hooks)
+
+    def finish(mfc: MFCDef) -> MFCDef:
+        return dataclasses.replace(_with_run_settings(mfc, config), min_n_seqs=None)
+
+    evaluation = plan_evaluation(experiment, config, finish, allocations, hooks)
+    return dataclasses.replace(plan, evaluation=evaluation)
 
 
 def check_models_fit(plan: RunPlan) -> None:

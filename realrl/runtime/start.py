@@ -36,12 +36,17 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
         )
     if config.run_dir:
         _refuse_mixing(Path(config.run_dir), config)
+    _refuse_overwriting(config)
     check_inputs(plan_run(config, experiment))
     if config.run_dir:
         run_dir = _make_folder(Path(config.run_dir).absolute(), exist_ok=True)
     else:
         run_dir = _make_new_folder(Path("runs").absolute() / experiment.name)
-    run = dump_config(config.model_copy(update={"run_dir": str(run_dir)}))
+    changes: dict[str, object] = {"run_dir": str(run_dir)}
+    if config.save.generations_path:
+        path = str(Path(config.save.generations_path).absolute())
+        changes["save"] = config.save.model_copy(update={"generations_path": path})
+    run = dump_config(config.model_copy(update=changes))
     with _reserved(run_dir):
         _write_config(run_dir, run)
         start = SessionStart(run=run, run_dir=str(run_dir), track=config.track, port=config.cluster.master_port)
@@ -91,6 +96,18 @@ def _refuse_mixing(folder: Path, config: RunConfig) -> None:
             f"run_dir={folder} holds the results of an earlier run",
             remedy="Continue it with resume=auto, or choose another folder.",
         )
+
+
+def _refuse_overwriting(config: RunConfig) -> None:
+    """A file that the user names for the responses is not filled a second time, unless the run that did so resumes."""
+    path = Path(config.save.generations_path)
+    if not config.save.generations_path:
+        return
+    if path.is_dir() or (config.resume == "never" and _is_filled(path)):
+        state = "is a folder" if path.is_dir() else "holds something already"
+        raise ConfigError(f"save.generations_path={path} {state}", remedy="Choose another file, or remove this one.")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"save.generations_path={path}: there is no folder {path.absolute().parent}")
 
 
 def _is_filled(file: Path) -> bool:

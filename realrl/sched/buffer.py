@@ -63,9 +63,10 @@ class SampleBuffer:
     Args:
         calls: the calls; elsewhere in this class they are meant by their position here.
         step_size: samples of one step.
+        n_total: samples that there will ever be, where the last step may be smaller than the others.
     """
 
-    def __init__(self, calls: Sequence[ScheduledCall], step_size: int) -> None:
+    def __init__(self, calls: Sequence[ScheduledCall], step_size: int, n_total: int | None = None) -> None:
         self._calls = tuple(calls)
         self._drops = any(call.may_drop for call in self._calls)
         self._round_queues = {
@@ -76,7 +77,7 @@ class SampleBuffer:
         self._late = [position for position, call in enumerate(self._calls) if not call.feeds_drop]
         self.queues: list[CallQueue | RoundQueue] = [
             self._round_queues.get(position)
-            or CallQueue(n_seqs=call.n_seqs, min_n_seqs=call.min_n_seqs, step_size=step_size)
+            or CallQueue(n_seqs=call.n_seqs, min_n_seqs=call.min_n_seqs, step_size=step_size, n_total=n_total)
             for position, call in enumerate(self._calls)
         ]
         # Besides keys, a call waits for dropping calls before it, or for all of them together.
@@ -219,6 +220,11 @@ class SampleBuffer:
         self.queues[position].finish(len(ids))
         return unneeded
 
+    def places(self, ids: Iterable[str]) -> dict[str, int]:
+        """Living samples that have a place -> that, counted over all steps."""
+        found = {sample_id: self._slots[sample_id].place for sample_id in ids}
+        return {sample_id: place for sample_id, place in found.items() if place is not None}
+
     # ------------------------------------------------------------ samples are dropped, or not
 
     def numbers(self, ids: Iterable[str]) -> list[int]:
@@ -317,6 +323,16 @@ class SampleBuffer:
             if self._schemas[key].per in (Per.TOKEN, Per.TRANSITION) and self._schemas[key].dtype != "uint8"
         ]
         return [max([1, *[table.get(sample_id, 0) for table in tables]]) for sample_id in ids]
+
+    def number_keys(self) -> list[str]:
+        """Keys with one number per sequence or per sample, as far as any sample had them."""
+        rows = self._schemas.items()
+        return sorted(k for k, schema in rows if schema.per in (Per.SEQUENCE, Per.SAMPLE) and not schema.trailing)
+
+    def holders(self, key: str, sample_id: str) -> frozenset[int]:
+        """Ranks that hold rows of a living sample."""
+        placement = self._placements.get(key, {}).get(sample_id)
+        return frozenset() if placement is None else placement.held
 
     def begin_arrivals(self, arrivals: Iterable[Arrival]) -> None:
         """Rows will be fetched before a call that is being dispatched."""

@@ -4,6 +4,7 @@ Samples are numbered from 0 in load order; N of them make a step. A call finishe
 next one. A call that does not stream takes fixed windows: its j-th batch is the samples ``j * n_seqs`` to
 ``(j + 1) * n_seqs - 1``, whatever the order in which they become ready. A streaming call takes the oldest samples that
 are ready, between `min_n_seqs` and `n_seqs` of them, and leaves no rest of a step that could not be taken like that.
+Where the number of all samples is given, the last window, and with it the last step, may be smaller.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ import heapq
 
 
 class CallQueue:
-    """The ready and the taken samples of one call; every operation is amortised constant or logarithmic time."""
+    """The ready and the taken samples of one call; every operation is amortised constant or logarithmic time.
 
-    def __init__(self, *, n_seqs: int, min_n_seqs: int | None, step_size: int) -> None:
+    `n_total`: samples that there will ever be; None: whole steps of them.
+    """
+
+    def __init__(self, *, n_seqs: int, min_n_seqs: int | None, step_size: int, n_total: int | None = None) -> None:
         self._n_seqs = n_seqs
         self._min_n_seqs = min_n_seqs
         self._step_size = step_size
+        self._n_total = n_total
         self._n_taken = 0
         self._n_finished = 0
         self._n_ready_in_window: dict[int, int] = {}
@@ -27,12 +32,12 @@ class CallQueue:
     @property
     def steps_taken(self) -> int:
         """Whole steps of samples taken."""
-        return self._n_taken // self._step_size
+        return self._steps(self._n_taken)
 
     @property
     def steps_finished(self) -> int:
         """Whole steps of samples that the call is done with."""
-        return self._n_finished // self._step_size
+        return self._steps(self._n_finished)
 
     @property
     def steps_begun(self) -> int:
@@ -45,7 +50,7 @@ class CallQueue:
             window = index // self._n_seqs
             n_ready = self._n_ready_in_window.get(window, 0) + 1
             self._n_ready_in_window[window] = n_ready
-            return n_ready == self._n_seqs
+            return n_ready == self._window_size(window)
         heapq.heappush(self._ready, index)
         step = index // self._step_size
         n_ready = self._n_ready_in_step.get(step, 0) + 1
@@ -56,7 +61,8 @@ class CallQueue:
         """Samples that the call could take now, or 0."""
         if self._min_n_seqs is None:
             window = self._n_taken // self._n_seqs
-            return self._n_seqs if self._n_ready_in_window.get(window, 0) == self._n_seqs else 0
+            size = self._window_size(window)
+            return size if self._n_ready_in_window.get(window, 0) == size else 0
         return self._streamed_batch_size(self._min_n_seqs)
 
     def take(self) -> list[int]:
@@ -77,9 +83,25 @@ class CallQueue:
         """The batch taken last, of `size` samples, is done."""
         self._n_finished += size
 
+    def _steps(self, n_samples: int) -> int:
+        """Whole steps of samples; the last one may be smaller."""
+        return self._n_steps_in_all if n_samples == self._n_total else n_samples // self._step_size
+
+    @property
+    def _n_steps_in_all(self) -> int:
+        assert self._n_total is not None
+        return -(-self._n_total // self._step_size)
+
+    def _window_size(self, window: int) -> int:
+        left = self._n_seqs if self._n_total is None else self._n_total - window * self._n_seqs
+        return max(0, min(self._n_seqs, left))
+
     def _streamed_batch_size(self, min_n_seqs: int) -> int:
         available = self._n_ready_in_step.get(self.steps_taken, 0)
         rest = self._step_size - self._n_taken % self._step_size
+        if self._n_total is not None and self._n_total - self._n_taken < rest:  # no batch sizes need sum up to it
+            rest = self._n_total - self._n_taken
+            return min(available, self._n_seqs) if available >= min(min_n_seqs, rest) else 0
         for size in range(min(available, self._n_seqs), min_n_seqs - 1, -1):
             if is_sum_of_batches(rest - size, min_n_seqs, self._n_seqs):
                 return size

@@ -15,6 +15,7 @@ from realrl.sched.messages import (
     Initialize,
     LoadSamples,
     MoveRows,
+    ReadSamples,
     Request,
     RunCall,
     RunHooks,
@@ -50,6 +51,8 @@ def describe_request(request: Request | None) -> str:
             return "while it was starting up"
         case LoadSamples():
             return "while loading samples"
+        case ReadSamples(step=step):
+            return f"while reading out samples of step {step}"
         case FreeSamples():
             return "while freeing samples"
         case Shutdown():

@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cached_property
 
 from realrl.plan.partition import split_minibatches
-from realrl.plan.protocols import transfer_protocol
+from realrl.plan.protocols import divide
 from realrl.plan.transfer import Arrival, Placement, Share, plan_transfers
 from realrl.sched.master_plan import ScheduledCall
 from realrl.sched.messages import MoveRows, RunCall, RunHooks, Transfer
@@ -180,16 +180,15 @@ def plan_work(
     Returns:
         Rank -> its work, in mesh order; and what the fetching changes.
     """
-    protocol, layout = transfer_protocol(call.protocol), call.layout
     minibatches_of: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
     kept: dict[int, tuple[str, ...]] = {}
     for minibatch in split_minibatches(token_counts, call.n_minibatches if call.is_train else 1):
         members, counts = [ids[i] for i in minibatch], [token_counts[i] for i in minibatch]
-        shares = protocol.distribute(members, counts, layout)
+        shares, kept_here = divide(call.protocol, members, counts, call.layout, call=call.name)
         for share in shares:
             minibatches_of.setdefault(share.ranks, []).append(share.ids)
         if not call.is_train:
-            kept.update(protocol.collect(shares, layout))
+            kept.update(kept_here)
     shares = [
         Share(ranks, tuple([sample_id for minibatch in minibatches for sample_id in minibatch]))
         for ranks, minibatches in minibatches_of.items()

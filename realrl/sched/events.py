@@ -33,6 +33,7 @@ from realrl.sched.messages import (
     RowsMoved,
     SamplesFreed,
     SamplesLoaded,
+    SamplesRead,
     Span,
     WorkerFailed,
 )
@@ -96,6 +97,7 @@ Event = (
     | CallDone
     | RowsMoved
     | HooksDone
+    | SamplesRead
     | SamplesFreed
     | CheckpointSaved
     | Goodbye
@@ -207,6 +209,42 @@ class ReportStep(msgspec.Struct, frozen=True, tag=True):
     spans: tuple[RankSpan, ...]
 
 
+class SampleContents(msgspec.Struct, frozen=True):
+    """What the workers told of one sample.
+
+    Attributes:
+        id: of the sample.
+        versions: call that produced something of it -> version of the role that it read.
+        columns: as in `SamplesRead`, of this sample.
+    """
+
+    id: str
+    versions: Mapping[str, int]
+    columns: Mapping[str, tuple[float | bool | str, ...]]
+
+
+class ReportSamples(msgspec.Struct, frozen=True, tag=True):
+    """What was to be read of a step's samples is there; `samples` in the order of the step."""
+
+    step: int
+    epoch: int
+    samples: tuple[SampleContents, ...]
+
+
+class BeginEvaluation(msgspec.Struct, frozen=True, tag=True):
+    """The parameters as they are after `step` are being evaluated on `n_samples` samples."""
+
+    step: int
+    n_samples: int
+
+
+class ReportEvaluation(msgspec.Struct, frozen=True, tag=True):
+    """An evaluation that belongs to no step's report: before the first step, or without training."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
 class OpenCheckpoint(msgspec.Struct, frozen=True, tag=True):
     """Make an empty `directory`: the ranks are about to write the checkpoint of `step` there."""
 
@@ -242,7 +280,18 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     spans: tuple[RankSpan, ...] = ()
 
 
-Instruction = Send | ReportStart | ReportStep | OpenCheckpoint | CommitCheckpoint | Finish | Abort
+Instruction = (
+    Send
+    | ReportStart
+    | ReportStep
+    | ReportSamples
+    | BeginEvaluation
+    | ReportEvaluation
+    | OpenCheckpoint
+    | CommitCheckpoint
+    | Finish
+    | Abort
+)
 
 
 # ---------------------------------------------------------------- event log

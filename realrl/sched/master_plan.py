@@ -24,11 +24,13 @@ from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.cursor import CursorState, DatasetCursor
 from realrl.plan.hooks import NO_HOOKS, CallHooks, plan_hooks
 from realrl.plan.protocols import CallLayout
+from realrl.sched.readout import Readout, plan_readout
 
 if TYPE_CHECKING:
     import networkx as nx
 
 STEP_PLACEHOLDER = "{step}"
+_ENDLESS = 2**31  # steps of a run that ends with its data
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,15 @@ class MasterPlan:
             load ahead.
         moves_rows: rows move by collectives, which the ranks that hold them must enter; otherwise they are pulled.
         max_refill_rounds: how often a step may load samples in the place of dropped ones.
+        readout: what is read of samples before they are freed; None: nothing.
+        keeps_rest: the last step may have fewer samples, so that none of the data is left out; for graphs that neither
+            train nor drop samples.
+        evaluation: the graph that evaluates a training run, over `held_out` data.
+        eval_every_steps: evaluate after every so many steps; 0 means never.
+        eval_at_start: evaluate before the first step, unless the run is resumed.
+        held_out: how many rows of the validation data this plan goes over (0: all); None: it goes over the dataset.
+        pass_threshold: a response passes if its reward is more than this.
+        only_evaluates: the run is one evaluation.
 
     Raises:
         ConfigError: the resumed run is already at its last step, or `capacity_steps` is too small.
@@ -152,6 +163,14 @@ class MasterPlan:
     capacity_steps: int | None = None
     moves_rows: bool = False
     max_refill_rounds: int = 0
+    readout: Readout | None = None
+    keeps_rest: bool = False
+    evaluation: MasterPlan | None = None
+    eval_every_steps: int = 0
+    eval_at_start: bool = False
+    held_out: int | None = None
+    pass_threshold: float = 0.0
+    only_evaluates: bool = False
 
     def __post_init__(self) -> None:
         if self.first_step > self.steps:
@@ -237,7 +256,8 @@ class MasterPlan:
         """
         consumed = (self.first_step - 1) * self.step_size if self.drops else cursor.start
         left = self.epochs * cursor.n_rows - consumed
-        n_steps = min(self.steps - self.first_step + 1, left // self.step_size)
+        whole = -(-left // self.step_size) if self.keeps_rest else left // self.step_size
+        n_steps = min(self.steps - self.first_step + 1, whole)
         if n_steps >= 1:
             return self.first_step - 1 + n_steps
         epochs = -(-(consumed + self.step_size) // cursor.n_rows)
@@ -253,6 +273,13 @@ class MasterPlan:
             remedy=f"lower n_seqs to {self.epochs * cursor.n_rows} or less, raise epochs to {epochs} or more, or give "
             "more data",
         )
+
+    def n_samples(self, cursor: DatasetCursor, last_step: int) -> int | None:
+        """Samples up to `last_step`, where that may be smaller than a whole step; None: whole steps of them."""
+        if not self.keeps_rest:
+            return None
+        n_steps = last_step - self.first_step + 1
+        return min(n_steps * self.step_size, self.epochs * cursor.n_rows - cursor.start)
 
     def checkpoint_directory_of(self, step: int) -> str:
         """The folder that ranks write the checkpoint of `step` into."""
@@ -316,6 +343,7 @@ def plan_master(
     checkpoint_directory: str,
     resume: ResumePoint | None = None,
     hooks: Mapping[str, CallHooks] | None = None,
+    evaluation: MasterPlan | None = None,
 ) -> MasterPlan:
     """Collect what a run's resolved configuration says for the master.
 
@@ -327,24 +355,61 @@ def plan_master(
         checkpoint_directory: folder that ranks write a checkpoint into, with ``{step}`` where the step goes.
         resume: the checkpoint to continue from.
         hooks: from `plan_hooks`; None: for roles that all have parameters.
+        evaluation: from `plan_evaluation_of`, where the run is evaluated.
 
     Raises:
         ConfigError: the resumed run is already at its last step.
         GraphError: the numbers of samples per call do not fit together.
     """
+    calls = schedule_calls(graph, allocations, hooks=hooks)
+    trains, only = any(call.is_train for call in calls), config.eval.only
+    return MasterPlan(
+        calls=calls,
+        dataset_keys=dataset_keys(graph),
+        cluster=Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node),
+        dataset_rank=dataset_rank,
+        steps=_ENDLESS if only else config.steps,
+        epochs=1 if only else config.epochs,
+        seed=config.seed,
+        shuffle=config.dataset.shuffle,
+        resume=resume,
+        save_every_steps=config.save.every_steps if trains else 0,
+        save_at_end=config.save.at_end and trains,
+        checkpoint_directory=checkpoint_directory,
+        moves_rows=config.cluster.data_plane == "collective",
+        max_refill_rounds=config.max_refill_rounds,
+        readout=plan_readout(graph, None if only else config.save),
+        keeps_rest=not trains and not any(call.may_drop for call in calls),
+        evaluation=evaluation,
+        eval_every_steps=config.eval.every_steps if evaluation is not None else 0,
+        eval_at_start=config.eval.at_start and evaluation is not None,
+        held_out=(config.eval.n_seqs or 0) if only else None,
+        pass_threshold=config.eval.pass_threshold,
+        only_evaluates=only,
+    )
+
+
+def plan_evaluation_of(
+    graph: nx.DiGraph,
+    allocations: Mapping[str, Allocation],
+    config: RunConfig,
+    *,
+    dataset_rank: int,
+    hooks: Mapping[str, CallHooks],
+) -> MasterPlan:
+    """What the master needs to evaluate a training run; the arguments are those of `plan_master`, of the evaluation."""
     return MasterPlan(
         calls=schedule_calls(graph, allocations, hooks=hooks),
         dataset_keys=dataset_keys(graph),
         cluster=Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node),
         dataset_rank=dataset_rank,
-        steps=config.steps,
-        epochs=config.epochs,
+        steps=_ENDLESS,
+        epochs=1,
         seed=config.seed,
-        shuffle=config.dataset.shuffle,
-        resume=resume,
-        save_every_steps=config.save.every_steps,
-        save_at_end=config.save.at_end,
-        checkpoint_directory=checkpoint_directory,
+        shuffle=False,
         moves_rows=config.cluster.data_plane == "collective",
-        max_refill_rounds=config.max_refill_rounds,
+        readout=plan_readout(graph, None),
+        keeps_rest=True,
+        held_out=config.eval.n_seqs or 0,
+        pass_threshold=config.eval.pass_threshold,
     )

@@ -19,14 +19,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from realrl.errors import InvalidTransitionError, UsageError
 from realrl.plan.cursor import CursorState, DatasetCursor
 from realrl.sched import diagnosis
 from realrl.sched.closing import Farewell
 from realrl.sched.diagnosis import Fatal
 from realrl.sched.dispatch import Dispatch
+from realrl.sched.evaluation_times import EvaluationTimes
+from realrl.sched.evaluator import Evaluator, held_out_cursor
 from realrl.sched.events import (
     Abort,
+    BeginEvaluation,
     CheckpointCommitted,
     CheckpointFailed,
     CommitCheckpoint,
@@ -37,8 +42,11 @@ from realrl.sched.events import (
     Instruction,
     Interrupted,
     OpenCheckpoint,
+    ReportEvaluation,
+    ReportSamples,
     ReportStart,
     ReportStep,
+    SampleContents,
     Send,
     Start,
     WorkerLost,
@@ -63,14 +71,17 @@ from realrl.sched.messages import (
     RunHooks,
     SamplesFreed,
     SamplesLoaded,
+    SamplesRead,
     SaveCheckpoint,
     Shutdown,
     WorkerFailed,
 )
 from realrl.sched.outbox import NumberedReply, Outbox
+from realrl.sched.readout import SampleReader
 from realrl.sched.run_phase import NEXT_RUN_PHASES, RunPhase
 from realrl.sched.saving import CheckpointTracker
-from realrl.sched.scheduler import Scheduler
+from realrl.sched.scheduler import Counters, Scheduler
+from realrl.sched.scores import score
 from realrl.sched.step_log import StepLog
 from realrl.sched.story import Story
 
@@ -91,13 +102,19 @@ class MasterState:
         self._outbox = Outbox(plan.n_ranks)
         self._log = StepLog(plan.calls)
         self._story = Story()
-        self._stories = {call.name: Story() for call in plan.calls}
+        evaluating = () if plan.evaluation is None else plan.evaluation.calls
+        self._stories = {call.name: Story() for call in (*plan.calls, *evaluating)}
         self._start: Start | None = None
         self._hellos: dict[int, Hello] = {}
         self._readies: dict[int, Ready] = {}
         self._cursor: DatasetCursor | None = None
         self._scheduler: Scheduler | None = None
         self._checkpoints = CheckpointTracker(1, 0, every_steps=0, at_end=False)
+        self._reader = None if plan.readout is None else SampleReader(plan.readout)
+        self._evaluator: Evaluator | None = None
+        self._times = EvaluationTimes(1, 0, every_steps=0, at_start=False)
+        self._held_back: ReportStep | None = None  # waits for the evaluation of its step
+        self._contents: list[SampleContents] = []  # of a run that only evaluates
         self._farewell: Farewell | None = None
         self._handlers: dict[type[Event], Callable[[Any], list[Instruction]]] = {
             Start: self._on_start,
@@ -107,6 +124,7 @@ class MasterState:
             CallDone: self._on_call_done,
             RowsMoved: self._on_part_done,
             HooksDone: self._on_part_done,
+            SamplesRead: self._on_samples_read,
             SamplesFreed: self._on_samples_freed,
             CheckpointSaved: self._on_checkpoint_saved,
             CheckpointCommitted: self._on_checkpoint_committed,
@@ -188,7 +206,9 @@ class MasterState:
             return
         assert self._scheduler is not None
         self._scheduler.validate()
-        if self._scheduler.is_done and self._checkpoints.is_idle:
+        if self._evaluator is not None:
+            self._evaluator.validate()
+        if self._is_complete(self._scheduler):
             raise InvalidTransitionError("everything is done, but the run goes on")
 
     # ------------------------------------------------------------ start
@@ -240,12 +260,28 @@ class MasterState:
     def _begin_running(self) -> list[Instruction]:
         plan = self.plan
         start = None if plan.resume is None else plan.resume.cursor
-        row_ids = self._readies[plan.dataset_rank].row_ids
+        ready = self._readies[plan.dataset_rank]
+        row_ids, counters = ready.row_ids, Counters()
         try:
-            self._cursor = DatasetCursor(row_ids, seed=plan.seed, shuffle=plan.shuffle, start=start)
+            if plan.only_evaluates:
+                self._cursor = held_out_cursor(plan, row_ids)
+            else:
+                self._cursor = DatasetCursor(row_ids, seed=plan.seed, shuffle=plan.shuffle, start=start)
             last_step = plan.last_step(self._cursor)
+            if plan.evaluation is not None:
+                self._evaluator = Evaluator(
+                    plan.evaluation,
+                    ready.held_out_ids,
+                    outbox=self._outbox,
+                    stories=self._stories,
+                    counters=counters,
+                )
         except UsageError as err:
             raise Fatal(diagnosis.unusable_dataset(err)) from err
+        is_evaluated_first = plan.eval_at_start and plan.resume is None
+        self._times = EvaluationTimes(
+            plan.first_step, last_step, every_steps=plan.eval_every_steps, at_start=is_evaluated_first
+        )
         self._checkpoints = CheckpointTracker(
             plan.first_step, last_step, every_steps=plan.save_every_steps, at_end=plan.save_at_end
         )
@@ -257,6 +293,9 @@ class MasterState:
             outbox=self._outbox,
             log=self._log,
             stories=self._stories,
+            reader=self._reader,
+            counters=counters,
+            evaluations=self._times,
         )
         self._enter(RunPhase.RUNNING, f"{len(row_ids)} rows, steps {plan.first_step} to {last_step}")
         replies = [self._readies[rank] for rank in sorted(self._readies)]
@@ -267,7 +306,8 @@ class MasterState:
             n_dropped=sum(reply.n_dropped for reply in replies),
             notes=tuple(dict.fromkeys(note for reply in replies for note in reply.notes)),
         )
-        return [report, *self._advance(self._scheduler)]
+        first = self._evaluate(plan.first_step - 1) if is_evaluated_first else []
+        return [report, *first, *self._advance(self._scheduler)]
 
     # ------------------------------------------------------------ steps
 
@@ -277,6 +317,8 @@ class MasterState:
         if request is None or self._scheduler is None or self._farewell is not None:
             return []
         assert isinstance(request, LoadSamples)
+        if self._evaluator is not None and self._evaluator.owns(request):
+            return self._go_on_evaluating(self._evaluator.handle(reply, request))
         self._scheduler.handle_loaded(reply, request)
         return self._advance(self._scheduler)
 
@@ -287,6 +329,8 @@ class MasterState:
             return []
         assert isinstance(request, RunCall)
         self._check_part(reply, request)
+        if self._evaluator is not None and self._evaluator.owns(request):
+            return self._go_on_evaluating(self._evaluator.handle(reply, request))
         return self._scheduler.handle_call_done(reply, request) + self._advance(self._scheduler)
 
     def _on_part_done(self, reply: RowsMoved | HooksDone) -> list[Instruction]:
@@ -296,6 +340,8 @@ class MasterState:
             return []
         assert isinstance(request, MoveRows | RunHooks)
         self._check_part(reply, request)
+        if self._evaluator is not None and self._evaluator.owns(request):
+            return self._go_on_evaluating(self._evaluator.handle(reply, request))
         return self._scheduler.handle_part_done(reply, request) + self._advance(self._scheduler)
 
     def _check_part(self, reply: CallDone | RowsMoved | HooksDone, request: RunCall | MoveRows | RunHooks) -> None:
@@ -306,6 +352,27 @@ class MasterState:
                 self.story(request.call),
             )
 
+    def _on_samples_read(self, reply: SamplesRead) -> list[Instruction]:
+        if self._answered(reply) is None or self._scheduler is None or self._farewell is not None:
+            return []
+        if self._evaluator is not None and self._evaluator.take(reply):
+            return self._go_on_evaluating([])
+        assert self._reader is not None
+        self._reader.add(reply)
+        return self._report_samples() + self._advance(self._scheduler)
+
+    def _report_samples(self) -> list[Instruction]:
+        """The steps whose samples are complete and read."""
+        if self._reader is None or self._cursor is None:
+            return []
+        reports: list[Instruction] = []
+        for step, samples in self._reader.take():
+            epoch = self._cursor.epoch_of(self.cursor_state(step).rows_consumed - 1)
+            reports.append(ReportSamples(step, epoch, samples))
+            if self.plan.only_evaluates:
+                self._contents += samples
+        return reports
+
     def _on_samples_freed(self, reply: SamplesFreed) -> list[Instruction]:
         self._answered(reply)
         return []
@@ -315,18 +382,39 @@ class MasterState:
         while (step := scheduler.finish_step()) is not None:
             instructions += self._report(step)
         instructions += scheduler.advance()
-        if scheduler.is_done and self._checkpoints.is_idle:
+        if self._is_complete(scheduler):
+            if self.plan.only_evaluates:
+                columns = [contents.columns for contents in self._contents]
+                metrics = score(columns, pass_threshold=self.plan.pass_threshold)
+                instructions.append(ReportEvaluation(self.plan.first_step - 1, metrics))
             instructions += self._close("")
         return instructions
 
+    def _is_complete(self, scheduler: Scheduler) -> bool:
+        is_evaluating = self._evaluator is not None and self._evaluator.step is not None
+        is_read = self._reader is None or self._reader.is_idle
+        return scheduler.is_done and self._checkpoints.is_idle and is_read and not is_evaluating
+
     def _report(self, step: int) -> list[Instruction]:
-        """A step is complete: report it, and save it when that is due."""
+        """A step is complete: evaluate it when that is due, then report it."""
         assert self._cursor is not None
         position = self.cursor_state(step).rows_consumed
         versions = self.plan.versions_after(step)
         metrics = self._log.finish_step(step, versions)
         self._story.note(self._n_events, f"step {step} is complete")
         report = ReportStep(step, self._cursor.epoch_of(position - 1), metrics, self._log.take_spans())
+        reads: list[Instruction] = []
+        if self._reader is not None:
+            self._reader.close(step)
+            reads = self._report_samples()
+        if self._times.is_due(step):
+            self._held_back = report
+            return [*reads, *self._evaluate(step)]
+        return [*reads, *self._conclude(report)]
+
+    def _conclude(self, report: ReportStep) -> list[Instruction]:
+        """A step is complete and evaluated, if it had to be: report it, and save it when that is due."""
+        step = report.step
         if not self._checkpoints.is_due(step):
             return [report]
         ranks = range(self.plan.n_ranks)
@@ -334,6 +422,33 @@ class MasterState:
         directory = self.plan.checkpoint_directory_of(step)
         saves = [self._send(rank, SaveCheckpoint(self._outbox.next_seq(rank), step, directory)) for rank in ranks]
         return [report, OpenCheckpoint(step, directory), *saves]
+
+    # ------------------------------------------------------------ evaluation
+
+    def _evaluate(self, step: int) -> list[Instruction]:
+        """Begin to evaluate the parameters as they are after `step`."""
+        assert self._evaluator is not None
+        self._story.note(self._n_events, f"the evaluation after step {step} begins")
+        return [BeginEvaluation(step, self._evaluator.n_samples), *self._evaluator.begin(step)]
+
+    def _go_on_evaluating(self, instructions: list[Instruction]) -> list[Instruction]:
+        """Report the evaluation when it is complete, and let training go on."""
+        assert self._evaluator is not None
+        assert self._scheduler is not None
+        step = self._evaluator.step
+        metrics = self._evaluator.finish()
+        if step is None or metrics is None:
+            return instructions
+        self._story.note(self._n_events, f"the evaluation after step {step} is over")
+        self._times.add_done(step)
+        report, self._held_back = self._held_back, None
+        if report is None:
+            instructions.append(ReportEvaluation(step, metrics))
+        else:
+            evaluated = msgspec.structs.replace(report, metrics={**report.metrics, **metrics})
+            instructions += self._conclude(evaluated)
+        self._scheduler.wake()
+        return instructions + self._advance(self._scheduler)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -445,7 +560,8 @@ class MasterState:
         raise InvalidTransitionError(problem, self.story(call if call in self._stories else None))
 
     def _dispatches(self) -> list[Dispatch]:
-        return [] if self._scheduler is None else list(self._scheduler.dispatches.values())
+        training = [] if self._scheduler is None else list(self._scheduler.dispatches.values())
+        return training if self._evaluator is None else training + self._evaluator.dispatches
 
     def _send(self, rank: int, request: Request) -> Send:
         self._outbox.add(rank, request)

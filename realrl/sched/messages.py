@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 HookTime = Literal["before", "after"]
 """On which side of a call its hooks run."""
@@ -79,11 +79,15 @@ class Initialize(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadSamples(msgspec.Struct, frozen=True, tag=True):
-    """Materialise dataset rows as samples in the worker's store; `ids[i]` is made from row `rows[i]`."""
+    """Materialise dataset rows as samples in the worker's store; `ids[i]` is made from row `rows[i]`.
+
+    `is_held_out`: of the validation data.
+    """
 
     seq: int
     ids: tuple[str, ...]
     rows: tuple[int, ...]
+    is_held_out: bool = False
 
 
 class RunCall(msgspec.Struct, frozen=True, tag=True):
@@ -145,6 +149,25 @@ class RunHooks(msgspec.Struct, frozen=True, tag=True):
     when: HookTime
 
 
+class ReadSamples(msgspec.Struct, frozen=True, tag=True):
+    """Tell what these samples hold in text and single numbers: the only contents that ever leave the workers' stores.
+
+    Goes to ranks that hold the rows, before they are asked to free them.
+
+    Attributes:
+        step: that the samples belong to.
+        texts: prefix of keys -> samples; `<prefix>input_ids` is decoded, apart by `<prefix>prompt_mask`.
+        roles: prefix of keys -> role whose tokenizer decodes.
+        keys: keys with one number per sequence or per sample -> samples.
+    """
+
+    seq: int
+    step: int
+    texts: Mapping[str, tuple[str, ...]]
+    roles: Mapping[str, str]
+    keys: Mapping[str, tuple[str, ...]]
+
+
 class FreeSamples(msgspec.Struct, frozen=True, tag=True):
     """Drop the samples: every reader is done."""
 
@@ -166,7 +189,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     seq: int
 
 
-Request = Initialize | LoadSamples | RunCall | MoveRows | RunHooks | FreeSamples | SaveCheckpoint | Shutdown
+Request = (
+    Initialize | LoadSamples | RunCall | MoveRows | RunHooks | ReadSamples | FreeSamples | SaveCheckpoint | Shutdown
+)
 
 
 # ---------------------------------------------------------------- replies, worker -> master
@@ -192,7 +217,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Initialize is done. `row_ids` names every usable dataset row (dataset rank only)."""
+    """Initialize is done.
+
+    `row_ids` names every usable dataset row, `held_out_ids` every one of the validation data (dataset rank only).
+    """
 
     rank: int
     seq: int
@@ -200,6 +228,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     n_dropped: int
     notes: tuple[str, ...]  # what the user should know, e.g. "3 of 512 prompts longer than 128 tokens were dropped"
     spans: tuple[Span, ...] = ()
+    held_out_ids: tuple[str, ...] = ()
 
 
 class SamplesLoaded(msgspec.Struct, frozen=True, tag=True):
@@ -257,6 +286,21 @@ class HooksDone(msgspec.Struct, frozen=True, tag=True):
     memory_gb: float = 0.0
 
 
+class SamplesRead(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `ReadSamples`.
+
+    Attributes:
+        columns: name -> sample -> one entry per sequence, or one in all for what belongs to the sample. Names are the
+            keys asked for, and for each prefix ``<prefix>prompt`` and ``<prefix>response`` (text, without special
+            tokens) and ``<prefix>response_tokens`` (a number).
+    """
+
+    rank: int
+    seq: int
+    step: int
+    columns: Mapping[str, Mapping[str, tuple[float | bool | str, ...]]]
+
+
 class SamplesFreed(msgspec.Struct, frozen=True, tag=True):
     rank: int
     seq: int
@@ -306,6 +350,7 @@ Reply = (
     | CallDone
     | RowsMoved
     | HooksDone
+    | SamplesRead
     | SamplesFreed
     | CheckpointSaved
     | Goodbye

@@ -13,6 +13,7 @@ from realrl.sched.messages import (
     Initialize,
     LoadSamples,
     MoveRows,
+    ReadSamples,
     Ready,
     Request,
     RowsMoved,
@@ -20,13 +21,23 @@ from realrl.sched.messages import (
     RunHooks,
     SamplesFreed,
     SamplesLoaded,
+    SamplesRead,
     SaveCheckpoint,
     Shutdown,
     WorkerFailed,
 )
 
 NumberedReply = (
-    Ready | SamplesLoaded | CallDone | RowsMoved | HooksDone | SamplesFreed | CheckpointSaved | Goodbye | WorkerFailed
+    Ready
+    | SamplesLoaded
+    | CallDone
+    | RowsMoved
+    | HooksDone
+    | SamplesRead
+    | SamplesFreed
+    | CheckpointSaved
+    | Goodbye
+    | WorkerFailed
 )
 
 ANSWER_TO: dict[type[Request], type[NumberedReply]] = {
@@ -35,6 +46,7 @@ ANSWER_TO: dict[type[Request], type[NumberedReply]] = {
     RunCall: CallDone,
     MoveRows: RowsMoved,
     RunHooks: HooksDone,
+    ReadSamples: SamplesRead,
     FreeSamples: SamplesFreed,
     SaveCheckpoint: CheckpointSaved,
     Shutdown: Goodbye,

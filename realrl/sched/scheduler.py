@@ -45,6 +45,7 @@ from realrl.sched.buffer import SampleBuffer
 from realrl.sched.devices import MAX_QUEUED, DeviceLoad
 from realrl.sched.diagnosis import Fatal, bad_load, bad_output, too_many_dropped
 from realrl.sched.dispatch import Dispatch, Part, PartKind, plan_work
+from realrl.sched.evaluation_times import EvaluationTimes
 from realrl.sched.events import Instruction, Send
 from realrl.sched.master_plan import MasterPlan, ScheduledCall
 from realrl.sched.messages import (
@@ -53,6 +54,7 @@ from realrl.sched.messages import (
     HooksDone,
     LoadSamples,
     MoveRows,
+    ReadSamples,
     Request,
     RowsMoved,
     RunCall,
@@ -60,6 +62,7 @@ from realrl.sched.messages import (
     SamplesLoaded,
 )
 from realrl.sched.outbox import Outbox
+from realrl.sched.readout import SampleReader, plan_reads
 from realrl.sched.rounds import Rounds
 from realrl.sched.saving import CheckpointTracker
 from realrl.sched.step_log import StepLog
@@ -87,6 +90,23 @@ _NEXT_PHASES = {
 }
 
 
+class Counters:
+    """Numbers of dispatches and of their parts; schedulers that feed the same workers share them."""
+
+    def __init__(self) -> None:
+        self._n_dispatches = self._n_parts = 0
+
+    def next_dispatch(self) -> int:
+        """A number that no other dispatch has."""
+        self._n_dispatches += 1
+        return self._n_dispatches - 1
+
+    def next_part(self) -> int:
+        """The position of the part that is sent now, in the order of all parts."""
+        self._n_parts += 1
+        return self._n_parts - 1
+
+
 class Scheduler:
     """Decides what every worker does next, from the moment all are ready.
 
@@ -98,6 +118,9 @@ class Scheduler:
         outbox: numbers the requests.
         log: collects metrics.
         stories: call name -> its story.
+        reader: what is read of samples before they are freed; None: nothing.
+        counters: shared with other schedulers; None: there are none.
+        evaluations: keep train_step calls behind the evaluations that need their old weights.
     """
 
     def __init__(
@@ -110,6 +133,9 @@ class Scheduler:
         outbox: Outbox,
         log: StepLog,
         stories: Mapping[str, Story],
+        reader: SampleReader | None = None,
+        counters: Counters | None = None,
+        evaluations: EvaluationTimes | None = None,
     ) -> None:
         self.step = plan.first_step  # the oldest step that is not complete
         self.last_step = last_step
@@ -122,7 +148,11 @@ class Scheduler:
         self._outbox = outbox
         self._log = log
         self._stories = stories
-        self._buffer = SampleBuffer(plan.calls, plan.step_size)
+        self._reader = reader
+        self._counters = counters or Counters()
+        self._evaluations = evaluations
+        self._n_total = plan.n_samples(cursor, last_step)
+        self._buffer = SampleBuffer(plan.calls, plan.step_size, self._n_total)
         self._rounds = Rounds(plan.step_size) if plan.drops else None
         self._last_dropping = max((i for i, call in enumerate(plan.calls) if call.may_drop), default=-1)
         self._versions = plan.versions_after(plan.first_step - 1)  # that calls which are sent from now on read
@@ -132,8 +162,6 @@ class Scheduler:
         self._position = {call.name: position for position, call in enumerate(plan.calls)}
         self._devices = DeviceLoad({call.name: call.extent for call in plan.calls}, plan.n_ranks)
         self._needs_others = [set(call.extent) != set(call.ranks) for call in plan.calls]
-        self._next_dispatch_id = 0
-        self._next_part = 0
         self._has_completed = False  # a dispatch was completed since a step was last found complete or not
         self._is_stale = True  # something changed that may let a call start
         self._lacking_devices: list[tuple[str, int]] = []  # call that had all else, and how deep its queues may be
@@ -151,7 +179,10 @@ class Scheduler:
     def n_consumed(self, step: int) -> int:
         """Samples that this run takes from the dataset up to `step`, which must have all of them."""
         n_steps = step - self._plan.first_step + 1
-        return n_steps * self._plan.step_size if self._rounds is None else self._rounds.loaded_at_end(n_steps)
+        if self._rounds is not None:
+            return self._rounds.loaded_at_end(n_steps)
+        n_samples = n_steps * self._plan.step_size
+        return n_samples if self._n_total is None else min(n_samples, self._n_total)
 
     # ------------------------------------------------------------ what happened
 
@@ -219,10 +250,27 @@ class Scheduler:
             return []
         trained = [sample_id for sample_id in unneeded if not self._buffer.is_dropped(sample_id)]
         self._log.add_samples(dispatch.step, self._buffer.token_counts(trained))
-        return [
+        reads = [] if self._reader is None else self._read(self._reader, trained)
+        return reads + [
             self._send(rank, FreeSamples(self._outbox.next_seq(rank), ids))
             for rank, ids in self._buffer.free(unneeded).items()
         ]
+
+    def _read(self, reader: SampleReader, ids: list[str]) -> list[Instruction]:
+        """Ask for the contents of those samples, about to be freed, of which they are wanted."""
+        size = self._plan.step_size
+        instructions: list[Instruction] = []
+        for step, wanted in reader.select(
+            {i: divmod(place, size) for i, place in self._buffer.places(ids).items()}, self._plan.first_step
+        ).items():
+            versions = {sample_id: self._buffer.versions(sample_id) for sample_id in wanted}
+            reader.expect(step, wanted, versions)
+            for rank, (texts, keys) in plan_reads(self._buffer, reader.readout, list(wanted)).items():
+                seq = self._outbox.next_seq(rank)
+                roles = {prefix: reader.readout.roles[prefix] for prefix in texts}
+                reader.asked(step, rank, seq)
+                instructions.append(self._send(rank, ReadSamples(seq, step, texts, roles, keys)))
+        return instructions
 
     def _decide(self, rounds: Rounds, dispatch: Dispatch, dropped: frozenset[str]) -> list[str]:
         """The fate of some samples is known; return those that are left over and can be freed.
@@ -266,6 +314,10 @@ class Scheduler:
         self._is_stale = True
         return step
 
+    def wake(self) -> None:
+        """Something outside changed that may let a call start."""
+        self._is_stale = True
+
     def advance(self) -> list[Instruction]:
         """Load samples ahead, and dispatch every call that can start."""
         if not self._is_stale and not self._buffer.grew_ready:
@@ -306,6 +358,7 @@ class Scheduler:
             return rounds.n_wanted if len(self._buffer) + rounds.n_wanted <= self._plan.max_living else 0
         n_begun = self._buffer.n_loaded // size if rounds is None else rounds.n_settled
         has_room = len(self._buffer) + size <= self._plan.capacity * size
+        size = size if self._n_total is None else min(size, self._n_total - self._buffer.n_loaded)
         return size if has_room and self._plan.first_step + n_begun <= self.last_step else 0
 
     def _load(self, n_samples: int) -> Instruction:
@@ -315,7 +368,8 @@ class Scheduler:
             self._rounds.open_round()
         rank = self._plan.dataset_rank
         ids, rows = tuple(ref.id for ref in refs), tuple(ref.row for ref in refs)
-        return self._send(rank, LoadSamples(self._outbox.next_seq(rank), ids, rows))
+        is_held_out = self._plan.held_out is not None
+        return self._send(rank, LoadSamples(self._outbox.next_seq(rank), ids, rows, is_held_out))
 
     def _startable(self) -> Iterator[tuple[int, bool, int]]:
         """Yield (step, whether hooks need no devices of others, position) of every call that lacks at most devices."""
@@ -339,6 +393,8 @@ class Scheduler:
             return f"replacements of dropped samples of step {step}"
         if call.changes_parameters and self._checkpoints.blocks_training(step):
             return f"the checkpoint of a step before {step}, which needs the old weights"
+        if call.changes_parameters and self._evaluations is not None and self._evaluations.blocks_training(step):
+            return f"the evaluation before step {step}, which needs the old weights"
         return None
 
     def _start(self, position: int) -> Dispatch:
@@ -349,8 +405,8 @@ class Scheduler:
         placements = self._buffer.placements(call.input_keys)
         work, arrivals = plan_work(call, ids, token_counts, placements, self._plan.cluster.node_of)
         self._buffer.begin_arrivals(arrivals)
-        dispatch = Dispatch(self._next_dispatch_id, call, step, ids, work, arrivals, self._plan.moves_rows)
-        self._next_dispatch_id += 1
+        number = self._counters.next_dispatch()
+        dispatch = Dispatch(number, call, step, ids, work, arrivals, self._plan.moves_rows)
         self.dispatches[dispatch.id] = dispatch
         for rank in call.ranks:
             self._devices.add(rank)
@@ -377,8 +433,7 @@ class Scheduler:
     def _send_part(self, dispatch: Dispatch, kind: PartKind) -> list[Instruction]:
         self._note_version(dispatch, kind)
         requests = dispatch.requests(kind, self._outbox.next_seq, self.last_step)
-        dispatch.parts[kind] = Part(self._next_part, set(requests))
-        self._next_part += 1
+        dispatch.parts[kind] = Part(self._counters.next_part(), set(requests))
         return [self._send(rank, request) for rank, request in requests.items()]
 
     def _note_version(self, dispatch: Dispatch, kind: PartKind) -> None:
@@ -453,7 +508,8 @@ class Scheduler:
         if running != phases:
             raise InvalidTransitionError(f"calls {phases} are running, but dispatches of {running} are under way")
         for rank in range(self._plan.n_ranks):
-            asked = [r for r in self._outbox.of_rank(rank) if isinstance(r, RunCall | RunHooks | MoveRows)]
+            parts = [r for r in self._outbox.of_rank(rank) if isinstance(r, RunCall | RunHooks | MoveRows)]
+            asked = [request for request in parts if request.call in self._position]
             found = {(r.dispatch_id, PartKind.of(r)) for r in asked}
             known = {(d.id, k) for d in self.dispatches.values() for k, p in d.parts.items() if rank in p.pending}
             n_calls = sum(isinstance(r, RunCall) for r in asked)

@@ -142,6 +142,22 @@ class StepLog:
         return self._steps.setdefault(step, _StepEntry())
 
 
+class WholeLog(StepLog):
+    """Collects what calls record over many steps as if they were one."""
+
+    def recorded(self) -> dict[str, float]:
+        """What interfaces recorded or returned, without what is measured of every call."""
+        metrics = self.finish_step(0, {}) if self._steps else {}
+        measured = ("time_s/", "memory_gb/", "bytes/", "n_samples", "n_tokens")
+        return {name: value for name, value in metrics.items() if not name.startswith(measured)}
+
+    def finish_step(self, step: int, versions: Mapping[str, int]) -> dict[str, float]:
+        return super().finish_step(0, versions)
+
+    def _entry(self, step: int) -> _StepEntry:
+        return super()._entry(0)
+
+
 def _note_memory(entry: _StepEntry, rank: int, memory_gb: float) -> None:
     if memory_gb > 0:
         entry.memory_gb[rank] = max(memory_gb, entry.memory_gb.get(rank, 0.0))

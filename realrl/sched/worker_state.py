@@ -23,6 +23,7 @@ from realrl.sched.messages import (
     Initialize,
     LoadSamples,
     MoveRows,
+    ReadSamples,
     Request,
     RunCall,
     RunHooks,
@@ -229,6 +230,8 @@ def describe(request: Request) -> str:
             return "starting"
         case LoadSamples():
             return "loading samples"
+        case ReadSamples(step=step):
+            return f"reading out samples of step {step}"
         case FreeSamples():
             return "freeing samples"
         case SaveCheckpoint(step=step):

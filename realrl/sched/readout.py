@@ -1,0 +1,180 @@
+"""What is read back from the workers about samples that every call is done with: text and single numbers.
+
+    a sample is done ─► ReadSamples to ranks that hold its rows ─► FreeSamples
+                                       │
+    the step is complete ──────────────┴─► all answers are there: ReportSamples
+
+Tensors stay where they are: a worker decodes its own rows, and only of samples that are wanted. Ranks execute in order,
+so a checkpoint of a step that was asked for later is complete only when these answers have come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from realrl.config.schema import SaveConfig
+from realrl.graph.build import topological_calls
+from realrl.graph.mfc import InterfaceType
+from realrl.sched.events import SampleContents
+from realrl.sched.messages import SamplesRead
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+TOKENS, MASK = "input_ids", "prompt_mask"
+
+Texts = dict[str, tuple[str, ...]]  # prefix of keys -> samples
+Keys = dict[str, tuple[str, ...]]  # key -> samples
+
+
+@dataclass(frozen=True)
+class Readout:
+    """What is read, and of which samples.
+
+    Attributes:
+        roles: prefix of keys -> role that generates `<prefix>input_ids`.
+        calls: prefix of keys -> call that does.
+        every_steps: read in steps that are a multiple of this.
+        n_samples: of a step, the first ones; None for all.
+    """
+
+    roles: Mapping[str, str] = field(default_factory=dict)
+    calls: Mapping[str, str] = field(default_factory=dict)
+    every_steps: int = 1
+    n_samples: int | None = None
+
+
+class Holdings(Protocol):
+    """What planning needs to know of a sample buffer."""
+
+    def number_keys(self) -> list[str]:
+        """Keys with one number per sequence or per sample."""
+
+    def holders(self, key: str, sample_id: str) -> frozenset[int]:
+        """Ranks that hold rows of a sample."""
+
+
+class SampleReader:
+    """Collects what the workers tell, step by step."""
+
+    def __init__(self, readout: Readout) -> None:
+        self.readout = readout
+        self._pending: dict[tuple[int, int], int] = {}  # (rank, seq) of a request -> step
+        self._contents: dict[int, dict[str, _Contents]] = {}  # by step
+        self._closed: list[int] = []  # complete steps that are not reported
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every complete step was reported."""
+        return not self._closed
+
+    def select(self, places: Mapping[str, tuple[int, int]], first_step: int) -> dict[int, dict[str, int]]:
+        """Which samples to read: step -> sample -> its index in the step.
+
+        Args:
+            places: sample -> how many steps come before its own in this run, and its index.
+            first_step: of this run.
+        """
+        selected: dict[int, dict[str, int]] = {}
+        for sample_id, (n_steps, index) in places.items():
+            step, limit = first_step + n_steps, self.readout.n_samples
+            if step % self.readout.every_steps == 0 and (limit is None or index < limit):
+                selected.setdefault(step, {})[sample_id] = index
+        return selected
+
+    def expect(self, step: int, indices: Mapping[str, int], versions: Mapping[str, Mapping[str, int]]) -> None:
+        """These samples of a step are being read."""
+        contents = self._contents.setdefault(step, {})
+        contents.update({i: _Contents(index, dict(versions[i])) for i, index in indices.items()})
+
+    def asked(self, step: int, rank: int, seq: int) -> None:
+        """A request went out."""
+        self._pending[rank, seq] = step
+
+    def add(self, reply: SamplesRead) -> None:
+        """A request is answered."""
+        contents = self._contents[self._pending.pop((reply.rank, reply.seq))]
+        for name, values in reply.columns.items():
+            for sample_id, row in values.items():
+                contents[sample_id].columns[name] = row
+
+    def expects(self, reply: SamplesRead) -> bool:
+        """Whether the reply answers a request of this reader."""
+        return (reply.rank, reply.seq) in self._pending
+
+    def close(self, step: int) -> None:
+        """The step is complete: nothing else of it will be read."""
+        if step in self._contents:
+            self._closed.append(step)
+
+    def take(self) -> list[tuple[int, tuple[SampleContents, ...]]]:
+        """Complete steps, oldest first, of which every answer is there; each is returned once."""
+        ready = []
+        while self._closed and self._closed[0] not in self._pending.values():
+            step = self._closed.pop(0)
+            found = sorted(self._contents.pop(step).items(), key=lambda item: item[1].index)
+            ready.append((step, tuple([SampleContents(i, c.versions, c.sorted_columns()) for i, c in found])))
+        return ready
+
+
+@dataclass
+class _Contents:
+    index: int
+    versions: dict[str, int]
+    columns: dict[str, tuple[float | bool | str, ...]] = field(default_factory=dict)
+
+    def sorted_columns(self) -> dict[str, tuple[float | bool | str, ...]]:
+        return dict(sorted(self.columns.items()))
+
+
+def plan_reads(holdings: Holdings, readout: Readout, ids: Sequence[str]) -> dict[int, tuple[Texts, Keys]]:
+    """Rank -> what it is asked for; every row is asked for once, of the lowest rank that holds all that it needs.
+
+    Numbers come from the rank that decodes the text, if it holds them.
+    """
+    texts: dict[int, dict[str, list[str]]] = {}
+    keys: dict[int, dict[str, list[str]]] = {}
+    number_keys = holdings.number_keys()
+    for sample_id in ids:
+        asked: set[int] = set()
+        for prefix in readout.roles:
+            ranks = holdings.holders(prefix + TOKENS, sample_id) & holdings.holders(prefix + MASK, sample_id)
+            if ranks:
+                asked.add(min(ranks))
+                texts.setdefault(min(ranks), {}).setdefault(prefix, []).append(sample_id)
+        for key in number_keys:
+            ranks = holdings.holders(key, sample_id)
+            if ranks:
+                keys.setdefault(min(ranks & asked or ranks), {}).setdefault(key, []).append(sample_id)
+    return {rank: (_frozen(texts.get(rank, {})), _frozen(keys.get(rank, {}))) for rank in sorted({*texts, *keys})}
+
+
+def plan_readout(graph: nx.DiGraph, save: SaveConfig | None) -> Readout | None:
+    """What goes to ``generations.jsonl``; None where no call generates, or nothing is wanted.
+
+    Without `save`: what an evaluation measures, of all samples.
+    """
+    roles, calls = generating(graph)
+    if save is None:
+        return Readout(roles, calls)
+    if save.n_generations == 0:
+        return None
+    return Readout(roles, calls, save.generations_every_steps, save.n_generations) if roles else None
+
+
+def generating(graph: nx.DiGraph) -> tuple[dict[str, str], dict[str, str]]:
+    """Prefix of keys -> role, and -> call, of every call of the graph that generates tokens and their mask."""
+    roles, calls = {}, {}
+    for mfc in topological_calls(graph):
+        own_name = {graph_name: own for own, graph_name in mfc.output_key_remap.items()}
+        for key in mfc.output_keys if mfc.interface_type is InterfaceType.GENERATE else ():
+            prefix = key.removesuffix(TOKENS)
+            if own_name.get(key, key) == TOKENS and key.endswith(TOKENS) and prefix + MASK in mfc.output_keys:
+                roles[prefix], calls[prefix] = mfc.role, mfc.name
+    return roles, calls
+
+
+def _frozen(lists: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
+    return {name: tuple(ids) for name, ids in lists.items()}

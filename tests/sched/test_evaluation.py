@@ -1,0 +1,258 @@
+"""Evaluations between steps: what the master sends, in any order of the workers' answers."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+
+import pytest
+
+from realrl.graph.build import build_graph, dataset_keys
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.mesh.device_mesh import Cluster
+from realrl.plan.hooks import plan_hooks
+from realrl.sched.evaluation_times import EvaluationTimes
+from realrl.sched.events import (
+    BeginEvaluation,
+    CheckpointCommitted,
+    CommitCheckpoint,
+    Finish,
+    ReportEvaluation,
+    ReportSamples,
+    ReportStep,
+    Send,
+    Start,
+)
+from realrl.sched.master_plan import MasterPlan, schedule_calls
+from realrl.sched.master_state import MasterState
+from realrl.sched.messages import (
+    CallDone,
+    CheckpointSaved,
+    FreeSamples,
+    Goodbye,
+    Hello,
+    HooksDone,
+    Initialize,
+    KeySchema,
+    LoadSamples,
+    MoveRows,
+    Per,
+    ReadSamples,
+    Ready,
+    RowsMoved,
+    RunCall,
+    RunHooks,
+    SampleMeta,
+    SamplesFreed,
+    SamplesLoaded,
+    SamplesRead,
+    SaveCheckpoint,
+    Shutdown,
+)
+from realrl.sched.readout import Readout
+from tests.sched.plans import make_plan, on_all, ppo
+
+GENERATE, INFERENCE = InterfaceType.GENERATE, InterfaceType.INFERENCE
+NUMBER, TOKEN = KeySchema("float32", Per.SEQUENCE), KeySchema("int64", Per.TOKEN)
+CLUSTER = Cluster(1, 2)
+ROWS = tuple(f"r{i}" for i in range(20))
+HELD_OUT = tuple(f"h{i}" for i in range(11))
+
+
+def eval_plan(allocations, **settings):
+    calls = [
+        MFCDef("eval_gen", "actor", GENERATE, "x", ("prompt_ids",), ("input_ids", "prompt_mask"), n_seqs=4),
+        MFCDef("eval_rew", "reward", INFERENCE, "x", ("input_ids",), ("rewards",), n_seqs=4),
+    ]
+    graph = build_graph(calls, ["prompt_ids"])
+    allocations = {"eval_gen": allocations["actor_gen"], "eval_rew": allocations["rew_inf"]}
+    return MasterPlan(
+        calls=schedule_calls(graph, allocations, hooks=plan_hooks(graph, allocations)),
+        dataset_keys=dataset_keys(graph), cluster=CLUSTER, dataset_rank=0, steps=10**6, epochs=1, seed=7,
+        shuffle=False, readout=Readout({"": "actor"}, {"": "eval_gen"}), keeps_rest=True, held_out=0,
+        pass_threshold=0.5, **settings,
+    )  # fmt: skip
+
+
+class Workers:
+    """Ranks that answer in a random order; a reward depends on the sample alone."""
+
+    def __init__(self, plan, seed, rows=ROWS):
+        self.plan, self.random, self.rows = plan, random.Random(seed), rows
+        self.master = MasterState(plan)
+        self.calls = {c.name: c for p in (plan, plan.evaluation) if p is not None for c in p.calls}
+        self.inbox = [deque() for _ in range(plan.n_ranks)]
+        self.store = [set() for _ in range(plan.n_ranks)]
+        self.parts = [[] for _ in range(plan.n_ranks)]
+        self.reports, self.loads, self.taken, self.evaluating = [], [], Counter(), None
+        self.n_trained = 0
+        self.commits = deque()
+
+    def run(self):
+        for event in (Start(b"run"), *(Hello(rank, rank, "") for rank in range(self.plan.n_ranks))):
+            self.feed(event)
+        while not self.master.is_over:
+            ranks = [rank for rank, inbox in enumerate(self.inbox) if inbox]
+            choice = self.random.choice([*ranks, *([-1] if self.commits else [])])
+            if choice < 0:
+                self.feed(CheckpointCommitted(self.commits.popleft()))
+            else:
+                self.feed(self.answer(choice, self.inbox[choice].popleft()))
+        assert self.reports[-1] == Finish()
+        assert not any(self.store), "samples were never freed"
+        self.check_order()
+        return self
+
+    def feed(self, event):
+        instructions = self.master.handle(event)
+        self.master.validate()
+        for instruction in instructions:
+            if isinstance(instruction, Send):
+                self.send(instruction.rank, instruction.request)
+                continue
+            if isinstance(instruction, CommitCheckpoint):
+                self.commits.append(instruction.step)
+            if isinstance(instruction, BeginEvaluation):
+                assert self.evaluating is None
+                self.evaluating = instruction.step
+                self.taken.clear()
+            if isinstance(instruction, ReportEvaluation | ReportStep) and self.evaluating is not None:
+                assert instruction.step == self.evaluating
+                self.evaluating = None
+                expected = {(name, f"eval/{row}") for name in ("eval_gen", "eval_rew") for row in HELD_OUT}
+                assert set(self.taken) == expected
+                assert max(self.taken.values()) == 1
+            self.reports.append(instruction)
+
+    def send(self, rank, request):
+        self.inbox[rank].append(request)
+        if isinstance(request, LoadSamples) and not request.is_held_out:
+            self.loads.append(request.ids)
+        if isinstance(request, RunCall | RunHooks | MoveRows):
+            kind = request.when if isinstance(request, RunHooks) else type(request).__name__
+            self.parts[rank].append((request.dispatch_id, kind))
+        if isinstance(request, RunCall) and self.calls[request.call].is_train:
+            assert self.evaluating is None or request.step <= self.evaluating, "the weights change too early"
+        if isinstance(request, RunCall) and request.call.startswith("eval_"):
+            self.taken.update((request.call, sample_id) for sample_id in request.keeps)
+
+    def check_order(self):
+        """All ranks see the parts that they share in one order, or collectives would wait for each other."""
+        for one in self.parts:
+            for other in self.parts:
+                shared = set(one) & set(other)
+                assert [p for p in one if p in shared] == [p for p in other if p in shared]
+
+    def answer(self, rank, request):
+        match request:
+            case Initialize():
+                here = rank == self.plan.dataset_rank
+                return Ready(rank, request.seq, self.rows if here else (), 0, (), (), HELD_OUT if here else ())
+            case LoadSamples():
+                return SamplesLoaded(rank, request.seq, self.put(rank, request.ids, self.plan.dataset_keys))
+            case RunCall():
+                call = self.calls[request.call]
+                for transfer in request.transfers:
+                    self.store[rank] |= set(transfer.ids)
+                output = self.put(rank, request.keeps, call.output_keys) if request.keeps else None
+                return CallDone(rank, request.seq, request.dispatch_id, call.name, request.step, output, {}, ())
+            case RunHooks():
+                return HooksDone(rank, request.seq, request.dispatch_id, request.call, request.step, request.when)
+            case MoveRows():
+                return RowsMoved(rank, request.seq, request.dispatch_id, request.call, request.step)
+            case ReadSamples():
+                ids = {i for group in (*request.keys.values(), *request.texts.values()) for i in group}
+                assert ids <= self.store[rank], "what is read was freed"
+                return SamplesRead(
+                    rank, request.seq, request.step,
+                    {key: {i: (reward(i),) for i in members} for key, members in request.keys.items()},
+                )  # fmt: skip
+            case FreeSamples():
+                self.store[rank] -= set(request.ids)
+                return SamplesFreed(rank, request.seq)
+            case SaveCheckpoint(step=step):
+                return CheckpointSaved(rank, request.seq, step)
+            case Shutdown():
+                return Goodbye(rank, request.seq)
+
+    def put(self, rank, ids, keys):
+        self.store[rank] |= set(ids)
+        schemas = {key: NUMBER if key == "rewards" else TOKEN for key in keys}
+        return SampleMeta(tuple(ids), schemas, dict.fromkeys(keys, tuple((1,) for _ in ids)))
+
+
+def reward(sample_id):
+    return (sum(sample_id.encode()) % 10) / 10
+
+
+def run(seed, *, evaluated=True, **settings):
+    mfcs = ppo(4, max_staleness=settings.pop("max_staleness", 0))
+    allocations = on_all(mfcs, CLUSTER)
+    times = {"eval_every_steps": 2, "eval_at_start": True, "evaluation": eval_plan(allocations)} if evaluated else {}
+    plan = make_plan(
+        mfcs, allocations, CLUSTER, n_steps=5, readout=Readout({"": "actor"}, {"": "actor_gen"}, n_samples=3),
+        checkpoint_directory="x", **times, **settings,
+    )  # fmt: skip
+    return Workers(plan, seed).run()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_an_evaluation_sees_its_version_and_every_row_once(seed: int, max_staleness: int) -> None:
+    done = run(seed, max_staleness=max_staleness, save_every_steps=2, save_at_end=True)
+    steps = [report for report in done.reports if isinstance(report, ReportStep)]
+    assert [report.step for report in steps] == [1, 2, 3, 4, 5]
+    expected = sum(reward(f"eval/{row}") for row in HELD_OUT) / len(HELD_OUT)
+    for report in steps:
+        assert ("eval/reward/mean" in report.metrics) == (report.step in (2, 4))
+        if report.step in (2, 4):
+            assert report.metrics["eval/reward/mean"] == pytest.approx(expected)
+            assert report.metrics["eval/n_samples"] == 11
+    [first] = [report for report in done.reports if isinstance(report, ReportEvaluation)]
+    assert (first.step, first.metrics["eval/reward/mean"]) == (0, pytest.approx(expected))
+    assert done.loads == run(seed, evaluated=False, max_staleness=max_staleness).loads
+
+
+def test_contents_of_the_first_samples_are_reported_in_order() -> None:
+    done = run(3)
+    reports = [report for report in done.reports if isinstance(report, ReportSamples)]
+    assert [report.step for report in reports] == [1, 2, 3, 4, 5]
+    for report, ids in zip(reports, done.loads, strict=False):
+        assert tuple(contents.id for contents in report.samples) == ids[:3]
+        assert all(contents.versions["actor_gen"] == report.step - 1 for contents in report.samples)
+        assert all(contents.columns["rewards"] == (reward(contents.id),) for contents in report.samples)
+
+
+@pytest.mark.parametrize(("n_rows", "sizes"), [(11, [4, 4, 3]), (8, [4, 4]), (1, [1])])
+@pytest.mark.parametrize("min_n_seqs", [None, 2])
+def test_a_run_without_training_goes_over_every_row(n_rows: int, sizes: list[int], min_n_seqs: int | None) -> None:
+    mfcs = [
+        MFCDef("gen", "actor", GENERATE, "x", ("prompt_ids",), ("input_ids", "prompt_mask"), n_seqs=4),
+        MFCDef("rew", "reward", INFERENCE, "x", ("input_ids",), ("rewards",), n_seqs=2, min_n_seqs=min_n_seqs),
+    ]
+    readout = Readout({"": "actor"}, {"": "gen"})
+    plan = make_plan(mfcs, on_all(mfcs, CLUSTER), CLUSTER, n_steps=10**6, epochs=1, shuffle=False, keeps_rest=True,
+                     readout=readout)  # fmt: skip
+    rows = tuple(f"r{i}" for i in range(n_rows))
+    for seed in range(4):
+        done = Workers(plan, seed, rows).run()
+        reports = [report for report in done.reports if isinstance(report, ReportSamples)]
+        assert [len(report.samples) for report in reports] == sizes
+        assert [contents.id for report in reports for contents in report.samples] == [f"1/{row}" for row in rows]
+        assert [r.metrics["n_samples"] for r in done.reports if isinstance(r, ReportStep)] == sizes
+
+
+def test_evaluations_are_due_at_multiples_and_hold_training_back() -> None:
+    times = EvaluationTimes(4, 9, every_steps=3, at_start=False)
+    assert [step for step in range(4, 10) if times.is_due(step)] == [6]
+    assert not times.blocks_training(6)
+    assert times.blocks_training(7)
+    times.add_done(6)
+    assert times.is_due(9)
+    times.add_done(9)
+    assert not times.blocks_training(10)
+    assert not EvaluationTimes(1, 2, every_steps=3, at_start=False).blocks_training(2)
+    first = EvaluationTimes(1, 2, every_steps=0, at_start=True)
+    assert first.blocks_training(1)
+    first.add_done(0)
+    assert not first.blocks_training(1)
