@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument(
         "--prompts", type=int, default=320, help="held-out prompts to evaluate on (default: %(default)s)"
     )
-    parser.add_argument("--pairs", type=int, default=480, help="held-out pairs to evaluate on (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=400, help="held-out pairs to evaluate on (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="set an earlier quickstart aside and start over")
     options = parser.parse_args()
     if options.fresh and options.out.exists():

@@ -145,7 +145,8 @@ def continue_prompts(
     result = actor.generate(_batch("prompt_ids", prompt_ids), one, seed=SEED, step=0, eos_id=tokenizer.eos_token_id)
     sequences = [torch.cat([p, r]) for p, r in zip(prompt_ids, result.responses, strict=True)]
     batch = _batch("input_ids", sequences)
-    gap = _logprobs(actor, batch, generation.temperature) - _logprobs(reference, batch, generation.temperature)
+    logprobs = _logprobs(actor, batch, generation.temperature)
+    gap = logprobs - (logprobs if reference is actor else _logprobs(reference, batch, generation.temperature))
     kl = []
     starts = batch.cu_seqlens("input_ids").tolist()
     for i, (start, prompt) in enumerate(zip(starts, prompt_ids, strict=False)):
