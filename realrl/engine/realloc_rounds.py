@@ -4,15 +4,15 @@ Invariants of `rounds_of`:
     - every transfer of the rank lies in its messages exactly once, whole or cut into rows;
     - two ranks derive the same messages for each other, and put the n-th ones of a pair into the n-th round: ranks that
       go through their rounds in order meet in each, and no round waits for a later one;
-    - the messages of one rank in one round and direction hold at most `bucket_bytes`, and for each peer one row
-      or the smallest share worth a message (a 64th of the bucket) more;
+    - the messages of one rank in one round and direction hold at most `bucket_bytes`, and for each peer one row of a
+      matrix (stacked ones are cut inside too) or the smallest share worth a message (a 64th of the bucket) more;
     - a message holds one dtype; small slices share one, a large slice has its own and can travel without a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import prod
 
@@ -107,8 +107,8 @@ def _messages(transfers: Sequence[Transfer], peer: int, dtypes: Mapping[str, str
     rounds: list[list[Message]] = []
     parts: list[tuple[Transfer, int, int]] = []
     space = limit
-    for transfer in transfers:
-        n_rows = transfer.source_slice[0][1] - transfer.source_slice[0][0]
+    for transfer in (part for whole in transfers for part in _unstacked(whole, limit)):
+        n_rows = _n_rows(transfer)
         row_bytes = transfer.num_bytes // n_rows
         row = 0
         while row < n_rows:
@@ -131,8 +131,7 @@ def _pack(
     for transfer, start, stop in parts:
         piece = _piece(transfer, start, stop, is_sender)
         dtype = dtypes[transfer.parameter]
-        n_rows = transfer.source_slice[0][1] - transfer.source_slice[0][0]
-        if transfer.num_bytes // n_rows * (stop - start) >= _LARGE_BYTES:
+        if transfer.num_bytes // _n_rows(transfer) * (stop - start) >= _LARGE_BYTES:
             large.append(Message(peer, dtype, (piece,)))
         else:
             small.setdefault(dtype, []).append(piece)
@@ -142,5 +141,37 @@ def _pack(
 
 
 def _piece(transfer: Transfer, start: int, stop: int, is_sender: bool) -> Piece:
-    (first, _), *rest = transfer.source_slice if is_sender else transfer.target_slice
-    return Piece(transfer.parameter, ((first + start, first + stop), *rest))
+    slices = list(transfer.source_slice if is_sender else transfer.target_slice)
+    dim = _row_dim(transfer)
+    first = slices[dim][0]
+    slices[dim] = (first + start, first + stop)
+    return Piece(transfer.parameter, tuple(slices))
+
+
+def _unstacked(transfer: Transfer, limit: int) -> Iterator[Transfer]:
+    """Stacked matrices, such as those of experts, one by one if a single one exceeds `limit`; the rest as it is."""
+    n_matrices = _extent(transfer, 0)
+    if len(transfer.source_slice) < 3 or transfer.num_bytes <= limit * n_matrices:
+        yield transfer
+        return
+    for i in range(n_matrices):
+        source, target = (
+            ((where[0][0] + i, where[0][0] + i + 1), *where[1:])
+            for where in (transfer.source_slice, transfer.target_slice)
+        )
+        num_bytes = transfer.num_bytes // n_matrices
+        yield replace(transfer, source_slice=source, target_slice=target, num_bytes=num_bytes)
+
+
+def _row_dim(transfer: Transfer) -> int:
+    """The dim along which a transfer is cut: that of matrices where there is only one of a stack."""
+    return 1 if len(transfer.source_slice) > 2 and _extent(transfer, 0) == 1 else 0
+
+
+def _n_rows(transfer: Transfer) -> int:
+    return _extent(transfer, _row_dim(transfer))
+
+
+def _extent(transfer: Transfer, dim: int) -> int:
+    start, stop = transfer.source_slice[dim]
+    return stop - start

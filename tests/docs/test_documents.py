@@ -96,7 +96,8 @@ def test_commands_are_accepted(document: Path, newcomer: Path, capsys: pytest.Ca
     for arguments in commands(document, "realrl"):
         if "NAME" in arguments or arguments == ["run"]:
             continue
-        dry = [*arguments, "--dry-run"] if arguments[0] == "run" and "--dry-run" not in arguments else arguments
+        starts = arguments[0] in ("run", "eval", "gen")
+        dry = [*arguments, "--dry-run"] if starts and "--dry-run" not in arguments else arguments
         if "my_algorithm" in arguments:  # CONTRIBUTING speaks of a registered one
             continue
         assert main(dry) == 0, (arguments, capsys.readouterr().err)

@@ -65,5 +65,5 @@ def test_gen_trains_nothing_and_scores_on_request() -> None:
 
 def test_gen_goes_through_the_file_once_in_its_order() -> None:
     config = compose(experiment("gen"), [])
-    assert (config.epochs, config.dataset.shuffle, config.save.at_end) == (1, False, False)
+    assert (config.epochs, config.dataset.shuffle, config.save.n_generations) == (1, False, None)
     assert experiment("gen").dataset is DatasetKind.PROMPT

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterator
+from itertools import product
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.engine.realloc_rounds import Message, Round, rounds_of
+from realrl.plan.layout import Slice
 from realrl.plan.realloc import ReallocPlan, plan_realloc
 from tests.ranks.test_realloc import MODELS, parameter_specs, random_layout
 
@@ -22,6 +25,12 @@ def num_bytes(messages: tuple[Message, ...]) -> int:
 def all_rounds(plan: ReallocPlan, bucket_bytes: int) -> dict[int, tuple[Round, ...]]:
     dtypes = {spec.name: spec.dtype for spec in plan.source_layout.specs}
     return {rank: rounds_of(plan, rank, dtypes, bucket_bytes=bucket_bytes) for rank in plan.ranks}
+
+
+def rows_of(slices: Slice) -> Iterator[tuple[object, ...]]:
+    """The rows of a matrix or a stack of them, or the elements of a vector."""
+    *leading, last = slices if len(slices) > 1 else (*slices, None)
+    return ((*indices, last) for indices in product(*(range(*where) for where in leading)))
 
 
 def shape_of(message: Message) -> tuple[object, ...]:
@@ -57,11 +66,10 @@ def _check_pieces(plan: ReallocPlan, rank: int, rounds: tuple[Round, ...]) -> No
         planned: Counter[tuple[object, ...]] = Counter()
         for t in transfers:
             peer, slices = (t.target, t.source_slice) if is_sender else (t.source, t.target_slice)
-            planned.update((peer, t.parameter, row, slices[1:]) for row in range(*slices[0]))
+            planned.update((peer, t.parameter, *row) for row in rows_of(slices))
         found: Counter[tuple[object, ...]] = Counter()
         for current in rounds:
             for message in current.sends if is_sender else current.receives:
                 for piece in message.pieces:
-                    rows = range(*piece.slices[0])
-                    found.update((message.peer, piece.parameter, row, piece.slices[1:]) for row in rows)
+                    found.update((message.peer, piece.parameter, *row) for row in rows_of(piece.slices))
         assert found == planned

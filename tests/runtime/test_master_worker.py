@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from realrl.config.schema import SaveConfig
 from realrl.errors import TransportError
 from realrl.runtime import master_worker
 from realrl.runtime.checkpoint import CheckpointStore
@@ -20,6 +21,7 @@ class ScriptedState:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.plan = SimpleNamespace(readout=None, first_step=1)
 
     def handle(self, event: Event) -> list[Instruction]:
         self.events.append(event)
@@ -71,10 +73,11 @@ def run_to_the_end(
         launcher=Launcher(ended),
         address="",
         environment={},
+        run_dir=folder,
         progress=SimpleNamespace(phase=lambda text: None, failed=reports.append),
     )
     state = ScriptedState()
-    plan = SimpleNamespace(n_workers=2, config=SimpleNamespace(launcher="local"))
+    plan = SimpleNamespace(n_workers=2, config=SimpleNamespace(launcher="local", save=SaveConfig()))
     master = MasterWorker(plan, state, session, CheckpointStore(folder, keep=1, experiment="ppo"))  # type: ignore[arg-type]
     assert master.run(Start(run=b"", rendezvous="", resume_from="")) == 1
     return state, reports

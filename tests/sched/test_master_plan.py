@@ -54,7 +54,7 @@ def test_a_configuration_becomes_a_plan():
     assert found == MasterPlan(
         calls=scheduled(mfcs), dataset_keys=("prompt_ids",), cluster=CLUSTER, dataset_rank=1, steps=12, epochs=3,
         seed=9, shuffle=False, resume=resume, save_every_steps=4, save_at_end=False, checkpoint_directory="x/{step}",
-        max_refill_rounds=10,
+        max_refill_rounds=10, pass_threshold=0.5,
     )  # fmt: skip
     assert (found.first_step, found.step_size, found.n_ranks) == (11, 8, 2)
     assert found.checkpoint_directory_of(12) == "x/12"
