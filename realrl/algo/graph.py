@@ -247,8 +247,18 @@ def train_call(
         prefix: of its keys.
         other_prefix: of the other player's keys, whose `rewards` the policy sees as `other_rewards`.
         post_hooks: of the call.
+
+    Raises:
+        ConfigError: a piece compares with another player, and there is none.
     """
     options: PolicyOptions = config.algorithm
+    versus = next((p for p in chosen_pieces(options) if "other_rewards" in p.keys(options)), None)
+    if versus is not None and prefix == other_prefix:
+        raise ConfigError(
+            f"algorithm.{versus.kind}={versus.name} compares with another player's rewards, and experiment "
+            f"{config.experiment} has no other player",
+            remedy=f"Choose another {versus.kind}, or an experiment of two players, such as self_play.",
+        )
     behavior = ("behavior_logprobs",) if is_off_policy(config) else ()
     own = dict.fromkeys((*TOKENS, "old_logprobs", "truncated", *behavior, *training_keys(options)))
     names = {key: key if key == "metadata" else prefix + key for key in own}

@@ -18,6 +18,7 @@ from typing import Any, Literal
 from realrl.algo.loading import load_object
 
 MAX_ERROR_CHARS = 2000
+MAX_REWARD = 3.4028234663852886e38  # the largest float32: what rewards are kept in
 _GROUP_NAMES = ("responses", "responses_ids")
 _ROW_NAMES = ("row", "metadata")
 
@@ -63,10 +64,9 @@ class RewardFunction:
     def evaluate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """``{"rewards": [...]}`` for the request's response or responses, or ``{"error": text}``."""
         try:
-            value = self._call(request)
-        except Exception as error:  # noqa: BLE001 - whatever user code raises is reported to its owner
+            return self._checked(self._call(request), request)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is reported to its owner
             return _raised(error)
-        return self._checked(value, request)
 
     async def evaluate_async(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """As `evaluate`, or ``{"timeout": true}`` when it is not done in time."""
@@ -75,10 +75,9 @@ class RewardFunction:
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                value = await self._call(request)
-        except Exception as error:  # noqa: BLE001 - as above
+                return self._checked(await self._call(request), request)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
             return {"timeout": True} if limit.expired() else _raised(error)
-        return self._checked(value, request)
 
     def _call(self, request: Mapping[str, Any]) -> Any:
         row = [request.get("row") or {}] if self.traits.takes_row else []
@@ -102,17 +101,26 @@ def _as_rewards(values: list[Any], what: str) -> dict[str, Any]:
         try:
             if isinstance(value, str | bytes):
                 raise TypeError
-            rewards.append(float(value))
+            reward = float(value)
+        except OverflowError:  # of an int
+            reward = math.inf
         except (TypeError, ValueError, RuntimeError):
             return {"error": what.format(f"{value!r:.100}, which is not a number")}
-        if not math.isfinite(rewards[-1]):
-            return {"error": what.format(rewards[-1])}
+        if not math.isfinite(reward):
+            return {"error": what.format(reward)}
+        if abs(reward) > MAX_REWARD:
+            return {"error": what.format(f"{reward:g}, which is more than float32 can hold")}
+        rewards.append(reward)
     return {"rewards": rewards}
 
 
-def _raised(error: Exception) -> dict[str, Any]:
-    where = "".join(traceback.format_exception(error)[-3:])
-    return {"error": f"raised {type(error).__name__}: {error}\n{where}"[:MAX_ERROR_CHARS]}
+def _raised(error: BaseException) -> dict[str, Any]:
+    lines = traceback.format_exception(error)
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - an exception of the user's that cannot even be printed
+        text = "(its text cannot be shown)"
+    return {"error": f"raised {type(error).__name__}: {text}\n{''.join(lines[-3:])}"[:MAX_ERROR_CHARS]}
 
 
 def _traits(function: Callable[..., Any], name: str, reads: str) -> Traits:

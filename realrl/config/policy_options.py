@@ -6,6 +6,7 @@ own file, as defaults.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -107,6 +108,14 @@ class PolicyOptions(RewardOptions):
     early_stop_kl: float | None = Field(
         None, gt=0, description="skip a minibatch whose approx_kl is above; null: never", json_schema_extra=ADVANCED
     )
+
+    @field_validator("advantage", mode="before")
+    @classmethod
+    def _refuse_bool_as_weight(cls, value: object) -> object:
+        """pydantic would read true as 1."""
+        if isinstance(value, Mapping) and any(isinstance(weight, bool) for weight in value.values()):
+            raise ValueError("true and false are no weights")
+        return value
 
     @field_validator("advantage")
     @classmethod

@@ -53,7 +53,18 @@ def misbehave(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Any:
             return "0.5"
         case 10:
             return [0.5]
+        case 11:
+            return 10**400
+        case 12:
+            return -1e300
+        case 13:
+            raise Unprintable
     return 0.0
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
 
 
 async def misbehave_async(prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Any:

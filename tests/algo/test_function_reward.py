@@ -164,8 +164,11 @@ FAILURES = [
     (10, r"returned \[0\.5\], which is not a number"),
     (4, r"did not answer within 0\.5 s"),
     (5, r"did not answer within 0\.5 s"),
-    (6, "left its process with status 1"),
+    (6, "raised SystemExit: 3"),
     (7, "died of signal 11"),
+    (11, "returned inf"),
+    (12, r"returned -1e\+300, which is more than float32 can hold"),
+    (13, r"raised Unprintable: \(its text cannot be shown\)"),
     (8, r"did not answer within 0\.5 s"),
 ]
 
@@ -187,14 +190,15 @@ def test_a_failure_names_the_sample_and_the_remedy(make: Make, first: int, messa
 
 def test_failures_can_score_zero(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     interface = make(f"{FUNCTIONS}:misbehave", timeout_s=0.5, concurrency=4, on_failure="zero")
-    assert score(interface, responses(0, *(first for first, _ in FAILURES), 0)) == [0.5, *[0.0] * 10, 0.5]
-    assert len(caplog.records) == 10
+    assert score(interface, responses(0, *(first for first, _ in FAILURES), 0)) == [0.5, *[0.0] * len(FAILURES), 0.5]
+    assert len(caplog.records) == len(FAILURES)
     assert "rew_inf at step 4 scores sample '0/3' (response 0) 0: the reward function" in caplog.text
 
 
-def test_in_process_failures_are_named_too(make: Make) -> None:
-    with pytest.raises(CallError, match=r"sample '0/1' .* raised ValueError: no answer found"):
-        score(make(f"{FUNCTIONS}:misbehave", in_process=True), responses(0, 1))
+@pytest.mark.parametrize(("first", "message"), [failure for failure in FAILURES if failure[0] in (1, 6, 11, 12, 13)])
+def test_in_process_failures_are_named_too(make: Make, first: int, message: str) -> None:
+    with pytest.raises(CallError, match=rf"sample '0/1' .* {message}"):
+        score(make(f"{FUNCTIONS}:misbehave", in_process=True), responses(0, first))
 
 
 def test_a_slow_function_in_process_is_reported(make: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -122,6 +122,12 @@ def test_no_advantage_is_refused() -> None:
             PolicyOptions(advantage=value)
 
 
+@pytest.mark.parametrize("flag", [True, False])
+def test_a_weight_that_is_no_number_is_refused(flag: bool) -> None:
+    with pytest.raises(ValueError, match="true and false are no weights"):
+        PolicyOptions(advantage={"grpo": 0.5, "rloo": flag})
+
+
 def test_choosing_pieces_imports_no_torch() -> None:
     code = (
         "import sys; from realrl.algo.pieces import training_keys; import realrl.algo.graph\n"

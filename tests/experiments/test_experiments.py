@@ -205,6 +205,8 @@ def test_group_methods_refuse_groups_of_one(name: str) -> None:
 def test_other_impossible_choices_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"advantage=grpo reads no values, and experiment ppo has a critic"):
         calls_of("ppo", "algorithm.advantage=grpo", "generation.n_responses=2")
+    with pytest.raises(ConfigError, match=r"advantage=versus compares .* experiment grpo has no other player"):
+        calls_of("grpo", "algorithm.advantage=versus")
     with pytest.raises(ConfigError, match=r"algorithm\.sampler=greedy samples greedily"):
         calls_of("ppo", "algorithm.sampler=greedy")
     with pytest.raises(ConfigError, match=r"algorithm\.clip_ratio=0\.1 has no effect"):
