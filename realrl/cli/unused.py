@@ -10,6 +10,7 @@ from realrl.experiment import DatasetKind
 from realrl.graph.mfc import InterfaceType, MFCDef
 
 if TYPE_CHECKING:
+    from realrl.config.schema import RunConfig
     from realrl.experiment import Experiment
     from realrl.runtime.run_plan import RunPlan
 
@@ -60,6 +61,7 @@ def check_used(overrides: Sequence[str], plan: RunPlan) -> None:
     """
     problems = []
     unused = dict(unused_keys(plan.experiment, plan.mfcs))
+    unused |= _switched_off(plan.config)
     if plan.config.eval.only:
         unused |= dict.fromkeys(_UNUSED_IN_EVALUATION, "an evaluation goes once over eval.path and trains nothing")
     for override in overrides:
@@ -68,3 +70,16 @@ def check_used(overrides: Sequence[str], plan: RunPlan) -> None:
             if is_unused(path, {key: reason}):
                 problems.append(Problem(override, f"has no effect: {reason}"))
     raise_problems(problems, plan.config.experiment)
+
+
+def _switched_off(config: RunConfig) -> dict[str, str]:
+    """Details of what this run does not do."""
+    unused: dict[str, str] = {}
+    if not (config.eval.is_on or config.eval.only):
+        keys = ("path", "n_seqs", "n_responses", "temperature", "pass_threshold")
+        unused |= {f"eval.{key}": "eval.every_steps is 0, so that nothing is evaluated" for key in keys}
+    for role, model in config.models.items():
+        if model.lora.rank == 0:
+            reason = f"models.{role}.lora.rank is 0, so that there are no adapters"
+            unused |= {f"models.{role}.lora.{key}": reason for key in ("alpha", "targets")}
+    return unused

@@ -237,6 +237,11 @@ def test_config_prints_values(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "sft", "min_n_seqs=4"], ["min_n_seqs=4: has no effect: all calls of 'sft' train"]),
         (["run", "rw", "max_refill_rounds=3"], ["max_refill_rounds=3: has no effect: no call of 'rw' drops samples"]),
         (["run", "rw", "+generation={top_k: 1}"], ["has no effect: 'rw' has no generate call"]),
+        (["run", "grpo", "eval.n_responses=4"], ["eval.n_responses=4: has no effect: eval.every_steps is 0, so that"]),
+        (
+            ["run", "sft", "models.actor.lora.alpha=8"],
+            ["has no effect: models.actor.lora.rank is 0, so that there are"],
+        ),
         (["run", "ppo", "dataset.max_answer_tokens=1"], ["has no effect: the dataset of 'ppo' holds prompts"]),
         (["run", "ppo", "allocation=splt"], ["splt", "Did you mean 'split'?"]),
         (["run", "ppo", "allocation.calls.actor_gn=d1"], ["there is no call 'actor_gn'", "Did you mean 'actor_gen'"]),
