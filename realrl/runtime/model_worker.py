@@ -37,7 +37,7 @@ from realrl.runtime.checkpoint import checkpoint_store
 from realrl.runtime.eval_plan import held_out_data
 from realrl.runtime.hook_runner import HookRunner
 from realrl.runtime.role_files import restore_roles, save_roles
-from realrl.runtime.role_models import Reallocs, role_configs
+from realrl.runtime.role_models import Reallocs, notes_of_heads, role_configs
 from realrl.runtime.roles import HostedRole, build_roles, role_tokenizer
 from realrl.runtime.run_plan import RunPlan, plan_run
 from realrl.runtime.sample_text import read_samples
@@ -161,6 +161,7 @@ class ModelWorker:
         n_dropped, notes = 0, tuple[str, ...]()
         if self.rank == plan.dataset_rank:
             row_ids, n_dropped, notes = self._open_datasets(plan)
+            notes += notes_of_heads(plan) if resume_from is None else ()
         held_out_ids = () if self._held_out is None else self._held_out.row_ids
         spans = (Span("initialize", "init", start_s, time.time()),)
         return Ready(self.rank, request.seq, tuple(row_ids), n_dropped, tuple(notes), spans, tuple(held_out_ids))

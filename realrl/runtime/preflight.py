@@ -5,6 +5,8 @@ Built-in models and tasks need no check, and then none of the heavy imports.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +40,8 @@ def check_inputs(plan: RunPlan) -> None:
         if path != BUILT_IN and role.head != "none":
             from realrl.model.hf import check_model
 
-            check_model(path, head=role.head, makes_head=role.trainable)
+            with _naming(f"models.{name}.path"):
+                check_model(path, head=role.head, makes_head=role.trainable)
     check_models_fit(plan)
     if resume_from is not None:
         from realrl.runtime.role_files import check_resume
@@ -54,8 +57,9 @@ def check_inputs(plan: RunPlan) -> None:
     from realrl.data.tokenizer import load_tokenizer
     from realrl.runtime.roles import role_tokenizer
 
-    for path in {config.models[name].path for name in plan.roles}:
-        load_tokenizer(path)
+    for path, name in {config.models[name].path: name for name in reversed(plan.roles)}.items():
+        with _naming(f"models.{name}.path"):
+            load_tokenizer(path)
     tokenizer = role_tokenizer(plan)
     resume = master_plan.resume
     start = None if resume is None else resume.cursor
@@ -65,6 +69,15 @@ def check_inputs(plan: RunPlan) -> None:
         if not is_held_out:
             cursor = DatasetCursor(dataset.row_ids, seed=config.seed, shuffle=config.dataset.shuffle, start=start)
             master_plan.last_step(cursor)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Errors about files also say which key named them."""
+    try:
+        yield
+    except AssetError as error:
+        raise AssetError(f"{key}: {error.message}", remedy=error.remedy) from error
 
 
 def _check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> None:

@@ -12,7 +12,7 @@ from realrl.data.tokenizer import load_tokenizer
 from realrl.errors import ConfigError
 from realrl.mesh.device_mesh import Allocation
 from realrl.model.config import DecoderConfig, tiny_config
-from realrl.model.hf import read_model_config
+from realrl.model.hf import read_config, read_model_config
 from realrl.plan.adapters import LoRA, resolve_targets
 from realrl.plan.hooks import Realloc
 from realrl.plan.layout import parameter_layout, parameter_specs
@@ -62,6 +62,20 @@ def role_configs(plan: RunPlan) -> dict[str, DecoderConfig]:
     """The models of all roles that have one."""
     configs = {name: role_config(plan, name) for name in plan.roles}
     return {name: config for name, config in configs.items() if config is not None}
+
+
+def notes_of_heads(plan: RunPlan) -> tuple[str, ...]:
+    """What the user should know of trained heads that no checkpoint holds: one sentence for each."""
+    notes = []
+    for name, role in plan.roles.items():
+        path = plan.config.models[name].path
+        makes_head = role.trainable and role.head in ("value", "reward") and path != BUILT_IN
+        if makes_head and not read_config(path).is_scalar:
+            notes.append(
+                f"models.{name}.path={path} is a language model: the {role.head} head of role '{name}' starts from "
+                "small random numbers"
+            )
+    return tuple(notes)
 
 
 class Reallocs:

@@ -139,7 +139,7 @@ def test_a_broken_model_folder(call: Call, workplace: Path, models: Path, role: 
     folder = workplace / "broken"
     shutil.copytree(models / "lm", folder)
     spoil(folder)
-    assert_refused(call(*PPO, f"models.{role}.path={folder}"), message, str(folder))
+    assert_refused(call(*PPO, f"models.{role}.path={folder}"), message, str(folder), f"models.{role}.path")
     assert not (workplace / "runs").exists()
 
 
