@@ -67,7 +67,10 @@ def task_rows(path: str) -> list[RawRow]:
         for index in range(len(dataset)):
             where = f"{path}, task {task}, row {index + 1}"
             instruction = parsed.own_instructions.get(task, parsed.instruction)
-            rows.append(RawRow(_row(dataset, task, settings, index, instruction), where))
+            try:
+                rows.append(RawRow(_row(dataset, task, settings, index, instruction), where))
+            except Exception as error:  # what a task does with settings that it did not check
+                raise DataError(f"{where} cannot be made: {type(error).__name__}: {error}") from error
     return rows
 
 
@@ -191,6 +194,10 @@ def _open(path: str, task: str, settings: Mapping[str, Any]) -> Any:
                 f"dataset.path={path}: task {task} has no setting {name!r}.{hint}",
                 remedy=f"Its settings: {', '.join(known)}.",
             )
+    for name, least in (("size", 1), ("seed", 0)):
+        value = settings[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise DataError(f"dataset.path={path}: {name}={value} of task {task} must be a whole number >= {least}")
     try:
         return _dataset(task, json.dumps(settings, sort_keys=True))
     except (AssertionError, TypeError, ValueError) as error:

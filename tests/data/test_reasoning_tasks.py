@@ -117,6 +117,9 @@ def test_a_task_is_a_dataset(gym: Any) -> None:
         ("reasoning_gym:chain_sums", "no task 'chain_sums'. Did you mean 'chain_sum'"),
         ("reasoning_gym:chain_sum?min_term=2", "no setting 'min_term'. Did you mean 'min_terms'"),
         ("reasoning_gym:chain_sum?min_terms=5&max_terms=2", "task chain_sum refuses its settings: max_terms"),
+        ("reasoning_gym:chain_sum?size=-5", "size=-5 of task chain_sum must be a whole number >= 1"),
+        ("reasoning_gym:chain_sum?size=2.5", "size=2.5 of task chain_sum must be a whole number >= 1"),
+        ("reasoning_gym:chain_sum?seed=null", "seed=None of task chain_sum must be a whole number >= 0"),
     ],
 )
 def test_what_the_package_does_not_know(gym: Any, path: str, message: str) -> None:
@@ -179,3 +182,12 @@ def test_other_rows_are_refused(gym: Any) -> None:
 
     with pytest.raises(KeyError, match=r"needs dataset\.path=reasoning_gym:<task>"):
         reasoning_gym("", "2", {"answer": "2"})
+
+
+def test_a_row_that_cannot_be_made_is_named(gym: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise IndexError("nothing to choose from")
+
+    monkeypatch.setattr("realrl.data.reasoning_tasks._entry", fail)
+    with pytest.raises(DataError, match=r"task chain_sum, row 1 cannot be made: IndexError: nothing to choose from"):
+        task_rows("reasoning_gym:chain_sum?size=2")
