@@ -60,11 +60,13 @@ def headline_metrics(metrics: Mapping[str, float]) -> list[str]:
     """Names of the few metrics that say whether training works, most telling first.
 
     Reward and KL where the algorithm has them; otherwise whatever is called a loss, an accuracy, a reward or a margin.
+    Shares of reward functions that failed come last, where there are any: their responses count 0.
     """
+    failed = sorted(name for name, value in metrics.items() if name.endswith("/failed") and value > 0)
     chosen = [name for name in _FIRST if name in metrics]
     if not chosen:
         chosen = sorted((name for name in metrics if _quality(name)), key=_quality)
-    return chosen[:_MAX_HEADLINES]
+    return chosen[:_MAX_HEADLINES] + failed
 
 
 def _quality(name: str) -> int:

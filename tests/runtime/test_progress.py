@@ -121,6 +121,10 @@ def test_the_kind_follows_the_stream() -> None:
         ),
         ({"reward/accuracy/mean": 0.8, "actor/lr": 0.1}, ["reward/accuracy/mean"]),
         ({"version/reward": 3.0, "time_s/reward": 1.0, "reward/loss": 0.5}, ["reward/loss"]),
+        (
+            {"reward/failed": 0.25, "reward/rule/failed": 0.0, "reward/mean": 0.5},
+            ["reward/mean", "reward/failed"],
+        ),
         ({}, []),
     ],
 )
