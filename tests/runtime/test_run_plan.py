@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from realrl.plan.groups import GroupKind
 from realrl.plan.hooks import Realloc
 from realrl.plan.protocols import CallLayout, register_protocol, transfer_protocol
 from realrl.plan.transfer import Share
-from realrl.runtime.role_models import Reallocs, role_configs
+from realrl.runtime.role_models import Reallocs, notes_of_heads, role_configs
 from realrl.runtime.run_plan import check_models_fit, plan_run
 
 
@@ -165,3 +166,23 @@ def test_roles_and_calls_must_fit(roles: dict[str, Role], message: str) -> None:
     sft = load_experiment("sft")
     with pytest.raises(GraphError, match=message):
         plan_run(config(sft), replace(sft, roles=roles))
+
+
+def test_a_head_that_no_checkpoint_holds_is_noted(tmp_path: Path) -> None:
+    lm, scalar = tmp_path / "lm", tmp_path / "scalar"
+    for folder, kind in ((lm, "LlamaForCausalLM"), (scalar, "LlamaForSequenceClassification")):
+        folder.mkdir()
+        shape = {"architectures": [kind], "model_type": "llama", "vocab_size": 300, "hidden_size": 8}
+        sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        (folder / "config.json").write_text(json.dumps(shape | sizes))
+    ppo = load_experiment("ppo")
+
+    def notes(**paths: Path) -> tuple[str, ...]:
+        run = config(ppo)
+        models = run.models | {role: ModelConfigSection(path=str(path)) for role, path in paths.items()}
+        return notes_of_heads(plan_run(run.model_copy(update={"models": models}), ppo))
+
+    [note] = notes(actor=lm, critic=lm, reward=scalar)
+    assert note.startswith(f"models.critic.path={lm} is a language model: the value head of role 'critic'")
+    assert notes(actor=lm, critic=scalar) == ()
+    assert notes() == ()
