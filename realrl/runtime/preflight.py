@@ -57,7 +57,7 @@ def check_inputs(plan: RunPlan) -> None:
     from realrl.data.tokenizer import load_tokenizer
     from realrl.runtime.roles import role_tokenizer
 
-    for path, name in {config.models[name].path: name for name in reversed(plan.roles)}.items():
+    for path, name in {config.models[name].path: name for name in reversed(list(plan.roles))}.items():
         with _naming(f"models.{name}.path"):
             load_tokenizer(path)
     tokenizer = role_tokenizer(plan)
