@@ -7,9 +7,9 @@ own file, as defaults.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from realrl.config.reward_options import RewardOptions, check_function_name
 from realrl.config.schema import ADVANCED
@@ -193,6 +193,12 @@ class SafeRLHFOptions(PPOOptions):
     @classmethod
     def _names_a_function(cls, value: str | None) -> str | None:
         return None if value is None else check_function_name(value)
+
+    @model_validator(mode="after")
+    def _check_lambda(self) -> Self:
+        if self.lambda_init > self.lambda_max:
+            raise ValueError(f"lambda_init={self.lambda_init:g} is above lambda_max={self.lambda_max:g}")
+        return self
 
 
 class DistillOptions(PolicyOptions):

@@ -184,6 +184,8 @@ def test_costs_have_a_model_and_a_critic_of_their_own() -> None:
     assert experiment("safe_rlhf").roles_for(compose(experiment("safe_rlhf")))["cost"].head == "reward"
     ruled = compose(experiment("safe_rlhf"), ["algorithm.cost_function=realrl.data.tiny:toy_cost"])
     assert experiment("safe_rlhf").roles_for(ruled)["cost"].head == "none"
+    with pytest.raises(ConfigError, match="lambda_init=3 is above lambda_max=2"):
+        compose(experiment("safe_rlhf"), ["algorithm.lambda_init=3", "algorithm.lambda_max=2"])
 
 
 def test_the_reference_follows_by_a_hook() -> None:
