@@ -23,10 +23,13 @@ quickstart: install   ## fetch a real model and human ratings, train a reward mo
 $(VENV)/.references: $(VENV)/.installed
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[trl]' && touch $@ || echo "TRL cannot be installed here: the tests that compare losses with it are skipped"
 
-test: install $(VENV)/.references   ## the tests, under 10 minutes on two cores
+$(VENV)/.backends: $(VENV)/.installed
+	@DS_BUILD_OPS=0 $(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[megatron,deepspeed]' && touch $@ || echo "megatron-core or DeepSpeed cannot be installed here: the tests of these backends are skipped"
+
+test: install $(VENV)/.references $(VENV)/.backends   ## the tests, under 10 minutes on two cores
 	scripts/test
 
-test-all: install $(VENV)/.references   ## the tests and the heavier sweeps
+test-all: install $(VENV)/.references $(VENV)/.backends   ## the tests and the heavier sweeps
 	scripts/test -m 'not gpu'
 
 check: install   ## format, lint, types, layers, sizes

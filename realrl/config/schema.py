@@ -52,6 +52,17 @@ class OptimizerConfig(Section):
         0.0, ge=0, le=1, description="final learning rate as a share of the peak", json_schema_extra=ADVANCED
     )
     clip_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this global norm")
+    zero_stage: int | None = Field(
+        None,
+        ge=0,
+        le=3,
+        description="what data-parallel ranks share out: 1 optimizer state, 2 also gradients, 3 also parameters; "
+        "null: 0 with backend=native, else 1",
+        json_schema_extra=ADVANCED,
+    )
+    offload: bool = Field(
+        False, description="keep optimizer state and master weights in host memory", json_schema_extra=ADVANCED
+    )
 
 
 class LoRAConfig(Section):
@@ -77,7 +88,9 @@ class ModelConfigSection(Section):
         min_length=1,
         description="Hugging Face folder, or 'tiny' for a random model made on the spot from the seed",
     )
-    backend: Literal["native"] = Field("native", description="training engine")
+    backend: Literal["native", "megatron", "deepspeed"] = Field(
+        "native", description="what turns gradients into new parameters; the others need extras"
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     activation_checkpointing: bool = Field(
         False,
@@ -189,8 +202,25 @@ class SaveConfig(Section):
     """When checkpoints are written."""
 
     every_steps: int = Field(0, ge=0, description="write a checkpoint every so many steps; 0 means only at the end")
+    every_epochs: int = Field(
+        0, ge=0, description="write one after every so many passes over the dataset", json_schema_extra=ADVANCED
+    )
+    every_s: float = Field(
+        0.0,
+        ge=0,
+        description="write one after the step in which so many seconds have passed since the last; 0 means never",
+        json_schema_extra=ADVANCED,
+    )
     keep: int = Field(
         2, ge=1, description="checkpoints that stay on disk; older ones are deleted", json_schema_extra=ADVANCED
+    )
+    keep_best: str = Field(
+        "",
+        description="a metric, such as eval/reward: the checkpoint of the step where it was best stays too",
+        json_schema_extra=ADVANCED,
+    )
+    best_is: Literal["max", "min"] = Field(
+        "max", description="whether a high or a low value of save.keep_best is better", json_schema_extra=ADVANCED
     )
     at_end: bool = Field(True, description="write a checkpoint after the last step", json_schema_extra=ADVANCED)
     generations_every_steps: int = Field(
@@ -244,14 +274,12 @@ class EvalConfig(Section):
 class RecoverConfig(Section):
     """What happens after a failure."""
 
-    retries: int = Field(0, ge=0, description="restarts after a failure; this version knows 0 only")
-
-    @field_validator("retries")
-    @classmethod
-    def _refuse_retries(cls, retries: int) -> int:
-        if retries:
-            raise ValueError("automatic restarts do not exist in this version; run again with resume=auto")
-        return retries
+    retries: int = Field(
+        2,
+        ge=0,
+        description="restarts from the last checkpoint after a worker or the master was lost; errors that would come "
+        "again end the run",
+    )
 
 
 class RunConfig(Section):
@@ -270,7 +298,9 @@ class RunConfig(Section):
         json_schema_extra=ADVANCED,
     )
     seed: int = Field(1, ge=0, lt=2**63, description="everything random follows from it")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="of computation; master weights are always fp32")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="of computation; master weights are always fp32"
+    )
     n_seqs: int = Field(32, ge=1, description="samples per step")
     min_n_seqs: int | None = Field(
         None,
@@ -297,7 +327,7 @@ class RunConfig(Section):
     resume: str = Field(
         "never",
         min_length=1,
-        description="never; auto: from the last checkpoint in run_dir, if there is one; or a checkpoint's folder",
+        description="never; auto: from the newest whole checkpoint in run_dir, if there is any; or the folder of one",
     )
     launcher: Literal["local", "inline"] = Field(
         "local", description="local: a process per device; inline: all in this process, for a debugger"

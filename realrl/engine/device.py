@@ -86,10 +86,28 @@ def peak_memory_gb(device: torch.device) -> float:
     return _peak_resident_bytes() / _GB
 
 
+def total_memory_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def release_cached_memory(device: torch.device) -> None:
     """Give memory that no tensor uses back to the device, where the allocator keeps it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def to_host(tensor: torch.Tensor, *, into: torch.Tensor | None = None) -> torch.Tensor:
+    """A contiguous copy in host memory, pinned where that speeds up transfers.
+
+    Args:
+        into: memory of an earlier copy of the same shape and dtype. A copy from CUDA into it is complete after
+            `synchronize`.
+    """
+    if into is not None:
+        return into.copy_(tensor, non_blocking=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return host.copy_(tensor)
 
 
 class CopyLane:

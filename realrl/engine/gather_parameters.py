@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from realrl.engine.groups import Communicator
 from realrl.model.adapter_files import save_adapters
+from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
 from realrl.model.hf import save_index, save_stage
 from realrl.model.lora import is_trained, merged_shards, trained_parameters
 from realrl.plan.layout import Layer, ParameterSpec, Slice, parameter_specs, slice_of, stage_layers
+
+Copy = Callable[[str, torch.Tensor], torch.Tensor]
+"""``copy(name, tensor)``: a copy in host memory."""
 
 
 def save_sharded(decoder: Decoder, folder: str | Path, *, tp: Communicator, pp: Communicator) -> None:
@@ -46,6 +50,59 @@ def save_sharded(decoder: Decoder, folder: str | Path, *, tp: Communicator, pp: 
         save_index(config, folder, pp_size=pp.n_ranks)
         if adapters:
             save_adapters(decoder.config, Path(folder) / "adapter", adapters)
+
+
+@dataclass(frozen=True)
+class ModelCopy:
+    """The share of a model's files that one rank writes, in host memory: no other rank is needed to write it.
+
+    Attributes:
+        config: of the whole model, without adapters.
+        tensors: (name, whole tensor) of this stage's parameters, adapters merged.
+        pp_rank, pp_size: the stage.
+        adapters: whole ones by name, on the rank that writes them.
+        adapted: the configuration with adapters.
+    """
+
+    config: DecoderConfig
+    tensors: list[tuple[str, torch.Tensor]]
+    pp_rank: int
+    pp_size: int
+    adapters: Mapping[str, torch.Tensor]
+    adapted: DecoderConfig
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write the tensor files, and on the first stage what completes the folder; returns the large files.
+
+        Raises:
+            OSError: the disk is full or the folder cannot be written.
+        """
+        files = save_stage(self.config, folder, self.tensors, pp_rank=self.pp_rank, pp_size=self.pp_size)
+        if self.pp_rank == 0:
+            save_index(self.config, folder, pp_size=self.pp_size)
+            if self.adapters:
+                save_adapters(self.adapted, folder / "adapter", self.adapters)
+        return files
+
+
+def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communicator) -> ModelCopy | None:
+    """What `save_sharded` would write, copied to host memory; all ranks of one replica call this together.
+
+    Args:
+        copy: called with a name and a tensor that may change afterwards; returns a copy in host memory.
+        tp: the ranks that share this stage's layers.
+        pp: the ranks at the same place of the other stages, in order.
+
+    Returns:
+        The share of this rank; None if it writes nothing.
+    """
+    adapters = gather_trained(decoder, tp=tp, pp=pp) if decoder.config.lora is not None else {}
+    tensors = [(name, copy(name, whole)) for name, whole in gather_parameters(decoder, tp)]
+    if tp.rank != 0:
+        return None
+    kept = {name: copy(f"adapter/{name}", whole) for name, whole in adapters.items()}
+    config = replace(decoder.config, lora=None)
+    return ModelCopy(config, tensors, pp.rank, pp.n_ranks, kept, decoder.config)
 
 
 def gather_parameters(decoder: Decoder, tp: Communicator) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from realrl.model.decoder import Decoder
 from realrl.plan.layout import ParameterSpec, units_of
 
 _BUCKET_BYTES = 128 << 20
-_TIED = "embedding.weight"
+TIED = "embedding.weight"
 
 
 @torch.no_grad()
@@ -37,9 +37,8 @@ def reduce_gradients(decoder: Decoder, gradients: Mapping[str, torch.Tensor], pa
     if parallel.dp.n_ranks > 1:
         for bucket in _buckets(_by_holders(decoder, gradients)):
             _all_reduce_flat(bucket, parallel.dp)
-    is_tied = decoder.config.tied_embeddings and not decoder.config.is_scalar
-    if parallel.tied.n_ranks > 1 and is_tied and _TIED in gradients:
-        parallel.tied.all_reduce_(gradients[_TIED])
+    if parallel.tied.n_ranks > 1 and is_tied(decoder) and TIED in gradients:
+        parallel.tied.all_reduce_(gradients[TIED])
     return _global_norm(decoder, gradients, parallel)
 
 
@@ -47,16 +46,29 @@ def _global_norm(decoder: Decoder, gradients: Mapping[str, torch.Tensor], parall
     """sqrt(sum g^2) over the whole model."""
     if parallel.tp.n_ranks == parallel.pp.n_ranks == 1:
         return float(torch.nn.utils.get_total_norm(list(gradients.values())))
-    counted = [g for name, g in gradients.items() if _is_counted_here(decoder, name)]
+    counted = [g for name, g in gradients.items() if is_counted_here(decoder, name)]
     square = torch.zeros(1, dtype=torch.float64, device=decoder.device)
     if counted:
         square += torch.nn.utils.get_total_norm(counted).double().square()
     return math.sqrt(parallel.pp.all_reduce_(parallel.tp.all_reduce_(square)).item())
 
 
-def _is_counted_here(decoder: Decoder, name: str) -> bool:
+def is_copied(decoder: Decoder, parallel: Parallel, name: str) -> bool:
+    """Whether other ranks of the same data-parallel rank hold the same slice of a parameter as this one."""
+    if name == TIED and parallel.tied.n_ranks > 1 and is_tied(decoder):
+        return True
+    spec, tp_size = decoder.specs[name], decoder.shard.tp_size
+    return tp_size > 1 and (spec.sharded_dim is None or spec.n_units < tp_size)
+
+
+def is_tied(decoder: Decoder) -> bool:
+    """Whether the head's weight is the embedding's."""
+    return decoder.config.tied_embeddings and not decoder.config.is_scalar
+
+
+def is_counted_here(decoder: Decoder, name: str) -> bool:
     """Whether this rank is the first of those that hold the same slice."""
-    if name == _TIED and decoder.has_tied_copy:
+    if name == TIED and decoder.has_tied_copy:
         return False
     tp_rank = decoder.shard.tp_rank
     return tp_rank == 0 or (

@@ -20,8 +20,8 @@ from realrl.plan.groups import ProcessGroup
 
 _LEAVE_LIMIT_S = 5.0
 # the names of torch 2.13; the older ones still exist there, but warn
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,22 @@ class Communicator:
         n_ranks: members.
         rank: this rank's place in the group; peers and roots below are places in the group too.
         order: place in the group -> rank in the handle, where these differ: torch sorts the members of its groups.
+        library_handle: what other libraries are given: the handle, or one of a group of one if the run needs it.
     """
 
     handle: dist.ProcessGroup | None = None
     n_ranks: int = 1
     rank: int = 0
     order: tuple[int, ...] | None = None
+    library_handle: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, group: ProcessGroup, rank: int, handle: dist.ProcessGroup | None) -> Communicator:
         """The membership of a global rank in a planned group, over a handle with the same members."""
         ascending = sorted(group.ranks)
         order = None if ascending == list(group.ranks) else tuple(map(ascending.index, group.ranks))
-        return cls(handle, group.n_ranks, group.ranks.index(rank), order)
+        own = None if group.n_ranks == 1 else handle
+        return cls(own, group.n_ranks, group.ranks.index(rank), order, handle)
 
     def all_reduce_(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce in place over the group ("sum" or "max") and return the tensor."""
@@ -60,7 +63,7 @@ class Communicator:
             return tensor
         tensor = tensor.contiguous()
         out = tensor.new_empty(self.n_ranks * tensor.shape[0], *tensor.shape[1:])
-        _all_gather(out, tensor, group=self.handle)
+        all_gather_single(out, tensor, group=self.handle)
         return self._chunks_moved(out, self.order)
 
     def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +73,7 @@ class Communicator:
         places = None if self.order is None else sorted(range(self.n_ranks), key=self.order.__getitem__)
         tensor = self._chunks_moved(tensor, places).contiguous()
         out = tensor.new_empty(tensor.shape[0] // self.n_ranks, *tensor.shape[1:])
-        _reduce_scatter(out, tensor, group=self.handle)
+        reduce_scatter_single(out, tensor, group=self.handle)
         return out
 
     def broadcast_(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
@@ -178,6 +181,7 @@ class Groups:
         rendezvous: str,
         device: torch.device,
         timeout_s: float,
+        for_libraries: bool = False,
     ) -> Groups:
         """Meet the other ranks and create all groups; every rank calls this with the same list.
 
@@ -188,14 +192,18 @@ class Groups:
             planned: from `realrl.plan.groups.process_groups`, in its order.
             rendezvous: "host:port" that rank 0 listens on; unused by a single worker.
             timeout_s: limit of the meeting and of every collective.
+            for_libraries: give groups of one rank a `library_handle`, and a single worker a world of its own.
 
         Raises:
             TransportError: the address cannot be bound or reached, or some rank did not come in time.
         """
         mine = [group for group in planned if rank in group.ranks]
-        if world_size == 1:
-            return cls(dict.fromkeys(mine, ALONE), owns_world=False)
         timeout = timedelta(seconds=timeout_s)
+        if world_size == 1:
+            if not for_libraries:
+                return cls(dict.fromkeys(mine, ALONE), owns_world=False)
+            dist.init_process_group(backend_name(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            return cls({g: Communicator.of(g, rank, dist.group.WORLD) for g in mine}, owns_world=True)
         with _loopback_only(rendezvous):
             try:
                 store = _make_store(rendezvous, rank, world_size, timeout)
@@ -207,7 +215,7 @@ class Groups:
                     timeout=timeout,
                     device_id=device if device.type == "cuda" else None,
                 )
-                handles = _create_handles(planned, world_size, timeout)
+                handles = _create_handles(planned, world_size, timeout, smallest=1 if for_libraries else 2)
             except (dist.DistError, RuntimeError, OSError) as error:
                 raise TransportError(
                     f"worker {rank} could not join the {world_size} workers that meet at {rendezvous}: "
@@ -252,12 +260,12 @@ def _make_store(rendezvous: str, rank: int, world_size: int, timeout: timedelta)
 
 
 def _create_handles(
-    planned: Sequence[ProcessGroup], world_size: int, timeout: timedelta
+    planned: Sequence[ProcessGroup], world_size: int, timeout: timedelta, *, smallest: int
 ) -> dict[frozenset[int], dist.ProcessGroup]:
     handles: dict[frozenset[int], dist.ProcessGroup] = {}
     for group in planned:
         members = frozenset(group.ranks)
-        if group.n_ranks == 1 or members in handles:
+        if group.n_ranks < smallest or members in handles:
             continue
         if group.n_ranks == world_size:
             handles[members] = dist.group.WORLD

@@ -24,12 +24,14 @@ class MinibatchBalance:
         decoder: one with experts.
         parallel: its place; all ranks of the layout make this together.
         minibatch: this rank's share.
+        factor: of the gradient alone; what the loss itself is multiplied by before the backward pass.
     """
 
-    def __init__(self, decoder: Decoder, parallel: Parallel, minibatch: SequenceSample) -> None:
+    def __init__(self, decoder: Decoder, parallel: Parallel, minibatch: SequenceSample, *, factor: float = 1.0) -> None:
         moe = decoder.config.moe
         assert moe is not None
         self._moe = moe
+        self._factor = factor
         self._parallel = parallel
         self._device = decoder.device
         self._layers = [i for i in range(decoder.config.n_layers) if decoder.config.experts_of(i) is not None]
@@ -40,7 +42,7 @@ class MinibatchBalance:
 
     def of(self, seqlens: Sequence[int]) -> LoadBalance:
         """The part of one micro-batch, for its forward pass."""
-        weight = self._moe.aux_loss_coef / (self._n_sequences * len(self._layers))
+        weight = self._factor * self._moe.aux_loss_coef / (self._n_sequences * len(self._layers))
         self._parts.append(LoadBalance(self._moe, seqlens, weight=weight, device=self._device))
         return self._parts[-1]
 

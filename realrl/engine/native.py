@@ -1,8 +1,8 @@
-"""The native engine: one role's decoder, or this rank's shard of it, trained with plain torch.
+"""The engine of one role's decoder, or of this rank's shard of it: computes with torch, steps with a training backend.
 
     train_batch:  minibatch ──split──► micro-batches ──► pipeline of forward, loss sum / normaliser, backward
-                  ──► stats summed over data-parallel ranks, told to all stages ──► gradients (+=) completed over ranks
-                  ──► skip? ──► clip, AdamW, schedule
+                  ──► stats summed over data-parallel ranks, told to all stages
+                  ──► backend: gradients completed over ranks ──► skip? ──► clip, AdamW, schedule
 
 Every (pp, tp) coordinate of a data-parallel rank has the same samples and cuts them alike, so that all stages know all
 shapes. Losses and results are computed where the head is, on the last stage.
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,23 @@ import torch
 from realrl.algo.api import ForwardOutput, GenerationResult, LossFn, LossOutput, MicroBatching, TrainResult
 from realrl.config.schema import GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
-from realrl.engine.gather_parameters import save_sharded
+from realrl.engine.backends import BackendName, TrainingBackend, make_backend
+from realrl.engine.gather_parameters import Copy, ModelCopy, copy_sharded, save_sharded
 from realrl.engine.generate import Generator
-from realrl.engine.gradients import reduce_gradients
 from realrl.engine.load_balance import MinibatchBalance
 from realrl.engine.microbatch import TOKENS, split_balanced, split_in_order
-from realrl.engine.optimizer import Optimizer
 from realrl.engine.outputs import DecoderOutput
 from realrl.engine.packing import Packing
 from realrl.engine.parallel import Parallel
 from realrl.engine.pipeline import Chunk, run_stage
-from realrl.engine.precision import MasterParameters
 from realrl.errors import CallError
 from realrl.model.decoder import Decoder
 from realrl.model.heads import LMHead
 from realrl.model.lora import without_adapters
 from realrl.plan.pipeline import Schedule, Step, inference, one_f_one_b
+
+Work = tuple[SequenceSample, Callable[[DecoderOutput, SequenceSample], torch.Tensor | None]]
+"""A micro-batch, and what is made of its hidden states."""
 
 
 class NativeEngine:
@@ -52,8 +53,10 @@ class NativeEngine:
         optimizer: None for a frozen role.
         total_optimizer_steps: where the learning-rate schedule ends; see `set_total_optimizer_steps`.
         compute_dtype: of a trained decoder; masters and gradients are float32 either way.
+        backend: what turns a trained decoder's gradients into new parameters.
 
     Raises:
+        ConfigError: the backend's package is not installed.
         ValueError: the decoder is another shard than that of this place.
     """
 
@@ -66,6 +69,7 @@ class NativeEngine:
         optimizer: OptimizerConfig | None = None,
         total_optimizer_steps: int = 0,
         compute_dtype: torch.dtype = torch.float32,
+        backend: BackendName = "native",
     ) -> None:
         self.decoder = decoder
         self.role = role
@@ -74,12 +78,13 @@ class NativeEngine:
         built_for = (shard.has_embedding, shard.has_head, shard.tp_rank, shard.tp_size)
         if built_for != (parallel.is_first_stage, parallel.is_last_stage, parallel.tp_rank, parallel.tp.n_ranks):
             raise ValueError(f"role {role!r} has {shard} on rank {parallel.mesh_rank} of {parallel.strategy}")
-        self._optimizer: Optimizer | None = None
+        self._optimizer: TrainingBackend | None = None
         if optimizer is None:
             decoder.requires_grad_(False)
         else:
-            masters = MasterParameters(decoder, compute_dtype)
-            self._optimizer = Optimizer(masters, optimizer, total_optimizer_steps)
+            self._optimizer = make_backend(
+                backend, decoder, parallel, optimizer, n_total=total_optimizer_steps, compute_dtype=compute_dtype
+            )
 
     @property
     def device(self) -> torch.device:
@@ -105,7 +110,8 @@ class NativeEngine:
         A model with experts is trained on their load-balancing loss too, with the coefficient of its configuration:
         see `realrl.model.moe.LoadBalance`, and `realrl.engine.load_balance` for the statistics that this adds.
 
-        A skipped step leaves parameters and moments alone but advances the learning-rate schedule.
+        A skipped step leaves parameters and moments alone but advances the learning-rate schedule; so does one whose
+        gradient overflowed where the backend scales the loss.
 
         Args:
             minibatch: must hold `input_ids`, and at least one sample.
@@ -126,20 +132,30 @@ class NativeEngine:
             raise CallError(f"role {self.role!r} trains with normaliser {normaliser}, which must be positive")
         micro_batches = split_balanced(minibatch.to(self.device), micro_batching, default=self._n_mbs(training=True))
         losses: list[LossOutput] = []
-        has_experts = self.decoder.config.moe is not None
-        balance = MinibatchBalance(self.decoder, self._parallel, minibatch) if has_experts else None
+        factor = optimizer.loss_factor
+        balance = None
+        if self.decoder.config.moe is not None:
+            balance = MinibatchBalance(self.decoder, self._parallel, minibatch, factor=factor)
 
         def loss_of(out: DecoderOutput, micro_batch: SequenceSample) -> torch.Tensor:
             result = loss_fn(out, micro_batch)
             losses.append(LossOutput(result.loss.detach(), result.stats, result.maxima))
-            return result.loss / normaliser
+            return result.loss / normaliser * factor
 
-        self._run(one_f_one_b, micro_batches, loss_of, balance=balance)
+        def nothing_of(out: DecoderOutput, micro_batch: SequenceSample) -> torch.Tensor:
+            return loss_fn(out, micro_batch).loss * 0.0
+
+        work: list[Work] = [(micro_batch, loss_of) for micro_batch in micro_batches]
+        if optimizer.needs_equal_passes:  # of some ranks, one sample goes through again, for nothing
+            n_passes = int(self.all_reduce(torch.tensor([len(work)]), "max"))
+            work += [(micro_batches[0].select(micro_batches[0].ids[:1]), nothing_of)] * (n_passes - len(work))
+        self._run(one_f_one_b, work, balance=None if balance is None else (balance, len(micro_batches)))
         stats = self._reduce_stats(losses, normaliser)
         if balance is not None:
             stats |= balance.stats()
-        grad_norm = reduce_gradients(self.decoder, optimizer.gradients(), self._parallel)
-        if not math.isfinite(grad_norm):
+        loss_scale = optimizer.loss_scale
+        grad_norm = optimizer.reduce()
+        if not math.isfinite(grad_norm) and loss_scale is None:
             raise CallError(
                 f"the gradient of role {self.role!r} is not finite: its norm is {grad_norm}",
                 remedy=f"Try a smaller models.{self.role}.optimizer.lr.",
@@ -147,9 +163,12 @@ class NativeEngine:
         lr = optimizer.lr
         stepped = skip_step is None or not skip_step(stats)
         if stepped:
-            optimizer.step(grad_norm)
+            optimizer.step()
+            stepped = not optimizer.overflowed
         else:
             optimizer.skip()
+        if loss_scale is not None:
+            stats |= {"loss_scale": loss_scale, "overflow_fraction": float(optimizer.overflowed)}
         return TrainResult(stats=stats, grad_norm=grad_norm, lr=lr, stepped=stepped)
 
     @torch.no_grad()
@@ -182,8 +201,8 @@ class NativeEngine:
         def keep(out: DecoderOutput, micro_batch: SequenceSample) -> None:
             results.append(post_fn(out, micro_batch))
 
-        with nullcontext() if adapter else without_adapters(self.decoder):
-            self._run(inference, micro_batches, keep)
+        with nullcontext() if adapter else without_adapters(self.decoder), self.whole_parameters():
+            self._run(inference, [(micro_batch, keep) for micro_batch in micro_batches])
         result = torch.cat(results) if results else None
         return self._parallel.pp.broadcast_unknown(result, self._parallel.last_stage, self.device)
 
@@ -200,25 +219,38 @@ class NativeEngine:
         head = self.decoder.head
         assert head is None or isinstance(head, LMHead)
         generator = Generator(self.decoder, head, device=self.device, parallel=self._parallel)
-        return generator.generate(
-            prompts.samples("prompt_ids"), prompts.ids, generation, seed=seed, step=step, eos_id=eos_id
-        )
+        with self.whole_parameters():
+            return generator.generate(
+                prompts.samples("prompt_ids"), prompts.ids, generation, seed=seed, step=step, eos_id=eos_id
+            )
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce ("sum" or "max") over the ranks that hold different samples; returns a new tensor."""
         return self._parallel.dp.all_reduce_(tensor.detach().to(self.device, copy=True), op)
+
+    def whole_parameters(self, names: Collection[str] | None = None) -> AbstractContextManager[None]:
+        """The decoder's parameters are on this rank within the block, where a backend shards them between calls.
+
+        All ranks of the layout enter it together.
+
+        Args:
+            names: of those that are needed; all by default.
+        """
+        return nullcontext() if self._optimizer is None else self._optimizer.whole_parameters(names)
 
     # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """What an exact continuation needs beside the saved model; empty for a frozen role.
 
-        Moments, counters and, unless the decoder itself is float32 and without adapters, master weights.
+        Moments, counters and, unless the decoder itself is float32 and without adapters, master weights, in the form
+        of `realrl.engine.backends.base` whatever the backend is. All ranks of the layout call this together; ranks at
+        the same place of different replicas get the same.
         """
         return {} if self._optimizer is None else self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken, with the decoder that `save_hf` wrote at that point.
+        """Continue exactly where `state_dict` of any backend was taken, with the decoder that `save_hf` wrote then.
 
         With adapters, which the state holds, the decoder is the one that the run began with.
         """
@@ -235,11 +267,26 @@ class NativeEngine:
         Raises:
             OSError: the disk is full or the folder cannot be written.
         """
-        save_sharded(self.decoder, folder, tp=self._parallel.tp, pp=self._parallel.pp)
+        with self.whole_parameters():
+            save_sharded(self.decoder, folder, tp=self._parallel.tp, pp=self._parallel.pp)
+
+    def copy_hf(self, copy: Copy) -> ModelCopy | None:
+        """What `save_hf` would write, in host memory; all ranks of the layout call this together.
+
+        Args:
+            copy: see `copy_sharded`.
+
+        Returns:
+            What this rank must write: nothing but on the first replica.
+        """
+        with self.whole_parameters():
+            if self._parallel.dp_rank != 0:
+                return None
+            return copy_sharded(self.decoder, copy, tp=self._parallel.tp, pp=self._parallel.pp)
 
     # ------------------------------------------------------------ internals
 
-    def _require_optimizer(self) -> Optimizer:
+    def _require_optimizer(self) -> TrainingBackend:
         if self._optimizer is None:
             raise CallError(f"role {self.role!r} is frozen and cannot be trained")
         return self._optimizer
@@ -252,21 +299,25 @@ class NativeEngine:
     def _run(
         self,
         schedule: Callable[[int, int], Schedule],
-        micro_batches: Sequence[SequenceSample],
-        finish: Callable[[DecoderOutput, SequenceSample], torch.Tensor | None],
+        work: Sequence[Work],
         *,
-        balance: MinibatchBalance | None = None,
+        balance: tuple[MinibatchBalance, int] | None = None,
     ) -> None:
-        """Send all micro-batches through the pipeline; what `finish` makes of the last stage's output is its result."""
+        """Send micro-batches through the pipeline; what is made of the last stage's output is its result.
+
+        Args:
+            balance: the load-balancing loss, and how many micro-batches have it: the first ones.
+        """
+        micro_batches = [micro_batch for micro_batch, _ in work]
         self._check_lengths(micro_batches)
         pp_rank, is_last = self._parallel.pp_rank, self._parallel.is_last_stage
         packings = [Packing(micro_batch, self.decoder.config) for micro_batch in micro_batches]
 
-        def forward(step: Step, received: torch.Tensor | None) -> torch.Tensor | None:
-            micro_batch, packing = micro_batches[step.micro_batch], packings[step.micro_batch]
+        def compute(step: Step, received: torch.Tensor | None) -> torch.Tensor | None:
+            (micro_batch, finish), packing = work[step.micro_batch], packings[step.micro_batch]
             input_ids, seqlens = micro_batch[TOKENS], micro_batch.flat_seqlens(TOKENS)
             x = packing.input_ids if received is None else received
-            part = None if balance is None else balance.of(seqlens)
+            part = balance[0].of(seqlens) if balance is not None and step.micro_batch < balance[1] else None
             x = self.decoder.forward_stage(x, packing.positions, packing.attention(), balance=part)
             if not is_last:
                 return x
@@ -277,8 +328,13 @@ class NativeEngine:
             n_rows = self.decoder.parallel.n_local_rows(packings[step.micro_batch].n_rows)
             return (n_rows, self.decoder.config.hidden_size), self.decoder.config.dtype
 
-        steps = schedule(self._parallel.strategy.pp, len(micro_batches))[pp_rank]
-        run_stage(steps, {pp_rank: Chunk(forward, received)}, self._parallel.pp, device=self.device)
+        chunk = Chunk(compute, received)
+        optimizer = self._optimizer
+        if optimizer is not None:
+            run = optimizer.run
+            chunk = Chunk(lambda step, x: run(lambda: compute(step, x)), received, optimizer.backward)
+        steps = schedule(self._parallel.strategy.pp, len(work))[pp_rank]
+        run_stage(steps, {pp_rank: chunk}, self._parallel.pp, device=self.device)
 
     def _check_lengths(self, micro_batches: Sequence[SequenceSample]) -> None:
         config = self.decoder.config

@@ -21,6 +21,7 @@ class Parallel:
         tp: the ranks that hold the slices of the same layers.
         pp: the stages of this rank's pipeline, in order.
         tied: first and last stage of the pipeline, which both hold a tied embedding; a group of one elsewhere.
+        mesh: all ranks of the layout, in ascending order of their global ranks.
         strategy: sizes of the axes, and whether rows are split over `tp` (sequence parallel).
     """
 
@@ -28,6 +29,7 @@ class Parallel:
     tp: Communicator = ALONE
     pp: Communicator = ALONE
     tied: Communicator = ALONE
+    mesh: Communicator = ALONE
     strategy: ParallelStrategy = _ONE_DEVICE
 
     def __post_init__(self) -> None:
@@ -97,5 +99,6 @@ def parallel_of(groups: Groups, planned: Sequence[ProcessGroup], allocation: All
         tp=group(GroupKind.TP),
         pp=pp,
         tied=group(GroupKind.TIED) if is_end else ALONE,
+        mesh=group(GroupKind.MESH),
         strategy=allocation.strategy,
     )

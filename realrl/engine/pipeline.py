@@ -22,6 +22,16 @@ from realrl.plan.pipeline import Computation, Step, StepKind
 _MOST_PENDING = 4  # batches of messages whose tensors are kept alive; waiting earlier than needed is always safe
 
 
+Backward = Callable[[torch.Tensor | None, torch.Tensor | None, bool], None]
+"""(output, its gradient, is this the last) -> gradients in the leaves of the output's graph."""
+
+
+def propagate(output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
+    """Let autograd add up gradients."""
+    if output is not None and output.requires_grad:
+        torch.autograd.backward(output, gradient)
+
+
 @dataclass(frozen=True)
 class Chunk:
     """What the executor must know of one chunk.
@@ -30,10 +40,13 @@ class Chunk:
         forward: computes a step from what the previous chunk made (None for the first chunk); returns what the next
             chunk needs. From the last chunk of a training list: a scalar loss, or None for nothing to propagate.
         received: shape and dtype of what the previous chunk sends for a step; unused by a chunk that receives nothing.
+        backward: propagates the gradient (None for a loss) of what `forward` returned, and is told whether this is the
+            chunk's last backward of the list.
     """
 
     forward: Callable[[Step, torch.Tensor | None], torch.Tensor | None]
     received: Callable[[Step], tuple[tuple[int, ...], torch.dtype]]
+    backward: Backward = propagate
 
 
 def run_stage(
@@ -68,7 +81,9 @@ class _Run:
         self._chunks = chunks
         self._stages = stages
         self._device = device
-        self._trained = {step.computation[1:] for step in steps if step.kind is StepKind.BACKWARD}
+        backwards = [step for step in steps if step.kind is StepKind.BACKWARD]
+        self._trained = {step.computation[1:] for step in backwards}
+        self._last_backward = {step.chunk: step for step in backwards}
         received = {step.computation for step in steps if step.kind.is_receive}
         # results that somebody takes
         self._wanted: set[Computation | None] = {step.computation for step in steps if step.kind.is_send}
@@ -124,8 +139,7 @@ class _Run:
     def _backward(self, step: Step) -> None:
         gradient = self._take(step)
         received, output = self._saved.pop(step.computation[1:])
-        if output is not None and output.requires_grad:
-            torch.autograd.backward(output, gradient)
+        self._chunks[step.chunk].backward(output, gradient, step is self._last_backward[step.chunk])
         if received is not None:
             self._hand_on(step, torch.zeros_like(received) if received.grad is None else received.grad)
 

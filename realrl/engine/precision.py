@@ -1,117 +1,103 @@
-"""float32 master weights and gradients behind a module that may compute in bf16.
+"""The trained parameters of a decoder that may compute in bf16 or fp16, and their float32 gradients.
 
-Only what is trained has a master: with adapters these and a scalar head, while the rest of the module is frozen in its
-compute dtype. In float32 the module's parameters are the masters, and adapters, which are always float32, are their own
-masters in any case. In bf16 the module holds working copies; each gradient moves to its
-float32 master as soon as autograd has finished it, so that micro-batches accumulate in float32 and no bf16 gradient of
-the whole model ever exists.
+With adapters these and a scalar head are trained, while the rest of the module is frozen in its compute dtype. Adapters
+are float32 in any case. A working parameter in half precision hands each gradient over as soon as autograd has finished
+it, so that micro-batches accumulate in float32 and no half-precision gradient of the whole model ever exists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from realrl.model.decoder import Decoder
 from realrl.model.lora import trained_parameters
 from realrl.plan.adapters import is_adapter
 
 
-class MasterParameters:
-    """The parameters that the optimizer updates.
+class TrainedParameters:
+    """What an optimizer updates, by global name.
+
+    Until `convert`, the parameters have the values that the decoder was given, from which masters can be made.
 
     Args:
-        decoder: those of its parameters that are trained (`realrl.model.lora.trained_parameters`) become the masters,
-            under their global names, converted to float32 where needed; then the decoder itself is converted to
-            `compute_dtype` in place.
+        decoder: its trained parameters (`realrl.model.lora.trained_parameters`) get gradients, the others none.
         compute_dtype: of the decoder's forward and backward pass.
+
+    Attributes:
+        names: of the parameters.
+        parameters: the decoder's own, in the order of `names`.
+        is_in_saved_model: whether a model saved from the decoder holds their masters exactly: in float32, without
+            adapters.
     """
 
     def __init__(self, decoder: Decoder, compute_dtype: torch.dtype) -> None:
         named = trained_parameters(decoder)
         self.names = [name for name, _ in named]
-        self.tensors: list[torch.Tensor] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # working parameter, its master
+        self.parameters: list[nn.Parameter] = [p for _, p in named]
+        self.compute_dtype = compute_dtype
+        self._decoder = decoder
+        self._gradients: dict[int, torch.Tensor] = {}  # place -> float32 sum, of half-precision parameters
         decoder.requires_grad_(False)
-        for name, p in named:
+        for p in self.parameters:
             p.requires_grad_(True)
-            working_dtype = torch.float32 if is_adapter(name) else compute_dtype
-            if working_dtype == torch.float32:
-                p.data = p.data.float()
-                self.tensors.append(p)
-                continue
-            master = p.detach().float()
-            self.tensors.append(master)
-            self._copies.append((p, master))
-            p.data = p.data.to(working_dtype)
-            p.register_post_accumulate_grad_hook(_MoveGradient(master))
-        for p in decoder.parameters():
+        self.is_in_saved_model = decoder.config.lora is None and compute_dtype == torch.float32
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of the working parameter."""
+        return torch.float32 if is_adapter(name) else self.compute_dtype
+
+    def convert(self, *, accumulate: bool = True) -> None:
+        """Give all parameters their working dtype, in place.
+
+        Args:
+            accumulate: gather the gradients of half-precision parameters in float32, for `gradients`.
+        """
+        for place, (name, p) in enumerate(zip(self.names, self.parameters, strict=True)):
+            p.data = p.data.to(self.dtype_of(name))
+            if accumulate and p.dtype != torch.float32:
+                p.register_post_accumulate_grad_hook(_MoveGradient(self._gradients, place))
+        for p in self._decoder.parameters():
             if not p.requires_grad:
-                p.data = p.data.to(compute_dtype)
-        decoder.config = replace(decoder.config, dtype=compute_dtype)
-        self._is_in_saved_model = not self._copies and decoder.config.lora is None
+                p.data = p.data.to(self.compute_dtype)
+        self._decoder.config = replace(self._decoder.config, dtype=self.compute_dtype)
 
     def gradients(self) -> list[torch.Tensor]:
         """float32 gradients in the order of `names`; zeros for a parameter that none reached."""
-        for master in self.tensors:
-            if master.grad is None:
-                master.grad = torch.zeros_like(master)
-        return [master.grad for master in self.tensors if master.grad is not None]
+        found = []
+        for place, p in enumerate(self.parameters):
+            if p.dtype != torch.float32:
+                if place not in self._gradients:
+                    self._gradients[place] = torch.zeros_like(p, dtype=torch.float32)
+                found.append(self._gradients[place])
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            found.append(p.grad)
+        return found
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
-        for master in self.tensors:
-            master.grad = None
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Copy the masters into the working parameters."""
-        if self._copies:
-            torch._foreach_copy_([p for p, _ in self._copies], [master for _, master in self._copies])
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The masters by parameter name; empty where the saved model has them: in float32, without adapters."""
-        if self._is_in_saved_model:
-            return {}
-        return {name: t.detach() for name, t in zip(self.names, self.tensors, strict=True)}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the masters and publish them.
-
-        Raises:
-            KeyError: masters are missing: the state is of another model, or of a run in float32 or without adapters.
-            ValueError: the state is of a run with adapters on other layers or of another rank, or this one has none.
-        """
-        unknown = sorted(state.keys() - set(self.names))
-        if unknown:
-            raise ValueError(
-                f"it holds {len(unknown)} parameters that are not trained here, the first is {unknown[0]!r}"
-            )
-        if self._is_in_saved_model:
-            return
-        for name, t in zip(self.names, self.tensors, strict=True):
-            if state[name].shape != t.shape:
-                raise ValueError(f"its {name!r} is {list(state[name].shape)}, here it is {list(t.shape)}")
-        for name, t in zip(self.names, self.tensors, strict=True):
-            t.copy_(state[name])
-        self.publish()
+        self._gradients.clear()
+        for p in self.parameters:
+            p.grad = None
 
 
 class _MoveGradient:
-    """Hook: add a working parameter's gradient to its master's, in float32, and drop it."""
+    """Hook: add a working parameter's gradient to its float32 sum, and drop it."""
 
-    def __init__(self, master: torch.Tensor) -> None:
-        self._master = master
+    def __init__(self, sums: dict[int, torch.Tensor], place: int) -> None:
+        self._sums = sums
+        self._place = place
 
     def __call__(self, working: torch.Tensor) -> None:
         grad = working.grad
         if grad is None:
             return
-        if self._master.grad is None:
-            self._master.grad = grad.float()
+        if self._place in self._sums:
+            self._sums[self._place].add_(grad)
         else:
-            self._master.grad.add_(grad)
+            self._sums[self._place] = grad.float()
         working.grad = None

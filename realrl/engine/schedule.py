@@ -7,13 +7,18 @@ import math
 from realrl.config.schema import OptimizerConfig
 
 
+def n_warmup_steps(config: OptimizerConfig, n_total: int) -> int:
+    """Optimizer steps before the learning rate is at its peak."""
+    return math.ceil(config.warmup_fraction * n_total)
+
+
 def learning_rate(config: OptimizerConfig, n_taken: int, n_total: int) -> float:
     """Return the rate of the optimizer step that follows `n_taken` earlier ones.
 
     It rises linearly over ceil(warmup_fraction * n_total) steps, the first of which is not zero, and then follows the
     schedule, which is exactly at ``lr * min_lr_fraction`` when `n_total` steps are taken, and stays there.
     """
-    n_warmup = math.ceil(config.warmup_fraction * n_total)
+    n_warmup = n_warmup_steps(config, n_total)
     if n_taken < n_warmup:
         return config.lr * (n_taken + 1) / n_warmup
     if config.schedule == "constant":

@@ -163,7 +163,7 @@ def save_stage(
     pp_rank: int = 0,
     pp_size: int = 1,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
-) -> None:
+) -> list[Path]:
     """Write the tensor files of one pipeline stage, holding one tensor at a time, and those that it is made of.
 
     Stages need not talk to each other: which file holds what follows from the configuration. Once all are done,
@@ -173,6 +173,9 @@ def save_stage(
         config: of the whole model.
         tensors: (name, whole tensor of ``config.dtype``) of each parameter of the stage, in the order of the model;
             a tied head is the first stage's embedding and comes from there only.
+
+    Returns:
+        The files.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
@@ -185,6 +188,7 @@ def save_stage(
     for file in files:
         shapes = {tensor.name: assembly.shape_of(tensor) for tensor in file.tensors}
         write_tensors(folder / file.name, shapes, config.dtype, islice(assembled, len(shapes)))
+    return [folder / file.name for file in files]
 
 
 def save_index(

@@ -448,6 +448,19 @@ class ParameterLayout:
         check_tp(self.specs, self.strategy.tp)
         object.__setattr__(self, "stages", stages_of(self.specs, self.strategy.pp))
 
+    def by_layer(self) -> tuple[ParameterLayout, ...]:
+        """The same layout of each layer's parameters alone, in the order of the model."""
+        layers: dict[Layer, list[ParameterSpec]] = {}
+        for spec in self.specs:
+            layers.setdefault(spec.layer, []).append(spec)
+        return tuple(self._with_specs(specs) for specs in layers.values())
+
+    def _with_specs(self, specs: Sequence[ParameterSpec]) -> ParameterLayout:
+        """The layout of some of the parameters, with the stages of the whole model."""
+        part = object.__new__(ParameterLayout)
+        part.__dict__.update(specs=tuple(specs), strategy=self.strategy, ranks=self.ranks, stages=self.stages)
+        return part
+
     @cached_property
     def _mesh_rank_of(self) -> dict[int, int]:
         return {rank: mesh_rank for mesh_rank, rank in enumerate(self.ranks)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -77,10 +78,11 @@ class CallRunner:
         minibatches = request.minibatches if hosted.has_weights else (request.keeps,)
         ids = tuple(sample_id for minibatch in minibatches for sample_id in minibatch)
         output, metrics, recorded = None, dict[str, float](), MetricSums()
-        if ids:
-            batch = self._store.get(ids, mfc.input_keys).to(self._device).remap(mfc.input_key_remap)
-            context = self._context(mfc, request.step, minibatches, recorded)
-            output, metrics = self._call(mfc, batch, request, context)
+        with self._parameters_of(mfc, is_at_home):
+            if ids:
+                batch = self._store.get(ids, mfc.input_keys).to(self._device).remap(mfc.input_key_remap)
+                context = self._context(mfc, request.step, minibatches, recorded)
+                output, metrics = self._call(mfc, batch, request, context)
         if hosted.has_weights and not is_at_home:
             hosted.decoder(allocation).release_parameters()
         devices.synchronize(self._device)
@@ -120,6 +122,14 @@ class CallRunner:
             spans=(Span(f"transfer for {request.call}", "transfer", start_s, time.time(), args),),
             bytes_received=bytes_received,
         )
+
+    def _parameters_of(self, mfc: MFCDef, is_at_home: bool) -> AbstractContextManager[None]:
+        """Parameters that ranks share out between calls are whole during a call, also on a rank without a sample of it.
+
+        A call that trains gathers them block by block.
+        """
+        engine = self._roles[mfc.role].home_engine
+        return nullcontext() if mfc.is_train or not is_at_home or engine is None else engine.whole_parameters()
 
     def _context(
         self, mfc: MFCDef, step: int, minibatches: tuple[tuple[str, ...], ...], recorded: MetricSums

@@ -15,11 +15,12 @@ from realrl.model.config import DecoderConfig, tiny_config
 from realrl.model.hf import read_config, read_model_config
 from realrl.plan.adapters import LoRA, resolve_targets
 from realrl.plan.hooks import Realloc
-from realrl.plan.layout import parameter_layout, parameter_specs
+from realrl.plan.layout import ParameterLayout, parameter_layout, parameter_specs
 from realrl.plan.realloc import ReallocPlan, plan_realloc
 from realrl.runtime.run_plan import RunPlan
+from realrl.runtime.training_backends import trained_roles
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def role_config(plan: RunPlan, name: str) -> DecoderConfig | None:
@@ -90,15 +91,30 @@ class Reallocs:
         self._node_of = plan.cluster.node_of
         self._configs = configs
         self._known: dict[tuple[str, Allocation, Allocation], ReallocPlan] = {}
+        self._shares_parameters = {role.name for role in trained_roles(plan) if role.shares_parameters}
 
     def of(self, hook: Realloc) -> ReallocPlan:
         """The reallocation that a hook asks for."""
         key = (hook.source, hook.source_allocation, hook.target_allocation)
         if key not in self._known:
-            specs = parameter_specs(self._configs[hook.source])
-            source, target = (
-                parameter_layout(specs, allocation.strategy, allocation.ranks)
-                for allocation in (hook.source_allocation, hook.target_allocation)
-            )
-            self._known[key] = plan_realloc(source, target, node_of=self._node_of)
+            self._known[key] = plan_realloc(*self._layouts(hook), node_of=self._node_of)
         return self._known[key]
+
+    def parts_of(self, hook: Realloc) -> tuple[ReallocPlan, ...]:
+        """The same, one after the other: one for each layer of a role whose ranks share out its parameters.
+
+        So only a layer must be gathered at a time.
+        """
+        if hook.source not in self._shares_parameters:
+            return (self.of(hook),)
+        source, target = self._layouts(hook)
+        layers = zip(source.by_layer(), target.by_layer(), strict=True)
+        return tuple(plan_realloc(a, b, node_of=self._node_of) for a, b in layers)
+
+    def _layouts(self, hook: Realloc) -> tuple[ParameterLayout, ParameterLayout]:
+        specs = parameter_specs(self._configs[hook.source])
+        source, target = hook.source_allocation, hook.target_allocation
+        return (
+            parameter_layout(specs, source.strategy, source.ranks),
+            parameter_layout(specs, target.strategy, target.ranks),
+        )

@@ -233,6 +233,7 @@ class _Builder:
             parallel=parallel,
             optimizer=self._section.optimizer if is_trainable else None,
             compute_dtype=DTYPES[self._plan.config.precision],
+            backend=self._section.backend,
         )
 
     def _load(self, config: DecoderConfig, allocation: Allocation, rank: int, parallel: TensorParallel) -> Decoder:

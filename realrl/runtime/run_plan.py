@@ -165,9 +165,12 @@ def check_models_fit(plan: RunPlan) -> None:
     Raises:
         AllocationError: tp or pp does not fit a model, or a hook moves parameters between models that differ.
         AssetError: config.json or a tokenizer cannot be used.
-        ConfigError: an adapter's target matches no layer of the role's model, or one without experts has a
-            load-balancing loss.
+        ConfigError: an adapter's target matches no layer of the role's model, one without experts has a
+            load-balancing loss, or a training backend cannot do what is asked of it.
     """
+    from realrl.runtime.training_backends import check_backends
+
+    check_backends(plan)
     is_sharded = any(a.strategy.tp > 1 or a.strategy.pp > 1 for a in plan.allocations.values())
     sections = [plan.config.models[role] for role in plan.roles]
     depends_on_model = any(s.lora.rank or s.router_aux_loss_coef is not None for s in sections)

@@ -254,7 +254,7 @@ def test_bf16_keeps_small_updates_in_float32_masters() -> None:
     engine = make_engine(compute_dtype=torch.bfloat16, optimizer=OptimizerConfig(lr=1e-4, schedule="constant"))
     train(engine, batch, n=1)
     name = "blocks.0.attention_norm.weight"
-    master = engine.state_dict()["masters"][name]
+    master = engine.state_dict()["parameters"][name]["master"]
     working = engine.decoder.get_parameter(name)
     assert master.dtype == torch.float32
     assert not torch.equal(master, torch.ones_like(master))

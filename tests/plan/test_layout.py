@@ -272,3 +272,14 @@ def test_ranks_must_fit_the_strategy() -> None:
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(AllocationError, match="parameters of dtype int8"):
         parameter_specs(replace(CONFIG, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("strategy", [ParallelStrategy(2, 2, 1), ParallelStrategy(1, 2, 2)], ids=str)
+def test_layers_apart_are_the_layout_together(strategy: ParallelStrategy) -> None:
+    layout = parameter_layout(parameter_specs(CONFIG), strategy, range(4))
+    parts = layout.by_layer()
+    assert [len({spec.layer for spec in part.specs}) for part in parts] == [1] * len(parts)
+    assert [spec for part in parts for spec in part.specs] == list(layout.specs)
+    for rank in range(4):
+        together = {name: place for part in parts for name, place in part.slices_of(rank).items()}
+        assert together == layout.slices_of(rank)

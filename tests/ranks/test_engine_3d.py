@@ -98,12 +98,22 @@ def free_address() -> str:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def join(rank: int, world_size: int, address: str, used: set[ParallelStrategy]) -> tuple[Groups, dict[Any, Parallel]]:
+def join(
+    rank: int, world_size: int, address: str, used: set[ParallelStrategy], *, for_libraries: bool = False
+) -> tuple[Groups, dict[Any, Parallel]]:
     cluster = Cluster(1, world_size)
     mesh = DeviceMesh.whole(cluster)
     allocations = [Allocation(mesh, strategy) for strategy in used]
     planned = process_groups(allocations, cluster)
-    groups = Groups.create(planned, rank=rank, world_size=world_size, rendezvous=address, device=CPU, timeout_s=120.0)
+    groups = Groups.create(
+        planned,
+        rank=rank,
+        world_size=world_size,
+        rendezvous=address,
+        device=CPU,
+        timeout_s=120.0,
+        for_libraries=for_libraries,
+    )
     return groups, {a.strategy: parallel_of(groups, planned, a, rank) for a in allocations}
 
 

@@ -119,7 +119,7 @@ def outcome(case: Case, parallel: Parallel, folder: Path | None = None) -> dict[
         "responses": responses,
         "slices": {name: p.detach().numpy() for name, p in named.items()},
         "places": {name: engine.decoder.place_of(name) for name in named},
-        "moments": sorted(state["moments"]),
+        "trained": sorted(state["parameters"]),
     }
 
 
@@ -154,7 +154,7 @@ def test_every_layout_gives_the_numbers_of_one_rank(
                 wanted = expected["slices"][name][got["places"][name]]
                 np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=2e-5, err_msg=f"{case} {name}")
             trained = [name for name in got["slices"] if is_adapter(name) or name == "head.weight"]
-            assert got["moments"] == sorted(n for n in trained if is_adapter(n) or case.config.is_scalar)
+            assert got["trained"] == sorted(n for n in trained if is_adapter(n) or case.config.is_scalar)
             dp_rank = case.strategy.coordinates(rank)[1]
             same = forwards.setdefault(dp_rank, got["forwards"])
             assert all((a == b).all() for a, b in zip(same, got["forwards"], strict=True))

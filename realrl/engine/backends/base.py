@@ -1,0 +1,152 @@
+"""What the engine asks of a training backend, and the one form in which every backend gives its optimizer's state.
+
+    forward, backward of each micro-batch ──► reduce ──► step or skip
+                 └── run, backward ──┘         gradients complete, their norm
+
+A backend keeps the optimizer's state as it likes: whole, sharded over data-parallel ranks, in host memory. It gives and
+takes it in the canonical form, `OptimizerState`, which knows no backend and no data-parallel size:
+
+    n_taken, n_total            optimizer steps that the schedule has seen, and where it ends
+    loss_scale                  numbers of a dynamic loss scale, where there is one
+    parameters                  name in the whole model -> exp_avg, exp_avg_sq, step and, unless the saved model has it,
+                                master: float32 tensors of this rank's (tp, pp) shard, whole over data-parallel ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+import torch
+
+from realrl.config.schema import OptimizerConfig
+from realrl.engine.schedule import learning_rate
+
+BackendName = Literal["native", "megatron", "deepspeed"]
+OptimizerState = dict[str, Any]
+"""The canonical form; see the module."""
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class TrainingBackend(Protocol):
+    """Gradients of one role's decoder to new parameters; all ranks of the role's layout call the methods together.
+
+    Attributes:
+        n_taken: minibatches that the schedule has seen, skipped ones included.
+        n_total: optimizer steps of the whole run.
+        overflowed: whether the last gradient was beyond the range of its dtype, so that the step was left out.
+    """
+
+    n_taken: int
+    n_total: int
+    overflowed: bool
+
+    @property
+    def lr(self) -> float:
+        """The rate that the next step uses."""
+
+    @property
+    def loss_factor(self) -> float:
+        """What a minibatch's loss must be multiplied by before its backward pass."""
+
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor that keeps small fp16 gradients above zero; None where nothing is scaled."""
+
+    def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """Compute one micro-batch with this rank's layers, with gradient or without, and return the result."""
+
+    def backward(self, output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
+        """Add one micro-batch's gradients to those of the minibatch.
+
+        Args:
+            output: of `run`; None or without gradient where nothing depends on the parameters.
+            gradient: of the output; None for a loss.
+            is_last: no other backward pass of this minibatch follows on this rank.
+        """
+
+    def reduce(self) -> float:
+        """Complete the gradients over all ranks; returns their global norm, equal on all of them."""
+
+    def step(self) -> None:
+        """Clip, update and publish the parameters, advance the schedule; the gradients are forgotten.
+
+        Where the gradient overflowed, parameters and moments stay.
+        """
+
+    def skip(self) -> None:
+        """Forget the gradients and advance the schedule; parameters and moments stay."""
+
+    @property
+    def needs_equal_passes(self) -> bool:
+        """Whether all data-parallel ranks must compute equally many micro-batches, because they meet in each."""
+
+    def whole_parameters(self, names: Collection[str] | None) -> AbstractContextManager[None]:
+        """Parameters, all or those of some names, are there within the block; for backends that shard them."""
+
+    def state_dict(self) -> OptimizerState:
+        """The canonical form."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` of this or another backend was taken.
+
+        Raises:
+            KeyError: the state lacks a parameter, or its master: it is of another model or precision.
+            ValueError: it has a parameter that is not trained here, or a shape does not fit.
+        """
+
+
+class Schedule:
+    """The learning-rate schedule of a backend, counted in minibatches.
+
+    Args:
+        config: rates.
+        n_total: optimizer steps of the whole run; may be set later, before the first step.
+    """
+
+    def __init__(self, config: OptimizerConfig, n_total: int) -> None:
+        self.config = config
+        self.n_total = n_total
+        self.n_taken = 0
+
+    @property
+    def lr(self) -> float:
+        """The rate that the next step uses."""
+        return learning_rate(self.config, self.n_taken, self.n_total)
+
+
+def check_parameters(parameters: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, torch.Size]) -> None:
+    """Refuse a state that does not fit the trained parameters, before any of them changes.
+
+    Args:
+        parameters: of a canonical state.
+        shapes: of the trained parameters, by name.
+
+    Raises:
+        KeyError, ValueError: see `TrainingBackend.load_state_dict`.
+    """
+    unknown = sorted(parameters.keys() - shapes.keys())
+    if unknown:
+        raise ValueError(f"it holds {len(unknown)} parameters that are not trained here, the first is {unknown[0]!r}")
+    for name in shapes:
+        if name not in parameters:
+            raise KeyError(f"{name} is not in it")
+    for name, shape in shapes.items():
+        stored = parameters[name]["exp_avg"].shape
+        if stored != shape:
+            raise ValueError(f"its {name!r} is {list(stored)}, here it is {list(shape)}")
+
+
+def master_of(parameters: Mapping[str, Mapping[str, Any]], name: str) -> torch.Tensor:
+    """The master weight of a parameter.
+
+    Raises:
+        KeyError: there is none: the state is of a run in float32 and without adapters.
+    """
+    master = parameters[name].get("master")
+    if master is None:
+        raise KeyError(f"{name}: no master weight, which a run in float32 does not keep")
+    assert isinstance(master, torch.Tensor)
+    return master

@@ -1,0 +1,458 @@
+"""The deepspeed backend: ZeRO stages 0 to 3 of DeepSpeed around our module.
+
+    stage 1     optimizer state and float32 masters are sharded over data-parallel ranks
+    stage 2     gradients too: each is reduced to its owner as soon as a backward pass has made it
+    stage 3     parameters too: a block's are gathered when a forward or backward pass comes to it, and dropped after it
+
+Where other ranks of the layout hold copies of parameters (tensor parallelism, or two stages that share an embedding),
+and in pipelines, gradients stay whole until the last micro-batch: those of copies are added up first.
+
+DeepSpeed counts a parameter that several tensor or pipeline ranks hold as often as it is held, so the global norm that
+it clips by is computed here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from realrl.config.schema import OptimizerConfig
+from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, master_of
+from realrl.engine.gradients import TIED, is_counted_here, is_tied
+from realrl.engine.groups import Communicator, all_gather_single, reduce_scatter_single
+from realrl.engine.parallel import Parallel
+from realrl.engine.pipeline import propagate
+from realrl.engine.precision import TrainedParameters
+from realrl.engine.tensor_parallel import sync_partial_gradients
+from realrl.model.decoder import Block, Decoder
+
+with warnings.catch_warnings():  # it says at length what it finds and what is not there
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    import deepspeed
+    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
+    from deepspeed.utils import logger as _deepspeed_logger
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    logging.disable(logging.NOTSET)
+
+# it would compare notes with all ranks of the run, of which a role's layout may have some only
+partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
+
+_FIRST_LOSS_SCALE_POWER = 16
+_LOSS_SCALE_WINDOW = 1000
+_BUCKET_ELEMENTS = 1 << 24
+_SHARED_MEMORY_OP = "deepspeed_shm_comm"
+
+
+class _Stage(nn.Module):
+    """The module that DeepSpeed wraps: everything that a micro-batch computes happens in its forward pass.
+
+    Args:
+        decoder: whose parameters it is.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        return compute()
+
+
+class DeepSpeedBackend(Schedule):
+    """`TrainingBackend` with a DeepSpeed engine.
+
+    Args:
+        decoder: this rank's shard; with stage 3 its parameters are empty between calls.
+        parallel: its place, in groups that have handles for libraries.
+        config: rates, decay, clipping, schedule; `zero_stage` 0 to 3, `offload`.
+        n_total: optimizer steps of the whole run; may be set later, before the first step.
+        compute_dtype: of the decoder.
+    """
+
+    def __init__(
+        self, decoder: Decoder, parallel: Parallel, config: OptimizerConfig, n_total: int, compute_dtype: torch.dtype
+    ) -> None:
+        super().__init__(config, n_total)
+        assert config.zero_stage is not None
+        self.stage = config.zero_stage
+        self.overflowed = False
+        self._decoder = decoder
+        self._parallel = parallel
+        self._trained = trained = TrainedParameters(decoder, compute_dtype)
+        self._named = dict(zip(trained.names, trained.parameters, strict=True))
+        self._shapes = {name: p.shape for name, p in self._named.items()}
+        self._counted = {id(p): is_counted_here(decoder, name) for name, p in self._named.items()}
+        self._sums_copies = parallel.tp.n_ranks > 1 or (parallel.tied.n_ranks > 1 and is_tied(decoder))
+        self._coalesces = self.stage > 0 and (self._sums_copies or parallel.pp.n_ranks > 1)
+        self._pass: contextlib.ExitStack | None = None  # open from the first backward pass to `reduce`
+        self._norm = torch.zeros((), device=decoder.device)
+        self._n_stepped = 0
+        values = {name: p.data for name, p in self._named.items()}
+        trained.convert(accumulate=False)
+        with _quiet():
+            self._engine = self._make_engine()
+        self._zero = self._engine.optimizer
+        # what they would compute counts copies of a parameter more than once
+        self._zero.scaled_global_norm = lambda norm_type=2: self._norm
+        self._zero._get_norm_groups = lambda: [self._norm]
+        self._make_moments()
+        if not trained.is_in_saved_model:
+            self._set_masters(values)
+
+    # ------------------------------------------------------------ a minibatch
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Of a run in fp16."""
+        return float(self._zero.loss_scale) if self._trained.compute_dtype == torch.float16 else None
+
+    @property
+    def loss_factor(self) -> float:
+        """The loss scale; with stage 3, which averages gradients, also the number of ranks."""
+        return (self.loss_scale or 1.0) * (self._parallel.dp.n_ranks if self.stage == 3 else 1)
+
+    def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """Compute inside of the engine's forward pass, where its hooks are needed."""
+        if self.stage == 0 or not torch.is_grad_enabled():
+            return compute()
+        result: torch.Tensor | None = self._engine(compute)
+        return result
+
+    def backward(self, output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
+        """Add gradients to those of the minibatch; those that are complete are reduced."""
+        if self._pass is None:
+            self._pass = contextlib.ExitStack()
+            if self._coalesces:
+                self._pass.enter_context(self._engine.coalesce_grad_reduction())
+        if self.stage > 0 and not self._coalesces:
+            self._engine.set_gradient_accumulation_boundary(is_last)
+        self._engine._manual_backward_expected = True  # the loss was multiplied by the loss scale: `loss_factor`
+        propagate(output, gradient, is_last)
+
+    def reduce(self) -> float:
+        """Complete this rank's part of the gradients; returns the global norm before they are clipped."""
+        if self._sums_copies:
+            self._sum_copies()
+        if self._pass is not None:
+            self._pass.close()
+            self._pass = None
+        if self.stage == 0:
+            self._engine.set_gradient_accumulation_boundary(True)
+            self._engine.allreduce_gradients()
+        norm = self._global_norm()
+        self._norm = torch.tensor(norm, device=self._decoder.device)
+        return norm / (self.loss_scale or 1.0)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip, update and publish, unless the gradient overflowed."""
+        for group in self._zero.param_groups:
+            group["lr"] = self.lr
+        if self.stage == 0:
+            coefficient = self.config.clip_grad_norm / (float(self._norm) + 1e-6)
+            if coefficient < 1.0:
+                torch._foreach_mul_([p.grad for p in self._named.values()], coefficient)
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.step()
+        self.overflowed = self.stage > 0 and bool(self._zero.overflow)
+        self._n_stepped += not self.overflowed
+        self.n_taken += 1
+
+    def skip(self) -> None:
+        """Forget the gradients and advance the schedule."""
+        self.n_taken += 1
+        zero = self._zero
+        zero.zero_grad(set_to_none=True)
+        if self.stage == 3:
+            zero._pre_step()
+            zero._partition_all_parameters()
+            zero._overflow_clean_up(1.0)
+        elif self.stage > 0:
+            zero.micro_step_id = -1
+            zero._release_preflattened_grad_buffers()
+            if zero.cpu_offload:
+                zero.reset_cpu_buffers()
+            else:
+                zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
+                zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
+
+    @property
+    def needs_equal_passes(self) -> bool:
+        """Where a pass gathers parameters or reduces gradients."""
+        return self.stage == 3 or (self.stage == 2 and not self._coalesces)
+
+    @contextlib.contextmanager
+    def whole_parameters(self, names: Collection[str] | None = None) -> Iterator[None]:
+        """With stage 3: gather parameters for the time of the block, unless they are there already."""
+        wanted = [p for name, p in self._named.items() if names is None or name in names]
+        if self.stage < 3 or all(p.numel() for p in wanted):
+            yield
+            return
+        hooks = self._zero.parameter_offload
+        with (
+            deepspeed.zero.GatheredParameters(wanted),
+            # a module that is called would drop its parameters afterwards, and be noted as a part of a training pass
+            mock.patch.object(hooks, "pre_sub_module_forward_function", parameter_offload.FWD_MODULE_STACK.append),
+            mock.patch.object(hooks, "post_sub_module_forward_function", _nothing),
+        ):
+            yield
+
+    def _sum_copies(self) -> None:
+        """Add up, over the ranks that hold copies of a parameter, what each has made of its gradient."""
+        for p in self._named.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        gradients = {name: p.grad.float() for name, p in self._named.items()}
+        sync_partial_gradients(self._decoder, self._parallel.tp, gradients)
+        if TIED in gradients and is_tied(self._decoder):
+            self._parallel.tied.all_reduce_(gradients[TIED])
+        for name, p in self._named.items():
+            if gradients[name] is not p.grad:
+                p.grad.copy_(gradients[name])
+
+    def _global_norm(self) -> float:
+        """sqrt(sum g^2) over the whole model, of gradients as they are: multiplied by the loss scale."""
+        square = torch.zeros(1, dtype=torch.float64, device=self._decoder.device)
+        for norm in self._norms_here():
+            square += norm.to(square.device).double().square()
+        groups: list[Communicator] = [self._parallel.tp, self._parallel.pp]
+        if self.stage > 0:
+            groups.append(self._parallel.dp)
+        for group in groups:
+            group.all_reduce_(square)
+        return math.sqrt(square.item()) if math.isfinite(square.item()) else float("inf")
+
+    def _norms_here(self) -> Iterator[torch.Tensor]:
+        """The norm of what this rank holds of each gradient that counts here."""
+        zero = self._zero
+        if self.stage == 0:
+            yield from (torch.linalg.vector_norm(p.grad) for p in self._named.values() if self._counted[id(p)])
+            return
+        groups = zero.fp16_groups if self.stage == 3 else zero.params_in_partition
+        if self.config.offload:
+            yield from (
+                torch.as_tensor(zero.norm_for_param_grads[zero.get_param_id(p)])
+                for group in groups
+                for p in group
+                if self._counted[id(p)] and zero.get_param_id(p) in zero.norm_for_param_grads
+            )
+            return
+        for i, group in enumerate(groups):
+            parts = [g for g in zero.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
+            for p, part in zip(group, parts, strict=False):  # what fills up the last partition is no parameter's
+                if self._counted[id(p)]:
+                    yield torch.linalg.vector_norm(part.float())
+
+    # ------------------------------------------------------------ state
+
+    def state_dict(self) -> OptimizerState:
+        """The canonical form; data-parallel ranks gather it parameter by parameter."""
+        parameters: dict[str, dict[str, Any]] = {}
+        for name, p in self._named.items():
+            stored: dict[str, Any] = {"step": self._n_stepped}
+            for key in MOMENTS:
+                stored[key] = self._moment(p, key)
+            if not self._trained.is_in_saved_model:
+                stored["master"] = safe_get_full_fp32_param(p)
+            parameters[name] = stored
+        result: OptimizerState = {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
+        if self.loss_scale is not None:
+            scaler = self._zero.loss_scaler
+            result["loss_scale"] = {
+                "scale": float(scaler.cur_scale),
+                "growth_tracker": max(scaler.cur_iter - scaler.last_overflow_iter - 1, 0),
+            }
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` of this or another backend was taken."""
+        parameters = state["parameters"]
+        check_parameters(parameters, self._shapes)
+        if self._trained.is_in_saved_model:
+            if self.stage in (1, 2):
+                self._zero.refresh_fp32_params()
+        else:
+            self._set_masters({name: master_of(parameters, name) for name in self._named})
+        self._n_stepped = max(int(stored["step"]) for stored in parameters.values())
+        self._make_moments()
+        for name, p in self._named.items():
+            for key in MOMENTS:
+                self._set_moment(p, key, parameters[name][key])
+        self.n_taken, self.n_total = int(state["n_taken"]), int(state["n_total"])
+        scale = state.get("loss_scale")
+        if self.loss_scale is not None and scale is not None:
+            scaler = self._zero.loss_scaler
+            scaler.cur_scale = float(scale["scale"])
+            scaler.last_overflow_iter = scaler.cur_iter - int(scale.get("growth_tracker", 0)) - 1
+
+    def _moment(self, p: nn.Parameter, key: str) -> torch.Tensor:
+        if self.stage == 0:
+            return self._zero.state[p][key]
+        return safe_get_full_optimizer_state(p, key)
+
+    def _set_moment(self, p: nn.Parameter, key: str, value: torch.Tensor) -> None:
+        if self.stage == 0:
+            self._zero.state[p][key].copy_(value)
+        elif self.stage == 3:
+            part, _ = self._zero._get_fp32_opt_state_partition(p, release_swap_buffers=True, optim_state_key=key)
+            _copy_part(part, value, self._parallel.dp)
+        else:
+            p.set_full_hp_param(value, key)
+
+    def _make_moments(self) -> None:
+        """State of zeros in the inner optimizer for every tensor that it updates.
+
+        Made by the first step, it would be linked to the parameters of the first group only.
+        """
+        inner = self._zero if self.stage == 0 else self._zero.optimizer
+        flats = (
+            self._zero.fp32_partitioned_groups_flat
+            if self.stage == 3
+            else [p for group in inner.param_groups for p in group["params"]]
+        )
+        for flat in flats:
+            inner.state[flat] = {
+                "step": torch.tensor(float(self._n_stepped), device=flat.device),
+                **{key: torch.zeros_like(flat) for key in MOMENTS},
+            }
+        if self.stage in (1, 2):
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    @torch.no_grad()
+    def _set_masters(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite float32 masters, by name whole over data-parallel ranks, and publish them."""
+        zero = self._zero
+        for name, p in self._named.items():
+            if self.stage == 3:
+                part, _ = zero._get_fp32_opt_state_partition(p, release_swap_buffers=True)
+                _copy_part(part, values[name], self._parallel.dp)
+            elif self.stage > 0:
+                p.set_full_hp_param(values[name].float())
+        with self.whole_parameters() if self.stage == 3 else contextlib.nullcontext():
+            for name, p in self._named.items():
+                p.data.copy_(values[name])
+        if self.stage == 3:
+            for i in range(len(zero.fp16_groups)):
+                zero._reassign_or_swap_out_partitioned_parameters(i)
+
+    # ------------------------------------------------------------ making
+
+    def _make_engine(self) -> Any:
+        config = self.config
+        matrices = [p for p in self._named.values() if p.dim() >= 2]
+        vectors = [p for p in self._named.values() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+        stage = _Stage(self._decoder)
+        if self.stage == 3:
+            deepspeed.utils.set_z3_leaf_modules(stage, [Block])
+            if self._decoder.head is not None:  # used outside of its module, when a loss asks for it
+                deepspeed.zero.register_external_parameter(stage, self._decoder.head.weight)
+        with (
+            # it looks for the device's number where its own launcher would have put it
+            mock.patch.dict(os.environ, {"LOCAL_RANK": str(self._decoder.device.index or 0)}),
+            # and would compile an operation for collectives in shared memory, for a minute
+            mock.patch.dict(deepspeed.ops.__compatible_ops__, {_SHARED_MEMORY_OP: False}),
+            # and takes a CPU without instructions for fp16 for one that cannot compute in it
+            mock.patch.object(deepspeed.get_accelerator(), "is_fp16_supported", _yes),
+            # and waits for all ranks of the run
+            mock.patch.object(deepspeed.comm, "barrier", self._wait_for_layout),
+        ):
+            engine, *_ = deepspeed.initialize(
+                model=stage, optimizer=adamw, mpu=_mpu(self._parallel), config=self._engine_config()
+            )
+        # the names of torch 2.13; those that it found still exist there, but warn
+        backend = deepspeed.comm.comm.cdb
+        backend.all_gather_function, backend.reduce_scatter_function = all_gather_single, reduce_scatter_single
+        return engine
+
+    def _wait_for_layout(self, *args: Any, **kwargs: Any) -> None:
+        self._parallel.mesh.barrier()
+
+    def _engine_config(self) -> dict[str, Any]:
+        dtype, stage = self._trained.compute_dtype, self.stage
+        settings: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": self.config.clip_grad_norm if stage else 0.0,
+            "gradient_allreduce_op": "mean" if stage == 3 else "sum",
+            "zero_force_ds_cpu_optimizer": False,
+            "communication_data_type": "fp32",
+            "bf16": {"enabled": dtype == torch.bfloat16},
+            "fp16": {
+                "enabled": dtype == torch.float16,
+                "initial_scale_power": _FIRST_LOSS_SCALE_POWER,
+                "loss_scale_window": _LOSS_SCALE_WINDOW,
+                "hysteresis": 1,
+            },
+            "zero_optimization": {
+                "stage": stage,
+                "reduce_bucket_size": _BUCKET_ELEMENTS,
+                "allgather_bucket_size": _BUCKET_ELEMENTS,
+                "stage3_param_persistence_threshold": 0,
+                **({"offload_optimizer": {"device": "cpu"}} if self.config.offload else {}),
+            },
+        }
+        if stage > 1 and dtype != torch.float32:
+            settings["data_types"] = {"grad_accum_dtype": "fp32"}
+        return settings
+
+
+def _yes() -> bool:
+    return True
+
+
+def _nothing(module: nn.Module) -> None:
+    """In the place of a hook."""
+
+
+def _copy_part(part: torch.Tensor, whole: torch.Tensor, dp: Communicator) -> None:
+    """Copy this rank's part of a tensor of which all ranks have equal parts, the last one filled up."""
+    start = part.numel() * dp.rank
+    mine = whole.reshape(-1)[start : start + part.numel()]
+    part[: mine.numel()].copy_(mine)
+
+
+def _mpu(parallel: Parallel) -> Any:
+    """The ranks of an engine, as DeepSpeed asks for them; it knows data- and model-parallel ones only."""
+    dp, tp = parallel.dp, parallel.tp
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: dp.library_handle,
+        get_data_parallel_rank=lambda: dp.rank,
+        get_data_parallel_world_size=lambda: dp.n_ranks,
+        get_model_parallel_group=lambda: tp.library_handle,
+        get_model_parallel_rank=lambda: tp.rank,
+        get_model_parallel_world_size=lambda: tp.n_ranks,
+        get_tensor_model_parallel_group=lambda: tp.library_handle,
+        get_tensor_model_parallel_rank=lambda: tp.rank,
+        get_tensor_model_parallel_world_size=lambda: tp.n_ranks,
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Let DeepSpeed log what is wrong, not what it does."""
+    _deepspeed_logger.setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,138 @@
+"""float32 master weights: whole, or this rank's slice of each over data-parallel ranks; on the device or on the host.
+
+    working parameters ──► masters (slice of this rank) ──optimizer──► masters ──publish──► working parameters
+                                                                          all-gather over data-parallel ranks
+
+A parameter is cut, as a flat tensor, into as many equal slices as there are ranks, the last ones shorter or empty. In
+float32 and on the device, a master is no copy but a part of the parameter itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from realrl.engine import device as devices
+from realrl.engine.groups import Communicator
+from realrl.engine.precision import TrainedParameters
+
+_ALIGNMENT = 64  # elements; slices begin where vector units do, so that every element is computed as in a whole tensor
+_BUCKET_ELEMENTS = 1 << 24
+
+
+class Masters:
+    """The slices that this rank updates.
+
+    Args:
+        trained: not yet converted to their working dtype; done here.
+        dp: the ranks that share the masters; a group of one keeps them whole.
+        on_host: keep them, and with them the optimizer, in host memory.
+
+    Attributes:
+        tensors: float32, flat, in the order of ``trained.names``; empty for a parameter of which this rank has nothing.
+    """
+
+    def __init__(self, trained: TrainedParameters, dp: Communicator, *, on_host: bool) -> None:
+        self._trained = trained
+        self._dp = dp
+        self._on_host = on_host
+        self.sizes = [slice_size(p.numel(), dp.n_ranks) for p in trained.parameters]
+        self.tensors: list[torch.Tensor] = []
+        self._is_view: list[bool] = []
+        with torch.no_grad():
+            for name, p in zip(trained.names, trained.parameters, strict=True):
+                is_view = trained.dtype_of(name) == torch.float32 and not on_host
+                value = p.detach().float()
+                if is_view:
+                    p.data = value
+                    master = torch.empty(0, device=p.device)
+                elif on_host:
+                    master = devices.to_host(self.part_of(value))
+                else:  # the parameter gets memory of another dtype
+                    part = self.part_of(value)
+                    master = part.clone() if dp.n_ranks > 1 else part
+                self.tensors.append(master)
+                self._is_view.append(is_view)
+        trained.convert()
+        self.attach()
+
+    def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of a whole parameter, or of something of its shape: a flat view."""
+        size = slice_size(tensor.numel(), self._dp.n_ranks)
+        start = min(self._dp.rank * size, tensor.numel())
+        return tensor.reshape(-1)[start : start + size]
+
+    def attach(self) -> None:
+        """Find the parameters of which masters are parts, which may have moved."""
+        for master, p, is_view in zip(self.tensors, self._trained.parameters, self._is_view, strict=True):
+            if is_view:
+                master.data = self.part_of(p.data)
+
+    def take_gradients(self) -> list[torch.Tensor]:
+        """Give each master its slice of the completed gradient; returns these slices."""
+        slices = [self.part_of(gradient) for gradient in self._trained.gradients()]
+        if self._on_host:
+            slices = [devices.to_host(part) for part in slices]
+        for master, part in zip(self.tensors, slices, strict=True):
+            master.grad = part
+        return slices
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy all ranks' masters into the working parameters."""
+        for master in self.tensors:
+            master.grad = None
+        parameters = self._trained.parameters
+        if self._dp.n_ranks == 1:
+            copies = [i for i, is_view in enumerate(self._is_view) if not is_view]
+            if copies:
+                torch._foreach_copy_([parameters[i].data.view(-1) for i in copies], [self.tensors[i] for i in copies])
+            return
+        dtypes = [p.dtype for p in parameters]
+        working = [t.to(p.device, p.dtype) for t, p in zip(self.tensors, parameters, strict=True)]
+        for dtype in dict.fromkeys(dtypes):
+            chosen = [i for i, found in enumerate(dtypes) if found == dtype]
+            for i, whole in zip(chosen, self.whole([working[i] for i in chosen], chosen), strict=True):
+                parameters[i].data.copy_(whole)
+
+    @torch.no_grad()
+    def whole(self, parts: Sequence[torch.Tensor], places: Sequence[int]) -> Iterator[torch.Tensor]:
+        """Whole tensors, in the parameters' shapes, of every rank's slices; all ranks iterate to the end.
+
+        Args:
+            parts: this rank's flat slices, of one dtype.
+            places: of the parameters that they belong to, in `tensors`.
+        """
+        if self._dp.n_ranks == 1:
+            for part, place in zip(parts, places, strict=True):
+                yield part.view(self._trained.parameters[place].shape)
+            return
+        bucket: list[tuple[torch.Tensor, int]] = []
+        n_elements = 0
+        for part, place in zip(parts, places, strict=True):
+            bucket.append((part, place))
+            n_elements += self.sizes[place]
+            if n_elements >= _BUCKET_ELEMENTS:
+                yield from self._gather(bucket)
+                bucket, n_elements = [], 0
+        if bucket:
+            yield from self._gather(bucket)
+
+    def _gather(self, bucket: Sequence[tuple[torch.Tensor, int]]) -> Iterator[torch.Tensor]:
+        sizes = [self.sizes[place] for _, place in bucket]
+        device = self._trained.parameters[0].device
+        flat = torch.zeros(sum(sizes), dtype=bucket[0][0].dtype, device=device)
+        for (part, _), room in zip(bucket, flat.split(sizes), strict=True):
+            room[: part.numel()].copy_(part)
+        by_rank = self._dp.all_gather(flat).view(self._dp.n_ranks, -1)
+        for (_, place), slices in zip(bucket, by_rank.split(sizes, dim=1), strict=True):
+            shape = self._trained.parameters[place].shape
+            yield slices.reshape(-1)[: shape.numel()].view(shape)
+
+
+def slice_size(n_elements: int, n_ranks: int) -> int:
+    """Elements of each rank's slice of a flat tensor, the last ranks' excepted."""
+    if n_ranks == 1:
+        return n_elements
+    return -(-n_elements // (n_ranks * _ALIGNMENT)) * _ALIGNMENT

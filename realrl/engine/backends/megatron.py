@@ -1,0 +1,366 @@
+"""The megatron backend: DistributedDataParallel and DistributedOptimizer of megatron-core around our module.
+
+    gradients ──► flat float32 buffers, in buckets ──reduce-scatter──► this rank's shard of each bucket ──► AdamW on
+    float32 main parameters ──all-gather──► parameters, which are views of one flat buffer
+
+A bucket is reduced as soon as the last micro-batch's backward pass has filled it. Parameters of which other ranks of
+the layout hold a copy (tensor ranks that share norms or KV heads, two stages that share an embedding) have buffers of
+their own: their gradients are added up over these ranks first, and equal buffers are reduced alike, so that copies stay
+equal for ever.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from realrl.config.schema import OptimizerConfig
+from realrl.engine.backends.base import MOMENTS, OptimizerState, check_parameters, master_of
+from realrl.engine.backends.megatron_cpu import cpu_for_cuda
+from realrl.engine.gradients import TIED, is_copied, is_counted_here, is_tied
+from realrl.engine.groups import all_gather_single, reduce_scatter_single
+from realrl.engine.parallel import Parallel
+from realrl.engine.pipeline import propagate
+from realrl.engine.precision import TrainedParameters
+from realrl.engine.schedule import n_warmup_steps
+from realrl.engine.tensor_parallel import sync_partial_gradients
+from realrl.model.decoder import Decoder
+
+with warnings.catch_warnings():  # it says at length what is not installed beside it
+    warnings.simplefilter("ignore")
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, param_and_grad_buffer
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+# the names of torch 2.13; those that megatron took when it was imported still exist there, but warn
+param_and_grad_buffer.dist_all_gather_func = all_gather_single
+param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter_single
+
+_FIRST_LOSS_SCALE = 2.0**16
+_LOSS_SCALE_WINDOW = 1000
+_ONE_KIND = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+
+
+class _Scheduler(OptimizerParamScheduler):
+    """Megatron's schedule, whose warm-up starts above zero as in `realrl.engine.schedule`."""
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        if self.num_steps < self.lr_warmup_steps:
+            return self.max_lr * (self.num_steps + 1) / self.lr_warmup_steps
+        return float(super().get_lr(param_group))
+
+
+class MegatronBackend:
+    """`TrainingBackend` with megatron-core's optimizer, sharded over data-parallel ranks.
+
+    Args:
+        decoder: this rank's shard; its trained parameters become views of megatron's buffers.
+        parallel: its place, in groups that have handles for libraries.
+        config: rates, decay, clipping, schedule.
+        n_total: optimizer steps of the whole run; may be set later, before the first step.
+        compute_dtype: of the decoder.
+    """
+
+    needs_equal_passes = False
+
+    def __init__(
+        self, decoder: Decoder, parallel: Parallel, config: OptimizerConfig, n_total: int, compute_dtype: torch.dtype
+    ) -> None:
+        self.config = config
+        self.overflowed = False
+        self._decoder = decoder
+        self._parallel = parallel
+        self._trained = trained = TrainedParameters(decoder, compute_dtype)
+        self._n_stepped = 0
+        values = dict(zip(trained.names, (p.data for p in trained.parameters), strict=True))
+        trained.convert(accumulate=False)
+        self._named = dict(zip(trained.names, trained.parameters, strict=True))
+        for name, p in self._named.items():
+            p.tensor_model_parallel = True  # counted in the norm wherever it is not `shared`
+            p.shared = not is_counted_here(decoder, name)
+            # a bucket of its own, so that both stages reduce it alike
+            p.shared_embedding = name == TIED and parallel.tied.n_ranks > 1 and is_tied(decoder)
+        with self._on_device():
+            self._chunks = list(self._make_chunks())
+            self._scaler = self._make_scaler()
+            self._optimizer = self._make_optimizer()
+            self._shards = dict(self._main_shards())
+            if not trained.is_in_saved_model:
+                self._set_masters(values)
+        self._scheduler = self._make_scheduler(n_total)
+
+    # ------------------------------------------------------------ schedule
+
+    @property
+    def n_taken(self) -> int:
+        """Minibatches that the schedule has seen."""
+        return int(self._scheduler.num_steps)
+
+    @property
+    def n_total(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self._n_total
+
+    @n_total.setter
+    def n_total(self, n_total: int) -> None:
+        n_taken = self.n_taken
+        self._scheduler = self._make_scheduler(n_total)
+        self._scheduler.step(n_taken)
+
+    @property
+    def lr(self) -> float:
+        """The rate that the next step uses."""
+        return self._scheduler.get_lr({})
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Of a run in fp16."""
+        return None if self._scaler is None else float(self._scaler.scale)
+
+    @property
+    def loss_factor(self) -> float:
+        """The loss scale."""
+        return self.loss_scale or 1.0
+
+    # ------------------------------------------------------------ a minibatch
+
+    def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """`compute` itself."""
+        return compute()
+
+    def backward(self, output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
+        """Add gradients to the buffers; in the last pass, reduce each bucket as soon as it is complete."""
+        own, copied = self._chunks
+        with nullcontext() if is_last else own.no_sync(), copied.no_sync():
+            propagate(output, gradient, is_last)
+
+    def reduce(self) -> float:
+        """Complete this rank's shards of the gradients; returns the global norm before they are clipped."""
+        gradients = {name: p.main_grad for name, p in self._named.items()}
+        sync_partial_gradients(self._decoder, self._parallel.tp, gradients)
+        if TIED in gradients and self._named[TIED].shared_embedding:
+            self._parallel.tied.all_reduce_(gradients[TIED])
+        with self._on_device():
+            for chunk in self._chunks:
+                chunk.finish_grad_sync()
+            self.overflowed = self._optimizer.prepare_grads()
+            if self.overflowed:
+                return float("inf")
+            return float(self._optimizer.clip_grad_norm(self.config.clip_grad_norm))
+
+    def step(self) -> None:
+        """Update main parameters and gather parameters, unless the gradient overflowed."""
+        if not self.overflowed:
+            with self._on_device():
+                self._optimizer.step_with_ready_grads()
+            self._n_stepped += 1
+        self.skip()
+
+    def skip(self) -> None:
+        """Forget the gradients and advance the schedule."""
+        self._optimizer.zero_grad()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._scheduler.step(1)
+
+    def whole_parameters(self, names: Collection[str] | None) -> AbstractContextManager[None]:
+        """They always are."""
+        return nullcontext()
+
+    # ------------------------------------------------------------ state
+
+    def state_dict(self) -> OptimizerState:
+        """The canonical form; data-parallel ranks gather it bucket by bucket."""
+        parameters: dict[str, dict[str, Any]] = {name: {"step": self._n_stepped} for name in self._named}
+        state = self._optimizer.optimizer.state
+        keys = MOMENTS if self._trained.is_in_saved_model else (*MOMENTS, "master")
+        for key in keys:
+            parts = {
+                p: shard.data if key == "master" else state.get(shard, {}).get(key)
+                for p, (shard, _) in self._shards.items()
+            }
+            for name, whole in self._gather(parts):
+                parameters[name][key] = whole
+        result: OptimizerState = {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
+        if self._scaler is not None:
+            result["loss_scale"] = {k: float(v) for k, v in self._scaler.state_dict().items()}
+        return result
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` of this or another backend was taken."""
+        parameters = state["parameters"]
+        check_parameters(parameters, {name: p.shape for name, p in self._named.items()})
+        masters = {}
+        if not self._trained.is_in_saved_model:
+            masters = {name: master_of(parameters, name) for name in self._named}
+        for name, p in self._named.items():
+            stored = parameters[name]
+            self._n_stepped = int(stored["step"])
+            if p not in self._shards:
+                continue
+            shard, part = self._shards[p]
+            self._optimizer.optimizer.state[shard] = {
+                "step": torch.tensor(float(self._n_stepped), device=shard.device),
+                **{key: stored[key].reshape(-1)[part].to(shard.device, copy=True) for key in MOMENTS},
+            }
+        scale = state.get("loss_scale")
+        with self._on_device():
+            if masters:
+                self._set_masters(masters)
+            if self._scaler is not None and scale is not None:
+                trackers = {k: int(scale[k]) for k in ("growth_tracker", "hysteresis_tracker") if k in scale}
+                known = {**self._scaler.state_dict(), **trackers}
+                self._scaler.load_state_dict({**known, "scale": torch.tensor([float(scale["scale"])])})
+        self._scheduler = self._make_scheduler(int(state["n_total"]))
+        self._scheduler.step(int(state["n_taken"]))
+
+    def _set_masters(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite main parameters, by name whole over data-parallel ranks, and publish them."""
+        for name, p in self._named.items():
+            if p in self._shards:
+                shard, part = self._shards[p]
+                shard.data.copy_(values[name].reshape(-1)[part])
+        self._optimizer._copy_main_params_to_model_params()
+        for chunk in self._chunks:
+            chunk.start_param_sync(force_sync=True)
+
+    def _main_shards(self) -> Iterator[tuple[nn.Parameter, tuple[torch.Tensor, slice]]]:
+        """Each parameter of which this rank updates a part: the part's main parameter, and where it lies."""
+        optimizer = self._optimizer
+        pairs = (
+            (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+            (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        )
+        for model_groups, shard_groups in pairs:
+            for model_group, shard_group in zip(model_groups, shard_groups, strict=True):
+                for p, shard in zip(model_group, shard_group, strict=True):
+                    place = optimizer._get_model_param_range_map(p)["param"]
+                    yield p, (shard, slice(place.start, place.end))
+
+    @torch.no_grad()
+    def _gather(self, parts: Mapping[nn.Parameter, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole float32 tensors from every data-parallel rank's parts; a part that is None is zero."""
+        names = {p: name for name, p in self._named.items()}
+        dp = self._parallel.dp
+        for buffer in (buffer for chunk in self._chunks for buffer in chunk.buffers):
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel() // dp.n_ranks
+                mine = torch.zeros(size, device=bucket.grad_data.device)
+                for p in bucket.params_list:
+                    part = parts.get(p)
+                    if part is not None:
+                        place = self._optimizer._get_model_param_range_map(p)["gbuf_local"]
+                        mine[place.start : place.end].copy_(part)
+                whole = dp.all_gather(mine)
+                for p in bucket.params_list:
+                    start, stop, _ = buffer.param_index_map[p]
+                    flat = whole[start - bucket.offset : stop - bucket.offset]
+                    yield names[p], flat.view(p.shape).clone()
+
+    # ------------------------------------------------------------ making
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        return cpu_for_cuda(self._decoder.device)
+
+    def _make_chunks(self) -> Iterator[DistributedDataParallel]:
+        """The parameters that this rank alone holds, of its pipeline, and those of which others have a copy."""
+        decoder, parallel = self._decoder, self._parallel
+        groups = ProcessGroupCollection()
+        groups.dp = groups.dp_cp = groups.expt_dp = parallel.dp.library_handle
+        groups.tp, groups.pp, groups.ep = (
+            parallel.tp.library_handle,
+            parallel.pp.library_handle,
+            parallel.tp.library_handle,
+        )
+        config = TransformerConfig(
+            num_layers=decoder.config.n_layers,
+            hidden_size=decoder.config.hidden_size,
+            num_attention_heads=decoder.config.n_heads,
+            kv_channels=decoder.config.head_dim,
+            cuda_graph_scope=[],  # its default warns
+            calculate_per_token_loss=True,  # gradients are added up over ranks: the loss has its normaliser already
+        )
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True
+        )
+        copied = [name for name in self._named if is_copied(decoder, parallel, name)]
+        for names in ([name for name in self._named if name not in copied], copied):
+            module = nn.ParameterList([self._named[name] for name in names])
+            yield DistributedDataParallel(config, ddp_config, module, pg_collection=groups)
+
+    def _make_scaler(self) -> DynamicGradScaler | None:
+        if self._trained.compute_dtype != torch.float16:
+            return None
+        return DynamicGradScaler(
+            initial_scale=_FIRST_LOSS_SCALE,
+            min_scale=1.0,
+            growth_factor=2.0,
+            backoff_factor=0.5,
+            growth_interval=_LOSS_SCALE_WINDOW,
+            hysteresis=1,
+        )
+
+    def _make_optimizer(self) -> DistributedOptimizer:
+        config, dtype = self.config, self._trained.compute_dtype
+        parameters = list(self._named.values())
+        matrices = [p for p in parameters if p.dim() >= 2]
+        vectors = [p for p in parameters if p.dim() < 2]
+        adamw = torch.optim.AdamW(
+            [{"params": matrices, "wd_mult": 1.0, **_ONE_KIND}, {"params": vectors, "wd_mult": 0.0, **_ONE_KIND}],
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+        optimizer = DistributedOptimizer(
+            adamw,
+            MegatronOptimizerConfig(
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                bf16=dtype == torch.bfloat16,
+                fp16=dtype == torch.float16,
+                params_dtype=dtype,
+                use_distributed_optimizer=True,
+                clip_grad=config.clip_grad_norm,
+            ),
+            self._scaler,
+            None,
+            model_chunks=self._chunks,
+            per_model_buffers={i: chunk.buffers for i, chunk in enumerate(self._chunks)},
+            data_parallel_group=self._parallel.dp.library_handle,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=0,
+            distributed_optimizer_instance_id=0,
+        )
+        optimizer.grad_stats_parallel_group = self._parallel.mesh.library_handle
+        optimizer.tp_group = self._parallel.tp.library_handle
+        return optimizer
+
+    def _make_scheduler(self, n_total: int) -> _Scheduler:
+        self._n_total = n_total
+        config = self.config
+        n_warmup = n_warmup_steps(config, n_total)
+        return _Scheduler(
+            self._optimizer,
+            init_lr=0.0,
+            max_lr=config.lr,
+            min_lr=config.lr * config.min_lr_fraction,
+            lr_warmup_steps=n_warmup,
+            lr_decay_steps=max(n_total, n_warmup + 1),
+            lr_decay_style=config.schedule,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )

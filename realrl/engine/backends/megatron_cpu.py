@@ -1,0 +1,57 @@
+"""Megatron-core on a machine without CUDA: within a block, what it asks of CUDA is done on the CPU.
+
+Mapped are the device of tensors that it makes, the type names that it compares parameters with, and the functions that
+ask for the current device, wait for it or seed it. Nothing outside of the block changes, and on a machine with CUDA the
+block does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Rewrites calls of torch that name CUDA."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = _CPU
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def cpu_for_cuda(device: torch.device) -> Iterator[None]:
+    """Let megatron-core run on `device`, whatever that is.
+
+    Args:
+        device: of the parameters.
+    """
+    if device.type == "cuda":
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for name, answer in (
+            ("current_device", _CPU),
+            ("synchronize", None),
+            ("empty_cache", None),
+            ("get_rng_state", None),
+            ("manual_seed", None),
+        ):
+            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *args, _answer=answer, **kwargs: _answer))
+        stack.enter_context(_CpuForCuda())
+        yield

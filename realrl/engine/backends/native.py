@@ -1,0 +1,143 @@
+"""The native backend: AdamW of torch over master parameters, whole or sharded over data-parallel ranks (ZeRO-1).
+
+Sharded, every rank updates its slice of each parameter and the ranks gather the result (Rajbhandari et al. 2020, stage
+1). Gradients are all-reduced either way, so that both give the same numbers, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from realrl.config.schema import OptimizerConfig
+from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, master_of
+from realrl.engine.backends.masters import Masters
+from realrl.engine.gradients import reduce_gradients
+from realrl.engine.groups import ALONE
+from realrl.engine.parallel import Parallel
+from realrl.engine.pipeline import propagate
+from realrl.engine.precision import TrainedParameters
+from realrl.model.decoder import Decoder
+
+
+class NativeBackend(Schedule):
+    """AdamW (Loshchilov and Hutter 2019); weight decay on matrices only, not on norms and biases.
+
+    Args:
+        decoder: this rank's shard, converted to `compute_dtype`.
+        parallel: its place.
+        config: rates, decay, clipping, schedule; `zero_stage` 0 or 1, `offload`.
+        n_total: optimizer steps of the whole run; may be set later, before the first step.
+        compute_dtype: of the decoder; masters, moments and gradients are float32.
+    """
+
+    loss_factor = 1.0
+    loss_scale = None
+    overflowed = False
+    needs_equal_passes = False
+
+    def __init__(
+        self, decoder: Decoder, parallel: Parallel, config: OptimizerConfig, n_total: int, compute_dtype: torch.dtype
+    ) -> None:
+        super().__init__(config, n_total)
+        self._decoder = decoder
+        self._parallel = parallel
+        self._trained = TrainedParameters(decoder, compute_dtype)
+        self._masters = Masters(self._trained, parallel.dp if config.zero_stage else ALONE, on_host=config.offload)
+        self._n_stepped = 0
+        self._grad_norm = 0.0
+        named = [(t, p) for t, p in zip(self._masters.tensors, self._trained.parameters, strict=True) if t.numel()]
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": [t for t, p in named if p.dim() >= 2], "weight_decay": config.weight_decay},
+                {"params": [t for t, p in named if p.dim() < 2], "weight_decay": 0.0},
+            ],
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+
+    def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+        """`compute` itself."""
+        return compute()
+
+    def backward(self, output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
+        """Let autograd add up the gradients."""
+        propagate(output, gradient, is_last)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """float32 gradients by parameter name; complete after `reduce`."""
+        return dict(zip(self._trained.names, self._trained.gradients(), strict=True))
+
+    def reduce(self) -> float:
+        """Complete the gradients over all ranks; returns their global norm."""
+        self._grad_norm = reduce_gradients(self._decoder, self.gradients(), self._parallel)
+        return self._grad_norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Clip, update the masters and publish them; the gradients are forgotten."""
+        self._masters.attach()
+        slices = self._masters.take_gradients()
+        coefficient = self.config.clip_grad_norm / (self._grad_norm + 1e-6)
+        if coefficient < 1.0:
+            torch._foreach_mul_(slices, coefficient)
+        for group in self._adamw.param_groups:
+            group["lr"] = self.lr
+        self._adamw.step()
+        self._n_stepped += 1
+        self._masters.publish()
+        self.skip()
+
+    def skip(self) -> None:
+        """Forget the gradients and advance the schedule; moments and parameters stay."""
+        self.n_taken += 1
+        self._trained.clear_gradients()
+
+    def whole_parameters(self, names: Collection[str] | None) -> AbstractContextManager[None]:
+        """They always are."""
+        return nullcontext()
+
+    # ------------------------------------------------------------ state
+
+    def state_dict(self) -> OptimizerState:
+        """The canonical form; the ranks that share the state gather it."""
+        parameters: dict[str, dict[str, Any]] = {name: {"step": self._n_stepped} for name in self._trained.names}
+        for key, tensors in self._state_tensors():
+            places = range(len(tensors))
+            for name, whole in zip(self._trained.names, self._masters.whole(tensors, places), strict=True):
+                parameters[name][key] = whole.detach()
+        return {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue exactly where `state_dict` of this or another backend was taken."""
+        parameters, trained = state["parameters"], self._trained
+        check_parameters(parameters, {n: p.shape for n, p in zip(trained.names, trained.parameters, strict=True)})
+        masters = {} if trained.is_in_saved_model else {name: master_of(parameters, name) for name in trained.names}
+        self._masters.attach()
+        for name, p, tensor in zip(trained.names, trained.parameters, self._masters.tensors, strict=True):
+            tensor.copy_(self._masters.part_of(masters.get(name, p)))
+            stored = parameters[name]
+            self._n_stepped = int(stored["step"])
+            if not tensor.numel():
+                continue
+            self._adamw.state[tensor] = {
+                "step": torch.tensor(float(self._n_stepped), device=tensor.device),
+                **{key: self._masters.part_of(stored[key]).to(tensor.device, copy=True) for key in MOMENTS},
+            }
+        self.n_taken, self.n_total = int(state["n_taken"]), int(state["n_total"])
+        if masters:
+            self._masters.publish()
+
+    def _state_tensors(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+        """Name and this rank's slices of everything that the state holds, in the order of the parameters."""
+        tensors = self._masters.tensors
+        for key in MOMENTS:
+            yield key, [self._adamw.state.get(t, {}).get(key, torch.zeros_like(t)) for t in tensors]
+        if not self._trained.is_in_saved_model:
+            yield "master", tensors

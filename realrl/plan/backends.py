@@ -1,0 +1,146 @@
+"""What each training backend can do, and the refusal of what it cannot.
+
+Invariants of `check_backend`:
+- it depends on its arguments only, and on nothing that is installed;
+- what it accepts, `realrl.engine.backends.make_backend` can build and train.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from realrl.errors import ConfigError
+from realrl.mesh.device_mesh import ParallelStrategy
+
+
+@dataclass(frozen=True)
+class BackendRules:
+    """One backend.
+
+    Attributes:
+        package: what must be importable; empty for none.
+        extra: of realrl, that installs it.
+        stages: ZeRO stages that it has; the first one is the default.
+        precisions: that it trains in.
+        offloads: whether it can keep the optimizer in host memory.
+    """
+
+    package: str
+    extra: str
+    stages: tuple[int, ...]
+    precisions: tuple[str, ...]
+    offloads: bool
+
+
+BACKENDS = {
+    "native": BackendRules("", "", (0, 1), ("fp32", "bf16"), offloads=True),
+    "megatron": BackendRules("megatron.core", "megatron", (1,), ("fp32", "bf16", "fp16"), offloads=False),
+    "deepspeed": BackendRules("deepspeed", "deepspeed", (1, 0, 2, 3), ("fp32", "bf16", "fp16"), offloads=True),
+}
+
+
+@dataclass(frozen=True)
+class TrainedRole:
+    """What `check_backend` must know of a trained role.
+
+    Attributes:
+        name: for messages.
+        backend: one of `BACKENDS`.
+        zero_stage: None for the backend's own.
+        offload: of the optimizer.
+        precision: fp32, bf16 or fp16.
+        strategy: of its home layout.
+        has_adapters: whether low-rank adapters are trained in place of the model.
+        is_offloaded: whether its parameters go to host memory between calls.
+    """
+
+    name: str
+    backend: str
+    zero_stage: int | None
+    offload: bool
+    precision: str
+    strategy: ParallelStrategy
+    has_adapters: bool = False
+    is_offloaded: bool = False
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return zero_stage_of(self.backend, self.zero_stage)
+
+    @property
+    def shares_parameters(self) -> bool:
+        """Whether data-parallel ranks hold a part of each parameter only, between calls."""
+        return self.stage == 3
+
+
+def zero_stage_of(backend: str, zero_stage: int | None) -> int:
+    """The stage that a backend uses where none is asked for."""
+    return BACKENDS[backend].stages[0] if zero_stage is None else zero_stage
+
+
+def check_backend(role: TrainedRole) -> None:
+    """Refuse what the role's backend cannot do.
+
+    Raises:
+        ConfigError: names the role, the rule and what can be done.
+    """
+    rules, key = BACKENDS[role.backend], f"models.{role.name}"
+    if role.stage not in rules.stages:
+        raise ConfigError(
+            f"{key}.optimizer.zero_stage={role.stage}: backend={role.backend} has "
+            f"{'stage' if len(rules.stages) == 1 else 'stages'} {', '.join(map(str, sorted(rules.stages)))}",
+            remedy=f"Use one of these, or {key}.backend=deepspeed, which has 0 to 3.",
+        )
+    if role.precision not in rules.precisions:
+        raise ConfigError(
+            f"precision={role.precision} needs loss scaling, which {key}.backend={role.backend} does not have",
+            remedy=f"Use precision=bf16, or {key}.backend=megatron or deepspeed.",
+        )
+    if role.offload and not rules.offloads:
+        raise ConfigError(
+            f"{key}.optimizer.offload=true: backend={role.backend} keeps its optimizer on the device",
+            remedy=f"Leave it out, or use {key}.backend=native or deepspeed.",
+        )
+    if role.is_offloaded and role.backend != "native":
+        raise ConfigError(
+            f"role '{role.name}' is offloaded between calls, but {key}.backend={role.backend} keeps parameters in "
+            "buffers of its own, which must stay",
+            remedy=f"Take '{role.name}' out of allocation.offload, or use {key}.backend=native.",
+        )
+    if role.backend == "deepspeed":
+        _check_deepspeed(role, key)
+
+
+def _check_deepspeed(role: TrainedRole, key: str) -> None:
+    strategy, stage = role.strategy, role.stage
+    if stage == 3 and strategy.pp > 1:
+        raise ConfigError(
+            f"{key}.optimizer.zero_stage=3 shares out parameters, which a pipeline ({strategy}) has cut already",
+            remedy="Use zero_stage=2, or a strategy with pp=1.",
+        )
+    if stage == 3 and role.has_adapters:
+        raise ConfigError(
+            f"{key}.optimizer.zero_stage=3 cannot train adapters ({key}.lora.rank)",
+            remedy="Use zero_stage=2: the frozen model takes no optimizer state anyway.",
+        )
+    if stage == 0 and role.precision != "fp32":
+        raise ConfigError(
+            f"{key}.backend=deepspeed trains in {role.precision} with ZeRO only, not with zero_stage=0",
+            remedy="Use zero_stage=1, or precision=fp32.",
+        )
+    if stage == 0 and role.offload:
+        raise ConfigError(
+            f"{key}.optimizer.offload=true: deepspeed offloads with ZeRO only, not with zero_stage=0",
+            remedy="Use zero_stage=1.",
+        )
+    if role.has_adapters and role.precision != "fp32":
+        raise ConfigError(
+            f"{key}.lora.rank: adapters are float32, but deepspeed would convert them to {role.precision}",
+            remedy=f"Use precision=fp32, or {key}.backend=native or megatron.",
+        )
+    if role.precision == "fp16" and strategy.pp > 1:
+        raise ConfigError(
+            f"precision=fp16: {key}.backend=deepspeed scales the loss on one stage only, not along {strategy}",
+            remedy=f"Use precision=bf16, a strategy with pp=1, or {key}.backend=megatron.",
+        )

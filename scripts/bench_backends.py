@@ -1,0 +1,242 @@
+"""Step time and peak memory of the training backends, on gloo ranks of this machine, as ratios to native without ZeRO.
+
+Every backend and stage trains the same random model on the same sequences, in processes of its own, and they take
+turns: a round runs all of them, one after the other, and a ratio is the median over rounds of the ratios within a
+round. Memory is what a rank's resident memory grew by at its peak, from before the optimizer was made, and counts the
+imported packages of a backend too. Prints a table and writes JSON.
+
+    python scripts/bench_backends.py
+    python scripts/bench_backends.py --strategy d2t2 --hidden 512 --layers 8 --rounds 5 --precision bf16
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from realrl.algo.api import ForwardOutput, LossOutput, MicroBatching
+from realrl.config.schema import OptimizerConfig
+from realrl.data.sample import SequenceSample
+from realrl.engine import device as devices
+from realrl.engine.backends import BackendName
+from realrl.engine.groups import Groups
+from realrl.engine.native import NativeEngine
+from realrl.engine.parallel import parallel_of
+from realrl.engine.tensor_parallel import TensorParallelGroup
+from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
+from realrl.mesh.notation import parse_strategy
+from realrl.model.config import DecoderConfig
+from realrl.model.init import random_model
+from realrl.plan.backends import BACKENDS
+from realrl.plan.groups import process_groups
+from realrl.plan.layout import shard_of
+from realrl.sched.messages import KeySchema, Per
+
+CPU = torch.device("cpu")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train."""
+
+    backend: BackendName
+    stage: int
+    offload: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.backend}, stage {self.stage}" + (", offloaded" if self.offload else "")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One variant in one round: median seconds of a step and peak growth of memory, of the slowest and largest rank."""
+
+    step_s: float
+    peak_gb: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all variants; the exit code."""
+    args = _parse(argv)
+    strategy = parse_strategy(args.strategy)
+    variants = list(_variants(strategy, args.precision))
+    multiprocessing.set_forkserver_preload(["realrl.engine.native", "realrl.model.init"])
+    rounds: list[list[Measured]] = []
+    for number in range(args.rounds):
+        rounds.append([])
+        for variant in variants:
+            measured = _run(variant, strategy, args)
+            if measured is None:
+                print(f"{variant} failed; its traceback is above", file=sys.stderr)
+                return 1
+            rounds[-1].append(measured)
+            print(f"round {number + 1}: {variant}: {measured.step_s:.3f} s a step", file=sys.stderr, flush=True)
+    rows = [_summary(variant, [r[i] for r in rounds], [r[0] for r in rounds]) for i, variant in enumerate(variants)]
+    _print(rows, args)
+    args.out.write_text(
+        json.dumps({"arguments": {k: str(v) for k, v in vars(args).items()}, "results": rows}, indent=2) + "\n"
+    )
+    return 0
+
+
+def _variants(strategy: ParallelStrategy, precision: str) -> list[Variant]:
+    """All that are installed and fit, native without ZeRO first."""
+    variants = [Variant("native", 0), Variant("native", 1), Variant("native", 1, offload=True)]
+    if find_spec("megatron") is not None:
+        variants.append(Variant("megatron", 1))
+    if find_spec("deepspeed") is not None:
+        stages = [
+            s
+            for s in sorted(BACKENDS["deepspeed"].stages)
+            if (s or precision == "fp32") and (s < 3 or strategy.pp == 1)
+        ]
+        variants += [Variant("deepspeed", stage) for stage in stages]
+    return variants
+
+
+def _run(variant: Variant, strategy: ParallelStrategy, args: argparse.Namespace) -> Measured | None:
+    """Train in processes of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    context = multiprocessing.get_context("forkserver")
+    pipes, ranks = [], []
+    for rank in range(strategy.n_devices):
+        reader, writer = context.Pipe(duplex=False)
+        ranks.append(context.Process(target=_rank_main, args=(rank, address, variant, strategy, args, writer)))
+        ranks[-1].start()
+        writer.close()
+        pipes.append(reader)
+    try:
+        results: list[Measured] = [reader.recv() for reader in pipes]
+    except EOFError:
+        for process in ranks:
+            process.kill()
+        return None
+    finally:
+        for process in ranks:
+            process.join()
+    return Measured(max(r.step_s for r in results), max(r.peak_gb for r in results))
+
+
+def _rank_main(
+    rank: int, address: str, variant: Variant, strategy: ParallelStrategy, args: argparse.Namespace, writer: Connection
+) -> None:
+    devices.resolve_device("cpu")
+    torch.set_num_threads(1)
+    cluster = Cluster(1, strategy.n_devices)
+    allocation = Allocation(DeviceMesh.whole(cluster), strategy)
+    planned = process_groups([allocation], cluster)
+    groups = Groups.create(
+        planned,
+        rank=rank,
+        world_size=strategy.n_devices,
+        rendezvous=address,
+        device=CPU,
+        timeout_s=600.0,
+        for_libraries=True,
+    )
+    parallel = parallel_of(groups, planned, allocation, rank)
+    heads = max(args.hidden // 64, strategy.tp)
+    config = DecoderConfig(args.vocab, args.hidden, args.layers, heads, heads, args.hidden // heads, 3 * args.hidden)
+    decoder = random_model(
+        config,
+        seed=1,
+        shard=shard_of(config, strategy, parallel.mesh_rank),
+        parallel=TensorParallelGroup(parallel.tp, sp=strategy.sp),
+    )
+    before_gb = devices.memory_gb(CPU)
+    engine = NativeEngine(
+        decoder,
+        role="model",
+        parallel=parallel,
+        optimizer=OptimizerConfig(zero_stage=variant.stage, offload=variant.offload),
+        total_optimizer_steps=args.steps + 1,
+        compute_dtype=DTYPES[args.precision],
+        backend=variant.backend,
+    )
+    batch = _batch(args, seed=parallel.dp_rank)
+    n_tokens = float(batch.n_rows("input_ids")) * strategy.dp
+    times_s = []
+    for _ in range(args.steps + 1):
+        parallel.mesh.barrier()
+        start_s = time.perf_counter()
+        engine.train_batch(batch, _loss, normaliser=n_tokens, micro_batching=MicroBatching(n_mbs=args.n_mbs))
+        times_s.append(time.perf_counter() - start_s)
+    writer.send(Measured(statistics.median(times_s[1:]), devices.peak_memory_gb(CPU) - before_gb))
+    groups.destroy()
+
+
+def _batch(args: argparse.Namespace, *, seed: int) -> SequenceSample:
+    generator = torch.Generator().manual_seed(seed)
+    samples = [[torch.randint(0, args.vocab, (args.tokens,), generator=generator)] for _ in range(args.n_seqs)]
+    ids = [f"{seed}/{i}" for i in range(args.n_seqs)]
+    return SequenceSample.from_lists(ids, {"input_ids": (KeySchema("int64", Per.TOKEN), samples)})
+
+
+def _loss(out: ForwardOutput, _: SequenceSample) -> LossOutput:
+    return LossOutput(-out.logprobs().sum())
+
+
+def _summary(variant: Variant, measured: Sequence[Measured], base: Sequence[Measured]) -> dict[str, object]:
+    time_ratios = [m.step_s / b.step_s for m, b in zip(measured, base, strict=True)]
+    memory_ratios = [m.peak_gb / b.peak_gb for m, b in zip(measured, base, strict=True)]
+    return {
+        "variant": str(variant),
+        "step_s": statistics.median(m.step_s for m in measured),
+        "peak_gb": statistics.median(m.peak_gb for m in measured),
+        "time_ratio": statistics.median(time_ratios),
+        "memory_ratio": statistics.median(memory_ratios),
+        "rounds": [asdict(m) for m in measured],
+    }
+
+
+def _print(rows: Sequence[dict[str, object]], args: argparse.Namespace) -> None:
+    title = (
+        f"training on {args.strategy}, {args.precision}, {args.layers} layers of {args.hidden}, {args.rounds} rounds"
+    )
+    table = Table("backend", "step", "time ratio", "peak memory", "memory ratio", title=title)
+    for row in rows:
+        table.add_row(
+            str(row["variant"]),
+            f"{row['step_s']:.3f} s",
+            f"{row['time_ratio']:.2f}",
+            f"{row['peak_gb']:.3f} GB",
+            f"{row['memory_ratio']:.2f}",
+        )
+    Console(width=max(Console().width, _WIDTH)).print(table)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--strategy", default="d2", help="such as d2, t2, p2 or d2t2")
+    parser.add_argument("--precision", choices=sorted(DTYPES), default="fp32")
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=64, help="of a sequence")
+    parser.add_argument("--n-seqs", type=int, default=8, help="of each data-parallel rank")
+    parser.add_argument("--n-mbs", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4, help="timed ones of a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("bench_backends.json"))
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
