@@ -24,6 +24,7 @@ commands:
   run NAME [key=value ...]      train; --dry-run shows the plan and starts nothing
   eval NAME [key=value ...]     evaluate a model on held-out data
   gen [key=value ...]           responses to the prompts of a file; --out FILE
+  doctor NAME [key=value ...]   what a run would need of every device, and what is wrong with it
   list                          the registered experiments
   graph NAME [--out FILE]       the calls and what flows between them, as text or as a picture
   config NAME [key=value ...]   every key, its value and what it accepts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
@@ -50,6 +51,15 @@ examples:
 
 Results with standard errors are printed and written to eval.json in the run folder. During training:
 realrl run NAME eval.every_steps=10 eval.path=FILE.
+"""
+DOCTOR_EXAMPLES = """\
+examples:
+  realrl doctor ppo preset=tiny
+  realrl doctor ppo models.actor.path=/models/llama dataset.path=prompts.jsonl cluster.n_devices_per_node=8
+  realrl doctor ppo ... cluster.device=cuda --device-memory 80   a plan for other machines than this one
+  realrl doctor ppo ... --json report.json               all numbers
+
+exit codes: 0 nothing stands in the way, 2 wrong input, or the run would be refused or fail
 """
 CONFIG_EXAMPLES = """\
 examples:
@@ -145,6 +155,34 @@ def _start(loaded: Loaded, *, dry_run: bool) -> int:
     return start_run(loaded.experiment, loaded.config)
 
 
+def doctor(arguments: Sequence[str]) -> int:
+    """``realrl doctor``: what a run would need of every device, and what is wrong with it."""
+    parser = _parser("doctor", "Check a run, and how much memory it needs, before anything starts.", DOCTOR_EXAMPLES)
+    parser.add_argument("--json", metavar="FILE", help="write the report there, too")
+    parser.add_argument("--device-memory", metavar="GB", type=float, help="of each device; default: what is there")
+    parser.add_argument("--no-models", action="store_true", help="load no model: generation is not tried")
+    options = _parse(parser, arguments)
+    if options.help:
+        return _help(parser, options)
+    if options.device_memory is not None and not 0 < options.device_memory < math.inf:
+        raise UsageError(f"--device-memory {options.device_memory:g} is no size", remedy="Give it in 1e9 bytes.")
+    loaded = _load(parser, options)
+    plan = loaded.plan()
+    from realrl.cli.doctor_view import print_report, write_report
+    from realrl.runtime.doctor import Patient, examine
+
+    def recompose(more: Sequence[str]) -> RunConfig:
+        return _compose(loaded.experiment, options.arguments[0], [*loaded.overrides, *more])
+
+    memory = None if options.device_memory is None else int(options.device_memory * 1e9)
+    patient = Patient(plan, recompose, device_memory_bytes=memory, loads_models=not options.no_models)
+    report = examine(patient)
+    print_report(report, plan)
+    if options.json is not None:
+        write_report(report, plan, options.json)
+    return UsageError.exit_code if report.has_problem else 0
+
+
 def list_experiments(arguments: Sequence[str]) -> int:
     """``realrl list``: a table of the registered experiments."""
     parser = _Parser(prog="realrl list", description="The registered experiments, their roles and their calls.")
@@ -200,6 +238,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
     "run": run,
     "eval": evaluate,
     "gen": gen,
+    "doctor": doctor,
     "list": list_experiments,
     "graph": graph,
     "config": config,
@@ -242,9 +281,7 @@ def _parse(parser: _Parser, arguments: Sequence[str]) -> argparse.Namespace:
 
 def _load(parser: _Parser, options: argparse.Namespace) -> Loaded:
     """Find the experiment, compose its configuration."""
-    from realrl.config.compose import compose
-    from realrl.data.assets.store import cache_dir
-    from realrl.discovery import config_dir, experiment_names, load_experiment, stable_reference
+    from realrl.discovery import experiment_names, load_experiment
 
     if not options.arguments:
         raise UsageError(f"{parser.prog} needs an experiment", remedy=f"Choose from {', '.join(experiment_names())}.")
@@ -252,14 +289,22 @@ def _load(parser: _Parser, options: argparse.Namespace) -> Loaded:
     if "=" in name:
         raise UsageError(f"the experiment comes before '{name}'", remedy=f"Write: {parser.prog} NAME {name}")
     experiment = load_experiment(name)
-    composed = compose(
+    return Loaded(experiment, _compose(experiment, name, overrides), overrides)
+
+
+def _compose(experiment: Experiment, name: str, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of an experiment that was asked for as `name`."""
+    from realrl.config.compose import compose
+    from realrl.data.assets.store import cache_dir
+    from realrl.discovery import config_dir, stable_reference
+
+    return compose(
         experiment,
         overrides,
         reference=stable_reference(name),
         config_dir=config_dir(),
         cache_dir=cache_dir().absolute(),
     )
-    return Loaded(experiment, composed, overrides)
 
 
 def _help(parser: _Parser, options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from realrl.config.schema import BUILT_IN
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.groups import GroupKind
 from realrl.plan.hooks import Realloc
+from realrl.plan.memory import show_bytes
 
 if TYPE_CHECKING:
     from realrl.runtime.run_plan import RunPlan
@@ -106,14 +107,14 @@ def _print_hooks(plan: RunPlan) -> None:
         what = hook.source if hook.is_implied else f"{hook.source} into {hook.target}, eta {hook.eta:g}"
         most = max(moved.bytes_received(rank) for rank in hook.target_allocation.ranks)
         ends = (str(hook.source_allocation), str(hook.target_allocation))
-        rows.append((f"{when} {call}", what, *ends, _bytes(moved.total_bytes), _bytes(most)))
+        rows.append((f"{when} {call}", what, *ends, show_bytes(moved.total_bytes), show_bytes(most)))
     columns = ("when", "parameters of", "from", "to", "moved", "most to one device")
     print_table(columns, rows, title="Parameters that move", folding=("parameters of",))
     for call, _, hook in planned:
         if isinstance(hook, Realloc) and hook.target_allocation.order is not None:
             assert reallocs is not None
             plain = replace(hook, target_allocation=replace(hook.target_allocation, order=None))
-            less, more = (_bytes(reallocs.of(one).total_bytes) for one in (hook, plain))
+            less, more = (show_bytes(reallocs.of(one).total_bytes) for one in (hook, plain))
             order = _order(hook.target_allocation.order)
             print(f"{call} takes its devices in the order {order}: {less} move, in plain order {more} would\n")
 
@@ -142,13 +143,6 @@ def _order(ranks: tuple[int, ...]) -> str:
 def _devices(allocation: Allocation) -> str:
     ranks = allocation.mesh.ranks
     return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-
-
-def _bytes(number: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number} B"
 
 
 def _size(path: str) -> str:

@@ -70,6 +70,8 @@ class Dataset:
     Attributes:
         kind: what a row holds.
         row_ids: names of the usable rows.
+        prompt_lens: tokens of each row's prompt.
+        seqlens: tokens of each row's sequences; a sequence is the prompt with one of its answers, or alone.
         n_dropped: rows left out because they are too long.
         notes: what the user should know, e.g. "3 of 512 prompts longer than 128 tokens were dropped".
     """
@@ -94,16 +96,17 @@ class Dataset:
         self.notes = tuple(notes)
         tokens: list[int] = []
         is_prompt: list[bool] = []
-        self._seqlens: list[tuple[int, ...]] = []
+        self.prompt_lens = tuple(len(prompt) for prompt, *_ in sequences.values())
+        self.seqlens: list[tuple[int, ...]] = []
         for prompt, *answers in sequences.values():
             for answer in answers or [[]]:
                 tokens += prompt + answer
                 is_prompt += [True] * len(prompt) + [False] * len(answer)
-            self._seqlens.append(tuple(len(prompt) + len(answer) for answer in answers or [[]]))
+            self.seqlens.append(tuple(len(prompt) + len(answer) for answer in answers or [[]]))
         self._columns = {"input_ids": torch.tensor(tokens, dtype=torch.int64), "prompt_mask": torch.tensor(is_prompt)}
         if kind is DatasetKind.PROMPT:
             self._columns = {"prompt_ids": self._columns["input_ids"]}
-        self._offsets = [0, *accumulate(map(sum, self._seqlens))]
+        self._offsets = [0, *accumulate(map(sum, self.seqlens))]
         self._labels = torch.tensor(labels, dtype=torch.bool) if kind is DatasetKind.UNPAIRED else None
         self._metadata = list(metadata) or [b"{}"] * len(sequences)
 
@@ -122,7 +125,7 @@ class Dataset:
         chosen then rejected. So does an unpaired row: its prompt with its own answer, then with that of another row,
         always the same one (`other_rows`).
         """
-        seqlens = tuple(self._seqlens[row] for row in rows)
+        seqlens = tuple(self.seqlens[row] for row in rows)
         data = {
             key: torch.cat([packed[:0], *(packed[self._offsets[r] : self._offsets[r + 1]] for r in rows)])
             for key, packed in self._columns.items()

@@ -1,0 +1,202 @@
+"""What ``realrl doctor`` prints and writes: memory of every device, lengths of the data, findings, what would help."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from realrl.cli.console import print_table
+from realrl.errors import UsageError
+from realrl.plan.memory import show_bytes
+
+if TYPE_CHECKING:
+    from realrl.plan.memory import Load, Usage
+    from realrl.runtime.doctor import Report
+    from realrl.runtime.run_plan import RunPlan
+
+_BAR = 40
+_MOST_ALTERNATIVES = 6
+
+
+def print_report(report: Report, plan: RunPlan) -> None:
+    """Print all tables, then the verdict."""
+    if report.memory is not None:
+        _print_roles(report, plan)
+        _print_calls(report, plan)
+        _print_devices(report)
+    for histogram in report.histograms:
+        most = max(n for _, _, n in histogram.bins)
+        rows = [(_range(low, high), str(n), "#" * round(_BAR * n / most)) for low, high, n in histogram.bins]
+        print_table((histogram.what, "texts", ""), rows, title="Dataset")
+    rows = [(finding.check, finding.status.value, finding.message) for finding in report.findings]
+    print_table(("check", "result", "found"), rows, title="Checks", folding=("found",))
+    _print_alternatives(report)
+    _print_verdict(report)
+
+
+def write_report(report: Report, plan: RunPlan, path: str) -> None:
+    """Write everything as JSON.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(json.dumps(_as_json(report, plan), indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
+
+
+# ---------------------------------------------------------------- memory
+
+
+def _print_roles(report: Report, plan: RunPlan) -> None:
+    assert report.memory is not None
+    rows = []
+    for name, by_rank in report.memory.roles.items():
+        state = report.roles[name]
+        for ranks, usage in _grouped(by_rank):
+            training = state.backend if state.is_trained else "frozen"
+            rows.append(
+                (
+                    name,
+                    f"{state.home.strategy} on {ranks}",
+                    training,
+                    show_bytes(usage.parameters),
+                    show_bytes(usage.gradients),
+                    show_bytes(usage.optimizer),
+                    show_bytes(usage.host),
+                )
+            )
+    columns = ("role", "devices", "training", "parameters", "gradients", "optimizer", "in host memory")
+    print_table(columns, rows, title="Memory of each role, per device")
+
+
+def _print_calls(report: Report, plan: RunPlan) -> None:
+    assert report.memory is not None
+    rows = []
+    for call, by_rank in report.memory.calls.items():
+        for ranks, usage in _grouped(by_rank):
+            rows.append((call, ranks, _work(report.memory.loads[call]), *_parts(usage)))
+    columns = ("call", "devices", "at most", *_PARTS, "in all")
+    print_table(columns, rows, title="Memory of each device in the fullest moment of a call", folding=("at most",))
+
+
+def _print_devices(report: Report) -> None:
+    assert report.memory is not None
+    peaks = {rank: report.memory.peak(rank) for rank in report.memory.ranks}
+    rows = []
+    for ranks, call, usage in _grouped_peaks(peaks):
+        rows.append((ranks, call, show_bytes(usage.total), _share(usage.total, report.capacity_bytes)))
+    print_table(("devices", "fullest in", "needs", "of its memory"), rows, title="Peak of each device")
+
+
+def _share(number: int, whole: int) -> str:
+    if not whole:
+        return "unknown"
+    return f"{'<1%' if number < whole / 100 else f'{number / whole:.0%}'} of {show_bytes(whole)}"
+
+
+_PARTS = ("parameters", "gradients", "optimizer", "copies", "KV cache", "activations")
+
+
+def _parts(usage: Usage) -> tuple[str, ...]:
+    numbers = (usage.parameters, usage.gradients, usage.optimizer, usage.copies, usage.cache, usage.activations)
+    return (*map(show_bytes, numbers), show_bytes(usage.total))
+
+
+def _work(load: Load) -> str:
+    """What one data-parallel rank computes."""
+    if load.n_runs:
+        rows = f"{load.n_runs} x {load.n_rows}" if load.n_runs > 1 else str(load.n_rows)
+        return f"{rows} rows of {load.longest_row} tokens"
+    if not load.n_tokens:
+        return f"{load.n_seqs} samples"
+    pieces = f"{load.n_mbs} x {load.n_tokens}" if load.n_mbs > 1 else str(load.n_tokens)
+    return f"{pieces} tokens of {load.n_seqs} samples"
+
+
+def _grouped(by_rank: Mapping[int, Usage]) -> list[tuple[str, Usage]]:
+    """Ranks with equal usage together."""
+    found: dict[Usage, list[int]] = {}
+    for rank, usage in sorted(by_rank.items()):
+        found.setdefault(usage, []).append(rank)
+    return [(_ranks(ranks), usage) for usage, ranks in found.items()]
+
+
+def _grouped_peaks(peaks: dict[int, tuple[str, Usage]]) -> list[tuple[str, str, Usage]]:
+    found: dict[tuple[str, Usage], list[int]] = {}
+    for rank, peak in peaks.items():
+        found.setdefault(peak, []).append(rank)
+    return [(_ranks(ranks), call, usage) for (call, usage), ranks in found.items()]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Runs of ranks: "0-3, 8"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(_range(run[0], run[-1]) for run in runs)
+
+
+def _range(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low}-{high}"
+
+
+# ---------------------------------------------------------------- findings
+
+
+def _print_alternatives(report: Report) -> None:
+    if report.alternatives:
+        rows = []
+        for one in report.alternatives[:_MOST_ALTERNATIVES]:
+            rows.append((" ".join(one.overrides), show_bytes(one.peak_bytes), "yes" if one.fits else "no"))
+        print_table(("with", "the fullest device needs", "fits"), rows, title="What would need less", folding=("with",))
+
+
+def _print_verdict(report: Report) -> None:
+    for finding in report.findings:
+        if finding.remedy:
+            print(f"{finding.status.value}: {finding.check}: {finding.remedy}")
+    counts = Counter(finding.status.value for finding in report.findings if finding.status.value != "ok")
+    if not counts:
+        print("Everything is as it should be.")
+    else:
+        print(", ".join(f"{n} {_plural(status, n)}" for status, n in counts.items()) + ".")
+
+
+def _plural(status: str, n: int) -> str:
+    return status if n == 1 or status == "not checked" else f"{status}s"
+
+
+def _as_json(report: Report, plan: RunPlan) -> dict[str, Any]:
+    memory: dict[str, Any] | None = None
+    if report.memory is not None:
+        peaks = {rank: report.memory.peak(rank) for rank in report.memory.ranks}
+        memory = {
+            "capacity_bytes": report.capacity_bytes,
+            "roles": {name: _by_rank(by_rank) for name, by_rank in report.memory.roles.items()},
+            "calls": {
+                name: {"load": asdict(report.memory.loads[name]), "devices": _by_rank(by_rank)}
+                for name, by_rank in report.memory.calls.items()
+            },
+            "peaks": {str(rank): {"call": call, "total": usage.total} for rank, (call, usage) in peaks.items()},
+            "alternatives": [asdict(one) for one in report.alternatives],
+        }
+    return {
+        "experiment": plan.experiment.name,
+        "ok": not report.has_problem,
+        "checks": [{**asdict(finding), "status": finding.status.value} for finding in report.findings],
+        "memory": memory,
+        "dataset": [asdict(histogram) for histogram in report.histograms],
+    }
+
+
+def _by_rank(by_rank: Mapping[int, Usage]) -> dict[str, dict[str, int]]:
+    return {str(rank): {"total": usage.total, **asdict(usage)} for rank, usage in by_rank.items()}
