@@ -114,6 +114,11 @@ class DatasetCursor:
         """Return the epoch (from 1) of the sample at `position`, counted from the very first sample."""
         return position // self.n_rows + 1
 
+    def ends_epochs(self, first: int, stop: int, every: int) -> bool:
+        """Whether an epoch ends between two positions whose number is a multiple of `every`; 0 means none."""
+        size = every * self.n_rows
+        return size > 0 and first // size < stop // size
+
     def take(self, position: int, count: int) -> list[SampleRef]:
         """Return the `count` samples from `position` on."""
         refs = []

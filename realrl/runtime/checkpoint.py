@@ -4,28 +4,34 @@ checkpoints/
   .step_40.partial/      being written; never read
   step_40/
     actor/               Hugging Face format, tokenizer included
-    state/manifest.json  written by the master: step, loader position, experiment, files and their sizes
-    state/actor.safetensors, ...   optimizer, schedule and interface state, written by the workers
+    state/manifest.json  written by the master: step, loader position, experiment, every file with its digest
+    state/...            optimizer and interface state, and samples of later steps, written by the workers
   latest -> step_40
+  best -> step_30        with save.keep_best
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from realrl.errors import AssetError, CheckpointError, ConfigError
 from realrl.plan.cursor import CursorState
 from realrl.runtime.run_plan import RunPlan
+from realrl.sched.events import CommitCheckpoint
+from realrl.sched.in_flight import InFlight
+from realrl.sched.messages import SavedFile, SavedRole
 
 CHECKPOINTS = "checkpoints"
-MANIFEST_VERSION = 1
+MANIFEST = "state/manifest.json"
+MANIFEST_VERSION = 2
+_CHUNK_BYTES = 1 << 22
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -36,55 +42,134 @@ class Manifest(msgspec.Struct, frozen=True):
         step: steps completed.
         cursor: loader position after these steps, as the master's state gives it.
         versions: role -> train_step calls done.
-        files: path inside the checkpoint -> size in bytes.
+        n_seqs: samples of a step.
+        roles: how each role was saved.
+        in_flight: what was done for later steps; its rows are among the files.
+        is_last: no step of the run that wrote it was left.
+        score: of this step, the metric that `save.keep_best` names; None where there is none.
+        files: path inside the checkpoint -> file; all but this one.
     """
 
     experiment: str
     step: int
     cursor: CursorState
     versions: dict[str, int]
-    files: dict[str, int]
+    n_seqs: int
+    roles: dict[str, SavedRole]
+    in_flight: InFlight
+    is_last: bool
+    score: float | None
+    files: dict[str, SavedFile]
     manifest_version: int = MANIFEST_VERSION
+
+
+class _Head(msgspec.Struct, frozen=True):
+    manifest_version: int
+
+
+class Damaged(AssetError):
+    """A checkpoint is not whole, or not what was written."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a run begins.
+
+    Attributes:
+        folder: the checkpoint to continue from, whose files are what was written; None: at the beginning.
+        notes: what the user should know: checkpoints that could not be used.
+    """
+
+    folder: Path | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class CheckpointStore:
-    """The `checkpoints/` folder of one run of `experiment`; keeps the newest `keep` checkpoints."""
+    """The `checkpoints/` folder of one run of `experiment`; keeps the newest `keep` checkpoints.
+
+    Attributes:
+        n_seqs: samples of a step.
+        best: which scores are better, where the checkpoint with the best one is kept too.
+    """
 
     root: Path
     keep: int
     experiment: str
+    n_seqs: int = 0
+    best: Literal["max", "min"] | None = None
 
     def partial(self, step: int) -> Path:
         """An empty folder to write step `step` into, on the same file system as the final one."""
-        self.discard_unfinished()
         folder = self.root / f".step_{step}.partial"
+        if folder.exists():
+            shutil.rmtree(folder)
         (folder / "state").mkdir(parents=True)
         return folder
 
-    def commit(self, step: int, cursor: CursorState, versions: Mapping[str, int]) -> Path:
-        """Make the partial folder of `step` the newest checkpoint, then delete the oldest ones.
+    def commit(self, saved: CommitCheckpoint, score: float | None = None) -> Path:
+        """Make the partial folder the newest checkpoint, then delete those that need not stay.
 
         Raises:
             CheckpointError: the folder could not be completed; earlier checkpoints are untouched.
         """
+        step = saved.step
         partial, final = self.root / f".step_{step}.partial", self.root / f"step_{step}"
         try:
-            files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
-            manifest = Manifest(self.experiment, step, cursor, dict(versions), files)
-            with open(partial / "state" / "manifest.json", "wb") as out:
-                out.write(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
-                out.flush()
-                os.fsync(out.fileno())
+            paths = [str(path.relative_to(partial)) for path in sorted(partial.rglob("*")) if path.is_file()]
+            files = {path: saved.files.get(path) or seal(partial / path) for path in paths}
+            manifest = Manifest(
+                experiment=self.experiment,
+                step=step,
+                cursor=saved.cursor,
+                versions=dict(saved.versions),
+                n_seqs=self.n_seqs,
+                roles=dict(saved.roles),
+                in_flight=saved.in_flight,
+                is_last=saved.is_last,
+                score=score,
+                files=files,
+            )
+            (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            seal(partial / MANIFEST)
+            for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
+                _sync_folder(folder)
             if final.exists():
                 shutil.rmtree(final)
             os.rename(partial, final)
-            self._point_latest_to(final)
+            self._point("latest", final)
+            _sync_folder(self.root)
         except OSError as err:
             raise self.save_failed(err, step) from err
-        for old in self._all()[: -self.keep]:
-            shutil.rmtree(old)
+        self._prune()
         return final
+
+    def set_aside(self, after: int) -> list[Path]:
+        """Rename checkpoints of steps after `after`, which the run does again, to ``void_step_<N>``; returns them.
+
+        They would count as newer than what the run writes.
+
+        Raises:
+            CheckpointError: the folder cannot be changed.
+        """
+        renamed = []
+        try:
+            for folder in self.root.glob("step_*"):
+                if int(folder.name.removeprefix("step_")) > after:
+                    void = folder.with_name(f"void_{folder.name}")
+                    if void.exists():
+                        shutil.rmtree(void)
+                    os.rename(folder, void)
+                    renamed.append(void)
+            newest = self.latest()
+            for name in ("latest", "best"):
+                if (self.root / name).is_symlink() and not (self.root / name).exists():
+                    (self.root / name).unlink()
+            if newest is not None and renamed:
+                self._point("latest", newest)
+        except OSError as err:
+            raise CheckpointError(f"{err.filename} cannot be renamed: {err.strerror}") from err
+        return sorted(renamed)
 
     def discard_unfinished(self) -> None:
         """Remove what was written of checkpoints that failed, here or in an earlier run that was killed."""
@@ -92,9 +177,14 @@ class CheckpointStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint, or None."""
-        found = self._all()
+        """The newest checkpoint, or None."""
+        found = self.all()
         return found[-1] if found else None
+
+    def all(self) -> list[Path]:
+        """Checkpoints that were completed, oldest first."""
+        found = [p for p in self.root.glob("step_*") if (p / MANIFEST).is_file()]
+        return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
 
     def save_failed(self, err: OSError, step: int) -> CheckpointError:
         """The error that a full disk or an unwritable folder becomes."""
@@ -107,65 +197,164 @@ class CheckpointStore:
             step=step,
         )
 
-    def _all(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
-        found = [p for p in self.root.glob("step_*") if (p / "state" / "manifest.json").is_file()]
-        return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+    def _prune(self) -> None:
+        """Delete all but the newest checkpoints and the best one."""
+        found = self.all()
+        staying = set(found[-self.keep :])
+        if self.best is not None:
+            best = self._best_of(found)
+            if best is not None:
+                staying.add(best)
+                self._point("best", best)
+        for old in found:
+            if old not in staying:
+                shutil.rmtree(old)
 
-    def _point_latest_to(self, folder: Path) -> None:
-        link = self.root / ".latest.new"
+    def _best_of(self, folders: list[Path]) -> Path | None:
+        """The folder with the best score, the newest of equals."""
+        sign = -1.0 if self.best == "min" else 1.0
+        scores = []
+        for folder in folders:
+            try:
+                score = load_manifest(folder).score
+            except AssetError:  # of another version: it has no score
+                continue
+            if score is not None:
+                scores.append((sign * score, folder))
+        best = max((score for score, _ in scores), default=None)
+        return next((folder for score, folder in reversed(scores) if score == best), None)
+
+    def _point(self, name: str, folder: Path) -> None:
+        link = self.root / f".{name}.new"
         link.unlink(missing_ok=True)
         link.symlink_to(folder.name)
-        os.replace(link, self.root / "latest")
+        os.replace(link, self.root / name)
 
 
 def checkpoint_store(plan: RunPlan, root: Path) -> CheckpointStore:
     """The checkpoints of a run of this plan."""
-    return CheckpointStore(root, keep=plan.config.save.keep, experiment=plan.experiment.name)
+    save = plan.config.save
+    best = save.best_is if save.keep_best else None
+    return CheckpointStore(root, save.keep, plan.experiment.name, plan.samples_per_step, best)
 
 
-def read_manifest(folder: Path, experiment: str) -> Manifest:
-    """Read and verify a checkpoint's manifest.
+def seal(path: Path) -> SavedFile:
+    """Let a file reach the disk; its size and digest.
 
     Raises:
-        AssetError: there is none, it is damaged or belongs to another algorithm, or a file is missing or torn.
+        OSError: it cannot be read, or the disk refused it.
     """
-    path = folder / "state" / "manifest.json"
+    with path.open("rb") as file:
+        found = _digest(file.fileno())
+        os.fsync(file.fileno())
+    return found
+
+
+# ---------------------------------------------------------------- reading
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """A checkpoint's manifest.
+
+    Raises:
+        AssetError: there is none, or it is of another version.
+        Damaged: it is no manifest.
+    """
+    path = folder / MANIFEST
     try:
-        manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        data = path.read_bytes()
+        version = msgspec.json.decode(data, type=_Head).manifest_version
+        if version == MANIFEST_VERSION:
+            return msgspec.json.decode(data, type=Manifest)
     except OSError as err:
         raise AssetError(
             f"'{folder}' is not a checkpoint: {path} cannot be read ({err.strerror})",
             remedy="Give the folder of one step, such as runs/ppo/first/checkpoints/step_40.",
         ) from err
-    except (msgspec.MsgspecError, json.JSONDecodeError) as err:
-        raise AssetError(
-            f"the checkpoint manifest {path} is damaged: {err}",
-            remedy=f"Remove {folder} to continue from the checkpoint before it, or from the beginning.",
-        ) from err
-    if manifest.manifest_version != MANIFEST_VERSION:
-        raise AssetError(f"{path} has manifest version {manifest.manifest_version}; this is version {MANIFEST_VERSION}")
+    except (msgspec.MsgspecError, ValueError) as err:
+        raise Damaged(f"the checkpoint manifest {path} is damaged: {err}", remedy=_remedy(folder)) from err
+    raise AssetError(
+        f"{path} has manifest version {version}; this is version {MANIFEST_VERSION}",
+        remedy="Continue with the release of realrl that wrote it, or start anew from its models.",
+    )
+
+
+def read_manifest(folder: Path, experiment: str) -> Manifest:
+    """Read a checkpoint's manifest and verify every file.
+
+    Raises:
+        AssetError: there is none, or it belongs to another algorithm or version.
+        Damaged: the manifest is no manifest, or a file is missing, torn or not what was written.
+    """
+    manifest = load_manifest(folder)
     if manifest.experiment != experiment:
-        raise AssetError(f"'{folder}' was written by experiment '{manifest.experiment}', not '{experiment}'")
-    for name, size in manifest.files.items():
+        raise AssetError(
+            f"'{folder}' was written by experiment '{manifest.experiment}', not '{experiment}'",
+            remedy=f"Continue it with realrl run {manifest.experiment}, or give its models as models.<role>.path.",
+        )
+    for name, expected in manifest.files.items():
         file = folder / name
         actual = file.stat().st_size if file.is_file() else None
-        if actual != size:
+        if actual != expected.size_bytes:
             state = "missing" if actual is None else f"{actual} bytes long"
-            raise AssetError(
-                f"checkpoint file {file} is {state}; the manifest says {size} bytes",
-                remedy=f"Remove {folder} to continue from the checkpoint before it, or from the beginning.",
-            )
+            message = f"checkpoint file {file} is {state}; the manifest says {expected.size_bytes} bytes"
+            raise Damaged(message, remedy=_remedy(folder))
+    for name, expected in manifest.files.items():
+        with (folder / name).open("rb") as opened:
+            if _digest(opened.fileno()) != expected:
+                message = f"checkpoint file {folder / name} is not what was written: its digest differs"
+                raise Damaged(message, remedy=_remedy(folder))
     return manifest
 
 
-def find_resume(resume: str, store: CheckpointStore) -> Path | None:
-    """The checkpoint folder that `resume=never|auto|PATH` means, or None to start from the beginning."""
+def find_resume(resume: str, store: CheckpointStore) -> Resume:
+    """Where `resume=never|auto|PATH` lets the run begin.
+
+    Raises:
+        AssetError: the checkpoint cannot be used, or none of several is whole.
+        ConfigError: there is no such folder.
+    """
     if resume == "never":
-        return None
-    if resume == "auto":
-        return store.latest()
-    folder = Path(resume)
-    if not folder.is_dir():
-        raise ConfigError(f"resume='{resume}' is no folder", remedy="Use never, auto, or the folder of a checkpoint.")
-    return folder
+        return Resume()
+    if resume != "auto":
+        folder = Path(resume)
+        if not folder.is_dir():
+            raise ConfigError(
+                f"resume='{resume}' is no folder", remedy="Use never, auto, or the folder of a checkpoint."
+            )
+        read_manifest(folder, store.experiment)
+        return Resume(folder)
+    notes: list[str] = []
+    first: Damaged | None = None
+    for folder in reversed(store.all()):
+        try:
+            read_manifest(folder, store.experiment)
+        except Damaged as damaged:
+            first = first or damaged
+            notes.append(damaged.message)
+            continue
+        notes += [f"continuing from {folder}, the newest whole checkpoint"] * bool(notes)
+        return Resume(folder, tuple(notes))
+    if first is not None:
+        raise first
+    return Resume()
+
+
+def _remedy(folder: Path) -> str:
+    return f"Remove {folder} to continue from the checkpoint before it, or from the beginning."
+
+
+def _digest(descriptor: int) -> SavedFile:
+    digest, size_bytes = hashlib.sha256(), 0
+    while chunk := os.read(descriptor, _CHUNK_BYTES):
+        digest.update(chunk)
+        size_bytes += len(chunk)
+    return SavedFile(size_bytes, digest.hexdigest())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

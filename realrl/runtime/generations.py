@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from realrl.errors import RunError
+from realrl.runtime.json_lines import cut_after
 from realrl.sched.events import ReportSamples, SampleContents
 from realrl.sched.readout import Readout
 
@@ -42,7 +42,7 @@ class GenerationsFile:
         self.path = path
         self._readout = readout
         try:
-            _cut(path, last_step)
+            cut_after(path, last_step)
         except OSError as error:
             raise self._failed(error) from error
 
@@ -108,29 +108,3 @@ def _at(values: tuple[Any, ...], index: int) -> Any:
 
 def _json_value(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _cut(path: Path, last_step: int) -> None:
-    """Remove the lines of steps after `last_step`, and one that a crash cut short."""
-    if not path.exists():
-        return
-    temporary = path.with_name(f".{path.name}.new")
-    try:
-        with path.open("rb") as old, temporary.open("wb") as new:
-            for line in old:
-                if line.endswith(b"\n") and _step_of(line, path) <= last_step:
-                    new.write(line)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _step_of(line: bytes, path: Path) -> int:
-    try:
-        step: int = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(
-            f"{path} holds something that no run wrote: {line[:60]!r}",
-            remedy="Name another file, or remove this one.",
-        ) from error
-    return step

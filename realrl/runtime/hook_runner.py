@@ -7,7 +7,8 @@ statistics of returns that training keeps. Ranks that are not in the home get it
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -49,7 +50,7 @@ class HookRunner:
         self._reallocs = reallocs
         self._world = world
         self._device = device
-        self._reallocators: dict[tuple[str, Allocation, Allocation], Reallocator] = {}
+        self._reallocators: dict[tuple[str, Allocation, Allocation], tuple[Reallocator, ...]] = {}
 
     def run(self, request: RunHooks) -> HooksDone:
         """Take part in the hooks on one side of a call, in their order."""
@@ -93,30 +94,44 @@ class HookRunner:
 
     def _move(self, hook: Realloc) -> int:
         """Send and receive parameters; returns the bytes received."""
-        source = self._home_shards(hook.source, hook.source_allocation)
-        reallocator = self._reallocator(hook)
+        reallocators = self._reallocators_of(hook)
+        target = None if hook.is_implied else self._home_shards(hook.target, hook.target_allocation) or {}
+        bytes_received = 0
+        moved: dict[str, torch.Tensor] = {}
+        for reallocator in reallocators:
+            names = {spec.name for spec in reallocator.plan.source_layout.specs}
+            with self._present(hook, names):
+                source = self._home_shards(hook.source, hook.source_allocation)
+                part = None if target is None else {name: t for name, t in target.items() if name in names}
+                # what is gathered for this reallocation only must not be kept
+                result = reallocator.run(source, target=part, eta=hook.eta, alias=len(reallocators) == 1)
+            moved |= result.parameters
+            bytes_received += result.bytes_received
         if hook.is_implied:
-            result = reallocator.run(source)
             if self.rank in hook.target_allocation.ranks:
-                self._roles[hook.target].decoder(hook.target_allocation).set_parameters(result.parameters)
+                self._roles[hook.target].decoder(hook.target_allocation).set_parameters(moved)
             self._share_memory_of_interfaces(hook)
-        else:
-            target = self._home_shards(hook.target, hook.target_allocation)
-            result = reallocator.run(source, target=target or {}, eta=hook.eta)
-        return result.bytes_received
+        return bytes_received
+
+    def _present(self, hook: Realloc, names: Collection[str]) -> AbstractContextManager[None]:
+        """These parameters of the source are on the ranks of its home within the block."""
+        engine = self._roles[hook.source].home_engine if self.rank in hook.source_allocation.ranks else None
+        return nullcontext() if engine is None else engine.whole_parameters(names)
 
     def _home_shards(self, role: str, home: Allocation) -> dict[str, torch.Tensor] | None:
-        """This rank's parameters of a role, present and ready; None if it is not in the role's home."""
+        """This rank's parameters of a role, ready; None if it is not in the role's home."""
         if self.rank not in home.ranks:
             return None
         hosted = self._roles[role]
         hosted.wait_resident()
         return {name: parameter.detach() for name, parameter in hosted.decoder(home).named_shards()}
 
-    def _reallocator(self, hook: Realloc) -> Reallocator:
+    def _reallocators_of(self, hook: Realloc) -> tuple[Reallocator, ...]:
         key = (hook.source, hook.source_allocation, hook.target_allocation)
         if key not in self._reallocators:
-            self._reallocators[key] = Reallocator(self._reallocs.of(hook), self._world, self.rank, self._device)
+            self._reallocators[key] = tuple(
+                Reallocator(plan, self._world, self.rank, self._device) for plan in self._reallocs.parts_of(hook)
+            )
         return self._reallocators[key]
 
     def _share_memory_of_interfaces(self, hook: Realloc) -> None:

@@ -3,6 +3,7 @@
     transport ──reply──►┐                        ┌──► transport   Send
     launcher  ──death──►├─► MasterState.handle ──┼──► disk        OpenCheckpoint, CommitCheckpoint
     clock     ──silence►┘    (all the policy)    ├──► sinks       ReportStart, ReportStep
+              ──save───►┘                        │
                                                  └──► exit code   Finish, Abort
 
 The loop handles replies as they come and looks at the launcher and the clock every `_POLL_S`. A signal ends it by an
@@ -13,26 +14,22 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from realrl.discovery import load_run
-from realrl.errors import CheckpointError, TransportError
+from realrl.errors import CheckpointError, ConfigError, TransportError
 from realrl.runtime import report
-from realrl.runtime.checkpoint import (
-    CHECKPOINTS,
-    CheckpointStore,
-    checkpoint_store,
-    find_resume,
-    read_manifest,
-)
+from realrl.runtime.checkpoint import CHECKPOINTS, CheckpointStore, checkpoint_store, load_manifest
 from realrl.runtime.evaluation_file import FILE_NAME as EVALUATION_FILE
 from realrl.runtime.evaluation_file import evaluation_line, evaluation_table, write_evaluation
 from realrl.runtime.generations import FILE_NAME as GENERATIONS_FILE
 from realrl.runtime.generations import GenerationsFile
+from realrl.runtime.recovery import write_failure
 from realrl.runtime.run_plan import RunPlan, plan_run
 from realrl.runtime.session import Session
 from realrl.sched.events import (
@@ -50,6 +47,7 @@ from realrl.sched.events import (
     ReportSamples,
     ReportStart,
     ReportStep,
+    SaveIntervalPassed,
     Send,
     Start,
     WorkerLost,
@@ -95,6 +93,8 @@ class MasterWorker:
         self._results: dict[str, str] = {}  # of a run that only evaluates
         self._eval_started_s: float | None = None
         self._started_s = self._step_started_s = time.monotonic()
+        self._next_save_s: float | None = None  # when the clock asks for a checkpoint
+        self._scores: dict[int, float | None] = {}  # by step: what save.keep_best goes by
 
     def run(self, start: Start) -> int:
         """Run to the end; returns the exit code."""
@@ -125,6 +125,9 @@ class MasterWorker:
                 self._last_heard_s.pop(rank, None)
                 self._dispatch(WorkerLost(rank, exit_code, report.signal_name(exit_code)))
         limit_s, now_s = self._plan.config.cluster.worker_timeout_s, time.monotonic()
+        if self._next_save_s is not None and now_s > self._next_save_s:
+            self._next_save_s = None  # until that checkpoint is begun
+            self._dispatch(SaveIntervalPassed())
         for rank, heard_s in list(self._last_heard_s.items()):
             if self._exit_code is None and now_s - heard_s > limit_s and self._plan.config.launcher != "inline":
                 del self._last_heard_s[rank]
@@ -205,6 +208,7 @@ class MasterWorker:
         what = "eval " if config.eval.only else ""
         title = f"{what}{self._plan.experiment.name}" + (f" preset={config.preset}" if config.preset else "")
         self._step_started_s = time.monotonic()
+        self._plan_next_save()
         self._last_step = instruction.last_step
         self._session.progress.started(title, instruction.last_step, str(self._session.run_dir), instruction.notes)
 
@@ -215,6 +219,7 @@ class MasterWorker:
         metrics = {**instruction.metrics, "time_s/step": step_s, **({"time_s/eval": eval_s} if eval_s else {})}
         metrics["perf/tokens_per_s"] = metrics.get("n_tokens", 0.0) / step_s
         self._write_spans(instruction.spans)
+        self._scores[instruction.step] = self._score(metrics)
         self._session.metrics.write(instruction.step, instruction.epoch, metrics)
         self._session.progress.step_done(instruction.step, instruction.epoch, metrics)
         if eval_s:
@@ -241,7 +246,17 @@ class MasterWorker:
         self._session.metrics.write(instruction.step, 0, {**instruction.metrics, "time_s/eval": eval_s})
         self._session.progress.phase(f"eval {evaluation_line(instruction.metrics)}  {eval_s:.1f} s")
 
+    def _plan_next_save(self) -> None:
+        every_s = self._plan.config.save.every_s
+        self._next_save_s = time.monotonic() + every_s if every_s else None
+
+    def _score(self, metrics: Mapping[str, float]) -> float | None:
+        """Of a step, where a checkpoint is kept for it."""
+        value = metrics.get(self._plan.config.save.keep_best)
+        return value if value is not None and math.isfinite(value) else None
+
     def _open_checkpoint(self, step: int) -> Event | None:
+        self._plan_next_save()
         try:
             self._checkpoints.partial(step)
         except OSError as err:
@@ -249,10 +264,14 @@ class MasterWorker:
         return None
 
     def _commit(self, instruction: CommitCheckpoint) -> Event:
+        score, best = self._scores.get(instruction.step), self._plan.config.save.keep_best
+        self._scores = {step: score for step, score in self._scores.items() if step > instruction.step}
         try:
-            folder = self._checkpoints.commit(instruction.step, instruction.cursor, instruction.versions)
+            folder = self._checkpoints.commit(instruction, score)
         except CheckpointError as err:
             return CheckpointFailed(instruction.step, str(err))
+        if best and score is None:
+            self._session.progress.phase(f"step {instruction.step} has no metric '{best}': it cannot be the best one")
         self._session.progress.phase(f"checkpoint of step {instruction.step} saved in {folder}")
         return CheckpointCommitted(instruction.step)
 
@@ -287,6 +306,7 @@ class MasterWorker:
         self._session.progress.failed(text)
         self._checkpoints.discard_unfinished()
         self._write_spans(instruction.spans)
+        write_failure(self._session.run_dir, failure)
         self._exit_code = failure.exit_code
 
     def _write_spans(self, spans: Iterable[RankSpan]) -> None:
@@ -303,22 +323,37 @@ def run_master(session: Session) -> int:
     experiment, config = load_run(session.run)
     plan = plan_run(config, experiment)
     store = checkpoint_store(plan, session.run_dir / CHECKPOINTS)
-    resume_from = find_resume(config.resume, store)
+    resume_from = Path(session.resume_from) if session.resume_from else None
     master_plan = make_master_plan(plan, store, resume_from)
     rendezvous = f"127.0.0.1:{_free_port()}" if plan.n_workers > 1 else ""
+    store.discard_unfinished()
+    for folder in store.set_aside(master_plan.first_step - 1):
+        session.progress.phase(f"{folder} is of a step that is done again")
+    session.metrics.begin_after(-1 if resume_from is None else master_plan.first_step - 1)
     if resume_from is not None:
         session.progress.phase(f"resuming from {resume_from}")
     gc.freeze()  # a full collection over everything imported would stall hundreds of workers for tens of milliseconds
-    start = Start(run=session.run, rendezvous=rendezvous, resume_from=str(resume_from or ""))
+    start = Start(run=session.run, rendezvous=rendezvous, resume_from=session.resume_from)
     return MasterWorker(plan, MasterState(master_plan), session, store).run(start)
 
 
 def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | None) -> MasterPlan:
-    """What the state machine needs of a run plan and the checkpoint that it continues from."""
+    """What the state machine needs of a run plan and the checkpoint that it continues from.
+
+    Raises:
+        ConfigError: the checkpoint holds samples of steps of another size, or has no step left to do.
+        AssetError: its manifest cannot be read.
+    """
     resume = None
     if resume_from is not None:
-        manifest = read_manifest(resume_from, plan.experiment.name)
-        resume = ResumePoint(manifest.step, manifest.cursor, manifest.versions)
+        manifest = load_manifest(resume_from)
+        resume = ResumePoint(manifest.step, manifest.cursor, manifest.versions, manifest.in_flight)
+        if manifest.in_flight.calls and manifest.n_seqs != plan.samples_per_step:
+            raise ConfigError(
+                f"the checkpoint {resume_from} holds samples of later steps of {manifest.n_seqs} samples each, and "
+                f"n_seqs={plan.samples_per_step}",
+                remedy=f"Resume with n_seqs={manifest.n_seqs}.",
+            )
     evaluation = None
     if plan.evaluation is not None:
         evaluation = plan_evaluation_of(

@@ -13,12 +13,16 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from realrl.errors import ConfigError, RunError
+from realrl.runtime.json_lines import cut_after
 
 FILE_NAME = "metrics.jsonl"
 
 
 class MetricsSink(Protocol):
     """Takes the metrics of one step after another."""
+
+    def begin_after(self, step: int) -> None:
+        """The run begins after `step`: what an earlier attempt recorded for later steps is void."""
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """Record one step. Raises `RunError` when that is impossible (disk full)."""
@@ -30,17 +34,22 @@ class MetricsSink(Protocol):
 class JsonlSink:
     """One JSON object a step, appended and flushed: ``{"step": 1, "epoch": 0, "reward/mean": 0.5, ...}``.
 
-    Rows are never removed: after a resume at an earlier step, later rows of the same step supersede earlier ones (see
-    `read_metrics`). JSON knows no NaN and no infinity; they are written as null.
+    A resumed run removes the rows of steps that it does again. JSON knows no NaN and no infinity; they are written as
+    null.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        torn = _ends_in_the_middle_of_a_line(path)
         self._file = path.open("ab", buffering=0)  # nothing unwritten stays behind when the disk is full
-        if torn:
-            self._append("\n")
+
+    def begin_after(self, step: int) -> None:
+        try:
+            cut_after(self._path, step)
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            raise self._failed(error) from error
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         row: dict[str, Any] = {"step": step, "epoch": epoch}
@@ -56,10 +65,13 @@ class JsonlSink:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            raise RunError(
-                f"cannot write {self._path}: {error.strerror}",
-                remedy="Free some space there and continue with resume=auto.",
-            ) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> RunError:
+        return RunError(
+            f"cannot write {self._path}: {error.strerror}",
+            remedy="Free some space there and continue with resume=auto.",
+        )
 
 
 class TensorboardSink:
@@ -71,6 +83,9 @@ class TensorboardSink:
         self._event = importlib.import_module("tensorboard.compat.proto.event_pb2")
         self._summary = importlib.import_module("tensorboard.compat.proto.summary_pb2")
         self._writer = writer.EventFileWriter(str(run_dir / "tensorboard"))
+
+    def begin_after(self, step: int) -> None:
+        """Later events of a step supersede earlier ones when they are shown."""
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         values = [
@@ -97,6 +112,9 @@ class WandbSink:
         self._run = wandb.init(project="realrl", name=name, dir=str(run_dir), mode=mode)
         self._is_open = True
 
+    def begin_after(self, step: int) -> None:
+        """Every attempt is a run of its own."""
+
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"epoch": epoch, **metrics}, step=step)
 
@@ -109,6 +127,10 @@ class WandbSink:
 class _Tee:
     def __init__(self, sinks: Iterable[MetricsSink]) -> None:
         self._sinks = tuple(sinks)
+
+    def begin_after(self, step: int) -> None:
+        for sink in self._sinks:
+            sink.begin_after(step)
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         for sink in self._sinks:
@@ -131,17 +153,14 @@ def open_sinks(run_dir: Path, track: Iterable[str] = ()) -> MetricsSink:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a ``metrics.jsonl`` in step order, the last row of each step; a line cut short by a crash is skipped."""
-    rows: dict[int, dict[str, Any]] = {}
+    """Rows of a ``metrics.jsonl``; a line cut short by a crash is skipped."""
+    rows = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            row = json.loads(line)
+            rows.append(json.loads(line))
         except json.JSONDecodeError:
             continue
-        # A resumed run writes from an earlier step on: what an earlier attempt wrote for later steps is void.
-        rows = {step: old for step, old in rows.items() if step < row["step"]}
-        rows[row["step"]] = row
-    return list(rows.values())
+    return rows
 
 
 def _require(package: str) -> ModuleType:
@@ -156,12 +175,3 @@ def _require(package: str) -> ModuleType:
 
 def _json_number(value: float) -> float | int | None:
     return value if math.isfinite(value) else None
-
-
-def _ends_in_the_middle_of_a_line(path: Path) -> bool:
-    """Whether a process died while it wrote the last row."""
-    if not path.exists() or path.stat().st_size == 0:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read() != b"\n"

@@ -7,10 +7,10 @@
                            RunCall         pull missing rows -> interface -> store
                            ReadSamples     store -> text and numbers
                            FreeSamples     store
-                           SaveCheckpoint  roles -> files
+                           SaveCheckpoint  roles, rows -> host memory -> files, by a thread of its own
                            Shutdown        leave the groups
 
-It owns no socket and no thread: a worker loop feeds it requests and reports what they raise, and a sample server may
+It owns no socket: a worker loop feeds it requests and reports what they raise, and a sample server may
 read its store from another thread.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,19 @@ from realrl.engine.groups import Groups
 from realrl.errors import RunError
 from realrl.plan.groups import GroupKind
 from realrl.runtime.call_runner import CallRunner
-from realrl.runtime.checkpoint import checkpoint_store
+from realrl.runtime.checkpoint import load_manifest
+from realrl.runtime.checkpoint_writer import CheckpointWriter
 from realrl.runtime.eval_plan import held_out_data
 from realrl.runtime.hook_runner import HookRunner
-from realrl.runtime.role_files import restore_roles, save_roles
+from realrl.runtime.role_files import restore_roles
 from realrl.runtime.role_models import Reallocs, notes_of_heads, role_configs
 from realrl.runtime.roles import HostedRole, build_roles, role_tokenizer
 from realrl.runtime.run_plan import RunPlan, plan_run
+from realrl.runtime.sample_files import RestoredSamples
 from realrl.runtime.sample_text import read_samples
+from realrl.runtime.training_backends import needs_library_groups
 from realrl.runtime.transport.base import SampleClient
 from realrl.sched.messages import (
-    CheckpointSaved,
     FreeSamples,
     Goodbye,
     Initialize,
@@ -86,25 +89,27 @@ class ModelWorker:
         self._held_out: Dataset | None = None
         self._runner: CallRunner | None = None
         self._hooks: HookRunner | None = None
+        self._writer: CheckpointWriter | None = None
+        self._restored: RestoredSamples | None = None
         self._idle_since_s: float | None = None
 
     def fetch(self, key: str, ids: Sequence[str]) -> bytes:
         """Rows of one key from this worker's store, encoded for another worker; called from the server's thread."""
         return encode_rows(self.store.get(ids, [key]))
 
-    def handle(self, request: Request) -> list[Reply]:
-        """Execute one request and return its reply; raises whatever goes wrong in it."""
+    def handle(self, request: Request) -> list[Reply | Future[Reply]]:
+        """Execute one request and return its reply, that to a checkpoint later; raises whatever goes wrong in it."""
         start_s = time.time()
         reply = self._execute(request, start_s)
         self._idle_since_s = time.time()
         return [reply]
 
-    def _execute(self, request: Request, start_s: float) -> Reply:
+    def _execute(self, request: Request, start_s: float) -> Reply | Future[Reply]:
         if isinstance(request, Initialize):
             return self._initialize(request, start_s)
         if isinstance(request, Shutdown):
             return self._shutdown(request)
-        if self._plan is None or self._runner is None or self._hooks is None:
+        if self._writer is None or self._runner is None or self._hooks is None:
             raise RunError(f"worker {self.rank} received {type(request).__name__} before Initialize", worker=self.rank)
         if isinstance(request, RunCall):
             wait = self._wait_span(start_s)
@@ -119,17 +124,16 @@ class ModelWorker:
             moved = self._runner.move_rows(request)
             return msgspec.structs.replace(moved, spans=wait + moved.spans)
         if isinstance(request, LoadSamples):
-            meta = self._load(request)
-            return SamplesLoaded(self.rank, request.seq, meta, (Span("dataset", "load", start_s, time.time()),))
+            meta, restored = self._load(request)
+            spans = (Span("dataset", "load", start_s, time.time()),)
+            return SamplesLoaded(self.rank, request.seq, meta, spans, restored)
         if isinstance(request, ReadSamples):
             return SamplesRead(self.rank, request.seq, request.step, read_samples(self.store, request, self._tokenizer))
         if isinstance(request, FreeSamples):
             self.store.free(request.ids)
             return SamplesFreed(self.rank, request.seq)
         if isinstance(request, SaveCheckpoint):
-            self._save(request)
-            span = Span("checkpoint", "save", start_s, time.time())
-            return CheckpointSaved(self.rank, request.seq, request.step, (span,))
+            return self._writer.save(request)
         raise TypeError(f"unknown request {type(request).__name__}")
 
     def _initialize(self, request: Initialize, start_s: float) -> Ready:
@@ -145,13 +149,18 @@ class ModelWorker:
             rendezvous=request.rendezvous,
             device=device,
             timeout_s=config.cluster.worker_timeout_s,
+            for_libraries=needs_library_groups(plan),
         )
         world = self._groups[next(group for group in planned if group.kind is GroupKind.GLOBAL)]
         resume_from = Path(request.resume_from) if request.resume_from else None
         configs = role_configs(plan)
         self._roles = build_roles(plan, self.rank, self._groups, device, configs=configs, resume_from=resume_from)
         if resume_from is not None:
-            restore_roles(self._roles, self.rank, resume_from)
+            manifest = load_manifest(resume_from)
+            restore_roles(self._roles, self.rank, resume_from, manifest, configs)
+            if self.rank == plan.dataset_rank:
+                self._restored = RestoredSamples(resume_from, manifest.files)
+        self._writer = CheckpointWriter(plan, self.rank, self._roles, self.store, device)
         self._plan = plan
         self._runner = CallRunner(
             plan, self._roles, self.store, world=world, client=self._client, peers=request.peers, device=device
@@ -179,28 +188,26 @@ class ModelWorker:
         notes = () if self._held_out in (None, self._dataset) else tuple(f"eval: {n}" for n in self._held_out.notes)
         return self._dataset.row_ids, self._dataset.n_dropped, (*self._dataset.notes, *notes)
 
-    def _load(self, request: LoadSamples) -> SampleMeta:
+    def _load(self, request: LoadSamples) -> tuple[SampleMeta, tuple[SampleMeta, ...]]:
+        """Samples from the dataset, and what a checkpoint holds of them besides."""
         dataset = self._held_out if request.is_held_out else self._dataset
         if dataset is None:
             raise RunError(f"worker {self.rank} holds no dataset, but was asked for samples", worker=self.rank)
         samples = dataset.samples(request.ids, request.rows)
         self.store.put(samples)
-        return samples.describe()
+        restored = [] if self._restored is None else self._restored.take(request.ids)
+        for batch in restored:
+            self.store.put(batch)
+        return samples.describe(), tuple(batch.describe() for batch in restored)
 
     def _tokenizer(self, role: str) -> Any:
         assert self._plan is not None
         hosted = self._roles.get(role)
         return load_tokenizer(self._plan.config.models[role].path) if hosted is None else hosted.tokenizer
 
-    def _save(self, request: SaveCheckpoint) -> None:
-        assert self._plan is not None
-        directory = Path(request.directory)
-        try:
-            save_roles(self._roles, self.rank, directory)
-        except OSError as err:
-            raise checkpoint_store(self._plan, directory.parent).save_failed(err, request.step) from None
-
     def _shutdown(self, request: Shutdown) -> Goodbye:
+        if self._writer is not None:
+            self._writer.close()
         if self._groups is not None:
             self._groups.destroy()
         if self._client is not None:

@@ -13,28 +13,33 @@ from typing import TYPE_CHECKING
 from realrl.config.schema import BUILT_IN
 from realrl.errors import AssetError
 from realrl.plan.cursor import DatasetCursor
-from realrl.runtime.checkpoint import CHECKPOINTS, checkpoint_store, find_resume
+from realrl.runtime.checkpoint import CHECKPOINTS, Resume, checkpoint_store, find_resume, load_manifest
 from realrl.runtime.eval_plan import held_out_data
 from realrl.runtime.master_worker import make_master_plan
 from realrl.runtime.run_plan import RunPlan, check_models_fit
+from realrl.runtime.training_backends import check_installed
 
 if TYPE_CHECKING:
     from realrl.data.datasets import Dataset
 
 
-def check_inputs(plan: RunPlan) -> None:
-    """Read the checkpoint's manifest, every model's headers, every tokenizer, and the whole dataset.
+def check_inputs(plan: RunPlan) -> Resume:
+    """Read the checkpoint to resume from, every model's headers, every tokenizer, and the whole dataset.
+
+    Returns:
+        Where the run begins.
 
     Raises:
         AssetError: a file of a model or checkpoint is missing or torn, a tokenizer is unusable, a model lacks tokens.
         DataError: a row of the dataset is unusable, none is left, or too few for one step.
-        ConfigError: the checkpoint has no step left to do, or was made with another order of the data.
+        ConfigError: the checkpoint has no step left to do, or was made with another order of the data; a training
+            backend is not installed, or cannot do what is asked of it.
         AllocationError: a strategy does not fit a model.
     """
     config = plan.config
     store = checkpoint_store(plan, Path(config.run_dir) / CHECKPOINTS)
-    resume_from = find_resume(config.resume, store)
-    master_plan = make_master_plan(plan, store, resume_from)
+    found = find_resume(config.resume, store)
+    master_plan = make_master_plan(plan, store, found.folder)
     for name, role in plan.roles.items():
         path = config.models[name].path
         if path != BUILT_IN and role.head != "none":
@@ -43,16 +48,17 @@ def check_inputs(plan: RunPlan) -> None:
             with _naming(f"models.{name}.path"):
                 check_model(path, head=role.head, makes_head=role.trainable)
     check_models_fit(plan)
-    if resume_from is not None:
+    check_installed(plan)
+    if found.folder is not None:
         from realrl.runtime.role_files import check_resume
 
-        check_resume(plan, resume_from)
+        check_resume(plan, found.folder, load_manifest(found.folder))
     sources = [] if config.eval.only else [config.dataset]
     is_evaluated = config.eval.only or plan.evaluation is not None
     held_out = [held_out_data(config)] if is_evaluated else []
     paths = [source.path for source in (*sources, *held_out)]
     if all(path == BUILT_IN for path in (*paths, *(config.models[name].path for name in plan.roles))):
-        return
+        return found
     from realrl.data.datasets import load_dataset
     from realrl.data.tokenizer import load_tokenizer
     from realrl.runtime.roles import role_tokenizer
@@ -65,10 +71,11 @@ def check_inputs(plan: RunPlan) -> None:
     start = None if resume is None else resume.cursor
     for source, is_held_out in [*((source, False) for source in sources), *((source, True) for source in held_out)]:
         dataset = load_dataset(source, plan.experiment.dataset, tokenizer, is_held_out=is_held_out)
-        _check_vocabularies(plan, dataset, n_tokens=len(tokenizer))
+        check_vocabularies(plan, dataset, n_tokens=len(tokenizer))
         if not is_held_out:
             cursor = DatasetCursor(dataset.row_ids, seed=config.seed, shuffle=config.dataset.shuffle, start=start)
             master_plan.last_step(cursor)
+    return found
 
 
 @contextmanager
@@ -80,10 +87,13 @@ def _naming(key: str) -> Iterator[None]:
         raise AssetError(f"{key}: {error.message}", remedy=error.remedy) from error
 
 
-def _check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> None:
+def check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> None:
     """Every role must know the tokens that it may be given: the dataset's, and what the dataset's role generates.
 
     That role itself may have fewer than its tokenizer, which often has added tokens that no text contains.
+
+    Raises:
+        AssetError: a role knows fewer.
     """
     from realrl.data.tokenizer import load_tokenizer
     from realrl.model.hf import read_config

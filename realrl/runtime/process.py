@@ -72,8 +72,8 @@ def worker_main(rank: int, address: str, host: str) -> int:
 
 def _run_worker(rank: int, address: str, host: str, keys: WorkerKeys) -> None:
     client = ZmqSampleClient(keys)
-    loop = WorkerLoop(rank, client, lambda: load_dotted(host))
     transport = ZmqWorker(address, rank, keys)
+    loop = WorkerLoop(rank, client, lambda: load_dotted(host), post=transport.send)
     server = ZmqSampleServer(loop.fetch, keys)
     transport.send(Hello(rank, os.getpid(), server.address))
     heartbeat = HeartbeatThread(loop.heartbeat, transport.send)

@@ -50,6 +50,8 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
         port: port of the master on loopback; 0 takes a free one.
         program: dotted path of ``program(session) -> exit code``.
         host: dotted path of what each worker hosts.
+        resume_from: the checkpoint to continue from, whose files are whole; empty: begin at the beginning.
+        notes: what the user should know before the run begins.
     """
 
     run: bytes
@@ -59,6 +61,8 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 0
     program: str = DEFAULT_PROGRAM
     host: str = DEFAULT_HOST
+    resume_from: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Session:
 
     Attributes:
         address, environment: what `launcher.start` wants: where workers find the master, and the keys they need.
+        resume_from: see `SessionStart`.
     """
 
     run: bytes
@@ -78,6 +83,7 @@ class Session:
     progress: Progress
     metrics: MetricsSink
     trace: TraceWriter
+    resume_from: str = ""
 
 
 class Interrupted(BaseException):
@@ -139,6 +145,8 @@ def run_session(start: SessionStart, *, inline: bool) -> int:
             guard.install()  # a signal that was held back until now is raised here
             stack.enter_context(_open_log(log))
             with _open_session(start, inline=inline, progress=progress) as session:
+                for note in start.notes:
+                    progress.phase(note)
                 try:
                     program: Callable[[Session], int] = load_dotted(start.program)
                     return program(session)
@@ -194,7 +202,9 @@ def _open_session(start: SessionStart, *, inline: bool, progress: Progress) -> I
             launcher = LocalLauncher(run_dir, start.run_id, host=start.host)
         stack.callback(transport.close)
         stack.callback(launcher.stop, _STOP_GRACE_S)
-        yield Session(start.run, run_dir, transport, launcher, address, environment, progress, metrics, trace)
+        yield Session(
+            start.run, run_dir, transport, launcher, address, environment, progress, metrics, trace, start.resume_from
+        )
 
 
 def encode_start(start: SessionStart) -> bytes:

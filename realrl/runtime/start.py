@@ -13,8 +13,10 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import dump_config
 from realrl.errors import ConfigError
 from realrl.experiment import Experiment
+from realrl.runtime.checkpoint import CHECKPOINTS, CheckpointStore, Resume, checkpoint_store, find_resume
 from realrl.runtime.metrics import FILE_NAME as METRICS_FILE
 from realrl.runtime.preflight import check_inputs
+from realrl.runtime.recovery import Recover
 from realrl.runtime.run_plan import plan_run
 from realrl.runtime.session import SessionStart
 from realrl.runtime.supervise import run_inline, run_supervised
@@ -37,7 +39,8 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
     if config.run_dir:
         _refuse_mixing(Path(config.run_dir), config)
     _refuse_overwriting(config)
-    check_inputs(plan_run(config, experiment))
+    plan = plan_run(config, experiment)
+    resume = check_inputs(plan)
     if config.run_dir:
         run_dir = _make_folder(Path(config.run_dir).absolute(), exist_ok=True)
     else:
@@ -49,8 +52,28 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
     run = dump_config(config.model_copy(update=changes))
     with _reserved(run_dir):
         _write_config(run_dir, run)
-        start = SessionStart(run=run, run_dir=str(run_dir), track=config.track, port=config.cluster.master_port)
-        return run_inline(start) if config.launcher == "inline" else run_supervised(start)
+        start = SessionStart(
+            run=run,
+            run_dir=str(run_dir),
+            track=config.track,
+            port=config.cluster.master_port,
+            resume_from="" if resume.folder is None else str(resume.folder.resolve()),
+            notes=resume.notes,
+        )
+        if config.launcher == "inline":
+            return run_inline(start)
+        store = checkpoint_store(plan, run_dir / CHECKPOINTS)
+        return run_supervised(start, Recover(config.recover.retries, lambda: _newest(store, resume)))
+
+
+def _newest(store: CheckpointStore, first: Resume) -> Resume:
+    """The newest whole checkpoint of a run, or where it began.
+
+    Raises:
+        AssetError: there are checkpoints, and none of them is whole.
+    """
+    found = find_resume("auto", store)
+    return Resume(first.folder) if found.folder is None else found
 
 
 def _make_new_folder(base: Path) -> Path:

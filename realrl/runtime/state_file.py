@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, save
 
 from realrl.errors import AssetError, TransportError
 
 _TENSOR = "__tensor__"
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 def save_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write `state`; tensors are copied to the host.
+    """Write `state`; tensors are copied to the host. Other threads go on while the bytes are written.
 
     Raises:
         TypeError: a value is neither dict, list, tuple, tensor, number, string, bool nor None.
@@ -25,10 +30,20 @@ def save_state(path: Path, state: Mapping[str, Any]) -> None:
     """
     tensors: dict[str, torch.Tensor] = {}
     tree = _strip(state, "", tensors, set())
+    header: dict[str, Any] = {"__metadata__": {"tree": json.dumps(tree)}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
     try:
-        save_file(tensors, path, metadata={"tree": json.dumps(tree)})
-    except SafetensorError as err:  # the library hides the operating system's error in a text
-        raise OSError(None, str(err), str(path)) from err
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for tensor in tensors.values():
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    except OSError as err:
+        raise OSError(err.errno, err.strerror, str(path)) from err
 
 
 def load_state(path: Path) -> dict[str, Any]:
@@ -37,15 +52,63 @@ def load_state(path: Path) -> dict[str, Any]:
     Raises:
         AssetError: the file is missing or damaged.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        tree = json.loads(metadata["tree"])
-    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as err:
-        raise AssetError(f"the state file {path} cannot be read: {err}") from err
-    restored: dict[str, Any] = _restore(tree, tensors)
+    with StateFile(path) as file:
+        restored: dict[str, Any] = file.restore()
     return restored
+
+
+class StateFile:
+    """A file of `save_state` that is open, mapped: what is not looked at is not read from disk.
+
+    Raises:
+        AssetError: the file is missing or damaged; by all methods.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._explained():
+            self._file = cast("Any", safe_open(path, framework="pt"))
+            self._tree = json.loads((self._file.metadata() or {})["tree"])
+
+    def __enter__(self) -> StateFile:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._file.__exit__(None, None, None)
+
+    def restore(self, *keys: str) -> Any:
+        """The state below these keys; all of it without any."""
+        value = self._tree
+        with self._explained():
+            for key in keys:
+                value = value[key]
+            return _restore(value, self._file.get_tensor)
+
+    def without(self, key: str) -> dict[str, Any]:
+        """The state but what is below a key."""
+        with self._explained():
+            return {k: _restore(v, self._file.get_tensor) for k, v in self._tree.items() if k != key}
+
+    def entries(self, *keys: str) -> Mapping[str, Any]:
+        """The names below these keys: of a tensor True, of anything else its value."""
+        value = self._tree
+        with self._explained():
+            for key in keys:
+                value = value[key]
+            return {k: True if isinstance(v, dict) and set(v) == {_TENSOR} else v for k, v in value.items()}
+
+    def read(self, keys: Sequence[str], box: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """A part of a tensor, (start, stop) for each of its dims, of which there must be one."""
+        with self._explained():
+            part: torch.Tensor = self._file.get_slice("/".join(keys))[tuple(slice(*edge) for edge in box)]
+            return part
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as err:
+            raise AssetError(f"the state file {self._path} cannot be read: {err}") from err
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
@@ -67,7 +130,7 @@ def decode_state(message: bytes) -> dict[str, Any]:
     """
     end = 8 + int.from_bytes(message[:8], "little")
     try:
-        restored: dict[str, Any] = _restore(json.loads(message[8:end]), load(message[end:]))
+        restored: dict[str, Any] = _restore(json.loads(message[8:end]), load(message[end:]).__getitem__)
     except (SafetensorError, KeyError, ValueError) as err:
         raise TransportError(f"a message of {len(message)} bytes was expected to hold state: {err}") from err
     return restored
@@ -96,11 +159,11 @@ def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
     return tensor
 
 
-def _restore(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _restore(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     if isinstance(value, dict):
         if set(value) == {_TENSOR}:
-            return tensors[value[_TENSOR]]
-        return {k: _restore(v, tensors) for k, v in value.items()}
+            return tensor(value[_TENSOR])
+        return {k: _restore(v, tensor) for k, v in value.items()}
     if isinstance(value, list):
-        return [_restore(v, tensors) for v in value]
+        return [_restore(v, tensor) for v in value]
     return value

@@ -14,6 +14,8 @@ import logging
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
 from realrl.errors import CallError, Error, TransportError
@@ -38,8 +40,8 @@ _log = logging.getLogger(__name__)
 class Host(Protocol):
     """What a worker hosts: executes requests in order and serves rows of its store to other workers."""
 
-    def handle(self, request: Request) -> Sequence[Reply]:
-        """Execute one request."""
+    def handle(self, request: Request) -> Sequence[Reply | Future[Reply]]:
+        """Execute one request; a reply may come later, while other requests are executed."""
 
     def fetch(self, key: str, ids: Sequence[str]) -> bytes:
         """Encoded rows of `key`; called from another thread."""
@@ -50,10 +52,25 @@ HostFactory = Callable[[int, SampleClient], Host]
 
 
 class WorkerLoop:
-    """Executes one worker's requests; `execute` belongs to one thread, the rest is safe from any."""
+    """Executes one worker's requests; `execute` belongs to one thread, the rest is safe from any.
 
-    def __init__(self, rank: int, client: SampleClient, make_host: Callable[[], HostFactory]) -> None:
+    Args:
+        rank: global rank.
+        client: for the host.
+        make_host: returns the factory of the host.
+        post: sends a reply that comes later, from any thread; None: `execute` waits for such replies.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        client: SampleClient,
+        make_host: Callable[[], HostFactory],
+        *,
+        post: Callable[[Reply], None] | None = None,
+    ) -> None:
         self.rank = rank
+        self._post = post
         self._state = WorkerState(rank)
         self._client = client
         self._make_host = make_host
@@ -118,7 +135,24 @@ class WorkerLoop:
             if isinstance(request, Shutdown):
                 return [self._farewell(request)]
             self._host = self._make_host()(self.rank, self._client)
-        return list(self._host.handle(request))
+        replies: list[Reply] = []
+        for reply in self._host.handle(request):
+            if not isinstance(reply, Future):
+                replies.append(reply)
+            elif self._post is None:
+                replies.append(reply.result())
+            else:
+                reply.add_done_callback(partial(self._post_later, request, self._post))
+        return replies
+
+    def _post_later(self, request: Request, post: Callable[[Reply], None], reply: Future[Reply]) -> None:
+        """Send what a request led to, after other requests were executed."""
+        error = reply.exception()
+        if error is None:
+            post(reply.result())
+            return
+        _log.error("request %d (%s) failed", request.seq, describe(request), exc_info=error)
+        post(self.failure(request, error))
 
     def _farewell(self, request: Shutdown) -> Goodbye:
         return Goodbye(self.rank, request.seq)

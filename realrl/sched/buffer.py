@@ -203,6 +203,11 @@ class SampleBuffer:
             slot.n_taken += 1
         return n_steps, ids
 
+    def peek(self, position: int) -> tuple[str, ...]:
+        """The batch that `take` would return."""
+        id_of = self._id_of if position in self._round_queues else self._id_at
+        return tuple(id_of[index] for index in self.queues[position].peek())
+
     def finish(self, position: int, ids: Sequence[str], dropped: Collection[str] = ()) -> list[str]:
         """A call is done with its batch, and `dropped` some of it; return the samples that no call needs any more."""
         unneeded = []
@@ -227,9 +232,17 @@ class SampleBuffer:
 
     # ------------------------------------------------------------ samples are dropped, or not
 
+    def is_living(self, sample_id: str) -> bool:
+        """Whether a sample is loaded, or being loaded, and neither dropped nor freed."""
+        return sample_id in self._slots and not self._slots[sample_id].is_dropped
+
     def numbers(self, ids: Iterable[str]) -> list[int]:
         """The numbers of living samples."""
         return [self._slots[sample_id].number for sample_id in ids]
+
+    def ids_of(self, numbers: Iterable[int]) -> list[str]:
+        """The living samples with these numbers; only where samples are dropped."""
+        return [self._id_of[number] for number in numbers if number in self._id_of]
 
     def is_dropped(self, sample_id: str) -> bool:
         """Whether a living sample goes to no further call."""
@@ -240,7 +253,9 @@ class SampleBuffer:
         unneeded = []
         for number in numbers:
             slot = self._slots.get(self._id_of.get(number, ""))
-            if slot is not None and slot.n_unread:  # else it went through every call already
+            if (
+                slot is not None and slot.n_unread and not slot.is_dropped
+            ):  # else it went through every call, or is gone
                 self._drop(slot)
                 if slot.n_taken == 0:
                     unneeded.append(slot.id)
@@ -289,6 +304,11 @@ class SampleBuffer:
         generating = [i for i, call in enumerate(self._calls) if call.is_generate and call.role == role]
         read = [self._slots[sample_id].versions for sample_id in ids]
         return [version - versions[position] for versions in read for position in generating if position in versions]
+
+    def restore_version(self, sample_id: str, call: str, version: int) -> None:
+        """A call with outputs read its role in this version for a sample before the run was resumed."""
+        position = next(position for position, other in enumerate(self._calls) if other.name == call)
+        self._slots[sample_id].versions[position] = version
 
     # ------------------------------------------------------------ what is produced
 

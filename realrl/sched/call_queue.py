@@ -65,8 +65,15 @@ class CallQueue:
             return size if self._n_ready_in_window.get(window, 0) == size else 0
         return self._streamed_batch_size(self._min_n_seqs)
 
+    def peek(self) -> list[int]:
+        """The next batch: indices, oldest first. Only after `batch_size` said that there is one."""
+        size = self.batch_size()
+        if self._min_n_seqs is None:
+            return list(range(self._n_taken, self._n_taken + size))
+        return heapq.nsmallest(size, self._ready)
+
     def take(self) -> list[int]:
-        """Take the next batch: indices, oldest first. Only after `batch_size` said that there is one."""
+        """Take the next batch, as `peek` tells it."""
         size = self.batch_size()
         if self._min_n_seqs is None:
             del self._n_ready_in_window[self._n_taken // self._n_seqs]

@@ -16,8 +16,9 @@ from functools import cached_property
 from realrl.plan.partition import split_minibatches
 from realrl.plan.protocols import divide
 from realrl.plan.transfer import Arrival, Placement, Share, plan_transfers
+from realrl.sched.in_flight import CallRecord
 from realrl.sched.master_plan import ScheduledCall
-from realrl.sched.messages import MoveRows, RunCall, RunHooks, Transfer
+from realrl.sched.messages import CallDone, MoveRows, RunCall, RunHooks, Transfer
 from realrl.sched.story import ranks_text
 
 PartRequest = MoveRows | RunHooks | RunCall
@@ -69,12 +70,13 @@ class Dispatch:
         id: unique number.
         call: the call.
         step: step from 1.
-        ids: samples, oldest first.
+        ids: samples that it gets, oldest first.
+        known: samples of the batch that the call was done with before the run was resumed.
         work: rank of the mesh -> its share; in mesh order.
         arrivals: what the fetching of rows changes.
         moves_rows: rows move by collectives, in a part of their own, and are not pulled by the ranks of the mesh.
         parts: those that were sent.
-        seconds: time that each rank which answered spent in the call itself.
+        replies: of the ranks that are done with the call.
         version: train_step calls that the parameters which it reads have been through; None until that is decided.
     """
 
@@ -85,8 +87,9 @@ class Dispatch:
     work: Mapping[int, RankWork]
     arrivals: tuple[Arrival, ...]
     moves_rows: bool = False
+    known: tuple[str, ...] = ()
     parts: dict[PartKind, Part] = field(default_factory=dict)
-    seconds: dict[int, float] = field(default_factory=dict)
+    replies: dict[int, CallDone] = field(default_factory=dict)
     version: int | None = None
 
     @cached_property
@@ -129,6 +132,29 @@ class Dispatch:
         kind, part = next((kind, part) for kind, part in self.parts.items() if part.pending)
         return f"{doing[kind]} step {self.step} on ranks {ranks_text(part.pending)}"
 
+    def record(self) -> CallRecord:
+        """What the call did, once all ranks of the mesh are done.
+
+        Returned metrics are equal on all ranks; sums count once for each set of samples.
+        """
+        replies = self.replies
+        maxima: dict[str, float] = {}
+        for reply in replies.values():
+            for name, value in reply.maxima.items():
+                maxima[name] = max(value, maxima.get(name, value))
+        return CallRecord(
+            call=self.call.name,
+            step=self.step,
+            ids=self.ids,
+            version=self.version,
+            seconds=max(_seconds(reply) for reply in replies.values()),
+            metrics=replies[self.call.ranks[0]].metrics if self.call.reports_metrics else {},
+            sums=tuple([replies[rank].sums for rank in sorted(self.recording_ranks) if replies[rank].sums]),
+            maxima=maxima,
+            memory_gb={rank: reply.memory_gb for rank, reply in replies.items() if reply.memory_gb > 0},
+            bytes_received=sum(reply.bytes_received for reply in replies.values()),
+        )
+
     def requests(self, kind: PartKind, next_seq: Callable[[int], int], n_steps: int) -> dict[int, PartRequest]:
         """Rank -> its request for one part."""
         name, step = self.call.name, self.step
@@ -159,6 +185,10 @@ class Dispatch:
         if kind is PartKind.BEFORE:
             return {r: RunHooks(next_seq(r), self.id, name, step, "before") for r in self.call.hooks.before_ranks}
         return {r: RunHooks(next_seq(r), self.id, name, step, "after") for r in self.call.hooks.after_ranks}
+
+
+def _seconds(reply: CallDone) -> float:
+    return sum(span.end_s - span.start_s for span in reply.spans if span.kind == "call")
 
 
 def plan_work(

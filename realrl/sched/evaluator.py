@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from realrl.plan.cursor import DatasetCursor
+from realrl.sched.call_phase import Counters
 from realrl.sched.dispatch import Dispatch
 from realrl.sched.events import Instruction, SampleContents
 from realrl.sched.master_plan import MasterPlan
@@ -31,7 +32,7 @@ from realrl.sched.messages import (
 from realrl.sched.outbox import Outbox
 from realrl.sched.readout import SampleReader
 from realrl.sched.saving import CheckpointTracker
-from realrl.sched.scheduler import Counters, Scheduler
+from realrl.sched.scheduler import Scheduler
 from realrl.sched.scores import score
 from realrl.sched.step_log import WholeLog
 from realrl.sched.story import Story

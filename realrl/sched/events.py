@@ -21,6 +21,7 @@ from realrl.errors import (
     WorkerLostError,
 )
 from realrl.plan.cursor import CursorState
+from realrl.sched.in_flight import InFlight
 from realrl.sched.messages import (
     CallDone,
     CheckpointSaved,
@@ -34,6 +35,8 @@ from realrl.sched.messages import (
     SamplesFreed,
     SamplesLoaded,
     SamplesRead,
+    SavedFile,
+    SavedRole,
     Span,
     WorkerFailed,
 )
@@ -77,6 +80,10 @@ class CheckpointCommitted(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
+class SaveIntervalPassed(msgspec.Struct, frozen=True, tag=True):
+    """So much time went by since the last checkpoint that another one is wanted as soon as a step is complete."""
+
+
 class CheckpointFailed(msgspec.Struct, frozen=True, tag=True):
     """The checkpoint of `step` could not be written; `message` says why and what to do, for the user to read."""
 
@@ -89,6 +96,7 @@ Event = (
     | WorkerLost
     | WorkerSilent
     | Interrupted
+    | SaveIntervalPassed
     | CheckpointCommitted
     | CheckpointFailed
     | Hello
@@ -258,12 +266,20 @@ class CommitCheckpoint(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         cursor: loader position after `step`.
         versions: role -> train_step calls that the saved parameters have been through.
+        in_flight: what was done for later steps.
+        files: that the ranks wrote; path inside the checkpoint -> file.
+        roles: how each role was saved.
+        is_last: no step of the run is left.
     """
 
     step: int
     directory: str
     cursor: CursorState
     versions: Mapping[str, int]
+    in_flight: InFlight = InFlight()
+    files: Mapping[str, SavedFile] = {}
+    roles: Mapping[str, SavedRole] = {}
+    is_last: bool = False
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):

@@ -22,8 +22,9 @@ from realrl.graph.mfc import InterfaceType
 from realrl.graph.protocol_names import DEFAULT_PROTOCOL
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.cursor import CursorState, DatasetCursor
-from realrl.plan.hooks import NO_HOOKS, CallHooks, plan_hooks
+from realrl.plan.hooks import NO_HOOKS, CallHooks, Realloc, plan_hooks
 from realrl.plan.protocols import CallLayout
+from realrl.sched.in_flight import InFlight
 from realrl.sched.readout import Readout, plan_readout
 
 if TYPE_CHECKING:
@@ -105,12 +106,15 @@ class ScheduledCall:
 class ResumePoint:
     """Where a checkpoint lets the run continue: after `step`, with the loader at `cursor`.
 
-    `versions`: role -> train_step calls that its parameters have been through.
+    Attributes:
+        versions: role -> train_step calls that its parameters have been through.
+        in_flight: what was done for later steps.
     """
 
     step: int
     cursor: CursorState
     versions: Mapping[str, int] = field(default_factory=dict)
+    in_flight: InFlight = field(default_factory=InFlight)
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class MasterPlan:
         seed, shuffle: order of the samples.
         resume: the checkpoint to continue from.
         save_every_steps: 0 means no checkpoint on the way.
+        save_every_epochs: save the steps in which so many epochs end; 0 means none.
         save_at_end: write one after the last step.
         checkpoint_directory: folder that ranks write a checkpoint into; ``{step}`` in it stands for the step.
         capacity_steps: steps whose samples may be alive at once; None: one, plus the largest staleness, plus one to
@@ -158,6 +163,7 @@ class MasterPlan:
     shuffle: bool = True
     resume: ResumePoint | None = None
     save_every_steps: int = 0
+    save_every_epochs: int = 0
     save_at_end: bool = False
     checkpoint_directory: str = ""
     capacity_steps: int | None = None
@@ -223,6 +229,17 @@ class MasterPlan:
         if self.capacity_steps is not None:
             return self.capacity_steps
         return 1 + max((wait.lag for call in self.calls for wait in call.waits_for), default=1)
+
+    @property
+    def in_flight(self) -> InFlight:
+        """What was done for later steps before the run was resumed."""
+        return InFlight() if self.resume is None else self.resume.in_flight
+
+    @property
+    def written_roles(self) -> frozenset[str]:
+        """Roles that some hook writes into."""
+        hooks = [hook for call in self.calls for hook in (*call.hooks.before, *call.hooks.after)]
+        return frozenset(hook.target for hook in hooks if isinstance(hook, Realloc) and not hook.is_implied)
 
     @property
     def drops(self) -> bool:
@@ -374,6 +391,7 @@ def plan_master(
         shuffle=config.dataset.shuffle,
         resume=resume,
         save_every_steps=config.save.every_steps if trains else 0,
+        save_every_epochs=config.save.every_epochs if trains else 0,
         save_at_end=config.save.at_end and trains,
         checkpoint_directory=checkpoint_directory,
         moves_rows=config.cluster.data_plane == "collective",

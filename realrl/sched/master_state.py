@@ -24,6 +24,7 @@ import msgspec
 from realrl.errors import InvalidTransitionError, UsageError
 from realrl.plan.cursor import CursorState, DatasetCursor
 from realrl.sched import diagnosis
+from realrl.sched.call_phase import Counters
 from realrl.sched.closing import Farewell
 from realrl.sched.diagnosis import Fatal
 from realrl.sched.dispatch import Dispatch
@@ -47,6 +48,7 @@ from realrl.sched.events import (
     ReportStart,
     ReportStep,
     SampleContents,
+    SaveIntervalPassed,
     Send,
     Start,
     WorkerLost,
@@ -80,7 +82,7 @@ from realrl.sched.outbox import NumberedReply, Outbox
 from realrl.sched.readout import SampleReader
 from realrl.sched.run_phase import NEXT_RUN_PHASES, RunPhase
 from realrl.sched.saving import CheckpointTracker
-from realrl.sched.scheduler import Counters, Scheduler
+from realrl.sched.scheduler import Scheduler
 from realrl.sched.scores import score
 from realrl.sched.step_log import StepLog
 from realrl.sched.story import Story
@@ -127,6 +129,7 @@ class MasterState:
             SamplesRead: self._on_samples_read,
             SamplesFreed: self._on_samples_freed,
             CheckpointSaved: self._on_checkpoint_saved,
+            SaveIntervalPassed: self._on_save_interval_passed,
             CheckpointCommitted: self._on_checkpoint_committed,
             CheckpointFailed: self._on_checkpoint_failed,
             Goodbye: self._on_goodbye,
@@ -134,7 +137,7 @@ class MasterState:
             WorkerLost: self._on_worker_lost,
             WorkerSilent: self._on_worker_silent,
             Interrupted: self._on_interrupted,
-            Heartbeat: self._on_heartbeat,
+            Heartbeat: lambda reply: [],  # the shell watches for heartbeats that stop; those that come change nothing
         }
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -283,7 +286,11 @@ class MasterState:
             plan.first_step, last_step, every_steps=plan.eval_every_steps, at_start=is_evaluated_first
         )
         self._checkpoints = CheckpointTracker(
-            plan.first_step, last_step, every_steps=plan.save_every_steps, at_end=plan.save_at_end
+            plan.first_step,
+            last_step,
+            every_steps=plan.save_every_steps,
+            at_end=plan.save_at_end,
+            ends_epoch=self._is_saved_epoch,
         )
         self._scheduler = Scheduler(
             plan,
@@ -381,7 +388,7 @@ class MasterState:
         instructions: list[Instruction] = []
         while (step := scheduler.finish_step()) is not None:
             instructions += self._report(step)
-        instructions += scheduler.advance()
+        instructions += [*self._save_if_ready(scheduler), *scheduler.advance()]
         if self._is_complete(scheduler):
             if self.plan.only_evaluates:
                 columns = [contents.columns for contents in self._contents]
@@ -414,14 +421,12 @@ class MasterState:
 
     def _conclude(self, report: ReportStep) -> list[Instruction]:
         """A step is complete and evaluated, if it had to be: report it, and save it when that is due."""
-        step = report.step
-        if not self._checkpoints.is_due(step):
+        assert self._scheduler is not None
+        if not self._checkpoints.is_due(report.step):
+            self._checkpoints.pass_by(report.step)
             return [report]
-        ranks = range(self.plan.n_ranks)
-        self._checkpoints.begin(step, ranks)
-        directory = self.plan.checkpoint_directory_of(step)
-        saves = [self._send(rank, SaveCheckpoint(self._outbox.next_seq(rank), step, directory)) for rank in ranks]
-        return [report, OpenCheckpoint(step, directory), *saves]
+        self._checkpoints.hold(report.step, self._scheduler.reading_before(report.step))
+        return [report, *self._save_if_ready(self._scheduler)]
 
     # ------------------------------------------------------------ evaluation
 
@@ -452,19 +457,43 @@ class MasterState:
 
     # ------------------------------------------------------------ checkpoints
 
+    def _is_saved_epoch(self, step: int) -> bool:
+        """Whether one of the epochs after which to save ends in `step`, which has all its samples."""
+        assert self._cursor is not None
+        first, stop = (self.cursor_state(s).rows_consumed for s in (step - 1, step))
+        return self._cursor.ends_epochs(first, stop, self.plan.save_every_epochs)
+
+    def _on_save_interval_passed(self, event: SaveIntervalPassed) -> list[Instruction]:
+        if self._scheduler is not None and self._farewell is None:
+            self._checkpoints.want(self._scheduler.step_to_save)
+        return []
+
+    def _save_if_ready(self, scheduler: Scheduler) -> list[Instruction]:
+        """Ask every rank for its share of the checkpoint that is due, unless it must wait."""
+        step = self._checkpoints.ready(scheduler.dispatches)
+        if step is None:
+            return []
+        in_flight, ranks = scheduler.in_flight(step), range(self.plan.n_ranks)
+        rows = scheduler.rows_in_flight(in_flight)
+        self._checkpoints.begin(step, ranks, in_flight)
+        scheduler.wake()
+        directory, next_seq = self.plan.checkpoint_directory_of(step), self._outbox.next_seq
+        asks = [self._send(r, SaveCheckpoint(next_seq(r), step, directory, rows.get(r, {}))) for r in ranks]
+        return [OpenCheckpoint(step, directory), *asks]
+
     def _on_checkpoint_saved(self, reply: CheckpointSaved) -> list[Instruction]:
         request = self._answered(reply)
         self._log.add_spans(reply.rank, reply.spans)
         if request is None:
             return []
         assert isinstance(request, SaveCheckpoint)
-        if not self._checkpoints.add_saved(request.step, reply.rank):
+        step = request.step
+        save = self._checkpoints.add_saved(step, reply)
+        if save is None:
             return []
-        return [
-            CommitCheckpoint(
-                request.step, request.directory, self.cursor_state(request.step), self.plan.versions_after(request.step)
-            )
-        ]
+        cursor, versions, told = self.cursor_state(step), self.plan.versions_after(step), (save.files, save.roles)
+        is_last = self._scheduler is not None and step == self._scheduler.last_step
+        return [CommitCheckpoint(step, request.directory, cursor, versions, save.in_flight, *told, is_last)]
 
     def _on_checkpoint_committed(self, event: CheckpointCommitted) -> list[Instruction]:
         if not self._checkpoints.is_committing(event.step):
@@ -523,10 +552,6 @@ class MasterState:
     def _on_goodbye(self, reply: Goodbye) -> list[Instruction]:
         self._answered(reply)
         return [] if self._farewell is None else self._leave(self._farewell, reply.rank)
-
-    def _on_heartbeat(self, reply: Heartbeat) -> list[Instruction]:
-        """The shell watches for heartbeats that stop; those that come change nothing."""
-        return []
 
     def _close(self, interrupted: str) -> list[Instruction]:
         self._enter(RunPhase.CLOSING, f"interrupted: {interrupted}" if interrupted else "the last step is complete")

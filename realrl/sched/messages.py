@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 HookTime = Literal["before", "after"]
 """On which side of a call its hooks run."""
@@ -176,11 +176,19 @@ class FreeSamples(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
-    """Write this rank's share of a checkpoint under `directory` (a temporary folder that the master renames)."""
+    """Copy this rank's share of a checkpoint to host memory, and write it beside the requests that follow.
+
+    The one request whose answer comes later than those of requests behind it: when the files are on disk.
+
+    Attributes:
+        directory: a temporary folder, which the master renames.
+        rows: key -> samples of later steps whose rows belong to the checkpoint too.
+    """
 
     seq: int
     step: int
     directory: str
+    rows: Mapping[str, tuple[str, ...]] = {}
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -232,10 +240,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class SamplesLoaded(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `LoadSamples`. `restored`: what a checkpoint held of some of the samples, besides dataset keys."""
+
     rank: int
     seq: int
     meta: SampleMeta
     spans: tuple[Span, ...] = ()
+    restored: tuple[SampleMeta, ...] = ()
 
 
 class CallDone(msgspec.Struct, frozen=True, tag=True):
@@ -306,11 +317,41 @@ class SamplesFreed(msgspec.Struct, frozen=True, tag=True):
     seq: int
 
 
+class SavedFile(msgspec.Struct, frozen=True):
+    """Size and digest (SHA-256, hexadecimal) of a file."""
+
+    size_bytes: int
+    sha256: str
+
+
+class SavedRole(msgspec.Struct, frozen=True):
+    """How a role was saved.
+
+    Attributes:
+        dp, tp, pp: of the layout; each (pp, tp) coordinate has a file of optimizer state.
+        model: digest of the names and shapes of its parameters.
+    """
+
+    dp: int
+    tp: int
+    pp: int
+    model: str
+
+
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `SaveCheckpoint`: what this rank wrote is on disk.
+
+    Attributes:
+        files: path inside the checkpoint -> file.
+        roles: of the roles that this rank speaks for.
+    """
+
     rank: int
     seq: int
     step: int
     spans: tuple[Span, ...] = ()
+    files: Mapping[str, SavedFile] = {}
+    roles: Mapping[str, SavedRole] = {}
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):

@@ -91,8 +91,9 @@ class Outbox:
         self._open[rank].pop(seq, None)
 
     def oldest(self, rank: int) -> Request | None:
-        """What `rank` is executing, or will next: requests are executed in order."""
-        return next(iter(self._open[rank].values()), None)
+        """What `rank` is executing, or will next: all but checkpoints, which are written beside, go in order."""
+        requests = list(self._open[rank].values())
+        return next((r for r in requests if not isinstance(r, SaveCheckpoint)), requests[0] if requests else None)
 
     def of_rank(self, rank: int) -> Iterator[Request]:
         """Open requests of one worker, in order."""

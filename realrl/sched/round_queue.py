@@ -90,8 +90,12 @@ class RoundQueue:
             self._window += 1
         return 0
 
+    def peek(self) -> list[int]:
+        """The next batch: indices, oldest first. Only after `batch_size` said that there is one."""
+        return heapq.nsmallest(self.batch_size(), self._ready)
+
     def take(self) -> list[int]:
-        """Take the next batch: indices, oldest first. Only after `batch_size` said that there is one."""
+        """Take the next batch, as `peek` tells it."""
         size = self.batch_size()
         if self._min_n_seqs is None:
             # Later windows may be ready before this one, but their samples are younger.

@@ -28,6 +28,7 @@ Policy:
       become ready by the same event.
     - Where calls drop samples, a step is filled up in rounds (see `rounds`); the next one is loaded after that, and
       parameters do not change before it.
+    - What calls did for later steps before the run was resumed is not done again (see `in_flight`).
     - A call that may be stale runs a fixed number of steps ahead of the training of its role, never more and never
       less: training waits until it was sent. At step i it reads what step ``i - 1 - max_staleness`` left (what the run
       began with, for the first steps, also of a resumed run). The exceptions: what else the call waits for holds it
@@ -37,16 +38,17 @@ Policy:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from enum import Enum
 
 from realrl.errors import InvalidTransitionError
 from realrl.plan.cursor import DatasetCursor
 from realrl.sched.buffer import SampleBuffer
+from realrl.sched.call_phase import NEXT_CALL_PHASES, CallPhase, Counters
 from realrl.sched.devices import MAX_QUEUED, DeviceLoad
 from realrl.sched.diagnosis import Fatal, bad_load, bad_output, too_many_dropped
 from realrl.sched.dispatch import Dispatch, Part, PartKind, plan_work
 from realrl.sched.evaluation_times import EvaluationTimes
 from realrl.sched.events import Instruction, Send
+from realrl.sched.in_flight import SURPLUS, FlightLog, InFlight
 from realrl.sched.master_plan import MasterPlan, ScheduledCall
 from realrl.sched.messages import (
     CallDone,
@@ -67,44 +69,6 @@ from realrl.sched.rounds import Rounds
 from realrl.sched.saving import CheckpointTracker
 from realrl.sched.step_log import StepLog
 from realrl.sched.story import Story, ranks_text
-
-
-class CallPhase(Enum):
-    """What one call is doing."""
-
-    WAITING = "waiting"  # for samples, a version or devices
-    RUNNING = "running"  # one dispatch is under way, its hooks included
-    DONE = "done"
-
-
-_NEXT_PHASES = {
-    CallPhase.WAITING: {
-        CallPhase.RUNNING,  # a batch had its inputs, version and devices: requests went to every rank it needs
-        CallPhase.DONE,  # no sample of the last step was dropped that it would have to see a replacement of
-    },
-    CallPhase.RUNNING: {
-        CallPhase.WAITING,  # every rank is done, hooks included, and the run needs the call again
-        CallPhase.DONE,  # every rank is done with the last batch of the last step
-    },
-    CallPhase.DONE: set[CallPhase](),
-}
-
-
-class Counters:
-    """Numbers of dispatches and of their parts; schedulers that feed the same workers share them."""
-
-    def __init__(self) -> None:
-        self._n_dispatches = self._n_parts = 0
-
-    def next_dispatch(self) -> int:
-        """A number that no other dispatch has."""
-        self._n_dispatches += 1
-        return self._n_dispatches - 1
-
-    def next_part(self) -> int:
-        """The position of the part that is sent now, in the order of all parts."""
-        self._n_parts += 1
-        return self._n_parts - 1
 
 
 class Scheduler:
@@ -154,12 +118,17 @@ class Scheduler:
         self._n_total = plan.n_samples(cursor, last_step)
         self._buffer = SampleBuffer(plan.calls, plan.step_size, self._n_total)
         self._rounds = Rounds(plan.step_size) if plan.drops else None
+        self._position = {call.name: position for position, call in enumerate(plan.calls)}
+        known = [record for record in plan.in_flight.calls if record.call in self._position]
+        self._flight = FlightLog(InFlight(tuple(known), plan.in_flight.dropped))
+        for record in known:
+            log.add_call(record)
+        self._trained_step = 0  # the last step of which a call that changes parameters was sent
         self._last_dropping = max((i for i, call in enumerate(plan.calls) if call.may_drop), default=-1)
         self._versions = plan.versions_after(plan.first_step - 1)  # that calls which are sent from now on read
         self._is_stale_allowed = any(call.max_staleness for call in plan.calls)
         self._has_leads = any(call.leads for call in plan.calls)
         self._phases = [CallPhase.WAITING] * len(plan.calls)
-        self._position = {call.name: position for position, call in enumerate(plan.calls)}
         self._devices = DeviceLoad({call.name: call.extent for call in plan.calls}, plan.n_ranks)
         self._needs_others = [set(call.extent) != set(call.ranks) for call in plan.calls]
         self._has_completed = False  # a dispatch was completed since a step was last found complete or not
@@ -176,6 +145,11 @@ class Scheduler:
         """Samples that are loaded, or being loaded, and not freed."""
         return len(self._buffer)
 
+    @property
+    def step_to_save(self) -> int:
+        """The first step of whose parameters nothing is lost yet: a checkpoint of it can still be wanted."""
+        return max(self.step, self._trained_step)
+
     def n_consumed(self, step: int) -> int:
         """Samples that this run takes from the dataset up to `step`, which must have all of them."""
         n_steps = step - self._plan.first_step + 1
@@ -183,6 +157,34 @@ class Scheduler:
             return self._rounds.loaded_at_end(n_steps)
         n_samples = n_steps * self._plan.step_size
         return n_samples if self._n_total is None else min(n_samples, self._n_total)
+
+    # ------------------------------------------------------------ what a checkpoint needs
+
+    def reading_before(self, step: int) -> frozenset[int]:
+        """Dispatches of later steps under way that read older parameters than those after `step`."""
+        versions, written = self._plan.versions_after(step), self._plan.written_roles
+        found = []
+        for dispatch in self.dispatches.values():
+            role, version = dispatch.call.role, dispatch.version
+            is_older = version is not None and version < versions.get(role, 0)
+            is_unknown = version is None and role in written and dispatch.call.max_staleness > 0
+            if dispatch.step > step and (is_older or is_unknown):
+                found.append(dispatch.id)
+        return frozenset(found)
+
+    def in_flight(self, step: int) -> InFlight:
+        """What complete dispatches did for steps after `step`."""
+        return self._flight.after(step)
+
+    def rows_in_flight(self, in_flight: InFlight) -> dict[int, dict[str, tuple[str, ...]]]:
+        """Rank -> key -> samples: where rows that these dispatches produced lie, each once."""
+        rows: dict[int, dict[str, list[str]]] = {}
+        for record in in_flight.calls:
+            for key in self._calls[self._position[record.call]].output_keys:
+                for sample_id in filter(self._buffer.is_living, record.ids):
+                    rank = min(self._buffer.holders(key, sample_id))
+                    rows.setdefault(rank, {}).setdefault(key, []).append(sample_id)
+        return {rank: {key: tuple(ids) for key, ids in keys.items()} for rank, keys in rows.items()}
 
     # ------------------------------------------------------------ what happened
 
@@ -192,12 +194,21 @@ class Scheduler:
         if reply.meta.ids != request.ids or missing:
             raise Fatal(bad_load(reply, request, missing))
         self._buffer.add_loaded(reply.rank, reply.meta)
+        for meta in reply.restored:
+            self._buffer.add_rows(reply.rank, meta)
+        for sample_id in reply.meta.ids:
+            for call, version in self._flight.done_before(sample_id).items():
+                lost = self._buffer.missing_output(self._position[call], (sample_id,))
+                if lost is not None:
+                    raise Fatal(bad_load(reply, request, [lost[1]]))
+                if version is not None:
+                    self._buffer.restore_version(sample_id, call, version)
 
     def handle_call_done(self, reply: CallDone, request: RunCall) -> list[Instruction]:
         """One rank is done with its share of a call."""
         dispatch = self.dispatches[request.dispatch_id]
         self._devices.remove(reply.rank)
-        self._log.add_reply(dispatch, reply)
+        dispatch.replies[reply.rank] = reply
         if reply.output is not None and reply.output.ids:
             _check_output(dispatch, reply)
             self._buffer.add_rows(reply.rank, reply.output)
@@ -232,29 +243,40 @@ class Scheduler:
             raise Fatal(bad_output(dispatch, f"did not produce '{key}' of sample '{sample_id}'", sample_id=sample_id))
 
     def _complete(self, dispatch: Dispatch) -> list[Instruction]:
-        """Every rank is done, hooks included: free what nobody needs any more."""
+        """Every rank is done, hooks included."""
         position = self._position[dispatch.call.name]
         del self.dispatches[dispatch.id]
-        self._log.add_dispatch(dispatch)
+        record = dispatch.record()
+        self._log.add_call(record)
+        self._flight.add_call(record)
         self._buffer.finish_arrivals(dispatch.arrivals)
-        dropped = self._buffer.unproduced(position, dispatch.ids) if dispatch.call.may_drop else frozenset()
-        unneeded = self._buffer.finish(position, dispatch.ids, dropped)
-        if self._rounds is not None and dispatch.call.may_drop:
-            unneeded += self._decide(self._rounds, dispatch, dropped)
         self._enter(position, CallPhase.WAITING)
-        self._end_calls()
-        left_out = f", {len(dropped)} samples are dropped" if dropped else ""
+        freed, n_dropped = self._finish_batch(position, dispatch.step, (*dispatch.ids, *dispatch.known))
+        left_out = f", {n_dropped} samples are dropped" if n_dropped else ""
         self._note(dispatch.call, f"step {dispatch.step}, dispatch {dispatch.id}: all ranks are done{left_out}")
+        return freed
+
+    def _finish_batch(self, position: int, step: int, ids: tuple[str, ...]) -> tuple[list[Instruction], int]:
+        """A call is done with samples: free what nobody needs any more. Also tells how many it dropped."""
+        call = self._calls[position]
+        dropped = self._buffer.unproduced(position, ids) if call.may_drop else frozenset()
+        unneeded = self._buffer.finish(position, ids, dropped)
+        if self._rounds is not None and call.may_drop:
+            kept = [sample_id for sample_id in ids if position == self._last_dropping and sample_id not in dropped]
+            gone = [sample_id for sample_id in ids if sample_id in dropped]
+            unneeded += self._decide(self._rounds, step, call.name, kept, gone)
+        self._end_calls()
         self._has_completed = self._is_stale = True
         if not unneeded:
-            return []
+            return [], len(dropped)
         trained = [sample_id for sample_id in unneeded if not self._buffer.is_dropped(sample_id)]
-        self._log.add_samples(dispatch.step, self._buffer.token_counts(trained))
+        self._log.add_samples(step, self._buffer.token_counts(trained))
         reads = [] if self._reader is None else self._read(self._reader, trained)
-        return reads + [
-            self._send(rank, FreeSamples(self._outbox.next_seq(rank), ids))
-            for rank, ids in self._buffer.free(unneeded).items()
+        frees = [
+            self._send(rank, FreeSamples(self._outbox.next_seq(rank), freed))
+            for rank, freed in self._buffer.free(unneeded).items()
         ]
+        return [*reads, *frees], len(dropped)
 
     def _read(self, reader: SampleReader, ids: list[str]) -> list[Instruction]:
         """Ask for the contents of those samples, about to be freed, of which they are wanted."""
@@ -272,26 +294,23 @@ class Scheduler:
                 instructions.append(self._send(rank, ReadSamples(seq, step, texts, roles, keys)))
         return instructions
 
-    def _decide(self, rounds: Rounds, dispatch: Dispatch, dropped: frozenset[str]) -> list[str]:
+    def _decide(self, rounds: Rounds, step: int, call: str, kept: list[str], gone: list[str]) -> list[str]:
         """The fate of some samples is known; return those that are left over and can be freed.
 
         Raises:
             Fatal: samples are still missing, and were replaced as often as they may.
         """
-        is_last = self._position[dispatch.call.name] == self._last_dropping
-        kept = [sample_id for sample_id in dispatch.ids if is_last and sample_id not in dropped]
-        gone = [sample_id for sample_id in dispatch.ids if sample_id in dropped]
-        decision = rounds.decide(
-            dispatch.call.name, kept=self._buffer.numbers(kept), dropped=self._buffer.numbers(gone)
-        )
+        self._flight.add_dropped(step, call, gone)
+        decision = rounds.decide(call, kept=self._buffer.numbers(kept), dropped=self._buffer.numbers(gone))
         self._buffer.give_places(decision.places)
+        self._flight.add_dropped(step, SURPLUS, self._buffer.ids_of(decision.surplus))
         unneeded = self._buffer.drop(decision.surplus)
         if not rounds.is_open:
             self._buffer.close_step()
-            self._log.add_dropped(dispatch.step, rounds.n_dropped, rounds.n_surplus)
+            self._log.add_dropped(step, rounds.n_dropped, rounds.n_surplus)
         elif rounds.n_wanted and rounds.n_refills >= self._plan.max_refill_rounds:
             n_loaded, n_refills = rounds.n_loaded_in_step, rounds.n_refills
-            raise Fatal(too_many_dropped(dispatch.step, rounds.n_vacant, n_loaded, n_refills, rounds.n_dropped))
+            raise Fatal(too_many_dropped(step, rounds.n_vacant, n_loaded, n_refills, rounds.n_dropped))
         return unneeded
 
     def _end_calls(self) -> None:
@@ -311,6 +330,7 @@ class Scheduler:
             self._has_completed = False
             return None
         self.step += 1
+        self._flight.forget(step)
         self._is_stale = True
         return step
 
@@ -325,8 +345,12 @@ class Scheduler:
         self._is_stale = False
         self._buffer.grew_ready = False
         instructions: list[Instruction] = []
-        while n_samples := self._n_loadable():
-            instructions.append(self._load(n_samples))
+        passed: list[Instruction] | None = []
+        while passed is not None:  # what is passed may make room
+            while n_samples := self._n_loadable():
+                passed += self._load(n_samples)
+            instructions += passed
+            passed = self._pass_known()
         while started := self._start_calls():
             instructions += self._send_all(started)
             if not self._has_leads:  # else a call that changes parameters may wait for one that was sent just now
@@ -361,15 +385,45 @@ class Scheduler:
         size = size if self._n_total is None else min(size, self._n_total - self._buffer.n_loaded)
         return size if has_room and self._plan.first_step + n_begun <= self.last_step else 0
 
-    def _load(self, n_samples: int) -> Instruction:
+    def _load(self, n_samples: int) -> list[Instruction]:
         refs = self._cursor.take(self._cursor.start + self._buffer.n_loaded, n_samples)
         self._buffer.expect(refs)
         if self._rounds is not None:
             self._rounds.open_round()
+            self._drop_again(self._rounds, [ref.id for ref in refs if self._flight.was_dropped(ref.id)])
+            refs = [ref for ref in refs if self._buffer.is_living(ref.id)]
+        if not refs:
+            return []
         rank = self._plan.dataset_rank
         ids, rows = tuple(ref.id for ref in refs), tuple(ref.row for ref in refs)
         is_held_out = self._plan.held_out is not None
-        return self._send(rank, LoadSamples(self._outbox.next_seq(rank), ids, rows, is_held_out))
+        return [self._send(rank, LoadSamples(self._outbox.next_seq(rank), ids, rows, is_held_out))]
+
+    def _drop_again(self, rounds: Rounds, ids: list[str]) -> None:
+        """Samples that were dropped before the run was resumed need not be loaded."""
+        step = self._settled_step(rounds) + 1
+        unneeded = self._buffer.drop(self._buffer.numbers(ids))
+        for call, dropped in self._flight.take_drops(ids).items():
+            if call == SURPLUS:
+                self._decide(rounds, step, self._calls[self._last_dropping].name, dropped, [])
+            else:
+                self._decide(rounds, step, call, [], dropped)
+        self._buffer.free(unneeded)
+        self._has_completed = self._is_stale = True
+
+    def _pass_known(self) -> list[Instruction] | None:
+        """Let a call pass a batch that it was done with before the run was resumed; None if there is none."""
+        for position, call in enumerate(self._calls):
+            is_waiting = self._phases[position] is CallPhase.WAITING
+            if is_waiting and self._flight.knows(call.name) and self._buffer.queues[position].batch_size():
+                if not self._flight.knows_all(call.name, self._buffer.peek(position)):
+                    continue
+                step = self._next_step(position)
+                _, ids = self._buffer.take(position)
+                self._flight.split(call.name, ids)
+                self._note(call, f"step {step}: {len(ids)} samples were done before the run was resumed")
+                return self._finish_batch(position, step, ids)[0]
+        return None
 
     def _startable(self) -> Iterator[tuple[int, bool, int]]:
         """Yield (step, whether hooks need no devices of others, position) of every call that lacks at most devices."""
@@ -400,13 +454,16 @@ class Scheduler:
     def _start(self, position: int) -> Dispatch:
         """Take a batch of a call and occupy its devices; its requests are still to be sent."""
         call, step = self._calls[position], self._next_step(position)
-        _, ids = self._buffer.take(position)
+        _, taken = self._buffer.take(position)
+        ids, known = self._flight.split(call.name, taken)
+        if call.changes_parameters:
+            self._trained_step = max(self._trained_step, step)
         token_counts = self._buffer.token_counts(ids, call.input_keys)
         placements = self._buffer.placements(call.input_keys)
         work, arrivals = plan_work(call, ids, token_counts, placements, self._plan.cluster.node_of)
         self._buffer.begin_arrivals(arrivals)
         number = self._counters.next_dispatch()
-        dispatch = Dispatch(number, call, step, ids, work, arrivals, self._plan.moves_rows)
+        dispatch = Dispatch(number, call, step, ids, work, arrivals, self._plan.moves_rows, known)
         self.dispatches[dispatch.id] = dispatch
         for rank in call.ranks:
             self._devices.add(rank)
@@ -485,7 +542,7 @@ class Scheduler:
 
     def _enter(self, position: int, phase: CallPhase) -> None:
         call, old = self._calls[position], self._phases[position]
-        if phase not in _NEXT_PHASES[old]:
+        if phase not in NEXT_CALL_PHASES[old]:
             raise InvalidTransitionError(
                 f"call '{call.name}' cannot go from {old.value} to {phase.value}", self._stories[call.name].lines()
             )

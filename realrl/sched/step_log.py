@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from realrl.sched.dispatch import Dispatch
 from realrl.sched.events import RankSpan
+from realrl.sched.in_flight import CallRecord
 from realrl.sched.master_plan import ScheduledCall
-from realrl.sched.messages import CallDone, HooksDone, RowsMoved, Span
+from realrl.sched.messages import HooksDone, RowsMoved, Span
 
 
 @dataclass
@@ -52,22 +52,22 @@ class StepLog:
         spans, self._spans = tuple(self._spans), []
         return spans
 
-    def add_reply(self, dispatch: Dispatch, reply: CallDone) -> None:
-        """One rank is done with its part; its metrics count if it is the first of the mesh, for they are all equal."""
-        entry = self._entry(dispatch.step)
-        entry.data_bytes += reply.bytes_received
-        _note_memory(entry, reply.rank, reply.memory_gb)
-        dispatch.seconds[reply.rank] = sum(span.end_s - span.start_s for span in reply.spans if span.kind == "call")
-        if reply.rank == dispatch.call.ranks[0] and dispatch.call.reports_metrics:
-            sums = entry.sums.setdefault(dispatch.call.name, {})
-            for name, value in reply.metrics.items():
-                total, n_samples = sums.get(name, (0.0, 0))
-                sums[name] = (total + value * len(dispatch.ids), n_samples + len(dispatch.ids))
-        if reply.rank in dispatch.recording_ranks:
-            for name, (total, count) in reply.sums.items():
+    def add_call(self, record: CallRecord) -> None:
+        """A dispatch is complete, in this run or before it was resumed."""
+        entry = self._entry(record.step)
+        entry.data_bytes += record.bytes_received
+        for rank, memory_gb in record.memory_gb.items():
+            _note_memory(entry, rank, memory_gb)
+        entry.seconds[record.call] = entry.seconds.get(record.call, 0.0) + record.seconds
+        returned = entry.sums.setdefault(record.call, {})
+        for name, value in record.metrics.items():
+            total, n_samples = returned.get(name, (0.0, 0))
+            returned[name] = (total + value * len(record.ids), n_samples + len(record.ids))
+        for sums in record.sums:
+            for name, (total, count) in sums.items():
                 entry.totals.setdefault(name, []).append(total)
                 entry.counts.setdefault(name, []).append(count)
-        for name, value in reply.maxima.items():
+        for name, value in record.maxima.items():
             entry.maxima[name] = max(value, entry.maxima.get(name, value))
 
     def add_movement(self, step: int, reply: RowsMoved | HooksDone) -> None:
@@ -78,12 +78,6 @@ class StepLog:
         else:
             entry.params_bytes += reply.bytes_received
             _note_memory(entry, reply.rank, reply.memory_gb)
-
-    def add_dispatch(self, dispatch: Dispatch) -> None:
-        """All ranks are done; the slowest one counts for the call's time."""
-        seconds = self._entry(dispatch.step).seconds
-        name = dispatch.call.name
-        seconds[name] = seconds.get(name, 0.0) + max(dispatch.seconds.values())
 
     def add_samples(self, step: int, token_counts: Sequence[int]) -> None:
         """Samples of `step` went through every call."""

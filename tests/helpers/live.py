@@ -28,7 +28,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 class LiveRun:
-    """``realrl run`` of PPO with two workers and a checkpoint after every step, without end."""
+    """``realrl run`` of PPO with two workers and a checkpoint after every step, without end and without restarts."""
 
     def __init__(self, folder: Path, *overrides: str, experiment: str = "ppo") -> None:
         self.run_dir = folder / "run"
@@ -36,7 +36,7 @@ class LiveRun:
         self._mark = secrets.token_hex(8)
         command = [sys.executable, "-m", "realrl", "run", experiment, *SMALL, *TWO_WORKERS]
         command += [f"run_dir={self.run_dir}"]
-        command += ["steps=100000", "save.every_steps=1", *overrides]
+        command += ["steps=100000", "save.every_steps=1", "recover.retries=0", *overrides]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _MARK: self._mark}
         with self._output.open("wb") as output, self._errors.open("wb") as errors:
             self.process = subprocess.Popen(

@@ -1,38 +1,72 @@
 """Checkpoint folders appear whole or not at all."""
 
+import dataclasses
 import errno
+import hashlib
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from realrl.errors import AssetError, CheckpointError, ConfigError
 from realrl.plan.cursor import CursorState
-from realrl.runtime.checkpoint import CheckpointStore, find_resume, read_manifest
+from realrl.runtime.checkpoint import CheckpointStore, Resume, find_resume, load_manifest, read_manifest, seal
+from realrl.sched.events import CommitCheckpoint
+from realrl.sched.in_flight import CallRecord, InFlight
+from realrl.sched.messages import SavedFile, SavedRole
 
 CURSOR = CursorState(rows_consumed=12, seed=1, shuffle=1, fingerprint=7)
+IN_FLIGHT = InFlight(
+    (CallRecord("gen", 4, ("1/a",), 2, 0.1, {"x": 1 / 3}, ({"y": (0.1, 2.0)},), {"z": 1e-300}, {0: 0.5}, 7),),
+    {"1/b": "filter", "1/c": ""},
+)
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", keep=2, experiment="ppo")
+    return CheckpointStore(tmp_path / "checkpoints", keep=2, experiment="ppo", n_seqs=4)
 
 
-def write(store: CheckpointStore, step: int, text: str = "weights") -> Path:
+def saved(store: CheckpointStore, step: int, text: str = "weights") -> CommitCheckpoint:
+    """A folder that a worker filled, and what the master knows of it; the tokenizer's file was not told."""
     folder = store.partial(step)
     (folder / "actor").mkdir()
     (folder / "actor" / "model.safetensors").write_text(text)
-    return store.commit(step, CURSOR, {"actor": step})
+    (folder / "actor" / "tokenizer.json").write_text("{}")
+    files = {"actor/model.safetensors": seal(folder / "actor" / "model.safetensors")}
+    roles = {"actor": SavedRole(2, 1, 1, "abc")}
+    return CommitCheckpoint(step, str(folder), CURSOR, {"actor": step}, IN_FLIGHT, files, roles)
+
+
+def write(store: CheckpointStore, step: int, text: str = "weights", score: float | None = None) -> Path:
+    return store.commit(saved(store, step, text), score)
 
 
 def test_a_committed_checkpoint_reads_back(store: CheckpointStore) -> None:
-    folder = write(store, 3)
+    folder = write(store, 3, score=0.1 + 0.2)
     manifest = read_manifest(folder, "ppo")
     assert manifest.step == 3
     assert manifest.cursor == CURSOR
     assert manifest.versions == {"actor": 3}
-    assert manifest.files == {"actor/model.safetensors": 7}
+    assert manifest.in_flight == IN_FLIGHT
+    assert manifest.roles == {"actor": SavedRole(2, 1, 1, "abc")}
+    assert (manifest.n_seqs, manifest.score) == (4, 0.1 + 0.2)
+    weights = hashlib.sha256(b"weights").hexdigest()
+    assert manifest.files["actor/model.safetensors"] == SavedFile(7, weights)
+    assert manifest.files.keys() == {"actor/model.safetensors", "actor/tokenizer.json"}
     assert os.readlink(store.root / "latest") == "step_3"
+
+
+@pytest.mark.parametrize(("best", "kept"), [("max", 2), ("min", 3), (None, None)])
+def test_the_best_is_kept_too(store: CheckpointStore, best: Literal["max", "min"] | None, kept: int | None) -> None:
+    store = dataclasses.replace(store, best=best, keep=1)
+    for step, score in ((1, 0.5), (2, 0.9), (3, -1.0), (4, None), (5, 0.7)):
+        write(store, step, score=score)
+    assert sorted(p.name for p in store.root.glob("step_*")) == sorted({"step_5", *([f"step_{kept}"] if kept else [])})
+    assert (store.root / "best").exists() == (best is not None)
+    if kept is not None:
+        assert os.readlink(store.root / "best") == f"step_{kept}"
 
 
 def test_only_the_newest_are_kept_in_numeric_order(store: CheckpointStore) -> None:
@@ -54,14 +88,14 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = write(store, 1)
-    store.partial(2)
+    second = saved(store, 2)
 
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "manifest.json")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(CheckpointError, match=r"step 2 could not be written: No space left.*\n.*step_1 is whole"):
-        store.commit(2, CURSOR, {})
+        store.commit(second)
     assert store.latest() == first
     read_manifest(first, "ppo")
 
@@ -77,6 +111,8 @@ def test_the_same_step_can_be_saved_again(store: CheckpointStore) -> None:
     [
         (lambda f: (f / "actor/model.safetensors").write_text("torn"), r"model.safetensors is 4 bytes long; .* 7"),
         (lambda f: (f / "actor/model.safetensors").unlink(), r"model.safetensors is missing"),
+        (lambda f: (f / "actor/model.safetensors").write_text("Weights"), r"model.safetensors is not what was written"),
+        (lambda f: (f / "actor/tokenizer.json").write_text("[]"), r"tokenizer.json is not what was written"),
         (lambda f: (f / "state/manifest.json").write_text("{"), r"manifest .* is damaged"),
         (lambda f: (f / "state/manifest.json").unlink(), r"is not a checkpoint"),
     ],
@@ -93,11 +129,54 @@ def test_another_algorithms_checkpoint_is_refused(store: CheckpointStore) -> Non
         read_manifest(write(store, 1), "sft")
 
 
+def test_checkpoints_of_steps_that_are_done_again_are_set_aside(store: CheckpointStore) -> None:
+    store = dataclasses.replace(store, keep=9, best="max")
+    for step in (2, 10, 20):
+        write(store, step, score=float(step))
+    assert store.set_aside(20) == []
+    assert store.set_aside(2) == [store.root / "void_step_10", store.root / "void_step_20"]
+    assert store.all() == [store.root / "step_2"]
+    assert os.readlink(store.root / "latest") == "step_2"
+    assert not (store.root / "best").is_symlink()
+    write(store, 10)
+    assert store.set_aside(0) == [store.root / "void_step_10", store.root / "void_step_2"]
+    assert store.latest() is None
+    assert not (store.root / "latest").is_symlink()
+
+
+def test_a_checkpoint_of_another_version_is_refused(store: CheckpointStore) -> None:
+    path = write(store, 1) / "state" / "manifest.json"
+    path.write_text(path.read_text().replace('"manifest_version": 2', '"manifest_version": 1'))
+    with pytest.raises(AssetError, match=r"manifest\.json has manifest version 1; this is version 2"):
+        load_manifest(path.parents[1])
+
+
 def test_resume_never_auto_and_path(store: CheckpointStore) -> None:
-    assert find_resume("never", store) is None
-    assert find_resume("auto", store) is None
+    assert find_resume("never", store) == find_resume("auto", store) == Resume()
     folder = write(store, 4)
-    assert find_resume("auto", store) == folder
-    assert find_resume(str(folder), store) == folder
+    assert find_resume("auto", store) == find_resume(str(folder), store) == Resume(folder)
     with pytest.raises(ConfigError, match="is no folder"):
         find_resume("nowhere", store)
+
+
+def test_auto_falls_back_to_the_newest_whole_one_and_says_so(store: CheckpointStore) -> None:
+    store = dataclasses.replace(store, keep=9)
+    folders = [write(store, step) for step in (1, 2, 3)]
+    (folders[2] / "actor/model.safetensors").write_text("Weights")
+    (folders[1] / "state/manifest.json").write_text("{")
+    found = find_resume("auto", store)
+    assert found.folder == folders[0]
+    assert "step_3/actor/model.safetensors is not what was written" in found.notes[0]
+    assert "step_2/state/manifest.json is damaged" in found.notes[1]
+    assert found.notes[2] == f"continuing from {folders[0]}, the newest whole checkpoint"
+    with pytest.raises(AssetError, match="is not what was written"):
+        find_resume(str(folders[2]), store)
+    (folders[0] / "actor/model.safetensors").unlink()
+    with pytest.raises(AssetError, match=r"step_3/actor/model\.safetensors is not what was written"):
+        find_resume("auto", store)
+
+
+def test_auto_does_not_fall_back_from_another_algorithm(store: CheckpointStore) -> None:
+    write(store, 1)
+    with pytest.raises(AssetError, match="was written by experiment 'ppo', not 'sft'"):
+        find_resume("auto", dataclasses.replace(store, experiment="sft"))

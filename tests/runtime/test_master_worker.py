@@ -12,6 +12,7 @@ from realrl.errors import TransportError
 from realrl.runtime import master_worker
 from realrl.runtime.checkpoint import CheckpointStore
 from realrl.runtime.master_worker import MasterWorker
+from realrl.runtime.recovery import describe_end
 from realrl.sched.events import Abort, Event, Failure, FailureKind, Instruction, Send, Start, WorkerLost
 from realrl.sched.messages import Shutdown, WorkerFailed
 
@@ -80,6 +81,8 @@ def run_to_the_end(
     plan = SimpleNamespace(n_workers=2, config=SimpleNamespace(launcher="local", save=SaveConfig()))
     master = MasterWorker(plan, state, session, CheckpointStore(folder, keep=1, experiment="ppo"))  # type: ignore[arg-type]
     assert master.run(Start(run=b"", rendezvous="", resume_from="")) == 1
+    told = describe_end(folder, 1, is_interrupted=False).failure
+    assert told == Failure(kind=FailureKind.WORKER_LOST, message="a worker is gone", rank=0)
     return state, reports
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from realrl.errors import ConfigError, RunError
+from realrl.runtime.json_lines import last_step
 from realrl.runtime.metrics import JsonlSink, open_sinks, read_metrics
 
 
@@ -29,25 +30,43 @@ def test_nan_and_infinity_are_null(tmp_path: Path) -> None:
     assert rows(tmp_path / "metrics.jsonl") == [{"step": 1, "epoch": 0, "a": None, "b": None, "c": 1.0}]
 
 
-def test_a_resumed_run_appends_and_supersedes(tmp_path: Path) -> None:
+def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    for steps, value in (((1, 2, 3), 0.0), ((2,), 1.0)):
+    for steps, value in (((0, 1, 2, 3), 0.0), ((2, 3), 1.0)):
         sink = JsonlSink(path)
+        sink.begin_after(steps[0] - 1)
         for step in steps:
             sink.write(step, 0, {"x": value})
         sink.close()
-    assert [row["step"] for row in rows(path)] == [1, 2, 3, 2]
-    assert [(row["step"], row["x"]) for row in read_metrics(path)] == [(1, 0.0), (2, 1.0)]
+    assert [(row["step"], row["x"]) for row in rows(path)] == [(0, 0.0), (1, 0.0), (2, 1.0), (3, 1.0)]
+    assert last_step(path) == 3
+    sink = open_sinks(tmp_path)
+    sink.begin_after(-1)
+    sink.close()
+    assert rows(path) == []
+    assert last_step(path) == 0
 
 
-def test_a_row_cut_short_by_a_crash_spoils_nothing(tmp_path: Path) -> None:
+def test_a_row_cut_short_by_a_crash_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "epoch": 0}\n{"step": 2, "epo')
+    assert last_step(path) == 1
+    assert [row["step"] for row in read_metrics(path)] == [1]
     sink = JsonlSink(path)
+    sink.begin_after(2)
     sink.write(2, 0, {})
     sink.close()
-    assert path.read_text().startswith('{"step": 1, "epoch": 0}\n{"step": 2, "epo\n')
-    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    assert rows(path) == [{"step": 1, "epoch": 0}, {"step": 2, "epoch": 0}]
+
+
+def test_rows_that_no_run_wrote_stay(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nmy notes\n')
+    sink = JsonlSink(path)
+    with pytest.raises(RunError, match=r"metrics.jsonl holds something that no run wrote: b'my notes"):
+        sink.begin_after(1)
+    sink.close()
+    assert path.read_text() == '{"step": 1}\nmy notes\n'
 
 
 def test_a_full_disk_is_named() -> None:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from realrl.errors import AssetError, TransportError
-from realrl.runtime.state_file import decode_state, encode_state, load_state, save_state
+from realrl.runtime.state_file import StateFile, decode_state, encode_state, load_state, save_state
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -62,3 +63,34 @@ def test_a_torn_message_is_named() -> None:
     for torn in (message[:-1], message[:5], b""):
         with pytest.raises(TransportError, match=f"a message of {len(torn)} bytes was expected to hold state"):
             decode_state(torn)
+
+
+def test_parts_of_a_file_are_read_alone(tmp_path: Path) -> None:
+    path, whole = tmp_path / "s.safetensors", torch.arange(12.0).reshape(3, 4)
+    save_state(path, {"n": 3, "scale": {"x": torch.tensor(2.0)}, "parameters": {"w": {"m": whole, "step": 5}}})
+    with StateFile(path) as file:
+        assert file.entries("parameters", "w") == {"m": True, "step": 5}
+        assert torch.equal(file.read(("parameters", "w", "m"), ((1, 3), (0, 2))), whole[1:3, 0:2])
+        assert file.restore("n") == 3
+        assert file.without("parameters") == {"n": 3, "scale": {"x": torch.tensor(2.0)}}
+        with pytest.raises(AssetError, match=r"s\.safetensors cannot be read: 'v'"):
+            file.entries("parameters", "v")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool],
+)
+def test_every_kind_of_number_survives_and_the_library_reads_it_too(tmp_path: Path, dtype: torch.dtype) -> None:
+    path, tensor = tmp_path / "s.safetensors", torch.tensor([[0, 1], [1, 3]]).to(dtype)
+    save_state(path, {"x": tensor, "empty": tensor[:0]})
+    for back in (load_state(path), load_file(path)):
+        assert back["x"].dtype is dtype
+        assert torch.equal(back["x"], tensor)
+        assert back["empty"].shape == (0, 2)
+
+
+def test_a_full_disk_is_named() -> None:
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        save_state(Path("/dev/full"), {"x": torch.ones(1 << 20)})
+    assert caught.value.filename == "/dev/full"

@@ -3,16 +3,18 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import pytest
 
-from realrl.errors import CallError, DataError, InvalidTransitionError, TransportError
+from realrl.errors import CallError, CheckpointError, DataError, InvalidTransitionError, TransportError
 from realrl.runtime.launchers.base import available_cores, threads_per_worker
 from realrl.runtime.launchers.inline import InlineLauncher
 from realrl.runtime.transport.base import SampleClient
 from realrl.runtime.transport.inproc import InprocMaster, InprocSamples
 from realrl.runtime.worker_loop import WorkerLoop
 from realrl.sched.messages import (
+    CheckpointSaved,
     Goodbye,
     Heartbeat,
     Hello,
@@ -112,6 +114,46 @@ def test_a_deliberate_error_brings_the_traceback_of_its_cause_and_its_samples(ca
     assert (failed.error, failed.message, failed.sample_ids) == ("CallError", "the interface raised", ("0/1",))
     assert failed.traceback.endswith("ZeroDivisionError: of the \\ud800 user\n")
     assert "CallError" not in failed.traceback
+
+
+class LateHost(ScriptedHost):
+    """Answers to a checkpoint later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later: Future[Reply] = Future()
+
+    def handle(self, request: Request) -> Sequence[Reply | Future[Reply]]:
+        return [self.later] if isinstance(request, SaveCheckpoint) else super().handle(request)
+
+
+def test_a_reply_may_come_while_other_requests_are_executed() -> None:
+    host, posted = LateHost(), list[Reply]()
+    loop = WorkerLoop(0, InprocSamples().client(), lambda: lambda rank, client: host, post=posted.append)
+    loop.execute(INITIALIZE)
+    assert loop.execute(SaveCheckpoint(1, 4, "/x")) == []
+    assert loop.execute(Shutdown(2)) == [Goodbye(0, 2)]
+    assert posted == []
+    host.later.set_result(CheckpointSaved(0, 1, 4))
+    assert posted == [CheckpointSaved(0, 1, 4)]
+
+
+def test_a_request_may_fail_later() -> None:
+    host, posted = LateHost(), list[Reply]()
+    loop = WorkerLoop(0, InprocSamples().client(), lambda: lambda rank, client: host, post=posted.append)
+    loop.execute(INITIALIZE)
+    loop.execute(SaveCheckpoint(1, 4, "/x"))
+    host.later.set_exception(CheckpointError("the disk is full", step=4))
+    (failed,) = posted
+    assert isinstance(failed, WorkerFailed)
+    assert (failed.seq, failed.step, failed.error, failed.message) == (1, 4, "CheckpointError", "the disk is full")
+
+
+def test_without_a_way_to_send_it_a_late_reply_is_waited_for() -> None:
+    host = LateHost()
+    loop = loop_around(host)
+    host.later.set_result(CheckpointSaved(0, 1, 4))
+    assert loop.execute(SaveCheckpoint(1, 4, "/x")) == [CheckpointSaved(0, 1, 4)]
 
 
 def test_a_keyboard_interrupt_is_not_a_failure_of_the_call() -> None:

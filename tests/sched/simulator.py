@@ -53,9 +53,9 @@ from realrl.sched.messages import (
     Span,
 )
 from realrl.sched.worker_state import WorkerState
+from tests.sched.simulation_checks import PARTS, Checks, ids_of, part_of
 
 TOKEN = KeySchema("int64", Per.TOKEN)
-PARTS = RunCall | RunHooks | MoveRows
 
 
 @dataclass
@@ -78,10 +78,10 @@ class Stuck(AssertionError):
     """Nothing can happen any more, and the run is not over."""
 
 
-class Simulation:
+class Simulation(Checks):
     """One run of a plan over `n_rows` dataset rows, in the order that `seed` gives."""
 
-    def __init__(self, plan, *, seed, n_rows, validate=True, drop_share=0.3):
+    def __init__(self, plan, *, seed, n_rows, validate=True, drop_share=0.3, restored=None):
         self.plan = plan
         self.drop_share = drop_share
         self.random = random.Random(seed)
@@ -101,6 +101,11 @@ class Simulation:
         for call in plan.calls:
             for rank in () if call.hooks.home is None else call.hooks.home.ranks:
                 self.ranks[rank].home[call.role] = 0
+        self.known = defaultdict(set)  # call -> samples that it was done with before the run was resumed
+        for record in plan.in_flight.calls:
+            self.known[record.call] |= set(record.ids)
+        self.restored = restored or {}  # sample -> keys that a checkpoint holds of it
+        self.saved_rows = {}  # step -> the same, of the checkpoints of this run
         self.order = []  # sample ids as they were loaded
         self.index = {}
         self.visible = defaultdict(set)  # sample -> keys that the master knows of
@@ -109,6 +114,7 @@ class Simulation:
         self.dispatch_of = {}  # (call, sample) -> dispatch
         self.n_done = Counter()  # call -> dispatches that the master knows to be done
         self.versions_read = defaultdict(set)  # (call, step) -> versions of its role on its ranks
+        self.versions = {}  # (call, sample) -> version of its role, counted from the very first step
         self.versions_moved = defaultdict(set)  # (call, step, target) -> versions of the source that a hook wrote there
 
     # ------------------------------------------------------------ driving
@@ -161,7 +167,7 @@ class Simulation:
     def see(self, event):
         if isinstance(event, SamplesLoaded):
             for sample_id in event.meta.ids:
-                self.visible[sample_id] |= set(event.meta.seqlens)
+                self.visible[sample_id] |= {*event.meta.seqlens, *self.restored.get(sample_id, ())}
         if isinstance(event, CallDone) and event.output is not None:
             for sample_id in event.output.ids:
                 self.visible[sample_id] |= set(event.output.seqlens)
@@ -240,8 +246,11 @@ class Simulation:
                 return Ready(rank, request.seq, rows, 0, ())
             case LoadSamples():
                 for sample_id in request.ids:
-                    r.store[sample_id] |= set(self.plan.dataset_keys)
-                return SamplesLoaded(rank, request.seq, meta(request.ids, self.plan.dataset_keys))
+                    assert sample_id not in self.plan.in_flight.dropped, "it was dropped before the run was resumed"
+                    r.store[sample_id] |= {*self.plan.dataset_keys, *self.restored.get(sample_id, ())}
+                known = [meta([i], sorted(self.restored[i])) for i in request.ids if i in self.restored]
+                loaded = meta(request.ids, self.plan.dataset_keys)
+                return SamplesLoaded(rank, request.seq, loaded, (), tuple(known))
             case RunCall():
                 return self.end_call(rank, request)
             case MoveRows():
@@ -252,8 +261,14 @@ class Simulation:
                 for sample_id in request.ids:
                     assert r.store.pop(sample_id, None), f"rank {rank} has nothing of {sample_id} to free"
                 return SamplesFreed(rank, request.seq)
-            case SaveCheckpoint(step=step):
+            case SaveCheckpoint(step=step, rows=rows):
                 self.check_save(rank, step)
+                for key, ids in rows.items():
+                    for sample_id in ids:
+                        assert key in r.store[sample_id], "rows that are to be saved are not there"
+                        saved = self.saved_rows.setdefault(step, {}).setdefault(sample_id, set())
+                        assert key not in saved, "a row is saved twice"
+                        saved.add(key)
                 return CheckpointSaved(rank, request.seq, step)
             case Shutdown():
                 return Goodbye(rank, request.seq)
@@ -281,6 +296,7 @@ class Simulation:
             if at_start is not None:
                 recorded = next(d.version for d in self.master._dispatches() if d.id == request.dispatch_id)
                 assert recorded == at_start + version, "the master takes it for another"
+                self.versions.update({(call.name, sample_id): recorded for sample_id in ids_of(request)})
         if len(self.entered[part_of(request)]) == 1:
             self.check_dispatch(request)
 
@@ -405,192 +421,8 @@ class Simulation:
             yield cursor.take(position, 1)[0].id
             position += 1
 
-    # ------------------------------------------------------------ what must never happen
-
-    def check_load(self, rank, request):
-        assert rank == self.plan.dataset_rank
-        assert len(request.ids) == len(request.rows)
-        for sample_id, row in zip(request.ids, request.rows, strict=True):
-            assert sample_id.split("/")[1] == f"row{row}"
-            assert sample_id not in self.index, "loaded twice"
-            self.index[sample_id] = len(self.order)
-            self.order.append(sample_id)
-
-    def check_decisions(self, instructions):
-        """Look at what the master decided, with no more than what it was told."""
-        dispatches = {}
-        for instruction in instructions:
-            if isinstance(instruction, Send) and isinstance(instruction.request, RunCall):
-                request = instruction.request
-                dispatches.setdefault(request.dispatch_id, (request.call, request.step, set()))[2].update(
-                    self.index[sample_id] for sample_id in ids_of(request)
-                )
-        for name, step, indices in dispatches.values():
-            call, steps_before = self.calls[name], step - self.plan.first_step
-            self.n_dispatched[name] += 1
-            assert self.n_dispatched[name] - self.n_done[name] == 1, "two dispatches of one call are under way"
-            if call.is_train:
-                assert self.steps_done(name) >= steps_before
-            for wait in call.waits_for:
-                if not self.calls[wait.trainer].feeds_drop:
-                    assert self.steps_done(wait.trainer) >= steps_before + 1 - wait.lag, "the weights are too old"
-            if call.min_n_seqs is not None and not self.plan.drops:
-                assert sorted(indices) == self.ready(call, steps_before)[: len(indices)], "not the oldest samples"
-            self.taken[name] |= indices
-        for rank in range(self.plan.n_ranks):
-            sent = [i.request for i in instructions if isinstance(i, Send) and i.rank == rank]
-            n_open = sum(isinstance(request, RunCall) for request in [*self.ranks[rank].inbox, *sent])
-            n_unseen = sum(isinstance(reply, CallDone) for reply in self.ranks[rank].replies)
-            assert n_open + n_unseen <= 2, "a device has a long queue"
-
-    def steps_done(self, name):
-        """Steps of this run that the master knows a call that does not stream to be done with."""
-        return self.n_done[name] * self.calls[name].n_seqs // self.plan.step_size
-
-    def ready(self, call, steps_before):
-        """Numbers of the samples of one step that a call could take, as far as the master knows."""
-        size = self.plan.step_size
-        step = range(steps_before * size, (steps_before + 1) * size)
-        return [
-            i
-            for i in step
-            if i < len(self.order) and i not in self.taken[call.name]
-            and set(call.input_keys) <= self.visible[self.order[i]]
-        ]  # fmt: skip
-
-    def check_dispatch(self, request):
-        """The first rank entered a dispatch: look at what all ranks of the mesh were sent."""
-        call = self.calls[request.call]
-        parts = {}
-        for rank in call.ranks:
-            parts[rank] = next(
-                q for q in self.ranks[rank].inbox if isinstance(q, RunCall) and q.dispatch_id == request.dispatch_id
-            )
-            assert (parts[rank].call, parts[rank].step) == (call.name, request.step)
-            assert parts[rank].n_steps == self.start.last_step
-        for part in parts.values():
-            assert len(part.minibatches) == call.n_minibatches
-            assert all(part.minibatches) or call.feeds_drop, "a rank has no sample in some minibatch"
-        if call.protocol == "3D_PROTO":
-            for dp_rank in range(call.allocation.strategy.dp):
-                members = [parts[rank].minibatches for rank in call.allocation.dp_group_members(dp_rank)]
-                assert len(set(members)) == 1
-        ids = sorted({sample_id for part in parts.values() for sample_id in ids_of(part)})
-        if not call.is_train:
-            assert sorted(sample_id for part in parts.values() for sample_id in part.keeps) == ids
-        for sample_id in ids:
-            assert (call.name, sample_id) not in self.dispatch_of, "a call reads a sample twice"
-            self.dispatch_of[call.name, sample_id] = request.dispatch_id
-
-    def check_batches(self):
-        """Look at the whole run: every batch that every call took, in order."""
-        batches = self.batches()
-        size, first = self.plan.step_size, self.plan.first_step
-        if self.plan.drops:
-            self.check_batches_with_drops(batches)
-            return
-        for name, call in self.calls.items():
-            position = 0
-            for step, indices in batches[name]:
-                assert {first + index // size for index in indices} == {step}
-                if call.min_n_seqs is None:
-                    assert indices == list(range(position, position + call.n_seqs))
-                else:
-                    assert call.min_n_seqs <= len(indices) <= call.n_seqs
-                position += len(indices)
-            assert sorted(i for _, indices in batches[name] for i in indices) == list(range(position))
-
-    def check_batches_with_drops(self, batches):
-        """Calls after the dropping ones see the survivors by their place, and the others all that is loaded."""
-        size, first = self.plan.step_size, self.plan.first_step
-        expected = self.expected_steps(self.start.last_step - first + 1)
-        assert self.order == [sample_id for loaded, _ in expected for sample_id in loaded]
-        dropping = []
-        for name, call in self.calls.items():
-            gates = [*(self.calls[other] for other in call.gates), *(dropping if call.may_drop else ())]
-            dropping += [call] if call.may_drop else []
-            for index, (loaded, places) in enumerate(expected):
-                found = [[self.order[i] for i in batch] for step, batch in batches[name] if step == first + index]
-                seen = [sample_id for batch in found for sample_id in batch]
-                assert all(batch and len(batch) <= call.n_seqs for batch in found)
-                if call.feeds_drop:
-                    assert set(seen) <= set(loaded)
-                    assert not any(self.is_dropped_by(gate, i) for gate in gates for i in seen)
-                    if not self.behind_a_dropping_call(call):
-                        assert sorted(seen) == sorted(loaded)
-                        assert seen == loaded or call.min_n_seqs is not None
-                elif call.min_n_seqs is None:
-                    assert [sorted(b) for b in found] == [
-                        sorted(places[i : i + call.n_seqs]) for i in range(0, size, call.n_seqs)
-                    ]
-                else:
-                    assert sorted(seen) == sorted(places)
-                assert len(set(seen)) == len(seen)
-
-    def behind_a_dropping_call(self, call):
-        """Whether some dropping call comes before this one, by data or by an edge of its own."""
-        produced = {key: other for other in self.plan.calls for key in other.output_keys}
-        before = [*(produced[key] for key in call.input_keys if key in produced), *(self.calls[g] for g in call.gates)]
-        return any(other.may_drop or self.behind_a_dropping_call(other) for other in before)
-
-    def batches(self):
-        """Call -> its batches in the order of dispatch, each a step and the sorted numbers of its samples."""
-        found = defaultdict(dict)
-        for instructions in self.instructions:
-            for instruction in instructions:
-                if isinstance(instruction, Send) and isinstance(instruction.request, RunCall):
-                    request = instruction.request
-                    batch = found[request.call].setdefault(request.dispatch_id, (request.step, set()))
-                    batch[1].update(self.index[sample_id] for sample_id in ids_of(request))
-        return {
-            name: [(step, sorted(found[name][d][1])) for d, (step, _) in sorted(found[name].items())]
-            for name in self.calls
-        }
-
-    def check_save(self, rank, step):
-        """The homes hold exactly what `step` steps made of them."""
-        n_steps = step - self.plan.first_step + 1
-        for call in self.plan.calls:
-            per_step = self.plan.step_size // call.n_seqs
-            targets = [h.target for h in (*call.hooks.before, *call.hooks.after) if not self.is_local(h)]
-            for role in [*targets, *([call.role] if call.is_train else [])]:
-                if rank in self.homes[role].ranks:
-                    assert self.ranks[rank].home[role] == n_steps * per_step
-
-    @staticmethod
-    def is_local(hook):
-        return not isinstance(hook, Realloc) or hook.is_implied
-
-    def check_complete(self):
-        """The run ended on its own: everything was done once, and nothing is left."""
-        assert self.end == Finish(spans=self.end.spans), self.end
-        n_steps = self.start.last_step - self.plan.first_step + 1
-        assert [report.step for report in self.reports] == list(range(self.plan.first_step, self.start.last_step + 1))
-        if not self.plan.drops:
-            assert len(self.order) == n_steps * self.plan.step_size
-            assert len(self.dispatch_of) == len(self.order) * len(self.calls)
-        assert self.master.n_living_samples == 0
-        for r in self.ranks:
-            assert not r.inbox
-            assert not r.replies
-            assert not any(r.store.values()), "samples were never freed"
-            assert not r.visiting, "parameters of a call are still there"
-        assert all(self.answered[part] == ranks.keys() for part, ranks in self.sent.items())
-        self.check_batches()
-        assert all(commit is not None for commit in self.checkpoints.values())
-
 
 REPLY_KIND = {CallDone: PartKind.CALL, RowsMoved: PartKind.ROWS}
-
-
-def part_of(request):
-    """What all ranks of one part have in common."""
-    return request.dispatch_id, PartKind.of(request)
-
-
-def ids_of(request):
-    """All samples of one rank's part of a call."""
-    return tuple(sample_id for minibatch in request.minibatches for sample_id in minibatch)
 
 
 def meta(ids, keys):

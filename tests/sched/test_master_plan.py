@@ -10,8 +10,10 @@ from realrl.errors import ConfigError, GraphError
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import MFCDef
 from realrl.mesh.device_mesh import Cluster
-from realrl.plan.cursor import CursorState
+from realrl.plan.cursor import CursorState, DatasetCursor
+from realrl.sched.in_flight import InFlight
 from realrl.sched.master_plan import MasterPlan, ResumePoint, VersionWait, plan_master, schedule_calls
+from realrl.sched.messages import CheckpointSaved, SavedFile
 from realrl.sched.saving import CheckpointTracker
 from realrl.sched.story import ranks_text
 from tests.sched.plans import INFERENCE, TRAIN, on_all, ppo
@@ -107,16 +109,46 @@ def test_versions_count_the_calls_of_train_steps():
 )
 def test_steps_that_are_saved(every_steps, at_end, expected):
     tracker = CheckpointTracker(3, 7, every_steps=every_steps, at_end=at_end)
+    assert saved_steps(tracker) == expected
+    assert not tracker.is_due(8)
+
+
+def saved_steps(tracker, first=3, last=7):
+    """Steps that are saved in a run in which every step waits for a dispatch of its own number."""
     found = []
-    for step in range(3, 8):
-        assert tracker.blocks_training(step + 1) == (tracker.is_due(step))
-        if tracker.is_due(step):
-            found.append(step)
-            tracker.begin(step, (0, 1))
-            assert [tracker.add_saved(step, rank) for rank in (0, 1)] == [False, True]
-            tracker.add_committed(step)
-    assert found == expected
+    for step in range(first, last + 1):
+        assert tracker.blocks_training(step + 1) == tracker.is_due(step)
+        if not tracker.is_due(step):
+            tracker.pass_by(step)
+            continue
+        found.append(step)
+        tracker.hold(step, [step])
+        assert not tracker.is_idle
+        assert tracker.ready({step: "under way"}) is None
+        assert tracker.ready({step + 1: "of no importance"}) == step
+        tracker.begin(step, (0, 1), InFlight())
+        assert tracker.ready({}) is None
+        files = [{f"{rank}": SavedFile(rank, "")} for rank in (0, 1)]
+        assert tracker.add_saved(step, CheckpointSaved(0, 9, step, files=files[0])) is None
+        assert not tracker.is_any_committing
+        save = tracker.add_saved(step, CheckpointSaved(1, 9, step, files=files[1]))
+        assert save.files == files[0] | files[1]
+        assert tracker.is_committing(step)
+        tracker.add_committed(step)
     assert tracker.is_idle
+    return found
+
+
+def test_steps_that_end_epochs_and_those_that_the_clock_wants():
+    tracker = CheckpointTracker(3, 7, every_steps=0, at_end=False, ends_epoch=lambda step: step in (4, 9))
+    tracker.want(6)
+    assert saved_steps(tracker) == [4, 6]
+
+
+def test_epochs_that_end_between_two_positions():
+    cursor = DatasetCursor([f"row{i}" for i in range(5)], seed=1, shuffle=True)
+    ends = [[stop for stop in range(3, 31, 3) if cursor.ends_epochs(stop - 3, stop, every)] for every in (0, 1, 2)]
+    assert ends == [[], [6, 12, 15, 21, 27, 30], [12, 21, 30]]
 
 
 def test_ranks_text():

@@ -1,5 +1,6 @@
 """What a step's calls report and record becomes one row of metrics."""
 
+import msgspec
 import pytest
 
 from realrl.algo.api import MetricSums
@@ -9,6 +10,7 @@ from realrl.mesh.device_mesh import Cluster
 from realrl.plan.hooks import plan_hooks
 from realrl.plan.transfer import Placement
 from realrl.sched.dispatch import Dispatch, plan_work
+from realrl.sched.in_flight import CallRecord
 from realrl.sched.master_plan import schedule_calls
 from realrl.sched.messages import CallDone, Span
 from realrl.sched.step_log import StepLog
@@ -48,15 +50,11 @@ def replies(given, ids_of, value_of=lambda i: float(i) ** 3 / 7, maximum=None):
 
 def metrics_of(calls, *batches):
     log = StepLog(calls)
-    for given, said in batches:
-        for reply in said:
-            log.add_reply(given, reply)
-        log.add_dispatch(given)
-    for call in calls[1:]:
-        given = dispatch(call, 99)
-        for reply in replies(given, lambda work: ()):
-            log.add_reply(given, reply)
-        log.add_dispatch(given)
+    others = [(given, replies(given, lambda work: ())) for given in (dispatch(call, 99) for call in calls[1:])]
+    for given, said in (*batches, *others):
+        given.replies.update({reply.rank: reply for reply in said})
+        record = given.record()
+        log.add_call(msgspec.json.decode(msgspec.json.encode(record), type=CallRecord))  # as a checkpoint keeps it
     log.add_samples(1, [1] * 6)
     return log.finish_step(1, {})
 

@@ -28,7 +28,7 @@ class InlineLauncher:
     def start(self, n_workers: int, address: str, environment: Mapping[str, str]) -> None:
         """`address` and `environment` have no meaning inside one process."""
         for rank in range(n_workers):
-            loop = WorkerLoop(rank, self._samples.client(), self._make_host)
+            loop = WorkerLoop(rank, self._samples.client(), self._make_host, post=self._transport.deliver)
             server = self._samples.serve(loop.fetch)
             self._servers.append(server)
             self._transport.attach(rank, loop.execute)

@@ -1,0 +1,51 @@
+"""Files with one JSON object a line and step, to which a resumed run appends."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from realrl.errors import RunError
+
+
+def cut_after(path: Path, last_step: int) -> None:
+    """Remove the lines of steps after `last_step`, which an earlier attempt wrote, and one that a crash cut short.
+
+    Raises:
+        OSError: the file cannot be rewritten; it is then as it was.
+        RunError: a line is no object with a step.
+    """
+    if not path.exists():
+        return
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        with path.open("rb") as old, temporary.open("wb") as new:
+            for line in old:
+                if line.endswith(b"\n") and _step_of(line, path) <= last_step:
+                    new.write(line)
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def last_step(path: Path) -> int:
+    """The step of the last whole line; 0 if there is none."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return 0
+    return _step_of(lines[-1], path) if lines else 0
+
+
+def _step_of(line: bytes, path: Path) -> int:
+    try:
+        step: int = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{path} holds something that no run wrote: {line[:60]!r}",
+            remedy="Name another file, or remove this one.",
+        ) from error
+    return step

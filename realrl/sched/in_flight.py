@@ -1,0 +1,135 @@
+"""What calls have done for steps that are not complete: a checkpoint keeps it, and a resumed run does not do it again.
+
+A call that runs ahead of training has read parameters that no checkpoint holds any more, so what it produced cannot be
+made again. The checkpoint of step i therefore holds what every dispatch of a later step did that is complete by then:
+the rows in its state folder, and here who produced them from which version, what was reported, and which samples were
+dropped. It waits for dispatches under way that read parameters older than those of step i; others run again.
+
+Invariants, for a graph whose calls read the same versions in every run:
+    - a resumed run loads the same samples, and no call gets a sample that it was done with before;
+    - a sample that was dropped is not loaded again, but counts as dropped;
+    - the metrics of every step after i are those of the run that was not interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+SURPLUS = ""
+"""Instead of the call that dropped a sample: it survived, and no place was left for it."""
+
+
+class CallRecord(msgspec.Struct, frozen=True):
+    """What one dispatch did, and what its ranks said.
+
+    Attributes:
+        ids: samples that it got.
+        version: train_step calls that the parameters which it read had been through; None for a role without training.
+        seconds: of the slowest rank.
+        metrics: that it returned.
+        sums: of ranks that hold different samples: name -> total and count.
+        maxima: over all ranks.
+        memory_gb: by rank.
+        bytes_received: rows, over all ranks.
+    """
+
+    call: str
+    step: int
+    ids: tuple[str, ...]
+    version: int | None = None
+    seconds: float = 0.0
+    metrics: Mapping[str, float] = {}
+    sums: tuple[Mapping[str, tuple[float, float]], ...] = ()
+    maxima: Mapping[str, float] = {}
+    memory_gb: Mapping[int, float] = {}
+    bytes_received: int = 0
+
+
+class InFlight(msgspec.Struct, frozen=True):
+    """What a checkpoint keeps of the steps after its own.
+
+    Attributes:
+        calls: complete dispatches, in the order in which they were completed.
+        dropped: sample -> the call that dropped it, or `SURPLUS`.
+    """
+
+    calls: tuple[CallRecord, ...] = ()
+    dropped: Mapping[str, str] = {}
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """Steps of which something is done."""
+        return frozenset(record.step for record in self.calls)
+
+
+class FlightLog:
+    """Keeps track of what is done for steps that are not complete, and knows what was done before the run was resumed.
+
+    Args:
+        restored: from the checkpoint that the run continues from.
+    """
+
+    def __init__(self, restored: InFlight) -> None:
+        self._records: dict[int, list[CallRecord]] = {}
+        self._dropped: dict[int, dict[str, str]] = {}
+        self._done: dict[str, dict[str, int | None]] = {}  # call -> sample that it need not get again -> version
+        self._restored_drops = dict(restored.dropped)
+        for record in restored.calls:
+            self._done.setdefault(record.call, {}).update(dict.fromkeys(record.ids, record.version))
+            self.add_call(record)
+
+    def add_call(self, record: CallRecord) -> None:
+        """A dispatch is complete."""
+        self._records.setdefault(record.step, []).append(record)
+
+    def add_dropped(self, step: int, call: str, ids: Iterable[str]) -> None:
+        """`call` dropped samples of `step`, or they are `SURPLUS`."""
+        self._dropped.setdefault(step, {}).update(dict.fromkeys(ids, call))
+
+    def forget(self, step: int) -> None:
+        """`step` is complete."""
+        self._records.pop(step, None)
+        self._dropped.pop(step, None)
+
+    def after(self, step: int) -> InFlight:
+        """What a checkpoint of `step` must hold."""
+        records = [record for later in sorted(self._records) if later > step for record in self._records[later]]
+        dropped = [drops for later, drops in sorted(self._dropped.items()) if later > step]
+        return InFlight(tuple(records), {i: call for drops in dropped for i, call in drops.items()})
+
+    # ------------------------------------------------------------ what was done before
+
+    def was_dropped(self, sample_id: str) -> bool:
+        """Whether a sample that is to be loaded was dropped before the run was resumed."""
+        return sample_id in self._restored_drops
+
+    def take_drops(self, ids: Iterable[str]) -> dict[str, list[str]]:
+        """Call (or `SURPLUS`) -> those of the samples that it dropped before; each is told once."""
+        drops: dict[str, list[str]] = {}
+        for sample_id in ids:
+            drops.setdefault(self._restored_drops.pop(sample_id), []).append(sample_id)
+        return drops
+
+    def done_before(self, sample_id: str) -> dict[str, int | None]:
+        """Calls that were done with a sample before the run was resumed -> the version that each read."""
+        return {call: done[sample_id] for call, done in self._done.items() if sample_id in done}
+
+    def knows(self, call: str) -> bool:
+        """Whether a call was done with samples that were not passed yet."""
+        return bool(self._done.get(call))
+
+    def knows_all(self, call: str, ids: Iterable[str]) -> bool:
+        """Whether a call was done with all these samples."""
+        return all(sample_id in self._done[call] for sample_id in ids)
+
+    def split(self, call: str, ids: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Apart: the samples that a call must still get, and those that it was done with before, told once."""
+        done = self._done.get(call)
+        if not done:
+            return tuple(ids), ()
+        known = {sample_id for sample_id in ids if sample_id in done}
+        for sample_id in known:
+            del done[sample_id]
+        return tuple(i for i in ids if i not in known), tuple(i for i in ids if i in known)
