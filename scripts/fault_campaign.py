@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import os
 import random
+import re
 import secrets
 import signal
 import subprocess
@@ -29,8 +30,8 @@ from realrl.runtime.lifeline import find_leftovers
 
 MOMENTS = ("generation", "transfer", "realloc", "optimizer step", "checkpoint writing")
 VICTIMS = ("worker 0", "worker 1", "master")
-STEPS_PER_KILL = 2
-PATIENCE_STEPS = 1  # to wait for a moment; then the kill happens wherever the processes are
+STEPS_PER_KILL = 3
+PATIENCE_STEPS = 2  # to wait for a moment; then the kill happens wherever the processes are
 LIMIT_S = 600.0  # for a run to go on after a kill
 MARK = "REALRL_CAMPAIGN"
 PPO = (
@@ -72,10 +73,10 @@ class Run:
         self.run_dir = run_dir
         self._mark = secrets.token_hex(8)
         self._pids: dict[str, int] = {}
-        self._errors = run_dir.with_suffix(".err")
+        self._output, self._errors = run_dir.with_suffix(".out"), run_dir.with_suffix(".err")
         command = [sys.executable, "-m", "realrl", "run", "ppo", *PPO, f"steps={n_steps}", f"run_dir={run_dir}"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", MARK: self._mark}
-        with run_dir.with_suffix(".out").open("wb") as output, self._errors.open("wb") as errors:
+        with self._output.open("wb") as output, self._errors.open("wb") as errors:
             self.process = subprocess.Popen(
                 command, stdout=output, stderr=errors, env=environment, start_new_session=True
             )
@@ -96,6 +97,11 @@ class Run:
             return last_step(self.run_dir / "metrics.jsonl")
         except (OSError, Error):
             return -1
+
+    @property
+    def attempts(self) -> list[str]:
+        """What every attempt printed."""
+        return self._output.read_text().split("\nrestart ")
 
     def pid(self, who: str) -> int | None:
         """Process id of "master" or "worker R"."""
@@ -178,15 +184,16 @@ def strike(run: Run, kill: Kill, armed_after: int) -> None:
     kill.seen = seen.get(kill.victim) or ", ".join(f"{who}: {what}" for who, what in seen.items())
 
 
-def wait_for_progress(run: Run, kill: Kill) -> None:
-    """Wait until the run is past the step of the kill, or over."""
-    start_s = time.monotonic()
-    while not run.is_over and time.monotonic() < start_s + LIMIT_S:
+def wait_for_progress(run: Run, kill: Kill, n_attempts: int) -> None:
+    """Wait until the attempt after the kill has done the step of the kill, or the run is over."""
+    start_s, is_past = time.monotonic(), False
+    while not is_past and not run.is_over and time.monotonic() < start_s + LIMIT_S:
         time.sleep(0.05)
-        if run.pid(kill.victim) is not None and run.step >= kill.step:
-            break
+        attempts = run.attempts
+        steps = [int(step) for step in re.findall(r"^step (\d+)/", attempts[-1], re.MULTILINE)]
+        is_past = len(attempts) > n_attempts and max(steps, default=0) >= kill.step
     kill.seconds = time.monotonic() - start_s
-    is_past = run.step >= kill.step
+    is_past |= run.process.poll() == 0
     kill.outcome = "went on" if is_past else f"ended with {run.process.poll()}" if run.is_over else "stuck"
 
 
@@ -237,8 +244,9 @@ def hurt(number: int, run_dir: Path, n_steps: int, kills: list[Kill], expected: 
     run = Run(run_dir, n_steps)
     try:
         for place, kill in enumerate(kills):
+            n_attempts = len(run.attempts)
             strike(run, kill, place * STEPS_PER_KILL + 1)
-            wait_for_progress(run, kill)
+            wait_for_progress(run, kill, n_attempts)
             print(
                 f"{number:>3} {kill.step:>4}  {kill.victim:<9} {kill.wanted:<19} {kill.seen:<44} {kill.outcome:<14} "
                 f"{kill.seconds:.1f}",
@@ -251,7 +259,9 @@ def hurt(number: int, run_dir: Path, n_steps: int, kills: list[Kill], expected: 
         is_equal = exit_code == 0 and found == expected and has_all_steps
         different = [path for path in expected if found.get(path) != expected[path]]
         told = "bit-equal to the quiet run" if is_equal else f"exit code {exit_code}, different: {different}"
-        print(f"{number:>3} finished by itself, {len(steps)} rows of metrics: {told}", flush=True)
+        print(f"{number:>3} ended by itself, {len(steps)} rows of metrics: {told}", flush=True)
+        if exit_code != 0:
+            print(run.errors[-4000:], flush=True)
         return is_equal
     except subprocess.TimeoutExpired:
         print(f"{number:>3} did not finish within {LIMIT_S:.0f} s\n{run.errors[-2000:]}", flush=True)

@@ -264,7 +264,8 @@ class Scheduler:
         if self._rounds is not None and call.may_drop:
             kept = [sample_id for sample_id in ids if position == self._last_dropping and sample_id not in dropped]
             gone = [sample_id for sample_id in ids if sample_id in dropped]
-            unneeded += self._decide(self._rounds, step, call.name, kept, gone)
+            if kept or gone:  # its hooks may end when calls after it have settled the step
+                unneeded += self._decide(self._rounds, step, call.name, kept, gone)
         self._end_calls()
         self._has_completed = self._is_stale = True
         if not unneeded:

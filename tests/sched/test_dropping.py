@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from realrl.errors import GraphError, RunError
 from realrl.graph.build import build_graph, data_graph, drop_feeders, drop_gates
-from realrl.graph.mfc import MFCDef, ModelName, ParamReallocHook
+from realrl.graph.mfc import MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.sched.events import Abort, FailureKind
 from realrl.sched.master_plan import ResumePoint
@@ -124,6 +124,24 @@ def test_steps_are_counted_without_replacements():
     simulation.check_complete()
     assert simulation.start.last_step == 3  # 14 samples, four a step
     assert len(simulation.order) > 14
+
+
+def test_hooks_that_end_after_a_later_dropping_call():
+    """The later call has the rows before the first one's hooks are done, and may be the one that settles the step."""
+    mfcs = [
+        MFCDef(
+            "first", "a", INFERENCE, "x", ("prompt_ids",), ("k0",), n_seqs=1, may_drop=True, post_hooks=(OffloadHook(),)
+        ),
+        MFCDef("second", "copy", INFERENCE, "x", ("k0",), ("k1",), n_seqs=1, may_drop=True),
+        MFCDef("train", "a", TRAIN, "x", ("k1",), n_seqs=1),
+    ]
+    cluster = Cluster(1, 2)
+    allocations = {
+        mfc.name: Allocation(DeviceMesh(cluster, (int(mfc.name == "second"),)), ParallelStrategy(1)) for mfc in mfcs
+    }
+    plan = make_plan(mfcs, allocations, cluster, max_refill_rounds=100)
+    for seed in range(30):
+        Simulation(plan, seed=seed, n_rows=9, drop_share=0.05).run().check_complete()
 
 
 def test_a_first_round_that_is_dropped_as_a_whole():
