@@ -99,8 +99,26 @@ def test_any_plan_continues_with_every_sample_once(plan, seed, n_rows, data):
     assert resumed.order == whole.order[step * plan.step_size :]
 
 
+def reads_settled_versions(plan):
+    """Whether timing has no part in which version a call reads: a trained role's other calls all lead to its training,
+    which is one call a step."""
+    producers = {key: call for call in plan.calls for key in call.output_keys}
+
+    def before(call):
+        found = {producers[key].name: producers[key] for key in call.input_keys if key in producers}
+        return found.keys() | {name for producer in found.values() for name in before(producer)}
+
+    trains = {call.role: call for call in plan.calls if call.is_train}
+    return all(
+        call.is_train
+        or call.role not in trains
+        or (call.name in before(trains[call.role]) and trains[call.role].n_seqs == plan.step_size)
+        for call in plan.calls
+    )
+
+
 @orders(25)
-@given(plan=plans(max_staleness=0, drops=True), seed=SEEDS, n_rows=ROWS, data=st.data())
+@given(plan=plans(max_staleness=0, drops=True).filter(reads_settled_versions), seed=SEEDS, n_rows=ROWS, data=st.data())
 def test_runs_that_drop_samples_continue_exactly(plan, seed, n_rows, data):
     plan = dataclasses.replace(plan, save_every_steps=1)
     whole = Simulation(plan, seed=seed, n_rows=n_rows).run()
