@@ -203,6 +203,6 @@ def test_seconds_and_epochs(tmp_path: Path) -> None:
     by_epoch = ("steps=8", "save.every_steps=0", "save.every_epochs=2", "save.at_end=false", "save.keep=9")
     folder = run(tmp_path / "a", "sft", *by_epoch, f"dataset.path={rows}")
     assert sorted(p.name for p in (folder / "checkpoints").glob("step_*")) == ["step_3", "step_6"]
-    by_time = ("steps=6", "save.every_steps=0", "save.every_s=0.001", "save.keep=9")
+    by_time = ("steps=100", "save.every_steps=0", "save.every_s=0.001", "save.at_end=false", "save.keep=2")
     folder = run(tmp_path / "b", "sft", *by_time)
-    assert len(list((folder / "checkpoints").glob("step_*"))) > 1
+    assert len(list((folder / "checkpoints").glob("step_*"))) >= 1
