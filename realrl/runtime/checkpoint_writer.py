@@ -53,7 +53,7 @@ class CheckpointWriter:
         if self._writing is not None:
             wait([self._writing])
         copied_s = time.time()
-        self._copies.copied_bytes = 0
+        self._copies.begin(nothing_changes=request.is_last)
         roles = copy_roles(self._plan, self._roles, self._rank, self._copies)
         rows = RoleCopy("", states={sample_file(self._rank): rows_state(self._store, request.rows)})
         devices.synchronize(self._device)

@@ -58,9 +58,17 @@ class HostCopies:
     def __init__(self) -> None:
         self.copied_bytes = 0
         self._memory: dict[str, torch.Tensor] = {}
+        self._nothing_changes = False
+
+    def begin(self, *, nothing_changes: bool) -> None:
+        """The next checkpoint; where nothing changes afterwards, tensors in host memory need no copy."""
+        self.copied_bytes = 0
+        self._nothing_changes = nothing_changes
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` as it is now; from CUDA, complete after `devices.synchronize`."""
+        if self._nothing_changes and tensor.device.type == "cpu":
+            return tensor.detach()
         known = self._memory.get(name)
         fits = known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype
         self._memory[name] = devices.to_host(tensor.detach(), into=known if fits else None)
@@ -121,9 +129,13 @@ def _copy_role(name: str, hosted: HostedRole, rank: int, copies: HostCopies, is_
         is_speaker = home is None and any(interfaces.values()) and is_first
         return RoleCopy(name, states={role_file(name): common} if is_speaker else {})
     hosted.wait_resident()
-    optimizer = engine.state_dict()
-    model = engine.copy_hf(lambda part, tensor: copies.copy(f"{name}/{part}", tensor)) if hosted.is_changed else None
     pp_rank, dp_rank, tp_rank = home.strategy.coordinates(home.ranks.index(rank))
+
+    def keep(part: str, tensor: torch.Tensor) -> torch.Tensor:
+        return copies.copy(f"{name}/{part}", tensor) if dp_rank == 0 else tensor.new_empty(0)
+
+    optimizer = engine.state_dict()
+    model = engine.copy_hf(keep) if hosted.is_changed else None
     if dp_rank != 0:
         return RoleCopy(name)
     is_speaker = pp_rank == tp_rank == 0

@@ -478,7 +478,8 @@ class MasterState:
         self._checkpoints.begin(step, ranks, in_flight)
         scheduler.wake()
         directory, next_seq = self.plan.checkpoint_directory_of(step), self._outbox.next_seq
-        asks = [self._send(r, SaveCheckpoint(next_seq(r), step, directory, rows.get(r, {}))) for r in ranks]
+        is_last = step == scheduler.last_step
+        asks = [self._send(r, SaveCheckpoint(next_seq(r), step, directory, rows.get(r, {}), is_last)) for r in ranks]
         return [OpenCheckpoint(step, directory), *asks]
 
     def _on_checkpoint_saved(self, reply: CheckpointSaved) -> list[Instruction]:
@@ -492,8 +493,7 @@ class MasterState:
         if save is None:
             return []
         cursor, versions, told = self.cursor_state(step), self.plan.versions_after(step), (save.files, save.roles)
-        is_last = self._scheduler is not None and step == self._scheduler.last_step
-        return [CommitCheckpoint(step, request.directory, cursor, versions, save.in_flight, *told, is_last)]
+        return [CommitCheckpoint(step, request.directory, cursor, versions, save.in_flight, *told, request.is_last)]
 
     def _on_checkpoint_committed(self, event: CheckpointCommitted) -> list[Instruction]:
         if not self._checkpoints.is_committing(event.step):

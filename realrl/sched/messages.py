@@ -183,12 +183,14 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         directory: a temporary folder, which the master renames.
         rows: key -> samples of later steps whose rows belong to the checkpoint too.
+        is_last: no step of the run is left, so that nothing changes what is being written.
     """
 
     seq: int
     step: int
     directory: str
     rows: Mapping[str, tuple[str, ...]] = {}
+    is_last: bool = False
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

@@ -88,3 +88,13 @@ def test_copies_keep_what_was_there_and_use_their_memory_again() -> None:
     assert again.tolist() == [[0.0, 0.0], [0.0, 0.0]]
     other = copies.copy("actor/parameters/w/exp_avg", torch.ones(3))
     assert other.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_last_checkpoint_needs_no_copies() -> None:
+    copies, tensor = HostCopies(), torch.arange(6.0)
+    copies.begin(nothing_changes=True)
+    assert copies.copy("w", tensor).data_ptr() == tensor.data_ptr()
+    assert copies.copied_bytes == 0
+    copies.begin(nothing_changes=False)
+    assert copies.copy("w", tensor).data_ptr() != tensor.data_ptr()
+    assert copies.copied_bytes == 24
