@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from realrl.algo.api import ForwardOutput, GenerationResult, LossFn, LossOutput,
 from realrl.config.schema import GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine.backends import BackendName, TrainingBackend, make_backend
+from realrl.engine.backends.base import move
 from realrl.engine.gather_parameters import Copy, ModelCopy, copy_sharded, save_sharded
 from realrl.engine.generate import Generator
 from realrl.engine.load_balance import MinibatchBalance
@@ -35,7 +36,7 @@ from realrl.engine.pipeline import Chunk, run_stage
 from realrl.errors import CallError
 from realrl.model.decoder import Decoder
 from realrl.model.heads import LMHead
-from realrl.model.lora import without_adapters
+from realrl.model.lora import is_trained, without_adapters
 from realrl.plan.pipeline import Schedule, Step, inference, one_f_one_b
 
 Work = tuple[SequenceSample, Callable[[DecoderOutput, SequenceSample], torch.Tensor | None]]
@@ -237,6 +238,29 @@ class NativeEngine:
             names: of those that are needed; all by default.
         """
         return nullcontext() if self._optimizer is None else self._optimizer.whole_parameters(names)
+
+    @torch.no_grad()
+    def move_parameters(self, values: Iterable[tuple[str, torch.Tensor]], eta: float) -> None:
+        """Trained parameters become ``eta * value + (1 - eta) * parameter``, and the optimizer goes on from there.
+
+        All ranks of the layout call this together.
+
+        Args:
+            values: by global name, all of them or some, of the shapes of this rank's shard; used before the next one is
+                asked for.
+            eta: above 0, up to 1.
+        """
+        optimizer = self._require_optimizer()
+        named = dict(self.decoder.named_shards())
+
+        def trained() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, value in values:
+                if is_trained(self.decoder.config, name):
+                    yield name, value
+                else:
+                    move(named[name].data, value, eta)
+
+        optimizer.move_parameters(trained(), eta)
 
     # ------------------------------------------------------------ state
 

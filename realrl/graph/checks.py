@@ -257,10 +257,10 @@ def _check_reallocs(mfcs: Sequence[MFCDef]) -> None:
                 call=mfc.name,
             )
         for _, target in mfc.reallocs:
-            if target in trainer:
+            if trainer.get(target, mfc.name) != mfc.name:
                 raise GraphError(
                     f"a hook of call '{mfc.name}' writes into role '{target}', which call '{trainer[target]}' trains",
-                    remedy="Only a frozen role can be a hook's target.",
+                    remedy=f"Only a frozen role can be its target, or give the hook to '{trainer[target]}' itself.",
                     call=mfc.name,
                 )
             if target in writer:

@@ -326,6 +326,7 @@ def _kept(role: RoleState, layout: ParameterLayout, rank: int) -> _Kept:
             dp=strategy.dp,
             on_host=role.offloads_optimizer,
             whole_gradients=strategy.tp > 1 or strategy.pp > 1,
+            largest=largest // 4,
         )
         for width, n in sizes.items()
     ]
@@ -338,7 +339,7 @@ def _kept(role: RoleState, layout: ParameterLayout, rank: int) -> _Kept:
         gradients=sum(part.gradients for part in parts),
         holds_gradients=any(part.holds_gradients for part in parts),
         buffers=max((part.buffers for part in parts), default=0),
-        host=state if role.offloads_optimizer else 0,
+        host=state + sum(part.host for part in parts) if role.offloads_optimizer else 0,
         largest=largest,
         gathered=n_bytes - parameters,
     )
@@ -351,7 +352,7 @@ def _resident(rank: int, absent: Collection[str], keeps: Mapping[str, Mapping[in
         kept = by_rank.get(rank)
         if kept is None:
             continue
-        held = kept.buffers + (kept.gradients if kept.holds_gradients else 0)
+        held = kept.gradients + kept.buffers if kept.holds_gradients else 0
         if name in absent:
             total += Usage(optimizer=kept.optimizer, gradients=held, host=kept.host + kept.parameters)
         else:
@@ -442,8 +443,8 @@ def _trained(call: CallState, role: RoleState, local: LocalShape, kept: _Kept, p
         checkpointing=role.checkpoints_activations,
         kernels=kernels,
     )
-    all_gradients = 0 if kept.holds_gradients else kept.gradients
-    early = all_gradients if load.n_mbs > 1 else min(all_gradients, kept.largest)
+    all_gradients = 0 if kept.holds_gradients else kept.gradients + kept.buffers
+    early = all_gradients if load.n_mbs > 1 else min(all_gradients, kept.largest + kept.buffers)
     flat = reduction_bytes(kept.gradients, kept.largest, dp=strategy.dp)
     moments = (
         Usage(gradients=early, copies=kept.gathered, activations=activations),

@@ -130,8 +130,9 @@ class OptimizerBytes:
         masters: float32 parameters beside those that compute.
         moments: both.
         gradients: from the first backward of a minibatch to the optimizer's step.
-        holds_gradients: their memory is never given back.
-        buffers: of messages, which stay.
+        holds_gradients: the memory of gradients and buffers is never given back.
+        buffers: of messages, as long as gradients.
+        host: gradients and copies of an offloaded optimizer, in host memory beside masters and moments.
         parameters: share of the parameters that the rank keeps.
     """
 
@@ -140,6 +141,7 @@ class OptimizerBytes:
     gradients: int
     holds_gradients: bool = False
     buffers: int = 0
+    host: int = 0
     parameters: float = 1.0
 
 
@@ -152,6 +154,7 @@ def optimizer_bytes(
     dp: int = 1,
     on_host: bool = False,
     whole_gradients: bool = False,
+    largest: int = 0,
 ) -> OptimizerBytes:
     """The state that training `n_elements` parameters of one rank takes.
 
@@ -164,7 +167,10 @@ def optimizer_bytes(
                 dist_optimizer.md)
     deepspeed   gradients in the model's precision; stage 1 divides moments and masters over the dp ranks, stage 2
                 gradients too, stage 3 parameters too (Rajbhandari et al. 2020, figure 1); with any of them there are
-                masters in float32 as well, and gradients stay between steps
+                masters in float32 as well. Divided gradients are added up in float32; those of stage 3 stay. An
+                offloaded optimizer has float32 gradients in host memory too and, but with stage 3, a copy of its share
+                of the parameters, two buffers for the largest gradient and, where float32 gradients are divided, those
+                of the micro-batches so far
 
     Args:
         n_elements: parameters of this rank that are trained.
@@ -174,6 +180,7 @@ def optimizer_bytes(
         dp: data-parallel ranks.
         on_host: masters and moments are in host memory, where a float32 parameter has a master as well.
         whole_gradients: other ranks hold copies of parameters, or stages follow, so that gradients are not divided.
+        largest: elements of the largest parameter.
 
     Raises:
         ValueError: an unknown backend.
@@ -183,16 +190,24 @@ def optimizer_bytes(
     is_deepspeed = backend == "deepspeed"
     has_masters = element_bytes < FLOAT32 or on_host or (is_deepspeed and zero_stage > 0)
     divided = _share(n_elements, dp if zero_stage > 0 else 1)
-    divides_gradients = is_deepspeed and zero_stage >= 2 and not whole_gradients
+    divides_gradients = is_deepspeed and (zero_stage == 3 or (zero_stage == 2 and not whole_gradients))
     gradient_elements = _share(n_elements, dp) if divides_gradients else n_elements
+    gradient_bytes = element_bytes if is_deepspeed and not divides_gradients else FLOAT32
+    host = 0
+    if is_deepspeed and on_host:
+        host = FLOAT32 * divided
+        if zero_stage < 3:
+            host += element_bytes * (divided + 2 * largest)
+            host += FLOAT32 * divided if divides_gradients and element_bytes == FLOAT32 else 0
     return OptimizerBytes(
         masters=FLOAT32 * divided if has_masters else 0,
         moments=2 * FLOAT32 * divided,
-        gradients=(element_bytes if is_deepspeed else FLOAT32) * gradient_elements,
-        holds_gradients=backend != "native",
+        gradients=gradient_bytes * gradient_elements,
+        holds_gradients=backend == "megatron" or zero_stage == 3,
         buffers=(FLOAT32 if zero_stage == 3 else element_bytes) * DEEPSPEED_BUCKET
         if is_deepspeed and zero_stage
         else 0,
+        host=host,
         parameters=1 / dp if is_deepspeed and zero_stage >= 3 else 1.0,
     )
 

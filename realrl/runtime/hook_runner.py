@@ -1,5 +1,6 @@
 """Hooks around a call, on one rank: parameters move between layouts and roles, or to host memory.
 
+What a hook writes into a trained role goes through its training backend, whose optimizer goes on from there.
 What interfaces remember goes with the parameters: a critic that infers on other devices than it trains on needs the
 statistics of returns that training keeps. Ranks that are not in the home get it from the home's first rank.
 """
@@ -7,14 +8,15 @@ statistics of returns that training keeps. Ranks that are not in the home get it
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from realrl.engine import device as devices
 from realrl.engine.groups import Communicator
-from realrl.engine.realloc import Reallocator
+from realrl.engine.realloc import Reallocator, ReallocResult
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.hooks import Offload, PlannedHook, Realloc
 from realrl.runtime.role_models import Reallocs
@@ -50,7 +52,7 @@ class HookRunner:
         self._reallocs = reallocs
         self._world = world
         self._device = device
-        self._reallocators: dict[tuple[str, Allocation, Allocation], tuple[Reallocator, ...]] = {}
+        self._reallocators: dict[Realloc, tuple[Reallocator, ...]] = {}
 
     def run(self, request: RunHooks) -> HooksDone:
         """Take part in the hooks on one side of a call, in their order."""
@@ -94,24 +96,46 @@ class HookRunner:
 
     def _move(self, hook: Realloc) -> int:
         """Send and receive parameters; returns the bytes received."""
+        n_bytes: list[int] = []
+
+        def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+            for result in self._reallocate(hook):
+                n_bytes.append(result.bytes_received)
+                yield from result.parameters.items()
+
+        is_here = self.rank in hook.target_allocation.ranks
+        if hook.is_implied:
+            parameters = dict(arriving())
+            if is_here:
+                self._roles[hook.target].decoder(hook.target_allocation).set_parameters(parameters)
+            self._share_memory_of_interfaces(hook)
+        elif is_here and self._is_followed(hook):
+            hosted = self._roles[hook.target]
+            hosted.wait_resident()
+            assert hosted.home_engine is not None
+            hosted.home_engine.move_parameters(arriving(), hook.eta)
+        else:
+            deque(arriving(), maxlen=0)
+        return sum(n_bytes)
+
+    def _reallocate(self, hook: Realloc) -> Iterator[ReallocResult]:
+        """What each part of a reallocation brings, before the next part begins."""
+        target = None
+        if not hook.is_implied and not self._is_followed(hook):
+            target = self._home_shards(hook.target, hook.target_allocation)
         reallocators = self._reallocators_of(hook)
-        target = None if hook.is_implied else self._home_shards(hook.target, hook.target_allocation) or {}
-        bytes_received = 0
-        moved: dict[str, torch.Tensor] = {}
         for reallocator in reallocators:
             names = {spec.name for spec in reallocator.plan.source_layout.specs}
             with self._present(hook, names):
                 source = self._home_shards(hook.source, hook.source_allocation)
                 part = None if target is None else {name: t for name, t in target.items() if name in names}
                 # what is gathered for this reallocation only must not be kept
-                result = reallocator.run(source, target=part, eta=hook.eta, alias=len(reallocators) == 1)
-            moved |= result.parameters
-            bytes_received += result.bytes_received
-        if hook.is_implied:
-            if self.rank in hook.target_allocation.ranks:
-                self._roles[hook.target].decoder(hook.target_allocation).set_parameters(moved)
-            self._share_memory_of_interfaces(hook)
-        return bytes_received
+                may_alias = len(reallocators) == 1 or not hook.is_implied
+                yield reallocator.run(source, target=part, eta=hook.eta, alias=may_alias)
+
+    def _is_followed(self, hook: Realloc) -> bool:
+        """Whether an optimizer must go on from what a hook between roles writes."""
+        return self._plan.roles[hook.target].trainable
 
     def _present(self, hook: Realloc, names: Collection[str]) -> AbstractContextManager[None]:
         """These parameters of the source are on the ranks of its home within the block."""
@@ -127,12 +151,11 @@ class HookRunner:
         return {name: parameter.detach() for name, parameter in hosted.decoder(home).named_shards()}
 
     def _reallocators_of(self, hook: Realloc) -> tuple[Reallocator, ...]:
-        key = (hook.source, hook.source_allocation, hook.target_allocation)
-        if key not in self._reallocators:
-            self._reallocators[key] = tuple(
+        if hook not in self._reallocators:
+            self._reallocators[hook] = tuple(
                 Reallocator(plan, self._world, self.rank, self._device) for plan in self._reallocs.parts_of(hook)
             )
-        return self._reallocators[key]
+        return self._reallocators[hook]
 
     def _share_memory_of_interfaces(self, hook: Realloc) -> None:
         """Bring version and interface state of the home to the ranks of the call that are not in the home."""

@@ -91,7 +91,9 @@ class Reallocs:
         self._node_of = plan.cluster.node_of
         self._configs = configs
         self._known: dict[tuple[str, Allocation, Allocation], ReallocPlan] = {}
-        self._shares_parameters = {role.name for role in trained_roles(plan) if role.shares_parameters}
+        trained = list(trained_roles(plan))
+        self._trained = {role.name for role in trained}
+        self._shares_parameters = {role.name for role in trained if role.shares_parameters}
 
     def of(self, hook: Realloc) -> ReallocPlan:
         """The reallocation that a hook asks for."""
@@ -101,11 +103,12 @@ class Reallocs:
         return self._known[key]
 
     def parts_of(self, hook: Realloc) -> tuple[ReallocPlan, ...]:
-        """The same, one after the other: one for each layer of a role whose ranks share out its parameters.
+        """The same, one after the other: one for each layer, where a layer at a time must be held beside what lives.
 
-        So only a layer must be gathered at a time.
+        That is so for a source whose ranks share out its parameters, and for a target that an optimizer must follow.
         """
-        if hook.source not in self._shares_parameters:
+        is_followed = not hook.is_implied and hook.target in self._trained
+        if hook.source not in self._shares_parameters and not is_followed:
             return (self.of(hook),)
         source, target = self._layouts(hook)
         layers = zip(source.by_layer(), target.by_layer(), strict=True)

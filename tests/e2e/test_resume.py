@@ -11,7 +11,11 @@ import pytest
 from safetensors.torch import load_file
 
 from realrl.cli import main
-from realrl.discovery import list_experiments
+from realrl.config.compose import compose
+from realrl.discovery import config_dir, list_experiments, load_experiment
+from realrl.errors import ConfigError
+from realrl.runtime.run_plan import plan_run
+from realrl.runtime.training_backends import check_backends, check_installed
 from tests.helpers.runs import NOISE, assert_same_numbers, read_metrics
 
 STEPS = 8
@@ -68,6 +72,68 @@ def check_resumes(tmp_path: Path, experiment: str, steps: list[int], *overrides:
 @pytest.mark.parametrize("experiment", ["ppo_ref_ema", "dpo"])
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, experiment: str) -> None:
     check_resumes(tmp_path, experiment, [1, 2], *SHORT, last=3)
+
+
+BACKENDS = {
+    "native 1": ("backend=native", "optimizer.zero_stage=1"),
+    "native offloaded": ("backend=native", "optimizer.offload=true"),
+    "megatron": ("backend=megatron",),
+    **{f"deepspeed {stage}": ("backend=deepspeed", f"optimizer.zero_stage={stage}") for stage in range(4)},
+    "deepspeed 2 offloaded": ("backend=deepspeed", "optimizer.zero_stage=2", "optimizer.offload=true"),
+}
+
+
+def with_backends(experiment: str, overrides: tuple[str, ...], **backends: str) -> tuple[str, ...]:
+    """The overrides with keys that give roles one of `BACKENDS`; `default` is for trained roles that are not named.
+
+    Skips the test where that is refused, or a package is missing.
+    """
+    declared = load_experiment(experiment)
+    roles = plan_run(compose(declared, [*COMMON, *overrides], config_dir=config_dir()), declared).roles
+    chosen = {name: backends.get(name, backends.get("default", "")) for name, role in roles.items() if role.trainable}
+    keys = [f"models.{name}.{setting}" for name, backend in chosen.items() for setting in BACKENDS.get(backend, ())]
+    plan = plan_run(compose(declared, [*COMMON, *overrides, *keys], config_dir=config_dir()), declared)
+    try:
+        check_backends(plan)
+        check_installed(plan)
+    except ConfigError as refusal:
+        pytest.skip(refusal.message)
+    return (*overrides, *keys)
+
+
+def test_backends_continue_with_the_same_bits(tmp_path: Path) -> None:
+    overrides = with_backends("ppo", SHORT, actor="megatron", critic="deepspeed 2")
+    check_resumes(tmp_path, "ppo", [1, 2], *overrides, last=3)
+
+
+DEVICES = ("cluster.n_devices_per_node=2", "launcher=local")
+SWEEP = [
+    *((experiment, backend, ()) for experiment in TRAINING for backend in BACKENDS),
+    *(("ppo", backend, (*DEVICES, f"allocation={plan}")) for backend in BACKENDS for plan in ("d2", "t2", "p2")),
+    *(("ppo", backend, (f"precision={dtype}",)) for backend in BACKENDS for dtype in ("bf16", "fp16")),
+    *(
+        ("ppo", backend, (*DEVICES, f"allocation={plan}", f"precision={dtype}"))
+        for backend in BACKENDS
+        for plan in ("d2", "t2", "p2")
+        for dtype in ("bf16", "fp16")
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("experiment", "backend", "settings"),
+    SWEEP,
+    ids=lambda value: " ".join(value[2:] if isinstance(value, tuple) else [value]),
+)
+def test_every_experiment_with_every_backend(
+    tmp_path: Path, experiment: str, backend: str, settings: tuple[str, ...]
+) -> None:
+    """After every step on one device; in processes, which take long to start, after the first and the last but one."""
+    overrides = (f"steps={STEPS}", f"save.keep={STEPS}", *settings)
+    steps = [1, STEPS - 1] if DEVICES[0] in settings else list(range(1, STEPS))
+    check_resumes(tmp_path, experiment, steps, *with_backends(experiment, overrides, default=backend), last=STEPS)
 
 
 @pytest.mark.slow
@@ -137,6 +203,7 @@ PLANS = {
     "t2p2": ("cluster.n_devices_per_node=4", "allocation=t2p2"),
     "zero": ("cluster.n_devices_per_node=2", "allocation=d2", "models.actor.optimizer.zero_stage=1"),
     "split": ("cluster.n_devices_per_node=2", "allocation=split"),
+    "": (),
 }
 
 
@@ -156,15 +223,37 @@ PLANS = {
 def test_under_another_plan(tmp_path: Path, saved: str, resumed: str) -> None:
     """Within 1e-5, over two steps of PPO after the resume."""
     overrides = ("steps=3", "save.keep=3", "launcher=local", "algorithm.n_minibatches=2")
-    whole = run(tmp_path / "whole", "ppo", *overrides, *PLANS.get(saved, ()))
-    again = run(tmp_path / "again", "ppo", *overrides, *PLANS.get(resumed, ()), f"resume={whole}/checkpoints/step_1")
+    whole = run(tmp_path / "whole", "ppo", *overrides, *PLANS[saved])
+    again = run(tmp_path / "again", "ppo", *overrides, *PLANS[resumed], f"resume={whole}/checkpoints/step_1")
     assert_same_numbers(read_metrics(whole)[1:], read_metrics(again), rel=1e-5, floor=1e-6)
+    assert_same_weights(again, whole, "step_3")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(4))
+def test_under_other_plans_and_backends(tmp_path: Path, first: int) -> None:
+    """Within 1e-5 of a run that keeps to one device and native, over four steps that each have a plan of their own."""
+    legs = [("d2", "deepspeed 3"), ("t2", "megatron"), ("p2", "native 1"), ("d2", "deepspeed 1")]
+    legs = legs[first:] + legs[:first]
+    overrides = ("steps=4", "save.keep=4", "algorithm.n_minibatches=2")
+    whole = run(tmp_path / "whole", "ppo", *overrides)
+    resume: tuple[str, ...] = ()
+    for step, (plan, backend) in enumerate(legs, start=1):
+        here = with_backends("ppo", (*overrides, "launcher=local", *PLANS[plan]), default=backend)
+        leg = run(tmp_path / f"leg {step}", "ppo", *here, *resume)
+        resume = (f"resume={leg}/checkpoints/step_{step}",)
+        assert_same_numbers(read_metrics(whole)[step - 1 :], read_metrics(leg), rel=1e-5, floor=1e-6)
+    assert_same_weights(leg, whole, "step_4")
+
+
+def assert_same_weights(ours: Path, theirs: Path, checkpoint: str) -> None:
+    """Actor and critic are within 1e-5."""
     for role in ("actor", "critic"):
-        ours = load_model_files(again / "checkpoints/step_3" / role)
-        theirs = load_model_files(whole / "checkpoints/step_3" / role)
-        assert ours.keys() == theirs.keys()
-        for name, tensor in theirs.items():
-            assert (ours[name] - tensor).abs().max() < 1e-5, name
+        here, there = (load_model_files(folder / "checkpoints" / checkpoint / role) for folder in (ours, theirs))
+        assert here.keys() == there.keys()
+        for name, tensor in there.items():
+            assert (here[name] - tensor).abs().max() < 1e-5, name
 
 
 def load_model_files(folder: Path) -> dict[str, Any]:

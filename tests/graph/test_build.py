@@ -131,6 +131,12 @@ def test_realloc_hooks_carry_versions_to_other_roles():
     assert not any(edge.trainer == "critic_train" and edge.reader == "ref_inf" for edge in edges)
 
 
+def test_a_call_that_trains_a_role_may_also_pull_parameters_into_it():
+    pulled = replaced("actor_train", post_hooks=(ParamReallocHook(source=ModelName("ref"), eta=0.5),))
+    plain = build_graph(replaced("actor_train"), ["prompt_ids"])
+    assert version_edges(build_graph(pulled, ["prompt_ids"])) == version_edges(plain)
+
+
 def test_replicas_of_a_role_wait_for_its_training():
     mfcs = replaced("actor_gen", model_name=ModelName("actor", 1))
     assert VersionEdge("actor_train", "actor_gen", 1) in version_edges(build_graph(mfcs, ["prompt_ids"]))

@@ -35,6 +35,8 @@ class LiveMemory(TorchDispatchMode):
 
     def count(self, tensor: torch.Tensor) -> None:
         """Count what lies under a tensor; a second time changes nothing."""
+        if tensor.device.type == "meta":
+            return
         is_opaque = tensor.layout is not torch.strided  # oneDNN's own layout has no storage
         holder: Any = tensor if is_opaque else tensor.untyped_storage()
         number = id(holder) if is_opaque else holder._cdata

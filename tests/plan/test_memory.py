@@ -73,10 +73,11 @@ def local(model=MODEL, **changes):
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero_stages_are_those_of_the_paper(stage, gigabytes):
-    """Rajbhandari et al. 2020, figure 1: 7.5B parameters in half precision on 64 ranks."""
+    """Rajbhandari et al. 2020, figure 1: 7.5B parameters in half precision on 64 ranks, and gradients too."""
     n = 7_500_000_000
     state = optimizer_bytes(n, element_bytes=2, backend="deepspeed", zero_stage=stage, dp=64)
     total = 2 * n * state.parameters + state.masters + state.moments + state.gradients
+    total -= 2 * n // 64 if stage > 1 else 0  # divided gradients are float32 here
     assert round(total / 1e9, 1) == gigabytes
 
 

@@ -1,11 +1,13 @@
 """Every training backend under (dp, tp, pp, sp) over gloo: the numbers are native's, and so is the state it keeps.
 
 In each layout a backend trains four minibatches, the second of which is skipped; its state then goes on in a native
-engine, whose state goes on in the backend.
+engine, and in another one of its own; and its parameters are moved by a hook, after which it trains on.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -22,13 +24,16 @@ from realrl.engine.backends import BackendName
 from realrl.engine.native import NativeEngine
 from realrl.engine.parallel import Parallel
 from realrl.engine.tensor_parallel import TensorParallelGroup
+from realrl.errors import ConfigError
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.init import random_model
 from realrl.model.lora import add_adapters
 from realrl.plan.adapters import LoRA
+from realrl.plan.backends import TrainedRole, check_backend
 from realrl.plan.layout import shard_of
 from scripts.plan_table import LIMIT, largest_difference, run_plan
 from tests.helpers.ranks import run_ranks
+from tests.helpers.runs import SMALL, read_metrics, realrl
 from tests.helpers.training import make_batch, masked_nll, n_masked
 from tests.ranks.test_engine_3d import CONFIGS, N_SAMPLES, free_address, join, score_loss, share_of
 
@@ -54,18 +59,37 @@ class Case:
     has_adapters: bool = False
 
     @property
+    def is_accepted(self) -> bool:
+        """Whether a run may ask for it."""
+        precision = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+        role = TrainedRole(
+            "actor", self.backend, self.stage, self.offload, precision, self.strategy, has_adapters=self.has_adapters
+        )
+        try:
+            check_backend(role)
+        except ConfigError:
+            return False
+        return True
+
+    @property
     def reference(self) -> Case:
         """The same model on one rank, with the native backend."""
         return Case("native", 0, ParallelStrategy(), self.model, self.dtype, has_adapters=self.has_adapters)
 
 
-def make_engine(case: Case, parallel: Parallel, backend: BackendName | None = None) -> NativeEngine:
+def make_engine(
+    case: Case, parallel: Parallel, backend: BackendName | None = None, weights: Mapping[str, np.ndarray] | None = None
+) -> NativeEngine:
+    """An engine of new parameters, or of those that a saved model has."""
     config = replace(CONFIGS[case.model], dtype=torch.float32)
     shard = shard_of(config, case.strategy, parallel.mesh_rank)
     tensor_parallel = TensorParallelGroup(parallel.tp, sp=case.strategy.sp)
     decoder = random_model(config, seed=1, shard=shard, parallel=tensor_parallel)
     if case.has_adapters:
         add_adapters(decoder, LoRA(2, 4.0, ("q", "o")), seed=1)
+    if weights is not None:
+        for name, p in decoder.named_shards():
+            p.data.copy_(torch.from_numpy(weights[name]))
     settings = {"zero_stage": case.stage, "offload": case.offload} if backend is None else {}
     return NativeEngine(
         decoder,
@@ -95,12 +119,16 @@ def slices_of(engine: NativeEngine) -> dict[str, np.ndarray]:
         return {name: p.detach().float().clone().numpy() for name, p in engine.decoder.named_shards()}
 
 
-def copy_weights(source: NativeEngine, target: NativeEngine) -> None:
-    """What a saved model carries from one engine to another."""
-    saved = slices_of(source)
-    with target.whole_parameters(), torch.no_grad():
-        for name, p in target.decoder.named_shards():
-            p.copy_(torch.from_numpy(saved[name]))
+def state_of(engine: NativeEngine) -> dict[str, Any]:
+    """A copy of the state, as a checkpoint takes one."""
+    return copy.deepcopy(engine.state_dict())
+
+
+def distant_values(case: Case, parallel: Parallel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Of every parameter of this rank's shard, in its working dtype: far from those that an engine has."""
+    engine = make_engine(case, parallel, "native")
+    for name, p in engine.decoder.named_shards():
+        yield name, p.detach() + 0.25
 
 
 def outcome(case: Case, parallel: Parallel) -> dict[str, Any]:
@@ -109,29 +137,32 @@ def outcome(case: Case, parallel: Parallel) -> dict[str, Any]:
     slices, state = slices_of(engine), engine.state_dict()
     moments = {name: stored["exp_avg"].numpy().copy() for name, stored in state["parameters"].items()}
     assert {stored["step"] for stored in state["parameters"].values()} == {N_STEPS - 1}
-    continued = make_engine(case, parallel, "native")
-    copy_weights(engine, continued)
-    continued.load_state_dict(state)
-    again = [train(continued, parallel)]
-    returned = make_engine(case, parallel)
-    if case.stage != 3:  # a resumed run loads its model before the ranks share it out
-        copy_weights(engine, returned)
-        returned.load_state_dict(state)
-        again.append(train(returned, parallel))
+    again = []
+    for backend in ("native", None):
+        continued = make_engine(case, parallel, backend, slices)
+        continued.load_state_dict(state)
+        again.append(train(continued, parallel))
     again.append(train(engine, parallel))
     assert engine._optimizer is not None
+    final_lr = engine._optimizer.lr
+    forward = engine.forward(
+        make_batch(3),
+        lambda out, _: out.scores() if engine.decoder.config.is_scalar else out.logprobs(),
+        micro_batching=MicroBatching(n_mbs=2),
+    )
+    engine.move_parameters(distant_values(case, parallel), 0.5)
+    moved = slices_of(engine)
+    train(engine, parallel)
     return {
         "results": results,
         "again": again,
-        "final_lr": engine._optimizer.lr,
+        "final_lr": final_lr,
         "slices": slices,
+        "moved": moved,
+        "after move": slices_of(engine),
         "moments": moments,
         "places": {name: engine.decoder.place_of(name) for name in slices},
-        "forward": engine.forward(
-            make_batch(3),
-            lambda out, _: out.scores() if engine.decoder.config.is_scalar else out.logprobs(),
-            micro_batching=MicroBatching(n_mbs=2),
-        ).numpy(),
+        "forward": forward.numpy(),
     }
 
 
@@ -165,7 +196,7 @@ def check(world_size: int, cases: list[Case], timeout_s: float = 280.0) -> None:
             for other in got["again"]:
                 assert other.grad_norm == pytest.approx(expected["again"][-1].grad_norm, rel=rel), case
                 assert other.lr == pytest.approx(expected["again"][-1].lr, rel=1e-9), case
-            for kind in ("slices", "moments"):
+            for kind in ("slices", "moments", "moved", "after move"):
                 for name, values in got[kind].items():
                     wanted = expected[kind][name][got["places"][name]]
                     np.testing.assert_allclose(values, wanted, rtol=rel, atol=atol, err_msg=f"{case} {kind} {name}")
@@ -175,11 +206,12 @@ def check(world_size: int, cases: list[Case], timeout_s: float = 280.0) -> None:
 
 def _check_copies(case: Case, by_rank: list[dict[str, Any]]) -> None:
     """Ranks that hold the same slice of a parameter hold the same bits."""
-    seen: dict[tuple[str, str], np.ndarray] = {}
+    seen: dict[tuple[str, str, str], np.ndarray] = {}
     for got in by_rank:
-        for name, values in got["slices"].items():
-            known = seen.setdefault((name, str(got["places"][name])), values)
-            assert (known == values).all(), f"{case} {name}"
+        for kind in ("slices", "after move"):
+            for name, values in got[kind].items():
+                known = seen.setdefault((kind, name, str(got["places"][name])), values)
+                assert (known == values).all(), f"{case} {kind} {name}"
 
 
 # ---------------------------------------------------------------- native
@@ -277,6 +309,101 @@ def test_deepspeed_in_half_precision_offloaded_and_with_adapters() -> None:
     check(2, cases)
 
 
+# ---------------------------------------------------------------- continuing
+
+GROWS = {"scale": 2.0**4, "growth_tracker": 999}  # the scale of fp16 doubles after 1000 steps without an overflow
+OVERFLOWS = {"scale": 2.0**26, "growth_tracker": 0}
+
+
+def _continues(
+    rank: int, world_size: int, address: str, cases: list[Case], n_steps: int
+) -> list[tuple[list[float | None], list[str]]]:
+    """After each step, another engine continues from the state; gives the loss scales and what is not equal in bits."""
+    groups, places = join(rank, world_size, address, {case.strategy for case in cases}, for_libraries=True)
+    found = []
+    for case in cases:
+        scales, differences = [], []
+        for start in (GROWS, OVERFLOWS) if case.dtype == torch.float16 else ({},):
+            engine = make_engine(case, places[case.strategy])
+            if start:
+                engine.load_state_dict({**engine.state_dict(), "loss_scale": start})
+            for step in range(n_steps):
+                other = make_engine(case, places[case.strategy], weights=slices_of(engine))
+                other.load_state_dict(state_of(engine))
+                results = [train(one, places[case.strategy], skips=step == 1) for one in (engine, other)]
+                scales.append(results[0].stats.get("loss_scale"))
+                if results[0] != results[1]:
+                    differences.append(f"step {step}: {results}")
+                differences += [f"step {step}: {name}" for name in _differences(engine, other)]
+        found.append((scales, differences))
+    groups.destroy()
+    return found
+
+
+def _differences(engine: NativeEngine, other: NativeEngine) -> Iterator[str]:
+    """Names of weights and of parts of the state that differ in bits."""
+    ours, theirs = slices_of(engine), slices_of(other)
+    yield from (name for name, values in ours.items() if values.tobytes() != theirs[name].tobytes())
+    state, other_state = engine.state_dict(), other.state_dict()
+    parameters = other_state.pop("parameters")
+    for name, stored in state.pop("parameters").items():
+        for key, value in stored.items():
+            there = parameters[name][key]
+            is_same = value == there if key == "step" else torch.equal(value.view(torch.int32), there.view(torch.int32))
+            if not is_same:
+                yield f"{name} {key}"
+    if state != other_state:
+        yield f"{state} {other_state}"
+
+
+def check_continues(cases: list[Case], world_size: int = 2, n_steps: int = 4) -> None:
+    by_rank = run_ranks(
+        world_size, _continues, free_address(), cases, n_steps, joined=False, timeout_s=280.0 if n_steps == 4 else 580.0
+    )
+    for found in by_rank:
+        for case, (scales, differences) in zip(cases, found, strict=True):
+            assert not differences, (case, differences)
+            if case.dtype == torch.float16:
+                assert max(scales[:n_steps]) > GROWS["scale"], "the scale never grew"
+                assert scales[n_steps] > scales[-1], "there was no overflow"
+
+
+def test_native_continues_bit_for_bit() -> None:
+    check_continues(
+        [Case("native", 1, D2, dtype=torch.bfloat16), Case("native", 1, D2, offload=True), Case("native", 0, T2)]
+    )
+
+
+@needs_megatron
+def test_megatron_continues_bit_for_bit() -> None:
+    check_continues([Case("megatron", 1, D2, dtype=torch.bfloat16), Case("megatron", 1, D2, dtype=torch.float16)])
+
+
+@needs_deepspeed
+def test_deepspeed_continues_bit_for_bit() -> None:
+    check_continues([Case("deepspeed", 2, D2, dtype=torch.float16), Case("deepspeed", 3, D2, dtype=torch.bfloat16)])
+
+
+@needs_megatron
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("backend", ["megatron", *(f"deepspeed {stage}" for stage in range(4)), "native 1"])
+def test_every_backend_continues_bit_for_bit(backend: str, dtype: torch.dtype) -> None:
+    name, _, stage = backend.partition(" ")
+    cases = [
+        Case(name, int(stage or 1), strategy, dtype=dtype, offload=offload, has_adapters=has_adapters)
+        for strategy in (D2, T2, P2)
+        for offload in (False, True)
+        for has_adapters in (False, True)
+    ]
+    accepted = [case for case in cases if case.is_accepted]
+    if not accepted:
+        pytest.skip("check_backend refuses it")
+    check_continues(accepted, n_steps=6)
+
+
 # ---------------------------------------------------------------- fp16
 
 
@@ -366,3 +493,71 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_ppo_has_the_numbers_of_native(plan: str, single: list[dict[str, Any]], tmp_path: Path) -> None:
     rows, _ = run_plan(tmp_path / "run", PPO_PLANS[plan], steps=5)
     assert largest_difference(single, rows).relative <= LIMIT
+
+
+# ---------------------------------------------------------------- a hook that writes into a trained role
+
+RETURNING_ACTOR = """
+import dataclasses
+
+from realrl.discovery import load_experiment
+from realrl.graph.mfc import ModelName, ParamReallocHook
+
+PPO = load_experiment("ppo")
+HOOK = ParamReallocHook(source=ModelName("ref"), eta={eta})
+
+
+def mfcs(config):
+    calls = PPO.mfcs(config)
+    return [dataclasses.replace(mfc, post_hooks=(HOOK,)) if mfc.name == "actor_train" else mfc for mfc in calls]
+
+
+EXPERIMENT = dataclasses.replace(PPO, name="returning_actor", mfcs=mfcs)
+"""
+RETURNING_PLANS = {
+    "native-0": ("allocation=d2", "models.actor.optimizer.zero_stage=0"),
+    "native-1": ("allocation=d2", "models.actor.optimizer.zero_stage=1"),
+    "native-offloaded": ("allocation=d2", "models.actor.optimizer.offload=true", "allocation.offload=[actor,ref]"),
+    "megatron-d2": ("allocation=d2", "models.actor.backend=megatron"),
+    "megatron-t2": ("allocation=t2", "allocation.calls.ref_inf=p2", "models.actor.backend=megatron"),
+    **{
+        f"deepspeed-{stage}": (
+            "allocation=d2",
+            "models.actor.backend=deepspeed",
+            f"models.actor.optimizer.zero_stage={stage}",
+        )
+        for stage in range(4)
+    },
+    "deepspeed-3-from-elsewhere": (
+        "allocation=d2",
+        "allocation.calls.ref_inf=t2",
+        "models.actor.backend=deepspeed",
+        "models.actor.optimizer.zero_stage=3",
+    ),
+}
+
+
+def returning_actor(folder: Path, eta: float, *overrides: str) -> list[dict[str, Any]]:
+    """PPO whose actor is moved towards the reference after each step."""
+    file = folder / "returning_actor.py"
+    file.write_text(RETURNING_ACTOR.format(eta=eta))
+    settings = ("models.actor.optimizer.schedule=constant", "models.actor.optimizer.lr=0.001", "steps=4")
+    done = realrl("run", str(file), *SMALL, *settings, f"run_dir={folder / 'run'}", *overrides, timeout_s=250.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_metrics(folder / "run")
+
+
+@pytest.fixture(scope="module", params=[1.0, 0.5])
+def returning(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, Any]:
+    return request.param, returning_actor(tmp_path_factory.mktemp("single"), request.param, "launcher=inline")
+
+
+@needs_megatron
+@needs_deepspeed
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("plan", RETURNING_PLANS)
+def test_an_optimizer_goes_on_from_what_a_hook_writes(plan: str, returning: tuple[float, Any], tmp_path: Path) -> None:
+    eta, expected = returning
+    rows = returning_actor(tmp_path, eta, "cluster.n_devices_per_node=2", *RETURNING_PLANS[plan])
+    assert largest_difference(expected, rows).relative <= LIMIT

@@ -7,14 +7,14 @@ A backend keeps the optimizer's state as it likes: whole, sharded over data-para
 takes it in the canonical form, `OptimizerState`, which knows no backend and no data-parallel size:
 
     n_taken, n_total            optimizer steps that the schedule has seen, and where it ends
-    loss_scale                  numbers of a dynamic loss scale, where there is one
+    loss_scale                  of a run in fp16: scale, and growth_tracker, the steps since it last changed
     parameters                  name in the whole model -> exp_avg, exp_avg_sq, step and, unless the saved model has it,
                                 master: float32 tensors of this rank's (tp, pp) shard, whole over data-parallel ranks
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
@@ -86,6 +86,15 @@ class TrainingBackend(Protocol):
     def whole_parameters(self, names: Collection[str] | None) -> AbstractContextManager[None]:
         """Parameters, all or those of some names, are there within the block; for backends that shard them."""
 
+    def move_parameters(self, values: Iterable[tuple[str, torch.Tensor]], eta: float) -> None:
+        """Trained parameters become ``eta * value + (1 - eta) * parameter``, masters included; moments stay.
+
+        Args:
+            values: by name, each of the shape of this rank's (tp, pp) shard and equal on data-parallel ranks; used
+                before the next one is asked for.
+            eta: above 0, up to 1.
+        """
+
     def state_dict(self) -> OptimizerState:
         """The canonical form."""
 
@@ -115,6 +124,15 @@ class Schedule:
     def lr(self) -> float:
         """The rate that the next step uses."""
         return learning_rate(self.config, self.n_taken, self.n_total)
+
+
+def move(tensor: torch.Tensor, value: torch.Tensor, eta: float) -> None:
+    """``eta * value + (1 - eta) * tensor`` in the place and dtype of `tensor`."""
+    value = value.to(tensor.device, tensor.dtype)
+    if eta == 1.0:
+        tensor.copy_(value)
+    else:
+        tensor.lerp_(value, eta)
 
 
 def check_parameters(parameters: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, torch.Size]) -> None:

@@ -18,7 +18,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from realrl.config.schema import OptimizerConfig
-from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, master_of
+from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, master_of, move
 from realrl.engine.gradients import TIED, is_counted_here, is_tied
 from realrl.engine.groups import Communicator, all_gather_single, reduce_scatter_single
 from realrl.engine.parallel import Parallel
@@ -109,7 +109,7 @@ class DeepSpeedBackend(Schedule):
         self._zero._get_norm_groups = lambda: [self._norm]
         self._make_moments()
         if not trained.is_in_saved_model:
-            self._set_masters(values)
+            self.move_parameters(values.items(), 1.0)
 
     # ------------------------------------------------------------ a minibatch
 
@@ -153,6 +153,7 @@ class DeepSpeedBackend(Schedule):
             self._engine.allreduce_gradients()
         norm = self._global_norm()
         self._norm = torch.tensor(norm, device=self._decoder.device)
+        self.overflowed = not math.isfinite(norm)
         return norm / (self.loss_scale or 1.0)
 
     @torch.no_grad()
@@ -169,6 +170,8 @@ class DeepSpeedBackend(Schedule):
         self.overflowed = self.stage > 0 and bool(self._zero.overflow)
         self._n_stepped += not self.overflowed
         self.n_taken += 1
+        if self.overflowed and self.stage < 3:
+            self._drop_reduced()
 
     def skip(self) -> None:
         """Forget the gradients and advance the schedule."""
@@ -184,9 +187,13 @@ class DeepSpeedBackend(Schedule):
             zero._release_preflattened_grad_buffers()
             if zero.cpu_offload:
                 zero.reset_cpu_buffers()
-            else:
-                zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
-                zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
+            self._drop_reduced()
+
+    def _drop_reduced(self) -> None:
+        """Forget reduced gradients, which an offloaded optimizer would add the next minibatch's to."""
+        zero = self._zero
+        zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
+        zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
 
     @property
     def needs_equal_passes(self) -> bool:
@@ -208,6 +215,28 @@ class DeepSpeedBackend(Schedule):
             mock.patch.object(hooks, "post_sub_module_forward_function", _nothing),
         ):
             yield
+
+    @torch.no_grad()
+    def move_parameters(self, values: Iterable[tuple[str, torch.Tensor]], eta: float) -> None:
+        """Move this rank's part of the float32 masters, and publish them; with stage 0, the parameters."""
+        zero = self._zero
+        for name, value in values:
+            p = self._named[name]
+            if self.stage == 0:
+                move(p.data, value, eta)
+            elif self.stage == 3:
+                part, _ = zero._get_fp32_opt_state_partition(p, release_swap_buffers=True)
+                mine = _part_of(value, part.numel(), self._parallel.dp)
+                move(part[: mine.numel()], mine, eta)
+            elif p._hp_mapping is not None:
+                place = p._hp_mapping.lp_fragment_address
+                move(p._hp_mapping.get_hp_fragment().data, value.reshape(-1).narrow(0, place.start, place.numel), eta)
+        if self.stage == 3:
+            for i in range(len(zero.fp16_groups)):
+                zero._reassign_or_swap_out_partitioned_parameters(i)
+        elif self.stage > 0:
+            for p in self._named.values():
+                p.data.copy_(safe_get_full_fp32_param(p))
 
     def _sum_copies(self) -> None:
         """Add up, over the ranks that hold copies of a parameter, what each has made of its gradient."""
@@ -265,14 +294,14 @@ class DeepSpeedBackend(Schedule):
             for key in MOMENTS:
                 stored[key] = self._moment(p, key)
             if not self._trained.is_in_saved_model:
-                stored["master"] = safe_get_full_fp32_param(p)
+                stored["master"] = p.detach() if self.stage == 0 else safe_get_full_fp32_param(p)
             parameters[name] = stored
         result: OptimizerState = {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
         if self.loss_scale is not None:
             scaler = self._zero.loss_scaler
             result["loss_scale"] = {
                 "scale": float(scaler.cur_scale),
-                "growth_tracker": max(scaler.cur_iter - scaler.last_overflow_iter - 1, 0),
+                "growth_tracker": _growth_tracker(scaler.cur_iter - scaler.last_overflow_iter - 1),
             }
         return result
 
@@ -285,7 +314,7 @@ class DeepSpeedBackend(Schedule):
             if self.stage in (1, 2):
                 self._zero.refresh_fp32_params()
         else:
-            self._set_masters({name: master_of(parameters, name) for name in self._named})
+            self.move_parameters([(name, master_of(parameters, name)) for name in self._named], 1.0)
         self._n_stepped = max(int(stored["step"]) for stored in parameters.values())
         self._make_moments()
         for name, p in self._named.items():
@@ -296,7 +325,7 @@ class DeepSpeedBackend(Schedule):
         if self.loss_scale is not None and scale is not None:
             scaler = self._zero.loss_scaler
             scaler.cur_scale = float(scale["scale"])
-            scaler.last_overflow_iter = scaler.cur_iter - int(scale.get("growth_tracker", 0)) - 1
+            scaler.last_overflow_iter = scaler.cur_iter - int(scale["growth_tracker"]) - 1
 
     def _moment(self, p: nn.Parameter, key: str) -> torch.Tensor:
         if self.stage == 0:
@@ -308,7 +337,8 @@ class DeepSpeedBackend(Schedule):
             self._zero.state[p][key].copy_(value)
         elif self.stage == 3:
             part, _ = self._zero._get_fp32_opt_state_partition(p, release_swap_buffers=True, optim_state_key=key)
-            _copy_part(part, value, self._parallel.dp)
+            mine = _part_of(value, part.numel(), self._parallel.dp)
+            part[: mine.numel()].copy_(mine)
         else:
             p.set_full_hp_param(value, key)
 
@@ -331,23 +361,6 @@ class DeepSpeedBackend(Schedule):
         if self.stage in (1, 2):
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
-
-    @torch.no_grad()
-    def _set_masters(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite float32 masters, by name whole over data-parallel ranks, and publish them."""
-        zero = self._zero
-        for name, p in self._named.items():
-            if self.stage == 3:
-                part, _ = zero._get_fp32_opt_state_partition(p, release_swap_buffers=True)
-                _copy_part(part, values[name], self._parallel.dp)
-            elif self.stage > 0:
-                p.set_full_hp_param(values[name].float())
-        with self.whole_parameters() if self.stage == 3 else contextlib.nullcontext():
-            for name, p in self._named.items():
-                p.data.copy_(values[name])
-        if self.stage == 3:
-            for i in range(len(zero.fp16_groups)):
-                zero._reassign_or_swap_out_partitioned_parameters(i)
 
     # ------------------------------------------------------------ making
 
@@ -426,11 +439,14 @@ def _nothing(module: nn.Module) -> None:
     """In the place of a hook."""
 
 
-def _copy_part(part: torch.Tensor, whole: torch.Tensor, dp: Communicator) -> None:
-    """Copy this rank's part of a tensor of which all ranks have equal parts, the last one filled up."""
-    start = part.numel() * dp.rank
-    mine = whole.reshape(-1)[start : start + part.numel()]
-    part[: mine.numel()].copy_(mine)
+def _part_of(whole: torch.Tensor, size: int, dp: Communicator) -> torch.Tensor:
+    """This rank's part of a tensor of which all ranks have `size` elements; the last ones may have fewer, or none."""
+    return whole.reshape(-1)[size * dp.rank : size * (dp.rank + 1)]
+
+
+def _growth_tracker(n_stable: int) -> int:
+    """Steps since the loss scale last changed; a whole window of them means that the next step doubles it."""
+    return n_stable % _LOSS_SCALE_WINDOW or min(n_stable, _LOSS_SCALE_WINDOW)
 
 
 def _mpu(parallel: Parallel) -> Any:

@@ -9,11 +9,12 @@ float32 and on the device, a master is no copy but a part of the parameter itsel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from realrl.engine import device as devices
+from realrl.engine.backends.base import move
 from realrl.engine.groups import Communicator
 from realrl.engine.precision import TrainedParameters
 
@@ -79,6 +80,15 @@ class Masters:
         return slices
 
     @torch.no_grad()
+    def move(self, values: Iterable[tuple[str, torch.Tensor]], eta: float) -> None:
+        """Move masters towards values, by name whole, and publish them."""
+        self.attach()
+        masters = dict(zip(self._trained.names, self.tensors, strict=True))
+        for name, value in values:
+            move(masters[name].data, self.part_of(value), eta)
+        self.publish()
+
+    @torch.no_grad()
     def publish(self) -> None:
         """Copy all ranks' masters into the working parameters."""
         for master in self.tensors:
@@ -112,7 +122,7 @@ class Masters:
         n_elements = 0
         for part, place in zip(parts, places, strict=True):
             bucket.append((part, place))
-            n_elements += self.sizes[place]
+            n_elements += self.sizes[place] * self._dp.n_ranks
             if n_elements >= _BUCKET_ELEMENTS:
                 yield from self._gather(bucket)
                 bucket, n_elements = [], 0

@@ -12,7 +12,7 @@ equal for ever.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from realrl.config.schema import OptimizerConfig
-from realrl.engine.backends.base import MOMENTS, OptimizerState, check_parameters, master_of
+from realrl.engine.backends.base import MOMENTS, OptimizerState, check_parameters, master_of, move
 from realrl.engine.backends.megatron_cpu import cpu_for_cuda
 from realrl.engine.gradients import TIED, is_copied, is_counted_here, is_tied
 from realrl.engine.groups import all_gather_single, reduce_scatter_single
@@ -94,8 +94,8 @@ class MegatronBackend:
             self._scaler = self._make_scaler()
             self._optimizer = self._make_optimizer()
             self._shards = dict(self._main_shards())
-            if not trained.is_in_saved_model:
-                self._set_masters(values)
+        if not trained.is_in_saved_model:
+            self.move_parameters(values.items(), 1.0)
         self._scheduler = self._make_scheduler(n_total)
 
     # ------------------------------------------------------------ schedule
@@ -176,6 +176,19 @@ class MegatronBackend:
         """They always are."""
         return nullcontext()
 
+    @torch.no_grad()
+    def move_parameters(self, values: Iterable[tuple[str, torch.Tensor]], eta: float) -> None:
+        """Move this rank's shards of the main parameters, and gather parameters."""
+        for name, value in values:
+            p = self._named[name]
+            if p in self._shards:
+                shard, part = self._shards[p]
+                move(shard.data, value.reshape(-1)[part], eta)
+        with self._on_device():
+            self._optimizer._copy_main_params_to_model_params()
+            for chunk in self._chunks:
+                chunk.start_param_sync(force_sync=True)
+
     # ------------------------------------------------------------ state
 
     def state_dict(self) -> OptimizerState:
@@ -191,8 +204,9 @@ class MegatronBackend:
             for name, whole in self._gather(parts):
                 parameters[name][key] = whole
         result: OptimizerState = {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
-        if self._scaler is not None:
-            result["loss_scale"] = {k: float(v) for k, v in self._scaler.state_dict().items()}
+        if self._scaler is not None:  # with a hysteresis of 1, its tracker decides nothing
+            known = self._scaler.state_dict()
+            result["loss_scale"] = {"scale": float(known["scale"]), "growth_tracker": known["growth_tracker"]}
         return result
 
     @torch.no_grad()
@@ -213,26 +227,17 @@ class MegatronBackend:
                 "step": torch.tensor(float(self._n_stepped), device=shard.device),
                 **{key: stored[key].reshape(-1)[part].to(shard.device, copy=True) for key in MOMENTS},
             }
+        if masters:
+            self.move_parameters(masters.items(), 1.0)
         scale = state.get("loss_scale")
-        with self._on_device():
-            if masters:
-                self._set_masters(masters)
-            if self._scaler is not None and scale is not None:
-                trackers = {k: int(scale[k]) for k in ("growth_tracker", "hysteresis_tracker") if k in scale}
-                known = {**self._scaler.state_dict(), **trackers}
+        if self._scaler is not None and scale is not None:
+            # a scale that deepspeed was about to double is doubled by the next step here, too
+            growth_tracker = min(int(scale["growth_tracker"]), _LOSS_SCALE_WINDOW - 1)
+            known = {**self._scaler.state_dict(), "growth_tracker": growth_tracker}
+            with self._on_device():
                 self._scaler.load_state_dict({**known, "scale": torch.tensor([float(scale["scale"])])})
         self._scheduler = self._make_scheduler(int(state["n_total"]))
         self._scheduler.step(int(state["n_taken"]))
-
-    def _set_masters(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite main parameters, by name whole over data-parallel ranks, and publish them."""
-        for name, p in self._named.items():
-            if p in self._shards:
-                shard, part = self._shards[p]
-                shard.data.copy_(values[name].reshape(-1)[part])
-        self._optimizer._copy_main_params_to_model_params()
-        for chunk in self._chunks:
-            chunk.start_param_sync(force_sync=True)
 
     def _main_shards(self) -> Iterator[tuple[nn.Parameter, tuple[torch.Tensor, slice]]]:
         """Each parameter of which this rank updates a part: the part's main parameter, and where it lies."""

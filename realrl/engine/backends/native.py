@@ -6,7 +6,7 @@ Sharded, every rank updates its slice of each parameter and the ranks gather the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -101,6 +101,10 @@ class NativeBackend(Schedule):
     def whole_parameters(self, names: Collection[str] | None) -> AbstractContextManager[None]:
         """They always are."""
         return nullcontext()
+
+    def move_parameters(self, values: Iterable[tuple[str, torch.Tensor]], eta: float) -> None:
+        """Move the masters, and publish them."""
+        self._masters.move(values, eta)
 
     # ------------------------------------------------------------ state
 
