@@ -155,9 +155,14 @@ class ProcessPool:
         Raises:
             RunError: a function cannot be imported, or is none of a prompt and a response.
         """
-        if not self._traits:
-            self._traits = self._connect().traits
-        return self._traits
+        n_lost = 0
+        while True:
+            try:
+                self._traits = self._traits or self._connect().traits
+                return self._traits
+            except _Lost as lost:
+                n_lost += 1
+                self._replace(lost, n_lost)
 
     def score(self, requests: Sequence[Request]) -> Iterator[Outcome]:
         """See `RewardPool`. When the server is lost, what it did not answer is asked of a new one.
@@ -173,7 +178,7 @@ class ProcessPool:
         hard_s = [hard_limit_s(s, is_async=traits[r.part].is_async) for s, r in zip(limits_s, requests, strict=True)]
         patience_s = OUTSTANDING_PER_WORKER * max(hard_s, default=0.0) + GRACE_S
         waiting, outstanding = deque(range(len(requests))), set[int]()
-        n_restarts = 0
+        n_lost = 0
         while waiting or outstanding:
             try:
                 connection = self._connect()
@@ -183,11 +188,8 @@ class ProcessPool:
                     connection.send(_message(index, requests[index]))
                 reply = connection.receive(patience_s)
             except _Lost as lost:
-                self.close()
-                n_restarts += 1
-                if n_restarts > MAX_RESTARTS:
-                    self._report(lost, n_restarts)
-                log.warning("the process that runs the reward functions %s; another takes its place", lost)
+                n_lost += 1
+                self._replace(lost, n_lost)
                 waiting.extendleft(sorted(outstanding, reverse=True))
                 outstanding.clear()
                 continue
@@ -204,9 +206,16 @@ class ProcessPool:
         if self._connection is None:
             try:
                 self._connection = _Connection(self._specs, self._concurrency, self._async_concurrency)
-            except _Lost as lost:
-                self._report(lost, 1)
+            except _Silent as silent:  # it would take as long again
+                self._report(silent, 1)
         return self._connection
+
+    def _replace(self, lost: _Lost, n_times: int) -> None:
+        """Make way for another server, unless one was lost too often in a call."""
+        self.close()
+        if n_times > MAX_RESTARTS:
+            self._report(lost, n_times)
+        log.warning("the process that runs the reward functions %s; another takes its place", lost)
 
     def _report(self, lost: _Lost, n_times: int) -> NoReturn:
         names = ", ".join(repr(spec.function) for spec in self._specs)
@@ -219,6 +228,10 @@ class ProcessPool:
 
 class _Lost(Exception):
     """The server is of no use any more; completes the sentence "the process ..."."""
+
+
+class _Silent(_Lost):
+    """It lives, but does not answer."""
 
 
 class _Connection:
@@ -271,7 +284,7 @@ class _Connection:
         while not self._lines:
             wait_s = max(deadline_s - time.monotonic(), 0.0)
             if not select.select([self._replies.fd], [], [], wait_s)[0]:
-                raise self._lost(f"was silent for {timeout_s:g} s")
+                raise _Silent(*self._lost(f"was silent for {timeout_s:g} s").args)
             self._read()
         message: dict[str, Any] = json.loads(self._lines.popleft())
         return message

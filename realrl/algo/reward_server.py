@@ -9,6 +9,8 @@ owner (end of file on its input), and then kills its workers.
 
 A worker has one request at a time, or many of async functions. It watches the time of those itself; when one of them
 keeps the whole process busy, or ends it, the others that the worker had are tried again, each in a worker of its own.
+A worker may also die by no fault of its request (the system is out of memory, somebody kills it), so a request whose
+worker died is tried once more before it counts as failed.
 
 SPEC: ``{"functions": [{"function", "reads", "options", "timeout_s"}], "concurrency", "async_concurrency"}``.
 Requests: ``{"id", "part", "prompt", "response", "row"}``; `part` is the number of the function. First reply:
@@ -135,12 +137,18 @@ async def _work_async(
 
 @dataclass(frozen=True)
 class Job:
-    """A request on its way; one that is `alone` shares its worker with no other."""
+    """A request on its way.
+
+    Attributes:
+        alone: it shares its worker with no other.
+        is_suspect: a worker died that had nothing else to do.
+    """
 
     request: Mapping[str, Any]
     is_async: bool
     alone: bool
     limit_s: float
+    is_suspect: bool = False
     deadline_s: float = math.inf
 
 
@@ -249,7 +257,7 @@ class Server:
         now_s = time.monotonic()
         for worker in [w for w in self._workers if w.deadline_s <= now_s]:
             self._end(worker)
-            self._give_up(worker, {"timeout": True})
+            self._give_up(worker, {"timeout": True}, is_final=True)
         return True
 
     def _wait(self) -> list[tuple[Worker | None, int]]:
@@ -287,20 +295,22 @@ class Server:
         if lines is None:
             status = self._end(worker)
             ending = f"died of signal {-status}" if status < 0 else f"left its process with status {status}"
-            self._give_up(worker, {"error": ending})
+            self._give_up(worker, {"error": ending}, is_final=all(job.is_suspect for job in worker.jobs.values()))
             return
         for line in lines:
             result = json.loads(line)
             if worker.jobs.pop(result["id"], None) is not None:
                 write_line(self._replies_fd, result)
 
-    def _give_up(self, worker: Worker, outcome: Mapping[str, Any]) -> None:
+    def _give_up(self, worker: Worker, outcome: Mapping[str, Any], *, is_final: bool) -> None:
         """Answer for a worker that was ended: which of several jobs is to blame, each must show by itself."""
         jobs = list(worker.jobs.values())
-        if len(jobs) == 1:
+        if len(jobs) == 1 and is_final:
             write_line(self._replies_fd, {"id": jobs[0].request["id"], **outcome})
-        else:
-            self._queue.extendleft(replace(job, alone=True, deadline_s=math.inf) for job in reversed(jobs))
+            return
+        is_suspect = len(jobs) == 1
+        again = [replace(job, alone=True, is_suspect=is_suspect, deadline_s=math.inf) for job in jobs]
+        self._queue.extendleft(reversed(again))
 
     def _end(self, worker: Worker) -> int:
         self._workers.remove(worker)

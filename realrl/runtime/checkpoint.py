@@ -208,7 +208,9 @@ class CheckpointStore:
                 self._point("best", best)
         for old in found:
             if old not in staying:
-                shutil.rmtree(old)
+                doomed = old.with_name(f".{old.name}.partial")  # what a kill leaves of it is never read, and removed
+                os.rename(old, doomed)
+                shutil.rmtree(doomed)
 
     def _best_of(self, folders: list[Path]) -> Path | None:
         """The folder with the best score, the newest of equals."""

@@ -32,6 +32,7 @@ from realrl.runtime.generations import GenerationsFile
 from realrl.runtime.recovery import write_failure
 from realrl.runtime.run_plan import RunPlan, plan_run
 from realrl.runtime.session import Session
+from realrl.sched.diagnosis import may_have_lost_peer
 from realrl.sched.events import (
     Abort,
     BeginEvaluation,
@@ -61,7 +62,6 @@ from realrl.sched.readout import Readout
 _POLL_S = 0.2
 _STACK_DUMP_S = 0.5
 _DEATH_NOTICE_S = 2.0
-_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")  # what gloo and NCCL say
 
 _log = logging.getLogger(__name__)
 
@@ -109,8 +109,8 @@ class MasterWorker:
             reply = self._session.transport.receive(max(0.0, next_look_s - time.monotonic()))
             if reply is not None:
                 self._note(reply)
-                if isinstance(reply, WorkerFailed) and _lost_a_peer(reply):
-                    self._dispatch(self._death_notice() or reply)
+                if isinstance(reply, WorkerFailed):
+                    self._on_failure(reply)
                 elif not isinstance(reply, Heartbeat):
                     self._dispatch(reply)
             if self._exit_code is None and time.monotonic() >= next_look_s:
@@ -120,10 +120,8 @@ class MasterWorker:
 
     def _look_around(self) -> None:
         """Turn what only the shell can see into events: deaths and silence."""
-        for rank, exit_code in self._session.launcher.poll():
-            if self._exit_code is None:
-                self._last_heard_s.pop(rank, None)
-                self._dispatch(WorkerLost(rank, exit_code, report.signal_name(exit_code)))
+        for lost in self._deaths():
+            self._dispatch(lost)
         limit_s, now_s = self._plan.config.cluster.worker_timeout_s, time.monotonic()
         if self._next_save_s is not None and now_s > self._next_save_s:
             self._next_save_s = None  # until that checkpoint is begun
@@ -189,19 +187,25 @@ class MasterWorker:
             self._session.progress.activity(rank, request.call)
         return None
 
+    def _on_failure(self, reply: WorkerFailed) -> None:
+        """A worker that fails may do so because another one died, of which the news comes later: that is told first."""
+        lost = self._deaths(_DEATH_NOTICE_S if may_have_lost_peer(reply) else 0.0)
+        events: list[Event] = [reply, *(death for death in lost if death.rank == reply.rank)]
+        for event in [*(death for death in lost if death.rank != reply.rank), *events]:
+            self._dispatch(event)
+
     def _death_behind(self, rank: int, error: TransportError) -> WorkerLost:
         """A connection that is gone usually means a process that just died: name that one, and how it ended."""
-        return self._death_notice() or WorkerLost(rank, None, error.message)
+        return next(iter(self._deaths(_DEATH_NOTICE_S)), WorkerLost(rank, None, error.message))
 
-    def _death_notice(self) -> WorkerLost | None:
-        """Wait a moment for the news that a worker's process ended."""
-        deadline_s = time.monotonic() + _DEATH_NOTICE_S
-        while time.monotonic() < deadline_s:
-            for lost, exit_code in self._session.launcher.poll():
-                self._last_heard_s.pop(lost, None)
-                return WorkerLost(lost, exit_code, report.signal_name(exit_code))
+    def _deaths(self, patience_s: float = 0.0) -> list[WorkerLost]:
+        """Workers whose process ended and who were not told of yet; waits `patience_s` for one."""
+        deadline_s = time.monotonic() + patience_s
+        while not (ended := self._session.launcher.poll()) and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        return None
+        for rank, _ in ended:
+            self._last_heard_s.pop(rank, None)
+        return [WorkerLost(rank, exit_code, report.signal_name(exit_code)) for rank, exit_code in ended]
 
     def _report_start(self, instruction: ReportStart) -> None:
         config = self._plan.config
@@ -373,12 +377,6 @@ def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | 
         hooks=plan.hooks,
         evaluation=evaluation,
     )
-
-
-def _lost_a_peer(reply: WorkerFailed) -> bool:
-    """Whether a worker failed because another one left a collective, which is then the one to blame."""
-    told = reply.message + reply.traceback
-    return any(mark in told for mark in _LOST_PEER)
 
 
 def _free_port() -> int:

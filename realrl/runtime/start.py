@@ -13,7 +13,14 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import dump_config
 from realrl.errors import ConfigError
 from realrl.experiment import Experiment
-from realrl.runtime.checkpoint import CHECKPOINTS, CheckpointStore, Resume, checkpoint_store, find_resume
+from realrl.runtime.checkpoint import (
+    CHECKPOINTS,
+    CheckpointStore,
+    Resume,
+    checkpoint_store,
+    find_resume,
+    load_manifest,
+)
 from realrl.runtime.metrics import FILE_NAME as METRICS_FILE
 from realrl.runtime.preflight import check_inputs
 from realrl.runtime.recovery import Recover
@@ -63,17 +70,24 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
         if config.launcher == "inline":
             return run_inline(start)
         store = checkpoint_store(plan, run_dir / CHECKPOINTS)
-        return run_supervised(start, Recover(config.recover.retries, lambda: _newest(store, resume)))
+        return run_supervised(start, Recover(config.recover.retries, lambda: newest(store, resume)))
 
 
-def _newest(store: CheckpointStore, first: Resume) -> Resume:
+def newest(store: CheckpointStore, first: Resume) -> Resume:
     """The newest whole checkpoint of a run, or where it began.
+
+    A run that continues from another folder may find older ones in its own, which an earlier run left.
 
     Raises:
         AssetError: there are checkpoints, and none of them is whole.
     """
     found = find_resume("auto", store)
-    return Resume(first.folder) if found.folder is None else found
+    if found.folder is None:
+        return Resume(first.folder)
+    if first.folder is not None and first.folder.resolve().parent != store.root.resolve():
+        is_older = load_manifest(found.folder).step <= load_manifest(first.folder).step
+        return Resume(first.folder) if is_older else found
+    return found
 
 
 def _make_new_folder(base: Path) -> Path:

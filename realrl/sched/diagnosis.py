@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 
-from realrl.errors import CallError, CheckpointError, UsageError
+from realrl.errors import CallError, CheckpointError, TransportError, UsageError
 from realrl.sched.dispatch import Dispatch
 from realrl.sched.events import Failure, FailureKind, WorkerLost, WorkerSilent
 from realrl.sched.messages import (
@@ -25,6 +25,21 @@ from realrl.sched.messages import (
     WorkerFailed,
 )
 
+# In lower case: what names a process group in a message or a traceback, and how gloo, NCCL and torch's store say that
+# one of its members is gone or does not answer.
+_OF_A_GROUP = ("gloo/", "processgroup", "torch/distributed", "torch.distributed", "tcpstore")
+_IS_GONE = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection closed",
+    "connection refused",
+    "connection was likely closed",
+    "pair is not connected",
+    "remote process exited",
+    "socket closed",
+    "timed out",
+)
 _SILENCE_REMEDY = "Its node may be overloaded or swapping. If that is normal here, raise cluster.worker_timeout_s."
 
 
@@ -102,6 +117,19 @@ def worker_failed(reply: WorkerFailed, dispatches: Iterable[Dispatch], request: 
         waiting_ranks=ranks,
         waiting_calls=calls,
     )
+
+
+def may_have_lost_peer(failure: WorkerFailed | Failure) -> bool:
+    """Whether a worker failed in what it does with others, so that the death of one of them may be behind it."""
+    told = f"{failure.message}\n{failure.traceback}".lower()
+    return failure.error == TransportError.__name__ or any(mark in told for mark in _OF_A_GROUP)
+
+
+def has_lost_peer(failure: WorkerFailed | Failure) -> bool:
+    """Whether a worker failed because another one left a group or did not answer, or the connection to it broke."""
+    told = f"{failure.message}\n{failure.traceback}".lower()
+    is_gone = failure.error == TransportError.__name__ or any(mark in told for mark in _IS_GONE)
+    return is_gone and may_have_lost_peer(failure)
 
 
 def never_appeared(event: WorkerLost | WorkerSilent) -> Failure:

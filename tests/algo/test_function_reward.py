@@ -236,7 +236,7 @@ def test_a_killed_server_is_replaced_without_losing_the_step(make: Make, caplog:
 
 
 def test_a_server_that_hangs_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_pool, "GRACE_S", 0.1)
+    monkeypatch.setattr(reward_pool, "GRACE_S", 1.0)
     before = {p.pid for p in children()}
     interface = make(f"{FUNCTIONS}:sum_ids", timeout_s=0.5)
     score(interface)
@@ -260,6 +260,44 @@ def test_a_server_that_dies_in_the_middle_is_asked_again(make: Make, tmp_path: P
         "    return response_ids[0]\n"
     )
     assert score(make(f"{tmp_path}/rewards.py:score"), responses(*range(8))) == [float(n) for n in range(8)]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_worker_that_is_killed_loses_no_response(make: Make, tmp_path: Path, kind: str) -> None:
+    """The function kills its process once, half-way through: as the system does that is out of memory."""
+    (tmp_path / "rewards.py").write_text(
+        "import os, pathlib, signal\n"
+        f"{kind} score(prompt_ids, response_ids):\n"
+        f"    mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
+        "    if response_ids[0] == 5 and not mark.exists():\n"
+        "        mark.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return response_ids[0]\n"
+    )
+    assert score(make(f"{tmp_path}/rewards.py:score"), responses(*range(8))) == [float(n) for n in range(8)]
+
+
+def test_a_server_that_dies_while_it_starts_is_replaced(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "import os, pathlib, signal\n"
+        f"mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
+        "if not mark.exists():\n"
+        "    mark.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def score(prompt_ids, response_ids):\n"
+        "    return response_ids[0]\n"
+    )
+    assert score(make(f"{tmp_path}/rewards.py:score"), responses(3)) == [3.0]
+
+
+def test_a_server_that_cannot_start_ends_the_run(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dying.py").write_text("import os\nos._exit(3)\n")
+    with pytest.raises(RunError, match=r"the process that runs .* ended \(status 3\), 4 times in one call"):
+        score(make(f"{tmp_path}/dying.py:score"))
+    (tmp_path / "stuck.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(reward_pool, "START_TIMEOUT_S", 0.5)
+    with pytest.raises(RunError, match=r"the process that runs .* was silent for 0\.5 s \(status -9\)\n"):
+        score(make(f"{tmp_path}/stuck.py:score"))
 
 
 def test_a_server_that_always_dies_ends_the_run(make: Make, tmp_path: Path) -> None:

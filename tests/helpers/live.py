@@ -83,9 +83,9 @@ class LiveRun:
         """Every living process of this run, whoever started it."""
         return find_leftovers(_MARK, self._mark)
 
-    def end(self) -> int:
+    def end(self, n_attempts: int = 1) -> int:
         """Wait for the exit code, and until no process is left."""
-        exit_code = self.process.wait(LIMIT_S)
+        exit_code = self.process.wait(n_attempts * LIMIT_S)
         wait_until(lambda: not self.processes(), "the run's processes to end")
         return exit_code
 

@@ -179,6 +179,16 @@ def wait_for_worse(session: Session) -> int:
             return failure.exit_code
 
 
+def dies_so_often(session: Session) -> int:
+    """Is killed in its first attempts, as many as the run says; the last one works."""
+    attempts = session.run_dir / "attempts"
+    with attempts.open("a") as file:
+        file.write("x")
+    if attempts.stat().st_size <= int(session.run):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return one_of_each(session)
+
+
 def stubborn(session: Session) -> int:
     """Does not stop when asked to."""
     try:

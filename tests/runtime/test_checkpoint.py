@@ -58,6 +58,23 @@ def test_a_committed_checkpoint_reads_back(store: CheckpointStore) -> None:
     assert os.readlink(store.root / "latest") == "step_3"
 
 
+def test_a_kill_while_an_old_checkpoint_is_deleted(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(folder: Path) -> None:
+        (folder / "actor" / "model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    for step in (1, 2):
+        write(store, step)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write(store, 3)
+    assert [folder.name for folder in store.all()] == ["step_2", "step_3"]
+    assert all(read_manifest(folder, "ppo") for folder in store.all())
+    store.discard_unfinished()
+    assert sorted(path.name for path in store.root.iterdir()) == ["latest", "step_2", "step_3"]
+
+
 @pytest.mark.parametrize(("best", "kept"), [("max", 2), ("min", 3), (None, None)])
 def test_the_best_is_kept_too(store: CheckpointStore, best: Literal["max", "min"] | None, kept: int | None) -> None:
     store = dataclasses.replace(store, best=best, keep=1)

@@ -50,28 +50,35 @@ class FailingTransport:
 
 
 class Launcher:
-    def __init__(self, ended: list[tuple[int, int]]) -> None:
+    """Tells of the workers that ended once, when it was asked `news_after` times in vain."""
+
+    def __init__(self, ended: list[tuple[int, int]], news_after: int = 0) -> None:
         self.ended = ended
+        self.news_after = news_after
 
     def start(self, n_workers: int, address: str, environment: dict[str, str]) -> None:
         """The workers of this test are dead already."""
 
     def poll(self) -> list[tuple[int, int]]:
-        return self.ended
+        self.news_after -= 1
+        if self.news_after >= 0:
+            return []
+        ended, self.ended = self.ended, []
+        return ended
 
     def log_path(self, rank: int) -> None:
         return None
 
 
 def run_to_the_end(
-    transport: object, ended: list[tuple[int, int]], folder: Path, monkeypatch: pytest.MonkeyPatch
+    transport: object, launcher: Launcher, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[ScriptedState, list[str]]:
     """A master of two workers; what its state was told, and what the user read."""
-    monkeypatch.setattr(master_worker, "_DEATH_NOTICE_S", 0.05)
+    monkeypatch.setattr(master_worker, "_DEATH_NOTICE_S", 0.1)
     reports: list[str] = []
     session = SimpleNamespace(
         transport=transport,
-        launcher=Launcher(ended),
+        launcher=launcher,
         address="",
         environment={},
         run_dir=folder,
@@ -97,31 +104,49 @@ def run_to_the_end(
 def test_a_connection_that_is_gone_is_told_as_the_death_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[tuple[int, int]], lost: WorkerLost
 ) -> None:
-    state, reports = run_to_the_end(GoneTransport(), ended, tmp_path, monkeypatch)
+    state, reports = run_to_the_end(GoneTransport(), Launcher(ended), tmp_path, monkeypatch)
     assert state.events[1:] == [lost]
     assert reports == ["error: a worker is gone"]
 
 
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44091"
-FAILED = WorkerFailed(0, 3, "actor_train", 2, "CallError", "it failed", GLOO, 1)
-USER_ERROR = WorkerFailed(0, 3, "actor_train", 2, "CallError", "it failed", "ValueError: mine", 1)
+ENFORCED = "File torch/distributed/distributed_c10d.py, in recv\nRuntimeError: something that nobody has seen yet"
+LOST = WorkerLost(1, -9, "killed by SIGKILL")
+
+
+def failed(traceback: str) -> WorkerFailed:
+    return WorkerFailed(0, 3, "actor_train", 2, "CallError", "it failed", traceback, 1)
 
 
 @pytest.mark.parametrize(
-    ("reply", "ended", "blamed"),
+    ("traceback", "ended", "news_after", "blamed"),
     [
-        (FAILED, [(1, -9)], WorkerLost(1, -9, "killed by SIGKILL")),
-        (FAILED, [], FAILED),
-        (USER_ERROR, [(1, -9)], USER_ERROR),
+        (GLOO, [(1, -9)], 2, LOST),
+        (ENFORCED, [(1, -9)], 2, LOST),
+        (GLOO, [], 0, failed(GLOO)),
+        ("ValueError: mine", [(1, -9)], 0, LOST),
+        ("ValueError: mine", [(1, -9)], 2, failed("ValueError: mine")),
+        (GLOO, [(0, -6)], 2, failed(GLOO)),
+        (GLOO, [(0, -6), (1, -9)], 2, LOST),
     ],
-    ids=["a peer died", "nobody died", "an error of its own"],
+    ids=[
+        "a peer died",
+        "a peer died, which is told in other words",
+        "nobody died",
+        "a death that is known",
+        "nobody waits for news that change nothing",
+        "it died itself",
+        "it died itself, after a peer",
+    ],
 )
-def test_a_broken_collective_is_blamed_on_the_worker_that_died(
+def test_a_failure_is_blamed_on_the_worker_that_died_before(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    reply: WorkerFailed,
+    traceback: str,
     ended: list[tuple[int, int]],
+    news_after: int,
     blamed: Event,
 ) -> None:
-    state, _ = run_to_the_end(FailingTransport(reply), ended, tmp_path, monkeypatch)
+    launcher = Launcher(ended, news_after)
+    state, _ = run_to_the_end(FailingTransport(failed(traceback)), launcher, tmp_path, monkeypatch)
     assert state.events[1:] == [blamed]

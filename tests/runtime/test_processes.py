@@ -20,17 +20,20 @@ FAKES = "tests.runtime.fake_programs"
 _SUPERVISOR = """
 import sys
 from realrl.runtime.session import SessionStart
+from realrl.runtime.recovery import Recover
 from realrl.runtime.supervise import run_supervised
-run_dir, program, host, run, port = sys.argv[1:]
+run_dir, program, host, run, port, retries = sys.argv[1:]
 start = SessionStart(run=run.encode(), run_dir=run_dir, program=program, host=host, port=int(port))
-sys.exit(run_supervised(start))
+sys.exit(run_supervised(start, Recover(int(retries))))
 """
 
 
 class Run:
     """A supervised run in processes of its own, as the command line starts it."""
 
-    def __init__(self, run_dir: Path, program: str, *, host: str = "FakeHost", run: str = "", port: int = 0) -> None:
+    def __init__(
+        self, run_dir: Path, program: str, *, host: str = "FakeHost", run: str = "", port: int = 0, retries: int = 0
+    ) -> None:
         self.run_dir = run_dir
         self._output = run_dir.with_name("stderr.txt")
         command = [
@@ -42,6 +45,7 @@ class Run:
             f"{FAKES}:{host}",
             run,
             str(port),
+            str(retries),
         ]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output, process_group=0)
@@ -119,6 +123,30 @@ def test_a_killed_master_is_reported_and_everything_ends(start: Callable[..., Ru
     assert f"error: the master process ({pids['master']}) died: killed by SIGKILL" in run.output()
     assert "out of memory" in run.output()
     assert_all_end(pids)
+
+
+def test_a_killed_master_is_started_again(start: Callable[..., Run]) -> None:
+    run = start("dies_so_often", run="2", retries=2)
+    assert run.wait() == 0, run.output()
+    for n in (1, 2):
+        assert f"restart {n} of 2: the master process died; going on from the beginning" in run.output()
+    assert run.output().count("died: killed by SIGKILL") == 2
+    assert (run.run_dir / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("retries", "told"),
+    [
+        (1, "The run was started again once already (recover.retries)."),
+        (9, "It happened at the same place 3 times without a step done in between"),
+    ],
+)
+def test_a_master_that_is_killed_again_and_again(start: Callable[..., Run], retries: int, told: str) -> None:
+    run = start("dies_so_often", run="99", retries=retries)
+    assert run.wait() == 1
+    assert told in run.output()
+    assert run.output().count("died: killed by SIGKILL") == min(retries + 1, 3)
+    assert not (run.run_dir / "results.json").exists()
 
 
 def test_a_killed_worker_is_reported_and_everything_ends(start: Callable[..., Run]) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from realrl.runtime.checkpoint import CheckpointStore, Resume
 from realrl.runtime.recovery import FAILURE_FILE, describe_end, describe_restart, forget_failure, write_failure
+from realrl.runtime.start import newest
 from realrl.sched.events import Failure, FailureKind
 from realrl.sched.recovery import AttemptEnded, Restart
 from tests.runtime.test_checkpoint import write
@@ -41,3 +42,25 @@ def test_the_user_is_told_what_is_lost(tmp_path: Path, step: int | None, done: i
     resume = Resume(None if step is None else write(store, step))
     text = describe_restart(Restart(1, FAILURE.message), 3, resume, done)
     assert text == f"restart 1 of 3: worker 1 ended (killed by SIGKILL); {told}"
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "own", "expected"),
+    [
+        (None, (), None),
+        (None, (2, 4), "own 4"),
+        (5, (), "elsewhere 5"),
+        (5, (3,), "elsewhere 5"),  # an earlier run left it
+        (5, (3, 6), "own 6"),
+    ],
+)
+def test_a_restart_begins_at_what_this_run_reached(
+    tmp_path: Path, elsewhere: int | None, own: tuple[int, ...], expected: str | None
+) -> None:
+    store, other = (CheckpointStore(tmp_path / name, keep=9, experiment="ppo") for name in ("own", "elsewhere"))
+    first = Resume(None if elsewhere is None else write(other, elsewhere))
+    for step in own:
+        write(store, step)
+    folder = newest(store, first).folder
+    told = None if folder is None else f"{folder.parent.name} {folder.name.removeprefix('step_')}"
+    assert told == expected

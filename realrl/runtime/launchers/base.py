@@ -26,7 +26,10 @@ class Launcher(Protocol):
         """End all workers: ask, wait up to `grace_s`, then kill; reaps everything. May be called twice."""
 
     def dump_stack(self, rank: int) -> None:
-        """Let worker `rank` write the stack of all its threads to its log, if it can still be reached."""
+        """Let worker `rank` write the stack of all its threads to its log, if it can still be reached.
+
+        Only for one that is given up: faulthandler reads stacks as they are, and crashes where they are just changing.
+        """
 
     def log_path(self, rank: int) -> Path | None:
         """Where the output of worker `rank` goes, if it can be read from here."""
