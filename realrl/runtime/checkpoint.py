@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -32,6 +34,8 @@ CHECKPOINTS = "checkpoints"
 MANIFEST = "state/manifest.json"
 MANIFEST_VERSION = 2
 _CHUNK_BYTES = 1 << 22
+_T = TypeVar("_T")
+_STEP = re.compile(r"step_([0-9]+)")
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -154,8 +158,8 @@ class CheckpointStore:
         """
         renamed = []
         try:
-            for folder in self.root.glob("step_*"):
-                if int(folder.name.removeprefix("step_")) > after:
+            for folder in self.folders():
+                if _step_of(folder) > after:
                     void = folder.with_name(f"void_{folder.name}")
                     if void.exists():
                         shutil.rmtree(void)
@@ -183,8 +187,11 @@ class CheckpointStore:
 
     def all(self) -> list[Path]:
         """Checkpoints that were completed, oldest first."""
-        found = [p for p in self.root.glob("step_*") if (p / MANIFEST).is_file()]
-        return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+        return [folder for folder in self.folders() if (folder / MANIFEST).is_file()]
+
+    def folders(self) -> list[Path]:
+        """What is named after a step, oldest first, whole or not; other names, as copies have, are not ours."""
+        return sorted((path for path in self.root.glob("step_*") if _step_of(path) >= 0), key=_step_of)
 
     def save_failed(self, err: OSError, step: int) -> CheckpointError:
         """The error that a full disk or an unwritable folder becomes."""
@@ -259,8 +266,8 @@ def load_manifest(folder: Path) -> Manifest:
     """A checkpoint's manifest.
 
     Raises:
-        AssetError: there is none, or it is of another version.
-        Damaged: it is no manifest.
+        AssetError: it is of another version.
+        Damaged: there is none, or it is no manifest.
     """
     path = folder / MANIFEST
     try:
@@ -269,9 +276,10 @@ def load_manifest(folder: Path) -> Manifest:
         if version == MANIFEST_VERSION:
             return msgspec.json.decode(data, type=Manifest)
     except OSError as err:
-        raise AssetError(
+        hint = "Give the folder of one step, such as runs/ppo/first/checkpoints/step_40."
+        raise Damaged(
             f"'{folder}' is not a checkpoint: {path} cannot be read ({err.strerror})",
-            remedy="Give the folder of one step, such as runs/ppo/first/checkpoints/step_40.",
+            remedy=hint if _step_of(folder) < 0 else _remedy(folder),
         ) from err
     except (msgspec.MsgspecError, ValueError) as err:
         raise Damaged(f"the checkpoint manifest {path} is damaged: {err}", remedy=_remedy(folder)) from err
@@ -285,8 +293,9 @@ def read_manifest(folder: Path, experiment: str) -> Manifest:
     """Read a checkpoint's manifest and verify every file.
 
     Raises:
-        AssetError: there is none, or it belongs to another algorithm or version.
-        Damaged: the manifest is no manifest, or a file is missing, torn or not what was written.
+        AssetError: it belongs to another algorithm or version.
+        Damaged: the manifest or another file is missing, torn or not what was written, or the folder has the name of
+            another step.
     """
     manifest = load_manifest(folder)
     if manifest.experiment != experiment:
@@ -294,19 +303,39 @@ def read_manifest(folder: Path, experiment: str) -> Manifest:
             f"'{folder}' was written by experiment '{manifest.experiment}', not '{experiment}'",
             remedy=f"Continue it with realrl run {manifest.experiment}, or give its models as models.<role>.path.",
         )
-    for name, expected in manifest.files.items():
-        file = folder / name
-        actual = file.stat().st_size if file.is_file() else None
-        if actual != expected.size_bytes:
-            state = "missing" if actual is None else f"{actual} bytes long"
-            message = f"checkpoint file {file} is {state}; the manifest says {expected.size_bytes} bytes"
-            raise Damaged(message, remedy=_remedy(folder))
-    for name, expected in manifest.files.items():
-        with (folder / name).open("rb") as opened:
-            if _digest(opened.fileno()) != expected:
-                message = f"checkpoint file {folder / name} is not what was written: its digest differs"
-                raise Damaged(message, remedy=_remedy(folder))
+    named = _step_of(folder.resolve())
+    if named not in (-1, manifest.step):
+        message = f"'{folder}' holds the checkpoint of step {manifest.step}, not of step {named}"
+        raise Damaged(message, remedy=f"Give it back its name, step_{manifest.step}, or remove it.")
+    _verify(folder, manifest.files)
     return manifest
+
+
+def _verify(folder: Path, files: Mapping[str, SavedFile]) -> None:
+    """All sizes first: they tell most of what can be wrong, and at once."""
+    for name, expected in files.items():
+        size = _read(folder, name, lambda file: file.stat().st_size if file.is_file() else None)
+        if size != expected.size_bytes:
+            state = "missing" if size is None else f"{size} bytes long"
+            message = f"checkpoint file {folder / name} is {state}; the manifest says {expected.size_bytes} bytes"
+            raise Damaged(message, remedy=_remedy(folder))
+    for name, expected in files.items():
+        if _read(folder, name, _digest_file) != expected:
+            message = f"checkpoint file {folder / name} is not what was written: its digest differs"
+            raise Damaged(message, remedy=_remedy(folder))
+
+
+def _read(folder: Path, name: str, read: Callable[[Path], _T]) -> _T:
+    try:
+        return read(folder / name)
+    except OSError as err:
+        message = f"checkpoint file {folder / name} cannot be read: {err.strerror}"
+        raise Damaged(message, remedy=_remedy(folder)) from err
+
+
+def _digest_file(file: Path) -> SavedFile:
+    with file.open("rb") as opened:
+        return _digest(opened.fileno())
 
 
 def find_resume(resume: str, store: CheckpointStore) -> Resume:
@@ -326,9 +355,12 @@ def find_resume(resume: str, store: CheckpointStore) -> Resume:
             )
         read_manifest(folder, store.experiment)
         return Resume(folder)
+    latest = store.root / "latest"
     notes: list[str] = []
+    if latest.is_symlink() and not latest.exists():
+        notes.append(f"{latest} points to {latest.readlink()}, which is not there")
     first: Damaged | None = None
-    for folder in reversed(store.all()):
+    for folder in reversed(store.folders()):
         try:
             read_manifest(folder, store.experiment)
         except Damaged as damaged:
@@ -339,7 +371,13 @@ def find_resume(resume: str, store: CheckpointStore) -> Resume:
         return Resume(folder, tuple(notes))
     if first is not None:
         raise first
-    return Resume()
+    return Resume(notes=tuple(notes))
+
+
+def _step_of(folder: Path) -> int:
+    """The step that a checkpoint's folder is named after; -1 where it has another name."""
+    named = _STEP.fullmatch(folder.name)
+    return -1 if named is None else int(named[1])
 
 
 def _remedy(folder: Path) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import hashlib
 import os
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -132,12 +133,64 @@ def test_the_same_step_can_be_saved_again(store: CheckpointStore) -> None:
         (lambda f: (f / "actor/tokenizer.json").write_text("[]"), r"tokenizer.json is not what was written"),
         (lambda f: (f / "state/manifest.json").write_text("{"), r"manifest .* is damaged"),
         (lambda f: (f / "state/manifest.json").unlink(), r"is not a checkpoint"),
+        (lambda f: shutil.rmtree(f / "state"), r"step_1/state/manifest.json cannot be read"),
     ],
 )
 def test_damage_is_named(store: CheckpointStore, damage, message: str) -> None:
     folder = write(store, 1)
     damage(folder)
     with pytest.raises(AssetError, match=message):
+        read_manifest(folder, "ppo")
+
+
+@pytest.mark.parametrize("name", ["step_3_copy", "step_old", "step_", "step_-1", "step_9.tar"])
+def test_a_copy_beside_the_checkpoints_is_not_one_of_them(store: CheckpointStore, name: str) -> None:
+    folder = write(store, 3)
+    shutil.copytree(folder, store.root / name)
+    assert find_resume("auto", store) == Resume(folder)
+    assert find_resume(str(store.root / name), store).folder == store.root / name
+    assert store.set_aside(1) == [store.root / "void_step_3"]
+    assert (store.root / name).is_dir()
+    write(store, 4)
+
+
+def test_a_checkpoint_with_the_name_of_another_step_is_refused(store: CheckpointStore) -> None:
+    whole, renamed = write(store, 2), store.root / "step_50"
+    os.rename(write(store, 3), renamed)
+    with pytest.raises(AssetError, match=r"step_50' holds the checkpoint of step 3, not of step 50\n.*name, step_3"):
+        find_resume(str(renamed), store)
+    found = find_resume("auto", store)
+    assert found.folder == whole
+    assert any("not of step 50" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda f: (f / "state/manifest.json").unlink(), shutil.rmtree], ids=["torn", "gone"]
+)
+def test_a_newest_checkpoint_that_vanished_is_told(store: CheckpointStore, damage) -> None:
+    whole = write(store, 2)
+    damage(write(store, 3))
+    found = find_resume("auto", store)
+    assert found.folder == whole
+    assert "step_3" in found.notes[0]
+    assert found.notes[-1] == f"continuing from {whole}, the newest whole checkpoint"
+    shutil.rmtree(whole)
+    if (store.root / "step_3").exists():
+        with pytest.raises(AssetError, match=r"step_3' is not a checkpoint.*\n.*Remove .*step_3 to continue"):
+            find_resume("auto", store)
+    else:
+        assert "points to step_3, which is not there" in find_resume("auto", store).notes[0]
+
+
+def test_a_file_that_cannot_be_read_is_named(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(store, 1)
+    file = folder / "actor" / "model.safetensors"
+
+    def broken(descriptor: int, size: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "read", broken)
+    with pytest.raises(AssetError, match=f"checkpoint file {file} cannot be read: Input/output error"):
         read_manifest(folder, "ppo")
 
 
