@@ -13,13 +13,14 @@ checkpoints/
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -32,7 +33,7 @@ from realrl.sched.messages import SavedFile, SavedRole
 
 CHECKPOINTS = "checkpoints"
 MANIFEST = "state/manifest.json"
-MANIFEST_VERSION = 2
+MANIFEST_VERSION = 3
 _CHUNK_BYTES = 1 << 22
 _T = TypeVar("_T")
 _STEP = re.compile(r"step_([0-9]+)")
@@ -65,10 +66,6 @@ class Manifest(msgspec.Struct, frozen=True):
     score: float | None
     files: dict[str, SavedFile]
     manifest_version: int = MANIFEST_VERSION
-
-
-class _Head(msgspec.Struct, frozen=True):
-    manifest_version: int
 
 
 class Damaged(AssetError):
@@ -134,7 +131,7 @@ class CheckpointStore:
                 score=score,
                 files=files,
             )
-            (partial / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+            (partial / MANIFEST).write_text(_encode(manifest), encoding="utf-8")
             seal(partial / MANIFEST)
             for folder in (partial, *(path for path in partial.rglob("*") if path.is_dir())):
                 _sync_folder(folder)
@@ -267,14 +264,14 @@ def load_manifest(folder: Path) -> Manifest:
 
     Raises:
         AssetError: it is of another version.
-        Damaged: there is none, or it is no manifest.
+        Damaged: there is none, or it is not what was written.
     """
     path = folder / MANIFEST
     try:
-        data = path.read_bytes()
-        version = msgspec.json.decode(data, type=_Head).manifest_version
-        if version == MANIFEST_VERSION:
-            return msgspec.json.decode(data, type=Manifest)
+        tree = msgspec.convert(json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
+        version, digest = tree.get("manifest_version"), tree.pop("digest", None)
+        if version == MANIFEST_VERSION and digest == _tree_digest(tree):
+            return msgspec.convert(tree, Manifest, str_keys=True)
     except OSError as err:
         hint = "Give the folder of one step, such as runs/ppo/first/checkpoints/step_40."
         raise Damaged(
@@ -283,10 +280,22 @@ def load_manifest(folder: Path) -> Manifest:
         ) from err
     except (msgspec.MsgspecError, ValueError) as err:
         raise Damaged(f"the checkpoint manifest {path} is damaged: {err}", remedy=_remedy(folder)) from err
+    if version == MANIFEST_VERSION or not isinstance(version, int):
+        raise Damaged(f"the checkpoint manifest {path} is not what was written", remedy=_remedy(folder))
     raise AssetError(
         f"{path} has manifest version {version}; this is version {MANIFEST_VERSION}",
         remedy="Continue with the release of realrl that wrote it, or start anew from its models.",
     )
+
+
+def _encode(manifest: Manifest) -> str:
+    """JSON with a digest of the rest, and with NaN, which metrics in flight may be."""
+    tree = msgspec.to_builtins(manifest, str_keys=True)
+    return json.dumps({**tree, "digest": _tree_digest(tree)}, indent=1)
+
+
+def _tree_digest(tree: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path, experiment: str) -> Manifest:

@@ -3,11 +3,14 @@
 import dataclasses
 import errno
 import hashlib
+import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 
 from realrl.errors import AssetError, CheckpointError, ConfigError
@@ -124,6 +127,18 @@ def test_the_same_step_can_be_saved_again(store: CheckpointStore) -> None:
     assert (folder / "actor" / "model.safetensors").read_text() == "new weights"
 
 
+def edited(key: str, old: str, new: str) -> Callable[[Path], object]:
+    """Changes one value of the manifest, which stays a manifest."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "state/manifest.json"
+        text = path.read_text()
+        assert text.count(f'"{key}": {old},') + text.count(f'"{key}": {old}\n') == 1
+        path.write_text(text.replace(f'"{key}": {old}', f'"{key}": {new}'))
+
+    return edit
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -132,6 +147,12 @@ def test_the_same_step_can_be_saved_again(store: CheckpointStore) -> None:
         (lambda f: (f / "actor/model.safetensors").write_text("Weights"), r"model.safetensors is not what was written"),
         (lambda f: (f / "actor/tokenizer.json").write_text("[]"), r"tokenizer.json is not what was written"),
         (lambda f: (f / "state/manifest.json").write_text("{"), r"manifest .* is damaged"),
+        (lambda f: (f / "state/manifest.json").write_text("[]"), r"manifest .* is damaged"),
+        (lambda f: (f / "state/manifest.json").write_text("{}"), r"manifest .* is not what was written"),
+        (lambda f: (f / "state/manifest.json").write_bytes(b"\xff"), r"manifest .* is damaged"),
+        (edited("rows_consumed", "12", "13"), r"manifest .* is not what was written"),
+        (edited("step", "1", "2"), r"manifest .* is not what was written"),
+        (edited("manifest_version", "3", '"x"'), r"manifest .* is not what was written"),
         (lambda f: (f / "state/manifest.json").unlink(), r"is not a checkpoint"),
         (lambda f: shutil.rmtree(f / "state"), r"step_1/state/manifest.json cannot be read"),
     ],
@@ -194,6 +215,15 @@ def test_a_file_that_cannot_be_read_is_named(store: CheckpointStore, monkeypatch
         read_manifest(folder, "ppo")
 
 
+def test_metrics_in_flight_may_be_nan(store: CheckpointStore) -> None:
+    metrics = {"nan": math.nan, "inf": math.inf, "number": 1, "tiny": 5e-324}
+    flight = InFlight((CallRecord("gen", 4, ("1/a",), None, 0.0, metrics, memory_gb={0: -math.inf, 1: 2}),), {})
+    folder = store.commit(msgspec.structs.replace(saved(store, 3), in_flight=flight))
+    [record] = read_manifest(folder, "ppo").in_flight.calls
+    assert str(record.metrics) == str({name: float(value) for name, value in metrics.items()})
+    assert record.memory_gb == {0: -math.inf, 1: 2.0}
+
+
 def test_another_algorithms_checkpoint_is_refused(store: CheckpointStore) -> None:
     with pytest.raises(AssetError, match="written by experiment 'ppo', not 'sft'"):
         read_manifest(write(store, 1), "sft")
@@ -216,8 +246,8 @@ def test_checkpoints_of_steps_that_are_done_again_are_set_aside(store: Checkpoin
 
 def test_a_checkpoint_of_another_version_is_refused(store: CheckpointStore) -> None:
     path = write(store, 1) / "state" / "manifest.json"
-    path.write_text(path.read_text().replace('"manifest_version": 2', '"manifest_version": 1'))
-    with pytest.raises(AssetError, match=r"manifest\.json has manifest version 1; this is version 2"):
+    path.write_text(path.read_text().replace('"manifest_version": 3', '"manifest_version": 1'))
+    with pytest.raises(AssetError, match=r"manifest\.json has manifest version 1; this is version 3"):
         load_manifest(path.parents[1])
 
 
