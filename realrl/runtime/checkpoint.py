@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -37,6 +38,8 @@ MANIFEST_VERSION = 3
 _CHUNK_BYTES = 1 << 22
 _T = TypeVar("_T")
 _STEP = re.compile(r"step_([0-9]+)")
+
+_log = logging.getLogger(__name__)
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -212,9 +215,7 @@ class CheckpointStore:
                 self._point("best", best)
         for old in found:
             if old not in staying:
-                doomed = old.with_name(f".{old.name}.partial")  # what a kill leaves of it is never read, and removed
-                os.rename(old, doomed)
-                shutil.rmtree(doomed)
+                _delete(old)
 
     def _best_of(self, folders: list[Path]) -> Path | None:
         """The folder with the best score, the newest of equals."""
@@ -242,6 +243,20 @@ def checkpoint_store(plan: RunPlan, root: Path) -> CheckpointStore:
     save = plan.config.save
     best = save.best_is if save.keep_best else None
     return CheckpointStore(root, save.keep, plan.experiment.name, plan.samples_per_step, best)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a checkpoint that need not stay; that it cannot be deleted is no reason to end a run.
+
+    It goes under the name of an unfinished one: if this process is killed, nobody takes the rest for a checkpoint, and
+    the next run removes it.
+    """
+    doomed = folder.with_name(f".{folder.name}.partial")
+    try:
+        os.rename(folder, doomed)
+        shutil.rmtree(doomed)
+    except OSError as err:
+        _log.warning("the old checkpoint %s cannot be deleted: %s", folder, err)
 
 
 def seal(path: Path) -> SavedFile:

@@ -97,6 +97,24 @@ def test_only_the_newest_are_kept_in_numeric_order(store: CheckpointStore) -> No
     assert store.latest() == store.root / "step_11"
 
 
+def test_an_old_one_that_cannot_be_deleted_ends_no_run(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On NFS, files that somebody reads keep their folder."""
+
+    def busy(path: Path) -> None:
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", busy)
+        for step in (1, 2, 3):
+            write(store, step)
+    assert "step_1 cannot be deleted: [Errno 39] Directory not empty" in caplog.text
+    assert store.folders() == [store.root / "step_2", store.root / "step_3"]
+    store.discard_unfinished()
+    assert sorted(os.listdir(store.root)) == ["latest", "step_2", "step_3"]
+
+
 def test_a_partial_checkpoint_is_never_the_latest(store: CheckpointStore) -> None:
     write(store, 1)
     store.partial(2)
