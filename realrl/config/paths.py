@@ -1,4 +1,7 @@
-"""Files and folders that a configuration names: they must be there before anything starts."""
+"""Files and folders that a configuration names: they must be there before anything starts.
+
+`os.path` is asked and not `pathlib`, which raises where a name is too long for any file system.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,9 @@ def check_paths(config: RunConfig, *, cache_dir: Path) -> None:
 
 def _check_dataset(key: str, name: str, cache_dir: Path) -> None:
     path = Path(name)
-    if name.startswith(REASONING_TASKS) or name == BUILT_IN or path.is_file():
+    if name.startswith(REASONING_TASKS) or name == BUILT_IN or os.path.isfile(path):
         return
-    message = f"{key}={path}: " + ("is a folder, not a file" if path.is_dir() else "there is no such file")
+    message = f"{key}={path}: " + ("is a folder, not a file" if os.path.isdir(path) else "there is no such file")
     if _is_cached(path, cache_dir):
         raise AssetError(message, remedy=FETCH)
     raise DataError(message, remedy=_home_hint(path) or f"Give a JSON, JSONL or parquet file, or '{BUILT_IN}'.")
@@ -42,9 +45,9 @@ def _check_dataset(key: str, name: str, cache_dir: Path) -> None:
 
 def _check_model(role: str, name: str, cache_dir: Path) -> None:
     path = Path(name)
-    if name == BUILT_IN or (path / "config.json").is_file():
+    if name == BUILT_IN or os.path.isfile(path / "config.json"):
         return
-    found = "there is no config.json in this folder" if path.is_dir() else "there is no such folder"
+    found = "there is no config.json in this folder" if os.path.isdir(path) else "there is no such folder"
     remedy = FETCH if _is_cached(path, cache_dir) else _home_hint(path)
     if remedy is None and "checkpoints" in path.parts:
         remedy = "An earlier run writes it there: train that model first, or give another folder."
@@ -71,7 +74,7 @@ def _check_run_dir(run_dir: str) -> list[Problem]:
 def _check_resume(config: RunConfig) -> list[Problem]:
     if config.resume == "auto" and not config.run_dir:
         return [Problem("resume=auto", "continues the run in run_dir: give it with run_dir=PATH")]
-    if config.resume in ("never", "auto") or Path(config.resume).is_dir():
+    if config.resume in ("never", "auto") or os.path.isdir(config.resume):
         return []
     return [
         Problem(f"resume={config.resume}", "there is no such folder; use never, auto, or the folder of a checkpoint")

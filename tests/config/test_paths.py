@@ -12,6 +12,8 @@ from realrl.config.paths import check_paths
 from realrl.errors import AssetError, ConfigError, DataError
 from tests.config.declared import experiment
 
+LONG = 300 * "x"  # no file system takes such a name
+
 
 @pytest.fixture(autouse=True)
 def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +58,10 @@ def test_what_is_there_passes(tmp_path: Path) -> None:
             r"resume=nowhere: there is no such folder; use never, auto, or the folder of a",
         ),
         ("run_dir=file/run", ConfigError, r"run_dir=file/run: '.*/file' is not a folder"),
+        (f"run_dir={LONG}", ConfigError, "is no usable path: File name too long"),
+        (f"resume={LONG}", ConfigError, "there is no such folder"),
+        (f"models.actor.path={LONG}", AssetError, "there is no such folder"),
+        (f"dataset.path={LONG}", DataError, "there is no such file"),
     ],
 )
 def test_what_is_missing(tmp_path: Path, override: str, error: type[Exception], message: str) -> None:
