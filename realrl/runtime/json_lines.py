@@ -42,7 +42,9 @@ def last_step(path: Path) -> int:
 
 def _step_of(line: bytes, path: Path) -> int:
     try:
-        step: int = json.loads(line)["step"]
+        step = json.loads(line)["step"]
+        if not isinstance(step, int):
+            raise TypeError("a step is a whole number")
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(
             f"{path} holds something that no run wrote: {line[:60]!r}",

@@ -39,9 +39,12 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file = path.open("ab", buffering=0)  # nothing unwritten stays behind when the disk is full
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)  # nothing unwritten stays behind when the disk is full
+        except OSError as error:
+            raise self._failed(error) from error
 
     def begin_after(self, step: int) -> None:
         try:

@@ -59,14 +59,20 @@ def test_a_row_cut_short_by_a_crash_is_removed(tmp_path: Path) -> None:
     assert rows(path) == [{"step": 1, "epoch": 0}, {"step": 2, "epoch": 0}]
 
 
-def test_rows_that_no_run_wrote_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["my notes", '{"step": "2"}', '{"step": null}', "[2]"])
+def test_rows_that_no_run_wrote_stay(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nmy notes\n')
+    path.write_text(f'{{"step": 1}}\n{line}\n')
     sink = JsonlSink(path)
-    with pytest.raises(RunError, match=r"metrics.jsonl holds something that no run wrote: b'my notes"):
+    with pytest.raises(RunError, match=r"metrics.jsonl holds something that no run wrote: b'"):
         sink.begin_after(1)
     sink.close()
-    assert path.read_text() == '{"step": 1}\nmy notes\n'
+    assert path.read_text() == f'{{"step": 1}}\n{line}\n'
+
+
+def test_a_folder_in_its_place_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"cannot write .*: Is a directory"):
+        JsonlSink(tmp_path)
 
 
 def test_a_full_disk_is_named() -> None:
