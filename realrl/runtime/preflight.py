@@ -1,6 +1,6 @@
 """What can be refused before a process starts: model files, tokenizers, the dataset, a checkpoint to resume from.
 
-Built-in models and tasks need no check, and then none of the heavy imports.
+Built-in models and tasks need no check, and then none of the heavy imports; unless a checkpoint must fit to them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def check_inputs(plan: RunPlan) -> Resume:
     is_evaluated = config.eval.only or plan.evaluation is not None
     held_out = [held_out_data(config)] if is_evaluated else []
     paths = [source.path for source in (*sources, *held_out)]
-    if all(path == BUILT_IN for path in (*paths, *(config.models[name].path for name in plan.roles))):
+    is_built_in = all(path == BUILT_IN for path in (*paths, *(config.models[name].path for name in plan.roles)))
+    if is_built_in and found.folder is None:
         return found
     from realrl.data.datasets import load_dataset
     from realrl.data.tokenizer import load_tokenizer

@@ -331,10 +331,14 @@ def test_a_folder_that_is_no_checkpoint_or_another_experiments(call: Call, finis
     assert_refused(call("run", "sft", "preset=tiny", f"resume={latest}"), "was written by experiment 'ppo', not 'sft'")
 
 
-def test_another_seed_cannot_continue(call: Call, finished: Path) -> None:
-    code, _, err = call(*PPO, INLINE, f"resume={finished}/checkpoints/latest", "run_dir=b", "seed=5")
-    assert code == 2
-    assert "the checkpoint was made with seed=1, this run has seed=5" in err
+def test_another_seed_cannot_continue_and_changes_nothing(call: Call, workplace: Path) -> None:
+    assert call(*PPO, INLINE, "run_dir=a", "save.every_steps=1")[0] == 0
+    before = sorted(os.listdir("a/checkpoints"))
+    for override in ("seed=5", "dataset.shuffle=false"):
+        outcome = call(*PPO, INLINE, "resume=a/checkpoints/step_1", "run_dir=a", override)
+        assert_refused(outcome, "the checkpoint was made with", f"this run has {override}")
+    assert sorted(os.listdir("a/checkpoints")) == before
+    assert [row["step"] for row in read_metrics(workplace / "a")] == [1, 2]
 
 
 # ---------------------------------------------------------------- surroundings
