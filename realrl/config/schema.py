@@ -236,6 +236,11 @@ class SaveConfig(Section):
         "", description="file of the responses; empty: generations.jsonl in run_dir", json_schema_extra=ADVANCED
     )
 
+    @property
+    def is_on(self) -> bool:
+        """Whether any checkpoint is written."""
+        return self.at_end or self.every_steps > 0 or self.every_epochs > 0 or self.every_s > 0
+
 
 class EvalConfig(Section):
     """How the models are evaluated on rows that they are not trained on."""

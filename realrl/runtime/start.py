@@ -52,6 +52,8 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
         run_dir = _make_folder(Path(config.run_dir).absolute(), exist_ok=True)
     else:
         run_dir = _make_new_folder(Path("runs").absolute() / experiment.name)
+    if plan.changed_roles and config.save.is_on:
+        _check_checkpoints(run_dir / CHECKPOINTS)
     changes: dict[str, object] = {"run_dir": str(run_dir)}
     if config.save.generations_path:
         path = str(Path(config.save.generations_path).absolute())
@@ -109,6 +111,20 @@ def _make_folder(folder: Path, *, exist_ok: bool) -> Path:
             f"run_dir={folder} cannot be made: {err.strerror}", remedy="Choose another folder with run_dir=PATH."
         ) from err
     return folder
+
+
+def _check_checkpoints(folder: Path) -> None:
+    """Make the folder now: the first checkpoint may be days away."""
+    try:
+        folder.mkdir(exist_ok=True)
+        reason = "" if os.access(folder, os.W_OK | os.X_OK) else "no permission to write there"
+    except OSError as err:
+        reason = err.strerror or str(err)
+    if reason:
+        raise ConfigError(
+            f"{folder} cannot hold checkpoints: {reason}",
+            remedy="Move it away, or choose another folder with run_dir=PATH.",
+        )
 
 
 @contextlib.contextmanager

@@ -341,6 +341,15 @@ def test_another_seed_cannot_continue_and_changes_nothing(call: Call, workplace:
     assert [row["step"] for row in read_metrics(workplace / "a")] == [1, 2]
 
 
+def test_checkpoints_that_could_not_be_written_are_noticed_at_the_start(call: Call, workplace: Path) -> None:
+    (workplace / "a").mkdir()
+    (workplace / "a" / "checkpoints").write_text("")
+    assert_refused(call(*PPO, INLINE, "run_dir=a"), "a/checkpoints cannot hold checkpoints: File exists")
+    (workplace / "a" / "checkpoints").unlink()
+    (workplace / "a" / "checkpoints").symlink_to("/nowhere/at/all")
+    assert_refused(call(*PPO, INLINE, "run_dir=a"), "a/checkpoints cannot hold checkpoints: File exists")
+
+
 # ---------------------------------------------------------------- surroundings
 
 
