@@ -58,6 +58,9 @@ def cross_check(config: RunConfig) -> list[Problem]:
                 "use launcher=local, or one device",
             )
         )
+    if config.save.keep_best.startswith("eval/") and not config.eval.is_on:
+        text = "the run is not evaluated; set eval.every_steps, or name a metric of training"
+        problems.append(Problem(f"save.keep_best={config.save.keep_best}", text))
     n_minibatches = getattr(config.algorithm, "n_minibatches", 1)
     if config.n_seqs % n_minibatches:
         problems.append(

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from realrl.discovery import load_run
-from realrl.errors import CheckpointError, ConfigError, TransportError
+from realrl.errors import CheckpointError, ConfigError, TransportError, did_you_mean
 from realrl.runtime import report
 from realrl.runtime.checkpoint import CHECKPOINTS, CheckpointStore, checkpoint_store, load_manifest
 from realrl.runtime.evaluation_file import FILE_NAME as EVALUATION_FILE
@@ -228,6 +228,10 @@ class MasterWorker:
         self._session.progress.step_done(instruction.step, instruction.epoch, metrics)
         if eval_s:
             self._session.progress.phase(f"eval {evaluation_line(metrics)}  {eval_s:.1f} s")
+        best = self._plan.config.save.keep_best
+        if instruction.step == self.state.plan.first_step and best not in ("", *metrics) and best[:5] != "eval/":
+            told = f"save.keep_best={best}: step {instruction.step} has no such metric."
+            self._session.progress.phase(told + did_you_mean(best, metrics))
 
     def _begin_evaluation(self, instruction: BeginEvaluation) -> None:
         self._eval_started_s = time.monotonic()

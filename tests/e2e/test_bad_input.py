@@ -287,6 +287,14 @@ def test_a_full_disk_leaves_the_previous_checkpoint_to_continue_from(call: Call,
     assert [row["step"] for row in read_metrics(workplace / "a")] == [1, 2]
 
 
+def test_the_best_by_a_metric_that_does_not_exist(call: Call, workplace: Path) -> None:
+    assert_refused(call(*PPO, "save.keep_best=eval/reward"), "save.keep_best=eval/reward: the run is not evaluated")
+    code, out, _ = call(*PPO, INLINE, "run_dir=a", "save.keep_best=rewrad/mean", "save.every_steps=1", "save.keep=1")
+    assert code == 0
+    assert out.count("save.keep_best=rewrad/mean: step 1 has no such metric. Did you mean 'reward/mean'") == 1
+    assert sorted(os.listdir("a/checkpoints")) == ["latest", "step_2"]
+
+
 # ---------------------------------------------------------------- resume
 
 
