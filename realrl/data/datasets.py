@@ -13,6 +13,7 @@ Chat messages are always rendered with the tokenizer's chat template, strings on
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -112,6 +113,15 @@ class Dataset:
 
     def __len__(self) -> int:
         return len(self.row_ids)
+
+    @property
+    def digest(self) -> str:
+        """Of what the rows hold, as this tokenizer reads them."""
+        digest = hashlib.blake2b(repr((self.kind.name, self.prompt_lens, self.seqlens)).encode(), digest_size=8)
+        packed = [*self._columns.values(), *([] if self._labels is None else [self._labels])]
+        for part in (*(tensor.numpy().tobytes() for tensor in packed), *self._metadata):
+            digest.update(part)
+        return digest.hexdigest()
 
     @property
     def max_token_id(self) -> int:

@@ -31,7 +31,7 @@ class CursorState(msgspec.Struct, frozen=True):
         rows_consumed: samples taken since the very first step, over all epochs.
         seed: seed of the shuffle.
         shuffle: 1 when epochs are shuffled, else 0.
-        fingerprint: digest of the dataset's row ids.
+        fingerprint: digest of the dataset's row ids and of what the rows hold.
     """
 
     rows_consumed: int
@@ -80,6 +80,7 @@ class DatasetCursor:
         shuffle: whether to shuffle each epoch.
         start: rows consumed before this run, from a checkpoint's `CursorState`.
         name: what sample ids begin with, instead of the epoch; for a single pass.
+        content: digest of what the rows hold; empty if that is not known.
 
     Raises:
         DataError: there is no row, an id occurs twice, or `start` was made with another dataset.
@@ -94,12 +95,13 @@ class DatasetCursor:
         shuffle: bool,
         start: CursorState | None = None,
         name: str | None = None,
+        content: str = "",
     ) -> None:
         self.row_ids = tuple(row_ids)
         self.seed = seed
         self.shuffle = shuffle
         self.name = name
-        self.fingerprint = fingerprint(self.row_ids)
+        self.fingerprint = fingerprint((*self.row_ids, content))
         self.start = 0 if start is None else start.rows_consumed
         self._check_rows()
         if start is not None:
@@ -145,7 +147,7 @@ class DatasetCursor:
     def _check_start(self, start: CursorState) -> None:
         if start.fingerprint != self.fingerprint:
             raise DataError(
-                "the checkpoint was made with another dataset: the row ids differ",
+                "the checkpoint was made with another dataset: the rows differ, or their tokens",
                 remedy="resume with the dataset of the first run, or start a new run with resume=never",
             )
         shuffles = ("dataset.shuffle", str(bool(start.shuffle)).lower(), str(self.shuffle).lower())

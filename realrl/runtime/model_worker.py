@@ -172,8 +172,11 @@ class ModelWorker:
             row_ids, n_dropped, notes = self._open_datasets(plan)
             notes += notes_of_heads(plan) if resume_from is None else ()
         held_out_ids = () if self._held_out is None else self._held_out.row_ids
+        content = "" if self._dataset is None else self._dataset.digest
         spans = (Span("initialize", "init", start_s, time.time()),)
-        return Ready(self.rank, request.seq, tuple(row_ids), n_dropped, tuple(notes), spans, tuple(held_out_ids))
+        return Ready(
+            self.rank, request.seq, tuple(row_ids), n_dropped, tuple(notes), spans, tuple(held_out_ids), content
+        )
 
     def _open_datasets(self, plan: RunPlan) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
         """Row ids, number of dropped rows and notes of what the run goes over."""

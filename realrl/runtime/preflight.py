@@ -74,7 +74,10 @@ def check_inputs(plan: RunPlan) -> Resume:
         dataset = load_dataset(source, plan.experiment.dataset, tokenizer, is_held_out=is_held_out)
         check_vocabularies(plan, dataset, n_tokens=len(tokenizer))
         if not is_held_out:
-            cursor = DatasetCursor(dataset.row_ids, seed=config.seed, shuffle=config.dataset.shuffle, start=start)
+            content = dataset.digest
+            cursor = DatasetCursor(
+                dataset.row_ids, seed=config.seed, shuffle=config.dataset.shuffle, start=start, content=content
+            )
             master_plan.last_step(cursor)
     return found
 

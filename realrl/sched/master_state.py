@@ -261,15 +261,16 @@ class MasterState:
         return self._begin_running()
 
     def _begin_running(self) -> list[Instruction]:
-        plan = self.plan
+        plan, ready = self.plan, self._readies[self.plan.dataset_rank]
         start = None if plan.resume is None else plan.resume.cursor
-        ready = self._readies[plan.dataset_rank]
         row_ids, counters = ready.row_ids, Counters()
         try:
             if plan.only_evaluates:
                 self._cursor = held_out_cursor(plan, row_ids)
             else:
-                self._cursor = DatasetCursor(row_ids, seed=plan.seed, shuffle=plan.shuffle, start=start)
+                self._cursor = DatasetCursor(
+                    row_ids, seed=plan.seed, shuffle=plan.shuffle, start=start, content=ready.content
+                )
             last_step = plan.last_step(self._cursor)
             if plan.evaluation is not None:
                 self._evaluator = Evaluator(

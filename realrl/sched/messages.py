@@ -229,7 +229,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Initialize is done.
 
-    `row_ids` names every usable dataset row, `held_out_ids` every one of the validation data (dataset rank only).
+    `row_ids` names every usable dataset row, `held_out_ids` every one of the validation data, and `content` is a digest
+    of what the rows hold (dataset rank only).
     """
 
     rank: int
@@ -239,6 +240,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     notes: tuple[str, ...]  # what the user should know, e.g. "3 of 512 prompts longer than 128 tokens were dropped"
     spans: tuple[Span, ...] = ()
     held_out_ids: tuple[str, ...] = ()
+    content: str = ""
 
 
 class SamplesLoaded(msgspec.Struct, frozen=True, tag=True):

@@ -75,6 +75,20 @@ def test_other_fields_of_a_prompt_are_its_metadata(tmp_path: Path) -> None:
     assert load(tmp_path / "d.jsonl").max_token_id == ord("d")
 
 
+def test_the_digest_is_of_what_rows_hold(tmp_path: Path) -> None:
+    def digest(rows: list[dict[str, Any]], kind: DatasetKind = PROMPT, name: str = "d.jsonl") -> str:
+        return load(write(tmp_path / name, rows), kind).digest
+
+    row, answered = {"prompt": "ab"}, {"prompt": "ab", "answer": "c"}
+    assert digest([row, row]) == digest([row, row], name="other.json")
+    many = ([row], [row, row], [{"prompt": "ac"}], [{"prompt": "ab", "n": 1}], [{"prompt": "ab", "n": 2}])
+    labels = [{**answered, "label": True}, {**answered, "label": False}]
+    digests = [digest(rows) for rows in many]
+    digests += [digest([answered], ANSWER), digest([{"prompt": "a", "answer": "bc"}], ANSWER)]
+    digests += [digest(labels, UNPAIRED), digest(labels[::-1], UNPAIRED)]
+    assert len(set(digests)) == len(digests)
+
+
 def test_values_that_json_lacks_become_text(tmp_path: Path) -> None:
     path = write(tmp_path / "d.parquet", [{"prompt": "a", "on": datetime(2024, 2, 29, 12), "n": Decimal("1.5")}])
     [row] = [json.loads(bytes(part.tolist())) for part in load(path).samples(["s"], [0]).samples("metadata")]

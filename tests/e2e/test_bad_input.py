@@ -349,6 +349,16 @@ def test_another_seed_cannot_continue_and_changes_nothing(call: Call, workplace:
     assert [row["step"] for row in read_metrics(workplace / "a")] == [1, 2]
 
 
+def test_rows_that_were_changed_cannot_continue(call: Call, workplace: Path) -> None:
+    write_rows(workplace / "data.jsonl", PROMPTS)
+    data = (*PPO, INLINE, "run_dir=a", "dataset.path=data.jsonl")
+    assert call(*data, "steps=1")[0] == 0
+    write_rows(workplace / "data.jsonl", [{"prompt": f"howdy {i}"} for i in range(len(PROMPTS))])
+    assert_refused(call(*data, "resume=auto"), "the checkpoint was made with another dataset: the rows differ")
+    write_rows(workplace / "data.jsonl", PROMPTS)
+    assert call(*data, "resume=auto")[0] == 0
+
+
 def test_checkpoints_that_could_not_be_written_are_noticed_at_the_start(call: Call, workplace: Path) -> None:
     (workplace / "a").mkdir()
     (workplace / "a" / "checkpoints").write_text("")

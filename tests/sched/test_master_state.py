@@ -147,7 +147,7 @@ def ready_with(plan, n_rows):
         (
             ppo_plan(resume=ResumePoint(1, DatasetCursor(("x",), seed=7, shuffle=True).state(4))),
             5,
-            "the checkpoint was made with another dataset: the row ids differ\n"
+            "the checkpoint was made with another dataset: the rows differ, or their tokens\n"
             "  resume with the dataset of the first run, or start a new run with resume=never",
         ),
         (ppo_plan(), 0, "the dataset has no usable row\n  check dataset.path and dataset.max_prompt_tokens"),
