@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ from realrl.model.parallel import UNSHARDED, TensorParallel
 from realrl.model.tensor_file import read_tensors, renamed, stored_names, write_tensors
 from realrl.plan.layout import Layer, ModelShard, stage_layers
 
+_N_PIECES, _PIECE_BYTES = 256, 1 << 12
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _MAX_SHARD_BYTES = 5_000_000_000
@@ -74,6 +76,23 @@ def read_model_config(
     stored, _ = _read_config(folder)
     _check_head(folder, stored, head)
     return replace(stored, head=head, dtype=dtype)
+
+
+def weights_digest(folder: str | Path) -> str:
+    """Tells models of one architecture apart, without reading all of them: pieces of every file, and their sizes.
+
+    Raises:
+        AssetError: the folder holds no weights.
+    """
+    digest = hashlib.sha256()
+    for path in _tensor_files(Path(folder)):
+        size_bytes = path.stat().st_size
+        digest.update(f"{path.name} {size_bytes}\n".encode())
+        with path.open("rb") as file:
+            for piece in range(_N_PIECES):
+                file.seek(piece * size_bytes // _N_PIECES)
+                digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest()[:16]
 
 
 def load_model(

@@ -19,11 +19,13 @@ from typing import Any
 
 import torch
 
+from realrl.config.schema import BUILT_IN
 from realrl.engine import device as devices
 from realrl.engine.gather_parameters import ModelCopy
 from realrl.errors import AssetError
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.config import DecoderConfig
+from realrl.model.hf import weights_digest
 from realrl.plan.layout import parameter_specs
 from realrl.plan.restore import Coordinate, Piece, coordinates, model_digest, plan_restore
 from realrl.runtime.checkpoint import Manifest
@@ -152,8 +154,17 @@ def saved_roles(plan: RunPlan, rank: int) -> dict[str, SavedRole]:
         home = plan.home_of(name)
         if home is not None and rank == home.ranks[0]:
             s = home.strategy
-            found[name] = SavedRole(s.dp, s.tp, s.pp, model_digest(parameter_specs(config)))
+            found[name] = SavedRole(s.dp, s.tp, s.pp, model_digest(parameter_specs(config)), _given(plan, name, config))
     return found
+
+
+def _given(plan: RunPlan, name: str, config: DecoderConfig) -> str:
+    """Digest of what a role needs besides a checkpoint; random weights follow from the seed, which must be the same."""
+    if name in plan.changed_roles and config.lora is None:
+        return ""
+    path = plan.config.models[name].path
+    weights = path if path == BUILT_IN else weights_digest(path)
+    return weights if config.lora is None else f"{weights} alpha={config.lora.alpha}"
 
 
 # ---------------------------------------------------------------- restoring
@@ -242,9 +253,15 @@ def check_resume(plan: RunPlan, folder: Path, manifest: Manifest) -> None:
         saved = manifest.roles.get(name)
         if saved is None and name not in plan.changed_roles:
             continue
-        if saved is None or saved.model != model_digest(parameter_specs(config)):
-            what = "has no role" if saved is None else "was written with another model of role"
-            raise AssetError(
-                f"{folder / 'state' / 'manifest.json'}: the checkpoint {what} '{name}'",
-                remedy="Resume with the models and adapters of the run that wrote it.",
-            )
+        if saved is None:
+            what = "has no role"
+        elif saved.model != model_digest(parameter_specs(config)):
+            what = "was written with another model of role"
+        elif saved.given != _given(plan, name, config):
+            what = "was written with other weights, or adapters of another alpha, of role"
+        else:
+            continue
+        raise AssetError(
+            f"{folder / 'state' / 'manifest.json'}: the checkpoint {what} '{name}'",
+            remedy="Resume with the models and adapters of the run that wrote it.",
+        )

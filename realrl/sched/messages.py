@@ -334,12 +334,14 @@ class SavedRole(msgspec.Struct, frozen=True):
     Attributes:
         dp, tp, pp: of the layout; each (pp, tp) coordinate has a file of optimizer state.
         model: digest of the names and shapes of its parameters.
+        given: digest of what a checkpoint needs and does not hold: a frozen role's parameters, or those below adapters.
     """
 
     dp: int
     tp: int
     pp: int
     model: str
+    given: str = ""
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):

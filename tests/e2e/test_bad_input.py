@@ -359,6 +359,27 @@ def test_rows_that_were_changed_cannot_continue(call: Call, workplace: Path) -> 
     assert call(*data, "resume=auto")[0] == 0
 
 
+@pytest.mark.parametrize("adapters", [(), ("models.actor.lora.rank=2",)], ids=["frozen", "below adapters"])
+def test_other_weights_of_what_is_not_trained_cannot_continue(
+    call: Call, workplace: Path, models: Path, adapters: tuple[str, ...]
+) -> None:
+    """A reference, or the model that adapters belong to, is not in the checkpoint, and of the same shapes."""
+    toy = "algorithm.reward_function=realrl.data.tiny:toy_reward"
+    shutil.copytree(models / "lm", workplace / "model")
+    run = (*PPO, INLINE, "run_dir=a", "models.actor.path=model", toy, *adapters)
+    assert call(*run, "steps=1")[0] == 0
+    weights = workplace / "model" / "model.safetensors"
+    trained = workplace / "a/checkpoints/step_1/actor/model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(trained.read_bytes())
+    role = "actor" if adapters else "ref"
+    assert_refused(call(*run, "resume=auto"), "written with other weights", f"of role '{role}'")
+    weights.write_bytes(whole)
+    if adapters:
+        assert_refused(call(*run, "resume=auto", "models.actor.lora.alpha=3"), "adapters of another alpha")
+    assert call(*run, "resume=auto")[0] == 0
+
+
 def test_checkpoints_that_could_not_be_written_are_noticed_at_the_start(call: Call, workplace: Path) -> None:
     (workplace / "a").mkdir()
     (workplace / "a" / "checkpoints").write_text("")
