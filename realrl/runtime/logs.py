@@ -29,7 +29,7 @@ def logging_to(path: Path | None) -> Iterator[None]:
         handler = logging.StreamHandler(sys.stderr)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+        handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(_FORMAT))
     logging.getLogger("realrl").setLevel(os.environ.get("REALRL_LOG_LEVEL", "INFO").upper())
     logging.getLogger().addHandler(handler)
@@ -37,7 +37,16 @@ def logging_to(path: Path | None) -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):  # what it still holds does not fit on the disk
+            handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A disk that is full costs lines of the log; it does not fill the screen with tracebacks."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 def tail(path: Path | None, n_lines: int) -> list[str]:

@@ -310,9 +310,9 @@ class MasterWorker:
         failure = instruction.failure
         log = None if failure.rank is None else self._session.launcher.log_path(failure.rank)
         text = report.render(report.from_failure(failure, log=log))
+        self._checkpoints.discard_unfinished()  # on a full disk, that makes room for the rest
         _log.error("%s", text)
         self._session.progress.failed(text)
-        self._checkpoints.discard_unfinished()
         self._write_spans(instruction.spans)
         write_failure(self._session.run_dir, failure)
         self._exit_code = failure.exit_code
