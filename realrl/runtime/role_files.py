@@ -11,6 +11,7 @@ layout needs, whatever layout wrote them (see `realrl.plan.restore`).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -109,12 +110,21 @@ class RoleCopy:
         """
         files = [] if self.model is None else self.model.write(folder / self.name)
         if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(folder / self.name)
+            _save_tokenizer(self.tokenizer, folder / self.name)
         for path, state in self.states.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             save_state(folder / path, state)
             files.append(folder / path)
         return files
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as err:  # the tokenizers library raises bare Exception for a disk that is full
+        raise OSError(errno.EIO, str(err), str(folder / "tokenizer.json")) from err
 
 
 def copy_roles(plan: RunPlan, roles: Mapping[str, HostedRole], rank: int, copies: HostCopies) -> list[RoleCopy]:

@@ -14,7 +14,7 @@ from realrl.model.config import DecoderConfig, MoEConfig
 from realrl.plan.adapters import LoRA, is_adapter
 from realrl.plan.layout import parameter_layout, parameter_specs
 from realrl.plan.restore import coordinates, model_digest
-from realrl.runtime.role_files import HostCopies, _OptimizerReader, optimizer_file
+from realrl.runtime.role_files import HostCopies, RoleCopy, _OptimizerReader, optimizer_file
 from realrl.runtime.state_file import save_state
 from realrl.sched.messages import SavedRole
 
@@ -98,3 +98,14 @@ def test_the_last_checkpoint_needs_no_copies() -> None:
     copies.begin(nothing_changes=False)
     assert copies.copy("w", tensor).data_ptr() != tensor.data_ptr()
     assert copies.copied_bytes == 24
+
+
+def test_a_tokenizer_that_does_not_fit_on_the_disk(tmp_path: Path) -> None:
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None:  # as the tokenizers library does
+            raise Exception("No space left on device (os error 28)")
+
+    with pytest.raises(OSError) as caught:
+        RoleCopy("actor", tokenizer=Tokenizer()).write(tmp_path)
+    assert caught.value.strerror == "No space left on device (os error 28)"
+    assert caught.value.filename == str(tmp_path / "actor" / "tokenizer.json")
