@@ -218,6 +218,24 @@ def test_stop_tokens_of_the_model_that_do_not_stop(folder: Path) -> None:
     assert finding.status is Status.PROBLEM
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "null", '{"eos_token_id": "x"}', '{"eos_token_id": [null, 1.5]}'])
+def test_a_file_that_only_the_doctor_reads_does_not_stop_it(folder: Path, text: str) -> None:
+    (folder / "generation_config.json").write_text(text)
+    assert only(data_checks.check_stop_tokens(patient("ppo", *model_keys(folder)))).status is Status.OK
+
+
+def test_a_check_that_breaks_does_not_hide_the_others() -> None:
+    def breaks(subject: None) -> list[Finding]:
+        raise ZeroDivisionError("by\nnothing")
+
+    def works(subject: None) -> list[Finding]:
+        return [Finding("works", Status.OK, "well")]
+
+    broken, well = run_checks([Check("breaks", breaks), Check("works", works)], None)
+    assert (broken.status, broken.message) == (Status.PROBLEM, "this check failed with ZeroDivisionError: by nothing")
+    assert well.status is Status.OK
+
+
 PROMPTED = "{%% if add_generation_prompt %%}<|assistant|>%s{%% endif %%}"
 TURNS = "{%% for m in messages %%}<|{{ m['role'] }}|>{{ m['content'] }}%s{%% endfor %%}" + PROMPTED
 
@@ -229,6 +247,10 @@ TURNS = "{%% for m in messages %%}<|{{ m['role'] }}|>{{ m['content'] }}%s{%% end
         (TURNS % ("<|end|>", ""), Status.OK, "begin the"),
         (TURNS % ("~", ""), Status.WARNING, "no stop token"),
         (TURNS % ("<|end|>", "?"), Status.WARNING, "no beginning"),
+        ("{{ messages[0]['role'] }}<|end|>", Status.PROBLEM, "loses text: 'What is two and three?' of the user"),
+        ("{{ messages[0]['content'] }}<|end|>", Status.WARNING, "loses text: 'Five.' of the assistant"),
+        ("{{ raise_exception('only so') }}", Status.PROBLEM, "cannot be rendered: TemplateError: only so"),
+        ("{% for m in %}", Status.PROBLEM, "cannot be rendered: TemplateSyntaxError"),
     ],
 )
 def test_chat_templates(folder: Path, template: str | None, status: Status, message: str) -> None:

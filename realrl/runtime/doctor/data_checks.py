@@ -126,8 +126,11 @@ def _model_ends(path: str, from_config: Sequence[int]) -> list[int]:
     ends = list(from_config)
     file = Path(path) / "generation_config.json"
     if path != BUILT_IN and file.is_file():
-        named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        ends += named if isinstance(named, list) else [] if named is None else [named]
+        try:
+            named = json.loads(file.read_text(encoding="utf-8"))["eos_token_id"]
+        except (OSError, ValueError, KeyError, TypeError):  # the run does not read it
+            named = []
+        ends += [end for end in (named if isinstance(named, list) else [named]) if isinstance(end, int)]
     return list(dict.fromkeys(ends))
 
 
@@ -146,8 +149,18 @@ def check_chat_template(patient: Patient) -> list[Finding]:
                 )
             ]
         return [Finding("chat template", Status.OK, "the tokenizer has none, and none is used")]
-    prompt, whole = (_rendered(tokenizer, *case) for case in ((CONVERSATION[:1], True), (CONVERSATION, False)))
     use = "" if is_used else " (not used: prompts are plain text)"
+    try:
+        texts = [_rendered(tokenizer, *case) for case in ((CONVERSATION[:1], True), (CONVERSATION, False))]
+    except Exception as error:  # noqa: BLE001 - a template is a program, which may raise anything
+        message = f"the template cannot be rendered: {type(error).__name__}: {error}{use}"
+        remedy = "Correct the tokenizer's chat_template." if is_used else ""
+        return [Finding("chat template", Status.PROBLEM if is_used else Status.OK, message, remedy)]
+    for said, text, status in zip(CONVERSATION, texts, (Status.PROBLEM, Status.WARNING), strict=True):
+        if is_used and said["content"] not in text:
+            message = f"the template loses text: {said['content']!r} of the {said['role']} is not in what it renders"
+            return [Finding("chat template", status, message, "Correct the tokenizer's chat_template.")]
+    prompt, whole = encode_batch(tokenizer, texts, with_start=False)
     if whole[: len(prompt)] != prompt:
         n_equal = next(i for i, pair in enumerate(zip([*prompt, -1], [*whole, -2])) if pair[0] != pair[1])
         return [
@@ -175,9 +188,9 @@ def check_chat_template(patient: Patient) -> list[Finding]:
     return [Finding("chat template", Status.OK, message)]
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], is_prompt: bool) -> list[int]:
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=is_prompt)
-    return encode_batch(tokenizer, [text], with_start=False)[0]
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], is_prompt: bool) -> str:
+    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=is_prompt)
+    return text
 
 
 def _has_messages(patient: Patient) -> bool:

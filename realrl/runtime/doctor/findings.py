@@ -65,6 +65,10 @@ def run_checks(checks: Sequence[Check[Subject]], subject: Subject) -> Iterator[F
             found = check.run(subject)
         except Error as error:
             found = [Finding(check.name, Status.PROBLEM, error.message, error.remedy or "")]
+        except Exception as error:  # noqa: BLE001 - what a file does to one check must not hide the others
+            message = f"this check failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            remedy = "Look at the files that it reads; if nothing is wrong with them, report it as a bug in realrl."
+            found = [Finding(check.name, Status.PROBLEM, message, remedy)]
         if any(finding.status is Status.PROBLEM for finding in found):
             broken.add(check.name)
         yield from found
