@@ -51,8 +51,12 @@ def check_inputs(plan: RunPlan) -> Resume:
     check_installed(plan)
     if found.folder is not None:
         from realrl.runtime.role_files import check_resume
+        from realrl.runtime.sample_files import check_samples
 
-        check_resume(plan, found.folder, load_manifest(found.folder))
+        manifest = load_manifest(found.folder)
+        check_resume(plan, found.folder, manifest)
+        outputs = {mfc.name: mfc.output_keys for mfc in plan.mfcs}
+        check_samples(found.folder, manifest.files, manifest.in_flight, outputs)
     sources = [] if config.eval.only else [config.dataset]
     is_evaluated = config.eval.only or plan.evaluation is not None
     held_out = [held_out_data(config)] if is_evaluated else []

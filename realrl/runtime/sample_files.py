@@ -14,7 +14,8 @@ import msgspec
 from realrl.data.rows import SampleStore
 from realrl.data.sample import SequenceSample
 from realrl.errors import AssetError
-from realrl.runtime.state_file import load_state
+from realrl.runtime.state_file import StateFile, load_state
+from realrl.sched.in_flight import InFlight
 from realrl.sched.messages import KeySchema
 
 _PREFIX = "state/samples-"
@@ -37,6 +38,30 @@ def rows_state(store: SampleStore, rows: Mapping[str, Sequence[str]]) -> dict[st
         schema = msgspec.to_builtins(batch.schemas[key])
         state[key] = {"ids": ids, "schema": schema, "seqlens": batch.seqlens[key], "data": batch[key]}
     return state
+
+
+def check_samples(
+    folder: Path, files: Iterable[str], in_flight: InFlight, outputs: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse rows of later steps that this run's calls would have produced otherwise.
+
+    Args:
+        outputs: call -> keys that it produces.
+
+    Raises:
+        AssetError: a file is damaged, or a key is missing of samples that a call was done with.
+    """
+    known: set[str] = set()
+    for name in (name for name in files if name.startswith(_PREFIX)):
+        with StateFile(folder / name) as file:
+            known |= file.entries().keys()
+    for record in in_flight.calls:
+        missing = sorted(set(outputs.get(record.call, ())) - known)
+        if missing and not in_flight.dropped.keys() >= set(record.ids):
+            raise AssetError(
+                f"{folder} holds samples of step {record.step} without '{missing[0]}', which '{record.call}' produces",
+                remedy="Resume with the max_staleness of the run that wrote it.",
+            )
 
 
 class RestoredSamples:

@@ -380,6 +380,17 @@ def test_other_weights_of_what_is_not_trained_cannot_continue(
     assert call(*run, "resume=auto")[0] == 0
 
 
+def test_samples_that_other_calls_produced_cannot_continue(call: Call, workplace: Path) -> None:
+    """Generation that runs ahead gives log-probabilities too: see what PPO declares."""
+    run = (*PPO, INLINE, "run_dir=a", "save.every_steps=1", "save.keep=9", "steps=3")
+    assert call(*run, "max_staleness=1")[0] == 0
+    before = sorted(os.listdir("a/checkpoints"))
+    at = "resume=a/checkpoints/step_1"
+    assert_refused(call(*run, at), "holds samples of step 2 without '", "Resume with the max_staleness")
+    assert sorted(os.listdir("a/checkpoints")) == before
+    assert call(*run, at, "max_staleness=1")[0] == 0
+
+
 def test_checkpoints_that_could_not_be_written_are_noticed_at_the_start(call: Call, workplace: Path) -> None:
     (workplace / "a").mkdir()
     (workplace / "a" / "checkpoints").write_text("")
