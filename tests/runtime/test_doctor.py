@@ -444,6 +444,14 @@ def test_what_a_run_refuses_at_its_start_is_a_problem(tmp_path: Path) -> None:
     assert start.status is Status.PROBLEM
 
 
+def test_a_checkpoint_that_a_resumed_run_could_not_use_is_told(tmp_path: Path) -> None:
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/latest").symlink_to("step_9")
+    [finding] = machine_checks.check_start(patient("sft", f"run_dir={tmp_path}/run", "resume=auto"))
+    assert finding.status is Status.WARNING
+    assert "latest points to step_9, which is not there" in finding.message
+
+
 def test_placeholders_have_what_a_call_reads() -> None:
     subject = patient("self_play")
     calls = {mfc.name: mfc for mfc in subject.plan.mfcs}

@@ -133,8 +133,12 @@ def check_start(patient: Patient) -> list[Finding]:
     config = patient.config
     if not config.run_dir:
         config = config.model_copy(update={"run_dir": str(_run_folder(patient))})
-    check_inputs(replace(patient.plan, config=config))
-    return [Finding("start", Status.OK, "realrl run would start this")]
+    resume = check_inputs(replace(patient.plan, config=config))
+    if resume.notes:
+        message = f"realrl run would start this, but not where it ended: {'; '.join(resume.notes)}"
+        return [Finding("start", Status.WARNING, message)]
+    where = "" if resume.folder is None else f", from {resume.folder} on"
+    return [Finding("start", Status.OK, f"realrl run would start this{where}")]
 
 
 def _run_folder(patient: Patient) -> Path:
