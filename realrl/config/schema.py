@@ -282,8 +282,8 @@ class RecoverConfig(Section):
     retries: int = Field(
         2,
         ge=0,
-        description="restarts of the run, in all, from the last checkpoint after a worker or the master was lost; errors "
-        "that would come again end the run",
+        description="restarts of the run, in all, from the last checkpoint after a worker or the master was lost; "
+        "errors that would come again end the run",
     )
 
 
