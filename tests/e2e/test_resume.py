@@ -106,7 +106,7 @@ def test_backends_continue_with_the_same_bits(tmp_path: Path) -> None:
     check_resumes(tmp_path, "ppo", [1, 2], *overrides, last=3)
 
 
-DEVICES = ("cluster.n_devices_per_node=2", "launcher=local")
+DEVICES = ("cluster.n_devices_per_node=2", "launcher=local", "algorithm.n_minibatches=2")
 SWEEP = [
     *((experiment, backend, ()) for experiment in TRAINING for backend in BACKENDS),
     *(("ppo", backend, (*DEVICES, f"allocation={plan}")) for backend in BACKENDS for plan in ("d2", "t2", "p2")),

@@ -280,9 +280,8 @@ KEPT = [
     ],
 )
 def test_what_backends_keep(backend: str, offload: bool) -> None:
-    """Within a tenth, between calls; and at the fullest moment of a call."""
+    """Within a tenth, between calls."""
     cases = [case for case in KEPT if (case.backend, case.offload) == (backend, offload)]
     for rank, found in enumerate(measure_two_devices(cases, timeout_s=280.0)):
-        for case, (peak, after) in zip(cases, found, strict=True):
+        for case, (_, after) in zip(cases, found, strict=True):
             assert kept(case, rank) == pytest.approx(after, rel=0.1), case
-            assert_close(case, rank, peak)
