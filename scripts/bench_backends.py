@@ -6,7 +6,7 @@ round. Memory is what a rank's resident memory grew by at its peak, from before 
 imported packages of a backend too. Prints a table and writes JSON.
 
     python scripts/bench_backends.py
-    python scripts/bench_backends.py --strategy d2t2 --hidden 512 --layers 8 --rounds 5 --precision bf16
+    python scripts/bench_backends.py --strategy d2t2 --hidden 768 --layers 12 --rounds 5 --precision bf16
 """
 
 from __future__ import annotations
@@ -226,9 +226,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--strategy", default="d2", help="such as d2, t2, p2 or d2t2")
     parser.add_argument("--precision", choices=sorted(DTYPES), default="fp32")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=64, help="of a sequence")
     parser.add_argument("--n-seqs", type=int, default=8, help="of each data-parallel rank")
     parser.add_argument("--n-mbs", type=int, default=2)

@@ -332,7 +332,8 @@ class Simulation(Checks):
 
     def end_hooks(self, rank, request):
         """All ranks of the part are there: what each had in its homes when it came is what the hooks move."""
-        r, hooks = self.ranks[rank], self.calls[request.call].hooks
+        r, call = self.ranks[rank], self.calls[request.call]
+        hooks = call.hooks
         mine = [hook for hook in getattr(hooks, request.when) if rank in hook.ranks]
         assert mine, "a rank is asked for hooks that do not concern it"
         for hook in mine:
@@ -350,7 +351,8 @@ class Simulation(Checks):
                 assert request.call not in r.visiting
                 r.visiting[request.call] = found.pop()
             else:
-                r.home[hook.target] = self.use(rank, hook.target) + 1
+                is_own_training = call.is_train and hook.target == call.role  # one version, with its pulls
+                r.home[hook.target] = self.use(rank, hook.target) + (not is_own_training)
                 self.versions_moved[request.call, request.step, hook.target] |= found
         return HooksDone(
             rank, request.seq, request.dispatch_id, request.call, request.step, request.when, (), 100, 0.25

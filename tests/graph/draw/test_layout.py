@@ -4,9 +4,10 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
+from realrl.errors import GraphError
 from realrl.graph.build import VersionEdge, build_graph
 from realrl.graph.draw.geometry import Rect, flow, head, rounded, spread
 from realrl.graph.draw.layout import lay_out
@@ -110,6 +111,10 @@ def call_lists(draw):
 
 @given(call_lists(), st.booleans())
 def test_any_graph(mfcs, placed):
+    try:
+        build_graph(mfcs, ["key_0"])
+    except GraphError:  # trainings that leave no order for their readers
+        reject()
     check(drawing_of(mfcs, ["key_0"], placed=placed))
 
 
