@@ -375,11 +375,13 @@ def test_native_continues_bit_for_bit() -> None:
 
 
 @needs_megatron
+@pytest.mark.slow
 def test_megatron_continues_bit_for_bit() -> None:
     check_continues([Case("megatron", 1, D2, dtype=torch.bfloat16), Case("megatron", 1, D2, dtype=torch.float16)])
 
 
 @needs_deepspeed
+@pytest.mark.slow
 def test_deepspeed_continues_bit_for_bit() -> None:
     check_continues([Case("deepspeed", 2, D2, dtype=torch.float16), Case("deepspeed", 3, D2, dtype=torch.bfloat16)])
 

@@ -205,7 +205,7 @@ def check(world_size: int, cases: list[Case], timeout_s: float = 110.0) -> None:
 CUTS = [MicroBatching(), MicroBatching(n_mbs=1), MicroBatching(n_mbs=3), MicroBatching(max_tokens_per_mb=40)]
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_layout_of_up_to_four_ranks(world_size: int) -> None:
     cases = [
         Case(model, strategy, CUTS[(i + j) % len(CUTS)], activation_checkpointing=i % 3 == 0)

@@ -97,7 +97,7 @@ def free_address() -> str:
     ("model", "strategy"),
     [
         ("biases", ParallelStrategy(tp=2, sp=True)),
-        ("one KV head", ParallelStrategy(tp=4)),
+        pytest.param("one KV head", ParallelStrategy(tp=4), marks=pytest.mark.slow),
         ("tied", ParallelStrategy(pp=2)),
         ("biases", ParallelStrategy(pp=3)),
         ("tied", ParallelStrategy(tp=2, pp=2)),

@@ -135,7 +135,7 @@ def reference(case: Case) -> dict[str, Any]:
     return outcome(case, Parallel.alone())
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(2, TWO), (4, FOUR)])
+@pytest.mark.parametrize(("world_size", "cases"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
 def test_every_layout_gives_the_numbers_of_one_rank(
     world_size: int, cases: list[tuple[str, ParallelStrategy]], tmp_path: Path
 ) -> None:

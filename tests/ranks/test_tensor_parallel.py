@@ -60,7 +60,10 @@ def _compare(rank: int, world_size: int) -> None:
             assert_gradients_equal(stages, gradients, whole)
 
 
-@pytest.mark.parametrize("n_ranks", [2, 4, pytest.param(8, marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
+@pytest.mark.parametrize(
+    "n_ranks",
+    [2, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=[pytest.mark.slow, pytest.mark.timeout(400)])],
+)
 def test_results_and_gradients_equal_those_of_the_whole_module(n_ranks: int) -> None:
     run_ranks(n_ranks, _compare, timeout_s=300.0)
 
