@@ -112,14 +112,14 @@ class PackedLinear:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if residual is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise(x, residual, self._weight, self._bias, "add")
+            return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
 
     def activated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """activation(x W^T + bias)."""
         kernel, algorithm = ("swish", "") if activation == "silu" else ("gelu", "tanh")
-        return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, kernel, [], algorithm)
+        return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, kernel, [], algorithm)
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """(x W^T + bias) * factor [T, out]."""
-        return torch.ops.mkldnn._linear_pointwise(x, factor, self._weight, self._bias, "mul")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, factor, self._weight, self._bias, "mul")

@@ -46,9 +46,7 @@ class Builder:
         """The layer with ``{name}.weight`` and, where the model has it, ``{name}.bias``."""
         out_size, in_size = self.shape(f"{name}.weight")
         has_bias = f"{name}.bias" in self.specs
-        # by way of "meta", since a layer made on a real device fills itself with random numbers
-        layer = Linear(in_size, out_size, bias=has_bias, dtype=self.config.dtype, device=torch.device("meta"))
-        return layer.to_empty(device=self.device or torch.get_default_device())
+        return Linear(in_size, out_size, bias=has_bias, dtype=self.config.dtype, device=self.device)
 
     def norm(self, name: str) -> Norm:
         """The norm with ``{name}.weight`` and, where the model has it, ``{name}.bias``."""

@@ -79,7 +79,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` for packed tokens [T, in]."""
+    """`nn.Linear` for packed tokens [T, in], uninitialised."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: what numbers there are comes from files, other ranks or `realrl.model.init`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)
@@ -117,7 +120,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
 def _converts(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -103,7 +103,7 @@ def check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> Non
     Raises:
         AssetError: a role knows fewer.
     """
-    from realrl.data.tokenizer import load_tokenizer
+    from realrl.data.tiny import VOCAB_SIZE
     from realrl.model.hf import read_config
 
     reader = plan.dataset_role
@@ -111,7 +111,7 @@ def check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> Non
         path = plan.config.models[name].path
         if role.head == "none":
             continue
-        n_known = len(load_tokenizer(path)) if path == BUILT_IN else read_config(path).vocab_size
+        n_known = VOCAB_SIZE if path == BUILT_IN else read_config(path).vocab_size
         n_needed = dataset.max_token_id + 1 if name == reader else n_tokens
         if n_known < n_needed:
             raise AssetError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from realrl.config.schema import BUILT_IN
-from realrl.data.tokenizer import load_tokenizer
+from realrl.data.tiny import VOCAB_SIZE
 from realrl.errors import ConfigError
 from realrl.mesh.device_mesh import Allocation
 from realrl.model.config import DecoderConfig, tiny_config
@@ -36,7 +36,7 @@ def role_config(plan: RunPlan, name: str) -> DecoderConfig | None:
         return None
     path, dtype = plan.config.models[name].path, DTYPES[plan.config.precision]
     if path == BUILT_IN:
-        config = tiny_config(len(load_tokenizer(path)), head=head, dtype=dtype)
+        config = tiny_config(VOCAB_SIZE, head=head, dtype=dtype)
     else:
         config = read_model_config(path, head=head, dtype=dtype)
     config = _with_aux_loss_coef(plan, name, config)

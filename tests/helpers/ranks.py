@@ -1,8 +1,8 @@
 """Run one function on N gloo ranks and report the failure that explains the others.
 
-CPU only. Ranks are forked from a server process that has already imported torch: on two idle
-cores 4 ranks take 0.5 to 1.2 s where `spawn` takes 5 s. Rendezvous goes through a file, so there
-is no port to race for.
+CPU only. Ranks are forked from a server process that has already imported torch and the runtime: on
+two idle cores 4 ranks take 0.5 to 1.2 s where `spawn` takes more than 5 s. Rendezvous goes through a
+file, so there is no port to race for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-mp.set_forkserver_preload(["torch", "torch.distributed"])
+mp.set_forkserver_preload(["torch.distributed", "torch._dynamo", "realrl.runtime.model_worker"])
 
 _REPORT_GRACE_S = 0.5
 _LOST_PEER = ("by peer", "Connection closed", "Timed out waiting")

@@ -1,4 +1,4 @@
-"""The native backend: AdamW of torch over master parameters, whole or sharded over data-parallel ranks (ZeRO-1).
+"""The native backend: AdamW over master parameters, whole or sharded over data-parallel ranks (ZeRO-1).
 
 Sharded, every rank updates its slice of each parameter and the ranks gather the result (Rajbhandari et al. 2020, stage
 1). Gradients are all-reduced either way, so that both give the same numbers, bit for bit.
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from realrl.config.schema import OptimizerConfig
+from realrl.engine.backends.adamw import AdamW
 from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, master_of
 from realrl.engine.backends.masters import Masters
 from realrl.engine.gradients import reduce_gradients
@@ -50,16 +51,8 @@ class NativeBackend(Schedule):
         self._n_stepped = 0
         self._grad_norm = 0.0
         named = [(t, p) for t, p in zip(self._masters.tensors, self._trained.parameters, strict=True) if t.numel()]
-        self._adamw = torch.optim.AdamW(
-            [
-                {"params": [t for t, p in named if p.dim() >= 2], "weight_decay": config.weight_decay},
-                {"params": [t for t, p in named if p.dim() < 2], "weight_decay": 0.0},
-            ],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
+        matrices, vectors = [t for t, p in named if p.dim() >= 2], [t for t, p in named if p.dim() < 2]
+        self._adamw = AdamW([(matrices, config.weight_decay), (vectors, 0.0)], config)
 
     def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         """`compute` itself."""
@@ -86,9 +79,7 @@ class NativeBackend(Schedule):
         coefficient = self.config.clip_grad_norm / (self._grad_norm + 1e-6)
         if coefficient < 1.0:
             torch._foreach_mul_(slices, coefficient)
-        for group in self._adamw.param_groups:
-            group["lr"] = self.lr
-        self._adamw.step()
+        self._adamw.step(self.lr)
         self._n_stepped += 1
         self._masters.publish()
         self.skip()
