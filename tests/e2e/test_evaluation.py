@@ -59,7 +59,13 @@ def test_training_does_not_notice_an_evaluation(evaluated: Path, tmp_path: Path)
     ]
 
 
-@pytest.mark.parametrize("plan", [("allocation=tensor",), ("allocation=split", "cluster.data_plane=collective")])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(("allocation=tensor",), marks=pytest.mark.slow),
+        ("allocation=split", "cluster.data_plane=collective"),
+    ],
+)
 def test_every_plan_measures_the_same(evaluated: Path, plan: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     two = ("cluster.n_devices_per_node=2", *plan)

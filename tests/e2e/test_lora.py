@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, realrl, run_ppo
+from realrl.cli import main
+from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, run_ppo
 
 LORA = ("models.actor.lora.rank=4", "models.critic.lora.rank=2", "models.critic.lora.targets=[q_proj,v_proj]")
 LORA += ("models.actor.optimizer.schedule=constant", "models.critic.optimizer.schedule=constant")
@@ -17,7 +18,7 @@ INLINE = "launcher=inline"
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     run_dir = tmp_path_factory.mktemp("adapted") / "run"
-    return run_dir, run_ppo(run_dir, INLINE, *LORA)
+    return run_dir, run_ppo(run_dir, INLINE, *LORA, is_here=True)
 
 
 def test_ppo_trains_adapters_and_saves_a_model_that_transformers_reads(
@@ -47,25 +48,24 @@ def test_layouts_agree_and_adapters_move(adapted: tuple[Path, list[dict[str, Any
 
 
 def test_a_stopped_run_continues_exactly(adapted: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
-    overrides = (*SMALL, f"run_dir={tmp_path / 'stopped'}", INLINE, *LORA)
-    assert realrl("run", "ppo", *overrides, "steps=2").returncode == 0
-    again = realrl("run", "ppo", *overrides, "resume=auto")
-    assert again.returncode == 0, again.stderr
-    assert_same_numbers(adapted[1], read_metrics(tmp_path / "stopped"), rel=0.0, floor=0.0)
+    run_dir = tmp_path / "stopped"
+    run_ppo(run_dir, INLINE, *LORA, "steps=2", is_here=True)
+    metrics = run_ppo(run_dir, INLINE, *LORA, "resume=auto", is_here=True)
+    assert_same_numbers(adapted[1], metrics, rel=0.0, floor=0.0)
 
 
 def test_a_reward_model_with_adapters_in_bf16(tmp_path: Path) -> None:
     overrides = ("steps=2", "n_seqs=8", "models.reward.lora.rank=4", "precision=bf16", f"run_dir={tmp_path / 'run'}")
-    done = realrl("run", "rw", "preset=tiny", INLINE, *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert main(["run", "rw", "preset=tiny", INLINE, *overrides]) == 0
     assert len(read_metrics(tmp_path / "run")) == 2
 
 
-def test_a_target_that_matches_nothing_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_a_target_that_matches_nothing_is_refused_before_anything_starts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     overrides = ("models.actor.lora.rank=4", "models.actor.lora.targets=[q,qproj]", f"run_dir={tmp_path / 'run'}")
-    refused = realrl("run", "ppo", *SMALL, INLINE, *overrides)
-    assert refused.returncode == 2
-    message = " ".join(refused.stderr.split())
+    assert main(["run", "ppo", *SMALL, INLINE, *overrides]) == 2
+    message = " ".join(capfd.readouterr().err.split())
     assert "models.actor.lora.targets: 'qproj' matches no layer of the model of role 'actor'" in message
     assert "It has q, k, v, o, gate, up, down" in message
     assert not (tmp_path / "run").exists()

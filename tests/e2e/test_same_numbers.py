@@ -26,7 +26,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory):
     ids=lambda overrides: " ".join(overrides),
 )
 def test_plans_agree(reference, overrides: tuple[str, ...], tmp_path: Path) -> None:
-    metrics = run_ppo(tmp_path / "run", *overrides)
+    metrics = run_ppo(tmp_path / "run", *overrides, is_here="launcher=inline" in overrides)
     assert_same_numbers(reference, metrics, rel=1e-4, floor=1e-6)
 
 
@@ -36,5 +36,5 @@ def test_one_seed_gives_the_same_bits(reference, tmp_path: Path) -> None:
 
 
 def test_another_seed_gives_other_numbers(reference, tmp_path: Path) -> None:
-    other = run_ppo(tmp_path / "run", "launcher=inline", "seed=2")
+    other = run_ppo(tmp_path / "run", "launcher=inline", "seed=2", is_here=True)
     assert reference[-1]["reward/mean"] != other[-1]["reward/mean"]

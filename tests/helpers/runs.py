@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from realrl import cli
+
 SMALL = ("preset=tiny", "steps=3", "n_seqs=8", "generation.max_new_tokens=6", "algorithm.n_minibatches=2")
 NOISE = ("time_s/", "perf/", "memory_gb/", "bytes/")
 
@@ -21,10 +23,18 @@ def realrl(*arguments: str, timeout_s: float = 100.0, **environment: str) -> sub
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
 
 
-def run_ppo(run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
-    """A small PPO run that must succeed; its metrics, one entry per step."""
-    done = realrl("run", "ppo", *SMALL, f"run_dir={run_dir}", *overrides)
-    assert done.returncode == 0, done.stdout + done.stderr
+def run_ppo(run_dir: Path, *overrides: str, is_here: bool = False) -> list[dict[str, Any]]:
+    """A small PPO run that must succeed; its metrics, one entry per step.
+
+    Args:
+        is_here: run it in this process, which saves the seconds that another one takes to import torch.
+    """
+    arguments = ["run", "ppo", *SMALL, f"run_dir={run_dir}", *overrides]
+    if is_here:
+        assert cli.main(arguments) == 0
+    else:
+        done = realrl(*arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
     return read_metrics(run_dir)
 
 

@@ -100,7 +100,7 @@ def free_address() -> str:
         pytest.param("one KV head", ParallelStrategy(tp=4), marks=pytest.mark.slow),
         ("tied", ParallelStrategy(pp=2)),
         ("biases", ParallelStrategy(pp=3)),
-        ("tied", ParallelStrategy(tp=2, pp=2)),
+        pytest.param("tied", ParallelStrategy(tp=2, pp=2), marks=pytest.mark.slow),
         ("experts", ParallelStrategy(tp=2, pp=2)),
         pytest.param("experts", ParallelStrategy(tp=4), marks=pytest.mark.slow),
         pytest.param("two KV heads", ParallelStrategy(dp=2, tp=4), marks=pytest.mark.slow),
