@@ -412,7 +412,9 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices() -> None:
     assert only(machine_checks.check_devices(patient("ppo", "cluster.n_devices_per_node=4"))).status is Status.OK
     nodes = only(machine_checks.check_devices(patient("ppo", "cluster.n_nodes=2")))
-    assert (nodes.status, "2 nodes" in nodes.message) == (Status.WARNING, True)
+    assert (nodes.status, "2 nodes" in nodes.message) == (Status.PROBLEM, True)
+    elsewhere = patient("ppo", "cluster.n_nodes=2", device_memory_bytes=80 * 10**9)
+    assert only(machine_checks.check_devices(elsewhere)).status is Status.WARNING
     if not torch.cuda.is_available():
         gpu = patient("ppo", "cluster.device=cuda")
         finding = only(list(run_checks((Check("devices", machine_checks.check_devices),), gpu)))

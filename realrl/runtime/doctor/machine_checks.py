@@ -54,7 +54,7 @@ def check_devices(patient: Patient) -> list[Finding]:
         return [
             Finding(
                 "devices",
-                Status.WARNING,
+                Status.PROBLEM if patient.device_memory_bytes is None else Status.WARNING,
                 f"{message} on {cluster.n_nodes} nodes, but this version starts workers on one machine only",
                 "Use cluster.n_nodes=1; plans for more nodes can be made and drawn.",
             )
