@@ -26,7 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/quickstart"), help="run folder (default: %(default)s)")
     parser.add_argument(
-        "--prompts", type=int, default=320, help="held-out prompts to evaluate on (default: %(default)s)"
+        "--prompts", type=int, default=448, help="held-out prompts to evaluate on (default: %(default)s)"
     )
     parser.add_argument("--pairs", type=int, default=400, help="held-out pairs to evaluate on (default: %(default)s)")
     parser.add_argument("--fresh", action="store_true", help="set an earlier quickstart aside and start over")

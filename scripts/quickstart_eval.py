@@ -144,13 +144,15 @@ def continue_prompts(
     one = generation.model_copy(update={"n_responses": 1})
     result = actor.generate(_batch("prompt_ids", prompt_ids), one, seed=SEED, step=0, eos_id=tokenizer.eos_token_id)
     sequences = [torch.cat([p, r]) for p, r in zip(prompt_ids, result.responses, strict=True)]
-    batch = _batch("input_ids", sequences)
-    logprobs = _logprobs(actor, batch, generation.temperature)
-    gap = logprobs - (logprobs if reference is actor else _logprobs(reference, batch, generation.temperature))
-    kl = []
-    starts = batch.cu_seqlens("input_ids").tolist()
-    for i, (start, prompt) in enumerate(zip(starts, prompt_ids, strict=False)):
-        kl.append(float(gap[start - i + len(prompt) - 1 : starts[i + 1] - i - 1].sum()))
+    kl = [0.0] * len(sequences)
+    if reference is not actor:
+        batch = _batch("input_ids", sequences)
+        theirs = _logprobs(reference, batch, generation.temperature)
+        ends = batch.cu_seqlens("input_ids").tolist()[1:]  # one entry fewer per sequence in `theirs`
+        kl = [
+            float((ours - theirs[end - i - len(ours) : end - i]).sum())
+            for i, (end, ours) in enumerate(zip(ends, result.policy_logprobs, strict=True), start=1)
+        ]
     texts = [tokenizer.decode(r, skip_special_tokens=True) for r in result.responses]
     analyzer = SentimentIntensityAnalyzer()
     whole = [p + t for p, t in zip(prompts, texts, strict=True)]
