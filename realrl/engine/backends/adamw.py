@@ -6,16 +6,13 @@ every worker that trains a second or two of its start and 70 MB of memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.optim.adamw import adamw
 
 from realrl.config.schema import OptimizerConfig
 from realrl.engine.backends.base import MOMENTS
-
-AdamWState = dict[str, torch.Tensor]
-"""A tensor's "step", a float32 scalar on its device, and its moments, of its shape."""
 
 
 class AdamW:
@@ -24,15 +21,13 @@ class AdamW:
     Args:
         groups: float32 tensors that share a weight decay, and that decay.
         config: betas and eps.
-
-    Attributes:
-        state: of each tensor that has been through a step.
     """
 
     def __init__(self, groups: Sequence[tuple[Sequence[torch.Tensor], float]], config: OptimizerConfig) -> None:
         self._groups = [(list(tensors), weight_decay) for tensors, weight_decay in groups]
         self._config = config
-        self.state: dict[torch.Tensor, AdamWState] = {}
+        # of each tensor that has been through a step: its moments, and "step", a float32 scalar on its device
+        self._state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -58,13 +53,19 @@ class AdamW:
                 maximize=False,
             )
 
-    def _state_of(self, tensor: torch.Tensor) -> AdamWState:
-        if tensor not in self.state:
-            self.state[tensor] = {
-                "step": torch.zeros((), device=tensor.device),
-                **{key: torch.zeros_like(tensor) for key in MOMENTS},
-            }
-        return self.state[tensor]
+    def moment_of(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
+        """One of `MOMENTS`; zeros where no step was taken."""
+        state = self._state.get(tensor)
+        return torch.zeros_like(tensor) if state is None else state[key]
+
+    def restore(self, tensor: torch.Tensor, n_steps: int, moments: Mapping[str, torch.Tensor]) -> None:
+        """Continue after `n_steps` with these moments, which become the state: of the tensor's shape and device."""
+        self._state[tensor] = {"step": torch.tensor(float(n_steps), device=tensor.device), **moments}
+
+    def _state_of(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        if tensor not in self._state:
+            self.restore(tensor, 0, {key: torch.zeros_like(tensor) for key in MOMENTS})
+        return self._state[tensor]
 
 
 def _gradient_of(tensor: torch.Tensor) -> torch.Tensor:

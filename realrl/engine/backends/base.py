@@ -126,6 +126,11 @@ class Schedule:
         return learning_rate(self.config, self.n_taken, self.n_total)
 
 
+def decays(parameter: torch.Tensor) -> bool:
+    """Whether weight decay is for it: a matrix, not a bias or the weight of a norm."""
+    return parameter.dim() >= 2
+
+
 def move(tensor: torch.Tensor, value: torch.Tensor, eta: float) -> None:
     """``eta * value + (1 - eta) * tensor`` in the place and dtype of `tensor`."""
     value = value.to(tensor.device, tensor.dtype)

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from realrl.config.schema import OptimizerConfig
-from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, master_of, move
+from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, decays, master_of, move
 from realrl.engine.gradients import TIED, is_counted_here, is_tied
 from realrl.engine.groups import Communicator, all_gather_single, reduce_scatter_single
 from realrl.engine.parallel import Parallel
@@ -366,8 +366,8 @@ class DeepSpeedBackend(Schedule):
 
     def _make_engine(self) -> Any:
         config = self.config
-        matrices = [p for p in self._named.values() if p.dim() >= 2]
-        vectors = [p for p in self._named.values() if p.dim() < 2]
+        matrices = [p for p in self._named.values() if decays(p)]
+        vectors = [p for p in self._named.values() if not decays(p)]
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],

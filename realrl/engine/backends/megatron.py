@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from realrl.config.schema import OptimizerConfig
-from realrl.engine.backends.base import MOMENTS, OptimizerState, check_parameters, master_of, move
+from realrl.engine.backends.base import MOMENTS, OptimizerState, check_parameters, decays, master_of, move
 from realrl.engine.backends.megatron_cpu import cpu_for_cuda
 from realrl.engine.gradients import TIED, is_copied, is_counted_here, is_tied
 from realrl.engine.groups import all_gather_single, reduce_scatter_single
@@ -318,8 +318,8 @@ class MegatronBackend:
     def _make_optimizer(self) -> DistributedOptimizer:
         config, dtype = self.config, self._trained.compute_dtype
         parameters = list(self._named.values())
-        matrices = [p for p in parameters if p.dim() >= 2]
-        vectors = [p for p in parameters if p.dim() < 2]
+        matrices = [p for p in parameters if decays(p)]
+        vectors = [p for p in parameters if not decays(p)]
         adamw = torch.optim.AdamW(
             [{"params": matrices, "wd_mult": 1.0, **_ONE_KIND}, {"params": vectors, "wd_mult": 0.0, **_ONE_KIND}],
             lr=config.lr,

@@ -14,7 +14,7 @@ import torch
 
 from realrl.config.schema import OptimizerConfig
 from realrl.engine.backends.adamw import AdamW
-from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, master_of
+from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, decays, master_of
 from realrl.engine.backends.masters import Masters
 from realrl.engine.gradients import reduce_gradients
 from realrl.engine.groups import ALONE
@@ -51,7 +51,7 @@ class NativeBackend(Schedule):
         self._n_stepped = 0
         self._grad_norm = 0.0
         named = [(t, p) for t, p in zip(self._masters.tensors, self._trained.parameters, strict=True) if t.numel()]
-        matrices, vectors = [t for t, p in named if p.dim() >= 2], [t for t, p in named if p.dim() < 2]
+        matrices, vectors = [t for t, p in named if decays(p)], [t for t, p in named if not decays(p)]
         self._adamw = AdamW([(matrices, config.weight_decay), (vectors, 0.0)], config)
 
     def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
@@ -119,12 +119,9 @@ class NativeBackend(Schedule):
             tensor.copy_(self._masters.part_of(masters.get(name, p)))
             stored = parameters[name]
             self._n_stepped = int(stored["step"])
-            if not tensor.numel():
-                continue
-            self._adamw.state[tensor] = {
-                "step": torch.tensor(float(self._n_stepped), device=tensor.device),
-                **{key: self._masters.part_of(stored[key]).to(tensor.device, copy=True) for key in MOMENTS},
-            }
+            if tensor.numel():
+                moments = {k: self._masters.part_of(stored[k]).to(tensor.device, copy=True) for k in MOMENTS}
+                self._adamw.restore(tensor, self._n_stepped, moments)
         self.n_taken, self.n_total = int(state["n_taken"]), int(state["n_total"])
         if masters:
             self._masters.publish()
@@ -133,6 +130,6 @@ class NativeBackend(Schedule):
         """Name and this rank's slices of everything that the state holds, in the order of the parameters."""
         tensors = self._masters.tensors
         for key in MOMENTS:
-            yield key, [self._adamw.state.get(t, {}).get(key, torch.zeros_like(t)) for t in tensors]
+            yield key, [self._adamw.moment_of(t, key) for t in tensors]
         if not self._trained.is_in_saved_model:
             yield "master", tensors
