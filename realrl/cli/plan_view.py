@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realrl.cli.console import print_table
-from realrl.config.schema import BUILT_IN
+from realrl.config.schema import BUILT_IN, ModelConfigSection
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.groups import GroupKind
 from realrl.plan.hooks import Realloc
@@ -72,14 +72,23 @@ def _print_roles(plan: RunPlan) -> None:
     rows = []
     for name, role in plan.experiment.roles_for(plan.config).items():
         model = plan.config.models[name]
-        learning = f"lr {model.optimizer.lr:g} {model.optimizer.schedule}" if role.trainable else "frozen"
-        learning += f", LoRA of rank {model.lora.rank}" if model.lora.rank else ""
+        learning = _training(model) if role.trainable else "frozen"
         home = plan.home_of(name)
         size = _size(model.path) if home is not None else "no weights"
         ranks = ", ".join(map(str, plan.role_ranks(name)))
         rows.append((name, model.path, role.head, size, learning, "-" if home is None else str(home), ranks))
     columns = ("role", "path", "head", "parameters", "training", "home", "devices")
-    print_table(columns, rows, title="Roles", folding=("path",))
+    print_table(columns, rows, title="Roles", folding=("path", "training"))
+
+
+def _training(model: ModelConfigSection) -> str:
+    """The backend, the schedule, and what is not the default."""
+    optimizer = model.optimizer
+    words = [f"{model.backend}, lr {optimizer.lr:g} {optimizer.schedule}"]
+    words += [f"ZeRO {optimizer.zero_stage}"] if optimizer.zero_stage is not None else []
+    words += ["optimizer on the host"] if optimizer.offload else []
+    words += [f"LoRA of rank {model.lora.rank}"] if model.lora.rank else []
+    return ", ".join(words)
 
 
 def _print_hooks(plan: RunPlan) -> None:

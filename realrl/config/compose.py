@@ -4,14 +4,15 @@ Later layers win: the schema's defaults, the experiment's defaults, YAML (the pr
 the chosen cluster, allocation and models), the command line. Keys are checked layer by layer, values once at the end,
 and all problems are reported together.
 
-YAML may say ``models: {"*": {...}}`` for every role (training keys reach trainable roles only, and a role that follows
-another keeps following its path) and ``${cache_dir}`` for the folder of downloaded assets.
+YAML may say ``models: {"*": {...}}``, and the command line ``models.*.key=value``, for every role: training keys reach
+trainable roles only, and a role that follows another keeps following its path. YAML may say ``${cache_dir}`` for the
+folder of downloaded assets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def compose(
     for values, origin in yaml_layers(choices, experiment, config_dir):
         composer.add_layer(values, origin)
     for edit in edits:
-        composer.apply(edit)
+        composer.apply_to_roles(edit)
 
     def check(roles: Mapping[str, DeclaredRole]) -> RunConfig:
         values = {**composer.resolve(roles, cache_dir), "experiment": reference}
@@ -102,8 +103,23 @@ class _Composer:
                 elif self._check_path(path, subject, value, origin):
                     self._set(path, value, subject, origin, is_shared=is_shared)
 
-    def apply(self, edit: Edit) -> None:
-        """One override of the command line."""
+    def apply_to_roles(self, edit: Edit) -> None:
+        """One override of the command line, for every role that it can be for if it says ``models.*``."""
+        section, *below = edit.path.split(".")
+        if section != "models" or below[:1] != [ALL_ROLES]:
+            self._apply(edit)
+            return
+        below = below[1:]
+        roles = [name for name in self.experiment.roles if below and self._can_have(name, below[0])]
+        if not roles:
+            text = "no role of this experiment is trained" if below else "write models.*.KEY=VALUE"
+            self.problems.append(Problem(edit.subject, text))
+        paths = [".".join(["models", name, *below]) for name in roles]
+        is_known = any(key_of(path, self.keys) is not None or path in sections(self.keys) for path in paths)
+        for path in paths if is_known else paths[:1]:
+            self._apply(replace(edit, path=path), is_shared=True)
+
+    def _apply(self, edit: Edit, *, is_shared: bool = False) -> None:
         if edit.is_deletion:
             if edit.path in sections(self.keys) or self._check_path(edit.path, edit.subject, None, ""):
                 prefix = edit.path + "."
@@ -114,7 +130,7 @@ class _Composer:
         for path, leaf in self._leaves(edit.path, value):
             subject = edit.subject if path == edit.path and leaf is value else f"{path}={show(leaf)}"
             if self._check_path(path, subject, leaf, ""):
-                self._set(path, leaf, subject, "")
+                self._set(path, leaf, subject, "", is_shared=is_shared)
 
     def resolve(self, roles: Mapping[str, DeclaredRole], cache_dir: Path | None) -> dict[str, object]:
         """All values, nested: the schema's defaults below the explicit ones, paths followed, ``${...}`` filled in."""
@@ -178,15 +194,15 @@ class _Composer:
         elif role is not None and role not in self.experiment.roles:
             roles = ", ".join(self.experiment.roles)
             text = f"no role '{role}'; the roles are {roles}.{did_you_mean(role, self.experiment.roles)}"
-        elif role is not None and self._is_frozen(role) and len(parts) > 2 and parts[2] in TRAINING_KEYS:
+        elif role is not None and len(parts) > 2 and not self._can_have(role, parts[2]):
             text = f"role '{role}' is frozen: it is not trained and has no {parts[2]}"
         else:
             text = f"unknown key.{closest_keys(path, {**self.keys, **entry_keys(path, self.keys)})}"
         self.problems.append(Problem(subject, text, origin))
         return False
 
-    def _is_frozen(self, role: str) -> bool:
-        return not self.experiment.roles[role].trainable
+    def _can_have(self, role: str, name: str) -> bool:
+        return name not in TRAINING_KEYS or self.experiment.roles[role].trainable
 
     def _interpolate(self, nested: dict[str, object], cache_dir: Path | None) -> None:
         marked = [path for path, value in self.values.items() if "${" in str(value)]

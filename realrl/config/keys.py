@@ -7,6 +7,7 @@ adapters of a frozen role are not among them.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from pydantic.fields import FieldInfo
 from realrl.config.schema import ModelConfigSection, RunConfig, Section
 
 NOT_FOR_USERS = frozenset({"experiment"})  # given by its position on the command line
-TRAINING_KEYS = ("optimizer", "activation_checkpointing", "router_aux_loss_coef", "lora")
+TRAINING_KEYS = ("backend", "optimizer", "activation_checkpointing", "router_aux_loss_coef", "lora")
 
 
 class DeclaredRole(Protocol):
@@ -144,7 +145,9 @@ def closest_keys(path: str, known: Mapping[str, Key]) -> str:
     if not ranked or ranked[0][0] < 0.6:
         return ""
     best = [candidate for score, candidate in ranked[:3] if score > ranked[0][0] - 0.06]
-    return " Did you mean " + " or ".join(repr(candidate) for candidate in best) + "?"
+    for_all = {re.sub(r"^models\.[^.]+", "models.*", candidate) for candidate in best}
+    every_role = f", or {for_all.pop()!r} for all" if len(best) > 1 and len(for_all) == 1 else ""
+    return " Did you mean " + " or ".join(repr(candidate) for candidate in best) + every_role + "?"
 
 
 def _default(info: FieldInfo) -> object:

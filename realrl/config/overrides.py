@@ -1,12 +1,16 @@
-"""``key=value`` arguments in Hydra's override grammar."""
+"""``key=value`` arguments in Hydra's override grammar, and ``models.*.key=value`` for every role."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realrl.config.problems import Problem, show
 from realrl.config.schema import REASONING_TASKS
+
+_STAR = re.compile(r"^([+~]*models\.)\*(?=[.=]|$)")
+_STAND_IN = "every_role"  # the grammar has no star in keys
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,13 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Edit], list[Problem]
         if raw.startswith(REASONING_TASKS):  # holds characters that the grammar wants to be quoted
             argument = f"{key}='" + raw.replace("'", "\\'") + "'"
         try:
-            parsed: Override = parser.parse_override(argument)
+            parsed: Override = parser.parse_override(_STAR.sub(rf"\g<1>{_STAND_IN}", argument))
         except HydraException:
             problems.append(Problem(argument, _why_malformed(key, raw)))
             continue
         path = parsed.key_or_group
+        if _STAR.match(argument):
+            path = path.replace(_STAND_IN, "*", 1)
         if not path:
             problems.append(Problem(argument, "the key is missing; write KEY=VALUE"))
         elif parsed.package is not None:

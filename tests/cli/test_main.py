@@ -110,7 +110,7 @@ def test_dry_run_prints_the_plan(capsys: pytest.CaptureFixture[str], workplace: 
     assert lines["actor_gen"].split()[1:7] == ["actor", "generate", "policy", "64", "0", "d1t1p1"]
     assert re.search(r"\nactor_gen +prompt_ids +input_ids, prompt_mask, old_logprobs, truncated\n", out)
     assert "4 minibatches of 2 micro-batches" in lines["critic_train"]
-    assert "lr 0.002 constant" in lines["critic"]
+    assert "native, lr 0.002 constant" in lines["critic"]
     assert "frozen" in lines["ref"]
     assert "no weights" in lines["reward"]
     assert lines["global"].split("  ")[-1] == "[0, 1]"
@@ -174,6 +174,13 @@ def test_quickstart_needs_its_assets_and_says_how_to_get_them(
     code, out, err = call(capsys, "run", name, "preset=quickstart", "--dry-run")
     assert (code, err) == (0, "")
     assert str(model) in out
+
+
+def test_dry_run_says_how_each_role_is_trained(capsys: pytest.CaptureFixture[str], workplace: Path) -> None:
+    settings = ("models.*.optimizer.zero_stage=1", "models.actor.optimizer.offload=true", "models.critic.lora.rank=2")
+    out = call(capsys, "run", "ppo", "preset=tiny", "--dry-run", *settings)[1]
+    assert re.search(r"\nactor +tiny .* native, lr 0\.001 constant, ZeRO 1, optimizer on the host  ", out)
+    assert re.search(r"\ncritic +tiny .* native, lr 0\.002 constant, ZeRO 1, LoRA of rank 2  ", out)
 
 
 def test_a_users_file(capsys: pytest.CaptureFixture[str], workplace: Path) -> None:

@@ -71,6 +71,38 @@ def test_all_roles_at_once_reaches_frozen_roles_only_where_it_makes_sense(config
     assert models["ref"].optimizer.lr == 1e-5
 
 
+def test_the_wildcard_on_the_command_line() -> None:
+    demo = experiment({"models": {"actor": {"path": "/a"}}})
+    config = compose(demo, ["+models.*.optimizer.lr=1e-3", "models.*.backend=megatron", "models.*.path=2024"])
+    assert (config.models["actor"].optimizer.lr, config.models["ref"].optimizer.lr) == (1e-3, 1e-5)
+    assert (config.models["actor"].backend, config.models["ref"].backend) == ("megatron", "native")
+    assert {model.path for model in config.models.values()} == {"2024"}
+    config = compose(demo, ["models.*.path=/b", "models.actor.path=/c"])
+    assert config.models["ref"].path == "/c", "it follows the actor, as it does under a wildcard of YAML"
+    config = compose(demo, ["models.*.optimizer={lr: 1e-3, weight_decay: 0.5}", "~models.*.optimizer.lr"])
+    assert (config.models["actor"].optimizer.lr, config.models["actor"].optimizer.weight_decay) == (1e-5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("models.*.bakend=megatron", r"^models\.actor\.bakend=megatron: unknown key"),
+        ("models.*.backend=magatron", r"models\.actor\.backend=magatron: must be one of native"),
+        ("models.*={backend: megatron}", r"models\.\*={backend: megatron}: write models\.\*\.KEY=VALUE"),
+        ("models.*=1", r"models\.\*=1: write models\.\*\.KEY=VALUE"),
+    ],
+)
+def test_a_wildcard_that_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose(experiment(), [override])
+
+
+def test_a_wildcard_for_trained_roles_where_none_is() -> None:
+    frozen = experiment(roles={"ref": Role(trainable=False)})
+    with pytest.raises(ConfigError, match=r"models\.\*\.backend=megatron: no role of this experiment is trained"):
+        compose(frozen, ["models.*.backend=megatron"])
+
+
 def test_the_wildcard_also_works_in_an_experiments_defaults() -> None:
     demo = experiment({"models": {"*": {"path": "/a"}, "actor": {"path": "/b"}}})
     assert {role: model.path for role, model in compose(demo).models.items()} == {"actor": "/b", "ref": "/b"}

@@ -84,7 +84,7 @@ def test_keys_are_exactly_the_leaves_of_the_configuration(name: str) -> None:
     declared = experiment() if name == "demo" else load_experiment(name)
     frozen = [f"models.{role}." for role, declared_role in declared.roles.items() if not declared_role.trainable]
     leaves = set(dumped(compose(declared))) - {"experiment"}
-    leaves = {p for p in leaves if not (p.startswith(tuple(frozen)) and p.split(".")[2] not in ("path", "backend"))}
+    leaves = {p for p in leaves if not (p.startswith(tuple(frozen)) and p.split(".")[2] != "path")}
     absent = set(declared.roles) - set(compose(declared).models)
     assert {key for key in known_keys(declared) if not is_of_role(key, absent)} == leaves
 
@@ -107,5 +107,8 @@ def test_the_closest_key_is_found_by_its_end_too() -> None:
     keys = known_keys(experiment())
     assert closest_keys("max_new_token", keys) == " Did you mean 'generation.max_new_tokens'?"
     assert closest_keys("genaration.top_k", keys) == " Did you mean 'generation.top_k'?"
+    assert closest_keys("backend", known_keys(load_experiment("ppo"))) == (
+        " Did you mean 'models.actor.backend' or 'models.critic.backend', or 'models.*.backend' for all?"
+    )
     assert closest_keys("qqqqqq", keys) == ""
     assert closest_keys("steps", {}) == ""

@@ -32,6 +32,7 @@ def errors(*overrides: str, config_dir: Path | None = None) -> str:
         ("zzzzzz=1", "zzzzzz=1: unknown key.\n"),
         ("experiment=ppo", "experiment=ppo: unknown key."),
         ("models.actr.path=x", "no role 'actr'; the roles are actor, ref. Did you mean 'actor'?"),
+        ("models.ref.backend=megatron", "role 'ref' is frozen: it is not trained and has no backend"),
         ("models.ref.optimizer.lr=1", "role 'ref' is frozen: it is not trained and has no optimizer"),
         ("algorithm.betta=1", "algorithm.betta=1: unknown key. Did you mean 'algorithm.beta'?"),
         ("algorithm.inner.height=1", "algorithm.inner.height=1: unknown key."),

@@ -64,7 +64,7 @@ def test_keys_exist(document: Path) -> None:
     alone = re.findall(r"(?<![\w./<\"'-])([a-z_]+)=[\w./\[{<-]", " ".join(inline_code(document)))
     alone = [key for key in alone if key not in NOT_KEYS]
     for path in [*in_sections, *alone]:
-        path = re.sub(r"models\.<role>", "models.actor", path).rstrip(".").removesuffix(".<call>")
+        path = re.sub(r"models\.(<role>|\*)", "models.actor", path).rstrip(".").removesuffix(".<call>")
         is_option = f"algorithm.{path}" in keys
         assert path == "models.actor" or key_of(path, keys) or path in sections(keys) or is_option, path
 

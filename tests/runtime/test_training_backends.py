@@ -46,11 +46,6 @@ def test_a_combination_that_does_not_work_is_refused_with_the_plan() -> None:
         check_models_fit(plan)
 
 
-def test_a_role_that_is_not_trained_has_no_backend() -> None:
-    with pytest.raises(ConfigError, match=r"models\.ref\.backend=megatron has no effect: role 'ref' is not trained"):
-        check_models_fit(plan_of("models.ref.backend=megatron"))
-
-
 def test_a_package_that_is_missing() -> None:
     plan = plan_of("models.critic.backend=megatron")
     asked: list[str] = []
