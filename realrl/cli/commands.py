@@ -145,10 +145,12 @@ def _start(loaded: Loaded, *, dry_run: bool) -> int:
     check_paths(loaded.config, cache_dir=cache_dir().absolute())
     if dry_run:
         from realrl.cli.plan_view import print_plan
+        from realrl.runtime.beginning import find_beginning, refuse_mixing
         from realrl.runtime.run_plan import check_models_fit
 
+        refuse_mixing(loaded.config)
         check_models_fit(plan)
-        print_plan(plan)
+        print_plan(plan, find_beginning(plan)[0])
         return 0
     from realrl.runtime.start import start_run
 

@@ -16,13 +16,14 @@ from realrl.plan.hooks import Realloc
 from realrl.plan.memory import show_bytes
 
 if TYPE_CHECKING:
+    from realrl.runtime.checkpoint import Resume
     from realrl.runtime.run_plan import RunPlan
 
 _SHOWN_RANKS = 16
 
 
-def print_plan(plan: RunPlan) -> None:
-    """Print calls, roles, what moves around calls, and process groups."""
+def print_plan(plan: RunPlan, resume: Resume) -> None:
+    """Print where the run begins, calls, roles, what moves around calls, and process groups."""
     config = plan.config
     cluster = config.cluster
     preset = f", preset {config.preset}" if config.preset else ""
@@ -33,7 +34,12 @@ def print_plan(plan: RunPlan) -> None:
         f"{_count(cluster.n_devices_per_node, 'device')}, {cluster.device}, launcher {config.launcher}"
     )
     run_dir = config.run_dir or f"runs/{plan.experiment.name}/<date>_<time>"
-    print(f"data from {config.dataset.path}, results in {run_dir}\n")
+    print(f"data from {config.dataset.path}, results in {run_dir}")
+    for note in resume.notes:
+        print(note)
+    if resume.folder is not None:
+        print(f"continues from {resume.folder}")
+    print()
     _print_calls(plan)
     _print_roles(plan)
     _print_hooks(plan)

@@ -22,9 +22,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from realrl.discovery import load_run
-from realrl.errors import CheckpointError, ConfigError, TransportError, did_you_mean
+from realrl.errors import CheckpointError, TransportError, did_you_mean
 from realrl.runtime import report
-from realrl.runtime.checkpoint import CHECKPOINTS, CheckpointStore, checkpoint_store, load_manifest
+from realrl.runtime.beginning import make_master_plan
+from realrl.runtime.checkpoint import CHECKPOINTS, CheckpointStore, checkpoint_store
 from realrl.runtime.evaluation_file import FILE_NAME as EVALUATION_FILE
 from realrl.runtime.evaluation_file import evaluation_line, evaluation_table, write_evaluation
 from realrl.runtime.generations import FILE_NAME as GENERATIONS_FILE
@@ -54,7 +55,6 @@ from realrl.sched.events import (
     WorkerLost,
     WorkerSilent,
 )
-from realrl.sched.master_plan import STEP_PLACEHOLDER, MasterPlan, ResumePoint, plan_evaluation_of, plan_master
 from realrl.sched.master_state import MasterState
 from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, Request, RunCall, WorkerFailed
 from realrl.sched.readout import Readout
@@ -343,44 +343,6 @@ def run_master(session: Session) -> int:
     gc.freeze()  # a full collection over everything imported would stall hundreds of workers for tens of milliseconds
     start = Start(run=session.run, rendezvous=rendezvous, resume_from=session.resume_from)
     return MasterWorker(plan, MasterState(master_plan), session, store).run(start)
-
-
-def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | None) -> MasterPlan:
-    """What the state machine needs of a run plan and the checkpoint that it continues from.
-
-    Raises:
-        ConfigError: the checkpoint holds samples of steps of another size, or has no step left to do.
-        AssetError: its manifest cannot be read.
-    """
-    resume = None
-    if resume_from is not None:
-        manifest = load_manifest(resume_from)
-        resume = ResumePoint(manifest.step, manifest.cursor, manifest.versions, manifest.in_flight)
-        if manifest.in_flight.calls and manifest.n_seqs != plan.samples_per_step:
-            raise ConfigError(
-                f"the checkpoint {resume_from} holds samples of later steps of {manifest.n_seqs} samples each, and "
-                f"n_seqs={plan.samples_per_step}",
-                remedy=f"Resume with n_seqs={manifest.n_seqs}.",
-            )
-    evaluation = None
-    if plan.evaluation is not None:
-        evaluation = plan_evaluation_of(
-            plan.evaluation.graph,
-            plan.evaluation.allocations,
-            plan.config,
-            dataset_rank=plan.dataset_rank,
-            hooks=plan.evaluation.hooks,
-        )
-    return plan_master(
-        plan.graph,
-        plan.allocations,
-        plan.config,
-        dataset_rank=plan.dataset_rank,
-        checkpoint_directory=str(store.root / f".step_{STEP_PLACEHOLDER}.partial"),
-        resume=resume,
-        hooks=plan.hooks,
-        evaluation=evaluation,
-    )
 
 
 def _free_port() -> int:

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realrl.config.schema import BUILT_IN
 from realrl.errors import AssetError
 from realrl.plan.cursor import DatasetCursor
-from realrl.runtime.checkpoint import CHECKPOINTS, Resume, checkpoint_store, find_resume, load_manifest
+from realrl.runtime.beginning import find_beginning
+from realrl.runtime.checkpoint import Resume, load_manifest
 from realrl.runtime.eval_plan import held_out_data
-from realrl.runtime.master_worker import make_master_plan
 from realrl.runtime.run_plan import RunPlan, check_models_fit
 from realrl.runtime.training_backends import check_installed
 
@@ -37,9 +36,7 @@ def check_inputs(plan: RunPlan) -> Resume:
         AllocationError: a strategy does not fit a model.
     """
     config = plan.config
-    store = checkpoint_store(plan, Path(config.run_dir) / CHECKPOINTS)
-    found = find_resume(config.resume, store)
-    master_plan = make_master_plan(plan, store, found.folder)
+    found, master_plan = find_beginning(plan)
     for name, role in plan.roles.items():
         path = config.models[name].path
         if path != BUILT_IN and role.head != "none":

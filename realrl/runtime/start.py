@@ -13,6 +13,7 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import dump_config
 from realrl.errors import ConfigError
 from realrl.experiment import Experiment
+from realrl.runtime.beginning import refuse_mixing
 from realrl.runtime.checkpoint import (
     CHECKPOINTS,
     CheckpointStore,
@@ -21,7 +22,6 @@ from realrl.runtime.checkpoint import (
     find_resume,
     load_manifest,
 )
-from realrl.runtime.metrics import FILE_NAME as METRICS_FILE
 from realrl.runtime.preflight import check_inputs
 from realrl.runtime.recovery import Recover
 from realrl.runtime.run_plan import plan_run
@@ -43,9 +43,7 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
             f"cluster.n_nodes={config.cluster.n_nodes}, but this version starts workers on one machine only",
             remedy="Use cluster.n_nodes=1; --dry-run and realrl graph show plans for more nodes.",
         )
-    if config.run_dir:
-        _refuse_mixing(Path(config.run_dir), config)
-    _refuse_overwriting(config)
+    refuse_mixing(config)
     plan = plan_run(config, experiment)
     resume = check_inputs(plan)
     if config.run_dir:
@@ -140,32 +138,6 @@ def _reserved(folder: Path) -> Iterator[None]:
         ) from None
     finally:
         os.close(descriptor)
-
-
-def _refuse_mixing(folder: Path, config: RunConfig) -> None:
-    """A folder with the results of a run takes another one only when that one resumes it."""
-    if config.resume == "never" and (_is_filled(folder / METRICS_FILE) or any(folder.glob("checkpoints/step_*"))):
-        raise ConfigError(
-            f"run_dir={folder} holds the results of an earlier run",
-            remedy="Continue it with resume=auto, or choose another folder.",
-        )
-
-
-def _refuse_overwriting(config: RunConfig) -> None:
-    """A file that the user names for the responses is not filled a second time, unless the run that did so resumes."""
-    path = Path(config.save.generations_path)
-    if not config.save.generations_path:
-        return
-    if path.is_dir() or (config.resume == "never" and _is_filled(path)):
-        state = "is a folder" if path.is_dir() else "holds something already"
-        raise ConfigError(f"save.generations_path={path} {state}", remedy="Choose another file, or remove this one.")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"save.generations_path={path}: there is no folder {path.absolute().parent}")
-
-
-def _is_filled(file: Path) -> bool:
-    """An empty file is what a run leaves that failed before its first step."""
-    return file.exists() and file.stat().st_size > 0
 
 
 def _write_config(folder: Path, run: bytes) -> None:

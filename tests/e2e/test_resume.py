@@ -290,6 +290,12 @@ def test_auto_falls_back_from_a_torn_checkpoint_and_a_path_does_not(
     overrides = (*COMMON, "steps=3", f"run_dir={whole}")
     assert main(["run", "sft", *overrides, f"resume={whole}/checkpoints/step_2"]) == 2
     assert "step_2/actor/model.safetensors is not what was written" in " ".join(capsys.readouterr().err.split())
+    assert main(["run", "sft", *overrides, "--dry-run"]) == 2
+    assert "holds the results of an earlier run" in capsys.readouterr().err
+    assert main(["run", "sft", *overrides, "resume=auto", "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "model.safetensors is not what was written" in told
+    assert f"continues from {whole}/checkpoints/step_1" in told
     assert main(["run", "sft", *overrides, "resume=auto"]) == 0
     told = capsys.readouterr().out
     assert "model.safetensors is not what was written" in told
