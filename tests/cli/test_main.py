@@ -9,6 +9,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -392,6 +393,15 @@ print("heavy:", sorted(set(heavy) & set(sys.modules)))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "heavy: []"
+
+
+def test_help_is_quick() -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        assert realrl("--help").returncode == 0
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 0.5
 
 
 def test_python_dash_m() -> None:
