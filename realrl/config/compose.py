@@ -18,11 +18,11 @@ from typing import Any
 
 from realrl.config.choices import take_choices, yaml_layers
 from realrl.config.keys import (
-    TRAINING_KEYS,
     Declared,
     DeclaredRole,
     Key,
     base_values,
+    can_have,
     closest_keys,
     entry_keys,
     key_of,
@@ -110,7 +110,7 @@ class _Composer:
             self._apply(edit)
             return
         below = below[1:]
-        roles = [name for name in self.experiment.roles if below and self._can_have(name, below[0])]
+        roles = [name for name, role in self.experiment.roles.items() if below and can_have(role, below[0])]
         if not roles:
             text = "no role of this experiment is trained" if below else "write models.*.KEY=VALUE"
             self.problems.append(Problem(edit.subject, text))
@@ -194,15 +194,12 @@ class _Composer:
         elif role is not None and role not in self.experiment.roles:
             roles = ", ".join(self.experiment.roles)
             text = f"no role '{role}'; the roles are {roles}.{did_you_mean(role, self.experiment.roles)}"
-        elif role is not None and len(parts) > 2 and not self._can_have(role, parts[2]):
+        elif role is not None and len(parts) > 2 and not can_have(self.experiment.roles[role], parts[2]):
             text = f"role '{role}' is frozen: it is not trained and has no {parts[2]}"
         else:
             text = f"unknown key.{closest_keys(path, {**self.keys, **entry_keys(path, self.keys)})}"
         self.problems.append(Problem(subject, text, origin))
         return False
-
-    def _can_have(self, role: str, name: str) -> bool:
-        return name not in TRAINING_KEYS or self.experiment.roles[role].trainable
 
     def _interpolate(self, nested: dict[str, object], cache_dir: Path | None) -> None:
         marked = [path for path, value in self.values.items() if "${" in str(value)]
@@ -231,8 +228,10 @@ def _split_shared(
     if ALL_ROLES not in models:
         return {}, values
     shared = _as_mapping(models[ALL_ROLES])
-    frozen = {name: value for name, value in shared.items() if name not in TRAINING_KEYS}
-    by_role = {name: shared if role.trainable else frozen for name, role in experiment.roles.items()}
+    by_role = {
+        name: {key: value for key, value in shared.items() if can_have(role, key)}
+        for name, role in experiment.roles.items()
+    }
     own = {name: value for name, value in models.items() if name != ALL_ROLES}
     return {"models": by_role}, {**values, "models": own}
 

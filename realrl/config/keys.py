@@ -70,6 +70,11 @@ class Key:
     text_field: str = ""
 
 
+def can_have(role: DeclaredRole, name: str) -> bool:
+    """Whether `name`, a field of a role's section, is for this role: what is about training is not for frozen ones."""
+    return role.trainable or name not in TRAINING_KEYS
+
+
 def known_keys(experiment: Declared) -> dict[str, Key]:
     """Every key of an experiment by dotted path, in the order of the schema."""
     keys: list[Key] = []
@@ -79,7 +84,7 @@ def known_keys(experiment: Declared) -> dict[str, Key]:
         if name == "models":
             for role, declared in experiment.roles.items():
                 for key in _walk(ModelConfigSection, f"models.{role}."):
-                    if declared.trainable or key.path.split(".")[2] not in TRAINING_KEYS:
+                    if can_have(declared, key.path.split(".")[2]):
                         keys.append(key)
         elif name == "algorithm":
             keys.extend(_walk(experiment.options, "algorithm."))

@@ -54,6 +54,23 @@ def find_beginning(plan: RunPlan) -> tuple[Resume, MasterPlan]:
     return found, make_master_plan(plan, store, found.folder)
 
 
+def newest(store: CheckpointStore, first: Resume) -> Resume:
+    """The newest whole checkpoint of a run, or where it began.
+
+    A run that continues from another folder may find older ones in its own, which an earlier run left.
+
+    Raises:
+        AssetError: there are checkpoints, and none of them is whole.
+    """
+    found = find_resume("auto", store)
+    if found.folder is None:
+        return Resume(first.folder)
+    if first.folder is not None and first.folder.resolve().parent != store.root.resolve():
+        is_older = load_manifest(found.folder).step <= load_manifest(first.folder).step
+        return Resume(first.folder) if is_older else found
+    return found
+
+
 def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | None) -> MasterPlan:
     """What the state machine needs of a run plan and the checkpoint that it continues from.
 

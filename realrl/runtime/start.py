@@ -13,15 +13,8 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import dump_config
 from realrl.errors import ConfigError
 from realrl.experiment import Experiment
-from realrl.runtime.beginning import refuse_mixing
-from realrl.runtime.checkpoint import (
-    CHECKPOINTS,
-    CheckpointStore,
-    Resume,
-    checkpoint_store,
-    find_resume,
-    load_manifest,
-)
+from realrl.runtime.beginning import newest, refuse_mixing
+from realrl.runtime.checkpoint import CHECKPOINTS, checkpoint_store
 from realrl.runtime.preflight import check_inputs
 from realrl.runtime.recovery import Recover
 from realrl.runtime.run_plan import plan_run
@@ -71,23 +64,6 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
             return run_inline(start)
         store = checkpoint_store(plan, run_dir / CHECKPOINTS)
         return run_supervised(start, Recover(config.recover.retries, lambda: newest(store, resume)))
-
-
-def newest(store: CheckpointStore, first: Resume) -> Resume:
-    """The newest whole checkpoint of a run, or where it began.
-
-    A run that continues from another folder may find older ones in its own, which an earlier run left.
-
-    Raises:
-        AssetError: there are checkpoints, and none of them is whole.
-    """
-    found = find_resume("auto", store)
-    if found.folder is None:
-        return Resume(first.folder)
-    if first.folder is not None and first.folder.resolve().parent != store.root.resolve():
-        is_older = load_manifest(found.folder).step <= load_manifest(first.folder).step
-        return Resume(first.folder) if is_older else found
-    return found
 
 
 def _make_new_folder(base: Path) -> Path:

@@ -17,6 +17,13 @@ def check_backends(plan: RunPlan) -> None:
     Raises:
         ConfigError: names the role, the rule and what can be done.
     """
+    for name, role in plan.roles.items():
+        backend = plan.config.models[name].backend
+        if backend != "native" and not role.trainable:
+            raise ConfigError(
+                f"models.{name}.backend={backend} has no effect: role '{name}' is not trained",
+                remedy="Leave it out.",
+            )
     for trained in trained_roles(plan):
         check_backend(trained)
 

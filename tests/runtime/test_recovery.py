@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from realrl.runtime.beginning import newest
 from realrl.runtime.checkpoint import CheckpointStore, Resume
 from realrl.runtime.recovery import FAILURE_FILE, describe_end, describe_restart, forget_failure, write_failure
-from realrl.runtime.start import newest
 from realrl.sched.events import Failure, FailureKind
 from realrl.sched.recovery import AttemptEnded, Restart
 from tests.runtime.test_checkpoint import write

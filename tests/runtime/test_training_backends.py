@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from realrl.config.compose import compose
@@ -43,6 +45,15 @@ def test_a_combination_that_does_not_work_is_refused_with_the_plan() -> None:
         "models.critic.optimizer.zero_stage=3",
     )
     with pytest.raises(ConfigError, match=r"models\.critic\.optimizer\.zero_stage=3 shares out parameters"):
+        check_models_fit(plan)
+
+
+def test_a_role_that_is_not_trained_has_no_backend() -> None:
+    dpo = load_experiment("dpo")
+    frozen = replace(dpo, role_changes=lambda config: {"ref": replace(dpo.roles["ref"], trainable=False)})
+    declared = replace(frozen, roles={**dpo.roles, "ref": replace(dpo.roles["ref"], trainable=True)})
+    plan = plan_run(compose(declared, ["models.ref.backend=megatron"]), declared)
+    with pytest.raises(ConfigError, match=r"models\.ref\.backend=megatron has no effect: role 'ref' is not trained"):
         check_models_fit(plan)
 
 
