@@ -61,12 +61,11 @@ def test_the_resolved_configuration_is_written(split_run: Path) -> None:
 
 
 def test_a_stopped_run_continues_exactly(tmp_path: Path) -> None:
-    straight = run_ppo(tmp_path / "straight", "launcher=inline", "models.actor.optimizer.schedule=constant")
-    overrides = (f"run_dir={tmp_path / 'stopped'}", "launcher=inline", "models.actor.optimizer.schedule=constant")
-    assert realrl("run", "ppo", *SMALL, *overrides, "steps=2").returncode == 0
-    again = realrl("run", "ppo", *SMALL, *overrides, "resume=auto")
-    assert again.returncode == 0, again.stderr
-    assert_same_numbers(straight, read_metrics(tmp_path / "stopped"), rel=0.0, floor=0.0)
+    options = ("launcher=inline", "models.actor.optimizer.schedule=constant")
+    straight = run_ppo(tmp_path / "straight", *options, is_here=True)
+    run_ppo(tmp_path / "stopped", *options, "steps=2", is_here=True)
+    continued = run_ppo(tmp_path / "stopped", *options, "resume=auto", is_here=True)
+    assert_same_numbers(straight, continued, rel=0.0, floor=0.0)
 
 
 def test_a_used_folder_is_not_overwritten(split_run: Path) -> None:
