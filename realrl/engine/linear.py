@@ -1,8 +1,9 @@
-"""Linear layers whose weights are repacked once and used many times without gradient.
+"""Linear layers, with the norm before them, whose weights are repacked once and used many times without gradient.
 
-This is the only place that knows which machine gains from packing. On CPUs with AVX-512, oneDNN's blocked layout is two
-to five times as fast as the default kernel for the rows of a decode step; with AVX2 alone it is somewhat faster for
-very few rows. Everywhere else the plain twin below is used.
+This is the only place that knows which machine gains from packing. On CPUs with a matrix unit, the packed layout of
+bfloat16 is that of `realrl.kernels`. Otherwise, with AVX-512, oneDNN's blocked layout is two to five times as fast as
+the default kernel for the rows of a decode step; with AVX2 alone it is somewhat faster for very few rows. Everywhere
+else the plain twin below is used.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from realrl.kernels import RMSNorm, TiledGated, TiledLinear, can_multiply, can_use, rms_norm
 from realrl.model.activation import activate
 from realrl.model.config import Activation
 from realrl.model.linear import HAS_AVX512
 from realrl.model.lora import effective_weight
+from realrl.model.norm import Norm
 
 LinearOp = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(x [T, in], residual [T, out] or None) -> x W^T + bias (+ residual) [T, out]."""
@@ -39,48 +42,96 @@ def packing_pays(device: torch.device, dtype: torch.dtype, n_rows: int) -> bool:
     return can_pack(device, dtype) and (HAS_AVX512 or n_rows <= _MOST_ROWS_WITH_AVX2)
 
 
-def fuse_linears(linears: Sequence[nn.Linear], *, dtype: torch.dtype, pack: bool) -> LinearOp:
+def fuse_norm(norm: Norm, dtype: torch.dtype, *, pack: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The norm [T, H] -> [T, H] of activations of `dtype`."""
+    if not (pack and norm.kind == "rms" and can_use(norm.weight.device, dtype)):
+        return norm.frozen(dtype)
+    operand = _kernel_norm(norm)
+    return lambda x: rms_norm(x, operand)
+
+
+def fuse_linears(linears: Sequence[nn.Linear], *, dtype: torch.dtype, pack: bool, norm: Norm | None = None) -> LinearOp:
     """One operation that computes several layers of equal input, outputs side by side in order.
 
     Args:
         linears: layers; all or none with bias.
         dtype: to compute in.
         pack: use the packed kernel, see `can_pack`.
+        norm: applied to the input first.
     """
     weights, biases = [effective_weight(layer, dtype) for layer in linears], [layer.bias for layer in linears]
-    bias = None if biases[0] is None else _join(biases).to(dtype)
-    return fuse_weight(_join(weights), bias, pack=pack)
+    weight, bias = _join(weights), None if biases[0] is None else _join(biases).to(dtype)
+    before, within = _place(norm, weight.device, dtype, pack=pack)
+    product = _pack(weight, bias, within) if pack else PlainLinear(weight, bias)
+    return product if before is None else (lambda x, residual: product(before(x), residual))
 
 
 def fuse_weight(weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool) -> LinearOp:
     """`fuse_linears` for one weight [out, in] that is already there; the plain twin aliases it."""
-    return PackedLinear(weight, bias) if pack else PlainLinear(weight, bias)
+    return _pack(weight, bias) if pack else PlainLinear(weight, bias)
 
 
 def fuse_gated(
-    gate: nn.Linear, up: nn.Linear, *, dtype: torch.dtype, pack: bool, activation: Activation = "silu"
+    gate: nn.Linear,
+    up: nn.Linear,
+    *,
+    dtype: torch.dtype,
+    pack: bool,
+    activation: Activation = "silu",
+    norm: Norm | None = None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """``activation(gate(x)) * up(x)`` of two layers of equal shape; packed, the kernels apply both while they store."""
+    before, within = _place(norm, gate.weight.device, dtype, pack=pack)
     if not pack:
         joined = fuse_linears([gate, up], dtype=dtype, pack=False)
-        return lambda x: _gate(joined(x, None), activation)
+        return _after(before, lambda x: _gate(joined(x, None), activation))
+    if can_multiply(gate.weight.device, dtype):
+        bias = None if gate.bias is None else _join([gate.bias, up.bias]).to(dtype)
+        gated = TiledGated(effective_weight(gate, dtype), effective_weight(up, dtype), bias, activation, within)
+        return _after(before, gated)
     gate_op, up_op = (
         PackedLinear(effective_weight(layer, dtype), None if layer.bias is None else layer.bias.to(dtype))
         for layer in (gate, up)
     )
-    return lambda x: up_op.times(x, gate_op.activated(x, activation))
+    return _after(before, lambda x: up_op.times(x, gate_op.activated(x, activation)))
 
 
 def fuse_activated(
-    layer: nn.Linear, *, dtype: torch.dtype, pack: bool, activation: Activation
+    layer: nn.Linear, *, dtype: torch.dtype, pack: bool, activation: Activation, norm: Norm | None = None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """``activation(layer(x))``; packed, the kernel applies it while it stores."""
     weight, bias = effective_weight(layer, dtype), None if layer.bias is None else layer.bias.to(dtype)
+    before, within = _place(norm, weight.device, dtype, pack=pack)
     if pack:
-        packed = PackedLinear(weight, bias)
-        return lambda x: packed.activated(x, activation)
+        packed = _pack(weight, bias, within)
+        return _after(before, lambda x: packed.activated(x, activation))
     plain = PlainLinear(weight, bias)
-    return lambda x: activate(plain(x), activation)
+    return _after(before, lambda x: activate(plain(x), activation))
+
+
+def _place(
+    norm: Norm | None, device: torch.device, dtype: torch.dtype, *, pack: bool
+) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, RMSNorm | None]:
+    """What is to be done before a product of the normalised input, and the norm that the product itself applies."""
+    if norm is None:
+        return None, None
+    if pack and norm.kind == "rms" and can_multiply(device, dtype):
+        return None, _kernel_norm(norm)
+    return fuse_norm(norm, dtype, pack=pack), None
+
+
+def _after(
+    before: Callable[[torch.Tensor], torch.Tensor] | None, operation: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    return operation if before is None else (lambda x: operation(before(x)))
+
+
+def _kernel_norm(norm: Norm) -> RMSNorm:
+    return RMSNorm(norm.weight.detach().float() + float(norm.has_offset), norm.eps)
+
+
+def _pack(weight: torch.Tensor, bias: torch.Tensor | None, norm: RMSNorm | None = None) -> TiledLinear | PackedLinear:
+    return TiledLinear(weight, bias, norm) if can_multiply(weight.device, weight.dtype) else PackedLinear(weight, bias)
 
 
 def _gate(gate_and_up: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -1,18 +1,31 @@
 """Attention with the KV cache: whole prompts at once, or one new token per row.
 
-Shapes: B rows, T tokens, N heads, K KV heads, D head size, L tokens of the longest row. Both store the new keys and
-values in the cache.
+Shapes: B rows, T tokens, N heads, K KV heads, D head size, L tokens of the longest row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
 
-from realrl.engine.generate.cache import KVCache
+from realrl import kernels
+from realrl.engine.generate.cache import CacheShape, KVCache
 from realrl.model.attention import window_mask
+from realrl.model.rope import Rope, rotate
+
+
+class CacheAttention(Protocol):
+    """Puts the keys and values of new tokens into the cache and lets the tokens see what is there for their row."""
+
+    def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
+        """Attention [T, N D] of tokens with queries, keys and values qkv [T, (N + 2 K) D], not rotated yet.
+
+        Args:
+            window: how many tokens, itself included, each one sees; None for all earlier ones.
+        """
 
 
 class PrefillAttention:
@@ -38,14 +51,9 @@ class PrefillAttention:
         self._slots = rows + first_slot
         self._masks: dict[int, torch.Tensor] = {}  # by window
 
-    def attend(
-        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None = None
-    ) -> torch.Tensor:
-        """Attention of q [T, N, D] over k, v [T, K, D]; returns [T, N, D].
-
-        Args:
-            window: how many tokens, itself included, each one sees; None for all earlier ones.
-        """
+    def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
+        """See `CacheAttention`."""
+        q, k, v = _rotated(qkv, rope, self._cache.shape)
         self._cache.write(layer_index, self._slots, self.positions, k, v)
         mask = None
         if window is not None and window < self._longest:
@@ -56,7 +64,7 @@ class PrefillAttention:
             self._pad(q), self._pad(k), self._pad(v),
             attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
-        out = out.transpose(1, 2).reshape(-1, *q.shape[1:])
+        out = out.transpose(1, 2).reshape(self._n_rows * self._longest, -1)
         return out if self._is_even else out[self._padded]
 
     def _pad(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,9 +82,18 @@ class DecodeAttention:
         lengths: int64 [B], tokens that each row holds already.
         n_heads: N.
         dtype: of queries, keys and values.
+        fused: use the kernel for CPUs that have one; by default where there is one for this dtype and head size.
     """
 
-    def __init__(self, cache: KVCache, lengths: torch.Tensor, *, n_heads: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        lengths: torch.Tensor,
+        *,
+        n_heads: int,
+        dtype: torch.dtype,
+        fused: bool | None = None,
+    ) -> None:
         self._cache = cache
         self._n_rows = len(lengths)
         self._slots = torch.arange(len(lengths), device=lengths.device)
@@ -84,15 +101,16 @@ class DecodeAttention:
         self._n_heads, self._dtype = n_heads, dtype
         self._masks: dict[int | None, torch.Tensor] = {}  # by window
         self._scale = cache.shape.head_dim**-0.5
+        if fused is None:
+            fused = kernels.can_use(lengths.device, dtype) and kernels.can_attend(cache.shape.head_dim)
+        self._fused = fused
 
-    def attend(
-        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None = None
-    ) -> torch.Tensor:
-        """Attention of q [B, N, D] over the cache and k, v [B, K, D]; returns [B, N, D].
-
-        Args:
-            window: how many tokens, itself included, each one sees; None for all earlier ones.
-        """
+    def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
+        """See `CacheAttention`."""
+        if self._fused:
+            keys, values = self._cache.layer(layer_index)
+            return kernels.attend(qkv, keys, values, self._positions, rope=rope, window=window, scale=self._scale)
+        q, k, v = _rotated(qkv, rope, self._cache.shape)
         if window not in self._masks:
             self._masks[window] = self._mask(window)
         self._cache.write(layer_index, self._slots, self._positions, k, v)
@@ -100,7 +118,7 @@ class DecodeAttention:
         # the heads that share a KV head stand where query positions would: nothing is repeated
         queries = q.reshape(len(keys), -1, q.shape[-1])  # [B * K, N / K, D]
         scores = torch.baddbmm(self._masks[window], queries, keys.transpose(1, 2), alpha=self._scale)
-        return torch.bmm(torch.softmax(scores, dim=-1), values).view(q.shape)
+        return torch.bmm(torch.softmax(scores, dim=-1), values).view(len(q), -1)
 
     def _mask(self, window: int | None) -> torch.Tensor:
         """[B * K, N / K, C]: -inf where a row's new token does not see."""
@@ -113,3 +131,12 @@ class DecodeAttention:
             is_hidden, -torch.inf
         )
         return mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, self._n_heads // n_groups, -1).contiguous()
+
+
+def _rotated(qkv: torch.Tensor, rope: Rope, shape: CacheShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [T, N, D], k and v [T, K, D]."""
+    heads, n_kv_heads = qkv.unflatten(-1, (-1, shape.head_dim)), shape.n_kv_heads
+    qk, v = heads[:, :-n_kv_heads], heads[:, -n_kv_heads:]
+    if rope is not None:
+        qk = rotate(qk, *rope)
+    return qk[:, :-n_kv_heads], qk[:, -n_kv_heads:], v

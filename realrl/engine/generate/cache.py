@@ -75,6 +75,10 @@ class KVCache:
         self._keys[layer_index][slots, :, positions] = k
         self._values[layer_index][slots, :, positions] = v
 
+    def layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [rows, K, C, D], without copying."""
+        return self._keys[layer_index], self._values[layer_index]
+
     def view(self, layer_index: int, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B * K, C, D] of the first rows, without copying."""
         return self._keys[layer_index][:n_rows].flatten(0, 1), self._values[layer_index][:n_rows].flatten(0, 1)

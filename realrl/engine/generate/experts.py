@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from realrl.engine.groups import Communicator
@@ -9,23 +11,28 @@ from realrl.model.moe import MoE, mix_experts, route
 
 
 class FusedExperts:
-    """Router, experts and the residual, without packing: in a decode step an expert has a few rows at most.
+    """Norm, router, experts and the residual, without packing: in a decode step an expert has a few rows at most.
 
     Args:
         moe: whose weights are used; not copied where they are of `dtype` already.
+        norm: before them, for activations of `dtype`.
         dtype: to compute in.
         tp: the ranks that hold the other slices; all of them have the same rows and so route alike.
     """
 
-    def __init__(self, moe: MoE, dtype: torch.dtype, tp: Communicator) -> None:
+    def __init__(
+        self, moe: MoE, norm: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, tp: Communicator
+    ) -> None:
+        self._norm = norm
         self._config = moe.config
         self._router = moe.router.weight.to(dtype)
         self._gate, self._up, self._down = (w.to(dtype) for w in (moe.experts.gate, moe.experts.up, moe.experts.down))
         self._tp = tp
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """``residual + experts(x)``, [T, H]."""
-        y = mix_experts(x, route(x, self._router, self._config), self._gate, self._up, self._down)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x + experts(norm(x))``, [T, H]."""
+        normed = self._norm(x)
+        y = mix_experts(normed, route(normed, self._router, self._config), self._gate, self._up, self._down)
         if self._tp.rank == 0:
-            y += residual
+            y += x
         return self._tp.all_reduce_(y)

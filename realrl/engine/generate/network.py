@@ -8,15 +8,25 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from realrl.engine.generate.attention import CacheAttention
 from realrl.engine.generate.experts import FusedExperts
 from realrl.engine.groups import ALONE, Communicator
-from realrl.engine.linear import LinearOp, fuse_activated, fuse_gated, fuse_linears, fuse_weight, packing_pays
-from realrl.model.decoder import MLP, AttentionOp, Block, Decoder
+from realrl.engine.linear import (
+    LinearOp,
+    fuse_activated,
+    fuse_gated,
+    fuse_linears,
+    fuse_norm,
+    fuse_weight,
+    packing_pays,
+)
+from realrl.model.decoder import MLP, Block, Decoder
 from realrl.model.heads import LMHead
 from realrl.model.linear import product_dtype
 from realrl.model.lora import effective_weight
 from realrl.model.moe import MoE
-from realrl.model.rope import Rope, inverse_frequencies, make_rope, rotate
+from realrl.model.norm import Norm
+from realrl.model.rope import Rope, inverse_frequencies, make_rope
 
 
 class FusedNetwork:
@@ -57,7 +67,7 @@ class FusedNetwork:
         self._inv_freq = inverse_frequencies(decoder.config, device)
         self._embed = None if decoder.embedding is None else decoder.embed
         self._blocks = [_FusedBlock(i, block, self.dtype, tp, pack=pack) for i, block in enumerate(decoder.blocks)]
-        self._norm = None if decoder.norm is None else decoder.norm.frozen(self.dtype)
+        self._norm = None if decoder.norm is None else fuse_norm(decoder.norm, self.dtype, pack=pack)
         self._head = None if head is None else fuse_weight(head.weight.to(self.dtype), None, pack=pack)
         self._gather_logits = decoder.parallel.gather_logits
 
@@ -81,7 +91,7 @@ class FusedNetwork:
         """KV heads of this rank."""
         return self._blocks[0].n_kv_heads
 
-    def hidden(self, x: torch.Tensor, positions: torch.Tensor, attention: AttentionOp) -> torch.Tensor:
+    def hidden(self, x: torch.Tensor, positions: torch.Tensor, attention: CacheAttention) -> torch.Tensor:
         """Hidden states [T, H] after this rank's layers; where the head is, the last norm is applied.
 
         Args:
@@ -115,17 +125,17 @@ class _Reduced:
 
 
 class _FusedMLP:
-    """A dense MLP and its residual."""
+    """A dense MLP, the norm before it and the residual."""
 
-    def __init__(self, mlp: MLP, dtype: torch.dtype, tp: Communicator, *, pack: bool) -> None:
+    def __init__(self, mlp: MLP, norm: Norm, dtype: torch.dtype, tp: Communicator, *, pack: bool) -> None:
         if mlp.gate is None:
-            self._inner = fuse_activated(mlp.up, dtype=dtype, pack=pack, activation=mlp.activation)
+            self._inner = fuse_activated(mlp.up, dtype=dtype, pack=pack, activation=mlp.activation, norm=norm)
         else:
-            self._inner = fuse_gated(mlp.gate, mlp.up, dtype=dtype, pack=pack, activation=mlp.activation)
+            self._inner = fuse_gated(mlp.gate, mlp.up, dtype=dtype, pack=pack, activation=mlp.activation, norm=norm)
         self._down = _Reduced(mlp.down, dtype, tp, pack=pack)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._down(self._inner(x), residual)
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._down(self._inner(x), x)
 
 
 class _FusedBlock:
@@ -135,26 +145,24 @@ class _FusedBlock:
         self._head_dim, self._window = attention.head_dim, attention.window
         self.n_heads = attention.q.out_features // attention.head_dim
         self.n_kv_heads = attention.k.out_features // attention.head_dim
-        self._attention_norm, self._mlp_norm = (norm.frozen(dtype) for norm in (block.attention_norm, block.mlp_norm))
         self._q_norm, self._k_norm = (
             None if norm is None else norm.frozen(dtype) for norm in (attention.q_norm, attention.k_norm)
         )
-        self._qkv = fuse_linears([attention.q, attention.k, attention.v], dtype=dtype, pack=pack)
+        self._qkv = fuse_linears(
+            [attention.q, attention.k, attention.v], dtype=dtype, pack=pack, norm=block.attention_norm
+        )
         self._o = _Reduced(attention.o, dtype, tp, pack=pack)
-        mlp = block.mlp
+        mlp, norm = block.mlp, block.mlp_norm
         self._mlp: _FusedMLP | FusedExperts = (
-            FusedExperts(mlp, dtype, tp) if isinstance(mlp, MoE) else _FusedMLP(mlp, dtype, tp, pack=pack)
+            FusedExperts(mlp, fuse_norm(norm, dtype, pack=pack), dtype, tp)
+            if isinstance(mlp, MoE)
+            else _FusedMLP(mlp, norm, dtype, tp, pack=pack)
         )
 
-    def __call__(self, x: torch.Tensor, rope: Rope, attention: AttentionOp) -> torch.Tensor:
-        n_heads, n_kv_heads = self.n_heads, self.n_kv_heads
-        qkv = self._qkv(self._attention_norm(x), None).unflatten(-1, (-1, self._head_dim))  # [T, N + 2 K, D]
-        qk = qkv[:, :-n_kv_heads]
+    def __call__(self, x: torch.Tensor, rope: Rope, attention: CacheAttention) -> torch.Tensor:
+        qkv = self._qkv(x, None)
         if self._q_norm is not None and self._k_norm is not None:
-            qk = torch.cat((self._q_norm(qk[:, :n_heads]), self._k_norm(qk[:, n_heads:])), dim=1)
-        if rope is not None:
-            qk = rotate(qk, *rope)
-        q, k = qk.split((n_heads, n_kv_heads), dim=1)
-        attended = attention.attend(self._index, q, k, qkv[:, -n_kv_heads:], window=self._window)
-        x = self._o(attended.flatten(-2), x)
-        return self._mlp(self._mlp_norm(x), x)
+            heads = qkv.unflatten(-1, (-1, self._head_dim))
+            q, k, v = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=1)
+            qkv = torch.cat((self._q_norm(q), self._k_norm(k), v), dim=1).flatten(1)
+        return self._mlp(self._o(attention.attend(self._index, qkv, rope=rope, window=self._window), x))

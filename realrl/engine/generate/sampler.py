@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
+from realrl import kernels
 from realrl.config.schema import GenerationConfig
 
 _BLOCK = 256  # the cumulative sum first runs over blocks of this many tokens, then inside the chosen one
@@ -57,6 +58,7 @@ class Sampler:
         max_rows: the most rows that are sampled at a time.
         vocab_size: V.
         device: of the logits.
+        fused: use the kernel for CPUs that have one, where no tokens are left out; by default where there is one.
     """
 
     def __init__(
@@ -67,9 +69,12 @@ class Sampler:
         max_rows: int,
         vocab_size: int,
         device: torch.device,
+        fused: bool = True,
     ) -> None:
         self._generation = generation
         self._stop_ids = stop_ids
+        keeps_all = generation.top_p == 1.0 and not 0 < generation.top_k < vocab_size
+        self._fused = fused and (keeps_all or generation.temperature == 0.0)
         # allocated once: blocks of this size go back to the system when freed, and cost a page fault per 4 KiB when new
         self._scaled, self._probs = torch.empty(2, max_rows, vocab_size, device=device)
 
@@ -84,6 +89,8 @@ class Sampler:
         Raises:
             InvalidLogitsError: a row with NaN or infinity.
         """
+        if self._fused and kernels.can_use(logits.device, logits.dtype):
+            return self._sample_fused(logits, uniforms, is_early)
         probs = self._policy_probs(logits)
         invalid = torch.isnan(probs[:, 0])  # the softmax spreads a single NaN or infinity over its row
         if bool(invalid.any()):
@@ -92,6 +99,21 @@ class Sampler:
         for token in self._stop_ids if len(early_rows) else ():
             probs[torch.from_numpy(early_rows).to(probs.device), token] = 0.0
         return self._draw(probs, uniforms)
+
+    def _sample_fused(
+        self, logits: torch.Tensor, uniforms: torch.Tensor, is_early: npt.NDArray[np.bool_]
+    ) -> SampledTokens:
+        tokens, logprobs, policy_logprobs = kernels.sample(
+            logits,
+            uniforms,
+            temperature=self._generation.temperature,
+            is_early=torch.from_numpy(is_early),
+            stop_ids=self._stop_ids,
+        )
+        invalid = (tokens < 0).nonzero()
+        if len(invalid):
+            raise InvalidLogitsError(int(invalid[0]))
+        return SampledTokens(tokens, logprobs, policy_logprobs)
 
     def _policy_probs(self, logits: torch.Tensor) -> torch.Tensor:
         """float32 [B, V]: softmax(logits / temperature), with temperature 1 if it is 0."""

@@ -15,6 +15,7 @@ from realrl.config.schema import REASONING_TASKS
 from realrl.data.assets.store import cache_dir
 from realrl.engine import device as devices
 from realrl.errors import ConfigError
+from realrl.kernels import why_not
 from realrl.plan.backends import BACKENDS
 from realrl.plan.memory import checkpoint_bytes, show_bytes
 from realrl.runtime.doctor.findings import Finding, Status
@@ -59,6 +60,11 @@ def check_devices(patient: Patient) -> list[Finding]:
                 "Use cluster.n_nodes=1; plans for more nodes can be made and drawn.",
             )
         ]
+    if patient.device.type == "cpu":
+        reason = why_not()
+        message += (
+            "; generation with realrl's kernels" if reason is None else f"; generation with torch's kernels ({reason})"
+        )
     return [Finding("devices", Status.OK, message)]
 
 

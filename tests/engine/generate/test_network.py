@@ -69,7 +69,7 @@ def test_prefill_and_decode_give_the_decoders_logits(changes, pack):
         for offset in range(3):  # the rows keep their different lengths
             lengths = torch.tensor(prompt_lengths) + offset
             cache.reserve(int(lengths.max()) + 1)
-            attention = DecodeAttention(cache, lengths, n_heads=config.n_heads, dtype=config.dtype)
+            attention = DecodeAttention(cache, lengths, n_heads=config.n_heads, dtype=config.dtype, fused=pack)
             tokens = torch.stack([sequence[n] for sequence, n in zip(sequences, lengths, strict=True)])
             logits = network.logits(network.hidden(tokens, lengths, attention))
             wanted = torch.stack([whole[n] for whole, n in zip(expected, lengths, strict=True)])

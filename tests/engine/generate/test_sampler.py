@@ -10,6 +10,12 @@ from realrl.engine.generate.sampler import InvalidLogitsError, Sampler
 N_DRAWS = 4000
 
 
+@pytest.fixture(autouse=True, params=[True, False], ids=["fused", "plain"])
+def fused(request, monkeypatch):
+    """Every test twice: with the kernels where this machine has them, and with torch's operations."""
+    monkeypatch.setitem(Sampler.__init__.__kwdefaults__, "fused", request.param)
+
+
 def sample(logits, uniforms, generation, forbidden=None, stop_ids=()):
     sampler = Sampler(generation, stop_ids, max_rows=len(logits), vocab_size=logits.shape[-1], device=logits.device)
     is_early = np.zeros(len(logits), dtype=bool) if forbidden is None else forbidden

@@ -1,0 +1,31 @@
+"""Kernels of a decode step on CPUs with a matrix unit (AMX). Everywhere else torch's own are used.
+
+*.cpp, *.h ──► library: compiled once per machine, loaded ──► operations: on tensors ──► engine/generate
+"""
+
+from realrl.kernels.library import UnavailableError, why_not
+from realrl.kernels.operations import (
+    RMSNorm,
+    TiledGated,
+    TiledLinear,
+    attend,
+    can_attend,
+    can_multiply,
+    can_use,
+    rms_norm,
+    sample,
+)
+
+__all__ = [
+    "RMSNorm",
+    "TiledGated",
+    "TiledLinear",
+    "UnavailableError",
+    "attend",
+    "can_attend",
+    "can_multiply",
+    "can_use",
+    "rms_norm",
+    "sample",
+    "why_not",
+]

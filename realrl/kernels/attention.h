@@ -1,0 +1,170 @@
+// Attention of one new token per row over a KV cache.
+#pragma once
+
+#include "vector.h"
+
+namespace {
+
+template <typename T>
+struct Attention {
+  const T* qkv;  // [B, N + 2 K, D]
+  int64_t stride;
+  T *keys, *values;  // [rows, K, capacity, D]
+  int64_t capacity;
+  const int64_t* lengths;  // [B], tokens in the cache
+  int64_t n_rows, n_heads, n_kv_heads, head_dim;
+  int64_t window;      // 0: none
+  const T *cos, *sin;  // [B, D] or null
+  float scale;
+  T* out;  // [B, N, D]
+
+  int64_t group() const { return n_heads / n_kv_heads; }
+  int64_t n_items() const { return n_rows * n_kv_heads; }
+  int64_t padded() const { return round_up(capacity, kLanes); }
+  int64_t scratch_size() const { return group() * (head_dim + padded()) + head_dim; }
+
+  // The rows of an item's part of the cache that its new token sees.
+  struct Range {
+    int64_t first, n;
+  };
+  Range seen(int64_t item) const {
+    const int64_t length = lengths[item / n_kv_heads] + 1, first = window ? std::max<int64_t>(0, length - window) : 0;
+    return {first, length - first};
+  }
+
+  // One head's vector [D], rotated.
+  void read(const T* x, int64_t row, float* y) const {
+    const int64_t half = head_dim / 2;
+    for (int64_t i = 0; i < head_dim; i += kLanes) {
+      __m512 value = load(x + i);
+      if (cos) {
+        const __m512 other = load(x + (i < half ? i + half : i - half));
+        value = _mm512_mul_ps(value, load(cos + row * head_dim + i));
+        value = _mm512_fmadd_ps(other, load(sin + row * head_dim + i), value);
+      }
+      _mm512_store_ps(y + i, value);
+    }
+  }
+
+  // scores [G, padded] of 16 tokens, of which n are there.
+  template <int G>
+  void score(const float* queries, const T* keys, int64_t n, float* scores) const {
+    __m512 products[G][kLanes];
+    for (int64_t t = 0; t < kLanes; ++t) {
+      const T* key = keys + std::min(t, n - 1) * head_dim;
+      __m512 sums[G];
+      for (int g = 0; g < G; ++g) sums[g] = _mm512_setzero_ps();
+      for (int64_t i = 0; i < head_dim; i += 2 * kLanes) {
+        const __m512 left = load(key + i), right = load(key + i + kLanes);
+        for (int g = 0; g < G; ++g) {
+          const float* query = queries + g * head_dim + i;
+          sums[g] = _mm512_fmadd_ps(_mm512_load_ps(query), left, sums[g]);
+          sums[g] = _mm512_fmadd_ps(_mm512_load_ps(query + kLanes), right, sums[g]);
+        }
+      }
+      for (int g = 0; g < G; ++g) products[g][t] = sums[g];
+    }
+    const __m512 lowest = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(scale);
+    for (int g = 0; g < G; ++g)
+      _mm512_store_ps(scores + g * padded(), _mm512_mask_mul_ps(lowest, first_lanes(n), sum_each(products[g]), factor));
+  }
+
+  static void softmax(float* p, int64_t n) {
+    __m512 most = _mm512_load_ps(p), total = _mm512_setzero_ps();
+    for (int64_t t = kLanes; t < n; t += kLanes) most = _mm512_max_ps(most, _mm512_load_ps(p + t));
+    most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    for (int64_t t = 0; t < n; t += kLanes) {
+      const __m512 e = _mm512_maskz_mov_ps(first_lanes(n - t), exp(_mm512_sub_ps(_mm512_load_ps(p + t), most)));
+      _mm512_store_ps(p + t, e);
+      total = _mm512_add_ps(total, e);
+    }
+    const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(total));
+    for (int64_t t = 0; t < n; t += kLanes) _mm512_store_ps(p + t, _mm512_mul_ps(_mm512_load_ps(p + t), inverse));
+  }
+
+  // Columns [16 V] of the outputs [G, D] for probabilities p [G, padded]. Meanwhile those of `next` are fetched.
+  template <int G, int V>
+  void mix(const float* p, const T* values, int64_t n, const T* next, T* outputs) const {
+    __m512 sums[G][V];
+    for (int g = 0; g < G; ++g)
+      for (int i = 0; i < V; ++i) sums[g][i] = _mm512_setzero_ps();
+    for (int64_t t = 0; t < n; ++t) {
+      __m512 value[V];
+      for (int i = 0; i < V; ++i) value[i] = load(values + t * head_dim + i * kLanes);
+      prefetch(next + t * head_dim, V * kLanes * sizeof(T) / 64);
+      for (int g = 0; g < G; ++g) {
+        const __m512 weight = _mm512_set1_ps(p[g * padded() + t]);
+        for (int i = 0; i < V; ++i) sums[g][i] = _mm512_fmadd_ps(weight, value[i], sums[g][i]);
+      }
+    }
+    for (int g = 0; g < G; ++g)
+      for (int i = 0; i < V; ++i) store(outputs + g * head_dim + i * kLanes, sums[g][i]);
+  }
+
+  // G query heads [G, D] that share a KV head.
+  template <int G>
+  void run(const float* queries, const T* item_keys, const T* item_values, const T* next, int64_t n, float* scores,
+           T* outputs) const {
+    for (int64_t t = 0; t < n; t += kLanes) {
+      const int64_t m = std::min<int64_t>(kLanes, n - t);
+      prefetch(item_values + t * head_dim, m * head_dim * sizeof(T) / 64);
+      score<G>(queries, item_keys + t * head_dim, m, scores + t);
+    }
+    for (int g = 0; g < G; ++g) softmax(scores + g * padded(), n);
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= head_dim; i += 4 * kLanes) mix<G, 4>(scores, item_values + i, n, next + i, outputs + i);
+    for (; i < head_dim; i += 2 * kLanes) mix<G, 2>(scores, item_values + i, n, next + i, outputs + i);
+  }
+
+  // All query heads of one row that share a KV head.
+  void run(int64_t item, float* memory) const {
+    const int64_t row = item / n_kv_heads, head = item % n_kv_heads, last = lengths[row] * head_dim;
+    const T *q = qkv + row * stride + head * group() * head_dim, *k = qkv + row * stride + (n_heads + head) * head_dim,
+            *v = k + n_kv_heads * head_dim;
+    const auto [first, n] = seen(item);
+    float* queries = memory;                       // [group, D]
+    float* scores = queries + group() * head_dim;  // [group, padded]
+    T *item_keys = keys + item * capacity * head_dim, *item_values = values + item * capacity * head_dim;
+    for (int64_t g = 0; g < group(); ++g) read(q + g * head_dim, row, queries + g * head_dim);
+    read(k, row, scores);
+    for (int64_t i = 0; i < head_dim; i += kLanes) store(item_keys + last + i, _mm512_load_ps(scores + i));
+    std::memcpy(item_values + last, v, head_dim * sizeof(T));
+    item_keys += first * head_dim;
+    item_values += first * head_dim;
+    const int64_t next_item = std::min(item + 1, n_items() - 1);
+    const T* next = keys + (next_item * capacity + seen(next_item).first) * head_dim;
+    T* outputs = out + (row * n_heads + head * group()) * head_dim;
+    for (int64_t g = 0; g < group(); g += 4) {
+      const auto run_some = [&](auto count) {
+        run<count.value>(queries + g * head_dim, item_keys, item_values, next, n, scores + g * padded(),
+                         outputs + g * head_dim);
+      };
+      switch (group() - g) {
+        case 1:
+          run_some(std::integral_constant<int, 1>());
+          break;
+        case 2:
+          run_some(std::integral_constant<int, 2>());
+          break;
+        case 3:
+          run_some(std::integral_constant<int, 3>());
+          break;
+        default:
+          run_some(std::integral_constant<int, 4>());
+      }
+    }
+  }
+};
+
+template <typename T>
+void attend(const Attention<T>& attention, int n_threads) {
+  const int64_t size = attention.n_rows * attention.n_heads * attention.head_dim * attention.capacity;
+#pragma omp parallel num_threads(threads_for(size, n_threads))
+  {
+    float* memory = scratch<kAttention, float>(attention.scratch_size());
+#pragma omp for schedule(static) nowait
+    for (int64_t item = 0; item < attention.n_items(); ++item) attention.run(item, memory);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,174 @@
+"""The compiled kernels: made with the machine's C++ compiler when they are first wanted, kept in the cache folder.
+
+Their threads are those of torch's own OpenMP runtime. With a second runtime in the process, the threads of either would
+wait for work actively while those of the other compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from realrl.data.assets.store import cache_dir
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent
+_MAIN = "kernels.cpp"
+_FEATURES = {  # of the CPU, as Linux names them, and how the compiler is told
+    "amx_tile": "-mamx-tile",
+    "amx_bf16": "-mamx-bf16",
+    "avx512f": "-mavx512f",
+    "avx512bw": "-mavx512bw",
+    "avx512dq": "-mavx512dq",
+    "avx512vl": "-mavx512vl",
+    "avx512_bf16": "-mavx512bf16",
+    "fma": "-mfma",
+}
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", *_FEATURES.values())
+_OPENMP_RUNTIME = re.compile(r"/lib(?:gomp|iomp5)[^/]*\.so[^/]*$")
+_COMPILE_SECONDS = 300
+
+_pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_ARGUMENTS = {  # of the functions, each for some dtypes
+    ("pack", "bf16"): (_pointer, _pointer, _long, _long, _long, _pointer, _int),
+    ("linear", "bf16"): (
+        _pointer, *(_long,) * 3, _pointer, _float, _pointer, _long, _pointer, _pointer, *(_long, _int, _int), _pointer,
+        _int,
+    ),
+    ("rms_norm", "fp32", "bf16"): (_pointer, _long, _long, _pointer, _float, _pointer, _int),
+    ("attend", "fp32", "bf16"): (
+        _pointer, _long, _pointer, _pointer, _long, _pointer, *(_long,) * 5, _pointer, _pointer, _float, _pointer, _int,
+    ),
+    ("sample", "fp32", "bf16"): (_pointer, _long, _long, _float, _int, *(_pointer,) * 3, _long, *(_pointer,) * 3, _int),
+}  # fmt: skip
+
+
+class UnavailableError(Exception):
+    """There are no kernels here; says why."""
+
+
+def why_not() -> str | None:
+    """Why there are no kernels here, in words; None if there are."""
+    try:
+        load()
+    except UnavailableError as error:
+        return str(error)
+    return None
+
+
+def load() -> ctypes.CDLL:
+    """The kernels, each by its name and dtype: ``load().linear_bf16``.
+
+    The first call may compile, which takes some seconds.
+
+    Raises:
+        UnavailableError: a CPU without matrix unit, no compiler, or ``REALRL_KERNELS=0``.
+    """
+    outcome = _load()
+    if isinstance(outcome, str):
+        raise UnavailableError(outcome)
+    return outcome
+
+
+@cache
+def _load() -> ctypes.CDLL | str:
+    try:
+        if os.environ.get("REALRL_KERNELS") == "0":
+            raise UnavailableError("REALRL_KERNELS=0 turns realrl's off")
+        check_cpu(platform.system(), platform.machine(), Path("/proc/cpuinfo"))
+        library = _open(build(cache_dir() / "kernels"))
+    except UnavailableError as error:
+        logger.debug("no kernels: %s", error)
+        return str(error)
+    return library
+
+
+def check_cpu(system: str, machine: str, cpu_info: Path) -> None:
+    """Raises UnavailableError unless this is Linux on a CPU with everything that the kernels need."""
+    if (system, machine) != ("Linux", "x86_64"):
+        raise UnavailableError(f"realrl's are for Linux on x86_64, this is {system} on {machine}")
+    found = re.search(r"^flags\s*:(.*)$", cpu_info.read_text(encoding="utf-8"), re.MULTILINE)
+    flags = found[1].split() if found else []
+    missing = [name for name in _FEATURES if name not in flags]
+    if "amx_bf16" in missing:
+        raise UnavailableError("the CPU has no matrix unit (AMX)")
+    if missing:
+        raise UnavailableError(f"the CPU has no {', '.join(missing)}")
+
+
+def build(folder: Path) -> Path:
+    """The compiled library in `folder`, made if it is not there for this source, compiler and flags.
+
+    Raises:
+        UnavailableError: no compiler, one that fails, or a folder that cannot be written to.
+    """
+    command = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
+    if not shutil.which(command[0]):
+        raise UnavailableError(f"there is no C++ compiler ({command[0] or 'g++'}); with one, generation is faster")
+    sources = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
+    digest = hashlib.sha256("\0".join((*command, *_FLAGS, *(path.read_text("utf-8") for path in sources))).encode())
+    target = folder / f"kernels-{digest.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w", encoding="utf-8") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a run compiles, the others wait for it
+            if not target.exists():
+                logger.info("compiling the kernels of generation, once on this machine")
+                _compile(command, Path(scratch)).replace(target)
+    except OSError as error:
+        raise UnavailableError(f"realrl's cannot be compiled: {error}") from error
+    return target
+
+
+def _compile(command: list[str], scratch: Path) -> Path:
+    compiled, linked = scratch / "kernels.o", scratch / "kernels.so"
+    for arguments in (
+        [*command, *_FLAGS, "-c", str(_FOLDER / _MAIN), "-o", str(compiled)],
+        # without -fopenmp: its functions shall come from the runtime that torch has loaded
+        [*command, "-shared", str(compiled), "-o", str(linked)],
+    ):
+        try:
+            done = subprocess.run(arguments, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise UnavailableError(f"{command[0]} took longer than {_COMPILE_SECONDS} s") from error
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
+            raise UnavailableError(f"{command[0]} cannot compile realrl's: {lines[0]}")
+    return linked
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        ctypes.CDLL(_openmp_runtime(), ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnavailableError(f"realrl's cannot be loaded: {error}") from error
+    if library.enable_tiles():
+        raise UnavailableError("the system lets no process use the matrix unit")
+    for (name, *dtypes), arguments in _ARGUMENTS.items():
+        for dtype in dtypes:
+            function = getattr(library, f"{name}_{dtype}")
+            function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _openmp_runtime() -> str:
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if _OPENMP_RUNTIME.search(path):
+            return path
+    raise UnavailableError("torch has no OpenMP runtime that realrl's could share")

@@ -1,0 +1,129 @@
+// From logits and one uniform number per row to a token and its log-probabilities.
+#pragma once
+
+#include "vector.h"
+
+namespace {
+
+constexpr int64_t kBlock = 256;  // the cumulative sum runs over blocks of this many tokens, then inside the chosen one
+
+template <typename T>
+struct Sampling {
+  const T* logits;  // [B, V]
+  int64_t n_rows, vocab_size;
+  float inverse_temperature;
+  bool is_greedy;
+  const double* uniforms;        // [B] in [0, 1)
+  const std::uint8_t* is_early;  // [B], rows that cannot take a stop token yet
+  const int64_t* stop_ids;
+  int64_t n_stop_ids;
+  int64_t* tokens;  // [B], -1 where a logit is NaN or infinity
+  float *logprobs, *policy_logprobs;
+
+  bool is_barred(int64_t row, int64_t token) const {
+    return is_early[row] && std::find(stop_ids, stop_ids + n_stop_ids, token) != stop_ids + n_stop_ids;
+  }
+
+  __m512 scaled(const T* x, int64_t i) const {
+    const __mmask16 mask = first_lanes(vocab_size - i);
+    return _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), mask, load(x + i, mask), _mm512_set1_ps(inverse_temperature));
+  }
+
+  void run(int64_t row, float* sums) const {
+    const T* x = logits + row * vocab_size;
+    const __m512 infinity = _mm512_set1_ps(INFINITY);
+    __m512 most = _mm512_set1_ps(-INFINITY);
+    bool is_valid = true;
+    for (int64_t i = 0; i < vocab_size; i += kLanes) {
+      const __mmask16 mask = first_lanes(vocab_size - i);
+      const __m512 v = scaled(x, i);
+      is_valid &= _mm512_mask_cmp_ps_mask(mask, v, infinity, _CMP_LT_OQ) == mask;  // not if NaN
+      most = _mm512_max_ps(most, v);
+    }
+    const float peak = _mm512_reduce_max_ps(most);
+    tokens[row] = -1;
+    if (!is_valid || peak == -INFINITY) return;
+    double total = 0.0;
+    for (int64_t b = 0; b * kBlock < vocab_size; ++b) {
+      __m512 sum = _mm512_setzero_ps();
+      for (int64_t i = b * kBlock; i < std::min((b + 1) * kBlock, vocab_size); i += kLanes)
+        sum = _mm512_add_ps(sum, _mm512_maskz_mov_ps(first_lanes(vocab_size - i),
+                                                     exp(_mm512_sub_ps(scaled(x, i), _mm512_set1_ps(peak)))));
+      total += sums[b] = _mm512_reduce_add_ps(sum);
+    }
+    const int64_t token = is_greedy ? largest(row, x, peak) : draw(row, x, peak, total, sums, &logprobs[row]);
+    const float value = at(x, token) - peak;
+    tokens[row] = token;
+    if (is_greedy) logprobs[row] = 0.0f;
+    policy_logprobs[row] = (float)(value - std::log(total));
+  }
+
+  float at(const T* x, int64_t i) const { return _mm512_cvtss_f32(load(x + i, 1)) * inverse_temperature; }
+
+  int64_t largest(int64_t row, const T* x, float peak) const {
+    int64_t token = 0;
+    while (at(x, token) != peak) {
+      const __mmask16 found = _mm512_cmp_ps_mask(scaled(x, token), _mm512_set1_ps(peak), _CMP_EQ_OQ);
+      token += found ? __builtin_ctz(found) : kLanes;
+    }
+    if (!is_barred(row, token)) return token;
+    float most = -INFINITY;
+    for (int64_t i = 0; i < vocab_size; ++i)
+      if (at(x, i) > most && !is_barred(row, i)) most = at(x, i), token = i;
+    return token;
+  }
+
+  // exp(logit - peak) of a block's tokens; 0 for barred ones.
+  int64_t weigh(int64_t row, const T* x, float peak, int64_t block, float* weights) const {
+    const int64_t first = block * kBlock, n = std::min(kBlock, vocab_size - first);
+    for (int64_t i = 0; i < n; i += kLanes)
+      store(weights + i, exp(_mm512_sub_ps(scaled(x, first + i), _mm512_set1_ps(peak))), first_lanes(n - i));
+    for (int64_t s = 0; s < (is_early[row] ? n_stop_ids : 0); ++s)
+      if (stop_ids[s] / kBlock == block) weights[stop_ids[s] % kBlock] = 0.0f;
+    return n;
+  }
+
+  int64_t draw(int64_t row, const T* x, float peak, double total, float* sums, float* logprob) const {
+    const int64_t n_blocks = ceil_div(vocab_size, kBlock);
+    float weights[kBlock];
+    double mass = total;
+    if (is_early[row] && n_stop_ids) {
+      for (int64_t s = 0; s < n_stop_ids; ++s) {
+        const int64_t b = stop_ids[s] / kBlock, n = weigh(row, x, peak, b, weights);
+        sums[b] = 0.0f;
+        for (int64_t i = 0; i < n; ++i) sums[b] += weights[i];
+      }
+      mass = 0.0;
+      for (int64_t b = 0; b < n_blocks; ++b) mass += sums[b];
+    }
+    double rest = uniforms[row] * mass;
+    const int64_t b = find(sums, n_blocks, &rest), n = weigh(row, x, peak, b, weights);
+    const int64_t token = b * kBlock + find(weights, n, &rest);
+    *logprob = (float)(at(x, token) - peak - std::log(mass));
+    return token;
+  }
+
+  // The first of the weights whose cumulative sum exceeds the target, of which what comes before is taken off; if none
+  // does, by rounding, the last one with weight.
+  static int64_t find(const float* weights, int64_t n, double* target) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      if (weights[i] > *target) return i;
+      if (weights[i] > 0.0f) last = i;
+      *target -= weights[i];
+    }
+    return last;
+  }
+};
+
+template <typename T>
+void sample(const Sampling<T>& sampling, int n_threads) {
+#pragma omp parallel num_threads(threads_for(sampling.n_rows* sampling.vocab_size, n_threads))
+  {
+    float* sums = scratch<kSampling, float>(ceil_div(sampling.vocab_size, kBlock));
+#pragma omp for schedule(static) nowait
+    for (int64_t row = 0; row < sampling.n_rows; ++row) sampling.run(row, sums);
+  }
+}
+
+}  // namespace

@@ -1,0 +1,89 @@
+// Vectors of 16 float32 numbers, loaded from and stored as float32 or bfloat16 (uint16_t).
+#pragma once
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <type_traits>
+
+namespace {
+
+using std::int64_t;
+using std::uint16_t;
+
+constexpr int kLanes = 16;  // float32 numbers in a vector
+constexpr __mmask16 kAll = 0xffff;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+__mmask16 first_lanes(int64_t n) { return n >= kLanes ? kAll : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
+
+__m512 widen(__m256i bf16) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16)); }
+
+__m512 load(const float* p, __mmask16 mask = kAll) { return _mm512_maskz_loadu_ps(mask, p); }
+__m512 load(const uint16_t* p, __mmask16 mask = kAll) { return widen(_mm256_maskz_loadu_epi16(mask, p)); }
+void store(float* p, __m512 x, __mmask16 mask = kAll) { _mm512_mask_storeu_ps(p, mask, x); }
+void store(uint16_t* p, __m512 x, __mmask16 mask = kAll) {
+  _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+// Cephes' expf: relative error below 2e-7; 0 below the smallest number, the largest one instead of infinity.
+__m512 exp(__m512 x) {
+  x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.3f)), _mm512_set1_ps(-150.0f));
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_scalef_ps(p, n);
+}
+
+// Lane i of the result is the sum of v[i].
+__m512 sum_each(const __m512* v) {
+  __m512 w[8], u[4];
+  for (int i = 0; i < 8; ++i)
+    w[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  for (int i = 0; i < 4; ++i)
+    u[i] =
+        _mm512_add_ps(_mm512_shuffle_ps(w[2 * i], w[2 * i + 1], 0x44), _mm512_shuffle_ps(w[2 * i], w[2 * i + 1], 0xee));
+  for (int i = 0; i < 2; ++i)
+    w[i] = _mm512_add_ps(_mm512_shuffle_f32x4(u[2 * i], u[2 * i + 1], 0x88),
+                         _mm512_shuffle_f32x4(u[2 * i], u[2 * i + 1], 0xdd));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(w[0], w[1], 0x88), _mm512_shuffle_f32x4(w[0], w[1], 0xdd));
+}
+
+enum Use { kSharedRows, kOwnRows, kSplitColumns, kAttention, kSampling };
+
+// Memory of the calling thread that outlives the call.
+template <Use, typename T>
+T* scratch(int64_t n) {
+  struct Block {
+    void* data = nullptr;
+    int64_t size = 0;
+    ~Block() { std::free(data); }
+  };
+  thread_local Block block;
+  const int64_t size = round_up(n * (int64_t)sizeof(T), 4096);
+  if (size > block.size) {
+    std::free(block.data);
+    block.data = std::aligned_alloc(4096, size);
+    block.size = size;
+  }
+  return static_cast<T*>(block.data);
+}
+
+// So few elements are dealt with before another thread has woken up.
+int threads_for(int64_t n_elements, int n_threads) { return n_elements < (1 << 16) ? 1 : n_threads; }
+
+void prefetch(const void* p, int n_lines) {
+  for (int i = 0; i < n_lines; ++i) _mm_prefetch((const char*)p + 64 * i, _MM_HINT_T0);
+}
+
+}  // namespace

@@ -1,0 +1,96 @@
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from realrl.kernels.library import UnavailableError, build, check_cpu
+
+NEEDED = "amx_tile amx_bf16 avx512f avx512bw avx512dq avx512vl avx512_bf16 fma"
+
+
+def cpu_info(folder: Path, flags: str) -> Path:
+    path = folder / "cpuinfo"
+    path.write_text(f"processor\t: 0\nflags\t\t: fpu sse {flags}\nbogomips\t: 1\n")
+    return path
+
+
+def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    path = folder / "c++"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+
+
+WRITE_OUTPUT = 'while [ "$1" != "-o" ]; do shift; done; echo compiled > "$2"; echo x >> {log}'
+
+
+def test_a_cpu_with_everything_is_accepted(tmp_path: Path) -> None:
+    check_cpu("Linux", "x86_64", cpu_info(tmp_path, NEEDED))
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "flags", "said"),
+    [
+        ("Linux", "x86_64", "avx2 fma", "the CPU has no matrix unit"),
+        ("Linux", "x86_64", "", "the CPU has no matrix unit"),
+        ("Linux", "x86_64", "amx_bf16 amx_tile fma", "the CPU has no avx512f, avx512bw"),
+        ("Darwin", "arm64", NEEDED, "this is Darwin on arm64"),
+        ("Linux", "aarch64", NEEDED, "this is Linux on aarch64"),
+    ],
+)
+def test_other_machines_are_refused_with_the_reason(
+    tmp_path: Path, system: str, machine: str, flags: str, said: str
+) -> None:
+    with pytest.raises(UnavailableError, match=said):
+        check_cpu(system, machine, cpu_info(tmp_path, flags))
+
+
+def test_without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UnavailableError, match=r"there is no C\+\+ compiler"):
+        build(tmp_path / "cache")
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(tmp_path, monkeypatch, 'echo "in file x" >&2; echo "x.cpp:1: error: no such flag" >&2; exit 1')
+    with pytest.raises(UnavailableError, match=r"cannot compile realrl's: x\.cpp:1: error: no such flag"):
+        build(tmp_path / "cache")
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(tmp_path, monkeypatch, "exit 0")
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(UnavailableError, match=r"cannot be compiled: .*cache"):
+        build(tmp_path / "cache")
+
+
+def test_compiled_once_for_a_source_and_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, cache = tmp_path / "log", tmp_path / "cache"
+    compiler(tmp_path, monkeypatch, WRITE_OUTPUT.format(log=log))
+    first = build(cache)
+    assert first.read_text() == "compiled\n"
+    n_calls = len(log.read_text().splitlines())
+    assert build(cache) == first
+    assert len(log.read_text().splitlines()) == n_calls
+    monkeypatch.setenv("CXX", f"{tmp_path / 'c++'} -O3")
+    assert build(cache) != first
+    assert sorted(path.suffix for path in cache.iterdir()) == ["", ".so", ".so"]  # nothing half done, and the lock
+
+
+def test_whoever_wants_it_meanwhile_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, cache = tmp_path / "log", tmp_path / "cache"
+    compiler(tmp_path, monkeypatch, f"sleep 0.3; {WRITE_OUTPUT.format(log=log)}")
+    with ThreadPoolExecutor(3) as pool:
+        assert len({*pool.map(build, [cache] * 3)}) == 1
+    assert len(log.read_text().splitlines()) == 2  # to compile and to link
+
+
+def test_they_can_be_turned_off() -> None:
+    code = "from realrl.kernels import why_not; print(why_not())"
+    said = subprocess.run(
+        [sys.executable, "-c", code], env={"REALRL_KERNELS": "0"}, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == "REALRL_KERNELS=0 turns realrl's off"

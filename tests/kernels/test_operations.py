@@ -1,0 +1,198 @@
+import pytest
+import torch
+from torch.nn import functional as F
+
+from realrl import kernels
+from realrl.model.rope import rope_table, rotate
+
+pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=f"no kernels: {kernels.why_not()}")
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True, params=[1, 2])
+def n_threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield request.param
+    torch.set_num_threads(before)
+
+
+def assert_close(actual, exact, dtype, factor=1.0):
+    """Rounded to the dtype once, but for what a sum in float32 loses."""
+    scale = exact.abs().max().item()
+    error = (actual.double() - exact).abs().max().item()
+    assert error <= factor * scale * (2**-20 if dtype == torch.float32 else 2**-8), (error, scale)
+
+
+def bf16(*shape):
+    return torch.randn(shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_inputs", "n_outputs"),
+    [
+        (1, 32, 32),
+        (1, 576, 960),
+        (7, 100, 49),
+        (16, 31, 1),
+        (17, 33, 33),
+        (32, 1536, 64),
+        (33, 64, 4096),
+        (600, 96, 80),
+    ],
+)
+def test_products(n_rows, n_inputs, n_outputs):
+    x, bias, residual = bf16(n_rows, n_inputs), bf16(n_outputs), bf16(n_rows, n_outputs)
+    weight, other = (bf16(n_outputs, n_inputs) * n_inputs**-0.5 for _ in range(2))
+    y = x.double() @ weight.double().T
+    z = x.double() @ other.double().T
+    linear, plain = kernels.TiledLinear(weight, bias), kernels.TiledLinear(weight, None)
+    assert_close(plain(x), y, torch.bfloat16)
+    y += bias
+    assert_close(linear(x), y, torch.bfloat16)
+    assert_close(linear(x, residual), y + residual, torch.bfloat16)
+    assert_close(linear.activated(x, "silu"), F.silu(y), torch.bfloat16)
+    assert_close(linear.activated(x, "gelu_tanh"), F.gelu(y, approximate="tanh"), torch.bfloat16)
+    gated = kernels.TiledGated(weight, other, torch.cat((bias, -bias)), "silu")
+    assert_close(gated(x), F.silu(y) * (z - bias), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("n_rows", "n_inputs"), [(1, 576), (9, 33), (32, 100), (300, 64)])
+def test_a_norm_within_a_product_is_that_before_it(n_rows, n_inputs):
+    x, weight, other = bf16(n_rows, n_inputs), bf16(40, n_inputs), bf16(40, n_inputs)
+    norm = kernels.RMSNorm(torch.rand(n_inputs), 1e-3)
+    normed = kernels.rms_norm(x, norm)
+    assert torch.equal(kernels.TiledLinear(weight, None, norm)(x), kernels.TiledLinear(weight, None)(normed))
+    fused, plain = (kernels.TiledGated(weight, other, None, "silu", n) for n in (norm, None))
+    assert torch.equal(fused(x), plain(normed))
+
+
+def test_a_row_does_not_depend_on_its_company():
+    x, linear = bf16(300, 576), kernels.TiledLinear(bf16(200, 576), None, kernels.RMSNorm(torch.rand(576), 1e-5))
+    alone = torch.cat([linear(row[None]) for row in x])
+    assert torch.equal(linear(x), alone)
+    assert torch.equal(linear(x[5:25]), alone[5:25])
+
+
+def test_strided_inputs():
+    wide, linear = bf16(5, 2, 64), kernels.TiledLinear(bf16(48, 64), None)
+    for x in (wide[:, 1], wide.permute(1, 0, 2)[0], wide[:, 0].T.contiguous().T):
+        assert torch.equal(linear(x), linear(x.clone(memory_format=torch.contiguous_format)))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_so(value):
+    x = bf16(3, 64)
+    x[1, 7] = value
+    for norm in (None, kernels.RMSNorm(torch.ones(64), 1e-5)):
+        y = kernels.TiledLinear(bf16(40, 64), None, norm)(x)
+        assert torch.isfinite(y[[0, 2]]).all()
+        assert not torch.isfinite(y[1]).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (33, 579), (3, 64), (300, 1024)])
+def test_rms_norm(dtype, shape):
+    x, weight = torch.randn(shape, dtype=dtype), torch.randn(shape[1])
+    exact = F.rms_norm(x.double(), shape[1:], weight.double(), 1e-5)
+    assert_close(kernels.rms_norm(x, kernels.RMSNorm(weight, 1e-5)), exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_rotated", [False, True])
+@pytest.mark.parametrize(
+    ("n_rows", "n_heads", "n_kv_heads", "head_dim", "capacity", "window"),
+    [
+        (32, 9, 3, 64, 96, None),
+        (3, 4, 4, 32, 40, None),
+        (5, 8, 2, 128, 33, 7),
+        (3, 14, 2, 64, 70, None),
+        (2, 6, 1, 96, 200, 64),
+        (1, 2, 2, 256, 17, 1),
+    ],
+)
+def test_attention(dtype, is_rotated, n_rows, n_heads, n_kv_heads, head_dim, capacity, window):
+    qkv = torch.randn(n_rows, n_heads + 2 * n_kv_heads, head_dim, dtype=dtype)
+    q, k, v = qkv.split((n_heads, n_kv_heads, n_kv_heads), dim=1)
+    keys, values = torch.randn(2, n_rows + 1, n_kv_heads, capacity, head_dim, dtype=dtype)
+    lengths = torch.randint(0, capacity, (n_rows,))
+    lengths[0] = capacity - 1
+    rope = rope_table(torch.rand(head_dim // 2), lengths, dtype) if is_rotated else None
+    wide = None if rope is None else (rope[0].double(), rope[1].double())
+    wide_q, wide_k = (x.double() if wide is None else rotate(x.double(), *wide) for x in (q, k))
+    rows = torch.arange(n_rows)
+    wanted_keys, wanted_values = keys.clone(), values.clone()
+    wanted_keys[rows, :, lengths] = wide_k.to(dtype)
+    wanted_values[rows, :, lengths] = v
+    out = kernels.attend(qkv.flatten(1), keys, values, lengths, rope=rope, window=window, scale=head_dim**-0.5)
+    out = out.unflatten(1, (n_heads, head_dim))
+    assert torch.equal(values, wanted_values)
+    assert_close(keys, wanted_keys.double(), dtype)
+    for row, length in enumerate(lengths.tolist()):
+        seen = slice(0 if window is None else max(0, length + 1 - window), length + 1)
+        k_seen, v_seen = (
+            x[row, :, seen].double().repeat_interleave(n_heads // n_kv_heads, 0) for x in (wanted_keys, wanted_values)
+        )
+        scores = (k_seen @ wide_q[row, :, :, None]).squeeze(-1) * head_dim**-0.5
+        exact = (torch.softmax(scores, dim=-1)[:, None] @ v_seen).squeeze(1)
+        assert_close(out[row], exact, dtype, factor=2.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_that_holds_nothing_yet(dtype):
+    qkv = torch.randn(2, 8, 32, dtype=dtype)
+    keys, values = torch.full((2, 2, 2, 9, 32), torch.nan, dtype=dtype)
+    lengths = torch.zeros(2, dtype=torch.int64)
+    out = kernels.attend(qkv.flatten(1), keys, values, lengths, rope=None, window=None, scale=1.0)
+    assert torch.equal(out, qkv[:, 6:].repeat_interleave(2, 1).flatten(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 17, 256, 300, 50257])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_sampling(dtype, vocab_size, temperature):
+    logits, uniforms = (torch.randn(40, vocab_size) * 3).to(dtype), torch.rand(40, dtype=torch.float64)
+    is_early = torch.arange(40) % 2 == (0 if vocab_size > 1 else 2)
+    stop_ids = sorted({int(logits[0].argmax()), vocab_size - 1}) if vocab_size > 2 else []
+    tokens, logprobs, policy_logprobs = kernels.sample(
+        logits, uniforms, temperature=temperature, is_early=is_early, stop_ids=stop_ids
+    )
+    policy = torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
+    probs = policy.exp()
+    for token in stop_ids:
+        probs[is_early, token] = 0.0
+        assert not (tokens[is_early] == token).any()
+    at = tokens[:, None]
+    torch.testing.assert_close(policy_logprobs.double(), policy.gather(1, at).squeeze(1), rtol=1e-5, atol=1e-5)
+    if temperature == 0.0:
+        assert torch.equal(tokens, probs.argmax(dim=-1))
+        assert not logprobs.any()
+        return
+    cumulative = probs.cumsum(dim=-1)
+    mass = cumulative[:, -1]
+    after = cumulative.gather(1, at).squeeze(1) / mass
+    before = after - probs.gather(1, at).squeeze(1) / mass
+    assert ((uniforms >= before - 1e-6) & (uniforms <= after + 1e-6)).all()
+    torch.testing.assert_close(logprobs.double(), (probs.gather(1, at).squeeze(1) / mass).log(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 299])
+def test_invalid_logits_give_no_token(place):
+    logits = torch.randn(5, 300)
+    logits[1, place], logits[2, place], logits[3], logits[4, place] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    uniforms, is_early = torch.rand(5, dtype=torch.float64), torch.zeros(5, dtype=torch.bool)
+    tokens, _, _ = kernels.sample(logits, uniforms, temperature=1.0, is_early=is_early, stop_ids=[])
+    assert (tokens >= 0).tolist() == [True, False, False, False, True]
+    assert tokens[4] != place
+
+
+def test_torchs_own_kernels_for_the_matrix_unit_still_work_in_between():
+    x, weight = torch.randn(32, 512, dtype=torch.bfloat16), torch.randn(256, 512, dtype=torch.bfloat16)
+    linear, expected = kernels.TiledLinear(weight, None), F.linear(x, weight)
+    for _ in range(5):
+        ours = linear(x)
+        torch.testing.assert_close(F.linear(x, weight), expected, rtol=0, atol=0)
+        torch.testing.assert_close(ours, expected, rtol=2e-2, atol=1e-1)
