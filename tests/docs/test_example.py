@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.docs.markdown import ROOT, blocks
-from tests.helpers.runs import read_metrics, realrl
+from tests.helpers.runs import read_metrics, run_here
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
@@ -13,8 +13,7 @@ def test_the_example_trains(tmp_path: Path) -> None:
     assert len(example.splitlines()) <= 40
     file, run_dir = tmp_path / "my_algorithm.py", tmp_path / "run"
     file.write_text(example)
-    done = realrl("run", str(file), "preset=tiny", "launcher=inline", "steps=10", "n_seqs=32", f"run_dir={run_dir}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_here("run", str(file), "preset=tiny", "launcher=inline", "steps=10", "n_seqs=32", f"run_dir={run_dir}")
     rewards = [row["reward/mean"] for row in read_metrics(run_dir)]
     assert len(rewards) == 10
     assert sum(rewards[-3:]) > 1.3 * sum(rewards[:3])

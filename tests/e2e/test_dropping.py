@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from realrl.cli import main
-from tests.helpers.runs import assert_same_numbers, read_metrics, realrl
+from tests.helpers.runs import assert_same_numbers, read_metrics, run_here
 
 EXPERIMENT = str(Path(__file__).parent / "rejection_sampling.py")
 SMALL = ("preset=tiny", "steps=4", "n_seqs=6", "generation.max_new_tokens=4", "models.actor.optimizer.lr=0.01")
@@ -23,7 +23,7 @@ TWO_MESHES = (
 
 def run(run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
     """A run in this process that must succeed."""
-    assert main(["run", EXPERIMENT, *SMALL, "launcher=inline", *overrides, f"run_dir={run_dir}"]) == 0
+    run_here("run", EXPERIMENT, *SMALL, "launcher=inline", *overrides, f"run_dir={run_dir}")
     return read_metrics(run_dir)
 
 
@@ -53,8 +53,7 @@ def test_every_step_trains_on_its_number_of_samples(reference: list[dict[str, An
     ],
 )
 def test_plans_agree(reference: list[dict[str, Any]], overrides: tuple[str, ...], tmp_path: Path) -> None:
-    done = realrl("run", EXPERIMENT, *SMALL, "algorithm.keep=128", *overrides, f"run_dir={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_here("run", EXPERIMENT, *SMALL, "algorithm.keep=128", *overrides, f"run_dir={tmp_path / 'run'}")
     assert_same_numbers(reference, read_metrics(tmp_path / "run"), rel=1e-4, floor=1e-6)
 
 
@@ -81,9 +80,8 @@ def test_generation_runs_ahead(keep: int, tmp_path: Path) -> None:
     if keep == 256:  # no replacements: it is known which parameters generate what
         assert [row["staleness/max"] for row in ours] == [0.0, 1.0, 1.0, 1.0]
         assert [row["staleness/mean"] for row in ours] == [0.0, 1.0, 1.0, 1.0]
-        arguments = ["max_staleness=1", "algorithm.keep=256", *TWO_MESHES, f"run_dir={tmp_path / 'meshes'}"]
-        done = realrl("run", EXPERIMENT, *SMALL, *arguments)
-        assert done.returncode == 0, done.stdout + done.stderr
+        arguments = ("max_staleness=1", "algorithm.keep=256", *TWO_MESHES, f"run_dir={tmp_path / 'meshes'}")
+        run_here("run", EXPERIMENT, *SMALL, *arguments)
         assert_same_numbers(ours, read_metrics(tmp_path / "meshes"), rel=1e-4, floor=1e-6)
 
 

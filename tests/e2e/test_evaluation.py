@@ -12,7 +12,7 @@ from realrl.cli import main
 from realrl.data.tiny import toy_rows
 from realrl.experiment import DatasetKind
 from tests.helpers.assets import write_rows
-from tests.helpers.runs import NOISE, assert_same_numbers, read_metrics, realrl
+from tests.helpers.runs import NOISE, assert_same_numbers, read_metrics, run_here
 
 PPO = ("run", "ppo", "preset=tiny", "steps=3", "n_seqs=8", "generation.max_new_tokens=5")
 EVALUATED = ("eval.every_steps=2", "eval.at_start=true", "eval.n_seqs=11", "eval.n_responses=2", "eval.temperature=1")
@@ -21,7 +21,7 @@ TOY_REWARD = "algorithm.reward_function=realrl.data.tiny:toy_reward"
 
 def run(run_dir: Path, *arguments: str) -> list[dict[str, Any]]:
     """A run in this process that must succeed; its metrics."""
-    assert main([*arguments, "launcher=inline", f"run_dir={run_dir}"]) == 0
+    run_here(*arguments, "launcher=inline", f"run_dir={run_dir}")
     return read_metrics(run_dir)
 
 
@@ -66,13 +66,15 @@ def test_training_does_not_notice_an_evaluation(evaluated: Path, tmp_path: Path)
         ("allocation=split", "cluster.data_plane=collective"),
     ],
 )
-def test_every_plan_measures_the_same(evaluated: Path, plan: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_plan_measures_the_same(
+    evaluated: Path, plan: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
     two = ("cluster.n_devices_per_node=2", *plan)
-    done = realrl(*PPO, *EVALUATED, *two, f"run_dir={folder}", timeout_s=240.0)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "evaluating step 2 on 11 samples" in done.stdout
-    assert "eval reward " in done.stdout
+    run_here(*PPO, *EVALUATED, *two, f"run_dir={folder}")
+    printed = capfd.readouterr().out
+    assert "evaluating step 2 on 11 samples" in printed
+    assert "eval reward " in printed
     assert_same_numbers(read_metrics(evaluated), read_metrics(folder), rel=1e-3, floor=1e-4)
     for ours, theirs in zip(*(read_lines(f / "generations.jsonl") for f in (evaluated, folder)), strict=True):
         assert {k: v for k, v in ours.items() if k != "rewards"} == {k: v for k, v in theirs.items() if k != "rewards"}

@@ -18,7 +18,7 @@ INLINE = "launcher=inline"
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     run_dir = tmp_path_factory.mktemp("adapted") / "run"
-    return run_dir, run_ppo(run_dir, INLINE, *LORA, is_here=True)
+    return run_dir, run_ppo(run_dir, INLINE, *LORA)
 
 
 def test_ppo_trains_adapters_and_saves_a_model_that_transformers_reads(
@@ -49,8 +49,8 @@ def test_layouts_agree_and_adapters_move(adapted: tuple[Path, list[dict[str, Any
 
 def test_a_stopped_run_continues_exactly(adapted: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     run_dir = tmp_path / "stopped"
-    run_ppo(run_dir, INLINE, *LORA, "steps=2", is_here=True)
-    metrics = run_ppo(run_dir, INLINE, *LORA, "resume=auto", is_here=True)
+    run_ppo(run_dir, INLINE, *LORA, "steps=2")
+    metrics = run_ppo(run_dir, INLINE, *LORA, "resume=auto")
     assert_same_numbers(adapted[1], metrics, rel=0.0, floor=0.0)
 
 

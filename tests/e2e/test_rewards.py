@@ -8,7 +8,7 @@ import pytest
 
 from realrl import cli
 from tests.helpers.assets import write_rows
-from tests.helpers.runs import SMALL, read_metrics, realrl
+from tests.helpers.runs import SMALL, read_metrics, run_here
 
 REWARDS = """
 import asyncio
@@ -65,11 +65,10 @@ def test_a_model_and_a_function_in_one_graph(workplace: Path, capfd: pytest.Capt
 
 
 def test_samples_whose_reward_fails_are_replaced(workplace: Path) -> None:
-    """In processes of their own, on two workers."""
+    """On two workers."""
     overrides = ("cluster.n_devices_per_node=2", "dataset.path=data.jsonl", "run_dir=run", "steps=1")
     parts = ("algorithm.reward_function=rewards.py:picky", "algorithm.reward_on_failure=drop")
-    done = realrl("run", "ppo", *SMALL, *overrides, *parts)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_here("run", "ppo", *SMALL, *overrides, *parts)
     [metrics] = read_metrics(workplace / "run")
     assert metrics["n_samples"] == 8
     assert metrics["dropped/rew_inf"] >= 1

@@ -62,9 +62,9 @@ def test_the_resolved_configuration_is_written(split_run: Path) -> None:
 
 def test_a_stopped_run_continues_exactly(tmp_path: Path) -> None:
     options = ("launcher=inline", "models.actor.optimizer.schedule=constant")
-    straight = run_ppo(tmp_path / "straight", *options, is_here=True)
-    run_ppo(tmp_path / "stopped", *options, "steps=2", is_here=True)
-    continued = run_ppo(tmp_path / "stopped", *options, "resume=auto", is_here=True)
+    straight = run_ppo(tmp_path / "straight", *options)
+    run_ppo(tmp_path / "stopped", *options, "steps=2")
+    continued = run_ppo(tmp_path / "stopped", *options, "resume=auto")
     assert_same_numbers(straight, continued, rel=0.0, floor=0.0)
 
 

@@ -26,15 +26,15 @@ def reference(tmp_path_factory: pytest.TempPathFactory):
     ids=lambda overrides: " ".join(overrides),
 )
 def test_plans_agree(reference, overrides: tuple[str, ...], tmp_path: Path) -> None:
-    metrics = run_ppo(tmp_path / "run", *overrides, is_here="launcher=inline" in overrides)
+    metrics = run_ppo(tmp_path / "run", *overrides)
     assert_same_numbers(reference, metrics, rel=1e-4, floor=1e-6)
 
 
 def test_one_seed_gives_the_same_bits(reference, tmp_path: Path) -> None:
-    again = run_ppo(tmp_path / "run", "launcher=inline")
+    again = run_ppo(tmp_path / "run", "launcher=inline", is_here=False)
     assert_same_numbers(reference, again, rel=0.0, floor=0.0)
 
 
 def test_another_seed_gives_other_numbers(reference, tmp_path: Path) -> None:
-    other = run_ppo(tmp_path / "run", "launcher=inline", "seed=2", is_here=True)
+    other = run_ppo(tmp_path / "run", "launcher=inline", "seed=2")
     assert reference[-1]["reward/mean"] != other[-1]["reward/mean"]

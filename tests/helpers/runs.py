@@ -23,15 +23,23 @@ def realrl(*arguments: str, timeout_s: float = 100.0, **environment: str) -> sub
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=env, check=False)
 
 
-def run_ppo(run_dir: Path, *overrides: str, is_here: bool = False) -> list[dict[str, Any]]:
+def run_here(*arguments: str) -> None:
+    """The same in this process, which saves the seconds that another one takes to import torch; it must succeed.
+
+    The master and the workers have processes of their own nevertheless, unless ``launcher=inline`` is among them.
+    """
+    assert cli.main(list(arguments)) == 0
+
+
+def run_ppo(run_dir: Path, *overrides: str, is_here: bool = True) -> list[dict[str, Any]]:
     """A small PPO run that must succeed; its metrics, one entry per step.
 
     Args:
-        is_here: run it in this process, which saves the seconds that another one takes to import torch.
+        is_here: `run_here`, or in a process of its own.
     """
     arguments = ["run", "ppo", *SMALL, f"run_dir={run_dir}", *overrides]
     if is_here:
-        assert cli.main(arguments) == 0
+        run_here(*arguments)
     else:
         done = realrl(*arguments)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from realrl.runtime.trace import load_trace
 from scripts.plan_table import FLOOR, LIMIT, PLANS, largest_difference, run_plan
-from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, realrl
+from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, run_here
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -60,8 +60,7 @@ def run_in(folder: Path, *overrides: str) -> Path:
     file, run_dir = folder / "moving_reference.py", folder / "run"
     file.write_text(MOVING_REFERENCE)
     settings = (f"algorithm.reward_function={file}:score", "models.actor.optimizer.schedule=constant")
-    done = realrl("run", str(file), *SMALL, *settings, f"run_dir={run_dir}", *overrides, timeout_s=200.0)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_here("run", str(file), *SMALL, *settings, f"run_dir={run_dir}", *overrides)
     return run_dir
 
 
