@@ -3,6 +3,7 @@
 //
 // What a row's result is depends neither on the other rows nor on the number of threads.
 
+#include <errno.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -49,7 +50,7 @@ extern "C" void linear_bf16(const uint16_t* x, int64_t stride, int64_t n_rows, i
 EXPORT(float, fp32)
 EXPORT(uint16_t, bf16)
 
-// Ask the system for the right to use tiles, which a process has to do once; 0 if it is given.
+// Ask the system for the right to use tiles, which a process has to do once; 0 if it is given, or an error number.
 extern "C" int enable_tiles() {
-  return (int)syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */);
+  return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) ? errno : 0;
 }

@@ -88,11 +88,19 @@ def _load() -> ctypes.CDLL | str:
         if os.environ.get("REALRL_KERNELS") == "0":
             raise UnavailableError("REALRL_KERNELS=0 turns realrl's off")
         check_cpu(platform.system(), platform.machine(), Path("/proc/cpuinfo"))
-        library = _open(build(cache_dir() / "kernels"))
+        library = _open(build(cache_folder()))
     except UnavailableError as error:
         logger.debug("no kernels: %s", error)
         return str(error)
     return library
+
+
+def cache_folder() -> Path:
+    """Where the kernels are kept; raises UnavailableError if there is no home."""
+    try:
+        return cache_dir() / "kernels"
+    except RuntimeError as error:  # there is no home
+        raise UnavailableError(f"there is no folder to compile realrl's in: {error}") from error
 
 
 def check_cpu(system: str, machine: str, cpu_info: Path) -> None:
@@ -109,29 +117,48 @@ def check_cpu(system: str, machine: str, cpu_info: Path) -> None:
 
 
 def build(folder: Path) -> Path:
-    """The compiled library in `folder`, made if it is not there for this source, compiler and flags.
+    """The compiled library in `folder`, made if it is not there, whole, for this source, compiler and flags.
 
     Raises:
-        UnavailableError: no compiler, one that fails, or a folder that cannot be written to.
+        UnavailableError: no compiler, one that fails, or a folder that cannot be used.
     """
-    command = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
+    try:
+        command = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
+    except ValueError as error:
+        raise UnavailableError(f"CXX={os.environ['CXX']!r} is not a command: {error}") from error
     if not shutil.which(command[0]):
         raise UnavailableError(f"there is no C++ compiler ({command[0] or 'g++'}); with one, generation is faster")
     sources = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
-    digest = hashlib.sha256("\0".join((*command, *_FLAGS, *(path.read_text("utf-8") for path in sources))).encode())
-    target = folder / f"kernels-{digest.hexdigest()[:16]}.so"
-    if target.exists():
-        return target
+    name = _digest("\0".join((*command, *_FLAGS, *(path.read_text("utf-8") for path in sources))).encode())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "w", encoding="utf-8") as lock, tempfile.TemporaryDirectory(dir=folder) as scratch:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a run compiles, the others wait for it
-            if not target.exists():
-                logger.info("compiling the kernels of generation, once on this machine")
-                _compile(command, Path(scratch)).replace(target)
+        found = _find(folder, name)
+        if found is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "lock", "w", encoding="utf-8") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a run compiles, the others wait for it
+                found = _find(folder, name) or _make(folder, name, command)
     except OSError as error:
         raise UnavailableError(f"realrl's cannot be compiled: {error}") from error
-    return target
+    return found
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    """The library by the digests of its sources and of itself: to load half a file would be the end of the process."""
+    for path in folder.glob(f"kernels-{name}-*.so"):
+        if path.stem.rpartition("-")[2] == _digest(path.read_bytes()):
+            return path
+    return None
+
+
+def _make(folder: Path, name: str, command: list[str]) -> Path:
+    logger.info("compiling the kernels of generation, once on this machine")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        compiled = _compile(command, Path(scratch))
+        return compiled.replace(folder / f"kernels-{name}-{_digest(compiled.read_bytes())}.so")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _compile(command: list[str], scratch: Path) -> Path:
@@ -142,7 +169,9 @@ def _compile(command: list[str], scratch: Path) -> Path:
         [*command, "-shared", str(compiled), "-o", str(linked)],
     ):
         try:
-            done = subprocess.run(arguments, capture_output=True, text=True, timeout=_COMPILE_SECONDS, check=False)
+            done = subprocess.run(
+                arguments, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS, check=False
+            )
         except subprocess.TimeoutExpired as error:
             raise UnavailableError(f"{command[0]} took longer than {_COMPILE_SECONDS} s") from error
         if done.returncode:
@@ -157,8 +186,8 @@ def _open(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise UnavailableError(f"realrl's cannot be loaded: {error}") from error
-    if library.enable_tiles():
-        raise UnavailableError("the system lets no process use the matrix unit")
+    if refused := library.enable_tiles():
+        raise UnavailableError(f"the system does not let this process use the matrix unit: {os.strerror(refused)}")
     for (name, *dtypes), arguments in _ARGUMENTS.items():
         for dtype in dtypes:
             function = getattr(library, f"{name}_{dtype}")

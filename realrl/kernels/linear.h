@@ -19,15 +19,20 @@ struct alignas(64) TileConfig {
   }
 };
 
+// The compiler does not know that loading tiles reads memory.
+void finish_stores() { asm volatile("" ::: "memory"); }
+
 // The configuration of a thread's tiles, and on leaving what it was: other libraries keep theirs between calls.
 class Tiles {
  public:
   Tiles() {
     static const TileConfig config;
     _tile_storeconfig(before_);
+    finish_stores();
     _tile_loadconfig(&config);
   }
   ~Tiles() {
+    finish_stores();
     if (before_[0])
       _tile_loadconfig(before_);
     else
@@ -66,6 +71,7 @@ void pack_rows(const uint16_t* x, int64_t stride, int64_t n_rows, int64_t n_inpu
 template <bool has_two>
 void multiply_tiles(const uint16_t* rows, int64_t step, const uint16_t* w, int64_t n_blocks, float* sums) {
   constexpr int kAhead = 3;
+  finish_stores();
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);

@@ -159,8 +159,8 @@ def attend(
         qkv: [B, (N + 2 K) D].
         keys: [rows, K, C, D], of which the first B rows are used; written to.
         values: the same.
-        lengths: int64 [B], tokens that a row holds already.
-        rope: (cos, sin) of `rope_table`, applied to queries and keys; None if nothing is to be rotated.
+        lengths: int64 [B], tokens that a row holds already; contiguous.
+        rope: (cos, sin) of `rope_table`, contiguous, applied to queries and keys; None if nothing is to be rotated.
         window: how many tokens, itself included, the new one sees; None for all.
         scale: of the scores.
 
@@ -200,11 +200,12 @@ def sample(
         stop_ids: distinct tokens.
 
     Returns:
-        Tokens int64 [B], -1 for a row with NaN, infinity or nothing but minus infinity; float32 [B] log-probabilities
-        under the distribution that was sampled from, 0 with temperature 0; and under softmax(logits / temperature) of
-        all tokens, with temperature 1 if it is 0.
+        Tokens int64 [B], -1 for a row with NaN, infinity or nothing but minus infinity to choose from; float32 [B]
+        log-probabilities under the distribution that was sampled from, 0 with temperature 0; and under
+        softmax(logits / temperature) of all tokens, with temperature 1 if it is 0.
     """
-    logits, n_rows = logits.contiguous(), len(logits)
+    logits, uniforms, is_early = logits.contiguous(), uniforms.contiguous(), is_early.contiguous()
+    n_rows = len(logits)
     stops = torch.tensor(list(stop_ids), dtype=torch.int64)
     tokens = torch.empty(n_rows, dtype=torch.int64)
     logprobs, policy_logprobs = torch.empty(2, n_rows)

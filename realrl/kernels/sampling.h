@@ -17,11 +17,14 @@ struct Sampling {
   const std::uint8_t* is_early;  // [B], rows that cannot take a stop token yet
   const int64_t* stop_ids;
   int64_t n_stop_ids;
-  int64_t* tokens;  // [B], -1 where a logit is NaN or infinity
+  int64_t* tokens;  // [B], -1 where a logit is NaN or infinity, or none is allowed
   float *logprobs, *policy_logprobs;
 
+  int64_t n_barred(int64_t row) const { return is_early[row] ? n_stop_ids : 0; }
+
   bool is_barred(int64_t row, int64_t token) const {
-    return is_early[row] && std::find(stop_ids, stop_ids + n_stop_ids, token) != stop_ids + n_stop_ids;
+    const int64_t* end = stop_ids + n_barred(row);
+    return std::find(stop_ids, end, token) != end;
   }
 
   __m512 scaled(const T* x, int64_t i) const {
@@ -43,6 +46,18 @@ struct Sampling {
     const float peak = _mm512_reduce_max_ps(most);
     tokens[row] = -1;
     if (!is_valid || peak == -INFINITY) return;
+    const double total = add_up(x, peak, sums);
+    const float allowed = allowed_peak(row, x, peak);
+    if (allowed == -INFINITY) return;
+    if (allowed != peak && !is_greedy) add_up(x, allowed, sums);
+    const int64_t token = is_greedy ? largest(row, x, allowed) : draw(row, x, allowed, sums, &logprobs[row]);
+    tokens[row] = token;
+    if (is_greedy) logprobs[row] = 0.0f;
+    policy_logprobs[row] = (float)(at(x, token) - peak - std::log(total));
+  }
+
+  // sums [blocks] of exp(logit - peak), and their sum.
+  double add_up(const T* x, float peak, float* sums) const {
     double total = 0.0;
     for (int64_t b = 0; b * kBlock < vocab_size; ++b) {
       __m512 sum = _mm512_setzero_ps();
@@ -51,26 +66,28 @@ struct Sampling {
                                                      exp(_mm512_sub_ps(scaled(x, i), _mm512_set1_ps(peak)))));
       total += sums[b] = _mm512_reduce_add_ps(sum);
     }
-    const int64_t token = is_greedy ? largest(row, x, peak) : draw(row, x, peak, total, sums, &logprobs[row]);
-    const float value = at(x, token) - peak;
-    tokens[row] = token;
-    if (is_greedy) logprobs[row] = 0.0f;
-    policy_logprobs[row] = (float)(value - std::log(total));
+    return total;
+  }
+
+  // The largest of the logits that are not barred: relative to a barred one that is far above them, all would be 0.
+  float allowed_peak(int64_t row, const T* x, float peak) const {
+    bool is_barred_peak = false;
+    for (int64_t s = 0; s < n_barred(row); ++s) is_barred_peak |= at(x, stop_ids[s]) == peak;
+    if (!is_barred_peak) return peak;
+    float most = -INFINITY;
+    for (int64_t i = 0; i < vocab_size; ++i)
+      if (at(x, i) > most && !is_barred(row, i)) most = at(x, i);
+    return most;
   }
 
   float at(const T* x, int64_t i) const { return _mm512_cvtss_f32(load(x + i, 1)) * inverse_temperature; }
 
-  int64_t largest(int64_t row, const T* x, float peak) const {
-    int64_t token = 0;
-    while (at(x, token) != peak) {
-      const __mmask16 found = _mm512_cmp_ps_mask(scaled(x, token), _mm512_set1_ps(peak), _CMP_EQ_OQ);
-      token += found ? __builtin_ctz(found) : kLanes;
+  int64_t largest(int64_t row, const T* x, float allowed) const {
+    for (int64_t i = 0;; i += kLanes) {
+      __mmask16 found = _mm512_cmp_ps_mask(scaled(x, i), _mm512_set1_ps(allowed), _CMP_EQ_OQ);
+      for (; found; found &= found - 1)
+        if (const int64_t token = i + __builtin_ctz(found); !is_barred(row, token)) return token;
     }
-    if (!is_barred(row, token)) return token;
-    float most = -INFINITY;
-    for (int64_t i = 0; i < vocab_size; ++i)
-      if (at(x, i) > most && !is_barred(row, i)) most = at(x, i), token = i;
-    return token;
   }
 
   // exp(logit - peak) of a block's tokens; 0 for barred ones.
@@ -78,24 +95,20 @@ struct Sampling {
     const int64_t first = block * kBlock, n = std::min(kBlock, vocab_size - first);
     for (int64_t i = 0; i < n; i += kLanes)
       store(weights + i, exp(_mm512_sub_ps(scaled(x, first + i), _mm512_set1_ps(peak))), first_lanes(n - i));
-    for (int64_t s = 0; s < (is_early[row] ? n_stop_ids : 0); ++s)
+    for (int64_t s = 0; s < n_barred(row); ++s)
       if (stop_ids[s] / kBlock == block) weights[stop_ids[s] % kBlock] = 0.0f;
     return n;
   }
 
-  int64_t draw(int64_t row, const T* x, float peak, double total, float* sums, float* logprob) const {
-    const int64_t n_blocks = ceil_div(vocab_size, kBlock);
+  int64_t draw(int64_t row, const T* x, float peak, float* sums, float* logprob) const {
     float weights[kBlock];
-    double mass = total;
-    if (is_early[row] && n_stop_ids) {
-      for (int64_t s = 0; s < n_stop_ids; ++s) {
-        const int64_t b = stop_ids[s] / kBlock, n = weigh(row, x, peak, b, weights);
-        sums[b] = 0.0f;
-        for (int64_t i = 0; i < n; ++i) sums[b] += weights[i];
-      }
-      mass = 0.0;
-      for (int64_t b = 0; b < n_blocks; ++b) mass += sums[b];
+    for (int64_t s = 0; s < n_barred(row); ++s) {
+      const int64_t b = stop_ids[s] / kBlock, n = weigh(row, x, peak, b, weights);
+      sums[b] = 0.0f;
+      for (int64_t i = 0; i < n; ++i) sums[b] += weights[i];
     }
+    const int64_t n_blocks = ceil_div(vocab_size, kBlock);
+    const double mass = sum(sums, n_blocks);
     double rest = uniforms[row] * mass;
     const int64_t b = find(sums, n_blocks, &rest), n = weigh(row, x, peak, b, weights);
     const int64_t token = b * kBlock + find(weights, n, &rest);
@@ -103,16 +116,21 @@ struct Sampling {
     return token;
   }
 
-  // The first of the weights whose cumulative sum exceeds the target, of which what comes before is taken off; if none
-  // does, by rounding, the last one with weight.
+  static double sum(const float* weights, int64_t n) {
+    double total = 0.0;
+    for (int64_t i = 0; i < n; ++i) total += weights[i];
+    return total;
+  }
+
+  // The first of the weights whose cumulative sum exceeds the target, of which what comes before is taken off. A target
+  // at or beyond the total, by rounding, falls on the last one with weight.
   static int64_t find(const float* weights, int64_t n, double* target) {
-    int64_t last = 0;
-    for (int64_t i = 0; i < n; ++i) {
-      if (weights[i] > *target) return i;
-      if (weights[i] > 0.0f) last = i;
-      *target -= weights[i];
-    }
-    return last;
+    const double limit = std::min(*target, std::nextafter(sum(weights, n), 0.0));
+    double before = 0.0;
+    int64_t i = 0;
+    while (before + weights[i] <= limit) before += weights[i++];
+    *target = limit - before;
+    return i;
   }
 };
 

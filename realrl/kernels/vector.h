@@ -32,9 +32,10 @@ void store(uint16_t* p, __m512 x, __mmask16 mask = kAll) {
   _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x));
 }
 
-// Cephes' expf: relative error below 2e-7; 0 below the smallest number, the largest one instead of infinity.
+// Cephes' expf: relative error below 2e-7.
 __m512 exp(__m512 x) {
-  x = _mm512_max_ps(_mm512_min_ps(x, _mm512_set1_ps(88.3f)), _mm512_set1_ps(-150.0f));
+  // of two operands of which one is NaN, max and min give the second one
+  x = _mm512_max_ps(_mm512_set1_ps(-150.0f), _mm512_min_ps(_mm512_set1_ps(89.0f), x));
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from realrl.kernels import library
 from realrl.kernels.library import UnavailableError, build, check_cpu
 
 NEEDED = "amx_tile amx_bf16 avx512f avx512bw avx512dq avx512vl avx512_bf16 fma"
@@ -80,6 +81,25 @@ def test_compiled_once_for_a_source_and_a_compiler(tmp_path: Path, monkeypatch: 
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".so", ".so"]  # nothing half done, and the lock
 
 
+@pytest.mark.parametrize("content", [b"", b"comp"])
+def test_a_damaged_one_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    compiler(tmp_path, monkeypatch, WRITE_OUTPUT.format(log=tmp_path / "log"))
+    build(tmp_path / "cache").write_bytes(content)
+    assert build(tmp_path / "cache").read_text() == "compiled\n"
+
+
+def test_a_compiler_that_is_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ '")
+    with pytest.raises(UnavailableError, match=r"CXX=.* is not a command"):
+        build(tmp_path / "cache")
+
+
+def test_a_compiler_that_speaks_another_encoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(tmp_path, monkeypatch, "printf 'error: \\377' >&2; exit 1")
+    with pytest.raises(UnavailableError, match="cannot compile realrl's: error"):
+        build(tmp_path / "cache")
+
+
 def test_whoever_wants_it_meanwhile_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log, cache = tmp_path / "log", tmp_path / "cache"
     compiler(tmp_path, monkeypatch, f"sleep 0.3; {WRITE_OUTPUT.format(log=log)}")
@@ -88,9 +108,21 @@ def test_whoever_wants_it_meanwhile_waits(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(log.read_text().splitlines()) == 2  # to compile and to link
 
 
+def said(code: str, **environment: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def test_they_can_be_turned_off() -> None:
-    code = "from realrl.kernels import why_not; print(why_not())"
-    said = subprocess.run(
-        [sys.executable, "-c", code], env={"REALRL_KERNELS": "0"}, capture_output=True, text=True, check=True
+    assert said("from realrl.kernels import why_not; print(why_not())", REALRL_KERNELS="0") == (
+        "REALRL_KERNELS=0 turns realrl's off"
     )
-    assert said.stdout.strip() == "REALRL_KERNELS=0 turns realrl's off"
+
+
+def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(library, "cache_dir", fail)
+    with pytest.raises(UnavailableError, match="no folder to compile realrl's in"):
+        library.cache_folder()

@@ -151,6 +151,37 @@ def test_a_cache_that_holds_nothing_yet(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e30])
+@pytest.mark.parametrize("head", [0, 2])
+@pytest.mark.parametrize("length", [0, 5])
+def test_attention_that_is_not_finite_stays_so(dtype, value, head, length):
+    """Heads 0 and 1 are queries, 2 is the key."""
+    qkv, (keys, values) = torch.randn(2, 4, 32, dtype=dtype), torch.randn(2, 2, 1, 9, 32, dtype=dtype)
+    qkv[1, head] = value
+    if value == 3e30:
+        qkv[1, :3] = value
+    lengths = torch.full((2,), length)
+    out = kernels.attend(qkv.flatten(1), keys, values, lengths, rope=None, window=None, scale=1.0).unflatten(1, (2, 32))
+    assert torch.isfinite(out[0]).all()
+    assert out[1, 0].isnan().all()
+    assert out[1, 1].isnan().all() == (head == 2 or value == 3e30)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activations_of_everything(activation):
+    x = torch.zeros(13, 32, dtype=torch.bfloat16)
+    x[:, 0] = torch.tensor(
+        [-torch.inf, -3e38, -1e3, -95.0, -60.0, -5.0, 0.0, 1.0, 60.0, 95.0, 3e38, torch.inf, torch.nan]
+    )
+    weight = torch.zeros(1, 32, dtype=torch.bfloat16)
+    weight[0, 0] = 1.0
+    wide = x[:, 0].double()
+    exact = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate="tanh")
+    y = kernels.TiledLinear(weight, None).activated(x, activation)[:, 0]
+    torch.testing.assert_close(y, exact.to(y.dtype), rtol=2**-7, atol=1e-30, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 17, 256, 300, 50257])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_sampling(dtype, vocab_size, temperature):

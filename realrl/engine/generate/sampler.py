@@ -9,7 +9,7 @@ Shapes: B rows, V vocabulary, M candidates.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from realrl.config.schema import GenerationConfig
 
 _BLOCK = 256  # the cumulative sum first runs over blocks of this many tokens, then inside the chosen one
 _FIRST_CANDIDATES = 256  # top-p sorts this many tokens before it tries more
+_ALL_BUT_STOPPING = 0.99
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class SampledTokens:
 
 
 class InvalidLogitsError(ArithmeticError):
-    """Logits hold NaN or infinity; `row` is the first such row."""
+    """Logits hold NaN, infinity, or no token that can be chosen; `row` is the first such row."""
 
     def __init__(self, row: int) -> None:
         super().__init__(f"the logits of row {row} are not finite")
@@ -87,7 +88,7 @@ class Sampler:
             is_early: bool [B], rows that cannot stop yet.
 
         Raises:
-            InvalidLogitsError: a row with NaN or infinity.
+            InvalidLogitsError: a row with NaN, infinity, or nothing but minus infinity to choose from.
         """
         if self._fused and kernels.can_use(logits.device, logits.dtype):
             return self._sample_fused(logits, uniforms, is_early)
@@ -95,10 +96,32 @@ class Sampler:
         invalid = torch.isnan(probs[:, 0])  # the softmax spreads a single NaN or infinity over its row
         if bool(invalid.any()):
             raise InvalidLogitsError(int(invalid.nonzero()[0]))
-        early_rows = np.flatnonzero(is_early)
-        for token in self._stop_ids if len(early_rows) else ():
-            probs[torch.from_numpy(early_rows).to(probs.device), token] = 0.0
-        return self._draw(probs, uniforms)
+        if not (self._stop_ids and is_early.any()):
+            return self._draw(probs, uniforms)
+        allowed = self._bar_stops(probs, logits, torch.from_numpy(np.flatnonzero(is_early)).to(probs.device))
+        drawn = self._draw(probs, uniforms)
+        return replace(drawn, policy_logprobs=drawn.policy_logprobs + allowed)
+
+    def _bar_stops(self, probs: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Take the stop tokens out of some rows of the policy's probabilities.
+
+        Returns:
+            float32 [B]: what to add to the logarithm of a row's new probabilities for the policy's. Where the policy
+            all but stops, those of the other tokens are scaled up, for many of them would be 0 in float32.
+        """
+        stops = torch.tensor(self._stop_ids, device=probs.device)
+        rest = torch.zeros(len(probs), device=probs.device)
+        stopping = rows[probs[rows[:, None], stops].sum(dim=-1) > _ALL_BUT_STOPPING]
+        probs[rows[:, None], stops] = 0.0
+        if len(stopping):
+            scaled = logits[stopping].float() / (self._generation.temperature or 1.0)
+            total = scaled.logsumexp(dim=-1)
+            scaled[:, stops] = -torch.inf
+            rest[stopping] = scaled.logsumexp(dim=-1) - total
+            if bool(rest.isinf().any()):
+                raise InvalidLogitsError(int(rest.isinf().nonzero()[0]))
+            probs[stopping] = torch.softmax(scaled, dim=-1)
+        return rest
 
     def _sample_fused(
         self, logits: torch.Tensor, uniforms: torch.Tensor, is_early: npt.NDArray[np.bool_]

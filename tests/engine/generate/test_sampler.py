@@ -118,6 +118,52 @@ def test_early_rows_cannot_stop_but_the_policy_is_not_masked(filters):
         torch.testing.assert_close(result.logprobs[0], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("filters", [{}, {"temperature": 0.0}, {"temperature": 0.1}, {"top_k": 3}, {"top_p": 0.8}])
+@pytest.mark.parametrize("lead", [2.0, 15.0, 120.0, 1000.0])
+def test_rows_that_want_to_stop_choose_among_the_other_tokens(filters, lead):
+    generation = GenerationConfig(**filters)
+    others = torch.tensor([0.1, 0.3, 0.2, 0.25, 0.15]).log() * generation.temperature
+    logits = torch.cat((others[:2], torch.tensor([lead]), others[2:]))[None].repeat(200, 1)
+    uniforms = (torch.arange(200, dtype=torch.float64) + 0.5) / 200
+    drawn = sample(logits, uniforms, generation, forbidden=np.ones(200, dtype=bool), stop_ids=(2,))
+    if generation.temperature == 0.0:
+        expected = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])  # all are equal
+    else:
+        barred = logits[0].double()
+        barred[2] = -torch.inf
+        expected = reference(barred, generation.temperature, generation.top_k, generation.top_p)
+    found = torch.bincount(drawn.tokens, minlength=6) / 200.0
+    torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=0.011)
+    policy = torch.log_softmax(logits.double() / (generation.temperature or 1.0), dim=-1)[0]
+    torch.testing.assert_close(drawn.policy_logprobs.double(), policy[drawn.tokens], rtol=1e-5, atol=1e-4)
+    wanted = expected.double().log()[drawn.tokens]
+    torch.testing.assert_close(drawn.logprobs.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_can_only_stop_is_invalid(temperature):
+    logits = torch.full((3, 5), -torch.inf)
+    logits[:, 1], logits[[0, 2], 3] = 1.0, 0.0
+    with pytest.raises(InvalidLogitsError) as error:
+        sample(
+            logits,
+            torch.full((3,), 0.5, dtype=torch.float64),
+            GenerationConfig(temperature=temperature),
+            forbidden=np.ones(3, dtype=bool),
+            stop_ids=(1,),
+        )
+    assert error.value.row == 1
+
+
+def test_rounding_at_the_end_of_a_block_draws_no_improbable_token():
+    torch.manual_seed(0)
+    logits = torch.randn(4000, 256)
+    logits[:, -1] = -90.0
+    for uniform in (1 - 5e-8, 1 - 1e-8, 1 - 2**-53):
+        drawn = sample(logits, torch.full((4000,), uniform, dtype=torch.float64), GenerationConfig())
+        assert (drawn.logprobs > -30.0).all()
+
+
 @pytest.mark.parametrize("vocab_size", [1, 3, 255, 256, 257, 1000])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.95}, {"top_k": 3}])
 def test_the_ends_of_the_unit_interval_and_any_vocabulary_size(vocab_size, filters):
