@@ -1,9 +1,9 @@
 """Linear layers, with the norm before them, whose weights are repacked once and used many times without gradient.
 
-This is the only place that knows which machine gains from packing. On CPUs with a matrix unit, the packed layout of
-bfloat16 is that of `realrl.kernels`. Otherwise, with AVX-512, oneDNN's blocked layout is two to five times as fast as
-the default kernel for the rows of a decode step; with AVX2 alone it is somewhat faster for very few rows. Everywhere
-else the plain twin below is used.
+This is the only place that knows which machine gains from packing. On CPUs with a matrix unit, the packed layout is
+that of `realrl.kernels`. Otherwise, with AVX-512, oneDNN's blocked layout is two to five times as fast as the default
+kernel for the rows of a decode step; with AVX2 alone it is somewhat faster for very few rows. Everywhere else the plain
+twin below is used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from realrl.kernels import RMSNorm, TiledGated, TiledLinear, can_multiply, can_use, rms_norm
+from realrl.kernels import RMSNorm, TiledGated, TiledLinear, can_use, rms_norm
 from realrl.model.activation import activate
 from realrl.model.config import Activation
 from realrl.model.linear import HAS_AVX512
@@ -85,7 +85,7 @@ def fuse_gated(
     if not pack:
         joined = fuse_linears([gate, up], dtype=dtype, pack=False)
         return _after(before, lambda x: _gate(joined(x, None), activation))
-    if can_multiply(gate.weight.device, dtype):
+    if can_use(gate.weight.device, dtype):
         bias = None if gate.bias is None else _join([gate.bias, up.bias]).to(dtype)
         gated = TiledGated(effective_weight(gate, dtype), effective_weight(up, dtype), bias, activation, within)
         return _after(before, gated)
@@ -115,7 +115,7 @@ def _place(
     """What is to be done before a product of the normalised input, and the norm that the product itself applies."""
     if norm is None:
         return None, None
-    if pack and norm.kind == "rms" and can_multiply(device, dtype):
+    if pack and norm.kind == "rms" and can_use(device, dtype):
         return None, _kernel_norm(norm)
     return fuse_norm(norm, dtype, pack=pack), None
 
@@ -131,7 +131,7 @@ def _kernel_norm(norm: Norm) -> RMSNorm:
 
 
 def _pack(weight: torch.Tensor, bias: torch.Tensor | None, norm: RMSNorm | None = None) -> TiledLinear | PackedLinear:
-    return TiledLinear(weight, bias, norm) if can_multiply(weight.device, weight.dtype) else PackedLinear(weight, bias)
+    return TiledLinear(weight, bias, norm) if can_use(weight.device, weight.dtype) else PackedLinear(weight, bias)
 
 
 def _gate(gate_and_up: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -8,25 +8,23 @@
 #include <unistd.h>
 
 #include "attention.h"
-#include "linear.h"
+#include "linear_bf16.h"
+#include "linear_fp32.h"
 #include "norm.h"
 #include "sampling.h"
 
 // Every function ends with the number of threads.
-extern "C" void pack_bf16(const uint16_t* w, const uint16_t* other, int64_t stride, int64_t n, int64_t n_inputs,
-                          uint16_t* out, int threads) {
-  pack(w, other, stride, n, n_inputs, out, threads);
-}
-
-extern "C" void linear_bf16(const uint16_t* x, int64_t stride, int64_t n_rows, int64_t n_inputs, const float* norm,
-                            float eps, const uint16_t* w, int64_t n_columns, const uint16_t* bias,
-                            const uint16_t* residual, int64_t residual_stride, int activation, int is_gated,
-                            uint16_t* out, int threads) {
-  linear(x, stride, n_inputs, Norm{norm, eps}, w,
-         Epilogue{bias, residual, out, residual_stride, n_rows, n_columns, activation, is_gated != 0}, threads);
-}
-
 #define EXPORT(T, NAME)                                                                                               \
+  extern "C" void pack_##NAME(const T* w, const T* other, int64_t stride, int64_t n, int64_t n_inputs, T* out,        \
+                              int threads) {                                                                          \
+    pack(w, other, stride, n, n_inputs, out, threads);                                                                \
+  }                                                                                                                   \
+  extern "C" void linear_##NAME(const T* x, int64_t stride, int64_t n_rows, int64_t n_inputs, const float* norm,      \
+                                float eps, const T* w, int64_t n_columns, const T* bias, const T* residual,           \
+                                int64_t residual_stride, int activation, int is_gated, T* out, int threads) {         \
+    linear(x, stride, n_inputs, Norm{norm, eps}, w,                                                                   \
+           Epilogue<T>{bias, residual, out, residual_stride, n_rows, n_columns, activation, is_gated != 0}, threads); \
+  }                                                                                                                   \
   extern "C" void rms_norm_##NAME(const T* x, int64_t n_rows, int64_t size, const float* weight, float eps, T* out,   \
                                   int threads) {                                                                      \
     rms_norm(x, n_rows, size, Norm{weight, eps}, out, threads);                                                       \

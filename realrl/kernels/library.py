@@ -41,18 +41,19 @@ _OPENMP_RUNTIME = re.compile(r"/lib(?:gomp|iomp5)[^/]*\.so[^/]*$")
 _COMPILE_SECONDS = 300
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-_ARGUMENTS = {  # of the functions, each for some dtypes
-    ("pack", "bf16"): (_pointer, _pointer, _long, _long, _long, _pointer, _int),
-    ("linear", "bf16"): (
-        _pointer, *(_long,) * 3, _pointer, _float, _pointer, _long, _pointer, _pointer, *(_long, _int, _int), _pointer,
+_ARGUMENTS = {
+    "pack": (_pointer, _pointer, _long, _long, _long, _pointer, _int),
+    "linear": (
+        _pointer, *(_long,) * 3, _pointer, _float, _pointer, _long, _pointer, _pointer, _long, *(_int,) * 2, _pointer,
         _int,
     ),
-    ("rms_norm", "fp32", "bf16"): (_pointer, _long, _long, _pointer, _float, _pointer, _int),
-    ("attend", "fp32", "bf16"): (
+    "rms_norm": (_pointer, _long, _long, _pointer, _float, _pointer, _int),
+    "attend": (
         _pointer, _long, _pointer, _pointer, _long, _pointer, *(_long,) * 5, _pointer, _pointer, _float, _pointer, _int,
     ),
-    ("sample", "fp32", "bf16"): (_pointer, _long, _long, _float, _int, *(_pointer,) * 3, _long, *(_pointer,) * 3, _int),
+    "sample": (_pointer, _long, _long, _float, _int, *(_pointer,) * 3, _long, *(_pointer,) * 3, _int),
 }  # fmt: skip
+DTYPES = ("fp32", "bf16")
 
 
 class UnavailableError(Exception):
@@ -69,7 +70,7 @@ def why_not() -> str | None:
 
 
 def load() -> ctypes.CDLL:
-    """The kernels, each by its name and dtype: ``load().linear_bf16``.
+    """The kernels, each by its name and one of `DTYPES`: ``load().linear_bf16``.
 
     The first call may compile, which takes some seconds.
 
@@ -188,8 +189,8 @@ def _open(path: Path) -> ctypes.CDLL:
         raise UnavailableError(f"realrl's cannot be loaded: {error}") from error
     if refused := library.enable_tiles():
         raise UnavailableError(f"the system does not let this process use the matrix unit: {os.strerror(refused)}")
-    for (name, *dtypes), arguments in _ARGUMENTS.items():
-        for dtype in dtypes:
+    for name, arguments in _ARGUMENTS.items():
+        for dtype in DTYPES:
             function = getattr(library, f"{name}_{dtype}")
             function.argtypes, function.restype = arguments, None
     return library

@@ -1,4 +1,4 @@
-"""The kernels on tensors: on the CPU, without gradient, in float32 or bfloat16, but products in bfloat16 alone.
+"""The kernels on tensors: on the CPU, without gradient, in float32 or bfloat16.
 
 The result of a row is the same whatever other rows there are, and however many threads.
 
@@ -15,20 +15,16 @@ import torch
 from realrl.kernels.library import load, why_not
 from realrl.model.config import Activation
 
-_LANES, _DEPTH = 16, 32  # a tile of weights has so many columns and so many inputs
+_LANES, _DEPTH = 16, 32  # a tile of bfloat16 weights has so many columns and so many inputs
+_COLUMNS = 48  # of a group of float32 weights
 _ALIGNMENT = 64  # bytes
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}
 
 
 def can_use(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for this device and dtype; for products see `can_multiply`."""
+    """Whether there are kernels for this device and dtype."""
     return device.type == "cpu" and dtype in _NAMES and why_not() is None
-
-
-def can_multiply(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `TiledLinear` and `TiledGated` take weights on this device and of this dtype."""
-    return dtype == torch.bfloat16 and can_use(device, dtype)
 
 
 @dataclass(frozen=True)
@@ -45,10 +41,12 @@ class RMSNorm:
 
 
 class TiledLinear:
-    """x W^T + bias on the matrix unit, accumulated in float32, with its own copy of the weight in tiles.
+    """x W^T + bias with its own copy of the weight: bfloat16 on the matrix unit, float32 with vectors.
+
+    Sums are in float32.
 
     Args:
-        weight: bfloat16 [out, in].
+        weight: [out, in].
         bias: [out] or None.
         norm: applied to x first.
     """
@@ -69,8 +67,8 @@ class TiledGated:
     """activation(x G^T + bias) * (x U^T + bias) in one pass over both weights.
 
     Args:
-        gate: bfloat16 [out, in].
-        up: bfloat16 [out, in].
+        gate: [out, in].
+        up: [out, in].
         bias: [2 * out], of the gate and then of the other, or None.
         activation: of the gate.
         norm: applied to x first.
@@ -99,12 +97,12 @@ class _Tiles:
         weight, other = weight.detach().contiguous(), None if other is None else other.detach().contiguous()
         self._n_columns, self._n_inputs = weight.shape
         self._is_gated = other is not None
-        n_groups = -(-self._n_columns // (_LANES if self._is_gated else 2 * _LANES))
-        self._tiles = _aligned(n_groups * -(-self._n_inputs // _DEPTH) * _DEPTH * 2 * _LANES, weight.dtype)
+        name = _NAMES[weight.dtype]
+        self._tiles = _aligned(_packed_size(weight, is_gated=self._is_gated), weight.dtype)
         self._bias = None if bias is None else bias.detach().contiguous()
         self._norm = norm
-        self._multiply = load().linear_bf16
-        load().pack_bf16(
+        self._multiply = getattr(load(), f"linear_{name}")
+        getattr(load(), f"pack_{name}")(
             weight.data_ptr(), _address(other), weight.stride(0), self._n_columns, self._n_inputs,
             self._tiles.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
@@ -126,6 +124,15 @@ class _Tiles:
             self._is_gated, out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+
+def _packed_size(weight: torch.Tensor, *, is_gated: bool) -> int:
+    """How many numbers, with those that fill the last group of columns."""
+    n_columns, n_inputs = weight.shape
+    if weight.dtype == torch.float32:
+        return -(-n_columns // _COLUMNS) * _COLUMNS * n_inputs * (2 if is_gated else 1)
+    n_groups = -(-n_columns // (_LANES if is_gated else 2 * _LANES))
+    return n_groups * 2 * _LANES * -(-n_inputs // _DEPTH) * _DEPTH
 
 
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:

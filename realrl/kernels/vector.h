@@ -60,6 +60,32 @@ __m512 sum_each(const __m512* v) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(w[0], w[1], 0x88), _mm512_shuffle_f32x4(w[0], w[1], 0xdd));
 }
 
+// The transpose of a matrix of 16 x 16 numbers of 32 bits.
+void transpose(__m512i* m) {
+  __m512i u[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {
+    u[i] = _mm512_unpacklo_epi32(m[i], m[i + 1]);
+    u[i + 1] = _mm512_unpackhi_epi32(m[i], m[i + 1]);
+  }
+  for (int i = 0; i < kLanes; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      m[i + 2 * j] = _mm512_unpacklo_epi64(u[i + j], u[i + j + 2]);
+      m[i + 2 * j + 1] = _mm512_unpackhi_epi64(u[i + j], u[i + j + 2]);
+    }
+  for (int j = 0; j < 4; ++j) {  // m[4 a + j] has column 4 b + j of rows 4 a to 4 a + 3 in its quarter b
+    u[j] = _mm512_shuffle_i32x4(m[j], m[4 + j], 0x88);
+    u[4 + j] = _mm512_shuffle_i32x4(m[j], m[4 + j], 0xdd);
+    u[8 + j] = _mm512_shuffle_i32x4(m[8 + j], m[12 + j], 0x88);
+    u[12 + j] = _mm512_shuffle_i32x4(m[8 + j], m[12 + j], 0xdd);
+  }
+  for (int j = 0; j < 4; ++j) {
+    m[j] = _mm512_shuffle_i32x4(u[j], u[8 + j], 0x88);
+    m[8 + j] = _mm512_shuffle_i32x4(u[j], u[8 + j], 0xdd);
+    m[4 + j] = _mm512_shuffle_i32x4(u[4 + j], u[12 + j], 0x88);
+    m[12 + j] = _mm512_shuffle_i32x4(u[4 + j], u[12 + j], 0xdd);
+  }
+}
+
 enum Use { kSharedRows, kOwnRows, kSplitColumns, kAttention, kSampling };
 
 // Memory of the calling thread that outlives the call.

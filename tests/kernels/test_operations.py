@@ -27,10 +27,7 @@ def assert_close(actual, exact, dtype, factor=1.0):
     assert error <= factor * scale * (2**-20 if dtype == torch.float32 else 2**-8), (error, scale)
 
 
-def bf16(*shape):
-    return torch.randn(shape, dtype=torch.bfloat16)
-
-
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("n_rows", "n_inputs", "n_outputs"),
     [
@@ -44,25 +41,28 @@ def bf16(*shape):
         (600, 96, 80),
     ],
 )
-def test_products(n_rows, n_inputs, n_outputs):
-    x, bias, residual = bf16(n_rows, n_inputs), bf16(n_outputs), bf16(n_rows, n_outputs)
-    weight, other = (bf16(n_outputs, n_inputs) * n_inputs**-0.5 for _ in range(2))
+def test_products(dtype, n_rows, n_inputs, n_outputs):
+    x, bias, residual = (
+        torch.randn(*shape, dtype=dtype) for shape in ((n_rows, n_inputs), (n_outputs,), (n_rows, n_outputs))
+    )
+    weight, other = (torch.randn(n_outputs, n_inputs, dtype=dtype) * n_inputs**-0.5 for _ in range(2))
     y = x.double() @ weight.double().T
     z = x.double() @ other.double().T
     linear, plain = kernels.TiledLinear(weight, bias), kernels.TiledLinear(weight, None)
-    assert_close(plain(x), y, torch.bfloat16)
+    assert_close(plain(x), y, dtype)
     y += bias
-    assert_close(linear(x), y, torch.bfloat16)
-    assert_close(linear(x, residual), y + residual, torch.bfloat16)
-    assert_close(linear.activated(x, "silu"), F.silu(y), torch.bfloat16)
-    assert_close(linear.activated(x, "gelu_tanh"), F.gelu(y, approximate="tanh"), torch.bfloat16)
+    assert_close(linear(x), y, dtype)
+    assert_close(linear(x, residual), y + residual, dtype)
+    assert_close(linear.activated(x, "silu"), F.silu(y), dtype)
+    assert_close(linear.activated(x, "gelu_tanh"), F.gelu(y, approximate="tanh"), dtype)
     gated = kernels.TiledGated(weight, other, torch.cat((bias, -bias)), "silu")
-    assert_close(gated(x), F.silu(y) * (z - bias), torch.bfloat16)
+    assert_close(gated(x), F.silu(y) * (z - bias), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n_rows", "n_inputs"), [(1, 576), (9, 33), (32, 100), (300, 64)])
-def test_a_norm_within_a_product_is_that_before_it(n_rows, n_inputs):
-    x, weight, other = bf16(n_rows, n_inputs), bf16(40, n_inputs), bf16(40, n_inputs)
+def test_a_norm_within_a_product_is_that_before_it(dtype, n_rows, n_inputs):
+    x, weight, other = (torch.randn(n, n_inputs, dtype=dtype) for n in (n_rows, 40, 40))
     norm = kernels.RMSNorm(torch.rand(n_inputs), 1e-3)
     normed = kernels.rms_norm(x, norm)
     assert torch.equal(kernels.TiledLinear(weight, None, norm)(x), kernels.TiledLinear(weight, None)(normed))
@@ -70,25 +70,39 @@ def test_a_norm_within_a_product_is_that_before_it(n_rows, n_inputs):
     assert torch.equal(fused(x), plain(normed))
 
 
-def test_a_row_does_not_depend_on_its_company():
-    x, linear = bf16(300, 576), kernels.TiledLinear(bf16(200, 576), None, kernels.RMSNorm(torch.rand(576), 1e-5))
+def test_float32_products_are_as_exact_as_torchs():
+    x, weight = torch.randn(64, 1024), torch.randn(512, 1024)
+    exact = x.double() @ weight.double().T
+
+    def error(y):
+        return (y - exact).square().mean().sqrt().item()
+
+    assert error(kernels.TiledLinear(weight, None)(x)) < 2 * error(F.linear(x, weight))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_depend_on_its_company(dtype):
+    x, weight = torch.randn(300, 576, dtype=dtype), torch.randn(200, 576, dtype=dtype)
+    linear = kernels.TiledLinear(weight, None, kernels.RMSNorm(torch.rand(576), 1e-5))
     alone = torch.cat([linear(row[None]) for row in x])
     assert torch.equal(linear(x), alone)
     assert torch.equal(linear(x[5:25]), alone[5:25])
 
 
-def test_strided_inputs():
-    wide, linear = bf16(5, 2, 64), kernels.TiledLinear(bf16(48, 64), None)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_inputs(dtype):
+    wide, linear = torch.randn(5, 2, 64, dtype=dtype), kernels.TiledLinear(torch.randn(48, 64, dtype=dtype), None)
     for x in (wide[:, 1], wide.permute(1, 0, 2)[0], wide[:, 0].T.contiguous().T):
         assert torch.equal(linear(x), linear(x.clone(memory_format=torch.contiguous_format)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_stays_so(value):
-    x = bf16(3, 64)
+def test_what_is_not_finite_stays_so(dtype, value):
+    x = torch.randn(3, 64, dtype=dtype)
     x[1, 7] = value
     for norm in (None, kernels.RMSNorm(torch.ones(64), 1e-5)):
-        y = kernels.TiledLinear(bf16(40, 64), None, norm)(x)
+        y = kernels.TiledLinear(torch.randn(40, 64, dtype=dtype), None, norm)(x)
         assert torch.isfinite(y[[0, 2]]).all()
         assert not torch.isfinite(y[1]).any()
 
@@ -167,18 +181,21 @@ def test_attention_that_is_not_finite_stays_so(dtype, value, head, length):
     assert out[1, 1].isnan().all() == (head == 2 or value == 3e30)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_activations_of_everything(activation):
-    x = torch.zeros(13, 32, dtype=torch.bfloat16)
+def test_activations_of_everything(dtype, activation):
+    x = torch.zeros(13, 32, dtype=dtype)
     x[:, 0] = torch.tensor(
         [-torch.inf, -3e38, -1e3, -95.0, -60.0, -5.0, 0.0, 1.0, 60.0, 95.0, 3e38, torch.inf, torch.nan]
     )
-    weight = torch.zeros(1, 32, dtype=torch.bfloat16)
+    weight = torch.zeros(1, 32, dtype=dtype)
     weight[0, 0] = 1.0
     wide = x[:, 0].double()
     exact = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate="tanh")
     y = kernels.TiledLinear(weight, None).activated(x, activation)[:, 0]
-    torch.testing.assert_close(y, exact.to(y.dtype), rtol=2**-7, atol=1e-30, equal_nan=True)
+    torch.testing.assert_close(
+        y, exact.to(y.dtype), rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=1e-30, equal_nan=True
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

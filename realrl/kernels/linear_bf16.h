@@ -6,7 +6,9 @@
 
 namespace {
 
-constexpr int kDepth = 32;  // numbers in a row of a tile, of which it has kLanes
+constexpr int kWidth = 2 * kLanes;  // columns are multiplied together so many at a time: neighbours, or half of them
+                                    // of one matrix and half of the other
+constexpr int kDepth = 32;          // numbers in a row of a tile, of which it has kLanes
 constexpr int kTile = kLanes * kDepth;
 constexpr int64_t kTileRows = 256;  // rows are multiplied so many at a time: they stay in the second-level cache
 
@@ -101,8 +103,8 @@ void multiply_tiles(const uint16_t* rows, int64_t step, const uint16_t* w, int64
 
 // w: [group][depth block][2 tiles], see `pack`.
 void linear(const uint16_t* x, int64_t stride, int64_t n_inputs, const Norm& norm, const uint16_t* w,
-            const Epilogue& epilogue, int n_threads) {
-  const int64_t n_rows = epilogue.n_rows, n_blocks = ceil_div(n_inputs, kDepth), n_groups = epilogue.n_groups();
+            const Epilogue<uint16_t>& epilogue, int n_threads) {
+  const int64_t n_rows = epilogue.n_rows, n_blocks = ceil_div(n_inputs, kDepth), n_groups = epilogue.n_groups(kWidth);
   const int64_t step = n_blocks * kTile;
   const bool is_few = n_rows <= 2 * kLanes;  // every thread packs them for itself, which is sooner done than waiting
   uint16_t* shared = is_few ? nullptr : scratch<kSharedRows, uint16_t>(kTileRows / kLanes * step);
@@ -129,36 +131,14 @@ void linear(const uint16_t* x, int64_t stride, int64_t n_inputs, const Norm& nor
             multiply_tiles<true>(rows + t * step, step, columns, n_blocks, sums);
           else
             multiply_tiles<false>(rows + t * step, step, columns, n_blocks, sums);
-          epilogue.finish(sums, std::min<int64_t>(2 * kLanes, n - t * kLanes), row0 + t * kLanes, group);
+          const int64_t m = std::min<int64_t>(2 * kLanes, n - t * kLanes);
+          if (epilogue.is_gated)
+            epilogue.finish(sums, sums + kLanes, kWidth, m, row0 + t * kLanes, group * kLanes, 1);
+          else
+            epilogue.finish(sums, nullptr, kWidth, m, row0 + t * kLanes, group * kWidth, 2);
         }
       }
     }
-  }
-}
-
-// The transpose of a matrix of 16 x 16 numbers of 32 bits.
-void transpose(__m512i* m) {
-  __m512i u[kLanes];
-  for (int i = 0; i < kLanes; i += 2) {
-    u[i] = _mm512_unpacklo_epi32(m[i], m[i + 1]);
-    u[i + 1] = _mm512_unpackhi_epi32(m[i], m[i + 1]);
-  }
-  for (int i = 0; i < kLanes; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      m[i + 2 * j] = _mm512_unpacklo_epi64(u[i + j], u[i + j + 2]);
-      m[i + 2 * j + 1] = _mm512_unpackhi_epi64(u[i + j], u[i + j + 2]);
-    }
-  for (int j = 0; j < 4; ++j) {  // m[4 a + j] has column 4 b + j of rows 4 a to 4 a + 3 in its quarter b
-    u[j] = _mm512_shuffle_i32x4(m[j], m[4 + j], 0x88);
-    u[4 + j] = _mm512_shuffle_i32x4(m[j], m[4 + j], 0xdd);
-    u[8 + j] = _mm512_shuffle_i32x4(m[8 + j], m[12 + j], 0x88);
-    u[12 + j] = _mm512_shuffle_i32x4(m[8 + j], m[12 + j], 0xdd);
-  }
-  for (int j = 0; j < 4; ++j) {
-    m[j] = _mm512_shuffle_i32x4(u[j], u[8 + j], 0x88);
-    m[8 + j] = _mm512_shuffle_i32x4(u[j], u[8 + j], 0xdd);
-    m[4 + j] = _mm512_shuffle_i32x4(u[4 + j], u[12 + j], 0x88);
-    m[12 + j] = _mm512_shuffle_i32x4(u[4 + j], u[12 + j], 0xdd);
   }
 }
 
