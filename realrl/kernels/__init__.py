@@ -1,9 +1,9 @@
 """Kernels of a decode step on CPUs with a matrix unit (AMX). Everywhere else torch's own are used.
 
-*.cpp, *.h ──► library: compiled once per machine, loaded ──► operations: on tensors ──► engine/generate
+*.cpp, *.h ──► loader: compiled once per machine, loaded ──► operations: on tensors ──► engine/generate
 """
 
-from realrl.kernels.library import UnavailableError, why_not
+from realrl.kernels.loader import UnavailableError, why_not
 from realrl.kernels.operations import (
     RMSNorm,
     TiledGated,

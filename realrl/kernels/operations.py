@@ -7,12 +7,13 @@ Shapes: T rows, B rows of a decode step, N query heads, K KV heads, D head size,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from realrl.kernels.library import load, why_not
+from realrl.kernels.loader import load, why_not
 from realrl.model.config import Activation
 
 _LANES, _DEPTH = 16, 32  # a tile of bfloat16 weights has so many columns and so many inputs
@@ -97,12 +98,11 @@ class _Tiles:
         weight, other = weight.detach().contiguous(), None if other is None else other.detach().contiguous()
         self._n_columns, self._n_inputs = weight.shape
         self._is_gated = other is not None
-        name = _NAMES[weight.dtype]
         self._tiles = _aligned(_packed_size(weight, is_gated=self._is_gated), weight.dtype)
         self._bias = None if bias is None else bias.detach().contiguous()
         self._norm = norm
-        self._multiply = getattr(load(), f"linear_{name}")
-        getattr(load(), f"pack_{name}")(
+        self._multiply = _kernel("linear", weight.dtype)
+        _kernel("pack", weight.dtype)(
             weight.data_ptr(), _address(other), weight.stride(0), self._n_columns, self._n_inputs,
             self._tiles.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
@@ -138,8 +138,7 @@ def _packed_size(weight: torch.Tensor, *, is_gated: bool) -> int:
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     """The norm of x [T, size]."""
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    function = getattr(load(), f"rms_norm_{_NAMES[x.dtype]}")
-    function(
+    _kernel("rms_norm", x.dtype)(
         x.data_ptr(), len(x), x.shape[1], norm.weight.data_ptr(), norm.eps, out.data_ptr(), torch.get_num_threads()
     )
     return out
@@ -181,7 +180,7 @@ def attend(
     size = width - 2 * n_kv_heads * head_dim
     out = qkv.new_empty(n_rows, size)
     cos, sin = (None, None) if rope is None else rope
-    getattr(load(), f"attend_{_NAMES[qkv.dtype]}")(
+    _kernel("attend", qkv.dtype)(
         qkv.data_ptr(), qkv.stride(0), keys.data_ptr(), values.data_ptr(), capacity, lengths.data_ptr(),
         n_rows, size // head_dim, n_kv_heads, head_dim, window or 0, _address(cos), _address(sin), scale,
         out.data_ptr(), torch.get_num_threads(),
@@ -216,12 +215,18 @@ def sample(
     stops = torch.tensor(list(stop_ids), dtype=torch.int64)
     tokens = torch.empty(n_rows, dtype=torch.int64)
     logprobs, policy_logprobs = torch.empty(2, n_rows)
-    getattr(load(), f"sample_{_NAMES[logits.dtype]}")(
+    _kernel("sample", logits.dtype)(
         logits.data_ptr(), n_rows, logits.shape[1], 1.0 / (temperature or 1.0), temperature == 0.0,
         uniforms.data_ptr(), is_early.data_ptr(), stops.data_ptr(), len(stops),
         tokens.data_ptr(), logprobs.data_ptr(), policy_logprobs.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return tokens, logprobs, policy_logprobs
+
+
+@cache
+def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    kernel: Callable[..., None] = getattr(load(), f"{name}_{_NAMES[dtype]}")
+    return kernel
 
 
 def _address(x: torch.Tensor | None) -> int | None:

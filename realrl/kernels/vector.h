@@ -86,7 +86,7 @@ void transpose(__m512i* m) {
   }
 }
 
-enum Use { kSharedRows, kOwnRows, kSplitColumns, kAttention, kSampling };
+enum Use { kSharedRows, kOwnRows, kAttention, kSampling };
 
 // Memory of the calling thread that outlives the call.
 template <Use, typename T>

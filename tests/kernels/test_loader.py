@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from realrl.kernels import library
-from realrl.kernels.library import UnavailableError, build, check_cpu
+from realrl.kernels import loader
+from realrl.kernels.loader import UnavailableError, build, check_cpu
 
 NEEDED = "amx_tile amx_bf16 avx512f avx512bw avx512dq avx512vl avx512_bf16 fma"
 
@@ -108,21 +108,18 @@ def test_whoever_wants_it_meanwhile_waits(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(log.read_text().splitlines()) == 2  # to compile and to link
 
 
-def said(code: str, **environment: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
 def test_they_can_be_turned_off() -> None:
-    assert said("from realrl.kernels import why_not; print(why_not())", REALRL_KERNELS="0") == (
-        "REALRL_KERNELS=0 turns realrl's off"
+    code = "from realrl.kernels import why_not; print(why_not())"
+    said = subprocess.run(
+        [sys.executable, "-c", code], env={"REALRL_KERNELS": "0"}, capture_output=True, text=True, check=True
     )
+    assert said.stdout.strip() == "REALRL_KERNELS=0 turns realrl's off"
 
 
 def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(library, "cache_dir", fail)
+    monkeypatch.setattr(loader, "cache_dir", fail)
     with pytest.raises(UnavailableError, match="no folder to compile realrl's in"):
-        library.cache_folder()
+        loader.cache_folder()
