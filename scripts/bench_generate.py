@@ -27,7 +27,7 @@ import torch
 
 from realrl.config.schema import GenerationConfig
 from realrl.engine.generate import Generator
-from realrl.kernels import why_not
+from realrl.kernels import describe
 from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
 from realrl.model.hf import load_model, save_model
@@ -74,7 +74,7 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(args.threads)
     warnings.filterwarnings("ignore")
-    print("kernels: " + (f"torch's ({why_not()})" if why_not() else "realrl's"))
+    print(f"realrl with {describe()}")
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.model or find_model(Path(scratch))
         outcomes = [outcome for dtype in args.dtype for outcome in bench_dtype(folder, dtype, args)]
@@ -86,7 +86,7 @@ def main() -> None:
         "pairs": args.pairs,
         "torch": torch.__version__,
         "cpu": platform.processor() or platform.machine(),
-        "kernels": why_not() or "realrl's",
+        "kernels": describe(),
         "results": [asdict(outcome) for outcome in outcomes],
     }
     args.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

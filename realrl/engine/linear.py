@@ -1,9 +1,9 @@
 """Linear layers, with the norm before them, whose weights are repacked once and used many times without gradient.
 
-This is the only place that knows which machine gains from packing. On CPUs with a matrix unit, the packed layout is
-that of `realrl.kernels`. Otherwise, with AVX-512, oneDNN's blocked layout is two to five times as fast as the default
-kernel for the rows of a decode step; with AVX2 alone it is somewhat faster for very few rows. Everywhere else the plain
-twin below is used.
+This is the only place that knows which machine gains from packing. Where there are `realrl.kernels`, the packed layout
+is theirs. Otherwise, with AVX-512, oneDNN's blocked layout is two to five times as fast as the default kernel for the
+rows of a decode step; with AVX2 alone it is somewhat faster for very few rows. Everywhere else the plain twin below is
+used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Kernels of a decode step on CPUs with a matrix unit (AMX). Everywhere else torch's own are used.
+"""Kernels of a decode step on CPUs with AVX-512 or a matrix unit (AMX). Everywhere else torch's own are used.
 
 *.cpp, *.h ──► loader: compiled once per machine, loaded ──► operations: on tensors ──► engine/generate
 """
 
-from realrl.kernels.loader import UnavailableError, why_not
+from realrl.kernels.loader import UnavailableError, describe, why_not
 from realrl.kernels.operations import (
     RMSNorm,
     TiledGated,
@@ -23,6 +23,7 @@ __all__ = [
     "attend",
     "can_attend",
     "can_use",
+    "describe",
     "rms_norm",
     "sample",
     "why_not",

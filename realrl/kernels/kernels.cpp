@@ -1,29 +1,34 @@
-// A decode step's arithmetic on x86-64 CPUs with a matrix unit (AMX) and AVX-512. Numbers are float32, or bfloat16
-// (uint16_t) with everything in between in float32.
+// A decode step's arithmetic on x86-64 CPUs with AVX-512. Numbers are float32, or bfloat16 (uint16_t) with everything
+// in between in float32. The compiler's options say what else there is: bfloat16 vectors, a matrix unit (AMX).
 //
 // What a row's result is depends neither on the other rows nor on the number of threads.
 
-#include <errno.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include "attention.h"
-#include "linear_bf16.h"
-#include "linear_fp32.h"
+#include "linear_vectors.h"
 #include "norm.h"
 #include "sampling.h"
+#ifdef __AMX_BF16__
+#include "linear_tiles.h"
+namespace bf16_products = tiles;
+#else
+namespace bf16_products = vectors;
+#endif
 
-// Every function ends with the number of threads.
-#define EXPORT(T, NAME)                                                                                               \
+// Every function but the first ends with the number of threads.
+#define EXPORT(T, NAME, PRODUCTS)                                                                                     \
+  extern "C" int64_t packed_size_##NAME(int64_t n, int64_t n_inputs, int is_gated) {                                  \
+    return PRODUCTS::packed_size<T>(n, n_inputs, is_gated != 0);                                                      \
+  }                                                                                                                   \
   extern "C" void pack_##NAME(const T* w, const T* other, int64_t stride, int64_t n, int64_t n_inputs, T* out,        \
                               int threads) {                                                                          \
-    pack(w, other, stride, n, n_inputs, out, threads);                                                                \
+    PRODUCTS::pack(w, other, stride, n, n_inputs, out, threads);                                                      \
   }                                                                                                                   \
   extern "C" void linear_##NAME(const T* x, int64_t stride, int64_t n_rows, int64_t n_inputs, const float* norm,      \
                                 float eps, const T* w, int64_t n_columns, const T* bias, const T* residual,           \
                                 int64_t residual_stride, int activation, int is_gated, T* out, int threads) {         \
-    linear(x, stride, n_inputs, Norm{norm, eps}, w,                                                                   \
-           Epilogue<T>{bias, residual, out, residual_stride, n_rows, n_columns, activation, is_gated != 0}, threads); \
+    PRODUCTS::linear(x, stride, n_inputs, Norm{norm, eps}, w,                                                         \
+                     Epilogue<T>{bias, residual, out, residual_stride, n_rows, n_columns, activation, is_gated != 0}, \
+                     threads);                                                                                        \
   }                                                                                                                   \
   extern "C" void rms_norm_##NAME(const T* x, int64_t n_rows, int64_t size, const float* weight, float eps, T* out,   \
                                   int threads) {                                                                      \
@@ -45,10 +50,5 @@
                        n_stop_ids, tokens, logprobs, policy_logprobs},                                                \
            threads);                                                                                                  \
   }
-EXPORT(float, fp32)
-EXPORT(uint16_t, bf16)
-
-// Ask the system for the right to use tiles, which a process has to do once; 0 if it is given, or an error number.
-extern "C" int enable_tiles() {
-  return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) ? errno : 0;
-}
+EXPORT(float, fp32, vectors)
+EXPORT(uint16_t, bf16, bf16_products)

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -26,22 +27,17 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _MAIN = "kernels.cpp"
-_FEATURES = {  # of the CPU, as Linux names them, and how the compiler is told
-    "amx_tile": "-mamx-tile",
-    "amx_bf16": "-mamx-bf16",
-    "avx512f": "-mavx512f",
-    "avx512bw": "-mavx512bw",
-    "avx512dq": "-mavx512dq",
-    "avx512vl": "-mavx512vl",
-    "avx512_bf16": "-mavx512bf16",
-    "fma": "-mfma",
-}
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", *_FEATURES.values())
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp")
+_NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")  # of the CPU, as Linux names them
+_BF16 = "avx512_bf16"
+_AMX = ("amx_tile", "amx_bf16")
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18
 _OPENMP_RUNTIME = re.compile(r"/lib(?:gomp|iomp5)[^/]*\.so[^/]*$")
 _COMPILE_SECONDS = 300
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
+    "packed_size": (_long, _long, _int),
     "pack": (_pointer, _pointer, _long, _long, _long, _pointer, _int),
     "linear": (
         _pointer, *(_long,) * 3, _pointer, _float, _pointer, _long, _pointer, _pointer, _long, *(_int,) * 2, _pointer,
@@ -69,13 +65,20 @@ def why_not() -> str | None:
     return None
 
 
+def describe() -> str:
+    """Which kernels generation uses on CPUs here, and by which instructions or why not, in words."""
+    if reason := why_not():
+        return f"torch's kernels ({reason})"
+    return f"realrl's kernels ({'AMX' if set(_AMX) <= set(_features()) else 'AVX-512'})"
+
+
 def load() -> ctypes.CDLL:
     """The kernels, each by its name and one of `DTYPES`: ``load().linear_bf16``.
 
     The first call may compile, which takes some seconds.
 
     Raises:
-        UnavailableError: a CPU without matrix unit, no compiler, or ``REALRL_KERNELS=0``.
+        UnavailableError: a CPU without AVX-512, no compiler, or ``REALRL_KERNELS=0``.
     """
     outcome = _load()
     if isinstance(outcome, str):
@@ -88,8 +91,7 @@ def _load() -> ctypes.CDLL | str:
     try:
         if os.environ.get("REALRL_KERNELS") == "0":
             raise UnavailableError("REALRL_KERNELS=0 turns realrl's off")
-        check_cpu(platform.system(), platform.machine(), Path("/proc/cpuinfo"))
-        library = _open(build(cache_folder()))
+        library = _open(build(cache_folder(), _features()))
     except UnavailableError as error:
         logger.debug("no kernels: %s", error)
         return str(error)
@@ -104,21 +106,39 @@ def cache_folder() -> Path:
         raise UnavailableError(f"there is no folder to compile realrl's in: {error}") from error
 
 
-def check_cpu(system: str, machine: str, cpu_info: Path) -> None:
-    """Raises UnavailableError unless this is Linux on a CPU with everything that the kernels need."""
+@cache
+def _features() -> tuple[str, ...]:
+    features = cpu_features(platform.system(), platform.machine(), Path("/proc/cpuinfo"))
+    if set(_AMX) <= set(features) and not _may_use_tiles():
+        features = [name for name in features if name not in _AMX]
+    return tuple(features)
+
+
+def cpu_features(system: str, machine: str, cpu_info: Path) -> list[str]:
+    """The features of this CPU that the kernels use; raises UnavailableError unless it is one that they are for."""
     if (system, machine) != ("Linux", "x86_64"):
         raise UnavailableError(f"realrl's are for Linux on x86_64, this is {system} on {machine}")
     found = re.search(r"^flags\s*:(.*)$", cpu_info.read_text(encoding="utf-8"), re.MULTILINE)
     flags = found[1].split() if found else []
-    missing = [name for name in _FEATURES if name not in flags]
-    if "amx_bf16" in missing:
-        raise UnavailableError("the CPU has no matrix unit (AMX)")
-    if missing:
+    if missing := [name for name in _NEEDED if name not in flags]:
         raise UnavailableError(f"the CPU has no {', '.join(missing)}")
+    features = list(_NEEDED)
+    if _BF16 in flags:
+        features.append(_BF16)
+        if set(_AMX) <= set(flags):
+            features.extend(_AMX)
+    return features
 
 
-def build(folder: Path) -> Path:
-    """The compiled library in `folder`, made if it is not there, whole, for this source, compiler and flags.
+def _may_use_tiles() -> bool:
+    """Whether the system gives this process the right to use the matrix unit, for which a process has to ask."""
+    ask = ctypes.CDLL(None).syscall
+    ask.argtypes, ask.restype = (_long, _long, _long), _long
+    return not ask(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA)
+
+
+def build(folder: Path, features: Sequence[str]) -> Path:
+    """The compiled library in `folder`, made if it is not there, whole, for this source, compiler and CPU.
 
     Raises:
         UnavailableError: no compiler, one that fails, or a folder that cannot be used.
@@ -130,17 +150,23 @@ def build(folder: Path) -> Path:
     if not shutil.which(command[0]):
         raise UnavailableError(f"there is no C++ compiler ({command[0] or 'g++'}); with one, generation is faster")
     sources = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
-    name = _digest("\0".join((*command, *_FLAGS, *(path.read_text("utf-8") for path in sources))).encode())
+    flags = [*_FLAGS, *map(_option, features)]
+    name = _digest("\0".join((*command, *flags, *(path.read_text("utf-8") for path in sources))).encode())
     try:
         found = _find(folder, name)
         if found is None:
             folder.mkdir(parents=True, exist_ok=True)
             with open(folder / "lock", "w", encoding="utf-8") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a run compiles, the others wait for it
-                found = _find(folder, name) or _make(folder, name, command)
+                found = _find(folder, name) or _make(folder, name, command, flags)
     except OSError as error:
         raise UnavailableError(f"realrl's cannot be compiled: {error}") from error
     return found
+
+
+def _option(feature: str) -> str:
+    """avx512_bf16 is -mavx512bf16 to a compiler, amx_tile is -mamx-tile."""
+    return "-m" + feature.replace("avx512_", "avx512").replace("_", "-")
 
 
 def _find(folder: Path, name: str) -> Path | None:
@@ -151,10 +177,10 @@ def _find(folder: Path, name: str) -> Path | None:
     return None
 
 
-def _make(folder: Path, name: str, command: list[str]) -> Path:
+def _make(folder: Path, name: str, command: list[str], flags: list[str]) -> Path:
     logger.info("compiling the kernels of generation, once on this machine")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        compiled = _compile(command, Path(scratch))
+        compiled = _compile(command, flags, Path(scratch))
         return compiled.replace(folder / f"kernels-{name}-{_digest(compiled.read_bytes())}.so")
 
 
@@ -162,10 +188,10 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _compile(command: list[str], scratch: Path) -> Path:
+def _compile(command: list[str], flags: list[str], scratch: Path) -> Path:
     compiled, linked = scratch / "kernels.o", scratch / "kernels.so"
     for arguments in (
-        [*command, *_FLAGS, "-c", str(_FOLDER / _MAIN), "-o", str(compiled)],
+        [*command, *flags, "-c", str(_FOLDER / _MAIN), "-o", str(compiled)],
         # without -fopenmp: its functions shall come from the runtime that torch has loaded
         [*command, "-shared", str(compiled), "-o", str(linked)],
     ):
@@ -187,12 +213,10 @@ def _open(path: Path) -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise UnavailableError(f"realrl's cannot be loaded: {error}") from error
-    if refused := library.enable_tiles():
-        raise UnavailableError(f"the system does not let this process use the matrix unit: {os.strerror(refused)}")
     for name, arguments in _ARGUMENTS.items():
         for dtype in DTYPES:
             function = getattr(library, f"{name}_{dtype}")
-            function.argtypes, function.restype = arguments, None
+            function.argtypes, function.restype = arguments, _long if name == "packed_size" else None
     return library
 
 

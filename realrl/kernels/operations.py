@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 from realrl.kernels.loader import load, why_not
 from realrl.model.config import Activation
 
-_LANES, _DEPTH = 16, 32  # a tile of bfloat16 weights has so many columns and so many inputs
-_COLUMNS = 48  # of a group of float32 weights
 _ALIGNMENT = 64  # bytes
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}
@@ -42,7 +41,7 @@ class RMSNorm:
 
 
 class TiledLinear:
-    """x W^T + bias with its own copy of the weight: bfloat16 on the matrix unit, float32 with vectors.
+    """x W^T + bias with its own copy of the weight.
 
     Sums are in float32.
 
@@ -98,7 +97,8 @@ class _Tiles:
         weight, other = weight.detach().contiguous(), None if other is None else other.detach().contiguous()
         self._n_columns, self._n_inputs = weight.shape
         self._is_gated = other is not None
-        self._tiles = _aligned(_packed_size(weight, is_gated=self._is_gated), weight.dtype)
+        n_packed = _kernel("packed_size", weight.dtype)(self._n_columns, self._n_inputs, self._is_gated)
+        self._tiles = _aligned(n_packed, weight.dtype)
         self._bias = None if bias is None else bias.detach().contiguous()
         self._norm = norm
         self._multiply = _kernel("linear", weight.dtype)
@@ -126,15 +126,6 @@ class _Tiles:
         return out
 
 
-def _packed_size(weight: torch.Tensor, *, is_gated: bool) -> int:
-    """How many numbers, with those that fill the last group of columns."""
-    n_columns, n_inputs = weight.shape
-    if weight.dtype == torch.float32:
-        return -(-n_columns // _COLUMNS) * _COLUMNS * n_inputs * (2 if is_gated else 1)
-    n_groups = -(-n_columns // (_LANES if is_gated else 2 * _LANES))
-    return n_groups * 2 * _LANES * -(-n_inputs // _DEPTH) * _DEPTH
-
-
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     """The norm of x [T, size]."""
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -146,7 +137,7 @@ def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
 
 def can_attend(head_dim: int) -> bool:
     """Whether `attend` takes heads of this size."""
-    return head_dim % (2 * _LANES) == 0
+    return head_dim % 32 == 0
 
 
 def attend(
@@ -224,8 +215,8 @@ def sample(
 
 
 @cache
-def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    kernel: Callable[..., None] = getattr(load(), f"{name}_{_NAMES[dtype]}")
+def _kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
+    kernel: Callable[..., Any] = getattr(load(), f"{name}_{_NAMES[dtype]}")
     return kernel
 
 

@@ -25,11 +25,28 @@ __mmask16 first_lanes(int64_t n) { return n >= kLanes ? kAll : n <= 0 ? 0 : (__m
 
 __m512 widen(__m256i bf16) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16)); }
 
+// Rounded to nearest, ties to even.
+__m256i narrow(__m512 x) {
+#ifdef __AVX512BF16__
+  return (__m256i)_mm512_cvtneps_pbh(x);
+#else
+  const __m512i bits = (__m512i)x, even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(rounded, is_nan, quiet), 16));
+#endif
+}
+
 __m512 load(const float* p, __mmask16 mask = kAll) { return _mm512_maskz_loadu_ps(mask, p); }
 __m512 load(const uint16_t* p, __mmask16 mask = kAll) { return widen(_mm256_maskz_loadu_epi16(mask, p)); }
 void store(float* p, __m512 x, __mmask16 mask = kAll) { _mm512_mask_storeu_ps(p, mask, x); }
-void store(uint16_t* p, __m512 x, __mmask16 mask = kAll) {
-  _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(x));
+void store(uint16_t* p, __m512 x, __mmask16 mask = kAll) { _mm256_mask_storeu_epi16(p, mask, narrow(x)); }
+
+// A vector of the first n numbers, and zeros after them.
+__m512i load_words(const float* p, int64_t n) { return (__m512i)load(p, first_lanes(n)); }
+__m512i load_words(const uint16_t* p, int64_t n) {
+  return _mm512_maskz_loadu_epi16(n >= 2 * kLanes ? ~0u : n <= 0 ? 0 : (1u << n) - 1, p);
 }
 
 // Cephes' expf: relative error below 2e-7.

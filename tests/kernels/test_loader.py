@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from realrl.kernels import loader
-from realrl.kernels.loader import UnavailableError, build, check_cpu
+from realrl.kernels.loader import UnavailableError, cpu_features
 
-NEEDED = "amx_tile amx_bf16 avx512f avx512bw avx512dq avx512vl avx512_bf16 fma"
+NEEDED = "avx512f avx512bw avx512dq avx512vl fma"
 
 
 def cpu_info(folder: Path, flags: str) -> Path:
@@ -24,19 +24,35 @@ def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
     monkeypatch.setenv("CXX", str(path))
 
 
+def build(cache: Path) -> Path:
+    return loader.build(cache, NEEDED.split())
+
+
 WRITE_OUTPUT = 'while [ "$1" != "-o" ]; do shift; done; echo compiled > "$2"; echo x >> {log}'
 
 
-def test_a_cpu_with_everything_is_accepted(tmp_path: Path) -> None:
-    check_cpu("Linux", "x86_64", cpu_info(tmp_path, NEEDED))
+@pytest.mark.parametrize(
+    ("more", "used"),
+    [
+        ("", ""),
+        ("avx2 avx512_vnni amx_int8", ""),
+        ("avx512_bf16", "avx512_bf16"),
+        ("avx512_bf16 amx_tile", "avx512_bf16"),
+        ("amx_tile amx_bf16", ""),
+        ("amx_tile amx_int8 amx_bf16 avx512_bf16", "avx512_bf16 amx_tile amx_bf16"),
+    ],
+)
+def test_what_a_cpu_has_is_used(tmp_path: Path, more: str, used: str) -> None:
+    features = cpu_features("Linux", "x86_64", cpu_info(tmp_path, f"{more} {NEEDED}"))
+    assert set(features) == {*NEEDED.split(), *used.split()}
 
 
 @pytest.mark.parametrize(
     ("system", "machine", "flags", "said"),
     [
-        ("Linux", "x86_64", "avx2 fma", "the CPU has no matrix unit"),
-        ("Linux", "x86_64", "", "the CPU has no matrix unit"),
-        ("Linux", "x86_64", "amx_bf16 amx_tile fma", "the CPU has no avx512f, avx512bw"),
+        ("Linux", "x86_64", "avx2 fma", "the CPU has no avx512f, avx512bw, avx512dq, avx512vl$"),
+        ("Linux", "x86_64", "", "the CPU has no avx512f"),
+        ("Linux", "x86_64", "amx_bf16 amx_tile avx512_bf16 fma", "the CPU has no avx512f"),
         ("Darwin", "arm64", NEEDED, "this is Darwin on arm64"),
         ("Linux", "aarch64", NEEDED, "this is Linux on aarch64"),
     ],
@@ -45,7 +61,24 @@ def test_other_machines_are_refused_with_the_reason(
     tmp_path: Path, system: str, machine: str, flags: str, said: str
 ) -> None:
     with pytest.raises(UnavailableError, match=said):
-        check_cpu(system, machine, cpu_info(tmp_path, flags))
+        cpu_features(system, machine, cpu_info(tmp_path, flags))
+
+
+def test_without_the_right_to_the_matrix_unit_vectors_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = [*NEEDED.split(), "avx512_bf16", "amx_tile", "amx_bf16"]
+    monkeypatch.setattr(loader, "cpu_features", lambda *_: everything)
+    for is_granted, used in ((True, everything), (False, everything[:-2])):
+        monkeypatch.setattr(loader, "_may_use_tiles", lambda answer=is_granted: answer)
+        assert loader._features.__wrapped__() == tuple(used)
+
+
+def test_options_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(tmp_path, monkeypatch, f'echo "$@" >> {tmp_path / "said"}; ' + WRITE_OUTPUT.format(log=tmp_path / "log"))
+    plain = build(tmp_path / "cache")
+    assert loader.build(tmp_path / "cache", [*NEEDED.split(), "avx512_bf16", "amx_tile", "amx_bf16"]) != plain
+    first, *_, last, _ = (tmp_path / "said").read_text().splitlines()
+    assert "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -c" in first
+    assert "-mfma -mavx512bf16 -mamx-tile -mamx-bf16 -c" in last
 
 
 def test_without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

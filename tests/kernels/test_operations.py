@@ -3,11 +3,29 @@ import torch
 from torch.nn import functional as F
 
 from realrl import kernels
+from realrl.kernels import loader, operations
 from realrl.model.rope import rope_table, rotate
 
 pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=f"no kernels: {kernels.why_not()}")
 
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+def variants() -> list[tuple[str, ...]]:
+    """What this CPU has, and less of it."""
+    if kernels.why_not() is not None:
+        return []
+    everything = loader._features()
+    return [everything[:n] for n in range(len(loader._NEEDED), len(everything) + 1) if everything[n - 1] != "amx_tile"]
+
+
+@pytest.fixture(autouse=True, scope="module", params=variants(), ids=lambda features: features[-1])
+def instructions(request):
+    """Every test with each of the instruction sets that this CPU has."""
+    library = loader._open(loader.build(loader.cache_folder(), request.param))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operations, "_kernel", lambda name, dtype: getattr(library, f"{name}_{operations._NAMES[dtype]}"))
+        yield
 
 
 @pytest.fixture(autouse=True, params=[1, 2])

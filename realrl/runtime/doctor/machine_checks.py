@@ -15,7 +15,7 @@ from realrl.config.schema import REASONING_TASKS
 from realrl.data.assets.store import cache_dir
 from realrl.engine import device as devices
 from realrl.errors import ConfigError
-from realrl.kernels import why_not
+from realrl.kernels import describe
 from realrl.plan.backends import BACKENDS
 from realrl.plan.memory import checkpoint_bytes, show_bytes
 from realrl.runtime.doctor.findings import Finding, Status
@@ -61,10 +61,7 @@ def check_devices(patient: Patient) -> list[Finding]:
             )
         ]
     if patient.device.type == "cpu":
-        reason = why_not()
-        message += (
-            "; generation with realrl's kernels" if reason is None else f"; generation with torch's kernels ({reason})"
-        )
+        message += f"; generation with {describe()}"
     return [Finding("devices", Status.OK, message)]
 
 

@@ -4,6 +4,7 @@
 #include "epilogue.h"
 #include "norm.h"
 
+namespace tiles {
 namespace {
 
 constexpr int kWidth = 2 * kLanes;  // columns are multiplied together so many at a time: neighbours, or half of them
@@ -45,8 +46,6 @@ class Tiles {
   alignas(64) std::uint8_t before_[64] = {};
 };
 
-__mmask32 depth_mask(int64_t n) { return n >= kDepth ? ~0u : (1u << n) - 1; }
-
 // Row tile `tile` of x [n_rows, n_inputs], normalised, as [depth block][16][32]; what is outside of x is zero.
 void pack_rows(const uint16_t* x, int64_t stride, int64_t n_rows, int64_t n_inputs, const Norm& norm, int64_t tile,
                uint16_t* out) {
@@ -57,7 +56,7 @@ void pack_rows(const uint16_t* x, int64_t stride, int64_t n_rows, int64_t n_inpu
     const __m512 scale = is_normed ? norm.scale(row, n_inputs) : _mm512_setzero_ps();
     for (int64_t b = 0; b < n_blocks; ++b) {
       const int64_t i = b * kDepth;
-      __m512i y = _mm512_maskz_loadu_epi16(is_there ? depth_mask(n_inputs - i) : 0, row + i);
+      __m512i y = load_words(row + i, is_there ? n_inputs - i : 0);
       if (is_normed) {
         const __m512 left = widen(_mm512_castsi512_si256(y)), right = widen(_mm512_extracti64x4_epi64(y, 1));
         y = (__m512i)_mm512_cvtne2ps_pbh(norm.apply(right, scale, i + kLanes, first_lanes(n_inputs - i - kLanes)),
@@ -150,6 +149,11 @@ const uint16_t* weights_of(const uint16_t* w, const uint16_t* other, int64_t str
   return row < n ? (other && is_second ? other : w) + row * stride : nullptr;
 }
 
+template <typename T>
+int64_t packed_size(int64_t n, int64_t n_inputs, bool is_gated) {
+  return ceil_div(n, is_gated ? kLanes : kWidth) * kWidth * round_up(n_inputs, kDepth);
+}
+
 // w [n, in] to [group][depth block][2 tiles] of [16 pairs][16 columns][2]. With `other`, a matrix of the same shape,
 // the two tiles come from one each.
 void pack(const uint16_t* w, const uint16_t* other, int64_t stride, int64_t n, int64_t n_inputs, uint16_t* out,
@@ -160,9 +164,9 @@ void pack(const uint16_t* w, const uint16_t* other, int64_t stride, int64_t n, i
     const uint16_t* rows[kLanes];
     for (int64_t c = 0; c < kLanes; ++c) rows[c] = weights_of(w, other, stride, n, tile / 2, tile % 2 * kLanes + c);
     for (int64_t b = 0; b < n_blocks; ++b) {
-      const __mmask32 mask = depth_mask(n_inputs - b * kDepth);
+      const int64_t first = b * kDepth;
       __m512i columns[kLanes];
-      for (int c = 0; c < kLanes; ++c) columns[c] = _mm512_maskz_loadu_epi16(rows[c] ? mask : 0, rows[c] + b * kDepth);
+      for (int c = 0; c < kLanes; ++c) columns[c] = load_words(rows[c] + first, rows[c] ? n_inputs - first : 0);
       transpose(columns);
       uint16_t* to = out + ((tile / 2 * n_blocks + b) * 2 + tile % 2) * kTile;
       for (int c = 0; c < kLanes; ++c) _mm512_store_si512(to + c * kDepth, columns[c]);
@@ -171,3 +175,4 @@ void pack(const uint16_t* w, const uint16_t* other, int64_t stride, int64_t n, i
 }
 
 }  // namespace
+}  // namespace tiles
