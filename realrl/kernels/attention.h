@@ -1,4 +1,4 @@
-// Attention of one new token per row over a KV cache.
+// Attention of new tokens over a KV cache.
 #pragma once
 
 #include "vector.h"
@@ -7,40 +7,48 @@ namespace {
 
 template <typename T>
 struct Attention {
-  const T* qkv;  // [B, N + 2 K, D]
+  const T* qkv;  // [tokens, N + 2 K, D]
   int64_t stride;
   T *keys, *values;  // [rows, K, capacity, D]
   int64_t capacity;
-  const int64_t* lengths;  // [B], tokens in the cache
-  int64_t n_rows, n_heads, n_kv_heads, head_dim;
+  const int64_t* rows;       // [tokens], of the cache; null: every token has one of its own, in order
+  const int64_t* positions;  // [tokens] in these rows
+  int64_t n_tokens, n_heads, n_kv_heads, head_dim;
   int64_t window;      // 0: none
-  const T *cos, *sin;  // [B, D] or null
+  const T *cos, *sin;  // [tokens, D] or null
   float scale;
-  T* out;  // [B, N, D]
+  T* out;  // [tokens, N, D]
 
+  // An item: all query heads of one token that share a KV head.
+  int64_t n_items() const { return n_tokens * n_kv_heads; }
   int64_t group() const { return n_heads / n_kv_heads; }
-  int64_t n_items() const { return n_rows * n_kv_heads; }
   int64_t padded() const { return round_up(capacity, kLanes); }
   int64_t scratch_size() const { return group() * (head_dim + padded()) + head_dim; }
 
-  // The rows of an item's part of the cache that its new token sees.
+  // Where the cache has the keys or values of an item.
+  int64_t place(int64_t item) const {
+    const int64_t token = item / n_kv_heads, head = item % n_kv_heads;
+    return ((rows ? rows[token] : token) * n_kv_heads + head) * capacity * head_dim;
+  }
+
+  // The positions that an item's token sees.
   struct Range {
     int64_t first, n;
   };
   Range seen(int64_t item) const {
-    const int64_t length = lengths[item / n_kv_heads] + 1, first = window ? std::max<int64_t>(0, length - window) : 0;
+    const int64_t length = positions[item / n_kv_heads] + 1, first = window ? std::max<int64_t>(0, length - window) : 0;
     return {first, length - first};
   }
 
   // One head's vector [D], rotated.
-  void read(const T* x, int64_t row, float* y) const {
+  void read(const T* x, int64_t token, float* y) const {
     const int64_t half = head_dim / 2;
     for (int64_t i = 0; i < head_dim; i += kLanes) {
       __m512 value = load(x + i);
       if (cos) {
         const __m512 other = load(x + (i < half ? i + half : i - half));
-        value = _mm512_mul_ps(value, load(cos + row * head_dim + i));
-        value = _mm512_fmadd_ps(other, load(sin + row * head_dim + i), value);
+        value = _mm512_mul_ps(value, load(cos + token * head_dim + i));
+        value = _mm512_fmadd_ps(other, load(sin + token * head_dim + i), value);
       }
       _mm512_store_ps(y + i, value);
     }
@@ -116,24 +124,27 @@ struct Attention {
     for (; i < head_dim; i += 2 * kLanes) mix<G, 2>(scores, item_values + i, n, next + i, outputs + i);
   }
 
-  // All query heads of one row that share a KV head.
+  // Put an item's key and value into the cache.
+  void keep(int64_t item, float* memory) const {
+    const int64_t token = item / n_kv_heads, head = item % n_kv_heads;
+    const T *k = qkv + token * stride + (n_heads + head) * head_dim, *v = k + n_kv_heads * head_dim;
+    const int64_t to = place(item) + positions[token] * head_dim;
+    read(k, token, memory);
+    for (int64_t i = 0; i < head_dim; i += kLanes) store(keys + to + i, _mm512_load_ps(memory + i));
+    std::memcpy(values + to, v, head_dim * sizeof(T));
+  }
+
   void run(int64_t item, float* memory) const {
-    const int64_t row = item / n_kv_heads, head = item % n_kv_heads, last = lengths[row] * head_dim;
-    const T *q = qkv + row * stride + head * group() * head_dim, *k = qkv + row * stride + (n_heads + head) * head_dim,
-            *v = k + n_kv_heads * head_dim;
+    const int64_t token = item / n_kv_heads, head = item % n_kv_heads;
+    const T* q = qkv + token * stride + head * group() * head_dim;
     const auto [first, n] = seen(item);
     float* queries = memory;                       // [group, D]
     float* scores = queries + group() * head_dim;  // [group, padded]
-    T *item_keys = keys + item * capacity * head_dim, *item_values = values + item * capacity * head_dim;
-    for (int64_t g = 0; g < group(); ++g) read(q + g * head_dim, row, queries + g * head_dim);
-    read(k, row, scores);
-    for (int64_t i = 0; i < head_dim; i += kLanes) store(item_keys + last + i, _mm512_load_ps(scores + i));
-    std::memcpy(item_values + last, v, head_dim * sizeof(T));
-    item_keys += first * head_dim;
-    item_values += first * head_dim;
+    for (int64_t g = 0; g < group(); ++g) read(q + g * head_dim, token, queries + g * head_dim);
+    const T *item_keys = keys + place(item) + first * head_dim, *item_values = values + place(item) + first * head_dim;
     const int64_t next_item = std::min(item + 1, n_items() - 1);
-    const T* next = keys + (next_item * capacity + seen(next_item).first) * head_dim;
-    T* outputs = out + (row * n_heads + head * group()) * head_dim;
+    const T* next = keys + place(next_item) + seen(next_item).first * head_dim;
+    T* outputs = out + (token * n_heads + head * group()) * head_dim;
     for (int64_t g = 0; g < group(); g += 4) {
       const auto run_some = [&](auto count) {
         run<count.value>(queries + g * head_dim, item_keys, item_values, next, n, scores + g * padded(),
@@ -158,12 +169,22 @@ struct Attention {
 
 template <typename T>
 void attend(const Attention<T>& attention, int n_threads) {
-  const int64_t size = attention.n_rows * attention.n_heads * attention.head_dim * attention.capacity;
+  const int64_t size = attention.n_tokens * attention.n_heads * attention.head_dim * attention.capacity;
 #pragma omp parallel num_threads(threads_for(size, n_threads))
   {
     float* memory = scratch<kAttention, float>(attention.scratch_size());
+    if (attention.rows) {  // tokens see one another
+#pragma omp for schedule(static)
+      for (int64_t item = 0; item < attention.n_items(); ++item) attention.keep(item, memory);
+#pragma omp for schedule(dynamic, 64) nowait
+      for (int64_t item = 0; item < attention.n_items(); ++item) attention.run(item, memory);
+    } else {
 #pragma omp for schedule(static) nowait
-    for (int64_t item = 0; item < attention.n_items(); ++item) attention.run(item, memory);
+      for (int64_t item = 0; item < attention.n_items(); ++item) {
+        attention.keep(item, memory);
+        attention.run(item, memory);
+      }
+    }
   }
 }
 

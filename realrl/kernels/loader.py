@@ -45,7 +45,8 @@ _ARGUMENTS = {
     ),
     "rms_norm": (_pointer, _long, _long, _pointer, _float, _pointer, _int),
     "attend": (
-        _pointer, _long, _pointer, _pointer, _long, _pointer, *(_long,) * 5, _pointer, _pointer, _float, _pointer, _int,
+        _pointer, _long, *(_pointer,) * 2, _long, *(_pointer,) * 2, *(_long,) * 5, *(_pointer,) * 2, _float, _pointer,
+        _int,
     ),
     "sample": (_pointer, _long, _long, _float, _int, *(_pointer,) * 3, _long, *(_pointer,) * 3, _int),
 }  # fmt: skip

@@ -144,37 +144,39 @@ def attend(
     qkv: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    lengths: torch.Tensor,
+    positions: torch.Tensor,
     *,
+    rows: torch.Tensor | None = None,
     rope: tuple[torch.Tensor, torch.Tensor] | None,
     window: int | None,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of one new token per row, whose key and value are put into the cache first.
+    """Causal attention of new tokens, whose keys and values are put into the cache first.
 
     Args:
-        qkv: [B, (N + 2 K) D].
-        keys: [rows, K, C, D], of which the first B rows are used; written to.
+        qkv: [T, (N + 2 K) D].
+        keys: [rows, K, C, D], written to.
         values: the same.
-        lengths: int64 [B], tokens that a row holds already; contiguous.
+        positions: int64 [T], in the rows; contiguous.
+        rows: int64 [T], contiguous, of the cache; None for the first T, one token each.
         rope: (cos, sin) of `rope_table`, contiguous, applied to queries and keys; None if nothing is to be rotated.
-        window: how many tokens, itself included, the new one sees; None for all.
+        window: how many tokens, itself included, a token sees; None for all.
         scale: of the scores.
 
     Returns:
-        [B, N D].
+        [T, N D].
     """
     if qkv.stride(1) != 1:
         qkv = qkv.contiguous()
-    n_rows, width = qkv.shape
+    n_tokens, width = qkv.shape
     _, n_kv_heads, capacity, head_dim = keys.shape
     size = width - 2 * n_kv_heads * head_dim
-    out = qkv.new_empty(n_rows, size)
+    out = qkv.new_empty(n_tokens, size)
     cos, sin = (None, None) if rope is None else rope
     _kernel("attend", qkv.dtype)(
-        qkv.data_ptr(), qkv.stride(0), keys.data_ptr(), values.data_ptr(), capacity, lengths.data_ptr(),
-        n_rows, size // head_dim, n_kv_heads, head_dim, window or 0, _address(cos), _address(sin), scale,
-        out.data_ptr(), torch.get_num_threads(),
+        qkv.data_ptr(), qkv.stride(0), keys.data_ptr(), values.data_ptr(), capacity, _address(rows),
+        positions.data_ptr(), n_tokens, size // head_dim, n_kv_heads, head_dim, window or 0, _address(cos),
+        _address(sin), scale, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
 

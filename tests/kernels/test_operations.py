@@ -174,6 +174,27 @@ def test_attention(dtype, is_rotated, n_rows, n_heads, n_kv_heads, head_dim, cap
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 1, 7])
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_tokens_of_one_row_see_those_before_them(dtype, window, is_rotated):
+    n_heads, n_kv_heads, head_dim, lengths, cache_rows = 6, 2, 64, (40, 1, 19), (3, 1, 2)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    rows = torch.tensor(cache_rows).repeat_interleave(torch.tensor(lengths))
+    qkv = torch.randn(sum(lengths), (n_heads + 2 * n_kv_heads) * head_dim, dtype=dtype)
+    rope = rope_table(torch.rand(head_dim // 2), positions, dtype) if is_rotated else None
+    together, alone = (torch.full((2, 5, n_kv_heads, 41, head_dim), torch.nan, dtype=dtype) for _ in range(2))
+    options = {"window": window, "scale": head_dim**-0.5}
+    out = kernels.attend(qkv, *together, positions, rows=rows, rope=rope, **options)
+    for i in positions.argsort(stable=True):  # one at a time
+        x, at = qkv[None, i], positions[None, i]
+        angles = None if rope is None else (rope[0][None, i], rope[1][None, i])
+        expected = kernels.attend(x, *alone[:, rows[i], None], at, rope=angles, **options)
+        assert torch.equal(out[i], expected[0])
+    assert torch.equal(together.isnan(), alone.isnan())
+    assert torch.equal(together.nan_to_num(), alone.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_that_holds_nothing_yet(dtype):
     qkv = torch.randn(2, 8, 32, dtype=dtype)
     keys, values = torch.full((2, 2, 2, 9, 32), torch.nan, dtype=dtype)

@@ -37,9 +37,18 @@ class PrefillAttention:
         cache: with room for the longest prompt.
         first_slot: of the first prompt.
         seqlens: tokens of each prompt, in packing order.
+        fused: use the kernel; by default where there is one.
     """
 
-    def __init__(self, cache: KVCache, first_slot: int, seqlens: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        first_slot: int,
+        seqlens: Sequence[int],
+        device: torch.device,
+        *,
+        fused: bool | None = None,
+    ) -> None:
         self._cache = cache
         self._n_rows, self._longest = len(seqlens), max(seqlens)
         self._is_even = min(seqlens) == self._longest
@@ -50,9 +59,16 @@ class PrefillAttention:
         self._padded = rows * self._longest + self.positions
         self._slots = rows + first_slot
         self._masks: dict[int, torch.Tensor] = {}  # by window
+        self._scale = cache.shape.head_dim**-0.5
+        self._fused = _has_kernel(cache) if fused is None else fused
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """See `CacheAttention`."""
+        if self._fused:
+            return kernels.attend(
+                qkv, *self._cache.layer(layer_index), self.positions,
+                rows=self._slots, rope=rope, window=window, scale=self._scale,
+            )  # fmt: skip
         q, k, v = _rotated(qkv, rope, self._cache.shape)
         self._cache.write(layer_index, self._slots, self.positions, k, v)
         mask = None
@@ -82,7 +98,7 @@ class DecodeAttention:
         lengths: int64 [B], tokens that each row holds already.
         n_heads: N.
         dtype: of queries, keys and values.
-        fused: use the kernel for CPUs that have one; by default where there is one for this dtype and head size.
+        fused: use the kernel; by default where there is one.
     """
 
     def __init__(
@@ -101,15 +117,14 @@ class DecodeAttention:
         self._n_heads, self._dtype = n_heads, dtype
         self._masks: dict[int | None, torch.Tensor] = {}  # by window
         self._scale = cache.shape.head_dim**-0.5
-        if fused is None:
-            fused = kernels.can_use(lengths.device, dtype) and kernels.can_attend(cache.shape.head_dim)
-        self._fused = fused
+        self._fused = _has_kernel(cache) if fused is None else fused
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """See `CacheAttention`."""
         if self._fused:
-            keys, values = self._cache.layer(layer_index)
-            return kernels.attend(qkv, keys, values, self._positions, rope=rope, window=window, scale=self._scale)
+            return kernels.attend(
+                qkv, *self._cache.layer(layer_index), self._positions, rope=rope, window=window, scale=self._scale
+            )
         q, k, v = _rotated(qkv, rope, self._cache.shape)
         if window not in self._masks:
             self._masks[window] = self._mask(window)
@@ -131,6 +146,10 @@ class DecodeAttention:
             is_hidden, -torch.inf
         )
         return mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, self._n_heads // n_groups, -1).contiguous()
+
+
+def _has_kernel(cache: KVCache) -> bool:
+    return kernels.can_use(cache.device, cache.dtype) and kernels.can_attend(cache.shape.head_dim)
 
 
 def _rotated(qkv: torch.Tensor, rope: Rope, shape: CacheShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

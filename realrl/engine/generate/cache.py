@@ -40,7 +40,7 @@ class KVCache:
     """
 
     def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape = shape
+        self.shape, self.dtype, self.device = shape, dtype, device
         self.capacity = 0
         # zeros, not garbage: what is masked is multiplied by a weight of 0, and 0 x NaN is NaN
         empty = torch.zeros(shape.max_rows, shape.n_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)

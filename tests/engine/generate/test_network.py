@@ -60,7 +60,7 @@ def test_prefill_and_decode_give_the_decoders_logits(changes, pack):
         shape = CacheShape(config.n_layers, 4, config.n_kv_heads, config.head_dim, 9)
         cache = KVCache(shape, dtype=config.dtype, device=CPU)
         cache.reserve(5)
-        prefill = PrefillAttention(cache, 0, prompt_lengths, CPU)
+        prefill = PrefillAttention(cache, 0, prompt_lengths, CPU, fused=pack)
         prompts = torch.cat([sequence[:n] for sequence, n in zip(sequences, prompt_lengths, strict=True)])
         actual = network.logits(network.hidden(prompts, prefill.positions, prefill)).split(prompt_lengths)
         for part, whole in zip(actual, expected, strict=True):
