@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from realrl.kernels import RMSNorm, TiledGated, TiledLinear, can_use, rms_norm
+from realrl.kernels import RMSNorm, TiledLinear, can_use, rms_norm
 from realrl.model.activation import activate
 from realrl.model.config import Activation
 from realrl.model.linear import HAS_AVX512
@@ -87,7 +87,8 @@ def fuse_gated(
         return _after(before, lambda x: _gate(joined(x, None), activation))
     if can_use(gate.weight.device, dtype):
         bias = None if gate.bias is None else _join([gate.bias, up.bias]).to(dtype)
-        gated = TiledGated(effective_weight(gate, dtype), effective_weight(up, dtype), bias, activation, within)
+        weight = effective_weight(up, dtype)
+        gated = TiledLinear(weight, bias, within, activation=activation, gate=effective_weight(gate, dtype))
         return _after(before, gated)
     gate_op, up_op = (
         PackedLinear(effective_weight(layer, dtype), None if layer.bias is None else layer.bias.to(dtype))
@@ -102,11 +103,13 @@ def fuse_activated(
     """``activation(layer(x))``; packed, the kernel applies it while it stores."""
     weight, bias = effective_weight(layer, dtype), None if layer.bias is None else layer.bias.to(dtype)
     before, within = _place(norm, weight.device, dtype, pack=pack)
-    if pack:
-        packed = _pack(weight, bias, within)
-        return _after(before, lambda x: packed.activated(x, activation))
-    plain = PlainLinear(weight, bias)
-    return _after(before, lambda x: activate(plain(x), activation))
+    if not pack:
+        plain = PlainLinear(weight, bias)
+        return _after(before, lambda x: activate(plain(x), activation))
+    if can_use(weight.device, dtype):
+        return _after(before, TiledLinear(weight, bias, within, activation=activation))
+    packed = PackedLinear(weight, bias)
+    return _after(before, lambda x: packed.activated(x, activation))
 
 
 def _place(

@@ -5,8 +5,9 @@
 
 from realrl.kernels.loader import UnavailableError, describe, why_not
 from realrl.kernels.operations import (
+    CacheSlice,
     RMSNorm,
-    TiledGated,
+    TiledBlock,
     TiledLinear,
     attend,
     can_attend,
@@ -16,8 +17,9 @@ from realrl.kernels.operations import (
 )
 
 __all__ = [
+    "CacheSlice",
     "RMSNorm",
-    "TiledGated",
+    "TiledBlock",
     "TiledLinear",
     "UnavailableError",
     "attend",

@@ -40,6 +40,15 @@ struct Attention {
     return {first, length - first};
   }
 
+  // What an item's token sees of the cache.
+  struct KeysAndValues {
+    const T *keys = nullptr, *values = nullptr;
+  };
+  KeysAndValues part(int64_t item) const {
+    const int64_t from = place(item) + seen(item).first * head_dim;
+    return {keys + from, values + from};
+  }
+
   // One head's vector [D], rotated.
   void read(const T* x, int64_t token, float* y) const {
     const int64_t half = head_dim / 2;
@@ -54,12 +63,13 @@ struct Attention {
     }
   }
 
-  // scores [G, padded] of 16 tokens, of which n are there.
+  // scores [G, padded] of 16 tokens, of which n are there. Meanwhile the keys of `next`, if any, are fetched.
   template <int G>
-  void score(const float* queries, const T* keys, int64_t n, float* scores) const {
+  void score(const float* queries, const T* keys, int64_t n, const T* next, float* scores) const {
     __m512 products[G][kLanes];
     for (int64_t t = 0; t < kLanes; ++t) {
       const T* key = keys + std::min(t, n - 1) * head_dim;
+      if (next) fetch_row(next + t * head_dim);
       __m512 sums[G];
       for (int g = 0; g < G; ++g) sums[g] = _mm512_setzero_ps();
       for (int64_t i = 0; i < head_dim; i += 2 * kLanes) {
@@ -90,7 +100,8 @@ struct Attention {
     for (int64_t t = 0; t < n; t += kLanes) _mm512_store_ps(p + t, _mm512_mul_ps(_mm512_load_ps(p + t), inverse));
   }
 
-  // Columns [16 V] of the outputs [G, D] for probabilities p [G, padded]. Meanwhile those of `next` are fetched.
+  // Columns [16 V] of the outputs [G, D] for probabilities p [G, padded]. Meanwhile the values of `next`, if any, are
+  // fetched.
   template <int G, int V>
   void mix(const float* p, const T* values, int64_t n, const T* next, T* outputs) const {
     __m512 sums[G][V];
@@ -99,7 +110,7 @@ struct Attention {
     for (int64_t t = 0; t < n; ++t) {
       __m512 value[V];
       for (int i = 0; i < V; ++i) value[i] = load(values + t * head_dim + i * kLanes);
-      prefetch(next + t * head_dim, V * kLanes * sizeof(T) / 64);
+      if (next) fetch_row(next + t * head_dim);
       for (int g = 0; g < G; ++g) {
         const __m512 weight = _mm512_set1_ps(p[g * padded() + t]);
         for (int i = 0; i < V; ++i) sums[g][i] = _mm512_fmadd_ps(weight, value[i], sums[g][i]);
@@ -109,19 +120,21 @@ struct Attention {
       for (int i = 0; i < V; ++i) store(outputs + g * head_dim + i * kLanes, sums[g][i]);
   }
 
+  // To the second-level cache: the first has no room for two items.
+  void fetch_row(const T* row) const { prefetch<_MM_HINT_T1>(row, head_dim * sizeof(T) / 64); }
+
   // G query heads [G, D] that share a KV head.
   template <int G>
-  void run(const float* queries, const T* item_keys, const T* item_values, const T* next, int64_t n, float* scores,
+  void run(const float* queries, const KeysAndValues& own, const KeysAndValues& next, int64_t n, float* scores,
            T* outputs) const {
-    for (int64_t t = 0; t < n; t += kLanes) {
-      const int64_t m = std::min<int64_t>(kLanes, n - t);
-      prefetch(item_values + t * head_dim, m * head_dim * sizeof(T) / 64);
-      score<G>(queries, item_keys + t * head_dim, m, scores + t);
-    }
+    for (int64_t t = 0; t < n; t += kLanes)
+      score<G>(queries, own.keys + t * head_dim, std::min<int64_t>(kLanes, n - t),
+               next.keys ? next.keys + t * head_dim : nullptr, scores + t);
     for (int g = 0; g < G; ++g) softmax(scores + g * padded(), n);
     int64_t i = 0;
-    for (; i + 4 * kLanes <= head_dim; i += 4 * kLanes) mix<G, 4>(scores, item_values + i, n, next + i, outputs + i);
-    for (; i < head_dim; i += 2 * kLanes) mix<G, 2>(scores, item_values + i, n, next + i, outputs + i);
+    for (; i + 4 * kLanes <= head_dim; i += 4 * kLanes)
+      mix<G, 4>(scores, own.values + i, n, i ? nullptr : next.values, outputs + i);
+    for (; i < head_dim; i += 2 * kLanes) mix<G, 2>(scores, own.values + i, n, i ? nullptr : next.values, outputs + i);
   }
 
   // Put an item's key and value into the cache.
@@ -137,17 +150,17 @@ struct Attention {
   void run(int64_t item, float* memory) const {
     const int64_t token = item / n_kv_heads, head = item % n_kv_heads;
     const T* q = qkv + token * stride + head * group() * head_dim;
-    const auto [first, n] = seen(item);
+    const int64_t n = seen(item).n;
     float* queries = memory;                       // [group, D]
     float* scores = queries + group() * head_dim;  // [group, padded]
     for (int64_t g = 0; g < group(); ++g) read(q + g * head_dim, token, queries + g * head_dim);
-    const T *item_keys = keys + place(item) + first * head_dim, *item_values = values + place(item) + first * head_dim;
-    const int64_t next_item = std::min(item + 1, n_items() - 1);
-    const T* next = keys + place(next_item) + seen(next_item).first * head_dim;
+    const KeysAndValues own = part(item);
+    // tokens of one row have the same keys and values
+    const KeysAndValues next = rows || item + 1 == n_items() ? KeysAndValues() : part(item + 1);
     T* outputs = out + (token * n_heads + head * group()) * head_dim;
     for (int64_t g = 0; g < group(); g += 4) {
       const auto run_some = [&](auto count) {
-        run<count.value>(queries + g * head_dim, item_keys, item_values, next, n, scores + g * padded(),
+        run<count.value>(queries + g * head_dim, own, g ? KeysAndValues() : next, n, scores + g * padded(),
                          outputs + g * head_dim);
       };
       switch (group() - g) {

@@ -4,31 +4,23 @@
 // What a row's result is depends neither on the other rows nor on the number of threads.
 
 #include "attention.h"
-#include "linear_vectors.h"
+#include "block.h"
 #include "norm.h"
+#include "product.h"
 #include "sampling.h"
-#ifdef __AMX_BF16__
-#include "linear_tiles.h"
-namespace bf16_products = tiles;
-#else
-namespace bf16_products = vectors;
-#endif
 
 // Every function but the first ends with the number of threads.
-#define EXPORT(T, NAME, PRODUCTS)                                                                                      \
+#define EXPORT(T, NAME)                                                                                                \
   extern "C" int64_t packed_size_##NAME(int64_t n, int64_t n_inputs, int is_gated) {                                   \
-    return PRODUCTS::packed_size<T>(n, n_inputs, is_gated != 0);                                                       \
+    return packed_size<T>(n, n_inputs, is_gated != 0);                                                                 \
   }                                                                                                                    \
   extern "C" void pack_##NAME(const T* w, const T* other, int64_t stride, int64_t n, int64_t n_inputs, T* out,         \
                               int threads) {                                                                           \
-    PRODUCTS::pack(w, other, stride, n, n_inputs, out, threads);                                                       \
+    pack(w, other, stride, n, n_inputs, out, threads);                                                                 \
   }                                                                                                                    \
-  extern "C" void linear_##NAME(const T* x, int64_t stride, int64_t n_rows, int64_t n_inputs, const float* norm,       \
-                                float eps, const T* w, int64_t n_columns, const T* bias, const T* residual,            \
-                                int64_t residual_stride, int activation, int is_gated, T* out, int threads) {          \
-    PRODUCTS::linear(x, stride, n_inputs, Norm{norm, eps}, w,                                                          \
-                     Epilogue<T>{bias, residual, out, residual_stride, n_rows, n_columns, activation, is_gated != 0},  \
-                     threads);                                                                                         \
+  extern "C" void multiply_##NAME(const Product<T>* product, const T* x, int64_t stride, int64_t n_rows,               \
+                                  const T* residual, int64_t residual_stride, T* out, int threads) {                   \
+    multiply(*product, x, stride, n_rows, residual, residual_stride, out, threads);                                    \
   }                                                                                                                    \
   extern "C" void rms_norm_##NAME(const T* x, int64_t n_rows, int64_t size, const float* weight, float eps, T* out,    \
                                   int threads) {                                                                       \
@@ -42,6 +34,20 @@ namespace bf16_products = vectors;
                         window, cos, sin, scale, out},                                                                 \
            threads);                                                                                                   \
   }                                                                                                                    \
+  extern "C" void run_block_##NAME(const Block<T>* block, const T* x, T* keys, T* values, int64_t capacity,            \
+                                   const int64_t* rows, const int64_t* positions, int64_t n_tokens, const T* cos,      \
+                                   const T* sin, T* memory, T* out, int threads) {                                     \
+    Attention<T> attention{};                                                                                          \
+    attention.keys = keys;                                                                                             \
+    attention.values = values;                                                                                         \
+    attention.capacity = capacity;                                                                                     \
+    attention.rows = rows;                                                                                             \
+    attention.positions = positions;                                                                                   \
+    attention.n_tokens = n_tokens;                                                                                     \
+    attention.cos = cos;                                                                                               \
+    attention.sin = sin;                                                                                               \
+    block->run(x, attention, memory, out, threads);                                                                    \
+  }                                                                                                                    \
   extern "C" void sample_##NAME(const T* logits, int64_t n_rows, int64_t vocab_size, float inverse_temperature,        \
                                 int is_greedy, const double* uniforms, const std::uint8_t* is_early,                   \
                                 const int64_t* stop_ids, int64_t n_stop_ids, int64_t* tokens, float* logprobs,         \
@@ -50,5 +56,5 @@ namespace bf16_products = vectors;
                        n_stop_ids, tokens, logprobs, policy_logprobs},                                                 \
            threads);                                                                                                   \
   }
-EXPORT(float, fp32, vectors)
-EXPORT(uint16_t, bf16, bf16_products)
+EXPORT(float, fp32)
+EXPORT(uint16_t, bf16)

@@ -39,10 +39,8 @@ _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 _ARGUMENTS = {
     "packed_size": (_long, _long, _int),
     "pack": (_pointer, _pointer, _long, _long, _long, _pointer, _int),
-    "linear": (
-        _pointer, *(_long,) * 3, _pointer, _float, _pointer, _long, _pointer, _pointer, _long, *(_int,) * 2, _pointer,
-        _int,
-    ),
+    "multiply": (_pointer, _pointer, _long, _long, _pointer, _long, _pointer, _int),
+    "run_block": (*(_pointer,) * 4, _long, *(_pointer,) * 2, _long, *(_pointer,) * 4, _int),
     "rms_norm": (_pointer, _long, _long, _pointer, _float, _pointer, _int),
     "attend": (
         _pointer, _long, *(_pointer,) * 2, _long, *(_pointer,) * 2, *(_long,) * 5, *(_pointer,) * 2, _float, _pointer,
@@ -51,6 +49,27 @@ _ARGUMENTS = {
     "sample": (_pointer, _long, _long, _float, _int, *(_pointer,) * 3, _long, *(_pointer,) * 3, _int),
 }  # fmt: skip
 DTYPES = ("fp32", "bf16")
+
+
+class Product(ctypes.Structure):
+    """As product.h has it."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("norm", "w", "bias")),
+        *((name, _long) for name in ("n_inputs", "n_columns")),
+        ("eps", _float),
+        *((name, _int) for name in ("activation", "is_gated")),
+    )
+
+
+class Block(ctypes.Structure):
+    """As block.h has it."""
+
+    _fields_ = (
+        *((name, Product) for name in ("qkv", "o", "inner", "down")),
+        *((name, _long) for name in ("n_heads", "n_kv_heads", "head_dim", "window")),
+        ("scale", _float),
+    )
 
 
 class UnavailableError(Exception):
@@ -74,7 +93,7 @@ def describe() -> str:
 
 
 def load() -> ctypes.CDLL:
-    """The kernels, each by its name and one of `DTYPES`: ``load().linear_bf16``.
+    """The kernels, each by its name and one of `DTYPES`: ``load().multiply_bf16``.
 
     The first call may compile, which takes some seconds.
 

@@ -7,6 +7,7 @@ Shapes: T rows, B rows of a decode step, N query heads, K KV heads, D head size,
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,8 +15,10 @@ from typing import Any
 
 import torch
 
+from realrl.kernels import loader
 from realrl.kernels.loader import load, why_not
 from realrl.model.config import Activation
+from realrl.model.rope import Rope
 
 _ALIGNMENT = 64  # bytes
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -41,7 +44,7 @@ class RMSNorm:
 
 
 class TiledLinear:
-    """x W^T + bias with its own copy of the weight.
+    """activation(x W^T + bias) with its own copy of the weight.
 
     Sums are in float32.
 
@@ -49,79 +52,51 @@ class TiledLinear:
         weight: [out, in].
         bias: [out] or None.
         norm: applied to x first.
-    """
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, norm: RMSNorm | None = None) -> None:
-        self._tiles = _Tiles(weight, None, bias, norm)
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, out] from x [T, in]; plus the residual [T, out]."""
-        return self._tiles.multiply(x, residual=residual)
-
-    def activated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """activation(x W^T + bias)."""
-        return self._tiles.multiply(x, activation=activation)
-
-
-class TiledGated:
-    """activation(x G^T + bias) * (x U^T + bias) in one pass over both weights.
-
-    Args:
-        gate: [out, in].
-        up: [out, in].
-        bias: [2 * out], of the gate and then of the other, or None.
-        activation: of the gate.
-        norm: applied to x first.
+        activation: None for the identity.
+        gate: another weight [out, in]: the result is activation(x G^T + bias) * (x W^T + bias), computed in one pass
+            over both. The bias is then [2 * out], of the gate and then of the other.
     """
 
     def __init__(
         self,
-        gate: torch.Tensor,
-        up: torch.Tensor,
+        weight: torch.Tensor,
         bias: torch.Tensor | None,
-        activation: Activation,
         norm: RMSNorm | None = None,
+        *,
+        activation: Activation | None = None,
+        gate: torch.Tensor | None = None,
     ) -> None:
-        self._tiles = _Tiles(gate, up, bias, norm)
-        self._activation: Activation = activation
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, out] from x [T, in]."""
-        return self._tiles.multiply(x, activation=self._activation)
-
-
-class _Tiles:
-    def __init__(
-        self, weight: torch.Tensor, other: torch.Tensor | None, bias: torch.Tensor | None, norm: RMSNorm | None
-    ) -> None:
-        weight, other = weight.detach().contiguous(), None if other is None else other.detach().contiguous()
-        self._n_columns, self._n_inputs = weight.shape
-        self._is_gated = other is not None
-        n_packed = _kernel("packed_size", weight.dtype)(self._n_columns, self._n_inputs, self._is_gated)
-        self._tiles = _aligned(n_packed, weight.dtype)
-        self._bias = None if bias is None else bias.detach().contiguous()
-        self._norm = norm
-        self._multiply = _kernel("linear", weight.dtype)
+        first, second = (weight, None) if gate is None else (gate, weight.detach().contiguous())
+        first, bias = first.detach().contiguous(), None if bias is None else bias.detach().contiguous()
+        self.n_outputs, self.n_inputs = weight.shape
+        self.has_norm = norm is not None
+        is_gated = gate is not None
+        n_packed = _kernel("packed_size", weight.dtype)(self.n_outputs, self.n_inputs, is_gated)
+        packed = _aligned(n_packed, weight.dtype)
         _kernel("pack", weight.dtype)(
-            weight.data_ptr(), _address(other), weight.stride(0), self._n_columns, self._n_inputs,
-            self._tiles.data_ptr(), torch.get_num_threads(),
+            first.data_ptr(), _address(second), first.stride(0), self.n_outputs, self.n_inputs,
+            packed.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        self._norm_arguments = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
-        self._weight_arguments = self._tiles.data_ptr(), self._n_columns, _address(self._bias)
+        self._kept = packed, bias, norm  # what the addresses are of
+        norm_weight, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+        self.product = loader.Product(
+            norm_weight, packed.data_ptr(), _address(bias), self.n_inputs, self.n_outputs, eps,
+            _ACTIVATIONS[activation], is_gated,
+        )  # fmt: skip
+        self._address = ctypes.addressof(self.product)
+        self._multiply = _kernel("multiply", weight.dtype)
 
-    def multiply(
-        self, x: torch.Tensor, *, residual: torch.Tensor | None = None, activation: Activation | None = None
-    ) -> torch.Tensor:
-        n_rows = x.shape[0]
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, out] from x [T, in]; plus the residual [T, out], which is not for gated ones."""
         if x.stride(1) != 1:
             x = x.contiguous()
         if residual is not None and residual.stride(1) != 1:
             residual = residual.contiguous()
-        out = x.new_empty(n_rows, self._n_columns)
+        n_rows = x.shape[0]
+        out = x.new_empty(n_rows, self.n_outputs)
         self._multiply(
-            x.data_ptr(), x.stride(0), n_rows, self._n_inputs, *self._norm_arguments, *self._weight_arguments,
-            _address(residual), 0 if residual is None else residual.stride(0), _ACTIVATIONS[activation],
-            self._is_gated, out.data_ptr(), torch.get_num_threads(),
+            self._address, x.data_ptr(), x.stride(0), n_rows, _address(residual),
+            0 if residual is None else residual.stride(0), out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out
 
@@ -140,26 +115,30 @@ def can_attend(head_dim: int) -> bool:
     return head_dim % 32 == 0
 
 
-def attend(
-    qkv: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    *,
-    rows: torch.Tensor | None = None,
-    rope: tuple[torch.Tensor, torch.Tensor] | None,
-    window: int | None,
-    scale: float,
-) -> torch.Tensor:
+@dataclass(frozen=True)
+class CacheSlice:
+    """One layer of the KV cache, and where new tokens stand in it.
+
+    Attributes:
+        keys: [rows, K, C, D], written to.
+        values: the same.
+        positions: int64 [T], in the rows; contiguous.
+        rows: int64 [T], contiguous; None for the first T, one token each.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor | None = None
+
+
+def attend(qkv: torch.Tensor, cache: CacheSlice, *, rope: Rope, window: int | None, scale: float) -> torch.Tensor:
     """Causal attention of new tokens, whose keys and values are put into the cache first.
 
     Args:
         qkv: [T, (N + 2 K) D].
-        keys: [rows, K, C, D], written to.
-        values: the same.
-        positions: int64 [T], in the rows; contiguous.
-        rows: int64 [T], contiguous, of the cache; None for the first T, one token each.
-        rope: (cos, sin) of `rope_table`, contiguous, applied to queries and keys; None if nothing is to be rotated.
+        cache: of this layer.
+        rope: of `rope_table`, contiguous, applied to queries and keys; None if nothing is to be rotated.
         window: how many tokens, itself included, a token sees; None for all.
         scale: of the scores.
 
@@ -169,16 +148,63 @@ def attend(
     if qkv.stride(1) != 1:
         qkv = qkv.contiguous()
     n_tokens, width = qkv.shape
-    _, n_kv_heads, capacity, head_dim = keys.shape
+    _, n_kv_heads, capacity, head_dim = cache.keys.shape
     size = width - 2 * n_kv_heads * head_dim
     out = qkv.new_empty(n_tokens, size)
     cos, sin = (None, None) if rope is None else rope
     _kernel("attend", qkv.dtype)(
-        qkv.data_ptr(), qkv.stride(0), keys.data_ptr(), values.data_ptr(), capacity, _address(rows),
-        positions.data_ptr(), n_tokens, size // head_dim, n_kv_heads, head_dim, window or 0, _address(cos),
+        qkv.data_ptr(), qkv.stride(0), cache.keys.data_ptr(), cache.values.data_ptr(), capacity, _address(cache.rows),
+        cache.positions.data_ptr(), n_tokens, size // head_dim, n_kv_heads, head_dim, window or 0, _address(cos),
         _address(sin), scale, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
+
+
+class TiledBlock:
+    """A layer of a decoder in one call: attention and MLP, each with the norm before it and the residual after it.
+
+    Args:
+        qkv: queries, keys and values, side by side; with norm.
+        o: of the attention.
+        inner: of the MLP, with norm and activation.
+        down: of the MLP.
+        n_kv_heads: K.
+        head_dim: D, one for which `can_attend`.
+        window: see `attend`.
+    """
+
+    def __init__(
+        self,
+        qkv: TiledLinear,
+        o: TiledLinear,
+        inner: TiledLinear,
+        down: TiledLinear,
+        *,
+        n_kv_heads: int,
+        head_dim: int,
+        window: int | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self._kept = qkv, o, inner, down  # what the addresses in their products are of
+        n_heads = o.n_inputs // head_dim
+        self._block = loader.Block(
+            *(linear.product for linear in self._kept), n_heads, n_kv_heads, head_dim, window or 0, head_dim**-0.5
+        )
+        self._address = ctypes.addressof(self._block)
+        self._width = qkv.n_outputs + o.n_inputs + o.n_outputs + inner.n_outputs
+        self._run = _kernel("run_block", dtype)
+
+    def __call__(self, x: torch.Tensor, cache: CacheSlice, rope: Rope) -> torch.Tensor:
+        """[T, H] from x [T, H]; the new tokens' keys and values are put into the cache."""
+        x = x.contiguous()
+        out, memory = torch.empty_like(x), x.new_empty(len(x), self._width)
+        cos, sin = (None, None) if rope is None else rope
+        self._run(
+            self._address, x.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), cache.keys.shape[2],
+            _address(cache.rows), cache.positions.data_ptr(), len(x), _address(cos), _address(sin),
+            memory.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
 
 def sample(

@@ -126,8 +126,9 @@ T* scratch(int64_t n) {
 // So few elements are dealt with before another thread has woken up.
 int threads_for(int64_t n_elements, int n_threads) { return n_elements < (1 << 16) ? 1 : n_threads; }
 
-void prefetch(const void* p, int n_lines) {
-  for (int i = 0; i < n_lines; ++i) _mm_prefetch((const char*)p + 64 * i, _MM_HINT_T0);
+template <_mm_hint hint = _MM_HINT_T0>
+void prefetch(const void* p, int64_t n_lines) {
+  for (int64_t i = 0; i < n_lines; ++i) _mm_prefetch((const char*)p + 64 * i, hint);
 }
 
 }  // namespace

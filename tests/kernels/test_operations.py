@@ -71,9 +71,10 @@ def test_products(dtype, n_rows, n_inputs, n_outputs):
     y += bias
     assert_close(linear(x), y, dtype)
     assert_close(linear(x, residual), y + residual, dtype)
-    assert_close(linear.activated(x, "silu"), F.silu(y), dtype)
-    assert_close(linear.activated(x, "gelu_tanh"), F.gelu(y, approximate="tanh"), dtype)
-    gated = kernels.TiledGated(weight, other, torch.cat((bias, -bias)), "silu")
+    assert_close(kernels.TiledLinear(weight, bias, activation="silu")(x), F.silu(y), dtype)
+    activated = kernels.TiledLinear(weight, bias, activation="gelu_tanh")
+    assert_close(activated(x), F.gelu(y, approximate="tanh"), dtype)
+    gated = kernels.TiledLinear(other, torch.cat((bias, -bias)), activation="silu", gate=weight)
     assert_close(gated(x), F.silu(y) * (z - bias), dtype)
 
 
@@ -84,7 +85,7 @@ def test_a_norm_within_a_product_is_that_before_it(dtype, n_rows, n_inputs):
     norm = kernels.RMSNorm(torch.rand(n_inputs), 1e-3)
     normed = kernels.rms_norm(x, norm)
     assert torch.equal(kernels.TiledLinear(weight, None, norm)(x), kernels.TiledLinear(weight, None)(normed))
-    fused, plain = (kernels.TiledGated(weight, other, None, "silu", n) for n in (norm, None))
+    fused, plain = (kernels.TiledLinear(other, None, n, activation="silu", gate=weight) for n in (norm, None))
     assert torch.equal(fused(x), plain(normed))
 
 
@@ -159,7 +160,9 @@ def test_attention(dtype, is_rotated, n_rows, n_heads, n_kv_heads, head_dim, cap
     wanted_keys, wanted_values = keys.clone(), values.clone()
     wanted_keys[rows, :, lengths] = wide_k.to(dtype)
     wanted_values[rows, :, lengths] = v
-    out = kernels.attend(qkv.flatten(1), keys, values, lengths, rope=rope, window=window, scale=head_dim**-0.5)
+    out = kernels.attend(
+        qkv.flatten(1), kernels.CacheSlice(keys, values, lengths), rope=rope, window=window, scale=head_dim**-0.5
+    )
     out = out.unflatten(1, (n_heads, head_dim))
     assert torch.equal(values, wanted_values)
     assert_close(keys, wanted_keys.double(), dtype)
@@ -184,14 +187,43 @@ def test_tokens_of_one_row_see_those_before_them(dtype, window, is_rotated):
     rope = rope_table(torch.rand(head_dim // 2), positions, dtype) if is_rotated else None
     together, alone = (torch.full((2, 5, n_kv_heads, 41, head_dim), torch.nan, dtype=dtype) for _ in range(2))
     options = {"window": window, "scale": head_dim**-0.5}
-    out = kernels.attend(qkv, *together, positions, rows=rows, rope=rope, **options)
+    out = kernels.attend(qkv, kernels.CacheSlice(*together, positions, rows), rope=rope, **options)
     for i in positions.argsort(stable=True):  # one at a time
         x, at = qkv[None, i], positions[None, i]
         angles = None if rope is None else (rope[0][None, i], rope[1][None, i])
-        expected = kernels.attend(x, *alone[:, rows[i], None], at, rope=angles, **options)
+        expected = kernels.attend(x, kernels.CacheSlice(*alone[:, rows[i], None], at), rope=angles, **options)
         assert torch.equal(out[i], expected[0])
     assert torch.equal(together.isnan(), alone.isnan())
     assert torch.equal(together.nan_to_num(), alone.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("n_rows", [1, 6, 300])
+def test_a_block_in_one_call_is_its_parts(dtype, window, is_gated, n_rows):
+    hidden, n_kv_heads, head_dim, inner_size = 72, 2, 32, 100
+    scale, norms = head_dim**-0.5, [kernels.RMSNorm(torch.rand(hidden), 1e-5) for _ in range(2)]
+
+    def weight(n_outputs, n_inputs):
+        return torch.randn(n_outputs, n_inputs, dtype=dtype) * n_inputs**-0.5
+
+    qkv = kernels.TiledLinear(weight(256, hidden), torch.randn(256, dtype=dtype), norms[0])
+    o, down = kernels.TiledLinear(weight(hidden, 128), None), kernels.TiledLinear(weight(hidden, inner_size), None)
+    gate = weight(inner_size, hidden) if is_gated else None
+    inner = kernels.TiledLinear(weight(inner_size, hidden), None, norms[1], activation="gelu_tanh", gate=gate)
+    block = kernels.TiledBlock(
+        qkv, o, inner, down, n_kv_heads=n_kv_heads, head_dim=head_dim, window=window, dtype=dtype
+    )
+    x, positions = torch.randn(n_rows, hidden, dtype=dtype), torch.arange(n_rows) // 2
+    rope, rows = rope_table(torch.rand(head_dim // 2), positions, dtype), torch.arange(n_rows) % 2
+    cache = torch.randn(2, 2, n_kv_heads, n_rows, head_dim, dtype=dtype)
+    slices = [kernels.CacheSlice(*copy, positions, rows) for copy in (cache.clone(), cache.clone())]
+    attended = kernels.attend(qkv(x), slices[0], rope=rope, window=window, scale=scale)
+    middle = o(attended, x)
+    assert torch.equal(block(x, slices[1], rope), down(inner(middle), middle))
+    assert torch.equal(slices[0].keys, slices[1].keys)
+    assert torch.equal(slices[0].values, slices[1].values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -199,7 +231,7 @@ def test_a_cache_that_holds_nothing_yet(dtype):
     qkv = torch.randn(2, 8, 32, dtype=dtype)
     keys, values = torch.full((2, 2, 2, 9, 32), torch.nan, dtype=dtype)
     lengths = torch.zeros(2, dtype=torch.int64)
-    out = kernels.attend(qkv.flatten(1), keys, values, lengths, rope=None, window=None, scale=1.0)
+    out = kernels.attend(qkv.flatten(1), kernels.CacheSlice(keys, values, lengths), rope=None, window=None, scale=1.0)
     assert torch.equal(out, qkv[:, 6:].repeat_interleave(2, 1).flatten(1))
 
 
@@ -214,7 +246,9 @@ def test_attention_that_is_not_finite_stays_so(dtype, value, head, length):
     if value == 3e30:
         qkv[1, :3] = value
     lengths = torch.full((2,), length)
-    out = kernels.attend(qkv.flatten(1), keys, values, lengths, rope=None, window=None, scale=1.0).unflatten(1, (2, 32))
+    out = kernels.attend(
+        qkv.flatten(1), kernels.CacheSlice(keys, values, lengths), rope=None, window=None, scale=1.0
+    ).unflatten(1, (2, 32))
     assert torch.isfinite(out[0]).all()
     assert out[1, 0].isnan().all()
     assert out[1, 1].isnan().all() == (head == 2 or value == 3e30)
@@ -231,7 +265,7 @@ def test_activations_of_everything(dtype, activation):
     weight[0, 0] = 1.0
     wide = x[:, 0].double()
     exact = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate="tanh")
-    y = kernels.TiledLinear(weight, None).activated(x, activation)[:, 0]
+    y = kernels.TiledLinear(weight, None, activation=activation)(x)[:, 0]
     torch.testing.assert_close(
         y, exact.to(y.dtype), rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=1e-30, equal_nan=True
     )

@@ -13,12 +13,16 @@ from torch.nn import functional as F
 
 from realrl import kernels
 from realrl.engine.generate.cache import CacheShape, KVCache
+from realrl.kernels import CacheSlice
 from realrl.model.attention import window_mask
 from realrl.model.rope import Rope, rotate
 
 
 class CacheAttention(Protocol):
     """Puts the keys and values of new tokens into the cache and lets the tokens see what is there for their row."""
+
+    def cache_slice(self, layer_index: int) -> CacheSlice | None:
+        """What kernels are given; None if they are not to be used."""
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """Attention [T, N D] of tokens with queries, keys and values qkv [T, (N + 2 K) D], not rotated yet.
@@ -62,13 +66,14 @@ class PrefillAttention:
         self._scale = cache.shape.head_dim**-0.5
         self._fused = _has_kernel(cache) if fused is None else fused
 
+    def cache_slice(self, layer_index: int) -> CacheSlice | None:
+        """See `CacheAttention`."""
+        return CacheSlice(*self._cache.layer(layer_index), self.positions, self._slots) if self._fused else None
+
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """See `CacheAttention`."""
-        if self._fused:
-            return kernels.attend(
-                qkv, *self._cache.layer(layer_index), self.positions,
-                rows=self._slots, rope=rope, window=window, scale=self._scale,
-            )  # fmt: skip
+        if cache := self.cache_slice(layer_index):
+            return kernels.attend(qkv, cache, rope=rope, window=window, scale=self._scale)
         q, k, v = _rotated(qkv, rope, self._cache.shape)
         self._cache.write(layer_index, self._slots, self.positions, k, v)
         mask = None
@@ -119,12 +124,14 @@ class DecodeAttention:
         self._scale = cache.shape.head_dim**-0.5
         self._fused = _has_kernel(cache) if fused is None else fused
 
+    def cache_slice(self, layer_index: int) -> CacheSlice | None:
+        """See `CacheAttention`."""
+        return CacheSlice(*self._cache.layer(layer_index), self._positions) if self._fused else None
+
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """See `CacheAttention`."""
-        if self._fused:
-            return kernels.attend(
-                qkv, *self._cache.layer(layer_index), self._positions, rope=rope, window=window, scale=self._scale
-            )
+        if cache := self.cache_slice(layer_index):
+            return kernels.attend(qkv, cache, rope=rope, window=window, scale=self._scale)
         q, k, v = _rotated(qkv, rope, self._cache.shape)
         if window not in self._masks:
             self._masks[window] = self._mask(window)

@@ -5,6 +5,8 @@ Shapes: T tokens, H hidden, N heads, K KV heads, D head size, V vocabulary; N an
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -20,6 +22,7 @@ from realrl.engine.linear import (
     fuse_weight,
     packing_pays,
 )
+from realrl.kernels import TiledBlock, TiledLinear, can_attend
 from realrl.model.decoder import MLP, Block, Decoder
 from realrl.model.heads import LMHead
 from realrl.model.linear import product_dtype
@@ -117,11 +120,11 @@ class _Reduced:
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype, tp: Communicator, *, pack: bool) -> None:
         bias = None if layer.bias is None or tp.rank else layer.bias.to(dtype)
-        self._linear: LinearOp = fuse_weight(effective_weight(layer, dtype), bias, pack=pack)
+        self.linear: LinearOp = fuse_weight(effective_weight(layer, dtype), bias, pack=pack)
         self._tp = tp
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return self._tp.all_reduce_(self._linear(x, None if self._tp.rank else residual))
+        return self._tp.all_reduce_(self.linear(x, None if self._tp.rank else residual))
 
 
 class _FusedMLP:
@@ -129,13 +132,13 @@ class _FusedMLP:
 
     def __init__(self, mlp: MLP, norm: Norm, dtype: torch.dtype, tp: Communicator, *, pack: bool) -> None:
         if mlp.gate is None:
-            self._inner = fuse_activated(mlp.up, dtype=dtype, pack=pack, activation=mlp.activation, norm=norm)
+            self.inner = fuse_activated(mlp.up, dtype=dtype, pack=pack, activation=mlp.activation, norm=norm)
         else:
-            self._inner = fuse_gated(mlp.gate, mlp.up, dtype=dtype, pack=pack, activation=mlp.activation, norm=norm)
-        self._down = _Reduced(mlp.down, dtype, tp, pack=pack)
+            self.inner = fuse_gated(mlp.gate, mlp.up, dtype=dtype, pack=pack, activation=mlp.activation, norm=norm)
+        self.down = _Reduced(mlp.down, dtype, tp, pack=pack)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._inner(x), x)
+        return self.down(self.inner(x), x)
 
 
 class _FusedBlock:
@@ -158,8 +161,23 @@ class _FusedBlock:
             if isinstance(mlp, MoE)
             else _FusedMLP(mlp, norm, dtype, tp, pack=pack)
         )
+        self._whole = self._in_one_call(dtype) if tp.n_ranks == 1 else None
+
+    def _in_one_call(self, dtype: torch.dtype) -> TiledBlock | None:
+        """The same in one call of a kernel, where there is one for each of the parts."""
+        if self._q_norm is not None or not isinstance(self._mlp, _FusedMLP) or not can_attend(self._head_dim):
+            return None
+        parts = self._qkv, self._o.linear, self._mlp.inner, self._mlp.down.linear
+        if not all(isinstance(part, TiledLinear) for part in parts):
+            return None
+        return TiledBlock(
+            *cast(tuple[TiledLinear, TiledLinear, TiledLinear, TiledLinear], parts),
+            n_kv_heads=self.n_kv_heads, head_dim=self._head_dim, window=self._window, dtype=dtype,
+        )  # fmt: skip
 
     def __call__(self, x: torch.Tensor, rope: Rope, attention: CacheAttention) -> torch.Tensor:
+        if self._whole is not None and (cache := attention.cache_slice(self._index)):
+            return self._whole(x, cache, rope)
         qkv = self._qkv(x, None)
         if self._q_norm is not None and self._k_norm is not None:
             heads = qkv.unflatten(-1, (-1, self._head_dim))
