@@ -38,8 +38,8 @@ __m512 add_product(__m512i x, __m512i w, __m512 sum) {
 }
 
 // sums [8, kColumns] (+)= x [n_rows, n words] times w [n, kColumns]; rows that are not there are the last one again.
-// Adding up blocks instead of single products keeps the rounding small. Meanwhile kLines n lines from `ahead` on are
-// fetched.
+// Adding up blocks instead of single products keeps the rounding small. Meanwhile kLines n lines from `ahead` on, in
+// the next block, are fetched, and to the second-level cache as many of the block after it.
 template <typename T, int kLines>
 void multiply_rows(const T* x, int64_t stride, int64_t n_rows, const Word* w, int64_t n, bool is_first,
                    const Word* ahead, float* sums) {
@@ -52,6 +52,7 @@ void multiply_rows(const T* x, int64_t stride, int64_t n_rows, const Word* w, in
   }
   for (int64_t i = 0; i < n; ++i) {
     prefetch(ahead + i * kLines * kLanes, kLines);
+    prefetch<_MM_HINT_T1>(ahead + kBlockWords * kColumns + i * kLines * kLanes, kLines);
     __m512i weight[kVectors];
     for (int v = 0; v < kVectors; ++v) weight[v] = _mm512_load_si512(w + i * kColumns + v * kLanes);
 #pragma GCC unroll 8

@@ -41,18 +41,9 @@ class PrefillAttention:
         cache: with room for the longest prompt.
         first_slot: of the first prompt.
         seqlens: tokens of each prompt, in packing order.
-        fused: use the kernel; by default where there is one.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        first_slot: int,
-        seqlens: Sequence[int],
-        device: torch.device,
-        *,
-        fused: bool | None = None,
-    ) -> None:
+    def __init__(self, cache: KVCache, first_slot: int, seqlens: Sequence[int], device: torch.device) -> None:
         self._cache = cache
         self._n_rows, self._longest = len(seqlens), max(seqlens)
         self._is_even = min(seqlens) == self._longest
@@ -64,11 +55,10 @@ class PrefillAttention:
         self._slots = rows + first_slot
         self._masks: dict[int, torch.Tensor] = {}  # by window
         self._scale = cache.shape.head_dim**-0.5
-        self._fused = _has_kernel(cache) if fused is None else fused
 
     def cache_slice(self, layer_index: int) -> CacheSlice | None:
         """See `CacheAttention`."""
-        return CacheSlice(*self._cache.layer(layer_index), self.positions, self._slots) if self._fused else None
+        return CacheSlice(*self._cache.layer(layer_index), self.positions, self._slots) if self._cache.fused else None
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """See `CacheAttention`."""
@@ -103,18 +93,9 @@ class DecodeAttention:
         lengths: int64 [B], tokens that each row holds already.
         n_heads: N.
         dtype: of queries, keys and values.
-        fused: use the kernel; by default where there is one.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        lengths: torch.Tensor,
-        *,
-        n_heads: int,
-        dtype: torch.dtype,
-        fused: bool | None = None,
-    ) -> None:
+    def __init__(self, cache: KVCache, lengths: torch.Tensor, *, n_heads: int, dtype: torch.dtype) -> None:
         self._cache = cache
         self._n_rows = len(lengths)
         self._slots = torch.arange(len(lengths), device=lengths.device)
@@ -122,11 +103,10 @@ class DecodeAttention:
         self._n_heads, self._dtype = n_heads, dtype
         self._masks: dict[int | None, torch.Tensor] = {}  # by window
         self._scale = cache.shape.head_dim**-0.5
-        self._fused = _has_kernel(cache) if fused is None else fused
 
     def cache_slice(self, layer_index: int) -> CacheSlice | None:
         """See `CacheAttention`."""
-        return CacheSlice(*self._cache.layer(layer_index), self._positions) if self._fused else None
+        return CacheSlice(*self._cache.layer(layer_index), self._positions) if self._cache.fused else None
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """See `CacheAttention`."""
@@ -153,10 +133,6 @@ class DecodeAttention:
             is_hidden, -torch.inf
         )
         return mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, self._n_heads // n_groups, -1).contiguous()
-
-
-def _has_kernel(cache: KVCache) -> bool:
-    return kernels.can_use(cache.device, cache.dtype) and kernels.can_attend(cache.shape.head_dim)
 
 
 def _rotated(qkv: torch.Tensor, rope: Rope, shape: CacheShape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

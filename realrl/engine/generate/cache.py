@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-# Attention reads rows to their capacity, because batched products are fastest on whole buffers. Capacity therefore
-# stays close to what is used: it grows by an eighth, and by this many tokens at least.
+from realrl.kernels import can_attend, can_use
+
+# Without the kernel, attention reads rows to their capacity, because batched products are fastest on whole buffers.
+# Capacity then stays close to what is used: it grows by an eighth, and by this many tokens at least.
 _MIN_GROWTH = 32
 
 SavedRow = list[tuple[torch.Tensor, torch.Tensor]]
@@ -31,16 +33,21 @@ class CacheShape:
 class KVCache:
     """Rows of keys and values whose capacity grows with the longest row, up to a bound.
 
-    Growth goes layer by layer, so that at most one layer exists twice.
+    Growth goes layer by layer, so that at most one layer exists twice. The kernel of attention reads no more than there
+    is: for it rows have all their capacity from the start, of which the system gives memory to what is written.
 
     Args:
         shape: bounds; memory never exceeds `shape` x 2 x the size of `dtype`, plus one layer while growing.
         dtype: of keys and values.
         device: where they live.
+        fused: whether attention goes through the kernel; by default where there is one.
     """
 
-    def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+    def __init__(
+        self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device, fused: bool | None = None
+    ) -> None:
+        self.shape = shape
+        self.fused = can_use(device, dtype) and can_attend(shape.head_dim) if fused is None else fused
         self.capacity = 0
         # zeros, not garbage: what is masked is multiplied by a weight of 0, and 0 x NaN is NaN
         empty = torch.zeros(shape.max_rows, shape.n_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
@@ -60,6 +67,11 @@ class KVCache:
         if n_tokens > self.shape.max_tokens:
             raise ValueError(f"{n_tokens} tokens asked of a KV cache bounded at {self.shape.max_tokens}")
         if n_tokens <= self.capacity:
+            return
+        if self.fused:
+            self.capacity = self.shape.max_tokens
+            for layers in (self._keys, self._values):
+                layers[:] = [old.new_empty(*old.shape[:2], self.capacity, old.shape[3]) for old in layers]
             return
         grown = self.capacity + max(_MIN_GROWTH, self.capacity // 8)
         self.capacity = min(self.shape.max_tokens, max(n_tokens, grown))

@@ -6,8 +6,8 @@ from realrl.engine.generate.cache import CacheShape, KVCache
 SHAPE = CacheShape(n_layers=2, max_rows=3, n_kv_heads=2, head_dim=4, max_tokens=100)
 
 
-def make_cache():
-    return KVCache(SHAPE, dtype=torch.float32, device=torch.device("cpu"))
+def make_cache(*, fused=False):
+    return KVCache(SHAPE, dtype=torch.float32, device=torch.device("cpu"), fused=fused)
 
 
 def filled(cache, slot, n_tokens):
@@ -49,8 +49,21 @@ def test_growth_is_bounded_and_memory_is_what_the_shape_says():
         cache.reserve(101)
 
 
-def test_rows_are_copied_saved_and_loaded():
-    cache = make_cache()
+def test_for_the_kernel_all_capacity_is_there_from_the_start():
+    cache = make_cache(fused=True)
+    assert cache.size_bytes == 0
+    cache.reserve(1)
+    assert cache.capacity == SHAPE.max_tokens
+    before = cache.layer(1)[0].data_ptr()
+    cache.reserve(100)
+    assert cache.layer(1)[0].data_ptr() == before
+    with pytest.raises(ValueError, match="101 tokens asked of a KV cache bounded at 100"):
+        cache.reserve(101)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_rows_are_copied_saved_and_loaded(fused):
+    cache = make_cache(fused=fused)
     cache.reserve(10)
     written = filled(cache, 0, 7)
     saved = cache.save(0, 7)
@@ -61,8 +74,9 @@ def test_rows_are_copied_saved_and_loaded():
     assert_row(cache, 1, written)
 
 
-def test_layers_do_not_share_memory():
-    cache = make_cache()
+@pytest.mark.parametrize("fused", [False, True])
+def test_layers_do_not_share_memory(fused):
+    cache = make_cache(fused=fused)
     cache.reserve(4)
     written = filled(cache, 0, 4)
     cache.write(0, torch.zeros(4, dtype=torch.int64), torch.arange(4), *torch.randn(2, 4, 2, 4))

@@ -58,9 +58,9 @@ def test_prefill_and_decode_give_the_decoders_logits(changes, pack):
         expected = packed_logits(decoder, sequences)
         network = FusedNetwork(decoder, decoder.head, pack=pack)
         shape = CacheShape(config.n_layers, 4, config.n_kv_heads, config.head_dim, 9)
-        cache = KVCache(shape, dtype=config.dtype, device=CPU)
+        cache = KVCache(shape, dtype=config.dtype, device=CPU, fused=pack)
         cache.reserve(5)
-        prefill = PrefillAttention(cache, 0, prompt_lengths, CPU, fused=pack)
+        prefill = PrefillAttention(cache, 0, prompt_lengths, CPU)
         prompts = torch.cat([sequence[:n] for sequence, n in zip(sequences, prompt_lengths, strict=True)])
         actual = network.logits(network.hidden(prompts, prefill.positions, prefill)).split(prompt_lengths)
         for part, whole in zip(actual, expected, strict=True):
@@ -69,7 +69,7 @@ def test_prefill_and_decode_give_the_decoders_logits(changes, pack):
         for offset in range(3):  # the rows keep their different lengths
             lengths = torch.tensor(prompt_lengths) + offset
             cache.reserve(int(lengths.max()) + 1)
-            attention = DecodeAttention(cache, lengths, n_heads=config.n_heads, dtype=config.dtype, fused=pack)
+            attention = DecodeAttention(cache, lengths, n_heads=config.n_heads, dtype=config.dtype)
             tokens = torch.stack([sequence[n] for sequence, n in zip(sequences, lengths, strict=True)])
             logits = network.logits(network.hidden(tokens, lengths, attention))
             wanted = torch.stack([whole[n] for whole, n in zip(expected, lengths, strict=True)])
