@@ -66,25 +66,30 @@ struct Attention {
   // scores [G, padded] of 16 tokens, of which n are there. Meanwhile the keys of `next`, if any, are fetched.
   template <int G>
   void score(const float* queries, const T* keys, int64_t n, const T* next, float* scores) const {
-    __m512 products[G][kLanes];
-    for (int64_t t = 0; t < kLanes; ++t) {
-      const T* key = keys + std::min(t, n - 1) * head_dim;
-      if (next) fetch_row(next + t * head_dim);
-      __m512 sums[G];
-      for (int g = 0; g < G; ++g) sums[g] = _mm512_setzero_ps();
-      for (int64_t i = 0; i < head_dim; i += 2 * kLanes) {
-        const __m512 left = load(key + i), right = load(key + i + kLanes);
+    constexpr int kTogether = 4;  // tokens, whose sums stay in registers
+    __m512 quarters[G][kLanes / kTogether];
+#pragma GCC unroll 4
+    for (int64_t t = 0; t < kLanes; t += kTogether) {
+      __m512 sums[G][kTogether];
+      const T* key[kTogether];
+      for (int j = 0; j < kTogether; ++j) {
+        key[j] = keys + std::min(t + j, n - 1) * head_dim;
+        if (next) fetch_row(next + (t + j) * head_dim);
+        for (int g = 0; g < G; ++g) sums[g][j] = _mm512_setzero_ps();
+      }
+      for (int64_t i = 0; i < head_dim; i += kLanes) {
+        __m512 part[kTogether];
+        for (int j = 0; j < kTogether; ++j) part[j] = load(key[j] + i);
         for (int g = 0; g < G; ++g) {
-          const float* query = queries + g * head_dim + i;
-          sums[g] = _mm512_fmadd_ps(_mm512_load_ps(query), left, sums[g]);
-          sums[g] = _mm512_fmadd_ps(_mm512_load_ps(query + kLanes), right, sums[g]);
+          const __m512 query = _mm512_load_ps(queries + g * head_dim + i);
+          for (int j = 0; j < kTogether; ++j) sums[g][j] = _mm512_fmadd_ps(query, part[j], sums[g][j]);
         }
       }
-      for (int g = 0; g < G; ++g) products[g][t] = sums[g];
+      for (int g = 0; g < G; ++g) quarters[g][t / kTogether] = sum_quarters(sums[g]);
     }
     const __m512 lowest = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(scale);
     for (int g = 0; g < G; ++g)
-      _mm512_store_ps(scores + g * padded(), _mm512_mask_mul_ps(lowest, first_lanes(n), sum_each(products[g]), factor));
+      _mm512_store_ps(scores + g * padded(), _mm512_mask_mul_ps(lowest, first_lanes(n), sum_each(quarters[g]), factor));
   }
 
   static void softmax(float* p, int64_t n) {

@@ -63,18 +63,19 @@ __m512 exp(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
-// Lane i of the result is the sum of v[i].
-__m512 sum_each(const __m512* v) {
-  __m512 w[8], u[4];
-  for (int i = 0; i < 8; ++i)
-    w[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-  for (int i = 0; i < 4; ++i)
-    u[i] =
-        _mm512_add_ps(_mm512_shuffle_ps(w[2 * i], w[2 * i + 1], 0x44), _mm512_shuffle_ps(w[2 * i], w[2 * i + 1], 0xee));
-  for (int i = 0; i < 2; ++i)
-    w[i] = _mm512_add_ps(_mm512_shuffle_f32x4(u[2 * i], u[2 * i + 1], 0x88),
-                         _mm512_shuffle_f32x4(u[2 * i], u[2 * i + 1], 0xdd));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(w[0], w[1], 0x88), _mm512_shuffle_f32x4(w[0], w[1], 0xdd));
+// Lane i of each quarter of the result is the sum of that quarter of v[i], for four vectors.
+__m512 sum_quarters(const __m512* v) {
+  const __m512 a = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+  const __m512 b = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+  return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+}
+
+// Lane i of the result is the sum of the i-th of 16 vectors, of which `quarters` has four by four.
+__m512 sum_each(const __m512* quarters) {
+  const auto halves = [](__m512 x, __m512 y) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+  };
+  return halves(halves(quarters[0], quarters[1]), halves(quarters[2], quarters[3]));
 }
 
 // The transpose of a matrix of 16 x 16 numbers of 32 bits.
