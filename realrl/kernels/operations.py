@@ -69,7 +69,7 @@ class TiledLinear:
         first, second = (weight, None) if gate is None else (gate, weight.detach().contiguous())
         first, bias = first.detach().contiguous(), None if bias is None else bias.detach().contiguous()
         self.n_outputs, self.n_inputs = weight.shape
-        self.has_norm = norm is not None
+        self.dtype = weight.dtype
         is_gated = gate is not None
         n_packed = _kernel("packed_size", weight.dtype)(self.n_outputs, self.n_inputs, is_gated)
         packed = _aligned(n_packed, weight.dtype)
@@ -183,7 +183,6 @@ class TiledBlock:
         n_kv_heads: int,
         head_dim: int,
         window: int | None,
-        dtype: torch.dtype,
     ) -> None:
         self._kept = qkv, o, inner, down  # what the addresses in their products are of
         n_heads = o.n_inputs // head_dim
@@ -192,7 +191,7 @@ class TiledBlock:
         )
         self._address = ctypes.addressof(self._block)
         self._width = qkv.n_outputs + o.n_inputs + o.n_outputs + inner.n_outputs
-        self._run = _kernel("run_block", dtype)
+        self._run = _kernel("run_block", qkv.dtype)
 
     def __call__(self, x: torch.Tensor, cache: CacheSlice, rope: Rope) -> torch.Tensor:
         """[T, H] from x [T, H]; the new tokens' keys and values are put into the cache."""

@@ -212,9 +212,7 @@ def test_a_block_in_one_call_is_its_parts(dtype, window, is_gated, n_rows):
     o, down = kernels.TiledLinear(weight(hidden, 128), None), kernels.TiledLinear(weight(hidden, inner_size), None)
     gate = weight(inner_size, hidden) if is_gated else None
     inner = kernels.TiledLinear(weight(inner_size, hidden), None, norms[1], activation="gelu_tanh", gate=gate)
-    block = kernels.TiledBlock(
-        qkv, o, inner, down, n_kv_heads=n_kv_heads, head_dim=head_dim, window=window, dtype=dtype
-    )
+    block = kernels.TiledBlock(qkv, o, inner, down, n_kv_heads=n_kv_heads, head_dim=head_dim, window=window)
     x, positions = torch.randn(n_rows, hidden, dtype=dtype), torch.arange(n_rows) // 2
     rope, rows = rope_table(torch.rand(head_dim // 2), positions, dtype), torch.arange(n_rows) % 2
     cache = torch.randn(2, 2, n_kv_heads, n_rows, head_dim, dtype=dtype)

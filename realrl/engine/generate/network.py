@@ -161,9 +161,9 @@ class _FusedBlock:
             if isinstance(mlp, MoE)
             else _FusedMLP(mlp, norm, dtype, tp, pack=pack)
         )
-        self._whole = self._in_one_call(dtype) if tp.n_ranks == 1 else None
+        self._whole = self._in_one_call() if tp.n_ranks == 1 else None
 
-    def _in_one_call(self, dtype: torch.dtype) -> TiledBlock | None:
+    def _in_one_call(self) -> TiledBlock | None:
         """The same in one call of a kernel, where there is one for each of the parts."""
         if self._q_norm is not None or not isinstance(self._mlp, _FusedMLP) or not can_attend(self._head_dim):
             return None
@@ -172,8 +172,10 @@ class _FusedBlock:
             return None
         return TiledBlock(
             *cast(tuple[TiledLinear, TiledLinear, TiledLinear, TiledLinear], parts),
-            n_kv_heads=self.n_kv_heads, head_dim=self._head_dim, window=self._window, dtype=dtype,
-        )  # fmt: skip
+            n_kv_heads=self.n_kv_heads,
+            head_dim=self._head_dim,
+            window=self._window,
+        )
 
     def __call__(self, x: torch.Tensor, rope: Rope, attention: CacheAttention) -> torch.Tensor:
         if self._whole is not None and (cache := attention.cache_slice(self._index)):
