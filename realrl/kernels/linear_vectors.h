@@ -118,7 +118,8 @@ void linear(const T* x, int64_t stride, int64_t n_inputs, const Norm& norm, cons
   T* shared = prepares && !is_few ? scratch<kSharedRows, T>(kBlockRows * step) : nullptr;
 #pragma omp parallel num_threads(threads_for(n_groups* n_matrices* size* ceil_div(n_rows, 2 * kLanes), n_threads))
   {
-    alignas(64) float sums[2][kBlockRows * kColumns];
+    float* sums = scratch<kSums, float>(2 * kBlockRows * kColumns);  // of one matrix, and of the other
+    float* others = sums + kBlockRows * kColumns;
     T* prepared = prepares && is_few ? scratch<kOwnRows, T>(2 * kLanes * step) : shared;
     for (int64_t row0 = 0; row0 < n_rows; row0 += kBlockRows) {
       const int64_t n = std::min(kBlockRows, n_rows - row0);
@@ -133,8 +134,8 @@ void linear(const T* x, int64_t stride, int64_t n_inputs, const Norm& norm, cons
 #pragma omp for schedule(static) nowait
       for (int64_t group = 0; group < n_groups; ++group) {
         for (int64_t m = 0; m < n_matrices; ++m)
-          multiply_group(rows, step, n, n_words, w + (group * n_matrices + m) * size, sums[m]);
-        epilogue.finish(sums[0], epilogue.is_gated ? sums[1] : nullptr, kColumns, n, row0, group * kColumns, kVectors);
+          multiply_group(rows, step, n, n_words, w + (group * n_matrices + m) * size, m ? others : sums);
+        epilogue.finish(sums, epilogue.is_gated ? others : nullptr, kColumns, n, row0, group * kColumns, kVectors);
       }
     }
   }

@@ -138,7 +138,10 @@ def cpu_features(system: str, machine: str, cpu_info: Path) -> list[str]:
     """The features of this CPU that the kernels use; raises UnavailableError unless it is one that they are for."""
     if (system, machine) != ("Linux", "x86_64"):
         raise UnavailableError(f"realrl's are for Linux on x86_64, this is {system} on {machine}")
-    found = re.search(r"^flags\s*:(.*)$", cpu_info.read_text(encoding="utf-8"), re.MULTILINE)
+    try:
+        found = re.search(r"^flags\s*:(.*)$", cpu_info.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError as error:
+        raise UnavailableError(f"it is not known what the CPU has: {error}") from error
     flags = found[1].split() if found else []
     if missing := [name for name in _NEEDED if name not in flags]:
         raise UnavailableError(f"the CPU has no {', '.join(missing)}")
@@ -170,7 +173,7 @@ def build(folder: Path, features: Sequence[str]) -> Path:
     if not shutil.which(command[0]):
         raise UnavailableError(f"there is no C++ compiler ({command[0] or 'g++'}); with one, generation is faster")
     sources = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
-    flags = [*_FLAGS, *map(_option, features)]
+    flags = [*_FLAGS, *map(_option, features), *(["-DREALRL_TILES"] if set(_AMX) <= set(features) else [])]
     name = _digest("\0".join((*command, *flags, *(path.read_text("utf-8") for path in sources))).encode())
     try:
         found = _find(folder, name)

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "linear_vectors.h"
-#ifdef __AMX_BF16__
+#ifdef REALRL_TILES
 #include "linear_tiles.h"
 namespace bf16_products = tiles;
 #else

@@ -104,7 +104,7 @@ void transpose(__m512i* m) {
   }
 }
 
-enum Use { kSharedRows, kOwnRows, kAttention, kSampling };
+enum Use { kSharedRows, kOwnRows, kSums, kAttention, kSampling };
 
 // Memory of the calling thread that outlives the call.
 template <Use, typename T>

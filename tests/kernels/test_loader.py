@@ -64,6 +64,11 @@ def test_other_machines_are_refused_with_the_reason(
         cpu_features(system, machine, cpu_info(tmp_path, flags))
 
 
+def test_a_cpu_of_which_nothing_is_known(tmp_path: Path) -> None:
+    with pytest.raises(UnavailableError, match="it is not known what the CPU has"):
+        cpu_features("Linux", "x86_64", tmp_path / "cpuinfo")
+
+
 def test_without_the_right_to_the_matrix_unit_vectors_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = [*NEEDED.split(), "avx512_bf16", "amx_tile", "amx_bf16"]
     monkeypatch.setattr(loader, "cpu_features", lambda *_: everything)
@@ -78,7 +83,7 @@ def test_options_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert loader.build(tmp_path / "cache", [*NEEDED.split(), "avx512_bf16", "amx_tile", "amx_bf16"]) != plain
     first, *_, last, _ = (tmp_path / "said").read_text().splitlines()
     assert "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -c" in first
-    assert "-mfma -mavx512bf16 -mamx-tile -mamx-bf16 -c" in last
+    assert "-mfma -mavx512bf16 -mamx-tile -mamx-bf16 -DREALRL_TILES -c" in last
 
 
 def test_without_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
