@@ -22,10 +22,13 @@ def variants() -> list[tuple[str, ...]]:
 @pytest.fixture(autouse=True, scope="module", params=variants(), ids=lambda features: features[-1])
 def instructions(request):
     """Every test with each of the instruction sets that this CPU has."""
-    library = loader._open(loader.build(loader.cache_folder(), request.param))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operations, "_kernel", lambda name, dtype: getattr(library, f"{name}_{operations._NAMES[dtype]}"))
+        use(loader._open(loader.build(loader.cache_folder(), request.param)), patch)
         yield
+
+
+def use(library, patch):
+    patch.setattr(operations, "_kernel", lambda name, dtype: getattr(library, f"{name}_{operations._NAMES[dtype]}"))
 
 
 @pytest.fixture(autouse=True, params=[1, 2])
