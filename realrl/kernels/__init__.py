@@ -5,6 +5,7 @@
 
 from realrl.kernels.loader import UnavailableError, describe, why_not
 from realrl.kernels.operations import (
+    HEAD_MULTIPLE,
     CacheSlice,
     RMSNorm,
     TiledBlock,
@@ -17,6 +18,7 @@ from realrl.kernels.operations import (
 )
 
 __all__ = [
+    "HEAD_MULTIPLE",
     "CacheSlice",
     "RMSNorm",
     "TiledBlock",

@@ -20,6 +20,8 @@ from realrl.kernels.loader import load, why_not
 from realrl.model.config import Activation
 from realrl.model.rope import Rope
 
+HEAD_MULTIPLE = 32
+"""`attend` takes heads whose size is a multiple of this."""
 _ALIGNMENT = 64  # bytes
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}
@@ -112,7 +114,7 @@ def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
 
 def can_attend(head_dim: int) -> bool:
     """Whether `attend` takes heads of this size."""
-    return head_dim % 32 == 0
+    return head_dim % HEAD_MULTIPLE == 0
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,9 @@ class Kernels:
         float_products: matrices are multiplied in float32, piece by piece, whatever they are.
         generation_bytes: of an element of activations, cache and packed weights in generation; None for the model's.
         packs_weights: generation copies every matrix into a layout of its own, and not only those that it joins.
+        fused_products: generation applies norms and activations while it multiplies.
+        fused_heads: in generation, heads whose size is a multiple of this are rotated, cached and attended to in one
+            pass, by a kernel that reads no more of the cache than there is; None if there is none.
     """
 
     fused_norms: bool = True
@@ -48,6 +51,12 @@ class Kernels:
     float_products: bool = False
     generation_bytes: int | None = None
     packs_weights: bool = False
+    fused_products: bool = False
+    fused_heads: int | None = None
+
+    def fuses_attention(self, model: ModelShape) -> bool:
+        """Whether that kernel takes this model's heads."""
+        return self.fused_heads is not None and model.head_dim % self.fused_heads == 0
 
 
 @dataclass(frozen=True)
@@ -314,11 +323,14 @@ def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     return max(attention, (3 * h + width) * b) + 2 * local.model.head_dim * b
 
 
-def generation_of_block(local: LocalShape, layer: int, b: int) -> float:
+def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels) -> float:
     """Bytes per token inside of a block of generation: in the MLP, while what attention computed is still there."""
     moe, inner = local.model.moe, local.experts_inner(layer)
-    width = 4 * local.inner if moe is None or not inner else moe.top_k * (2 * local.hidden + 3 * inner)
-    return (3 * local.hidden + width + 3 * (local.queries + local.keys) + 2 * local.model.head_dim) * b
+    width = (1 if kernels.fused_products else 4) * local.inner
+    if moe is not None and inner:
+        width = moe.top_k * (2 * local.hidden + 3 * inner)
+    attention = (2 if kernels.fuses_attention(local.model) else 3) * (local.queries + local.keys)
+    return (3 * local.hidden + width + attention + 2 * local.model.head_dim) * b
 
 
 def _kept_by_ends(local: LocalShape, n_tokens: int, n_scored: int, kernels: Kernels) -> float:
@@ -369,7 +381,7 @@ class GenerationBytes:
 
     Attributes:
         weights: joined or packed copies of matrices, which live as long as the call.
-        cache: keys and values, and one layer more while the cache grows.
+        cache: keys and values, and where it grows one layer more.
         activations: of a prefill, or of sampling.
     """
 
@@ -392,14 +404,14 @@ def generation_bytes(
     b = kernels.generation_bytes or local.element_bytes
     layer = n_rows * local.keys * longest_row * b
     n_decoded = max(prefill_tokens, n_rows)
-    moments = [n_decoded * generation_of_block(local, i, b) for i in local.layers]
+    moments = [n_decoded * generation_of_block(local, i, b, kernels) for i in local.layers]
     if local.vocabulary:
         whole = n_rows * local.model.vocab_size
         # logits, and of each run two buffers of the sampler and the copy that is cut into blocks
         moments.append(whole * (b + FLOAT32) + n_runs * 2 * whole * FLOAT32)
     return GenerationBytes(
         weights=_packed_weights(local, b, kernels),
-        cache=n_runs * 2 * len(local.layers) * layer + layer,
+        cache=n_runs * 2 * len(local.layers) * layer + (0 if kernels.fuses_attention(local.model) else layer),
         activations=math.ceil(max(moments, default=0.0)),
     )
 

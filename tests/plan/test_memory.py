@@ -162,6 +162,19 @@ def test_cache_and_packed_weights():
     packed = generation_bytes(
         local(), n_runs=1, n_rows=3, longest_row=7, prefill_tokens=7, kernels=Kernels(packs_weights=True)
     )
+    fused, other = (
+        generation_bytes(
+            local(), n_runs=1, n_rows=3, longest_row=7, prefill_tokens=7, kernels=Kernels(fused_heads=multiple)
+        )
+        for multiple in (MODEL.head_dim, MODEL.head_dim + 1)
+    )
+    assert fused.cache == 2 * 4 * layer  # it does not grow
+    assert fused.activations < made.activations
+    assert other == made
+    products = generation_bytes(
+        local(), n_runs=1, n_rows=3, longest_row=7, prefill_tokens=7, kernels=Kernels(fused_products=True)
+    )
+    assert made.activations - products.activations == 7 * 3 * 48 * 4
     matrices = [spec for spec in parameter_specs(MODEL) if len(spec.shape) == 2 and spec.name != "embedding.weight"]
     assert packed.weights == sum(spec.num_bytes for spec in matrices)
     floats = generation_bytes(

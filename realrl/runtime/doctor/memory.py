@@ -15,6 +15,7 @@ from realrl.engine.linear import packing_pays
 from realrl.errors import UsageError
 from realrl.graph.build import topological_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.kernels import HEAD_MULTIPLE, can_use
 from realrl.model.config import DecoderConfig
 from realrl.model.linear import product_dtype
 from realrl.plan.backends import zero_stage_of
@@ -139,6 +140,7 @@ def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kern
     if device.type != "cpu":
         return Kernels()
     computed = product_dtype(device, dtype)
+    has_kernels = can_use(device, computed)
     return Kernels(
         fused_norms=False,
         float_attention=dtype == torch.bfloat16,
@@ -146,6 +148,8 @@ def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kern
         float_products=computed != dtype,
         generation_bytes=computed.itemsize,
         packs_weights=packing_pays(device, computed, n_rows),
+        fused_products=has_kernels,
+        fused_heads=HEAD_MULTIPLE if has_kernels else None,
     )
 
 
