@@ -23,7 +23,7 @@ struct Attention {
   int64_t n_items() const { return n_tokens * n_kv_heads; }
   int64_t group() const { return n_heads / n_kv_heads; }
   int64_t padded() const { return round_up(capacity, kLanes); }
-  int64_t scratch_size() const { return group() * (head_dim + padded()) + head_dim; }
+  int64_t scratch_size() const { return group() * (head_dim + padded()); }
 
   // Where the cache has the keys or values of an item.
   int64_t place(int64_t item) const {

@@ -89,7 +89,7 @@ def describe() -> str:
     """Which kernels generation uses on CPUs here, and by which instructions or why not, in words."""
     if reason := why_not():
         return f"torch's kernels ({reason})"
-    return f"realrl's kernels ({'AMX' if set(_AMX) <= set(_features()) else 'AVX-512'})"
+    return f"realrl's kernels ({'AMX' if _have_tiles(_features()) else 'AVX-512'})"
 
 
 def load() -> ctypes.CDLL:
@@ -129,7 +129,7 @@ def cache_folder() -> Path:
 @cache
 def _features() -> tuple[str, ...]:
     features = cpu_features(platform.system(), platform.machine(), Path("/proc/cpuinfo"))
-    if set(_AMX) <= set(features) and not _may_use_tiles():
+    if _have_tiles(features) and not _may_use_tiles():
         features = [name for name in features if name not in _AMX]
     return tuple(features)
 
@@ -148,9 +148,13 @@ def cpu_features(system: str, machine: str, cpu_info: Path) -> list[str]:
     features = list(_NEEDED)
     if _BF16 in flags:
         features.append(_BF16)
-        if set(_AMX) <= set(flags):
+        if _have_tiles(flags):
             features.extend(_AMX)
     return features
+
+
+def _have_tiles(features: Sequence[str]) -> bool:
+    return set(_AMX) <= set(features)
 
 
 def _may_use_tiles() -> bool:
@@ -173,7 +177,7 @@ def build(folder: Path, features: Sequence[str]) -> Path:
     if not shutil.which(command[0]):
         raise UnavailableError(f"there is no C++ compiler ({command[0] or 'g++'}); with one, generation is faster")
     sources = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
-    flags = [*_FLAGS, *map(_option, features), *(["-DREALRL_TILES"] if set(_AMX) <= set(features) else [])]
+    flags = [*_FLAGS, *map(_option, features), *(["-DREALRL_TILES"] if _have_tiles(features) else [])]
     name = _digest("\0".join((*command, *flags, *(path.read_text("utf-8") for path in sources))).encode())
     try:
         found = _find(folder, name)
