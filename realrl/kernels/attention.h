@@ -53,72 +53,71 @@ struct Attention {
   void read(const T* x, int64_t token, float* y) const {
     const int64_t half = head_dim / 2;
     for (int64_t i = 0; i < head_dim; i += kLanes) {
-      __m512 value = load(x + i);
+      Vector value = load(x + i);
       if (cos) {
-        const __m512 other = load(x + (i < half ? i + half : i - half));
-        value = _mm512_mul_ps(value, load(cos + token * head_dim + i));
-        value = _mm512_fmadd_ps(other, load(sin + token * head_dim + i), value);
+        const Vector other = load(x + (i < half ? i + half : i - half));
+        value = value * load(cos + token * head_dim + i);
+        value = multiply_add(other, load(sin + token * head_dim + i), value);
       }
-      _mm512_store_ps(y + i, value);
+      store(y + i, value);
     }
   }
 
-  // scores [G, padded] of 16 tokens, of which n are there. Meanwhile the keys of `next`, if any, are fetched.
+  // scores [G, padded] of kLanes tokens, of which n are there. Meanwhile the keys of `next`, if any, are fetched.
   template <int G>
   void score(const float* queries, const T* keys, int64_t n, const T* next, float* scores) const {
     constexpr int kTogether = 4;  // tokens, whose sums stay in registers
-    __m512 quarters[G][kLanes / kTogether];
+    Vector parts[G][kLanes / kTogether];
 #pragma GCC unroll 4
     for (int64_t t = 0; t < kLanes; t += kTogether) {
-      __m512 sums[G][kTogether];
+      Vector sums[G][kTogether];
       const T* key[kTogether];
       for (int j = 0; j < kTogether; ++j) {
         key[j] = keys + std::min(t + j, n - 1) * head_dim;
         if (next) fetch_row(next + (t + j) * head_dim);
-        for (int g = 0; g < G; ++g) sums[g][j] = _mm512_setzero_ps();
+        for (int g = 0; g < G; ++g) sums[g][j] = fill(0.0f);
       }
       for (int64_t i = 0; i < head_dim; i += kLanes) {
-        __m512 part[kTogether];
+        Vector part[kTogether];
         for (int j = 0; j < kTogether; ++j) part[j] = load(key[j] + i);
         for (int g = 0; g < G; ++g) {
-          const __m512 query = _mm512_load_ps(queries + g * head_dim + i);
-          for (int j = 0; j < kTogether; ++j) sums[g][j] = _mm512_fmadd_ps(query, part[j], sums[g][j]);
+          const Vector query = load(queries + g * head_dim + i);
+          for (int j = 0; j < kTogether; ++j) sums[g][j] = multiply_add(query, part[j], sums[g][j]);
         }
       }
-      for (int g = 0; g < G; ++g) quarters[g][t / kTogether] = sum_quarters(sums[g]);
+      for (int g = 0; g < G; ++g) parts[g][t / kTogether] = sum_four(sums[g]);
     }
-    const __m512 lowest = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(scale);
     for (int g = 0; g < G; ++g)
-      _mm512_store_ps(scores + g * padded(), _mm512_mask_mul_ps(lowest, first_lanes(n), sum_each(quarters[g]), factor));
+      store(scores + g * padded(), keep_first(sum_each(parts[g]) * fill(scale), n, fill(-INFINITY)));
   }
 
   static void softmax(float* p, int64_t n) {
-    __m512 most = _mm512_load_ps(p), total = _mm512_setzero_ps();
-    for (int64_t t = kLanes; t < n; t += kLanes) most = _mm512_max_ps(most, _mm512_load_ps(p + t));
-    most = _mm512_set1_ps(_mm512_reduce_max_ps(most));
+    Vector most = load(p), total = fill(0.0f);
+    for (int64_t t = kLanes; t < n; t += kLanes) most = largest(most, load(p + t));
+    most = fill(largest_of(most));
     for (int64_t t = 0; t < n; t += kLanes) {
-      const __m512 e = _mm512_maskz_mov_ps(first_lanes(n - t), exp(_mm512_sub_ps(_mm512_load_ps(p + t), most)));
-      _mm512_store_ps(p + t, e);
-      total = _mm512_add_ps(total, e);
+      const Vector e = keep_first(exp(load(p + t) - most), n - t, fill(0.0f));
+      store(p + t, e);
+      total = total + e;
     }
-    const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(total));
-    for (int64_t t = 0; t < n; t += kLanes) _mm512_store_ps(p + t, _mm512_mul_ps(_mm512_load_ps(p + t), inverse));
+    const Vector inverse = fill(1.0f / sum_of(total));
+    for (int64_t t = 0; t < n; t += kLanes) store(p + t, load(p + t) * inverse);
   }
 
-  // Columns [16 V] of the outputs [G, D] for probabilities p [G, padded]. Meanwhile the values of `next`, if any, are
-  // fetched.
+  // Columns [kLanes V] of the outputs [G, D] for probabilities p [G, padded]. Meanwhile the values of `next`, if any,
+  // are fetched.
   template <int G, int V>
   void mix(const float* p, const T* values, int64_t n, const T* next, T* outputs) const {
-    __m512 sums[G][V];
+    Vector sums[G][V];
     for (int g = 0; g < G; ++g)
-      for (int i = 0; i < V; ++i) sums[g][i] = _mm512_setzero_ps();
+      for (int i = 0; i < V; ++i) sums[g][i] = fill(0.0f);
     for (int64_t t = 0; t < n; ++t) {
-      __m512 value[V];
+      Vector value[V];
       for (int i = 0; i < V; ++i) value[i] = load(values + t * head_dim + i * kLanes);
       if (next) fetch_row(next + t * head_dim);
       for (int g = 0; g < G; ++g) {
-        const __m512 weight = _mm512_set1_ps(p[g * padded() + t]);
-        for (int i = 0; i < V; ++i) sums[g][i] = _mm512_fmadd_ps(weight, value[i], sums[g][i]);
+        const Vector weight = fill(p[g * padded() + t]);
+        for (int i = 0; i < V; ++i) sums[g][i] = multiply_add(weight, value[i], sums[g][i]);
       }
     }
     for (int g = 0; g < G; ++g)
@@ -148,7 +147,7 @@ struct Attention {
     const T *k = qkv + token * stride + (n_heads + head) * head_dim, *v = k + n_kv_heads * head_dim;
     const int64_t to = place(item) + positions[token] * head_dim;
     read(k, token, memory);
-    for (int64_t i = 0; i < head_dim; i += kLanes) store(keys + to + i, _mm512_load_ps(memory + i));
+    for (int64_t i = 0; i < head_dim; i += kLanes) store(keys + to + i, load(memory + i));
     std::memcpy(values + to, v, head_dim * sizeof(T));
   }
 

@@ -7,14 +7,13 @@ namespace {
 
 enum Activation { kIdentity, kSilu, kGeluTanh };
 
-__m512 activate(__m512 y, int activation) {
+Vector activate(Vector y, int activation) {
   if (activation == kIdentity) return y;
-  __m512 u = y;
+  Vector u = y;
   if (activation == kGeluTanh) {  // y (1 + tanh(v)) / 2 = y / (1 + exp(-2 v))
-    const __m512 cube = _mm512_mul_ps(_mm512_mul_ps(y, y), y);
-    u = _mm512_mul_ps(_mm512_fmadd_ps(cube, _mm512_set1_ps(0.044715f), y), _mm512_set1_ps(1.59576912f));
+    u = multiply_add(y * y * y, fill(0.044715f), y) * fill(1.59576912f);
   }
-  return _mm512_div_ps(y, _mm512_add_ps(_mm512_set1_ps(1.0f), exp(_mm512_sub_ps(_mm512_setzero_ps(), u))));
+  return y / (fill(1.0f) + exp(-u));
 }
 
 // out = activation(x W^T + bias) + residual, or of two matrices: activation(x G^T + bias) * (x U^T + bias).
@@ -30,20 +29,20 @@ struct Epilogue {
   // Groups of `width` sums, of which a column needs two if gated.
   int64_t n_groups(int64_t width) const { return ceil_div(n_columns, is_gated ? width / 2 : width); }
 
-  // sums, and those of the second matrix if gated: [n, stride], for the rows from `row` and 16 `n_vectors` columns from
+  // sums, and those of the second matrix if gated: [n, stride], for the rows from `row` and `n_vectors` of columns from
   // `column` on.
   void finish(const float* sums, const float* others, int64_t stride, int64_t n, int64_t row, int64_t column,
               int n_vectors) const {
     for (int v = 0; v < n_vectors; ++v, column += kLanes, sums += kLanes) {
-      const __mmask16 mask = first_lanes(n_columns - column);
-      if (!mask) return;
-      const __m512 b = bias ? load(bias + column, mask) : _mm512_setzero_ps();
-      const __m512 other_bias = bias && others ? load(bias + n_columns + column, mask) : _mm512_setzero_ps();
+      const int64_t m = n_columns - column;
+      if (m <= 0) return;
+      const Vector b = bias ? load_first(bias + column, m) : fill(0.0f);
+      const Vector other_bias = bias && others ? load_first(bias + n_columns + column, m) : fill(0.0f);
       for (int64_t r = 0; r < n; ++r) {
-        __m512 y = activate(_mm512_add_ps(_mm512_load_ps(sums + r * stride), b), activation);
-        if (others) y = _mm512_mul_ps(y, _mm512_add_ps(_mm512_load_ps(others + v * kLanes + r * stride), other_bias));
-        if (residual) y = _mm512_add_ps(y, load(residual + (row + r) * residual_stride + column, mask));
-        store(out + (row + r) * n_columns + column, y, mask);
+        Vector y = activate(load(sums + r * stride) + b, activation);
+        if (others) y = y * (load(others + v * kLanes + r * stride) + other_bias);
+        if (residual) y = y + load_first(residual + (row + r) * residual_stride + column, m);
+        store_first(out + (row + r) * n_columns + column, y, m);
       }
     }
   }

@@ -53,16 +53,16 @@ void pack_rows(const uint16_t* x, int64_t stride, int64_t n_rows, int64_t n_inpu
   for (int64_t r = 0; r < kLanes; ++r) {
     const uint16_t* row = x + (tile * kLanes + r) * stride;
     const bool is_there = tile * kLanes + r < n_rows, is_normed = is_there && norm.weight;
-    const __m512 scale = is_normed ? norm.scale(row, n_inputs) : _mm512_setzero_ps();
+    const Vector scale = fill(is_normed ? norm.scale(row, n_inputs) : 0.0f);
     for (int64_t b = 0; b < n_blocks; ++b) {
       const int64_t i = b * kDepth;
-      __m512i y = load_words(row + i, is_there ? n_inputs - i : 0);
+      Words y = load_first_words(row + i, is_there ? n_inputs - i : 0);
       if (is_normed) {
-        const __m512 left = widen(_mm512_castsi512_si256(y)), right = widen(_mm512_extracti64x4_epi64(y, 1));
-        y = (__m512i)_mm512_cvtne2ps_pbh(norm.apply(right, scale, i + kLanes, first_lanes(n_inputs - i - kLanes)),
-                                         norm.apply(left, scale, i, first_lanes(n_inputs - i)));
+        const Vector left = widen(_mm512_castsi512_si256(y)), right = widen(_mm512_extracti64x4_epi64(y, 1));
+        y = (Words)_mm512_cvtne2ps_pbh(norm.apply(right, scale, i + kLanes, n_inputs - i - kLanes),
+                                       norm.apply(left, scale, i, n_inputs - i));
       }
-      _mm512_store_si512(out + b * kTile + r * kDepth, y);
+      store_words(out + b * kTile + r * kDepth, y);
     }
   }
 }
@@ -165,11 +165,11 @@ void pack(const uint16_t* w, const uint16_t* other, int64_t stride, int64_t n, i
     for (int64_t c = 0; c < kLanes; ++c) rows[c] = weights_of(w, other, stride, n, tile / 2, tile % 2 * kLanes + c);
     for (int64_t b = 0; b < n_blocks; ++b) {
       const int64_t first = b * kDepth;
-      __m512i columns[kLanes];
-      for (int c = 0; c < kLanes; ++c) columns[c] = load_words(rows[c] + first, rows[c] ? n_inputs - first : 0);
+      Words columns[kLanes];
+      for (int c = 0; c < kLanes; ++c) columns[c] = load_first_words(rows[c] + first, rows[c] ? n_inputs - first : 0);
       transpose(columns);
       uint16_t* to = out + ((tile / 2 * n_blocks + b) * 2 + tile % 2) * kTile;
-      for (int c = 0; c < kLanes; ++c) _mm512_store_si512(to + c * kDepth, columns[c]);
+      for (int c = 0; c < kLanes; ++c) store_words(to + c * kDepth, columns[c]);
     }
   }
 }

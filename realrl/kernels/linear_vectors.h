@@ -8,56 +8,52 @@ namespace vectors {
 namespace {
 
 constexpr int kVectors = 3;                      // of columns, times
-constexpr int kRowsTogether = 8;                 // rows: sums that stay in registers
+constexpr int kRowsTogether = kRegisters / 4;    // rows: sums that stay in registers
 constexpr int64_t kColumns = kVectors * kLanes;  // of one matrix, in a group
 constexpr int64_t kBlockWords = 128;             // of a column: the weights of a group stay in the first-level cache
+constexpr int64_t kFewRows = 32;                 // which every thread prepares for itself, sooner done than waiting
 constexpr int64_t kBlockRows = 256;              // whose sums stay in the second-level cache
 
 // A row is multiplied in words of 32 bits: a float32, or two neighbours in bfloat16.
 using Word = std::uint32_t;
+constexpr int kLineWords = 64 / sizeof(Word);
 template <typename T>
 constexpr int64_t kPerWord = sizeof(Word) / sizeof(T);
 
-__m512i broadcast(const void* word) {
+Words broadcast(const void* word) {
   int value;
   std::memcpy(&value, word, sizeof value);
-  return _mm512_set1_epi32(value);
+  return fill_words(value);
 }
 
 // sum + x w, lane by lane.
 template <typename T>
-__m512 add_product(__m512i x, __m512i w, __m512 sum) {
-  if constexpr (std::is_same_v<T, float>) return _mm512_fmadd_ps((__m512)x, (__m512)w, sum);
-#ifdef __AVX512BF16__
-  return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)w);
-#else
-  const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
-  sum = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(x, 16), (__m512)_mm512_slli_epi32(w, 16), sum);
-  return _mm512_fmadd_ps((__m512)_mm512_and_si512(x, upper), (__m512)_mm512_and_si512(w, upper), sum);
-#endif
+Vector add_product(Words x, Words w, Vector sum) {
+  if constexpr (std::is_same_v<T, float>) return multiply_add((Vector)x, (Vector)w, sum);
+  return multiply_add_pairs(x, w, sum);
 }
 
-// sums [8, kColumns] (+)= x [n_rows, n words] times w [n, kColumns]; rows that are not there are the last one again.
-// Adding up blocks instead of single products keeps the rounding small. Meanwhile kLines n lines from `ahead` on, in
-// the next block, are fetched, and to the second-level cache as many of the block after it.
+// sums [kRowsTogether, kColumns] (+)= x [n_rows, n words] times w [n, kColumns]; rows that are not there are the last
+// one again. Adding up blocks instead of single products keeps the rounding small. Meanwhile kLines n lines from
+// `ahead` on, in the next block, are fetched, and to the second-level cache as many of the block after it.
 template <typename T, int kLines>
 void multiply_rows(const T* x, int64_t stride, int64_t n_rows, const Word* w, int64_t n, bool is_first,
                    const Word* ahead, float* sums) {
   const T* row[kRowsTogether];
-  __m512 sum[kRowsTogether][kVectors];
+  Vector sum[kRowsTogether][kVectors];
 #pragma GCC unroll 8
   for (int r = 0; r < kRowsTogether; ++r) {
     row[r] = x + std::min<int64_t>(r, n_rows - 1) * stride;
-    for (int v = 0; v < kVectors; ++v) sum[r][v] = _mm512_setzero_ps();
+    for (int v = 0; v < kVectors; ++v) sum[r][v] = fill(0.0f);
   }
   for (int64_t i = 0; i < n; ++i) {
-    prefetch(ahead + i * kLines * kLanes, kLines);
-    prefetch<_MM_HINT_T1>(ahead + kBlockWords * kColumns + i * kLines * kLanes, kLines);
-    __m512i weight[kVectors];
-    for (int v = 0; v < kVectors; ++v) weight[v] = _mm512_load_si512(w + i * kColumns + v * kLanes);
+    prefetch(ahead + i * kLines * kLineWords, kLines);
+    prefetch<_MM_HINT_T1>(ahead + kBlockWords * kColumns + i * kLines * kLineWords, kLines);
+    Words weight[kVectors];
+    for (int v = 0; v < kVectors; ++v) weight[v] = load_words(w + i * kColumns + v * kLanes);
 #pragma GCC unroll 8
     for (int r = 0; r < kRowsTogether; ++r) {
-      const __m512i value = broadcast(row[r] + i * kPerWord<T>);
+      const Words value = broadcast(row[r] + i * kPerWord<T>);
       for (int v = 0; v < kVectors; ++v) sum[r][v] = add_product<T>(value, weight[v], sum[r][v]);
     }
   }
@@ -65,13 +61,14 @@ void multiply_rows(const T* x, int64_t stride, int64_t n_rows, const Word* w, in
   for (int r = 0; r < kRowsTogether; ++r)
     for (int v = 0; v < kVectors; ++v) {
       float* to = sums + r * kColumns + v * kLanes;
-      _mm512_store_ps(to, is_first ? sum[r][v] : _mm512_add_ps(_mm512_load_ps(to), sum[r][v]));
+      store(to, is_first ? sum[r][v] : load(to) + sum[r][v]);
     }
 }
 
 // sums [n_rows, kColumns] of x [n_rows, n_words] and one matrix's columns w [n_words, kColumns].
 template <typename T>
 void multiply_group(const T* x, int64_t stride, int64_t n_rows, int64_t n_words, const Word* w, float* sums) {
+  constexpr int kLines = (kColumns + kLineWords - 1) / kLineWords, kHalf = (kLines + 1) / 2;
   const int64_t n_parts = ceil_div(n_rows, kRowsTogether);
   for (int64_t i = 0; i < n_words; i += kBlockWords) {
     const int64_t n = std::min(kBlockWords, n_words - i);
@@ -79,14 +76,14 @@ void multiply_group(const T* x, int64_t stride, int64_t n_rows, int64_t n_words,
       const int64_t r = part * kRowsTogether;
       const auto multiply = [&](auto lines, int64_t first_line) {
         multiply_rows<T, lines.value>(x + r * stride + i * kPerWord<T>, stride, n_rows - r, w + i * kColumns, n, i == 0,
-                                      w + (i + n) * kColumns + first_line * kLanes, sums + r * kColumns);
+                                      w + (i + n) * kColumns + first_line * kLineWords, sums + r * kColumns);
       };
-      // The next block has kVectors n lines: few parts fetch more of them each, the last of many parts none.
+      // The next block has kLines n lines: few parts fetch more of them each, the last of many parts none.
       if (n_parts == 1)
-        multiply(std::integral_constant<int, kVectors>(), 0);
+        multiply(std::integral_constant<int, kLines>(), 0);
       else if (n_parts == 2)
-        multiply(std::integral_constant<int, 2>(), part * 2 * n);
-      else if (part < kVectors)
+        multiply(std::integral_constant<int, kHalf>(), part * kHalf * n);
+      else if (part < kLines)
         multiply(std::integral_constant<int, 1>(), part * n);
       else
         multiply(std::integral_constant<int, 0>(), 0);
@@ -113,14 +110,14 @@ void linear(const T* x, int64_t stride, int64_t n_inputs, const Norm& norm, cons
                 n_groups = epilogue.n_groups(n_matrices * kColumns), n_words = ceil_div(n_inputs, kPerWord<T>),
                 size = n_words * kColumns;
   const bool prepares = norm.weight || n_inputs % kPerWord<T>;
-  const bool is_few = n_rows <= 2 * kLanes;  // every thread prepares them for itself, sooner done than waiting
+  const bool is_few = n_rows <= kFewRows;
   const int64_t step = prepares ? round_up(n_inputs, kLanes) : stride;
   T* shared = prepares && !is_few ? scratch<kSharedRows, T>(kBlockRows * step) : nullptr;
-#pragma omp parallel num_threads(threads_for(n_groups* n_matrices* size* ceil_div(n_rows, 2 * kLanes), n_threads))
+#pragma omp parallel num_threads(threads_for(n_groups * n_matrices * size * ceil_div(n_rows, kFewRows), n_threads))
   {
     float* sums = scratch<kSums, float>(2 * kBlockRows * kColumns);  // of one matrix, and of the other
     float* others = sums + kBlockRows * kColumns;
-    T* prepared = prepares && is_few ? scratch<kOwnRows, T>(2 * kLanes * step) : shared;
+    T* prepared = prepares && is_few ? scratch<kOwnRows, T>(kFewRows * step) : shared;
     for (int64_t row0 = 0; row0 < n_rows; row0 += kBlockRows) {
       const int64_t n = std::min(kBlockRows, n_rows - row0);
       const T *from = x + row0 * stride, *rows = prepares ? prepared : from;
@@ -157,13 +154,12 @@ void pack(const T* w, const T* other, int64_t stride, int64_t n, int64_t n_input
     const T* from = (panel % n_matrices ? other : w) + column * stride;
     for (int64_t i = 0; i < n_words; i += kLanes) {
       const int64_t first = i * kPerWord<T>;
-      __m512i block[kLanes];
+      Words block[kLanes];
       for (int64_t c = 0; c < kLanes; ++c)
-        block[c] = load_words(from + c * stride + first, column + c < n ? n_inputs - first : 0);
+        block[c] = load_first_words(from + c * stride + first, column + c < n ? n_inputs - first : 0);
       transpose(block);
       Word* to = reinterpret_cast<Word*>(out) + (panel * n_words + i) * kColumns + vector % kVectors * kLanes;
-      for (int64_t j = 0; j < std::min<int64_t>(kLanes, n_words - i); ++j)
-        _mm512_store_si512(to + j * kColumns, block[j]);
+      for (int64_t j = 0; j < std::min<int64_t>(kLanes, n_words - i); ++j) store_words(to + j * kColumns, block[j]);
     }
   }
 }

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
 _MAIN = "kernels.cpp"
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp")
-_NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")  # of the CPU, as Linux names them
+_AVX2 = ("avx2", "fma")  # of the CPU, as Linux names them; one of these two it must have
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")
 _BF16 = "avx512_bf16"
 _AMX = ("amx_tile", "amx_bf16")
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18
@@ -89,7 +90,8 @@ def describe() -> str:
     """Which kernels generation uses on CPUs here, and by which instructions or why not, in words."""
     if reason := why_not():
         return f"torch's kernels ({reason})"
-    return f"realrl's kernels ({'AMX' if _have_tiles(_features()) else 'AVX-512'})"
+    features = _features()
+    return f"realrl's kernels ({'AMX' if _have_tiles(features) else 'AVX-512' if _have_avx512(features) else 'AVX2'})"
 
 
 def load() -> ctypes.CDLL:
@@ -98,7 +100,7 @@ def load() -> ctypes.CDLL:
     The first call may compile, which takes some seconds.
 
     Raises:
-        UnavailableError: a CPU without AVX-512, no compiler, or ``REALRL_KERNELS=0``.
+        UnavailableError: a CPU without AVX2, no compiler, or ``REALRL_KERNELS=0``.
     """
     outcome = _load()
     if isinstance(outcome, str):
@@ -143,14 +145,20 @@ def cpu_features(system: str, machine: str, cpu_info: Path) -> list[str]:
     except OSError as error:
         raise UnavailableError(f"it is not known what the CPU has: {error}") from error
     flags = found[1].split() if found else []
-    if missing := [name for name in _NEEDED if name not in flags]:
-        raise UnavailableError(f"the CPU has no {', '.join(missing)}")
-    features = list(_NEEDED)
+    if not _have_avx512(flags):
+        if missing := [name for name in _AVX2 if name not in flags]:
+            raise UnavailableError(f"the CPU has no {', '.join(missing)}")
+        return list(_AVX2)
+    features = list(_AVX512)
     if _BF16 in flags:
         features.append(_BF16)
         if _have_tiles(flags):
             features.extend(_AMX)
     return features
+
+
+def _have_avx512(features: Sequence[str]) -> bool:
+    return set(_AVX512) <= set(features)
 
 
 def _have_tiles(features: Sequence[str]) -> bool:

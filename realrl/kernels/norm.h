@@ -11,27 +11,24 @@ struct Norm {
   float eps;
 
   template <typename T>
-  __m512 scale(const T* x, int64_t size) const {
-    __m512 sum = _mm512_setzero_ps();
+  float scale(const T* x, int64_t size) const {
+    Vector sum = fill(0.0f);
     for (int64_t i = 0; i < size; i += kLanes) {
-      const __m512 v = load(x + i, first_lanes(size - i));
-      sum = _mm512_fmadd_ps(v, v, sum);
+      const Vector v = load_first(x + i, size - i);
+      sum = multiply_add(v, v, sum);
     }
-    return _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(sum) / size + eps));
+    return 1.0f / std::sqrt(sum_of(sum) / size + eps);
   }
 
   template <typename T>
   void row(const T* x, int64_t size, T* out) const {
-    const __m512 factor = scale(x, size);
-    for (int64_t i = 0; i < size; i += kLanes) {
-      const __mmask16 mask = first_lanes(size - i);
-      store(out + i, apply(load(x + i, mask), factor, i, mask), mask);
-    }
+    const Vector factor = fill(scale(x, size));
+    for (int64_t i = 0; i < size; i += kLanes)
+      store_first(out + i, apply(load_first(x + i, size - i), factor, i, size - i), size - i);
   }
 
-  __m512 apply(__m512 x, __m512 scale, int64_t i, __mmask16 mask) const {
-    return _mm512_mul_ps(_mm512_mul_ps(x, scale), load(weight + i, mask));
-  }
+  // x: those from i on, of which n are there.
+  Vector apply(Vector x, Vector scale, int64_t i, int64_t n) const { return x * scale * load_first(weight + i, n); }
 };
 
 template <typename T>

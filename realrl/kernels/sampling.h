@@ -27,30 +27,28 @@ struct Sampling {
     return std::find(stop_ids, end, token) != end;
   }
 
-  __m512 scaled(const T* x, int64_t i) const {
-    const __mmask16 mask = first_lanes(vocab_size - i);
-    return _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), mask, load(x + i, mask), _mm512_set1_ps(inverse_temperature));
+  Vector scaled(const T* x, int64_t i) const {
+    const int64_t n = vocab_size - i;
+    return keep_first(load_first(x + i, n) * fill(inverse_temperature), n, fill(-INFINITY));
   }
 
   void run(int64_t row, float* sums) const {
     const T* x = logits + row * vocab_size;
-    const __m512 infinity = _mm512_set1_ps(INFINITY);
-    __m512 most = _mm512_set1_ps(-INFINITY);
+    Vector most = fill(-INFINITY);
     bool is_valid = true;
     for (int64_t i = 0; i < vocab_size; i += kLanes) {
-      const __mmask16 mask = first_lanes(vocab_size - i);
-      const __m512 v = scaled(x, i);
-      is_valid &= _mm512_mask_cmp_ps_mask(mask, v, infinity, _CMP_LT_OQ) == mask;  // not if NaN
-      most = _mm512_max_ps(most, v);
+      const Vector v = scaled(x, i);
+      is_valid &= is_all_less(v, fill(INFINITY));  // not if NaN
+      most = largest(most, v);
     }
-    const float peak = _mm512_reduce_max_ps(most);
+    const float peak = largest_of(most);
     tokens[row] = -1;
     if (!is_valid || peak == -INFINITY) return;
     const double total = add_up(x, peak, sums);
     const float allowed = allowed_peak(row, x, peak);
     if (allowed == -INFINITY) return;
     if (allowed != peak && !is_greedy) add_up(x, allowed, sums);
-    const int64_t token = is_greedy ? largest(row, x, allowed) : draw(row, x, allowed, sums, &logprobs[row]);
+    const int64_t token = is_greedy ? find_largest(row, x, allowed) : draw(row, x, allowed, sums, &logprobs[row]);
     tokens[row] = token;
     if (is_greedy) logprobs[row] = 0.0f;
     policy_logprobs[row] = (float)(at(x, token) - peak - std::log(total));
@@ -60,11 +58,10 @@ struct Sampling {
   double add_up(const T* x, float peak, float* sums) const {
     double total = 0.0;
     for (int64_t b = 0; b * kBlock < vocab_size; ++b) {
-      __m512 sum = _mm512_setzero_ps();
+      Vector sum = fill(0.0f);
       for (int64_t i = b * kBlock; i < std::min((b + 1) * kBlock, vocab_size); i += kLanes)
-        sum = _mm512_add_ps(sum, _mm512_maskz_mov_ps(first_lanes(vocab_size - i),
-                                                     exp(_mm512_sub_ps(scaled(x, i), _mm512_set1_ps(peak)))));
-      total += sums[b] = _mm512_reduce_add_ps(sum);
+        sum = sum + keep_first(exp(scaled(x, i) - fill(peak)), vocab_size - i, fill(0.0f));
+      total += sums[b] = sum_of(sum);
     }
     return total;
   }
@@ -80,12 +77,11 @@ struct Sampling {
     return most;
   }
 
-  float at(const T* x, int64_t i) const { return _mm512_cvtss_f32(load(x + i, 1)) * inverse_temperature; }
+  float at(const T* x, int64_t i) const { return load_first(x + i, 1)[0] * inverse_temperature; }
 
-  int64_t largest(int64_t row, const T* x, float allowed) const {
+  int64_t find_largest(int64_t row, const T* x, float allowed) const {
     for (int64_t i = 0;; i += kLanes) {
-      __mmask16 found = _mm512_cmp_ps_mask(scaled(x, i), _mm512_set1_ps(allowed), _CMP_EQ_OQ);
-      for (; found; found &= found - 1)
+      for (unsigned found = where_equal(scaled(x, i), fill(allowed)); found; found &= found - 1)
         if (const int64_t token = i + __builtin_ctz(found); !is_barred(row, token)) return token;
     }
   }
@@ -93,8 +89,7 @@ struct Sampling {
   // exp(logit - peak) of a block's tokens; 0 for barred ones.
   int64_t weigh(int64_t row, const T* x, float peak, int64_t block, float* weights) const {
     const int64_t first = block * kBlock, n = std::min(kBlock, vocab_size - first);
-    for (int64_t i = 0; i < n; i += kLanes)
-      store(weights + i, exp(_mm512_sub_ps(scaled(x, first + i), _mm512_set1_ps(peak))), first_lanes(n - i));
+    for (int64_t i = 0; i < n; i += kLanes) store_first(weights + i, exp(scaled(x, first + i) - fill(peak)), n - i);
     for (int64_t s = 0; s < n_barred(row); ++s)
       if (stop_ids[s] / kBlock == block) weights[stop_ids[s] % kBlock] = 0.0f;
     return n;

@@ -8,7 +8,7 @@ import pytest
 from realrl.kernels import loader
 from realrl.kernels.loader import UnavailableError, cpu_features
 
-NEEDED = "avx512f avx512bw avx512dq avx512vl fma"
+AVX512 = "avx512f avx512bw avx512dq avx512vl fma"
 
 
 def cpu_info(folder: Path, flags: str) -> Path:
@@ -25,7 +25,7 @@ def compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
 
 
 def build(cache: Path) -> Path:
-    return loader.build(cache, NEEDED.split())
+    return loader.build(cache, AVX512.split())
 
 
 WRITE_OUTPUT = 'while [ "$1" != "-o" ]; do shift; done; echo compiled > "$2"; echo x >> {log}'
@@ -43,18 +43,23 @@ WRITE_OUTPUT = 'while [ "$1" != "-o" ]; do shift; done; echo compiled > "$2"; ec
     ],
 )
 def test_what_a_cpu_has_is_used(tmp_path: Path, more: str, used: str) -> None:
-    features = cpu_features("Linux", "x86_64", cpu_info(tmp_path, f"{more} {NEEDED}"))
-    assert set(features) == {*NEEDED.split(), *used.split()}
+    features = cpu_features("Linux", "x86_64", cpu_info(tmp_path, f"{more} {AVX512}"))
+    assert set(features) == {*AVX512.split(), *used.split()}
+
+
+@pytest.mark.parametrize("more", ["", "avx512f avx512bw avx512dq", "avx512_bf16 amx_tile amx_bf16"])
+def test_without_the_whole_of_avx512_there_is_avx2(tmp_path: Path, more: str) -> None:
+    assert cpu_features("Linux", "x86_64", cpu_info(tmp_path, f"avx fma {more} avx2")) == ["avx2", "fma"]
 
 
 @pytest.mark.parametrize(
     ("system", "machine", "flags", "said"),
     [
-        ("Linux", "x86_64", "avx2 fma", "the CPU has no avx512f, avx512bw, avx512dq, avx512vl$"),
-        ("Linux", "x86_64", "", "the CPU has no avx512f"),
-        ("Linux", "x86_64", "amx_bf16 amx_tile avx512_bf16 fma", "the CPU has no avx512f"),
-        ("Darwin", "arm64", NEEDED, "this is Darwin on arm64"),
-        ("Linux", "aarch64", NEEDED, "this is Linux on aarch64"),
+        ("Linux", "x86_64", "avx sse4_2 fma", "the CPU has no avx2$"),
+        ("Linux", "x86_64", "", "the CPU has no avx2, fma$"),
+        ("Linux", "x86_64", "amx_bf16 amx_tile avx512_bf16 fma", "the CPU has no avx2$"),
+        ("Darwin", "arm64", AVX512, "this is Darwin on arm64"),
+        ("Linux", "aarch64", AVX512, "this is Linux on aarch64"),
     ],
 )
 def test_other_machines_are_refused_with_the_reason(
@@ -70,7 +75,7 @@ def test_a_cpu_of_which_nothing_is_known(tmp_path: Path) -> None:
 
 
 def test_without_the_right_to_the_matrix_unit_vectors_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = [*NEEDED.split(), "avx512_bf16", "amx_tile", "amx_bf16"]
+    everything = [*AVX512.split(), "avx512_bf16", "amx_tile", "amx_bf16"]
     monkeypatch.setattr(loader, "cpu_features", lambda *_: everything)
     for is_granted, used in ((True, everything), (False, everything[:-2])):
         monkeypatch.setattr(loader, "_may_use_tiles", lambda answer=is_granted: answer)
@@ -80,7 +85,7 @@ def test_without_the_right_to_the_matrix_unit_vectors_are_used(monkeypatch: pyte
 def test_options_of_the_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(tmp_path, monkeypatch, f'echo "$@" >> {tmp_path / "said"}; ' + WRITE_OUTPUT.format(log=tmp_path / "log"))
     plain = build(tmp_path / "cache")
-    assert loader.build(tmp_path / "cache", [*NEEDED.split(), "avx512_bf16", "amx_tile", "amx_bf16"]) != plain
+    assert loader.build(tmp_path / "cache", [*AVX512.split(), "avx512_bf16", "amx_tile", "amx_bf16"]) != plain
     first, *_, last, _ = (tmp_path / "said").read_text().splitlines()
     assert "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -c" in first
     assert "-mfma -mavx512bf16 -mamx-tile -mamx-bf16 -DREALRL_TILES -c" in last

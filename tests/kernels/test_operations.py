@@ -16,10 +16,11 @@ def variants() -> list[tuple[str, ...]]:
     if kernels.why_not() is not None:
         return []
     everything = loader._features()
-    return [everything[:n] for n in range(len(loader._NEEDED), len(everything) + 1) if everything[n - 1] != "amx_tile"]
+    ends = range(len(loader._AVX512), len(everything) + 1)
+    return [loader._AVX2, *(everything[:n] for n in ends if everything[n - 1] != "amx_tile")]
 
 
-@pytest.fixture(autouse=True, scope="module", params=variants(), ids=lambda features: features[-1])
+@pytest.fixture(autouse=True, scope="module", params=variants(), ids=lambda features: features[-1] if len(features) > len(loader._AVX512) else features[0])
 def instructions(request):
     """Every test with each of the instruction sets that this CPU has."""
     with pytest.MonkeyPatch.context() as patch:
