@@ -30,6 +30,8 @@ _MOST_ROWS_WITH_AVX2 = 24  # SmolLM2-135M: packed a fifth faster with 8 rows, as
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether packed kernels exist for this device and dtype."""
+    if can_use(device, dtype):
+        return True
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
@@ -39,6 +41,8 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 def packing_pays(device: torch.device, dtype: torch.dtype, n_rows: int) -> bool:
     """Whether packed kernels are the faster ones for products of so many rows."""
+    if can_use(device, dtype):
+        return True
     return can_pack(device, dtype) and (HAS_AVX512 or n_rows <= _MOST_ROWS_WITH_AVX2)
 
 

@@ -196,7 +196,7 @@ void attend(const Attention<T>& attention, int n_threads) {
 #pragma omp for schedule(dynamic, 64) nowait
       for (int64_t item = 0; item < attention.n_items(); ++item) attention.run(item, memory);
     } else {
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic, pieces_at_once(attention.n_items(), n_threads)) nowait
       for (int64_t item = 0; item < attention.n_items(); ++item) {
         attention.keep(item, memory);
         attention.run(item, memory);

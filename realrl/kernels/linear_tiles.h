@@ -122,7 +122,7 @@ void linear(const uint16_t* x, int64_t stride, int64_t n_inputs, const Norm& nor
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < n_tiles; ++t) pack_rows(from, stride, n, n_inputs, norm, t, rows + t * step);
       }
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic, pieces_at_once(n_groups, n_threads)) nowait
       for (int64_t group = 0; group < n_groups; ++group) {
         const uint16_t* columns = w + 2 * group * step;
         for (int64_t t = 0; t < n_tiles; t += 2) {

@@ -10,7 +10,7 @@ namespace {
 constexpr int kVectors = 3;                      // of columns, times
 constexpr int kRowsTogether = kRegisters / 4;    // rows: sums that stay in registers
 constexpr int64_t kColumns = kVectors * kLanes;  // of one matrix, in a group
-constexpr int64_t kBlockWords = 128;             // of a column: the weights of a group stay in the first-level cache
+constexpr int64_t kBlockWords = 4 * kRegisters;  // of a column: the weights of a group stay in the first-level cache
 constexpr int64_t kFewRows = 32;                 // which every thread prepares for itself, sooner done than waiting
 constexpr int64_t kBlockRows = 256;              // whose sums stay in the second-level cache
 
@@ -128,7 +128,7 @@ void linear(const T* x, int64_t stride, int64_t n_inputs, const Norm& norm, cons
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < n; ++r) prepare_row(from + r * stride, n_inputs, norm, prepared + r * step);
       }
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(dynamic, pieces_at_once(n_groups, n_threads)) nowait
       for (int64_t group = 0; group < n_groups; ++group) {
         for (int64_t m = 0; m < n_matrices; ++m)
           multiply_group(rows, step, n, n_words, w + (group * n_matrices + m) * size, m ? others : sums);

@@ -107,7 +107,7 @@ def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     """The norm of x [T, size]."""
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     _kernel("rms_norm", x.dtype)(
-        x.data_ptr(), len(x), x.shape[1], norm.weight.data_ptr(), norm.eps, out.data_ptr(), torch.get_num_threads()
+        x.data_ptr(), *x.shape, norm.weight.data_ptr(), norm.eps, out.data_ptr(), torch.get_num_threads()
     )
     return out
 
@@ -198,11 +198,12 @@ class TiledBlock:
     def __call__(self, x: torch.Tensor, cache: CacheSlice, rope: Rope) -> torch.Tensor:
         """[T, H] from x [T, H]; the new tokens' keys and values are put into the cache."""
         x = x.contiguous()
-        out, memory = torch.empty_like(x), x.new_empty(len(x), self._width)
+        n_tokens = x.shape[0]
+        out, memory = torch.empty_like(x), x.new_empty(n_tokens, self._width)
         cos, sin = (None, None) if rope is None else rope
         self._run(
             self._address, x.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), cache.keys.shape[2],
-            _address(cache.rows), cache.positions.data_ptr(), len(x), _address(cos), _address(sin),
+            _address(cache.rows), cache.positions.data_ptr(), n_tokens, _address(cos), _address(sin),
             memory.data_ptr(), out.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         return out

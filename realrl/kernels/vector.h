@@ -60,6 +60,10 @@ T* scratch(int64_t n) {
 // So few elements are dealt with before another thread has woken up.
 int threads_for(int64_t n_elements, int n_threads) { return n_elements < (1 << 16) ? 1 : n_threads; }
 
+// How many of n pieces of work a thread takes at a time: enough that what it fetches ahead is mostly its own, so few
+// that the others take over where one is slow, as they are on machines that are shared.
+int64_t pieces_at_once(int64_t n, int n_threads) { return std::max<int64_t>(1, ceil_div(n, 4 * n_threads)); }
+
 template <_mm_hint hint = _MM_HINT_T0>
 void prefetch(const void* p, int64_t n_lines) {
   for (int64_t i = 0; i < n_lines; ++i) _mm_prefetch((const char*)p + 64 * i, hint);

@@ -62,6 +62,7 @@ def test_only_cpus_pack():
 @pytest.mark.parametrize(("has_avx512", "most_rows"), [(True, 10**6), (False, 24)])
 def test_without_avx512_packing_pays_for_few_rows_only(has_avx512, most_rows, monkeypatch):
     monkeypatch.setattr(linear_module, "HAS_AVX512", has_avx512)
+    monkeypatch.setattr(linear_module, "can_use", lambda device, dtype: False)
     monkeypatch.setattr(linear_module, "can_pack", lambda device, dtype: True)
     assert packing_pays(CPU, torch.float32, most_rows)
     assert packing_pays(CPU, torch.float32, most_rows + 1) == has_avx512
