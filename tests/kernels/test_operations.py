@@ -1,3 +1,6 @@
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -20,7 +23,11 @@ def variants() -> list[tuple[str, ...]]:
     return [loader._AVX2, *(everything[:n] for n in ends if everything[n - 1] != "amx_tile")]
 
 
-@pytest.fixture(autouse=True, scope="module", params=variants(), ids=lambda features: features[-1] if len(features) > len(loader._AVX512) else features[0])
+def name_of(features: tuple[str, ...]) -> str:
+    return features[0] if features in (loader._AVX2, loader._AVX512) else features[-1]
+
+
+@pytest.fixture(autouse=True, scope="module", params=variants(), ids=name_of)
 def instructions(request):
     """Every test with each of the instruction sets that this CPU has."""
     with pytest.MonkeyPatch.context() as patch:
@@ -32,14 +39,20 @@ def use(library, patch):
     patch.setattr(operations, "_kernel", lambda name, dtype: getattr(library, f"{name}_{operations._NAMES[dtype]}"))
 
 
-@pytest.fixture(autouse=True, params=[1, 2])
-def n_threads(request):
+@contextmanager
+def threads(n: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+    torch.set_num_threads(n)
     torch.manual_seed(0)
     with torch.inference_mode():
-        yield request.param
+        yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, params=[1, 2])
+def n_threads(request):
+    with threads(request.param):
+        yield request.param
 
 
 def assert_close(actual, exact, dtype, factor=1.0):
