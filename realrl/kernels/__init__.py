@@ -1,4 +1,4 @@
-"""Kernels of a decode step on CPUs with AVX-512 or a matrix unit (AMX). Everywhere else torch's own are used.
+"""Kernels of generation on CPUs with AVX2, AVX-512 or a matrix unit (AMX). Everywhere else torch's own are used.
 
 *.cpp, *.h ──► loader: compiled once per machine, loaded ──► operations: on tensors ──► engine/generate
 """

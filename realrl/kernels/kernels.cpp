@@ -1,6 +1,6 @@
-// A decode step's arithmetic on x86-64 CPUs with AVX-512. Numbers are float32, or bfloat16 (uint16_t) with everything
-// in between in float32. The compiler's options say what else there is: bfloat16 vectors; with REALRL_TILES, a matrix
-// unit (AMX) that may be used.
+// The arithmetic of generation on x86-64 CPUs. Numbers are float32, or bfloat16 (uint16_t) with everything in between in
+// float32. The compiler's options say what there is: AVX2, or AVX-512, with bfloat16 instructions or without; with
+// REALRL_TILES, a matrix unit (AMX) that may be used.
 //
 // What a row's result is depends neither on the other rows nor on the number of threads.
 
