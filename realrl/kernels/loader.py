@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 _FOLDER = Path(__file__).parent
 _MAIN = "kernels.cpp"
-_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp")
+# a product and a sum are rounded as they are written: the compiler may not choose differently from place to place
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off")
 _AVX2 = ("avx2", "fma")  # of the CPU, as Linux names them; one of these two it must have
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")
 _BF16 = "avx512_bf16"
@@ -141,7 +142,7 @@ def cpu_features(system: str, machine: str, cpu_info: Path) -> list[str]:
     if (system, machine) != ("Linux", "x86_64"):
         raise UnavailableError(f"realrl's are for Linux on x86_64, this is {system} on {machine}")
     try:
-        found = re.search(r"^flags\s*:(.*)$", cpu_info.read_text(encoding="utf-8"), re.MULTILINE)
+        found = re.search(r"^flags\s*:(.*)$", cpu_info.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError as error:
         raise UnavailableError(f"it is not known what the CPU has: {error}") from error
     flags = found[1].split() if found else []

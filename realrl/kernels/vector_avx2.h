@@ -49,7 +49,10 @@ Vector load(const uint16_t* p) { return widen(_mm_loadu_si128((const __m128i*)p)
 void store(float* p, Vector x) { _mm256_storeu_ps(p, x); }
 void store(uint16_t* p, Vector x) { _mm_storeu_si128((__m128i*)p, narrow(x)); }
 
-Vector load_first(const float* p, int64_t n) { return n >= kLanes ? load(p) : _mm256_maskload_ps(p, first_lanes(n)); }
+Vector load_first(const float* p, int64_t n) {
+  if (n <= 0) return fill(0.0f);
+  return n >= kLanes ? load(p) : _mm256_maskload_ps(p, first_lanes(n));
+}
 Vector load_first(const uint16_t* p, int64_t n) { return n >= kLanes ? load(p) : widen(copy_first<__m128i>(p, n)); }
 void store_first(float* p, Vector x, int64_t n) {
   if (n >= kLanes)

@@ -1,6 +1,7 @@
 """What is written for instructions that this CPU lacks: with these instructions in software."""
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.kernels import test_operations as operations_tests
 pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=f"no kernels: {kernels.why_not()}")
 
 _FOLDER = Path(__file__).parent
-_VECTORS, _TILES = (f"-include {_FOLDER / name}_in_software.h" for name in ("avx512", "tiles"))
+_VECTORS, _TILES = (f"-include {shlex.quote(str(_FOLDER / name))}_in_software.h" for name in ("avx512", "tiles"))
 VARIANTS = {
     "avx512f": _VECTORS,
     "avx512_bf16": f"-DREALRL_BF16 {_VECTORS}",

@@ -74,6 +74,12 @@ def test_a_cpu_of_which_nothing_is_known(tmp_path: Path) -> None:
         cpu_features("Linux", "x86_64", tmp_path / "cpuinfo")
 
 
+def test_a_cpu_whose_name_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_bytes(b"model name\t: \xff\xfe\nflags\t\t: fma avx2\n")
+    assert cpu_features("Linux", "x86_64", path) == ["avx2", "fma"]
+
+
 def test_without_the_right_to_the_matrix_unit_vectors_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = [*AVX512.split(), "avx512_bf16", "amx_tile", "amx_bf16"]
     monkeypatch.setattr(loader, "cpu_features", lambda *_: everything)

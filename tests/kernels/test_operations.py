@@ -325,6 +325,17 @@ def test_invalid_logits_give_no_token(place):
     assert tokens[4] != place
 
 
+@pytest.mark.parametrize("largest", [10.0, 1e4, 1e30])
+@pytest.mark.parametrize("n_equal", [1, 12])
+def test_log_probabilities_of_equal_logits(largest, n_equal):
+    logits = (torch.rand(200, 1) * largest).expand(-1, n_equal)
+    is_early = torch.zeros(200, dtype=torch.bool)
+    uniforms = torch.rand(200, dtype=torch.float64)
+    _, *logprobs = kernels.sample(logits, uniforms, temperature=0.7, is_early=is_early, stop_ids=[])
+    for one in logprobs:
+        torch.testing.assert_close(one, torch.full((200,), 1 / n_equal).log(), atol=1e-6, rtol=0.0)
+
+
 def test_torchs_own_kernels_for_the_matrix_unit_still_work_in_between():
     x, weight = torch.randn(32, 512, dtype=torch.bfloat16), torch.randn(256, 512, dtype=torch.bfloat16)
     linear, expected = kernels.TiledLinear(weight, None), F.linear(x, weight)
