@@ -1,8 +1,11 @@
-"""Settings of the whole suite: few hypothesis examples (many with --hypothesis-profile=thorough), and signals."""
+"""The whole suite: few hypothesis examples (many with --hypothesis-profile=thorough), signals, registrations."""
 
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from realrl.algo import pieces, registry
 
 _SLOW_MACHINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -15,3 +18,10 @@ def pytest_sessionstart() -> None:
     """A shell's background jobs ignore SIGINT, and so would every process that a test starts and interrupts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def own_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one test's algorithms register is not there for the next one, whose own may have the same names."""
+    for module in (registry, pieces):
+        monkeypatch.setattr(module, "_registered", dict(module._registered))

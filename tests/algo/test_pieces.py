@@ -25,11 +25,6 @@ from realrl.config.policy_options import (
 from realrl.errors import ConfigError
 
 
-@pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_registered", dict(pieces._registered))
-
-
 @pytest.mark.parametrize("piece", BUILT_IN, ids=lambda piece: f"{piece.kind}-{piece.name}")
 def test_every_built_in_piece_exists_and_reads_options_that_exist(piece: pieces.Piece) -> None:
     assert callable(piece.load())
