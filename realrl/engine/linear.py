@@ -41,9 +41,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 def packing_pays(device: torch.device, dtype: torch.dtype, n_rows: int) -> bool:
     """Whether packed kernels are the faster ones for products of so many rows."""
-    if can_use(device, dtype):
-        return True
-    return can_pack(device, dtype) and (HAS_AVX512 or n_rows <= _MOST_ROWS_WITH_AVX2)
+    return can_use(device, dtype) or (can_pack(device, dtype) and (HAS_AVX512 or n_rows <= _MOST_ROWS_WITH_AVX2))
 
 
 def fuse_norm(norm: Norm, dtype: torch.dtype, *, pack: bool) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -111,10 +111,12 @@ Vector sum_four(const Vector* v) {
   return _mm256_shuffle_ps(a, b, 0x44) + _mm256_shuffle_ps(a, b, 0xee);
 }
 
+// Lane i of the result is the sum of the i-th of 8 vectors, of which `parts` has four by four.
 Vector sum_each(const Vector* parts) {
   return _mm256_permute2f128_ps(parts[0], parts[1], 0x20) + _mm256_permute2f128_ps(parts[0], parts[1], 0x31);
 }
 
+// The transpose of a matrix of 8 x 8 numbers of 32 bits.
 void transpose(Words* m) {
   Words u[kLanes];
   for (int i = 0; i < kLanes; i += 2) {

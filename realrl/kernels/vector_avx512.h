@@ -79,6 +79,7 @@ Vector sum_four(const Vector* v) {
   return _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
 }
 
+// Lane i of the result is the sum of the i-th of 16 vectors, of which `parts` has four by four.
 Vector sum_each(const Vector* parts) {
   const auto halves = [](Vector x, Vector y) {
     return _mm512_shuffle_f32x4(x, y, 0x88) + _mm512_shuffle_f32x4(x, y, 0xdd);
@@ -86,6 +87,7 @@ Vector sum_each(const Vector* parts) {
   return halves(halves(parts[0], parts[1]), halves(parts[2], parts[3]));
 }
 
+// The transpose of a matrix of 16 x 16 numbers of 32 bits.
 void transpose(Words* m) {
   Words u[kLanes];
   for (int i = 0; i < kLanes; i += 2) {
