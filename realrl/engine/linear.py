@@ -63,14 +63,14 @@ def fuse_linears(linears: Sequence[nn.Linear], *, dtype: torch.dtype, pack: bool
     """
     weights, biases = [effective_weight(layer, dtype) for layer in linears], [layer.bias for layer in linears]
     weight, bias = _join(weights), None if biases[0] is None else _join(biases).to(dtype)
-    before, within = _place(norm, weight.device, dtype, pack=pack)
+    return fuse_weight(weight, bias, pack=pack, norm=norm)
+
+
+def fuse_weight(weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool, norm: Norm | None = None) -> LinearOp:
+    """`fuse_linears` for one weight [out, in] that is already there; the plain twin aliases it."""
+    before, within = _place(norm, weight.device, weight.dtype, pack=pack)
     product = _pack(weight, bias, within) if pack else PlainLinear(weight, bias)
     return product if before is None else (lambda x, residual: product(before(x), residual))
-
-
-def fuse_weight(weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool) -> LinearOp:
-    """`fuse_linears` for one weight [out, in] that is already there; the plain twin aliases it."""
-    return _pack(weight, bias) if pack else PlainLinear(weight, bias)
 
 
 def fuse_gated(

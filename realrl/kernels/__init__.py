@@ -6,9 +6,10 @@
 from realrl.kernels.loader import UnavailableError, describe, why_not
 from realrl.kernels.operations import (
     HEAD_MULTIPLE,
-    CacheSlice,
+    LayerParts,
+    NewTokens,
     RMSNorm,
-    TiledBlock,
+    TiledLayers,
     TiledLinear,
     attend,
     can_attend,
@@ -19,9 +20,10 @@ from realrl.kernels.operations import (
 
 __all__ = [
     "HEAD_MULTIPLE",
-    "CacheSlice",
+    "LayerParts",
+    "NewTokens",
     "RMSNorm",
-    "TiledBlock",
+    "TiledLayers",
     "TiledLinear",
     "UnavailableError",
     "attend",

@@ -5,7 +5,7 @@
 // What a row's result is depends neither on the other rows nor on the number of threads.
 
 #include "attention.h"
-#include "block.h"
+#include "layers.h"
 #include "norm.h"
 #include "product.h"
 #include "sampling.h"
@@ -35,19 +35,17 @@
                         window, cos, sin, scale, out},                                                                 \
            threads);                                                                                                   \
   }                                                                                                                    \
-  extern "C" void run_block_##NAME(const Block<T>* block, const T* x, T* keys, T* values, int64_t capacity,            \
-                                   const int64_t* rows, const int64_t* positions, int64_t n_tokens, const T* cos,      \
-                                   const T* sin, T* memory, T* out, int threads) {                                     \
+  extern "C" void run_layers_##NAME(const Layer<T>* layers, int64_t n_layers, const T* x, T* const* keys,              \
+                                    T* const* values, int64_t capacity, const int64_t* rows, const int64_t* positions, \
+                                    int64_t n_tokens, const T* cos, const T* sin, T* memory, T* out, int threads) {    \
     Attention<T> attention{};                                                                                          \
-    attention.keys = keys;                                                                                             \
-    attention.values = values;                                                                                         \
     attention.capacity = capacity;                                                                                     \
     attention.rows = rows;                                                                                             \
     attention.positions = positions;                                                                                   \
     attention.n_tokens = n_tokens;                                                                                     \
     attention.cos = cos;                                                                                               \
     attention.sin = sin;                                                                                               \
-    block->run(x, attention, memory, out, threads);                                                                    \
+    run_layers(layers, n_layers, x, attention, keys, values, memory, out, threads);                                    \
   }                                                                                                                    \
   extern "C" void sample_##NAME(const T* logits, int64_t n_rows, int64_t vocab_size, float inverse_temperature,        \
                                 int is_greedy, const double* uniforms, const std::uint8_t* is_early,                   \

@@ -42,7 +42,7 @@ _ARGUMENTS = {
     "packed_size": (_long, _long, _int),
     "pack": (_pointer, _pointer, _long, _long, _long, _pointer, _int),
     "multiply": (_pointer, _pointer, _long, _long, _pointer, _long, _pointer, _int),
-    "run_block": (*(_pointer,) * 4, _long, *(_pointer,) * 2, _long, *(_pointer,) * 4, _int),
+    "run_layers": (_pointer, _long, *(_pointer,) * 3, _long, *(_pointer,) * 2, _long, *(_pointer,) * 4, _int),
     "rms_norm": (_pointer, _long, _long, _pointer, _float, _pointer, _int),
     "attend": (
         _pointer, _long, *(_pointer,) * 2, _long, *(_pointer,) * 2, *(_long,) * 5, *(_pointer,) * 2, _float, _pointer,
@@ -64,8 +64,8 @@ class Product(ctypes.Structure):
     )
 
 
-class Block(ctypes.Structure):
-    """As block.h has it."""
+class Layer(ctypes.Structure):
+    """As layers.h has it."""
 
     _fields_ = (
         *((name, Product) for name in ("qkv", "o", "inner", "down")),

@@ -23,6 +23,7 @@ from realrl.model.rope import Rope
 HEAD_MULTIPLE = 32
 """`attend` takes heads whose size is a multiple of this."""
 _ALIGNMENT = 64  # bytes
+_MOST_TOKENS_AT_ONCE = 256  # of more, a call is one layer: a process answers signals between its calls
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}
 
@@ -118,28 +119,35 @@ def can_attend(head_dim: int) -> bool:
 
 
 @dataclass(frozen=True)
-class CacheSlice:
-    """One layer of the KV cache, and where new tokens stand in it.
+class NewTokens:
+    """Where new tokens stand in the KV cache.
 
     Attributes:
-        keys: [rows, K, C, D], written to.
-        values: the same.
         positions: int64 [T], in the rows; contiguous.
         rows: int64 [T], contiguous; None for the first T, one token each.
     """
 
-    keys: torch.Tensor
-    values: torch.Tensor
     positions: torch.Tensor
     rows: torch.Tensor | None = None
 
 
-def attend(qkv: torch.Tensor, cache: CacheSlice, *, rope: Rope, window: int | None, scale: float) -> torch.Tensor:
+def attend(
+    qkv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tokens: NewTokens,
+    *,
+    rope: Rope,
+    window: int | None,
+    scale: float,
+) -> torch.Tensor:
     """Causal attention of new tokens, whose keys and values are put into the cache first.
 
     Args:
         qkv: [T, (N + 2 K) D].
-        cache: of this layer.
+        keys: [rows, K, C, D], contiguous, of this layer; written to.
+        values: the same.
+        tokens: T of them.
         rope: of `rope_table`, contiguous, applied to queries and keys; None if nothing is to be rotated.
         window: how many tokens, itself included, a token sees; None for all.
         scale: of the scores.
@@ -150,62 +158,90 @@ def attend(qkv: torch.Tensor, cache: CacheSlice, *, rope: Rope, window: int | No
     if qkv.stride(1) != 1:
         qkv = qkv.contiguous()
     n_tokens, width = qkv.shape
-    _, n_kv_heads, capacity, head_dim = cache.keys.shape
+    _, n_kv_heads, capacity, head_dim = keys.shape
     size = width - 2 * n_kv_heads * head_dim
     out = qkv.new_empty(n_tokens, size)
     cos, sin = (None, None) if rope is None else rope
     _kernel("attend", qkv.dtype)(
-        qkv.data_ptr(), qkv.stride(0), cache.keys.data_ptr(), cache.values.data_ptr(), capacity, _address(cache.rows),
-        cache.positions.data_ptr(), n_tokens, size // head_dim, n_kv_heads, head_dim, window or 0, _address(cos),
+        qkv.data_ptr(), qkv.stride(0), keys.data_ptr(), values.data_ptr(), capacity, _address(tokens.rows),
+        tokens.positions.data_ptr(), n_tokens, size // head_dim, n_kv_heads, head_dim, window or 0, _address(cos),
         _address(sin), scale, out.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return out
 
 
-class TiledBlock:
-    """A layer of a decoder in one call: attention and MLP, each with the norm before it and the residual after it.
+@dataclass(frozen=True)
+class LayerParts:
+    """The products of a decoder's layer, and the window of its attention; see `attend`.
 
-    Args:
+    Attributes:
         qkv: queries, keys and values, side by side; with norm.
         o: of the attention.
         inner: of the MLP, with norm and activation.
         down: of the MLP.
-        n_kv_heads: K.
-        head_dim: D, one for which `can_attend`.
-        window: see `attend`.
+        window: how many tokens, itself included, a token sees; None for all.
     """
 
-    def __init__(
-        self,
-        qkv: TiledLinear,
-        o: TiledLinear,
-        inner: TiledLinear,
-        down: TiledLinear,
-        *,
-        n_kv_heads: int,
-        head_dim: int,
-        window: int | None,
-    ) -> None:
-        self._kept = qkv, o, inner, down  # what the addresses in their products are of
-        n_heads = o.n_inputs // head_dim
-        self._block = loader.Block(
-            *(linear.product for linear in self._kept), n_heads, n_kv_heads, head_dim, window or 0, head_dim**-0.5
-        )
-        self._address = ctypes.addressof(self._block)
-        self._width = qkv.n_outputs + o.n_inputs + o.n_outputs + inner.n_outputs
-        self._run = _kernel("run_block", qkv.dtype)
+    qkv: TiledLinear
+    o: TiledLinear
+    inner: TiledLinear
+    down: TiledLinear
+    window: int | None
 
-    def __call__(self, x: torch.Tensor, cache: CacheSlice, rope: Rope) -> torch.Tensor:
-        """[T, H] from x [T, H]; the new tokens' keys and values are put into the cache."""
+
+class TiledLayers:
+    """Layers of a decoder, each attention and MLP with the norm before it and the residual after it.
+
+    A step of few tokens is one call: between two, the interpreter would need longer than threads wait actively.
+
+    Args:
+        layers: all of the same shape and type, at least one.
+        n_kv_heads: K.
+        head_dim: D, one for which `can_attend`.
+    """
+
+    def __init__(self, layers: Sequence[LayerParts], *, n_kv_heads: int, head_dim: int) -> None:
+        self._kept = layers  # what the addresses in their products are of
+        qkv, o, inner = layers[0].qkv, layers[0].o, layers[0].inner
+        self._layers = (loader.Layer * len(layers))(
+            *(
+                loader.Layer(
+                    *(part.product for part in (layer.qkv, layer.o, layer.inner, layer.down)),
+                    o.n_inputs // head_dim, n_kv_heads, head_dim, layer.window or 0, head_dim**-0.5,
+                )
+                for layer in layers
+            )
+        )  # fmt: skip
+        self._width = qkv.n_outputs + o.n_inputs + o.n_outputs + inner.n_outputs
+        self._run = _kernel("run_layers", qkv.dtype)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        tokens: NewTokens,
+        rope: Rope,
+    ) -> torch.Tensor:
+        """[T, H] from x [T, H]; the new tokens' keys and values are put into the cache.
+
+        Args:
+            keys: of each layer; see `attend`.
+            values: the same.
+        """
         x = x.contiguous()
-        n_tokens = x.shape[0]
+        n_tokens, n_layers = len(x), len(self._layers)
         out, memory = torch.empty_like(x), x.new_empty(n_tokens, self._width)
         cos, sin = (None, None) if rope is None else rope
-        self._run(
-            self._address, x.data_ptr(), cache.keys.data_ptr(), cache.values.data_ptr(), cache.keys.shape[2],
-            _address(cache.rows), cache.positions.data_ptr(), n_tokens, _address(cos), _address(sin),
-            memory.data_ptr(), out.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+        n_at_once = n_layers if n_tokens <= _MOST_TOKENS_AT_ONCE else 1
+        for first in range(0, n_layers, n_at_once):
+            some = slice(first, first + n_at_once)
+            self._run(
+                ctypes.byref(self._layers, first * ctypes.sizeof(loader.Layer)), n_at_once,
+                (out if first else x).data_ptr(), _addresses(keys[some]), _addresses(values[some]), keys[0].shape[2],
+                _address(tokens.rows), tokens.positions.data_ptr(), n_tokens, _address(cos), _address(sin),
+                memory.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+            )  # fmt: skip
         return out
 
 
@@ -252,6 +288,10 @@ def _kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
 
 def _address(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
 
 
 def _aligned(n: int, dtype: torch.dtype) -> torch.Tensor:

@@ -177,9 +177,8 @@ def test_attention(dtype, is_rotated, n_rows, n_heads, n_kv_heads, head_dim, cap
     wanted_keys, wanted_values = keys.clone(), values.clone()
     wanted_keys[rows, :, lengths] = wide_k.to(dtype)
     wanted_values[rows, :, lengths] = v
-    out = kernels.attend(
-        qkv.flatten(1), kernels.CacheSlice(keys, values, lengths), rope=rope, window=window, scale=head_dim**-0.5
-    )
+    tokens = kernels.NewTokens(lengths)
+    out = kernels.attend(qkv.flatten(1), keys, values, tokens, rope=rope, window=window, scale=head_dim**-0.5)
     out = out.unflatten(1, (n_heads, head_dim))
     assert torch.equal(values, wanted_values)
     assert_close(keys, wanted_keys.double(), dtype)
@@ -204,11 +203,11 @@ def test_tokens_of_one_row_see_those_before_them(dtype, window, is_rotated):
     rope = rope_table(torch.rand(head_dim // 2), positions, dtype) if is_rotated else None
     together, alone = (torch.full((2, 5, n_kv_heads, 41, head_dim), torch.nan, dtype=dtype) for _ in range(2))
     options = {"window": window, "scale": head_dim**-0.5}
-    out = kernels.attend(qkv, kernels.CacheSlice(*together, positions, rows), rope=rope, **options)
+    out = kernels.attend(qkv, *together, kernels.NewTokens(positions, rows), rope=rope, **options)
     for i in positions.argsort(stable=True):  # one at a time
         x, at = qkv[None, i], positions[None, i]
         angles = None if rope is None else (rope[0][None, i], rope[1][None, i])
-        expected = kernels.attend(x, kernels.CacheSlice(*alone[:, rows[i], None], at), rope=angles, **options)
+        expected = kernels.attend(x, *alone[:, rows[i], None], kernels.NewTokens(at), rope=angles, **options)
         assert torch.equal(out[i], expected[0])
     assert torch.equal(together.isnan(), alone.isnan())
     assert torch.equal(together.nan_to_num(), alone.nan_to_num())
@@ -218,35 +217,47 @@ def test_tokens_of_one_row_see_those_before_them(dtype, window, is_rotated):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("n_rows", [1, 6, 300])
-def test_a_block_in_one_call_is_its_parts(dtype, window, is_gated, n_rows):
-    hidden, n_kv_heads, head_dim, inner_size = 72, 2, 32, 100
-    scale, norms = head_dim**-0.5, [kernels.RMSNorm(torch.rand(hidden), 1e-5) for _ in range(2)]
+def test_layers_together_are_their_parts(dtype, window, is_gated, n_rows):
+    hidden, n_kv_heads, head_dim, inner_size, n_layers = 72, 2, 32, 100, 3
+    scale = head_dim**-0.5
 
     def weight(n_outputs, n_inputs):
         return torch.randn(n_outputs, n_inputs, dtype=dtype) * n_inputs**-0.5
 
-    qkv = kernels.TiledLinear(weight(256, hidden), torch.randn(256, dtype=dtype), norms[0])
-    o, down = kernels.TiledLinear(weight(hidden, 128), None), kernels.TiledLinear(weight(hidden, inner_size), None)
-    gate = weight(inner_size, hidden) if is_gated else None
-    inner = kernels.TiledLinear(weight(inner_size, hidden), None, norms[1], activation="gelu_tanh", gate=gate)
-    block = kernels.TiledBlock(qkv, o, inner, down, n_kv_heads=n_kv_heads, head_dim=head_dim, window=window)
+    def layer(window):
+        norms = [kernels.RMSNorm(torch.rand(hidden), 1e-5) for _ in range(2)]
+        qkv = kernels.TiledLinear(weight(256, hidden), torch.randn(256, dtype=dtype), norms[0])
+        o, down = kernels.TiledLinear(weight(hidden, 128), None), kernels.TiledLinear(weight(hidden, inner_size), None)
+        gate = weight(inner_size, hidden) if is_gated else None
+        inner = kernels.TiledLinear(weight(inner_size, hidden), None, norms[1], activation="gelu_tanh", gate=gate)
+        return kernels.LayerParts(qkv, o, inner, down, window)
+
+    layers = [layer(window if i % 2 else None) for i in range(n_layers)]
     x, positions = torch.randn(n_rows, hidden, dtype=dtype), torch.arange(n_rows) // 2
-    rope, rows = rope_table(torch.rand(head_dim // 2), positions, dtype), torch.arange(n_rows) % 2
-    cache = torch.randn(2, 2, n_kv_heads, n_rows, head_dim, dtype=dtype)
-    slices = [kernels.CacheSlice(*copy, positions, rows) for copy in (cache.clone(), cache.clone())]
-    attended = kernels.attend(qkv(x), slices[0], rope=rope, window=window, scale=scale)
-    middle = o(attended, x)
-    assert torch.equal(block(x, slices[1], rope), down(inner(middle), middle))
-    assert torch.equal(slices[0].keys, slices[1].keys)
-    assert torch.equal(slices[0].values, slices[1].values)
+    rope = rope_table(torch.rand(head_dim // 2), positions, dtype)
+    tokens = kernels.NewTokens(positions, torch.arange(n_rows) % 2)
+    keys, values = torch.randn(2, n_layers, 2, n_kv_heads, n_rows, head_dim, dtype=dtype)
+    wanted, wanted_keys, wanted_values = x, keys.clone(), values.clone()
+    for i, parts in enumerate(layers):
+        attended = kernels.attend(
+            parts.qkv(wanted), wanted_keys[i], wanted_values[i], tokens, rope=rope, window=parts.window, scale=scale
+        )
+        middle = parts.o(attended, wanted)
+        wanted = parts.down(parts.inner(middle), middle)
+    together = kernels.TiledLayers(layers, n_kv_heads=n_kv_heads, head_dim=head_dim)
+    before = x.clone()
+    assert torch.equal(together(x, keys, values, tokens, rope), wanted)
+    assert torch.equal(keys, wanted_keys)
+    assert torch.equal(values, wanted_values)
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_that_holds_nothing_yet(dtype):
     qkv = torch.randn(2, 8, 32, dtype=dtype)
     keys, values = torch.full((2, 2, 2, 9, 32), torch.nan, dtype=dtype)
-    lengths = torch.zeros(2, dtype=torch.int64)
-    out = kernels.attend(qkv.flatten(1), kernels.CacheSlice(keys, values, lengths), rope=None, window=None, scale=1.0)
+    tokens = kernels.NewTokens(torch.zeros(2, dtype=torch.int64))
+    out = kernels.attend(qkv.flatten(1), keys, values, tokens, rope=None, window=None, scale=1.0)
     assert torch.equal(out, qkv[:, 6:].repeat_interleave(2, 1).flatten(1))
 
 
@@ -260,10 +271,8 @@ def test_attention_that_is_not_finite_stays_so(dtype, value, head, length):
     qkv[1, head] = value
     if value == 3e30:
         qkv[1, :3] = value
-    lengths = torch.full((2,), length)
-    out = kernels.attend(
-        qkv.flatten(1), kernels.CacheSlice(keys, values, lengths), rope=None, window=None, scale=1.0
-    ).unflatten(1, (2, 32))
+    tokens = kernels.NewTokens(torch.full((2,), length))
+    out = kernels.attend(qkv.flatten(1), keys, values, tokens, rope=None, window=None, scale=1.0).unflatten(1, (2, 32))
     assert torch.isfinite(out[0]).all()
     assert out[1, 0].isnan().all()
     assert out[1, 1].isnan().all() == (head == 2 or value == 3e30)

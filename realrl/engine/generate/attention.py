@@ -13,16 +13,21 @@ from torch.nn import functional as F
 
 from realrl import kernels
 from realrl.engine.generate.cache import CacheShape, KVCache
-from realrl.kernels import CacheSlice
+from realrl.kernels import NewTokens
 from realrl.model.attention import window_mask
 from realrl.model.rope import Rope, rotate
 
 
 class CacheAttention(Protocol):
-    """Puts the keys and values of new tokens into the cache and lets the tokens see what is there for their row."""
+    """Puts the keys and values of new tokens into the cache and lets the tokens see what is there for their row.
 
-    def cache_slice(self, layer_index: int) -> CacheSlice | None:
-        """What kernels are given; None if they are not to be used."""
+    Attributes:
+        cache: of all layers.
+        tokens: where they stand in it.
+    """
+
+    cache: KVCache
+    tokens: NewTokens
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """Attention [T, N D] of tokens with queries, keys and values qkv [T, (N + 2 K) D], not rotated yet.
@@ -44,28 +49,26 @@ class PrefillAttention:
     """
 
     def __init__(self, cache: KVCache, first_slot: int, seqlens: Sequence[int], device: torch.device) -> None:
-        self._cache = cache
+        self.cache = cache
         self._n_rows, self._longest = len(seqlens), max(seqlens)
         self._is_even = min(seqlens) == self._longest
         lengths = torch.tensor(seqlens, device=device)
         rows = torch.repeat_interleave(torch.arange(len(seqlens), device=device), lengths)
         starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-        self.positions = torch.arange(len(rows), device=device) - starts
-        self._padded = rows * self._longest + self.positions
+        positions = torch.arange(len(rows), device=device) - starts
+        self._padded = rows * self._longest + positions
         self._slots = rows + first_slot
+        self.tokens = NewTokens(positions, self._slots)
         self._masks: dict[int, torch.Tensor] = {}  # by window
         self._scale = cache.shape.head_dim**-0.5
 
-    def cache_slice(self, layer_index: int) -> CacheSlice | None:
-        """See `CacheAttention`."""
-        return CacheSlice(*self._cache.layer(layer_index), self.positions, self._slots) if self._cache.fused else None
-
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """See `CacheAttention`."""
-        if cache := self.cache_slice(layer_index):
-            return kernels.attend(qkv, cache, rope=rope, window=window, scale=self._scale)
-        q, k, v = _rotated(qkv, rope, self._cache.shape)
-        self._cache.write(layer_index, self._slots, self.positions, k, v)
+        if self.cache.fused:
+            keys, values = self.cache.layer(layer_index)
+            return kernels.attend(qkv, keys, values, self.tokens, rope=rope, window=window, scale=self._scale)
+        q, k, v = _rotated(qkv, rope, self.cache.shape)
+        self.cache.write(layer_index, self._slots, self.tokens.positions, k, v)
         mask = None
         if window is not None and window < self._longest:
             if window not in self._masks:
@@ -96,27 +99,24 @@ class DecodeAttention:
     """
 
     def __init__(self, cache: KVCache, lengths: torch.Tensor, *, n_heads: int, dtype: torch.dtype) -> None:
-        self._cache = cache
+        self.cache = cache
+        self.tokens = NewTokens(lengths)
         self._n_rows = len(lengths)
         self._slots = torch.arange(len(lengths), device=lengths.device)
-        self._positions = lengths
         self._n_heads, self._dtype = n_heads, dtype
         self._masks: dict[int | None, torch.Tensor] = {}  # by window
         self._scale = cache.shape.head_dim**-0.5
 
-    def cache_slice(self, layer_index: int) -> CacheSlice | None:
-        """See `CacheAttention`."""
-        return CacheSlice(*self._cache.layer(layer_index), self._positions) if self._cache.fused else None
-
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """See `CacheAttention`."""
-        if cache := self.cache_slice(layer_index):
-            return kernels.attend(qkv, cache, rope=rope, window=window, scale=self._scale)
-        q, k, v = _rotated(qkv, rope, self._cache.shape)
+        if self.cache.fused:
+            keys, values = self.cache.layer(layer_index)
+            return kernels.attend(qkv, keys, values, self.tokens, rope=rope, window=window, scale=self._scale)
+        q, k, v = _rotated(qkv, rope, self.cache.shape)
         if window not in self._masks:
             self._masks[window] = self._mask(window)
-        self._cache.write(layer_index, self._slots, self._positions, k, v)
-        keys, values = self._cache.view(layer_index, self._n_rows)
+        self.cache.write(layer_index, self._slots, self.tokens.positions, k, v)
+        keys, values = self.cache.view(layer_index, self._n_rows)
         # the heads that share a KV head stand where query positions would: nothing is repeated
         queries = q.reshape(len(keys), -1, q.shape[-1])  # [B * K, N / K, D]
         scores = torch.baddbmm(self._masks[window], queries, keys.transpose(1, 2), alpha=self._scale)
@@ -124,8 +124,8 @@ class DecodeAttention:
 
     def _mask(self, window: int | None) -> torch.Tensor:
         """[B * K, N / K, C]: -inf where a row's new token does not see."""
-        lengths, n_groups = self._positions[:, None], self._cache.shape.n_kv_heads
-        columns = torch.arange(self._cache.capacity, device=lengths.device)
+        lengths, n_groups = self.tokens.positions[:, None], self.cache.shape.n_kv_heads
+        columns = torch.arange(self.cache.capacity, device=lengths.device)
         is_hidden = columns > lengths
         if window is not None:
             is_hidden |= columns <= lengths - window

@@ -5,6 +5,7 @@ Shapes: B rows, K KV heads, C capacity in tokens, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +91,11 @@ class KVCache:
     def layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [rows, K, C, D], without copying."""
         return self._keys[layer_index], self._values[layer_index]
+
+    @property
+    def layers(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Keys and values of every layer, as `layer` has them."""
+        return self._keys, self._values
 
     def view(self, layer_index: int, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B * K, C, D] of the first rows, without copying."""

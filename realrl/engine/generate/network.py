@@ -5,8 +5,6 @@ Shapes: T tokens, H hidden, N heads, K KV heads, D head size, V vocabulary; N an
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import nn
 
@@ -22,7 +20,7 @@ from realrl.engine.linear import (
     fuse_weight,
     packing_pays,
 )
-from realrl.kernels import TiledBlock, TiledLinear, can_attend
+from realrl.kernels import LayerParts, TiledLayers, TiledLinear, can_attend
 from realrl.model.decoder import MLP, Block, Decoder
 from realrl.model.heads import LMHead
 from realrl.model.linear import product_dtype
@@ -70,8 +68,10 @@ class FusedNetwork:
         self._inv_freq = inverse_frequencies(decoder.config, device)
         self._embed = None if decoder.embedding is None else decoder.embed
         self._blocks = [_FusedBlock(i, block, self.dtype, tp, pack=pack) for i, block in enumerate(decoder.blocks)]
-        self._norm = None if decoder.norm is None else fuse_norm(decoder.norm, self.dtype, pack=pack)
-        self._head = None if head is None else fuse_weight(head.weight.to(self.dtype), None, pack=pack)
+        self._whole = self._all_together()
+        self._head = (
+            None if head is None else fuse_weight(head.weight.to(self.dtype), None, pack=pack, norm=decoder.norm)
+        )
         self._gather_logits = decoder.parallel.gather_logits
 
     @property
@@ -94,23 +94,33 @@ class FusedNetwork:
         """KV heads of this rank."""
         return self._blocks[0].n_kv_heads
 
-    def hidden(self, x: torch.Tensor, positions: torch.Tensor, attention: CacheAttention) -> torch.Tensor:
-        """Hidden states [T, H] after this rank's layers; where the head is, the last norm is applied.
+    def _all_together(self) -> TiledLayers | None:
+        """The blocks as one kernel, if there is one for each of the parts of all."""
+        layers = [block.parts for block in self._blocks]
+        whole = [parts for parts in layers if parts is not None]
+        if len(whole) < len(layers) or self._tp.n_ranks > 1:
+            return None
+        return TiledLayers(whole, n_kv_heads=self.n_kv_heads, head_dim=self.config.head_dim)
+
+    def hidden(self, x: torch.Tensor, attention: CacheAttention) -> torch.Tensor:
+        """Hidden states [T, H] after this rank's layers, not normalised.
 
         Args:
             x: int64 [T], the tokens, where the embedding is; elsewhere what the stage before returned.
-            positions: integers [T].
             attention: counts layers from 0 on every stage.
         """
+        positions = attention.tokens.positions
         if self._embed is not None:
             x = self._tp.all_reduce_(self._embed(x, positions).to(self.dtype))
         rope = make_rope(self.config, self._inv_freq, positions, x.dtype)
+        if self._whole is not None and attention.cache.fused:
+            return self._whole(x, *attention.cache.layers, attention.tokens, rope)
         for block in self._blocks:
             x = block(x, rope, attention)
-        return x if self._norm is None else self._norm(x)
+        return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V] of the whole vocabulary, on every rank of `tp`."""
+        """Logits [T, V] of the whole vocabulary from hidden states of the last layer, on every rank of `tp`."""
         assert self._head is not None, "only the last pipeline stage has logits"
         return self._gather_logits(self._head(hidden, None), self.config.vocab_size)
 
@@ -161,25 +171,17 @@ class _FusedBlock:
             if isinstance(mlp, MoE)
             else _FusedMLP(mlp, norm, dtype, tp, pack=pack)
         )
-        self._whole = self._in_one_call() if tp.n_ranks == 1 else None
 
-    def _in_one_call(self) -> TiledBlock | None:
-        """The same in one call of a kernel, where there is one for each of the parts."""
+    @property
+    def parts(self) -> LayerParts | None:
+        """What there is a kernel for as a whole; None if there are other parts."""
         if self._q_norm is not None or not isinstance(self._mlp, _FusedMLP) or not can_attend(self._head_dim):
             return None
-        parts = self._qkv, self._o.linear, self._mlp.inner, self._mlp.down.linear
-        if not all(isinstance(part, TiledLinear) for part in parts):
-            return None
-        return TiledBlock(
-            *cast(tuple[TiledLinear, TiledLinear, TiledLinear, TiledLinear], parts),
-            n_kv_heads=self.n_kv_heads,
-            head_dim=self._head_dim,
-            window=self._window,
-        )
+        products = self._qkv, self._o.linear, self._mlp.inner, self._mlp.down.linear
+        tiled = [product for product in products if isinstance(product, TiledLinear)]
+        return LayerParts(*tiled, window=self._window) if len(tiled) == len(products) else None
 
     def __call__(self, x: torch.Tensor, rope: Rope, attention: CacheAttention) -> torch.Tensor:
-        if self._whole is not None and (cache := attention.cache_slice(self._index)):
-            return self._whole(x, cache, rope)
         qkv = self._qkv(x, None)
         if self._q_norm is not None and self._k_norm is not None:
             heads = qkv.unflatten(-1, (-1, self._head_dim))

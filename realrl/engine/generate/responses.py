@@ -44,7 +44,7 @@ class Responses:
         self._logprobs[rows, positions] = sampled.logprobs.cpu().numpy()
         self._policy_logprobs[rows, positions] = sampled.policy_logprobs.cpu().numpy()
         self.n_tokens[rows] += 1
-        self._stopped[rows] = np.isin(tokens, self._stop_ids)
+        self._stopped[rows] = (tokens[:, None] == self._stop_ids).any(axis=1)
         return self._stopped[rows] | (self.n_tokens[rows] == self._tokens.shape[1])
 
     def collect(self) -> GenerationResult:

@@ -22,7 +22,7 @@ from realrl.algo.api import GenerationResult
 from realrl.engine.generate.attention import DecodeAttention, PrefillAttention
 from realrl.engine.generate.cache import CacheShape, KVCache, SavedRow
 from realrl.engine.generate.network import FusedNetwork
-from realrl.engine.generate.philox import hash_words, step_key, uniforms
+from realrl.engine.generate.philox import RowUniforms, hash_words, step_key
 from realrl.engine.generate.request import Request
 from realrl.engine.generate.responses import Responses
 from realrl.engine.generate.sampler import SampledTokens, Sampler
@@ -76,8 +76,12 @@ class Run:
         shape = CacheShape(network.n_layers, max_rows, network.n_kv_heads, network.config.head_dim, max_tokens)
         self._cache = KVCache(shape, dtype=network.dtype, device=device)
         self._held: dict[int, tuple[SavedRow, torch.Tensor | None]] = {}
-        self._key = step_key(request.seed, request.step)
-        self._sample_words = np.array([hash_words(i) for i in request.sample_ids], dtype=np.uint64)
+        sample_words = np.array([hash_words(i) for i in request.sample_ids], dtype=np.uint64)
+        self._uniforms = RowUniforms(
+            step_key(request.seed, request.step),
+            sample_words.repeat(generation.n_responses, axis=0),
+            np.tile(np.arange(generation.n_responses), len(sample_words)),
+        )
         self._sampler: Sampler | None = None
         self._max_rows = max_rows
 
@@ -121,9 +125,8 @@ class Run:
                 vocab_size=logits.shape[1],
                 device=self._device,
             )
-        samples, responses = np.divmod(step.rows, generation.n_responses)
         n_tokens = self._responses.n_tokens[step.rows]
-        numbers = uniforms(self._key, self._sample_words[samples], responses, n_tokens)
+        numbers = self._uniforms.take(step.rows, n_tokens)
         is_early = n_tokens < generation.min_new_tokens
         return self._sampler.sample(logits, torch.from_numpy(numbers).to(self._device), is_early)
 
@@ -212,7 +215,7 @@ class Run:
         attention = PrefillAttention(self._cache, entries[0].slot, lengths.tolist(), self._device)
         if x is None:
             x = torch.cat([self._request.prompts[sample].to(self._device) for sample in samples])
-        hidden = self._network.hidden(x, attention.positions, attention)
+        hidden = self._network.hidden(x, attention)
         if not self._network.has_head:
             return hidden
         ends = torch.from_numpy(lengths.cumsum() - 1).to(self._device)
@@ -228,5 +231,5 @@ class Run:
             x = torch.from_numpy(self._responses.newest(rows)).to(self._device)
         positions = torch.from_numpy(lengths).to(self._device)
         attention = DecodeAttention(self._cache, positions, n_heads=network.n_heads, dtype=network.dtype)
-        hidden = network.hidden(x, positions, attention)
+        hidden = network.hidden(x, attention)
         return network.logits(hidden) if network.has_head else hidden

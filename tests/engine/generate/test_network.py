@@ -62,7 +62,7 @@ def test_prefill_and_decode_give_the_decoders_logits(changes, pack):
         cache.reserve(5)
         prefill = PrefillAttention(cache, 0, prompt_lengths, CPU)
         prompts = torch.cat([sequence[:n] for sequence, n in zip(sequences, prompt_lengths, strict=True)])
-        actual = network.logits(network.hidden(prompts, prefill.positions, prefill)).split(prompt_lengths)
+        actual = network.logits(network.hidden(prompts, prefill)).split(prompt_lengths)
         for part, whole in zip(actual, expected, strict=True):
             torch.testing.assert_close(part, whole[: len(part)], rtol=1e-5, atol=1e-5)
 
@@ -71,7 +71,7 @@ def test_prefill_and_decode_give_the_decoders_logits(changes, pack):
             cache.reserve(int(lengths.max()) + 1)
             attention = DecodeAttention(cache, lengths, n_heads=config.n_heads, dtype=config.dtype)
             tokens = torch.stack([sequence[n] for sequence, n in zip(sequences, lengths, strict=True)])
-            logits = network.logits(network.hidden(tokens, lengths, attention))
+            logits = network.logits(network.hidden(tokens, attention))
             wanted = torch.stack([whole[n] for whole, n in zip(expected, lengths, strict=True)])
             torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
 
@@ -86,7 +86,7 @@ def test_a_prefill_into_later_rows_leaves_earlier_ones_alone():
         cache.reserve(6)
         for first_slot, seqlens in ((0, [6]), (1, [2, 3])):
             prefill = PrefillAttention(cache, first_slot, seqlens, CPU)
-            network.hidden(torch.randint(0, 99, (sum(seqlens),)), prefill.positions, prefill)
+            network.hidden(torch.randint(0, 99, (sum(seqlens),)), prefill)
             if first_slot == 0:
                 before = cache.save(0, 6)
         after = cache.save(0, 6)
@@ -110,7 +110,7 @@ def test_a_bf16_model_computes_in_float32_where_the_cpu_has_no_bf16_arithmetic(h
         cache = KVCache(shape, dtype=network.dtype, device=CPU)
         cache.reserve(7)
         prefill = PrefillAttention(cache, 0, [7], CPU)
-        logits = network.logits(network.hidden(sequence, prefill.positions, prefill))
+        logits = network.logits(network.hidden(sequence, prefill))
         assert logits.dtype == network.dtype
         if not has_bf16_kernels:
             torch.testing.assert_close(logits, packed_logits(exact, [sequence])[0], rtol=1e-5, atol=1e-5)
