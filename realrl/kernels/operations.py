@@ -192,28 +192,29 @@ class LayerParts:
 class TiledLayers:
     """Layers of a decoder, each attention and MLP with the norm before it and the residual after it.
 
-    A step of few tokens is one call: between two, the interpreter would need longer than threads wait actively.
+    A step of few tokens is one call: the interpreter needs some 45 us between two, its code being out of the caches.
 
     Args:
-        layers: all of the same shape and type, at least one.
+        layers: at least one, all of the same type.
         n_kv_heads: K.
         head_dim: D, one for which `can_attend`.
     """
 
     def __init__(self, layers: Sequence[LayerParts], *, n_kv_heads: int, head_dim: int) -> None:
         self._kept = layers  # what the addresses in their products are of
-        qkv, o, inner = layers[0].qkv, layers[0].o, layers[0].inner
         self._layers = (loader.Layer * len(layers))(
             *(
                 loader.Layer(
                     *(part.product for part in (layer.qkv, layer.o, layer.inner, layer.down)),
-                    o.n_inputs // head_dim, n_kv_heads, head_dim, layer.window or 0, head_dim**-0.5,
+                    layer.o.n_inputs // head_dim, n_kv_heads, head_dim, layer.window or 0, head_dim**-0.5,
                 )
                 for layer in layers
             )
         )  # fmt: skip
-        self._width = qkv.n_outputs + o.n_inputs + o.n_outputs + inner.n_outputs
-        self._run = _kernel("run_layers", qkv.dtype)
+        self._width = max(
+            layer.qkv.n_outputs + layer.o.n_inputs + layer.o.n_outputs + layer.inner.n_outputs for layer in layers
+        )
+        self._run = _kernel("run_layers", layers[0].qkv.dtype)
 
     def __call__(
         self,

@@ -218,13 +218,13 @@ def test_tokens_of_one_row_see_those_before_them(dtype, window, is_rotated):
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("n_rows", [1, 6, 300])
 def test_layers_together_are_their_parts(dtype, window, is_gated, n_rows):
-    hidden, n_kv_heads, head_dim, inner_size, n_layers = 72, 2, 32, 100, 3
+    hidden, n_kv_heads, head_dim, n_layers = 72, 2, 32, 3
     scale = head_dim**-0.5
 
     def weight(n_outputs, n_inputs):
         return torch.randn(n_outputs, n_inputs, dtype=dtype) * n_inputs**-0.5
 
-    def layer(window):
+    def layer(inner_size, window):
         norms = [kernels.RMSNorm(torch.rand(hidden), 1e-5) for _ in range(2)]
         qkv = kernels.TiledLinear(weight(256, hidden), torch.randn(256, dtype=dtype), norms[0])
         o, down = kernels.TiledLinear(weight(hidden, 128), None), kernels.TiledLinear(weight(hidden, inner_size), None)
@@ -232,7 +232,7 @@ def test_layers_together_are_their_parts(dtype, window, is_gated, n_rows):
         inner = kernels.TiledLinear(weight(inner_size, hidden), None, norms[1], activation="gelu_tanh", gate=gate)
         return kernels.LayerParts(qkv, o, inner, down, window)
 
-    layers = [layer(window if i % 2 else None) for i in range(n_layers)]
+    layers = [layer(100 + 20 * i, window if i % 2 else None) for i in range(n_layers)]
     x, positions = torch.randn(n_rows, hidden, dtype=dtype), torch.arange(n_rows) // 2
     rope = rope_table(torch.rand(head_dim // 2), positions, dtype)
     tokens = kernels.NewTokens(positions, torch.arange(n_rows) % 2)
