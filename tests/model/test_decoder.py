@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from realrl.model import linear as linear_module
@@ -105,6 +106,8 @@ def test_linear_equals_torch(shape: tuple[int, int, int], bias: bool) -> None:
     n_rows, n_in, n_out = shape
     torch.manual_seed(0)
     layer = Linear(n_in, n_out, bias=bias)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.1)
     x = torch.randn(n_rows, n_in, requires_grad=True)
     weights = torch.randn(n_rows, n_out)
     leaves = [x, *layer.parameters()]
