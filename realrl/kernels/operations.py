@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -129,6 +129,11 @@ class NewTokens:
 
     positions: torch.Tensor
     rows: torch.Tensor | None = None
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """`rows`, written out."""
+        return torch.arange(len(self.positions), device=self.positions.device) if self.rows is None else self.rows
 
 
 def attend(

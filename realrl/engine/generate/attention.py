@@ -11,7 +11,6 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
-from realrl import kernels
 from realrl.engine.generate.cache import CacheShape, KVCache
 from realrl.kernels import NewTokens
 from realrl.model.attention import window_mask
@@ -31,6 +30,8 @@ class CacheAttention(Protocol):
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """Attention [T, N D] of tokens with queries, keys and values qkv [T, (N + 2 K) D], not rotated yet.
+
+        The twin of `kernels.attend`, which is to be used where the cache is for it.
 
         Args:
             window: how many tokens, itself included, each one sees; None for all earlier ones.
@@ -57,18 +58,13 @@ class PrefillAttention:
         starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         positions = torch.arange(len(rows), device=device) - starts
         self._padded = rows * self._longest + positions
-        self._slots = rows + first_slot
-        self.tokens = NewTokens(positions, self._slots)
+        self.tokens = NewTokens(positions, rows + first_slot)
         self._masks: dict[int, torch.Tensor] = {}  # by window
-        self._scale = cache.shape.head_dim**-0.5
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """See `CacheAttention`."""
-        if self.cache.fused:
-            keys, values = self.cache.layer(layer_index)
-            return kernels.attend(qkv, keys, values, self.tokens, rope=rope, window=window, scale=self._scale)
         q, k, v = _rotated(qkv, rope, self.cache.shape)
-        self.cache.write(layer_index, self._slots, self.tokens.positions, k, v)
+        self.cache.write(layer_index, self.tokens, k, v)
         mask = None
         if window is not None and window < self._longest:
             if window not in self._masks:
@@ -102,20 +98,16 @@ class DecodeAttention:
         self.cache = cache
         self.tokens = NewTokens(lengths)
         self._n_rows = len(lengths)
-        self._slots = torch.arange(len(lengths), device=lengths.device)
         self._n_heads, self._dtype = n_heads, dtype
         self._masks: dict[int | None, torch.Tensor] = {}  # by window
         self._scale = cache.shape.head_dim**-0.5
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """See `CacheAttention`."""
-        if self.cache.fused:
-            keys, values = self.cache.layer(layer_index)
-            return kernels.attend(qkv, keys, values, self.tokens, rope=rope, window=window, scale=self._scale)
         q, k, v = _rotated(qkv, rope, self.cache.shape)
         if window not in self._masks:
             self._masks[window] = self._mask(window)
-        self.cache.write(layer_index, self._slots, self.tokens.positions, k, v)
+        self.cache.write(layer_index, self.tokens, k, v)
         keys, values = self.cache.view(layer_index, self._n_rows)
         # the heads that share a KV head stand where query positions would: nothing is repeated
         queries = q.reshape(len(keys), -1, q.shape[-1])  # [B * K, N / K, D]

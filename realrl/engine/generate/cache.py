@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from realrl.kernels import can_attend, can_use
+from realrl.kernels import NewTokens, can_attend, can_use
 
 # Without the kernel, attention reads rows to their capacity, because batched products are fastest on whole buffers.
 # Capacity then stays close to what is used: it grows by an eighth, and by this many tokens at least.
@@ -81,12 +81,10 @@ class KVCache:
                 layers[i] = old.new_zeros(*old.shape[:2], self.capacity, old.shape[3])
                 layers[i][:, :, : old.shape[2]] = old
 
-    def write(
-        self, layer_index: int, slots: torch.Tensor, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> None:
-        """Store k, v [N, K, D] of token n at (slots[n], positions[n]); the room must have been reserved."""
-        self._keys[layer_index][slots, :, positions] = k
-        self._values[layer_index][slots, :, positions] = v
+    def write(self, layer_index: int, tokens: NewTokens, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k, v [T, K, D] of the tokens; the room must have been reserved."""
+        self._keys[layer_index][tokens.slots, :, tokens.positions] = k
+        self._values[layer_index][tokens.slots, :, tokens.positions] = v
 
     def layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [rows, K, C, D], without copying."""

@@ -20,7 +20,7 @@ from realrl.engine.linear import (
     fuse_weight,
     packing_pays,
 )
-from realrl.kernels import LayerParts, TiledLayers, TiledLinear, can_attend
+from realrl.kernels import LayerParts, TiledLayers, TiledLinear, attend, can_attend
 from realrl.model.decoder import MLP, Block, Decoder
 from realrl.model.heads import LMHead
 from realrl.model.linear import product_dtype
@@ -187,4 +187,11 @@ class _FusedBlock:
             heads = qkv.unflatten(-1, (-1, self._head_dim))
             q, k, v = heads.split((self.n_heads, self.n_kv_heads, self.n_kv_heads), dim=1)
             qkv = torch.cat((self._q_norm(q), self._k_norm(k), v), dim=1).flatten(1)
-        return self._mlp(self._o(attention.attend(self._index, qkv, rope=rope, window=self._window), x))
+        return self._mlp(self._o(self._attend(qkv, rope, attention), x))
+
+    def _attend(self, qkv: torch.Tensor, rope: Rope, attention: CacheAttention) -> torch.Tensor:
+        if not attention.cache.fused:
+            return attention.attend(self._index, qkv, rope=rope, window=self._window)
+        keys, values = attention.cache.layer(self._index)
+        scale = self._head_dim**-0.5
+        return attend(qkv, keys, values, attention.tokens, rope=rope, window=self._window, scale=scale)

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from realrl.engine.generate.cache import CacheShape, KVCache
+from realrl.kernels import NewTokens
 
 SHAPE = CacheShape(n_layers=2, max_rows=3, n_kv_heads=2, head_dim=4, max_tokens=100)
 
@@ -14,7 +15,7 @@ def filled(cache, slot, n_tokens):
     """Write random tokens into a row of every layer; returns what was written to layer 1."""
     k, v = torch.randn(2, n_tokens, SHAPE.n_kv_heads, SHAPE.head_dim)
     for layer in range(SHAPE.n_layers):
-        cache.write(layer, torch.full((n_tokens,), slot), torch.arange(n_tokens), k, v)
+        cache.write(layer, NewTokens(torch.arange(n_tokens), torch.full((n_tokens,), slot)), k, v)
     return k, v
 
 
@@ -79,5 +80,5 @@ def test_layers_do_not_share_memory(fused):
     cache = make_cache(fused=fused)
     cache.reserve(4)
     written = filled(cache, 0, 4)
-    cache.write(0, torch.zeros(4, dtype=torch.int64), torch.arange(4), *torch.randn(2, 4, 2, 4))
+    cache.write(0, NewTokens(torch.arange(4), torch.zeros(4, dtype=torch.int64)), *torch.randn(2, 4, 2, 4))
     assert_row(cache, 0, written)
