@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from realrl.algo.graph import (
+from realrl.config.policy_options import DistillOptions
+from realrl.config.schema import RunConfig
+from realrl.experiment import DatasetKind, Experiment, Role
+from realrl.experiment.calls import (
     ACTOR,
     REFERENCE,
     check_policy,
@@ -15,9 +18,6 @@ from realrl.algo.graph import (
     teacher_call,
     train_call,
 )
-from realrl.config.policy_options import DistillOptions
-from realrl.config.schema import RunConfig
-from realrl.experiment import DatasetKind, Experiment, Role
 from realrl.graph.mfc import MFCDef
 
 DEFAULTS = {"algorithm": {"advantage": "reverse_kl", "policy_loss": "clip"}}

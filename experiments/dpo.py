@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from realrl.algo.graph import ACTOR, REFERENCE, TOKENS, has_adapter, reference_call
 from realrl.config.algorithms import DPOOptions
 from realrl.config.schema import RunConfig
 from realrl.experiment import DatasetKind, Experiment, Role
+from realrl.experiment.calls import ACTOR, REFERENCE, TOKENS, has_adapter, reference_call
 from realrl.graph.mfc import InterfaceType, MFCDef
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from realrl.algo.graph import REWARD_ROLES
-from realrl.algo.rewards import reward_calls, reward_roles
 from realrl.config.algorithms import GenOptions
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError
 from realrl.experiment import DatasetKind, Experiment, Role
+from realrl.experiment.calls import REWARD_ROLES
+from realrl.experiment.rewards import reward_calls, reward_roles
 from realrl.graph.mfc import InterfaceType, MFCDef
 
 

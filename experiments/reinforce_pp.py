@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from realrl.algo.graph import (
+from realrl.config.policy_options import PolicyOptions
+from realrl.config.schema import RunConfig
+from realrl.experiment import DatasetKind, Experiment
+from realrl.experiment.calls import (
     ACTOR,
     REFERENCE,
     REWARD_ROLES,
@@ -14,10 +17,7 @@ from realrl.algo.graph import (
     reference_calls,
     train_call,
 )
-from realrl.algo.rewards import reward_calls
-from realrl.config.policy_options import PolicyOptions
-from realrl.config.schema import RunConfig
-from realrl.experiment import DatasetKind, Experiment
+from realrl.experiment.rewards import reward_calls
 from realrl.graph.mfc import MFCDef
 
 DEFAULTS = {

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from realrl.algo.graph import (
+from realrl.config.policy_options import PolicyOptions
+from realrl.config.schema import RunConfig
+from realrl.experiment import DatasetKind, Experiment, Role
+from realrl.experiment.calls import (
     ACTOR,
     REFERENCE,
     REWARD_ROLES,
@@ -16,10 +19,7 @@ from realrl.algo.graph import (
     reference_calls,
     train_call,
 )
-from realrl.algo.rewards import reward_calls
-from realrl.config.policy_options import PolicyOptions
-from realrl.config.schema import RunConfig
-from realrl.experiment import DatasetKind, Experiment, Role
+from realrl.experiment.rewards import reward_calls
 from realrl.graph.mfc import MFCDef
 
 DEFAULTS = {"algorithm": {"advantage": "versus"}, "generation": {"n_responses": 4}}

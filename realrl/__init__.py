@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from realrl.algo.normalise import whiten as whiten
     from realrl.algo.packed import response_mask as response_mask
     from realrl.algo.packed import to_transitions as to_transitions
-    from realrl.algo.pieces import register_piece as register_piece
-    from realrl.algo.policy_losses import ActionBatch as ActionBatch
-    from realrl.algo.policy_losses import PolicyLoss as PolicyLoss
-    from realrl.algo.registry import register_interface as register_interface
-    from realrl.algo.rollout import Rollout as Rollout
+    from realrl.algo.policy.policy_losses import ActionBatch as ActionBatch
+    from realrl.algo.policy.policy_losses import PolicyLoss as PolicyLoss
+    from realrl.algo.policy.rollout import Rollout as Rollout
     from realrl.algo.training import train_minibatches as train_minibatches
     from realrl.config.policy_options import PolicyOptions as PolicyOptions
     from realrl.config.policy_options import PPOOptions as PPOOptions
     from realrl.config.schema import RunConfig as RunConfig
     from realrl.config.schema import Section as Section
+    from realrl.data.kinds import DatasetKind as DatasetKind
     from realrl.data.sample import SequenceSample as SequenceSample
-    from realrl.experiment import DatasetKind as DatasetKind
-    from realrl.experiment import Experiment as Experiment
-    from realrl.experiment import Role as Role
+    from realrl.experiment.declaration import Experiment as Experiment
+    from realrl.experiment.declaration import Role as Role
+    from realrl.experiment.pieces import register_piece as register_piece
+    from realrl.experiment.registry import register_interface as register_interface
     from realrl.graph.build import build_graph as build_graph
     from realrl.graph.mfc import InterfaceRef as InterfaceRef
     from realrl.graph.mfc import InterfaceType as InterfaceType
@@ -40,44 +40,44 @@ if TYPE_CHECKING:
     from realrl.graph.mfc import OffloadHook as OffloadHook
     from realrl.graph.mfc import ParamReallocHook as ParamReallocHook
     from realrl.plan.protocols import register_protocol as register_protocol
-    from realrl.runtime.master_worker import MasterWorker as MasterWorker
-    from realrl.runtime.model_worker import ModelWorker as ModelWorker
+    from realrl.runtime.master.master_worker import MasterWorker as MasterWorker
+    from realrl.runtime.worker.model_worker import ModelWorker as ModelWorker
     from realrl.sched.messages import KeySchema as KeySchema
     from realrl.sched.messages import Per as Per
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ActionBatch": "realrl.algo.policy_losses",
+    "ActionBatch": "realrl.algo.policy.policy_losses",
     "CallContext": "realrl.algo.api",
-    "DatasetKind": "realrl.experiment",
-    "Experiment": "realrl.experiment",
+    "DatasetKind": "realrl.data.kinds",
+    "Experiment": "realrl.experiment.declaration",
     "ForwardOutput": "realrl.algo.api",
     "InterfaceRef": "realrl.graph.mfc",
     "InterfaceType": "realrl.graph.mfc",
     "KeySchema": "realrl.sched.messages",
     "LossOutput": "realrl.algo.api",
     "MFCDef": "realrl.graph.mfc",
-    "MasterWorker": "realrl.runtime.master_worker",
+    "MasterWorker": "realrl.runtime.master.master_worker",
     "Model": "realrl.algo.api",
     "ModelInterface": "realrl.algo.api",
     "ModelName": "realrl.graph.mfc",
-    "ModelWorker": "realrl.runtime.model_worker",
+    "ModelWorker": "realrl.runtime.worker.model_worker",
     "Moments": "realrl.algo.normalise",
     "OffloadHook": "realrl.graph.mfc",
     "ParamReallocHook": "realrl.graph.mfc",
     "PPOOptions": "realrl.config.policy_options",
     "Per": "realrl.sched.messages",
-    "PolicyLoss": "realrl.algo.policy_losses",
+    "PolicyLoss": "realrl.algo.policy.policy_losses",
     "PolicyOptions": "realrl.config.policy_options",
-    "Role": "realrl.experiment",
-    "Rollout": "realrl.algo.rollout",
+    "Role": "realrl.experiment.declaration",
+    "Rollout": "realrl.algo.policy.rollout",
     "RunConfig": "realrl.config.schema",
     "Section": "realrl.config.schema",
     "SequenceSample": "realrl.data.sample",
     "build_graph": "realrl.graph.build",
-    "register_interface": "realrl.algo.registry",
-    "register_piece": "realrl.algo.pieces",
+    "register_interface": "realrl.experiment.registry",
+    "register_piece": "realrl.experiment.pieces",
     "register_protocol": "realrl.plan.protocols",
     "response_mask": "realrl.algo.packed",
     "to_transitions": "realrl.algo.packed",

@@ -39,12 +39,12 @@ from realrl.engine.parallel import parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.mesh.notation import parse_strategy
-from realrl.model.config import DecoderConfig
 from realrl.model.init import random_model
 from realrl.plan.backends import BACKENDS
 from realrl.plan.groups import process_groups
-from realrl.plan.layout import shard_of
+from realrl.plan.parameters.layout import shard_of
 from realrl.sched.messages import KeySchema, Per
+from realrl.shape import DecoderConfig
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -26,12 +26,12 @@ from rich.table import Table
 from realrl.config.compose import compose
 from realrl.config.serialize import dump_config
 from realrl.data.tiny import tiny_tokenizer
-from realrl.discovery import config_dir, load_experiment
-from realrl.model.config import DecoderConfig
-from realrl.model.hf import save_model
+from realrl.experiment.discovery import config_dir, load_experiment
+from realrl.model.files.hf import save_model
 from realrl.model.init import random_model
-from realrl.runtime.model_worker import ModelWorker
+from realrl.runtime.worker.model_worker import ModelWorker
 from realrl.sched.messages import Initialize, LoadSamples, Reply, RunCall, SaveCheckpoint
+from realrl.shape import DecoderConfig
 
 SHOWN = {
     "copy_s": "copying the same bytes into memory that is there",

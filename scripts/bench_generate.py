@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 from realrl.config.schema import GenerationConfig
+from realrl.cpu import describe
 from realrl.engine.generate import Generator
-from realrl.kernels import describe
-from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
-from realrl.model.hf import load_model, save_model
+from realrl.model.files.hf import load_model, save_model
 from realrl.model.init import random_model
+from realrl.shape import DecoderConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODES = ("greedy", "sampled")

@@ -25,11 +25,11 @@ from rich.console import Console
 from rich.table import Table
 
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.adapters import LoRA
-from realrl.plan.layout import ParameterLayout, ParameterSpec, parameter_layout, parameter_specs
-from realrl.plan.rank_order import best_rank_order
-from realrl.plan.realloc import ReallocPlan, plan_realloc
-from realrl.plan.realloc_baselines import deepspeed_chat, hybrid_engine, hybridflow_v
+from realrl.plan.parameters.adapters import LoRA
+from realrl.plan.parameters.layout import ParameterLayout, ParameterSpec, parameter_layout, parameter_specs
+from realrl.plan.parameters.rank_order import best_rank_order
+from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
+from realloc_baselines import deepspeed_chat, hybrid_engine, hybridflow_v
 
 N_DEVICES_PER_NODE = 8
 TIME_LIMITS_S = {128: 2.0, 1024: 20.0}  # number of ranks -> time for layout, rank order and plan
@@ -37,7 +37,7 @@ TIME_LIMITS_S = {128: 2.0, 1024: 20.0}  # number of ranks -> time for layout, ra
 
 @dataclass(frozen=True)
 class Shape:
-    """A llama shape; see `realrl.plan.layout.ModelShape`."""
+    """A llama shape; see `realrl.plan.parameters.layout.ModelShape`."""
 
     hidden_size: int
     n_layers: int

@@ -32,14 +32,14 @@ from rich.table import Table
 
 from realrl.engine.device import resolve_device
 from realrl.engine.groups import Communicator, Groups
-from realrl.engine.realloc import Reallocator
+from realrl.engine.parameters.realloc import Reallocator
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.mesh.notation import parse_strategy
-from realrl.model.config import DecoderConfig
-from realrl.model.hf import load_model
+from realrl.model.files.hf import load_model
 from realrl.plan.groups import GroupKind, group_of, process_groups
-from realrl.plan.layout import ParameterLayout, parameter_layout, parameter_specs
-from realrl.plan.realloc import ReallocPlan, plan_realloc
+from realrl.plan.parameters.layout import ParameterLayout, parameter_layout, parameter_specs
+from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
+from realrl.shape import DecoderConfig
 
 N_RANKS = 4
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    multiprocessing.set_forkserver_preload(["realrl.engine.realloc", "realrl.model.hf"])
+    multiprocessing.set_forkserver_preload(["realrl.engine.parameters.realloc", "realrl.model.files.hf"])
     context = multiprocessing.get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
     ranks = [context.Process(target=_rank_main, args=(rank, address, args, writer)) for rank in range(N_RANKS)]

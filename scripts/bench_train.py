@@ -22,13 +22,13 @@ from rich.table import Table
 from torch.nn import functional as F
 
 from realrl.engine.device import resolve_device
-from realrl.engine.packing import packed_positions
-from realrl.model.attention import PackedAttention
-from realrl.model.config import DecoderConfig
+from realrl.engine.train.packing import packed_positions
 from realrl.model.decoder import Decoder
-from realrl.model.hf import load_model, save_model
+from realrl.model.files.hf import load_model, save_model
 from realrl.model.init import random_model
+from realrl.model.layers.attention import PackedAttention
 from realrl.model.lm_logprobs import lm_logprobs
+from realrl.shape import DecoderConfig
 
 SMOLLM2 = DecoderConfig(49152, 576, 30, 9, 3, 64, 1536, rope_theta=100000.0, tied_embeddings=True, max_positions=8192)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -290,7 +290,7 @@ def replay(model: Any, prompts: Any, ctx: Any) -> Any:
     import torch
 
     from realrl.algo.api import GenerationResult
-    from realrl.algo.policy import PolicyActor
+    from realrl.algo.policy.actor import PolicyActor
     from realrl.data.sample import SequenceSample
     from realrl.sched.messages import KeySchema, Per
 

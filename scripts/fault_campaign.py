@@ -37,8 +37,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realrl.errors import Error
-from realrl.runtime.json_lines import last_step
-from realrl.runtime.lifeline import find_leftovers
+from realrl.runtime.output.json_lines import last_step
+from realrl.runtime.processes.lifeline import find_leftovers
 
 ROOT = Path(__file__).resolve().parent.parent
 MOMENTS = ("generation", "transfer", "realloc", "optimizer step", "checkpoint writing")
@@ -95,7 +95,7 @@ def watch(path):
         time.sleep(0.005)
 
 
-if "realrl.runtime.process" in sys.orig_argv and "--rank" in sys.orig_argv:
+if "realrl.runtime.processes.main" in sys.orig_argv and "--rank" in sys.orig_argv:
     rank = sys.orig_argv[sys.orig_argv.index("--rank") + 1]
     threading.Thread(target=watch, args=(os.environ["{mark}_MOMENT"] + rank,), daemon=True).start()
 """
@@ -129,15 +129,15 @@ SCENARIOS = {
 }
 # What the stacks tell, most telling first: a part of a file's name, and of a function's after " in ".
 SIGNS = (
-    ("checkpoint writing", "checkpoint_writer.py", "_write"),
-    ("checkpoint writing", "checkpoint_writer.py", "save"),
+    ("checkpoint writing", "checkpoints/writer.py", "_write"),
+    ("checkpoint writing", "checkpoints/writer.py", "save"),
     ("optimizer step", "engine/backends/", " in step"),
     ("realloc", "hook_runner.py", ""),
     ("transfer", "call_runner.py", "_pull"),
     ("transfer", "model_worker.py", " in fetch"),
     ("transfer", "engine/row_exchange.py", ""),
     ("generation", "engine/generate/", ""),
-    ("rewards", "reward_pool.py", ""),
+    ("rewards", "rewards/pool.py", ""),
     ("training", "engine/native.py", "train_batch"),
     ("inference", "engine/native.py", " in forward"),
     ("starting", "model_worker.py", "_initialize"),
@@ -267,9 +267,9 @@ class Run:
 def _role(pid: int) -> str:
     """Which of a run's processes this is."""
     words = _command_line(pid)
-    if "realrl.algo.reward_server" in words:
-        return "reward worker" if "realrl.algo.reward_server" in _command_line(_parent(pid)) else "reward server"
-    if "realrl.runtime.process" not in words:
+    if "realrl.rewards.server" in words:
+        return "reward worker" if "realrl.rewards.server" in _command_line(_parent(pid)) else "reward server"
+    if "realrl.runtime.processes.main" not in words:
         return ""
     return f"worker {words[words.index('--rank') + 1]}" if "--rank" in words else "master"
 

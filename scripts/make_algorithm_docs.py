@@ -15,15 +15,15 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from realrl.algo.pieces import BUILT_IN, chosen_pieces
 from realrl.cli import main as realrl
 from realrl.config.compose import compose
 from realrl.config.keys import known_keys
 from realrl.config.policy_options import PolicyOptions
 from realrl.config.reward_options import RewardOptions
 from realrl.config.schema import RunConfig
-from realrl.discovery import experiment_names, load_experiment
-from realrl.experiment import Experiment
+from realrl.experiment.declaration import Experiment
+from realrl.experiment.discovery import experiment_names, load_experiment
+from realrl.experiment.pieces import BUILT_IN, chosen_pieces
 from realrl.graph.mfc import MFCDef
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from realrl.runtime.metrics import FILE_NAME, read_metrics
+from realrl.runtime.output.metrics import FILE_NAME, read_metrics
 
 LIMIT = 1e-4
 FLOOR = 1e-6  # absolute difference that rounding may leave where a metric is about zero

@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from realrl.algo.api import MicroBatching
-from realrl.algo.rw import with_end
+from realrl.algo.supervised.rw import with_end
 from realrl.config.schema import GenerationConfig
 from realrl.data.assets.fetch import MODEL_FOLDER, REVIEWS_FOLDER
 from realrl.data.assets.store import cache_dir
 from realrl.data.sample import SequenceSample
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.native import NativeEngine
-from realrl.model.config import HeadKind
-from realrl.model.hf import load_model
+from realrl.model.files.hf import load_model
 from realrl.sched.messages import KeySchema, Per
+from realrl.shape import HeadKind
 
 SEED = 20_141
 BATCHES = MicroBatching(max_tokens_per_mb=4096)

@@ -74,7 +74,7 @@ def _config(overrides: Sequence[str]) -> dict[str, Any]:
     """The configuration that training will have."""
     from realrl.config.compose import compose
     from realrl.data.assets.store import cache_dir
-    from realrl.discovery import config_dir, load_experiment
+    from realrl.experiment.discovery import config_dir, load_experiment
 
     given = ["preset=reasoning", *overrides]
     config = compose(load_experiment("grpo"), given, config_dir=config_dir(), cache_dir=cache_dir())
@@ -108,12 +108,12 @@ def evaluate(model: str, config: dict[str, Any], n_questions: int) -> list[Answe
     """
     import torch
 
-    from realrl.algo.verify_reasoning import reasoning_gym
     from realrl.config.schema import GenerationConfig
     from realrl.data.sample import SequenceSample
     from realrl.data.tokenizer import load_tokenizer
     from realrl.engine.native import NativeEngine
-    from realrl.model.hf import load_model
+    from realrl.model.files.hf import load_model
+    from realrl.rewards.verify_reasoning import reasoning_gym
     from realrl.sched.messages import KeySchema, Per
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))

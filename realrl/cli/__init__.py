@@ -99,7 +99,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _leaving_on_ctrl_c() -> Iterator[None]:
     """Leave at once: an exception in the middle of an import would come out of it as something else.
 
-    Nothing is running yet; whoever starts something (`realrl.runtime.supervise`) takes the signal over.
+    Nothing is running yet; whoever starts something (`realrl.runtime.processes.supervise`) takes the signal over.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
@@ -139,7 +139,7 @@ def _require_working_directory() -> None:
 def _meant(name: str) -> str:
     """A close command; or the command that was left out before an experiment."""
     from realrl.cli.commands import COMMANDS
-    from realrl.discovery import experiment_names
+    from realrl.experiment.discovery import experiment_names
 
     if name in experiment_names() or name.endswith(".py"):
         return f" Did you mean 'realrl run {name}'?"

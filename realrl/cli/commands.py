@@ -12,8 +12,8 @@ from realrl.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from realrl.config.schema import RunConfig
-    from realrl.experiment import Experiment
-    from realrl.runtime.run_plan import RunPlan
+    from realrl.experiment.declaration import Experiment
+    from realrl.experiment.run_plan import RunPlan
 
 RUN_EXAMPLES = """\
 examples:
@@ -83,7 +83,7 @@ class Loaded:
             UsageError: see `plan_run`.
         """
         from realrl.cli.unused import check_used
-        from realrl.runtime.run_plan import plan_run
+        from realrl.experiment.run_plan import plan_run
 
         plan = plan_run(self.config, self.experiment)
         check_used(self.overrides, plan)
@@ -145,14 +145,14 @@ def _start(loaded: Loaded, *, dry_run: bool) -> int:
     check_paths(loaded.config, cache_dir=cache_dir().absolute())
     if dry_run:
         from realrl.cli.plan_view import print_plan
-        from realrl.runtime.beginning import find_beginning, refuse_mixing
-        from realrl.runtime.run_plan import check_models_fit
+        from realrl.experiment.run_plan import check_models_fit
+        from realrl.runtime.checkpoints.resume import find_beginning, refuse_mixing
 
         refuse_mixing(loaded.config)
         check_models_fit(plan)
         print_plan(plan, find_beginning(plan)[0])
         return 0
-    from realrl.runtime.start import start_run
+    from realrl.runtime.processes.start import start_run
 
     return start_run(loaded.experiment, loaded.config)
 
@@ -171,7 +171,7 @@ def doctor(arguments: Sequence[str]) -> int:
     loaded = _load(parser, options)
     plan = loaded.plan()
     from realrl.cli.doctor_view import print_report, write_report
-    from realrl.runtime.doctor import Patient, examine
+    from realrl.doctor import Patient, examine
 
     def recompose(more: Sequence[str]) -> RunConfig:
         return _compose(loaded.experiment, options.arguments[0], [*loaded.overrides, *more])
@@ -191,7 +191,7 @@ def list_experiments(arguments: Sequence[str]) -> int:
     parser.parse_args(arguments)
     from realrl.cli.console import print_table
     from realrl.config.compose import compose
-    from realrl.discovery import list_experiments
+    from realrl.experiment.discovery import list_experiments
 
     rows = []
     for experiment in list_experiments():
@@ -215,7 +215,7 @@ def graph(arguments: Sequence[str]) -> int:
 
         print_graph(plan)
     else:
-        from realrl.graph.draw import write_picture
+        from realrl.draw import write_picture
 
         path = write_picture(options.out, plan.graph, title=plan.experiment.name, allocations=plan.allocations)
         print(f"wrote {path}")
@@ -283,7 +283,7 @@ def _parse(parser: _Parser, arguments: Sequence[str]) -> argparse.Namespace:
 
 def _load(parser: _Parser, options: argparse.Namespace) -> Loaded:
     """Find the experiment, compose its configuration."""
-    from realrl.discovery import experiment_names, load_experiment
+    from realrl.experiment.discovery import experiment_names, load_experiment
 
     if not options.arguments:
         raise UsageError(f"{parser.prog} needs an experiment", remedy=f"Choose from {', '.join(experiment_names())}.")
@@ -298,7 +298,7 @@ def _compose(experiment: Experiment, name: str, overrides: Sequence[str]) -> Run
     """The configuration of an experiment that was asked for as `name`."""
     from realrl.config.compose import compose
     from realrl.data.assets.store import cache_dir
-    from realrl.discovery import config_dir, stable_reference
+    from realrl.experiment.discovery import config_dir, stable_reference
 
     return compose(
         experiment,

@@ -9,7 +9,7 @@ from realrl.cli.console import print_table
 from realrl.cli.unused import is_unused, unused_keys
 from realrl.config.keys import Key, known_keys
 from realrl.config.schema import RunConfig
-from realrl.experiment import Experiment
+from realrl.experiment.declaration import Experiment
 
 ANY_ROLE = "<role>"
 FOLDING = ("value", "accepts", "meaning")

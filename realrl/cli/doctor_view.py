@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from realrl.cli.console import print_table
 from realrl.errors import UsageError
-from realrl.plan.memory import show_bytes
+from realrl.plan.memory.plan import show_bytes
 
 if TYPE_CHECKING:
-    from realrl.plan.memory import Load, Usage
-    from realrl.runtime.doctor import Report
-    from realrl.runtime.run_plan import RunPlan
+    from realrl.doctor import Report
+    from realrl.experiment.run_plan import RunPlan
+    from realrl.plan.memory.plan import Load, Usage
 
 _BAR = 40
 _MOST_ALTERNATIVES = 6

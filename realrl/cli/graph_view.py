@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from realrl.graph.build import dataset_keys, producers, readers, topological_calls, version_edges
 
 if TYPE_CHECKING:
-    from realrl.runtime.run_plan import RunPlan
+    from realrl.experiment.run_plan import RunPlan
 
 
 def print_graph(plan: RunPlan) -> None:

@@ -13,11 +13,11 @@ from realrl.config.schema import BUILT_IN, ModelConfigSection
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.groups import GroupKind
 from realrl.plan.hooks import Realloc
-from realrl.plan.memory import show_bytes
+from realrl.plan.memory.plan import show_bytes
 
 if TYPE_CHECKING:
-    from realrl.runtime.checkpoint import Resume
-    from realrl.runtime.run_plan import RunPlan
+    from realrl.experiment.run_plan import RunPlan
+    from realrl.runtime.checkpoints.store import Resume
 
 _SHOWN_RANKS = 16
 
@@ -109,7 +109,7 @@ def _print_hooks(plan: RunPlan) -> None:
         return
     reallocs = None
     if any(isinstance(hook, Realloc) for _, _, hook in planned):
-        from realrl.runtime.role_models import Reallocs, role_configs
+        from realrl.experiment.models import Reallocs, role_configs
 
         reallocs = Reallocs(plan, role_configs(plan))
     rows = []

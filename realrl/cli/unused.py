@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from realrl.config.problems import Problem, raise_problems
-from realrl.experiment import DatasetKind
+from realrl.data.kinds import DatasetKind
 from realrl.graph.mfc import InterfaceType, MFCDef
 
 if TYPE_CHECKING:
     from realrl.config.schema import RunConfig
-    from realrl.experiment import Experiment
-    from realrl.runtime.run_plan import RunPlan
+    from realrl.experiment.declaration import Experiment
+    from realrl.experiment.run_plan import RunPlan
 
 _UNUSED_IN_EVALUATION = (
     "steps",

@@ -23,13 +23,13 @@ import msgspec
 import torch
 
 from realrl.config.schema import BUILT_IN, REASONING_TASKS, DatasetConfig
+from realrl.data.kinds import DatasetKind
 from realrl.data.readers import RawRow, read_rows
 from realrl.data.reasoning_tasks import task_rows
 from realrl.data.sample import SequenceSample
 from realrl.data.tiny import toy_rows
 from realrl.data.tokenizer import encode_batch
 from realrl.errors import DataError, did_you_mean
-from realrl.experiment import DatasetKind
 from realrl.sched.messages import KeySchema, Per
 
 ANSWER_FIELDS = ("answer", "response", "completion")

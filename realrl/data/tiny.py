@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from realrl.experiment import DatasetKind
+from realrl.data.kinds import DatasetKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -25,17 +25,17 @@ from realrl.config.schema import GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine.backends import BackendName, TrainingBackend, make_backend
 from realrl.engine.backends.base import move
-from realrl.engine.gather_parameters import Copy, ModelCopy, copy_sharded, save_sharded
 from realrl.engine.generate import Generator
-from realrl.engine.load_balance import MinibatchBalance
-from realrl.engine.microbatch import TOKENS, split_balanced, split_in_order
-from realrl.engine.outputs import DecoderOutput
-from realrl.engine.packing import Packing
 from realrl.engine.parallel import Parallel
-from realrl.engine.pipeline import Chunk, run_stage
+from realrl.engine.parameters.gather_parameters import Copy, ModelCopy, copy_sharded, save_sharded
+from realrl.engine.train.load_balance import MinibatchBalance
+from realrl.engine.train.microbatch import TOKENS, split_balanced, split_in_order
+from realrl.engine.train.outputs import DecoderOutput
+from realrl.engine.train.packing import Packing
+from realrl.engine.train.pipeline import Chunk, run_stage
 from realrl.errors import CallError
 from realrl.model.decoder import Decoder
-from realrl.model.heads import LMHead
+from realrl.model.layers.heads import LMHead
 from realrl.model.lora import is_trained, without_adapters
 from realrl.plan.pipeline import Schedule, Step, inference, one_f_one_b
 
@@ -109,7 +109,7 @@ class NativeEngine:
         """Forward, backward and one optimizer step over this rank's share of a minibatch.
 
         A model with experts is trained on their load-balancing loss too, with the coefficient of its configuration:
-        see `realrl.model.moe.LoadBalance`, and `realrl.engine.load_balance` for the statistics that this adds.
+        see `realrl.model.layers.moe.LoadBalance`, and `realrl.engine.train.load_balance` for its statistics.
 
         A skipped step leaves parameters and moments alone but advances the learning-rate schedule; so does one whose
         gradient overflowed where the backend scales the loss.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from realrl.model.config import DecoderConfig
-from realrl.model.linear import Linear
-from realrl.model.norm import Norm
+from realrl.model.layers.linear import Linear
+from realrl.model.layers.norm import Norm
 from realrl.model.parallel import TensorParallel
-from realrl.plan.layout import ModelShard, parameter_specs, slice_of
+from realrl.plan.parameters.layout import ModelShard, parameter_specs, slice_of
+from realrl.shape import DecoderConfig
 
 
 class Builder:

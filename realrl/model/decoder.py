@@ -17,16 +17,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from realrl.model.activation import activate
 from realrl.model.build import Builder, leave
-from realrl.model.config import DecoderConfig
-from realrl.model.heads import LMHead, ScalarHead
+from realrl.model.layers.activation import activate
+from realrl.model.layers.heads import LMHead, ScalarHead
+from realrl.model.layers.moe import LoadBalance, MoE
+from realrl.model.layers.norm import Norm
+from realrl.model.layers.rope import Rope, make_rope, rotate
 from realrl.model.lora import insert_adapters
-from realrl.model.moe import LoadBalance, MoE
-from realrl.model.norm import Norm
 from realrl.model.parallel import UNSHARDED, TensorParallel
-from realrl.model.rope import Rope, make_rope, rotate
-from realrl.plan.layout import ModelShard, ParameterSpec, slice_of, whole_shard
+from realrl.plan.parameters.layout import ModelShard, ParameterSpec, slice_of, whole_shard
+from realrl.shape import DecoderConfig
 
 PartialKind = Literal["kv", "tp", "sp"]
 """Why a rank's gradient is only a part: ranks share a KV head, or each uses it for its own slice of the activations,
@@ -169,7 +169,7 @@ class Blocks(nn.Module):
 class Decoder(nn.Module):
     """Embedding, blocks, final norm and the head (`lm`, `value` or `reward`), or what one rank holds of them.
 
-    Parameters are uninitialised: load a checkpoint (`realrl.model.hf`) or call `realrl.model.init.random_model`.
+    Parameters are uninitialised: load a checkpoint (`realrl.model.files.hf`) or call `realrl.model.init.random_model`.
     Parameter names: ``embedding.weight``, ``position_embedding.weight``, ``blocks.{i}.attention_norm.{weight,bias}``,
     ``blocks.{i}.attention.{q,k,v,o}.{weight,bias}``, ``blocks.{i}.attention.{q_norm,k_norm}.weight``,
     ``blocks.{i}.mlp_norm.{weight,bias}``, ``blocks.{i}.mlp.{gate,up,down}.{weight,bias}`` or, with experts,

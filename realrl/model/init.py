@@ -6,11 +6,11 @@ import hashlib
 
 import torch
 
-from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
 from realrl.model.parallel import UNSHARDED, TensorParallel
-from realrl.plan.adapters import LORA_A, LORA_B
-from realrl.plan.layout import ModelShard
+from realrl.plan.parameters.adapters import LORA_A, LORA_B
+from realrl.plan.parameters.layout import ModelShard
+from realrl.shape import DecoderConfig
 
 _STD = 0.02  # GPT-2 (Radford et al. 2019)
 _VALUE_HEAD_STD = 0.002  # first values close to zero, yet gradient reaches the blocks from the first step

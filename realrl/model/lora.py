@@ -5,7 +5,7 @@ zero, so that the model starts as its base. With tensor parallelism a layer cut 
 layer cut by columns a slice of A and all of B: either way B A x is what the layer's own product is, rows or a summand
 of it, and no further message is needed. Each rank computes a part of the gradient of the factor that it has whole.
 
-`DecoderConfig.lora` says which layers have one; see `realrl.plan.adapters` for names and slices.
+`DecoderConfig.lora` says which layers have one; see `realrl.plan.parameters.adapters` for names and slices.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from realrl.model.linear import Linear, linear
-from realrl.plan.adapters import LORA_A, LoRA, is_adapter
-from realrl.plan.layout import parameter_specs
+from realrl.model.layers.linear import Linear, linear
+from realrl.plan.parameters.adapters import LORA_A, LoRA, is_adapter
+from realrl.plan.parameters.layout import parameter_specs
 
 if TYPE_CHECKING:
-    from realrl.model.config import DecoderConfig
     from realrl.model.decoder import Decoder
+    from realrl.shape import DecoderConfig
 
 
 class LoRALinear(Linear):

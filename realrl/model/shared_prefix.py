@@ -21,7 +21,7 @@ from itertools import accumulate
 import torch
 from torch.nn import functional as F
 
-from realrl.model.attention import CALL_COST, PackedAttention, PadRows, UnpadRows
+from realrl.model.layers.attention import CALL_COST, PackedAttention, PadRows, UnpadRows
 
 _PARAMETERS = 12  # of a layer, in squares of the hidden size: about 4 in attention and 8 in the MLP
 _MOST_SCORES = 1 << 24  # a fork's mask has no more elements

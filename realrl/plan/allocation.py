@@ -45,7 +45,7 @@ from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes, nearest_strategy
 from realrl.mesh.notation import parse_allocation, parse_strategy
 from realrl.plan.hooks import plan_hooks, role_homes
-from realrl.plan.layout import ModelShape, ParameterSpec, check_tp, parameter_specs, stages_of
+from realrl.plan.parameters.layout import ModelShape, ParameterSpec, check_tp, parameter_specs, stages_of
 from realrl.plan.protocols import CallLayout, slices_of
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from realrl.errors import AllocationError
 from realrl.graph.build import calls, data_graph, home_calls, writer_waits
 from realrl.graph.mfc import Hook, MFCDef, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation
-from realrl.plan.layout import ModelShape
+from realrl.plan.parameters.layout import ModelShape
 
 if TYPE_CHECKING:
     import networkx as nx

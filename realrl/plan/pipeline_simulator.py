@@ -75,7 +75,7 @@ def simulate(schedule: Schedule, cost: Cost = default_cost, *, eager: bool = Fal
 
     Args:
         cost: time of each step.
-        eager: a stage goes on with what needs no message that is still under way, as `realrl.engine.pipeline` does:
+        eager: a stage goes on with what needs no message that is still under way, as `engine.train.pipeline` does:
             for the time that it takes. Without, the strictest rules hold, for the proof that nothing blocks.
 
     Raises:

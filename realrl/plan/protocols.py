@@ -34,8 +34,8 @@ from dataclasses import dataclass
 from realrl.errors import AllocationError, GraphError, RunError, did_you_mean
 from realrl.graph.protocol_names import DEFAULT_PROTOCOL, add_protocol_name
 from realrl.mesh.device_mesh import Allocation
-from realrl.plan.partition import partition_balanced
-from realrl.plan.transfer import Share
+from realrl.plan.samples.partition import partition_balanced
+from realrl.plan.samples.transfer import Share
 
 
 @dataclass(frozen=True)

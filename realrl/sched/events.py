@@ -20,8 +20,7 @@ from realrl.errors import (
     TransportError,
     WorkerLostError,
 )
-from realrl.plan.cursor import CursorState
-from realrl.sched.in_flight import InFlight
+from realrl.plan.samples.cursor import CursorState
 from realrl.sched.messages import (
     CallDone,
     CheckpointSaved,
@@ -40,6 +39,7 @@ from realrl.sched.messages import (
     Span,
     WorkerFailed,
 )
+from realrl.sched.samples.in_flight import InFlight
 
 # ---------------------------------------------------------------- events
 

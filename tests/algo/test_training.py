@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realrl.algo.api import LossOutput, ModelInterface
-from realrl.algo.sft import SFT
+from realrl.algo.supervised.sft import SFT
 from realrl.algo.training import TrainSummary, train_minibatches
 from realrl.errors import CallError
 from tests.algo.batches import token_batch

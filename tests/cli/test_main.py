@@ -19,8 +19,8 @@ from realrl import cli
 from realrl.cli import commands, plan_view
 from realrl.cli.console import print_table
 from realrl.errors import RunError, UsageError
-from realrl.model.config import tiny_config
 from realrl.model.families.llama import config_to_hf
+from realrl.shape import tiny_config
 
 USER_FILE = """
 from realrl import DatasetKind, Experiment, InterfaceType, MFCDef, Role
@@ -284,9 +284,9 @@ def test_wrong_input(
 
 
 def start_with(monkeypatch: pytest.MonkeyPatch, start_run: object) -> None:
-    module = types.ModuleType("realrl.runtime.start")
+    module = types.ModuleType("realrl.runtime.processes.start")
     module.start_run = start_run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "realrl.runtime.start", module)
+    monkeypatch.setitem(sys.modules, "realrl.runtime.processes.start", module)
 
 
 def test_run_hands_over_experiment_and_configuration(

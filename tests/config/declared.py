@@ -8,7 +8,8 @@ from typing import Literal
 from pydantic import Field
 
 from realrl.config.schema import RunConfig, Section
-from realrl.experiment import DatasetKind, Experiment, Role
+from realrl.data.kinds import DatasetKind
+from realrl.experiment.declaration import Experiment, Role
 from realrl.graph.mfc import InterfaceType, MFCDef
 
 

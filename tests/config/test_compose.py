@@ -9,7 +9,7 @@ import pytest
 from realrl.config.compose import compose
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError
-from realrl.experiment import Role
+from realrl.experiment.declaration import Role
 from tests.config.declared import Options, experiment
 
 

@@ -11,9 +11,9 @@ from realrl.cli.config_view import listed_keys
 from realrl.config.compose import compose
 from realrl.config.keys import closest_keys, known_keys
 from realrl.config.schema import RunConfig
-from realrl.discovery import experiment_names, load_experiment
 from realrl.errors import ConfigError
-from realrl.experiment import Experiment
+from realrl.experiment.declaration import Experiment
+from realrl.experiment.discovery import experiment_names, load_experiment
 from tests.config.declared import experiment
 
 CANDIDATES = (

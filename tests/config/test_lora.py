@@ -11,7 +11,7 @@ from realrl.config.compose import compose
 from realrl.config.keys import known_keys
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError
-from realrl.experiment import Experiment, Role
+from realrl.experiment.declaration import Experiment, Role
 from tests.config.declared import experiment
 
 

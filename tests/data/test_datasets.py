@@ -14,9 +14,9 @@ import torch
 
 from realrl.config.schema import DatasetConfig
 from realrl.data.datasets import Dataset, load_dataset, other_rows
+from realrl.data.kinds import DatasetKind
 from realrl.data.tiny import EOS_ID, tiny_tokenizer
 from realrl.errors import DataError
-from realrl.experiment import DatasetKind
 
 TOKENIZER = tiny_tokenizer()
 PROMPT, ANSWER, PAIR = DatasetKind.PROMPT, DatasetKind.PROMPT_ANSWER, DatasetKind.PREFERENCE_PAIR

@@ -12,10 +12,10 @@ from realrl.config.compose import compose
 from realrl.config.paths import check_paths
 from realrl.config.schema import DatasetConfig
 from realrl.data.datasets import load_dataset
+from realrl.data.kinds import DatasetKind
 from realrl.data.reasoning_tasks import FIELD, _pack, _unpack, parse_task_path, task_entry, task_rows
 from realrl.data.tiny import tiny_tokenizer
 from realrl.errors import ConfigError, DataError
-from realrl.experiment import DatasetKind
 from tests.config.declared import experiment
 
 
@@ -147,7 +147,7 @@ def test_entries_travel_as_json() -> None:
 # What the second draws comes from the global generator.
 @pytest.mark.parametrize("task", ["chain_sum", "list_functions", "family_relationships"])
 def test_the_task_scores_its_own_answer(gym: Any, task: str) -> None:
-    from realrl.algo.verify_reasoning import reasoning_gym
+    from realrl.rewards.verify_reasoning import reasoning_gym
 
     row = arrived(task)
     assert "entry" in row[FIELD]
@@ -163,7 +163,7 @@ def test_the_task_scores_its_own_answer(gym: Any, task: str) -> None:
 
 
 def test_where_the_answer_is(gym: Any) -> None:
-    from realrl.algo.verify_reasoning import find_answer
+    from realrl.rewards.verify_reasoning import find_answer
 
     text = "<answer>1</answer> no: <answer>\n2 </answer>\n<sum>3</sum> \n"
     assert find_answer(text, "tag_or_last_line", "answer") == "2"
@@ -178,7 +178,7 @@ def test_where_the_answer_is(gym: Any) -> None:
 
 
 def test_other_rows_are_refused(gym: Any) -> None:
-    from realrl.algo.verify_reasoning import reasoning_gym
+    from realrl.rewards.verify_reasoning import reasoning_gym
 
     with pytest.raises(KeyError, match=r"needs dataset\.path=reasoning_gym:<task>"):
         reasoning_gym("", "2", {"answer": "2"})

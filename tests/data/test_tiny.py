@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from realrl.data.kinds import DatasetKind
 from realrl.data.tiny import EOS_ID, PAD_ID, VOCAB_SIZE, tiny_tokenizer, toy_reward, toy_rows
 from realrl.data.tokenizer import encode_batch
-from realrl.experiment import DatasetKind
 
 TOKENIZER = tiny_tokenizer()
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from realrl.config.keys import Key, base_values, known_keys
-from realrl.discovery import load_experiment
-from realrl.experiment import Experiment
+from realrl.experiment.declaration import Experiment
+from realrl.experiment.discovery import load_experiment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENT = ROOT / "docs" / "configuration.md"

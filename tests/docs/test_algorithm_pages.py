@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from realrl.discovery import experiment_names
+from realrl.experiment.discovery import experiment_names
 from tests.docs.markdown import ROOT, links
 
 FOLDER = ROOT / "docs" / "algorithms"

@@ -12,7 +12,7 @@ import pytest
 
 from realrl.cli import main
 from realrl.config.keys import key_of, known_keys, sections
-from realrl.discovery import list_experiments
+from realrl.experiment.discovery import list_experiments
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, commands, inline_code, links, name_of
 from tests.docs.tables import document_with, key_tables
 

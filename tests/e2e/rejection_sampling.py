@@ -7,7 +7,7 @@ from pydantic import Field
 
 from realrl.algo.api import CallContext, Model, ModelInterface
 from realrl.algo.packed import response_mask
-from realrl.algo.sft import SFT
+from realrl.algo.supervised.sft import SFT
 from realrl.config.algorithms import SFTOptions
 from realrl.config.schema import RunConfig
 from realrl.data.sample import SequenceSample

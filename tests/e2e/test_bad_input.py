@@ -209,7 +209,7 @@ def test_an_interface_that_misbehaves(call: Call, workplace: Path, monkeypatch: 
         assert message in " ".join(err.split())
     assert len(err.splitlines()) <= 24
     assert ("misbehaving.py" in err) == (fault in ("raise", "length"))  # the line that raised, where one did
-    assert "worker_loop.py" not in err
+    assert "worker/loop.py" not in err
 
 
 def test_numbers_that_explode_name_role_and_step(call: Call) -> None:
@@ -409,7 +409,7 @@ def test_relative_paths_mean_the_same_to_every_process(workplace: Path, models: 
     (workplace / "mine.py").write_text("from experiments.ppo import EXPERIMENT\n")
     (workplace / "rewards.py").write_text("def f(prompt, response):\n    return 0.5\n")
     (workplace / "mine.py").write_text(
-        "from realrl.discovery import load_experiment\n\nEXPERIMENT = load_experiment('ppo')\n"
+        "from realrl.experiment.discovery import load_experiment\n\nEXPERIMENT = load_experiment('ppo')\n"
     )
     done = realrl(
         *("run", "mine.py", *SMALL, "steps=1", "cluster.n_devices_per_node=2", "allocation=split", "run_dir=out/a"),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from realrl.cli import main
+from realrl.data.kinds import DatasetKind
 from realrl.data.tiny import toy_rows
-from realrl.experiment import DatasetKind
 from tests.helpers.assets import write_rows
 from tests.helpers.runs import NOISE, assert_same_numbers, read_metrics, run_here
 

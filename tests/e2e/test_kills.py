@@ -94,9 +94,9 @@ import dataclasses
 import os
 import signal
 
-from realrl.algo.ppo import PPOCritic
-from realrl.algo.registry import register_interface
-from realrl.discovery import load_experiment
+from realrl.algo.policy.critic import PPOCritic
+from realrl.experiment.registry import register_interface
+from realrl.experiment.discovery import load_experiment
 from realrl.graph.mfc import InterfaceRef
 
 

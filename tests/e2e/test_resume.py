@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 
 from realrl.cli import main
 from realrl.config.compose import compose
-from realrl.discovery import config_dir, list_experiments, load_experiment
 from realrl.errors import ConfigError
-from realrl.runtime.run_plan import plan_run
-from realrl.runtime.training_backends import check_backends, check_installed
+from realrl.experiment.backends import check_backends, check_installed
+from realrl.experiment.discovery import config_dir, list_experiments, load_experiment
+from realrl.experiment.run_plan import plan_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import NOISE, assert_same_numbers, read_metrics
 

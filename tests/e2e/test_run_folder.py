@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.runtime.trace import load_trace
+from realrl.runtime.output.trace import load_trace
 from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, realrl, run_ppo
 
 

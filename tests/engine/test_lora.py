@@ -15,12 +15,12 @@ from realrl.config.schema import GenerationConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine.native import NativeEngine
 from realrl.errors import CallError
-from realrl.model.config import HeadKind
 from realrl.model.decoder import Decoder
-from realrl.model.hf import load_model
+from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
-from realrl.plan.adapters import LoRA, is_adapter
+from realrl.plan.parameters.adapters import LoRA, is_adapter
 from realrl.sched.messages import KeySchema, Per
+from realrl.shape import HeadKind
 from tests.helpers.adapters import LORA, fill_adapters, merged
 from tests.helpers.training import CONFIG, OPTIMIZER, make_batch, masked_nll, n_masked
 

@@ -13,14 +13,14 @@ from realrl.algo.api import ForwardOutput, LossOutput, MicroBatching, TrainResul
 from realrl.config.schema import GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine.native import NativeEngine
-from realrl.engine.packing import packed_positions
+from realrl.engine.train.packing import packed_positions
 from realrl.errors import CallError
 from realrl.model import shared_prefix
-from realrl.model.attention import PackedAttention
-from realrl.model.config import HeadKind
-from realrl.model.hf import load_model
+from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
+from realrl.model.layers.attention import PackedAttention
 from realrl.sched.messages import KeySchema, Per
+from realrl.shape import HeadKind
 from tests.helpers.training import CONFIG, OPTIMIZER, make_batch, make_engine, masked_nll, n_masked
 
 ONE = MicroBatching()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from realrl.algo.registry import check_interface_name
 from realrl.config.compose import compose
 from realrl.config.policy_options import PPOOptions
 from realrl.config.schema import GenerationConfig, RunConfig
 from realrl.errors import ConfigError
-from realrl.experiment import Experiment
+from realrl.experiment.declaration import Experiment
+from realrl.experiment.registry import check_interface_name
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceRef, MFCDef, ModelName, ParamReallocHook
 

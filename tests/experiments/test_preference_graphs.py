@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from realrl.config.compose import compose
-from realrl.experiment import DatasetKind, Experiment
+from realrl.data.kinds import DatasetKind
+from realrl.experiment.declaration import Experiment
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import MFCDef
 

@@ -11,10 +11,10 @@ from realrl.algo.api import MicroBatching
 from realrl.engine import device as devices
 from realrl.engine.native import NativeEngine
 from realrl.errors import ConfigError
-from realrl.model import attention as attention_module
-from realrl.model.attention import PackedAttention
-from realrl.model.config import tiny_config
 from realrl.model.init import random_model
+from realrl.model.layers import attention as attention_module
+from realrl.model.layers.attention import PackedAttention
+from realrl.shape import tiny_config
 from tests.helpers.training import OPTIMIZER, VOCAB_SIZE, make_batch, masked_nll, n_masked
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -8,12 +8,12 @@ from torch import nn
 
 from realrl.engine.device import memory_gb, resolve_device
 from realrl.engine.groups import ALONE
-from realrl.engine.offload import Offloader
-from realrl.engine.realloc import Reallocator
+from realrl.engine.parameters.offload import Offloader
+from realrl.engine.parameters.realloc import Reallocator
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.model.config import tiny_config
-from realrl.plan.layout import parameter_layout, parameter_specs
-from realrl.plan.realloc import plan_realloc
+from realrl.plan.parameters.layout import parameter_layout, parameter_specs
+from realrl.plan.parameters.realloc import plan_realloc
+from realrl.shape import tiny_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -8,7 +8,7 @@ import torch
 
 from realrl.model.decoder import Decoder
 from realrl.model.lora import merged_shards
-from realrl.plan.adapters import LORA_B, LoRA
+from realrl.plan.parameters.adapters import LORA_B, LoRA
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 LORA = LoRA(3, 6.0, ALL)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from realrl.data.tiny import tiny_tokenizer
-from realrl.model.config import HeadKind, tiny_config
-from realrl.model.hf import save_model
+from realrl.model.files.hf import save_model
 from realrl.model.init import random_model
+from realrl.shape import HeadKind, tiny_config
 
 MISBEHAVING = '''
 """Generate, judge, learn; the judge and the learner do what the variable MISBEHAVE says."""

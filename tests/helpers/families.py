@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import transformers
 
-from realrl.model.config import DecoderConfig
 from realrl.model.families import find_family
+from realrl.shape import DecoderConfig
 
 SEQLENS = (7, 1, 12)  # the last is longer than every window below
 VOCAB_SIZE = 61

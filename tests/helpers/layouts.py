@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.adapters import LoRA
-from realrl.plan.layout import ParameterLayout, ParameterSpec, Slice, check_tp, parameter_specs
-from realrl.plan.realloc import ReallocPlan
+from realrl.plan.parameters.adapters import LoRA
+from realrl.plan.parameters.layout import ParameterLayout, ParameterSpec, Slice, check_tp, parameter_specs
+from realrl.plan.parameters.realloc import ReallocPlan
 
 Array = npt.NDArray[np.int64]
 MAX_RANKS = 64
@@ -21,7 +21,7 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True)
 class Experts:
-    """What decides the parameters of a mixture of experts; see `realrl.plan.layout.ExpertsShape`."""
+    """What decides the parameters of a mixture of experts; see `realrl.plan.parameters.layout.ExpertsShape`."""
 
     n_experts: int = 3
     top_k: int = 2
@@ -31,7 +31,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides a model's parameters; see `realrl.plan.layout.ModelShape`."""
+    """What decides a model's parameters; see `realrl.plan.parameters.layout.ModelShape`."""
 
     n_layers: int = 4
     n_heads: int = 4

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from realrl.runtime.lifeline import find_leftovers
+from realrl.runtime.processes.lifeline import find_leftovers
 from tests.helpers.runs import SMALL
 
 LIMIT_S = 90.0  # several times what a busy two-core machine needs

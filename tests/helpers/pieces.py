@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from realrl.algo.rollout import Rollout
+from realrl.algo.policy.rollout import Rollout
 
 
 def per_response(rollout: Rollout) -> torch.Tensor:

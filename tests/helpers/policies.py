@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from realrl.algo.api import MicroBatching, Model
-from realrl.algo.policy import PolicyActor
-from realrl.algo.rollout import Rollout
+from realrl.algo.policy.actor import PolicyActor
+from realrl.algo.policy.rollout import Rollout
 from realrl.config.policy_options import PolicyOptions, SafeRLHFOptions
 from realrl.config.schema import GenerationConfig
 from realrl.data.sample import SequenceSample

@@ -18,7 +18,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-mp.set_forkserver_preload(["torch.distributed", "torch._dynamo", "realrl.runtime.model_worker"])
+mp.set_forkserver_preload(["torch.distributed", "torch._dynamo", "realrl.runtime.worker.model_worker"])
 
 _REPORT_GRACE_S = 0.5
 _LOST_PEER = ("by peer", "Connection closed", "Timed out waiting")

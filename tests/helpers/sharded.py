@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from realrl.engine.outputs import DecoderOutput
+from realrl.engine.train.outputs import DecoderOutput
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.model.attention import PackedAttention
-from realrl.model.config import DecoderConfig, MoEConfig
 from realrl.model.decoder import Decoder
 from realrl.model.init import random_model
+from realrl.model.layers.attention import PackedAttention
 from realrl.model.parallel import UNSHARDED, TensorParallel
-from realrl.plan.layout import shard_of
+from realrl.plan.parameters.layout import shard_of
+from realrl.shape import DecoderConfig, MoEConfig
 
 SEQLENS = (6, 1, 0, 11, 4, 5)  # 27 tokens: no tensor-parallel size divides them
 CONFIG = DecoderConfig(61, 32, 3, 8, 4, 4, 50, attention_bias=True, o_bias=True, mlp_bias=True)

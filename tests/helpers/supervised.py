@@ -9,16 +9,16 @@ from typing import Any
 import torch
 
 from realrl.algo.api import LossFn, MicroBatching, Model, ModelInterface, TrainResult
-from realrl.algo.dpo import DPO
-from realrl.algo.kto import KTO
-from realrl.algo.rw import RewardModel
-from realrl.algo.sft import SFT
+from realrl.algo.supervised.dpo import DPO
+from realrl.algo.supervised.kto import KTO
+from realrl.algo.supervised.rw import RewardModel
+from realrl.algo.supervised.sft import SFT
 from realrl.config.algorithms import DPOOptions, KTOOptions
 from realrl.data.sample import SequenceSample
 from realrl.engine.native import NativeEngine
 from realrl.graph.mfc import ModelName
-from realrl.model.config import HeadKind
 from realrl.sched.messages import KeySchema, Per
+from realrl.shape import HeadKind
 from tests.helpers.fake_engine import FakeTokenizer, fake_context
 from tests.helpers.training import VOCAB_SIZE
 

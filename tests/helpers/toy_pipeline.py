@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from realrl.engine.pipeline import Chunk
+from realrl.engine.train.pipeline import Chunk
 from realrl.plan.pipeline import Step, StepKind
 
 WIDTH = 5

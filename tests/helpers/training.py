@@ -13,9 +13,9 @@ from realrl.engine.groups import ALONE, Communicator
 from realrl.engine.native import NativeEngine
 from realrl.engine.parallel import Parallel
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.model.config import DecoderConfig, HeadKind
 from realrl.model.init import random_model
 from realrl.sched.messages import KeySchema, Per
+from realrl.shape import DecoderConfig, HeadKind
 
 VOCAB_SIZE = 61
 OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="linear", warmup_fraction=0.2, clip_grad_norm=0.5, weight_decay=0.1)

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from realrl.model import linear as linear_module
 from realrl.model import lm_logprobs as lm_module
-from realrl.model.attention import PackedAttention
-from realrl.model.config import DecoderConfig, tiny_config
 from realrl.model.decoder import Decoder
 from realrl.model.init import random_model
-from realrl.model.linear import Linear, matmul
+from realrl.model.layers import linear as linear_module
+from realrl.model.layers.attention import PackedAttention
+from realrl.model.layers.linear import Linear, matmul
 from realrl.model.lm_logprobs import lm_logprobs
+from realrl.shape import DecoderConfig, tiny_config
 
 SEQLENS = [5, 1, 9, 0, 9, 3]
 

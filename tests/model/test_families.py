@@ -13,12 +13,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from realrl.errors import AssetError
-from realrl.model.attention import PackedAttention
-from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
 from realrl.model.families import FAMILIES
-from realrl.model.hf import check_model, load_model, read_config, save_model
+from realrl.model.files.hf import check_model, load_model, read_config, save_model
 from realrl.model.init import random_model
+from realrl.model.layers.attention import PackedAttention
+from realrl.shape import DecoderConfig
 from tests.helpers.families import CASES, ONE_EACH, SEQLENS, decoder_config, hf_model, sequences
 
 

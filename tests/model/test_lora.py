@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.model.adapter_files import save_adapters
-from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
-from realrl.model.hf import load_model, save_model
+from realrl.model.files.adapter_files import save_adapters
+from realrl.model.files.hf import load_model, save_model
 from realrl.model.init import random_model
 from realrl.model.lora import add_adapters, trained_parameters, without_adapters
-from realrl.plan.adapters import LORA_A, LORA_B, LoRA, is_adapter
-from realrl.plan.layout import shard_of
+from realrl.plan.parameters.adapters import LORA_A, LORA_B, LoRA, is_adapter
+from realrl.plan.parameters.layout import shard_of
+from realrl.shape import DecoderConfig
 from tests.helpers.adapters import ALL, LORA, fill_adapters, merged
 from tests.helpers.sharded import CONFIGS, backward, results_of, run_stages, whole_model
 

@@ -14,11 +14,11 @@ import transformers
 from realrl.engine.groups import Communicator
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
-from realrl.model.hf import load_model, read_model_config, save_index, save_model, save_stage
+from realrl.model.files.hf import load_model, read_model_config, save_index, save_model, save_stage
 from realrl.model.init import random_model
-from realrl.plan.layout import ModelShard, shard_of, stage_layers
+from realrl.plan.parameters.layout import ModelShard, shard_of, stage_layers
+from realrl.shape import DecoderConfig
 from tests.helpers.sharded import (
     CONFIG,
     CONFIGS,

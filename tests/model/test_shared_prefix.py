@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realrl.model.attention import PackedAttention
-from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
 from realrl.model.init import random_model
+from realrl.model.layers.attention import PackedAttention
 from realrl.model.shared_prefix import SharedPrefixes, is_worth_sharing
+from realrl.shape import DecoderConfig
 
 CONFIG = DecoderConfig(61, 128, 2, 4, 2, 32, 96)
 BIG = 4096  # a hidden size for which even one token is worth sharing

@@ -14,7 +14,7 @@ import torch
 
 from tests.parity.trl_models import PAD_ID, Twin, assert_parity, bare_trainer, packed, texts, trl, twin  # isort: skip
 
-from realrl.algo.policy import PolicyActor
+from realrl.algo.policy.actor import PolicyActor
 from realrl.config.policy_options import PolicyOptions
 from realrl.config.schema import GenerationConfig
 from realrl.data.sample import SequenceSample
@@ -38,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Twin]:
     with torch.no_grad():
         for name, parameter in old.engine.inner.decoder.named_parameters():
             parameter.copy_(names[name] * (1.0 + 0.3 * torch.randn(parameter.shape, generator=noise)))
-    from realrl.model.hf import save_model
+    from realrl.model.files.hf import save_model
 
     save_model(old.engine.inner.decoder, folder / "old")
     old.hf.load_state_dict(type(old.hf).from_pretrained(folder / "old", local_files_only=True).state_dict())

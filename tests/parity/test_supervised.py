@@ -11,11 +11,11 @@ import torch
 
 from tests.parity.trl_models import Text, Twin, assert_parity, bare_trainer, packed, padded, texts, trl, twin  # isort: skip
 
-from realrl.algo.dpo import DPO
-from realrl.algo.kto import KTO
-from realrl.algo.ppo import PPOActor
-from realrl.algo.rw import RewardModel
-from realrl.algo.sft import SFT
+from realrl.algo.policy.critic import PPOActor
+from realrl.algo.supervised.dpo import DPO
+from realrl.algo.supervised.kto import KTO
+from realrl.algo.supervised.rw import RewardModel
+from realrl.algo.supervised.sft import SFT
 from realrl.config.algorithms import DPOOptions, KTOOptions
 from realrl.data.sample import SequenceSample
 from realrl.sched.messages import KeySchema, Per

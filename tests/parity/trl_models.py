@@ -23,10 +23,10 @@ from realrl.config.schema import OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine.native import NativeEngine
 from realrl.graph.mfc import ModelName
-from realrl.model.config import DecoderConfig, HeadKind
-from realrl.model.hf import load_model, save_model
+from realrl.model.files.hf import load_model, save_model
 from realrl.model.init import random_model
 from realrl.sched.messages import KeySchema, Per
+from realrl.shape import DecoderConfig, HeadKind
 from tests.helpers.fake_engine import FakeTokenizer
 from tests.helpers.supervised import GradientEngine
 

@@ -13,7 +13,7 @@ from realrl.graph.protocol_names import protocol_names
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes
 from realrl.mesh.notation import parse_allocation
 from realrl.plan.protocols import CallLayout, check_protocol, divide, register_protocol, slices_of, transfer_protocol
-from realrl.plan.transfer import Share
+from realrl.plan.samples.transfer import Share
 
 CLUSTER = Cluster(2, 8)
 BUILT_IN = ["3D_PROTO", "DP_PROTO", "ONE_TO_ALL", "ALL_TO_ALL", "3D_ALL_MICRO_DP", "3D_PP_ONLY"]

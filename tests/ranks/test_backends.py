@@ -28,9 +28,9 @@ from realrl.errors import ConfigError
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.init import random_model
 from realrl.model.lora import add_adapters
-from realrl.plan.adapters import LoRA
 from realrl.plan.backends import TrainedRole, check_backend
-from realrl.plan.layout import shard_of
+from realrl.plan.parameters.adapters import LoRA
+from realrl.plan.parameters.layout import shard_of
 from scripts.plan_table import LIMIT, largest_difference, run_plan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import SMALL, read_metrics, realrl
@@ -502,7 +502,7 @@ def test_ppo_has_the_numbers_of_native(plan: str, single: list[dict[str, Any]], 
 RETURNING_ACTOR = """
 import dataclasses
 
-from realrl.discovery import load_experiment
+from realrl.experiment.discovery import load_experiment
 from realrl.graph.mfc import ModelName, ParamReallocHook
 
 PPO = load_experiment("ppo")

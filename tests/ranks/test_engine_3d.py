@@ -24,11 +24,11 @@ from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import CallError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.model import shared_prefix
-from realrl.model.config import DecoderConfig, MoEConfig
-from realrl.model.hf import load_model
+from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from realrl.plan.groups import process_groups
-from realrl.plan.layout import shard_of
+from realrl.plan.parameters.layout import shard_of
+from realrl.shape import DecoderConfig, MoEConfig
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import VOCAB_SIZE, make_batch, masked_nll, n_masked
 

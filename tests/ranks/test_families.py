@@ -11,13 +11,13 @@ import torch.distributed as dist
 import transformers
 
 from realrl.config.schema import GenerationConfig
-from realrl.engine.gather_parameters import save_sharded
 from realrl.engine.groups import Communicator
 from realrl.engine.parallel import Parallel
+from realrl.engine.parameters.gather_parameters import save_sharded
 from realrl.engine.tensor_parallel import TensorParallelGroup, sync_partial_gradients
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.model.config import DecoderConfig
-from realrl.model.hf import load_model
+from realrl.model.files.hf import load_model
+from realrl.shape import DecoderConfig
 from tests.helpers.families import CASES, ONE_EACH, decoder_config
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import (

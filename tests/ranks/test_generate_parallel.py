@@ -17,10 +17,10 @@ from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import CallError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
-from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
 from realrl.plan.groups import process_groups
 from realrl.sched.messages import KeySchema, Per
+from realrl.shape import DecoderConfig
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import CONFIGS, stages_of, whole_model
 

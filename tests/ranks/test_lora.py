@@ -17,12 +17,12 @@ from realrl.engine.native import NativeEngine
 from realrl.engine.parallel import Parallel
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.model.config import DecoderConfig
 from realrl.model.decoder import Decoder
-from realrl.model.hf import load_model
+from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
-from realrl.plan.adapters import is_adapter
-from realrl.plan.layout import shard_of
+from realrl.plan.parameters.adapters import is_adapter
+from realrl.plan.parameters.layout import shard_of
+from realrl.shape import DecoderConfig
 from tests.helpers.adapters import LORA, fill_adapters, merged
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import VOCAB_SIZE, make_batch, masked_nll, n_masked

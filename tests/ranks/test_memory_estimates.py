@@ -1,4 +1,4 @@
-"""What `realrl.plan.memory` predicts, against the tensors that really live at the same time, on every rank."""
+"""What `realrl.plan.memory.plan` predicts, against the tensors that really live at the same time, on every rank."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from realrl.algo.api import ForwardOutput, LossOutput, MicroBatching
 from realrl.algo.packed import response_mask
 from realrl.config.schema import GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
+from realrl.doctor.memory import kernels_of
 from realrl.engine.backends import BackendName
 from realrl.engine.groups import Groups
 from realrl.engine.native import NativeEngine
@@ -20,16 +21,15 @@ from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
-from realrl.model.config import DecoderConfig, tiny_config
 from realrl.model.init import random_model
 from realrl.model.parallel import UNSHARDED
 from realrl.plan.groups import process_groups
 from realrl.plan.hooks import CallHooks
-from realrl.plan.layout import parameter_specs, shard_of
-from realrl.plan.memory import CallState, RoleState, RowLengths, Usage, load_of, plan_memory
-from realrl.plan.memory_formulas import held_specs, optimizer_bytes
-from realrl.runtime.doctor.memory import kernels_of
+from realrl.plan.memory.formulas import held_specs, optimizer_bytes
+from realrl.plan.memory.plan import CallState, RoleState, RowLengths, Usage, load_of, plan_memory
+from realrl.plan.parameters.layout import parameter_specs, shard_of
 from realrl.sched.messages import KeySchema, Per
+from realrl.shape import DecoderConfig, tiny_config
 from tests.helpers.live_memory import LiveMemory
 from tests.helpers.ranks import run_ranks
 from tests.ranks.test_backends import needs_deepspeed, needs_megatron

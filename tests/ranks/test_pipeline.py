@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from realrl.engine.groups import ALONE, Communicator
-from realrl.engine.pipeline import Chunk, run_stage
+from realrl.engine.train.pipeline import Chunk, run_stage
 from realrl.plan.pipeline import Schedule, Step, generation, inference, interleaved, one_f_one_b, place_messages
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy_pipeline import Toy

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realrl.runtime.trace import load_trace
+from realrl.runtime.output.trace import load_trace
 from scripts.plan_table import FLOOR, LIMIT, PLANS, largest_difference, run_plan
 from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, run_here
 
@@ -20,7 +20,7 @@ MOVING_REFERENCE = """
 import dataclasses
 from pathlib import Path
 
-from realrl.discovery import load_experiment
+from realrl.experiment.discovery import load_experiment
 from realrl.graph.mfc import ModelName, ParamReallocHook
 
 PPO = load_experiment("ppo")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from realrl.discovery import load_run
 from realrl.engine.groups import Groups
+from realrl.experiment.discovery import load_run
+from realrl.experiment.models import Reallocs, role_configs
+from realrl.experiment.run_plan import plan_run
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.plan.groups import GroupKind, group_of, process_groups
 from realrl.plan.hooks import Realloc
-from realrl.runtime.role_models import Reallocs, role_configs
-from realrl.runtime.run_plan import plan_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import assert_same_numbers, read_metrics, realrl
 

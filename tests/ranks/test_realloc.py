@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from realrl.engine.device import memory_gb, reuse_host_memory
 from realrl.engine.groups import ALONE, Communicator
-from realrl.engine.realloc import Reallocator
+from realrl.engine.parameters.realloc import Reallocator
 from realrl.errors import AllocationError, RunError
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.model.config import DecoderConfig, MoEConfig
-from realrl.plan.adapters import LoRA
-from realrl.plan.layout import ParameterLayout, ParameterSpec, parameter_layout, parameter_specs
-from realrl.plan.realloc import plan_realloc
+from realrl.plan.parameters.adapters import LoRA
+from realrl.plan.parameters.layout import ParameterLayout, ParameterSpec, parameter_layout, parameter_specs
+from realrl.plan.parameters.realloc import plan_realloc
+from realrl.shape import DecoderConfig, MoEConfig
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")

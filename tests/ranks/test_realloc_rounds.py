@@ -10,9 +10,9 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.engine.realloc_rounds import Message, Round, rounds_of
-from realrl.plan.layout import Slice
-from realrl.plan.realloc import ReallocPlan, plan_realloc
+from realrl.engine.parameters.realloc_rounds import Message, Round, rounds_of
+from realrl.plan.parameters.layout import Slice
+from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
 from tests.ranks.test_realloc import MODELS, parameter_specs, random_layout
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from realrl.engine.gather_parameters import gather_parameters, save_sharded
 from realrl.engine.groups import ALONE, Communicator
-from realrl.engine.outputs import DecoderOutput
+from realrl.engine.parameters.gather_parameters import gather_parameters, save_sharded
 from realrl.engine.tensor_parallel import TensorParallelGroup, sync_partial_gradients
-from realrl.model.attention import PackedAttention
+from realrl.engine.train.outputs import DecoderOutput
 from realrl.model.decoder import Decoder
-from realrl.model.hf import load_model
+from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
+from realrl.model.layers.attention import PackedAttention
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import (
     CONFIG,

@@ -10,9 +10,9 @@ import pytest
 
 from realrl.cli import main
 from realrl.data.tiny import tiny_tokenizer
-from realrl.model.config import MoEConfig, tiny_config
-from realrl.model.hf import read_config, save_model
+from realrl.model.files.hf import read_config, save_model
 from realrl.model.init import random_model
+from realrl.shape import MoEConfig, tiny_config
 from tests.helpers.assets import make_model_folder
 from tests.helpers.runs import read_metrics
 

@@ -10,7 +10,7 @@ from realrl.graph.build import build_graph, dataset_keys
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy, legal_meshes
 from realrl.plan.hooks import plan_hooks
-from realrl.sched.master_plan import MasterPlan, schedule_calls
+from realrl.sched.master.master_plan import MasterPlan, schedule_calls
 
 INFERENCE, GENERATE, TRAIN = InterfaceType.INFERENCE, InterfaceType.GENERATE, InterfaceType.TRAIN_STEP
 

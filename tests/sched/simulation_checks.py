@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 
 from realrl.plan.hooks import Realloc
-from realrl.sched.dispatch import PartKind
 from realrl.sched.events import Finish, Send
 from realrl.sched.messages import CallDone, MoveRows, RunCall, RunHooks
+from realrl.sched.track.dispatch import PartKind
 
 PARTS = RunCall | RunHooks | MoveRows
 

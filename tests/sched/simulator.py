@@ -14,9 +14,8 @@ import zlib
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
-from realrl.plan.cursor import DatasetCursor
 from realrl.plan.hooks import Realloc
-from realrl.sched.dispatch import PartKind
+from realrl.plan.samples.cursor import DatasetCursor
 from realrl.sched.events import (
     Abort,
     CheckpointCommitted,
@@ -28,7 +27,7 @@ from realrl.sched.events import (
     Send,
     Start,
 )
-from realrl.sched.master_state import MasterState
+from realrl.sched.master.master_state import MasterState
 from realrl.sched.messages import (
     CallDone,
     CheckpointSaved,
@@ -52,6 +51,7 @@ from realrl.sched.messages import (
     Shutdown,
     Span,
 )
+from realrl.sched.track.dispatch import PartKind
 from realrl.sched.worker_state import WorkerState
 from tests.sched.simulation_checks import PARTS, Checks, ids_of, part_of
 

@@ -11,8 +11,8 @@ from realrl.graph.build import build_graph, data_graph, drop_feeders, drop_gates
 from realrl.graph.mfc import MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.sched.events import Abort, FailureKind
-from realrl.sched.master_plan import ResumePoint
-from realrl.sched.rounds import Rounds
+from realrl.sched.master.master_plan import ResumePoint
+from realrl.sched.samples.rounds import Rounds
 from tests.sched.plans import GENERATE, INFERENCE, TRAIN, make_plan, on_all, plans
 from tests.sched.simulator import Simulation
 from tests.sched.test_orders import ROWS, SEEDS, membership, orders

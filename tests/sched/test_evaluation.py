@@ -11,7 +11,6 @@ from realrl.graph.build import build_graph, dataset_keys
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Cluster
 from realrl.plan.hooks import plan_hooks
-from realrl.sched.evaluation_times import EvaluationTimes
 from realrl.sched.events import (
     BeginEvaluation,
     CheckpointCommitted,
@@ -23,8 +22,9 @@ from realrl.sched.events import (
     Send,
     Start,
 )
-from realrl.sched.master_plan import MasterPlan, schedule_calls
-from realrl.sched.master_state import MasterState
+from realrl.sched.master.evaluation_times import EvaluationTimes
+from realrl.sched.master.master_plan import MasterPlan, schedule_calls
+from realrl.sched.master.master_state import MasterState
 from realrl.sched.messages import (
     CallDone,
     CheckpointSaved,
@@ -49,7 +49,7 @@ from realrl.sched.messages import (
     SaveCheckpoint,
     Shutdown,
 )
-from realrl.sched.readout import Readout
+from realrl.sched.track.readout import Readout
 from tests.sched.plans import make_plan, on_all, ppo
 
 GENERATE, INFERENCE = InterfaceType.GENERATE, InterfaceType.INFERENCE

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from realrl.errors import InvalidTransitionError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
-from realrl.plan.cursor import DatasetCursor
+from realrl.plan.samples.cursor import DatasetCursor
 from realrl.sched.events import (
     Abort,
     CheckpointFailed,
@@ -24,10 +24,10 @@ from realrl.sched.events import (
     decode_event,
     encode,
 )
-from realrl.sched.master_plan import ResumePoint
-from realrl.sched.master_state import MasterState
+from realrl.sched.master.master_plan import ResumePoint
+from realrl.sched.master.master_state import MasterState
+from realrl.sched.master.run_phase import RunPhase
 from realrl.sched.messages import RunCall, WorkerFailed
-from realrl.sched.run_phase import RunPhase
 from tests.sched.plans import make_plan, on_all, plans, ppo
 from tests.sched.simulator import Simulation, Stuck
 

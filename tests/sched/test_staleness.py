@@ -10,9 +10,9 @@ from realrl.errors import ConfigError
 from realrl.graph.build import LeadWait, build_graph, lead_waits
 from realrl.graph.mfc import MFCDef, ModelName, ParamReallocHook
 from realrl.mesh.device_mesh import Cluster
-from realrl.plan.cursor import DatasetCursor
+from realrl.plan.samples.cursor import DatasetCursor
 from realrl.sched.events import Send
-from realrl.sched.master_plan import ResumePoint
+from realrl.sched.master.master_plan import ResumePoint
 from realrl.sched.messages import CallDone, RunCall
 from tests.sched.plans import INFERENCE, make_plan, on_all, plans, ppo
 from tests.sched.simulator import Simulation

@@ -28,12 +28,12 @@ from torch import nn
 
 from realrl.config.schema import OptimizerConfig
 from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, decays, master_of, move
-from realrl.engine.gradients import TIED, is_counted_here, is_tied
 from realrl.engine.groups import Communicator, all_gather_single, reduce_scatter_single
 from realrl.engine.parallel import Parallel
-from realrl.engine.pipeline import propagate
-from realrl.engine.precision import TrainedParameters
 from realrl.engine.tensor_parallel import sync_partial_gradients
+from realrl.engine.train.gradients import TIED, is_counted_here, is_tied
+from realrl.engine.train.pipeline import propagate
+from realrl.engine.train.precision import TrainedParameters
 from realrl.model.decoder import Block, Decoder
 
 with warnings.catch_warnings():  # it says at length what it finds and what is not there

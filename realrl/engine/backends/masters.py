@@ -16,7 +16,7 @@ import torch
 from realrl.engine import device as devices
 from realrl.engine.backends.base import move
 from realrl.engine.groups import Communicator
-from realrl.engine.precision import TrainedParameters
+from realrl.engine.train.precision import TrainedParameters
 
 _ALIGNMENT = 64  # elements; slices begin where vector units do, so that every element is computed as in a whole tensor
 _BUCKET_ELEMENTS = 1 << 24

@@ -22,13 +22,13 @@ from torch import nn
 from realrl.config.schema import OptimizerConfig
 from realrl.engine.backends.base import MOMENTS, OptimizerState, check_parameters, decays, master_of, move
 from realrl.engine.backends.megatron_cpu import cpu_for_cuda
-from realrl.engine.gradients import TIED, is_copied, is_counted_here, is_tied
 from realrl.engine.groups import all_gather_single, reduce_scatter_single
 from realrl.engine.parallel import Parallel
-from realrl.engine.pipeline import propagate
-from realrl.engine.precision import TrainedParameters
 from realrl.engine.schedule import n_warmup_steps
 from realrl.engine.tensor_parallel import sync_partial_gradients
+from realrl.engine.train.gradients import TIED, is_copied, is_counted_here, is_tied
+from realrl.engine.train.pipeline import propagate
+from realrl.engine.train.precision import TrainedParameters
 from realrl.model.decoder import Decoder
 
 with warnings.catch_warnings():  # it says at length what is not installed beside it

@@ -16,11 +16,11 @@ from realrl.config.schema import OptimizerConfig
 from realrl.engine.backends.adamw import AdamW
 from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, decays, master_of
 from realrl.engine.backends.masters import Masters
-from realrl.engine.gradients import reduce_gradients
 from realrl.engine.groups import ALONE
 from realrl.engine.parallel import Parallel
-from realrl.engine.pipeline import propagate
-from realrl.engine.precision import TrainedParameters
+from realrl.engine.train.gradients import reduce_gradients
+from realrl.engine.train.pipeline import propagate
+from realrl.engine.train.precision import TrainedParameters
 from realrl.model.decoder import Decoder
 
 

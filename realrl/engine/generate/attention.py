@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
+from realrl.cpu import NewTokens
 from realrl.engine.generate.cache import CacheShape, KVCache
-from realrl.kernels import NewTokens
-from realrl.model.attention import window_mask
-from realrl.model.rope import Rope, rotate
+from realrl.model.layers.attention import window_mask
+from realrl.model.layers.rope import Rope, rotate
 
 
 class CacheAttention(Protocol):

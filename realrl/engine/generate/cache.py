@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from realrl.kernels import NewTokens, can_attend, can_use
+from realrl.cpu import NewTokens, can_attend, can_use
 
 # Without the kernel, attention reads rows to their capacity, because batched products are fastest on whole buffers.
 # Capacity then stays close to what is used: it grows by an eighth, and by this many tokens at least.

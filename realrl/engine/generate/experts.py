@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from realrl.engine.groups import Communicator
-from realrl.model.moe import MoE, mix_experts, route
+from realrl.model.layers.moe import MoE, mix_experts, route
 
 
 class FusedExperts:

@@ -15,7 +15,7 @@ from realrl.engine.generate.request import Request
 from realrl.engine.generate.run import Run
 from realrl.engine.parallel import Parallel
 from realrl.model.decoder import Decoder
-from realrl.model.heads import LMHead
+from realrl.model.layers.heads import LMHead
 
 
 class Generator:

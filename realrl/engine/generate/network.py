@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from realrl.engine.generate.attention import CacheAttention
-from realrl.engine.generate.experts import FusedExperts
-from realrl.engine.groups import ALONE, Communicator
-from realrl.engine.linear import (
+from realrl.cpu import LayerParts, TiledLayers, TiledLinear, attend, can_attend
+from realrl.cpu.fused_linear import (
     LinearOp,
     fuse_activated,
     fuse_gated,
@@ -20,14 +18,16 @@ from realrl.engine.linear import (
     fuse_weight,
     packing_pays,
 )
-from realrl.kernels import LayerParts, TiledLayers, TiledLinear, attend, can_attend
+from realrl.engine.generate.attention import CacheAttention
+from realrl.engine.generate.experts import FusedExperts
+from realrl.engine.groups import ALONE, Communicator
 from realrl.model.decoder import MLP, Block, Decoder
-from realrl.model.heads import LMHead
-from realrl.model.linear import product_dtype
+from realrl.model.layers.heads import LMHead
+from realrl.model.layers.linear import product_dtype
+from realrl.model.layers.moe import MoE
+from realrl.model.layers.norm import Norm
+from realrl.model.layers.rope import Rope, inverse_frequencies, make_rope
 from realrl.model.lora import effective_weight
-from realrl.model.moe import MoE
-from realrl.model.norm import Norm
-from realrl.model.rope import Rope, inverse_frequencies, make_rope
 
 
 class FusedNetwork:

@@ -9,7 +9,7 @@ import torch
 
 from realrl.config.schema import GenerationConfig
 from realrl.errors import CallError, ConfigError
-from realrl.model.config import DecoderConfig
+from realrl.shape import DecoderConfig
 
 
 @dataclass(frozen=True)

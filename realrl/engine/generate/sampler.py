@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from realrl import kernels
+from realrl import cpu as kernels
 from realrl.config.schema import GenerationConfig
 
 _BLOCK = 256  # the cumulative sum first runs over blocks of this many tokens, then inside the chosen one

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from realrl.errors import AssetError
-from realrl.model.config import DecoderConfig, RopeScaling
 from realrl.model.families.format import StoredTensor, renamed
+from realrl.shape import DecoderConfig, RopeScaling
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _GELU_TANH = "gelu_pytorch_tanh"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from realrl.model.config import DecoderConfig, MoEConfig
 from realrl.model.families.common import attention_names, end_names, mlp_names
 from realrl.model.families.format import Part, StoredTensor, renamed
+from realrl.shape import DecoderConfig, MoEConfig
 
 Stored = Callable[[DecoderConfig], list[StoredTensor]]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from realrl.model.config import DecoderConfig
+from realrl.shape import DecoderConfig
 
 
 @dataclass(frozen=True)

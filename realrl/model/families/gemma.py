@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.model.config import DecoderConfig
 from realrl.model.families.common import (
     check_activation,
     is_ignorable,
@@ -16,6 +15,7 @@ from realrl.model.families.common import (
     write_shared,
 )
 from realrl.model.families.format import Family
+from realrl.shape import DecoderConfig
 
 _LM, _SCALAR = "GemmaForCausalLM", "GemmaForSequenceClassification"
 _DEFAULTS = {"num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "max_position_embeddings": 8192}

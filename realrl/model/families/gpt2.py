@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from realrl.errors import AssetError
-from realrl.model.config import DecoderConfig
 from realrl.model.families.common import check_activation, read_ends, reading, refuse_variants, write_ends
 from realrl.model.families.format import Family, Part, StoredTensor, renamed
+from realrl.shape import DecoderConfig
 
 _LM, _SCALAR = "GPT2LMHeadModel", "GPT2ForSequenceClassification"
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.model.config import DecoderConfig
 from realrl.model.families.common import (
     check_activation,
     is_ignorable,
@@ -15,6 +14,7 @@ from realrl.model.families.common import (
     write_shared,
 )
 from realrl.model.families.format import Family
+from realrl.shape import DecoderConfig
 
 _LM, _SCALAR = "LlamaForCausalLM", "LlamaForSequenceClassification"
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from realrl.errors import AssetError
-from realrl.model.config import DecoderConfig
 from realrl.model.families.common import (
     check_activation,
     is_ignorable,
@@ -16,6 +15,7 @@ from realrl.model.families.common import (
     write_shared,
 )
 from realrl.model.families.format import Family
+from realrl.shape import DecoderConfig
 
 _LM, _SCALAR = "MistralForCausalLM", "MistralForSequenceClassification"
 

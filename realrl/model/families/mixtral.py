@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from realrl.errors import AssetError
-from realrl.model.config import DecoderConfig, MoEConfig
 from realrl.model.families.common import check_activation, is_ignorable, read_shared, reading, write_shared
 from realrl.model.families.experts import stored_by_expert, stored_together
 from realrl.model.families.format import Family
+from realrl.shape import DecoderConfig, MoEConfig
 
 _LM, _SCALAR = "MixtralForCausalLM", "MixtralForSequenceClassification"
 _DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}  # what absent keys mean in this format

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.model.config import DecoderConfig
 from realrl.model.families.common import (
     check_activation,
     is_ignorable,
@@ -17,6 +16,7 @@ from realrl.model.families.common import (
     write_windows,
 )
 from realrl.model.families.format import Family
+from realrl.shape import DecoderConfig
 
 _LM, _SCALAR = "Qwen3ForCausalLM", "Qwen3ForSequenceClassification"
 _HEAD_DIM = 128  # what an absent head_dim means in this format

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.model.config import DecoderConfig, MoEConfig
 from realrl.model.families.common import check_activation, is_ignorable, read_shared, reading, write_shared
 from realrl.model.families.experts import stored_by_expert, stored_together
 from realrl.model.families.format import Family
+from realrl.shape import DecoderConfig, MoEConfig
 
 _LM, _SCALAR = "Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification"
 _WORDS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

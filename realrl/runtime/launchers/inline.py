@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from realrl.runtime.transport.inproc import InprocMaster, InprocSamples, InprocSampleServer
-from realrl.runtime.worker_loop import HostFactory, WorkerLoop
+from realrl.runtime.worker.loop import HostFactory, WorkerLoop
 from realrl.sched.messages import Hello
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from realrl.errors import RunError
 from realrl.runtime.launchers.base import threads_per_worker
-from realrl.runtime.lifeline import RUN_ID, WORKERS_OF, kill_leftovers
-from realrl.runtime.logs import log_path
+from realrl.runtime.output.logs import log_path
+from realrl.runtime.processes.lifeline import RUN_ID, WORKERS_OF, kill_leftovers
 
 STACK_SIGNAL = signal.SIGUSR1
-DEFAULT_HOST = "realrl.runtime.model_worker:ModelWorker"
+DEFAULT_HOST = "realrl.runtime.worker.model_worker:ModelWorker"
 
 
 class LocalLauncher:
-    """Starts ``python -m realrl.runtime.process worker`` once per rank.
+    """Starts ``python -m realrl.runtime.processes.main worker`` once per rank.
 
     Each worker leads its own process group, so a Ctrl-C on the terminal does not reach it and its children end with
     it. Its stdout and stderr go to its log; its stdin is the lifeline by which it notices that the master is gone.
@@ -80,7 +80,7 @@ class LocalLauncher:
     def _spawn(self, rank: int, address: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         path = log_path(self._run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "realrl.runtime.process", "worker"]
+        command = [sys.executable, "-m", "realrl.runtime.processes.main", "worker"]
         command += ["--rank", str(rank), "--address", address, "--host", self._host]
         # Signals that arrive before the child can handle them wait until it can.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

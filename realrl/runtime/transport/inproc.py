@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from realrl.errors import TransportError
-from realrl.runtime.codec import decode_reply, decode_request, encode
 from realrl.runtime.transport.base import FetchRows, describe_ids
+from realrl.runtime.transport.codec import decode_reply, decode_request, encode
 from realrl.sched.messages import Reply, Request
 
 Handler = Callable[[Request], Sequence[Reply]]

@@ -20,7 +20,8 @@ import zmq
 from zmq.utils import z85
 
 from realrl.errors import TransportError, UsageError
-from realrl.runtime.codec import (
+from realrl.runtime.transport.base import FetchRows, describe_ids
+from realrl.runtime.transport.codec import (
     PullFailed,
     PullRows,
     decode_pull,
@@ -29,7 +30,6 @@ from realrl.runtime.codec import (
     decode_request,
     encode,
 )
-from realrl.runtime.transport.base import FetchRows, describe_ids
 from realrl.sched.messages import Reply, Request
 
 LOOPBACK = "127.0.0.1"

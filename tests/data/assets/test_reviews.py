@@ -27,9 +27,9 @@ from realrl.data.assets.reviews import (
     read_archive,
 )
 from realrl.data.datasets import load_dataset
+from realrl.data.kinds import DatasetKind
 from realrl.data.tiny import tiny_tokenizer
 from realrl.errors import AssetError
-from realrl.experiment import DatasetKind
 from tests.data.assets.pins import pin
 
 COUNTS = {"movieReviewSnippets": 10_605, "amazonReviewSnippets": 3_708, "tweets": 4_200, "nytEditorialSnippets": 5_190}

@@ -10,7 +10,7 @@ import torch
 from realrl.config.schema import GenerationConfig
 from realrl.engine.generate import Generator
 from realrl.errors import CallError
-from realrl.model.hf import load_model
+from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from tests.helpers.families import CASES, decoder_config, hf_model, sequences
 

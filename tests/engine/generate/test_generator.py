@@ -14,9 +14,9 @@ from realrl.engine.generate.generator import divide
 from realrl.engine.generate.philox import hash_words, step_key, uniforms
 from realrl.engine.generate.request import Request
 from realrl.errors import CallError, ConfigError
-from realrl.model.attention import PackedAttention
-from realrl.model.config import tiny_config
 from realrl.model.init import random_model
+from realrl.model.layers.attention import PackedAttention
+from realrl.shape import tiny_config
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, EOS = 61, 0

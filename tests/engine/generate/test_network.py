@@ -6,10 +6,10 @@ import torch
 from realrl.engine.generate.attention import DecodeAttention, PrefillAttention
 from realrl.engine.generate.cache import CacheShape, KVCache
 from realrl.engine.generate.network import FusedNetwork
-from realrl.model import linear as linear_module
-from realrl.model.attention import PackedAttention
-from realrl.model.config import RopeScaling, tiny_config
 from realrl.model.init import random_model
+from realrl.model.layers import linear as linear_module
+from realrl.model.layers.attention import PackedAttention
+from realrl.shape import RopeScaling, tiny_config
 
 CPU = torch.device("cpu")
 

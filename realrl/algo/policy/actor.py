@@ -1,0 +1,315 @@
+"""The policy of every policy-gradient algorithm: it generates, gives log-probabilities, and learns from rewards.
+
+    batch ──pieces──► advantages (weighted sum, whitened) ──► minibatches ──► loss per action ──► mean ──► step
+
+Which advantage, loss and sampler are the options' choice: see `realrl.experiment.pieces`. Every method moves what it
+reads to `engine.device`; what it returns lies there too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from realrl.algo.api import CallContext, Engine, ForwardOutput, LossOutput, Model
+from realrl.algo.normalise import whiten
+from realrl.algo.packed import response_mask
+from realrl.algo.policy.experience import batch_metrics
+from realrl.algo.policy.policy_losses import ActionBatch, PolicyLoss, kl_estimate
+from realrl.algo.policy.pretraining import ANSWER_WEIGHTS, with_answers
+from realrl.algo.policy.rollout import Rollout
+from realrl.algo.policy.rollout_interface import RolloutInterface
+from realrl.algo.training import train_minibatches
+from realrl.config.policy_options import DEFAULT_IMPORTANCE_CAP, PolicyOptions
+from realrl.config.schema import GenerationConfig
+from realrl.data.sample import SequenceSample
+from realrl.experiment.pieces import advantage_weights, chosen_pieces, find_piece, training_keys
+from realrl.sched.messages import KeySchema, Per
+
+TOKENS = ("input_ids", "prompt_mask")
+PER_TRANSITION = KeySchema("float32", Per.TRANSITION)
+BEHAVIOR = "behavior_logprobs"
+ADVANTAGES, WEIGHTS, IMPORTANCE = "advantages", "loss_weights", "importance_weights"
+
+
+class PolicyActor(RolloutInterface):
+    """generate: `prompt_ids` -> `input_ids`, `prompt_mask`, `old_logprobs`, `behavior_logprobs`, `truncated`.
+
+    inference: `input_ids`, `prompt_mask` -> `logprobs`. train_step: `input_ids`, `prompt_mask`, `old_logprobs`,
+    `truncated` and what the chosen pieces read; `behavior_logprobs` too, where tokens are weighed by how much likelier
+    they have become since they were generated.
+
+    Args:
+        greedy: generate the likeliest response instead of sampling.
+        adapter: False infers with the base model, without the role's low-rank adapters.
+        prefix: of the names of batch metrics such as `reward/mean`, where a graph trains several policies.
+        top_k: inference also gives the likeliest next tokens, `top_tokens` and `top_logprobs`.
+    """
+
+    def __init__(self, *, greedy: bool = False, adapter: bool = True, prefix: str = "", top_k: int = 0) -> None:
+        super().__init__()
+        self._greedy = greedy
+        self._adapter = adapter
+        self._prefix = prefix
+        self._top_k = top_k
+
+    def generate(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
+        """Sample responses.
+
+        `old_logprobs` are of softmax(logits / temperature), not of the distribution that was sampled from: the loss
+        compares them with new log-probabilities that training recomputes, which know neither top-k, top-p nor a
+        minimum length. So the ratio is 1 before the first optimizer step whatever the sampling filters are.
+        `behavior_logprobs` are of the distribution that was sampled from. Both are 0 on prompt transitions.
+        """
+        prompts = batch.select(batch.ids, ("prompt_ids",)).to(model.engine.device)
+        ctx = replace(ctx, seed=ctx.seed ^ zlib.crc32(self._prefix.encode()))  # each player draws its own numbers
+        sampler = ctx.algorithm.sampler if isinstance(ctx.algorithm, PolicyOptions) else "sample"
+        sampler = "greedy" if self._greedy else sampler
+        result = find_piece("sampler", sampler).load()(model, prompts, ctx)
+        n = len(result.responses) // len(prompts)
+        tokens: list[list[torch.Tensor]] = []
+        masks: list[list[torch.Tensor]] = []
+        old: list[list[torch.Tensor]] = []
+        behavior: list[list[torch.Tensor]] = []
+        for i, prompt in enumerate(prompts.samples("prompt_ids")):
+            mine = slice(i * n, (i + 1) * n)
+            responses = [r.to(prompt) for r in result.responses[mine]]
+            tokens.append([torch.cat([prompt, r]) for r in responses])
+            masks.append([_is_prompt(prompt, r) for r in responses])
+            before = torch.zeros(prompt.shape[0] - 1, dtype=torch.float32, device=prompt.device)
+            old.append([torch.cat([before, lp.to(before)]) for lp in result.policy_logprobs[mine]])
+            behavior.append([torch.cat([before, lp.to(before)]) for lp in result.logprobs[mine]])
+        device = prompts["prompt_ids"].device
+        flags = torch.tensor(result.truncated, dtype=torch.bool, device=device)
+        return SequenceSample.from_lists(
+            prompts.ids,
+            {
+                "input_ids": (KeySchema("int64", Per.TOKEN), tokens),
+                "prompt_mask": (KeySchema("bool", Per.TOKEN), masks),
+                "old_logprobs": (PER_TRANSITION, old),
+                BEHAVIOR: (PER_TRANSITION, behavior),
+                "truncated": (KeySchema("bool", Per.SEQUENCE), [list(f) for f in flags.view(-1, n)]),
+            },
+        ).to(device)
+
+    def inference(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
+        """`logprobs`, float32 per transition, at the sampling temperature; 0 on prompt transitions.
+
+        With `top_k`: `top_tokens` (int64) and `top_logprobs` (float32) too, [T - S, k], most likely first; 0 on prompt
+        transitions.
+        """
+        batch = batch.select(batch.ids, TOKENS).to(model.engine.device)
+        temperature = training_temperature(ctx.generation)
+
+        def logprobs(out: ForwardOutput, mb: SequenceSample) -> torch.Tensor:
+            mask = response_mask(mb)
+            chosen = torch.where(mask, out.logprobs(temperature, mask=mask), 0.0)
+            return torch.cat([chosen[:, None].double(), *top(out, mask)], dim=1) if self._top_k else chosen
+
+        def top(out: ForwardOutput, mask: torch.Tensor) -> list[torch.Tensor]:
+            """Tokens and log-probabilities, [T - S, k] each in float64, which holds both exactly."""
+            found = [part.double() for part in out.top_logprobs(self._top_k, temperature, mask)]
+            return [part.new_zeros(len(mask), part.shape[1]).index_put((mask,), part) for part in found]
+
+        plain = {} if self._adapter else {"adapter": False}
+        result = model.engine.forward(batch, logprobs, micro_batching=ctx.micro_batching, **plain)
+        if not self._top_k:
+            return batch.derive("input_ids", {"logprobs": (PER_TRANSITION, result.float())})
+        k = result.shape[1] // 2
+        columns = {
+            "logprobs": (PER_TRANSITION, result[:, 0].float()),
+            "top_tokens": (KeySchema("int64", Per.TRANSITION, (k,)), result[:, 1 : 1 + k].long()),
+            "top_logprobs": (KeySchema("float32", Per.TRANSITION, (k,)), result[:, 1 + k :].float()),
+        }
+        return batch.derive("input_ids", columns)
+
+    def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
+        """Work out the whole batch, then `ppo_epochs` passes over its minibatches."""
+        options: PolicyOptions = ctx.algorithm
+        engine, role = model.engine, model.name.role
+        optional = (BEHAVIOR,) if BEHAVIOR in batch else ()
+        keys = dict.fromkeys((*TOKENS, "old_logprobs", "truncated", *training_keys(options), *optional))
+        rollout = self.rollout(engine, batch.select(batch.ids, tuple(keys)).to(engine.device), options)
+        columns = {ADVANTAGES: mixed_advantages(rollout)}
+        self.follow_kl(rollout)
+        if options.loss_normaliser != "tokens":
+            columns[WEIGHTS] = loss_weights(rollout, ctx, engine)
+        if BEHAVIOR in rollout.batch:
+            columns[IMPORTANCE] = importance_weights(rollout, engine)
+        objective = PolicyObjective(options, training_temperature(ctx.generation))
+        data = rollout.batch.select(batch.ids, (*TOKENS, *objective.keys))
+        data = data.update(data.derive("input_ids", {key: (PER_TRANSITION, column) for key, column in columns.items()}))
+        if options.ptx_coef:
+            data = with_answers(data, rollout.batch, model, ctx)
+        summary = train_minibatches(
+            model,
+            data,
+            ctx,
+            objective,
+            count=_n_actions,
+            passes=options.ppo_epochs,
+            skip=lambda stats: is_too_far(stats, options),
+        )
+        penalty = {f"{role}/kl_coef": rollout.kl_coef} if _has_kl_penalty(rollout) else {}
+        about_batch = {**batch_metrics(rollout), **rollout.metrics}
+        return {
+            **summary.metrics(role),
+            **penalty,
+            f"{role}/skipped_minibatches": float(summary.n_skipped),
+            **{self._prefix + name: value for name, value in about_batch.items()},
+        }
+
+
+class PolicyObjective:
+    """The loss of a micro-batch: the chosen policy loss, plus KL to the reference, less an entropy bonus.
+
+        sum over actions of  weight * (importance * loss + kl_loss_coef * KL - entropy_coef * entropy)
+
+    With `ptx_coef`, plus that times the negative log-likelihood of answers: see `realrl.algo.policy.pretraining`.
+    Weights are those of `loss_weights` and importance those of `importance_weights`, 1 where the batch has none.
+
+    Stats, as means over actions: ratio, approx_kl = ratio - 1 - log ratio (the k3 estimator of
+    http://joschu.net/blog/kl-approx.html), entropy, and what the loss adds; pg_loss and kl_loss with the weights, as
+    they are in the loss; ptx_loss, a mean over answer tokens.
+
+    Args:
+        options: of the algorithm.
+        temperature: of all log-probabilities.
+
+    Attributes:
+        keys: of the batch that it reads, besides tokens and those above.
+    """
+
+    def __init__(self, options: PolicyOptions, temperature: float) -> None:
+        [piece] = [piece for piece in chosen_pieces(options) if piece.kind == "policy_loss"]
+        reference = ("ref_logprobs",) if options.kl_loss_coef else ()
+        self.keys = tuple(dict.fromkeys(("old_logprobs", *piece.keys(options), *reference)))
+        self._loss = piece.load()
+        self._options = options
+        self._temperature = temperature
+
+    def __call__(self, out: ForwardOutput, mb: SequenceSample) -> LossOutput:
+        """The sums of one micro-batch."""
+        o, mask = self._options, response_mask(mb)
+        logprobs, entropy = out.logprobs_and_entropy(self._temperature, mask=mask)
+
+        def rows(key: str) -> torch.Tensor:
+            return mb[key][mask].float()
+
+        def logprobs_of(tokens: torch.Tensor) -> torch.Tensor:
+            return out.logprobs_of(tokens, self._temperature, mask)
+
+        actions = ActionBatch(mb, logprobs[mask].float(), rows("old_logprobs"), rows(ADVANTAGES), logprobs_of)
+        weights = rows(WEIGHTS) if WEIGHTS in mb else None
+        result: PolicyLoss = self._loss(actions, o)
+        losses = result.losses * rows(IMPORTANCE) if IMPORTANCE in mb else result.losses
+        total = _weighted_sum(losses, weights)
+        logratio = actions.logratio.detach()
+        stats = {
+            "pg_loss": total.detach(),
+            "ratio": logratio.exp().sum(),
+            "approx_kl": (torch.expm1(logratio) - logratio).sum(),
+            "entropy": entropy.detach()[mask].sum(),
+            **{name: values.detach().sum() for name, values in result.stats.items()},
+        }
+        if o.kl_loss_coef:
+            kl = _weighted_sum(kl_estimate(actions.logprobs, rows("ref_logprobs"), o.kl_estimator), weights)
+            total = total + o.kl_loss_coef * kl
+            stats["kl_loss"] = kl.detach()
+        if o.entropy_coef:
+            total = total - o.entropy_coef * _weighted_sum(entropy[mask], weights)
+        if ANSWER_WEIGHTS in mb:
+            weights = mb[ANSWER_WEIGHTS]
+            ptx_loss = -(weights * out.logprobs(mask=weights > 0)).sum()
+            total = total + o.ptx_coef * ptx_loss
+            stats["ptx_loss"] = ptx_loss.detach()
+        return LossOutput(total, stats)
+
+
+def mixed_advantages(rollout: Rollout) -> torch.Tensor:
+    """float32 [T - S]: the weighted sum of the chosen advantages, whitened if the options say so; 0 off the actions."""
+    options: PolicyOptions = rollout.options
+    total: torch.Tensor | None = None
+    for name, weight in advantage_weights(options).items():
+        part = find_piece("advantage", name).load()(rollout)
+        if part.shape != rollout.mask.shape:
+            raise ValueError(
+                f"algorithm.advantage={name} returned shape {tuple(part.shape)}, not one number for each of the "
+                f"{len(rollout.mask)} transitions; rollout.per_transition makes them from one per response"
+            )
+        part = part if weight == 1.0 else weight * part
+        total = part if total is None else total + part
+    assert total is not None
+    return whiten(total, rollout.mask, rollout.all_reduce) if options.normalise_advantages else total
+
+
+def loss_weights(rollout: Rollout, ctx: CallContext, engine: Engine) -> torch.Tensor:
+    """float32 [T - S]: what each action counts, so that a sum over the actions of a minibatch, over their number, is
+
+    - "sequences": the mean over responses of their means over actions (DeepSeekMath, equation 3);
+    - "constant": the sum over responses times `generation.max_new_tokens` (Liu et al. 2025, "Understanding
+      R1-Zero-like training", section 3.2).
+
+    Both are of the whole minibatch, over all ranks.
+    """
+    place = {sample_id: i for i, ids in enumerate(ctx.minibatches) for sample_id in ids}
+    samples = torch.tensor([place[i] for i in rollout.batch.ids], dtype=torch.int64, device=rollout.mask.device)
+    minibatch, counts = samples[rollout.group], rollout.actions.counts.double()
+    totals = counts.new_zeros(2, len(ctx.minibatches))
+    totals[0].index_add_(0, minibatch, counts)
+    totals[1].index_add_(0, minibatch, torch.ones_like(counts))
+    n_actions, n_responses = engine.all_reduce(totals).clamp(min=1.0)
+    is_mean = rollout.options.loss_normaliser == "sequences"
+    length = counts.clamp(min=1.0) if is_mean else torch.full_like(counts, ctx.generation.max_new_tokens)
+    return rollout.per_transition((n_actions / n_responses)[minibatch] / length)
+
+
+def importance_weights(rollout: Rollout, engine: Engine) -> torch.Tensor:
+    """float32 [T - S]: min(pi_old / pi_behavior, importance_cap) of each action, 0 elsewhere; adds to the metrics.
+
+    Truncated importance sampling: Ionides 2008, "Truncated importance sampling", and with the policy that the step
+    began with between generation and training, as in Hilton et al. 2022, "Batch size-invariance for policy
+    optimization", section 2. Log-ratios are cut at +-20.
+    """
+    at = rollout.actions.transition
+    logratio = rollout.batch["old_logprobs"][at].double() - rollout.batch[BEHAVIOR][at].double()
+    ratio = logratio.clamp(-20.0, 20.0).exp()
+    cap = rollout.options.importance_cap or DEFAULT_IMPORTANCE_CAP
+    weights = ratio.clamp(max=cap)
+    largest = ratio.max() if len(ratio) else ratio.new_zeros(())
+    rollout.metrics["importance/mean"] = rollout.moments(weights).mean
+    rollout.metrics["importance/capped"] = rollout.moments((ratio > cap).double()).mean
+    rollout.metrics["importance/max"] = float(engine.all_reduce(largest.reshape(1), "max"))
+    return rollout.actions.spread(weights, rollout.mask.shape[0])
+
+
+def training_temperature(generation: GenerationConfig) -> float:
+    """Temperature of old, reference and new log-probabilities: that of sampling, or 1 under greedy decoding."""
+    return generation.temperature if generation.temperature > 0.0 else 1.0
+
+
+def is_too_far(stats: Mapping[str, float], options: PolicyOptions) -> bool:
+    """Whether a minibatch's mean ratio or approximate KL forbids its optimizer step."""
+    far_ratio = options.early_stop_ratio is not None and stats["ratio"] > options.early_stop_ratio
+    far_kl = options.early_stop_kl is not None and stats["approx_kl"] > options.early_stop_kl
+    return far_ratio or far_kl
+
+
+def _has_kl_penalty(rollout: Rollout) -> bool:
+    reads = {name for piece in chosen_pieces(rollout.options) if piece.kind == "advantage" for name in piece.options}
+    return "kl_coef" in reads and rollout.sequence_kl is not None
+
+
+def _weighted_sum(values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+    return values.sum() if weights is None else (values * weights).sum()
+
+
+def _n_actions(batch: SequenceSample) -> int:
+    return int(response_mask(batch).sum())
+
+
+def _is_prompt(prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.ones_like(prompt, dtype=torch.bool), torch.zeros_like(response, dtype=torch.bool)])

@@ -1,0 +1,98 @@
+"""PPO: its policy is `PolicyActor` with the advantage `gae`; its critic is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from realrl.algo.api import CallContext, ForwardOutput, LossOutput, Model
+from realrl.algo.losses import value_loss
+from realrl.algo.normalise import Moments, ValueNorm
+from realrl.algo.packed import before_transition, response_mask
+from realrl.algo.policy.actor import PER_TRANSITION, TOKENS, PolicyActor, training_temperature
+from realrl.algo.policy.experience import explained_variance, generalised
+from realrl.algo.policy.rollout_interface import RolloutInterface
+from realrl.algo.training import train_minibatches
+from realrl.config.policy_options import PPOOptions
+from realrl.data.sample import SequenceSample
+from realrl.experiment.pieces import critic_keys
+from realrl.sched.messages import KeySchema, Per
+
+__all__ = ["PPOActor", "PPOCritic", "training_temperature"]
+
+PPOActor = PolicyActor
+PER_TOKEN = KeySchema("float32", Per.TOKEN)
+
+
+class PPOCritic(RolloutInterface):
+    """inference: `input_ids` -> `values`. train_step: see `realrl.experiment.pieces.critic_keys`.
+
+    Keeps the running statistics of returns (`algorithm.normalise_values`): the head works in normalised units, `values`
+    are in reward units. An instance that only infers must be given the `state_dict` of the one that trains.
+
+    Args:
+        kl_weight: factor of `kl_coef` in the token rewards that it learns.
+        shaped: whether rewards are shifted, scaled and clipped as the options say.
+    """
+
+    def __init__(self, *, kl_weight: float = 1.0, shaped: bool = True) -> None:
+        super().__init__()
+        self._norm = ValueNorm()
+        self._kl_weight = kl_weight
+        self._shaped = shaped
+
+    def inference(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
+        """`values`, float32 per token, in reward units."""
+        batch = batch.select(batch.ids, ("input_ids",)).to(model.engine.device)
+        raw = model.engine.forward(batch, lambda out, _: out.scores(), micro_batching=ctx.micro_batching)
+        return batch.derive("input_ids", {"values": (PER_TOKEN, self._norm.denormalise(raw))})
+
+    def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
+        """Work out the whole batch, update the value statistics, then `ppo_epochs` passes over its minibatches.
+
+        Values are clipped around what the head put out when it inferred, which the statistics before the update give
+        back; the targets are normalised with the statistics after it.
+        """
+        options: PPOOptions = ctx.algorithm
+        engine, role = model.engine, model.name.role
+        batch = batch.select(batch.ids, critic_keys(options)).to(engine.device)
+        rollout = self.rollout(engine, batch, options)
+        scores = rollout.scores if self._shaped else batch["rewards"].float()
+        experience = generalised(rollout, rollout.token_rewards(scores, self._kl_weight), batch["values"])
+        self.follow_kl(rollout)
+        old_values = self._norm.normalise(experience.values)
+        if options.normalise_values:
+            returns = Moments.of(experience.returns[rollout.mask], engine.all_reduce)
+            self._norm.update(returns, options.value_norm_beta)
+        targets = self._norm.normalise(experience.returns)
+        huber_delta = options.huber_delta if options.value_loss == "huber" else None
+
+        def loss(out: ForwardOutput, mb: SequenceSample) -> LossOutput:
+            values = before_transition(out.scores(), mb.cu_seqlens("input_ids"))
+            old, target = mb["old_values"], mb["targets"]
+            return value_loss(values, old, target, response_mask(mb), clip=options.value_clip, huber_delta=huber_delta)
+
+        columns = {"old_values": (PER_TRANSITION, old_values), "targets": (PER_TRANSITION, targets)}
+        summary = train_minibatches(
+            model,
+            batch.select(batch.ids, TOKENS).update(batch.derive("input_ids", columns)),
+            ctx,
+            loss,
+            count=_n_actions,
+            passes=options.ppo_epochs,
+        )
+        return {
+            **summary.metrics(role),
+            f"{role}/explained_variance": explained_variance(experience, rollout.mask, engine.all_reduce),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._norm.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._norm.load_state_dict(state)
+
+
+def _n_actions(batch: SequenceSample) -> int:
+    return int(response_mask(batch).sum())

@@ -1,0 +1,44 @@
+"""Which samples are trained on: the filters that ``algorithm.filter`` chooses, and the call that applies them.
+
+What a filter drops is replaced within the step by other samples of the dataset, so that training always has its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from realrl.algo.api import CallContext, Model, ModelInterface
+from realrl.config.policy_options import PolicyOptions
+from realrl.data.sample import SequenceSample
+from realrl.experiment.pieces import find_piece
+
+
+def equal_rewards(batch: SequenceSample, options: PolicyOptions) -> Sequence[bool]:
+    """Keep samples whose responses earned different rewards; the others have no advantage over each other.
+
+    Yu et al. 2025, "DAPO: an open-source LLM reinforcement learning system at scale", section 3.2, dynamic sampling.
+    """
+    return [bool((rewards != rewards[:1]).any()) for rewards in batch.samples("rewards")]
+
+
+class Filter(ModelInterface):
+    """inference: what the filter reads, `rewards` among it -> `rewards` of the samples that stay.
+
+    Args:
+        name: of the filter.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._filter = find_piece("filter", name).load()
+
+    def inference(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
+        """`rewards` of the samples that stay, in the order of `batch`.
+
+        Raises:
+            ValueError: the filter did not say yes or no to each sample.
+        """
+        keep = list(self._filter(batch, ctx.algorithm))
+        if len(keep) != len(batch):
+            raise ValueError(f"the filter decided on {len(keep)} of {len(batch)} samples")
+        kept = [sample_id for sample_id, stays in zip(batch.ids, keep, strict=True) if stays]
+        return batch.select(kept, ("rewards",))

@@ -1,0 +1,144 @@
+"""What an advantage reads: a rank's share of a batch of responses, and what several advantages need of it."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from realrl.algo.normalise import AllReduce, Moments
+from realrl.algo.packed import Actions, action_mask
+from realrl.algo.policy.kl import sequence_kl, shape_scores, token_rewards
+from realrl.data.checks import SampleError
+from realrl.data.sample import SequenceSample
+from realrl.sched.messages import Per
+
+GRANULARITY = {
+    "input_ids": Per.TOKEN,
+    "prompt_mask": Per.TOKEN,
+    "old_logprobs": Per.TRANSITION,
+    "behavior_logprobs": Per.TRANSITION,
+    "ref_logprobs": Per.TRANSITION,
+    "teacher_logprobs": Per.TRANSITION,
+    "teacher_top_tokens": Per.TRANSITION,
+    "teacher_top_logprobs": Per.TRANSITION,
+    "rewards": Per.SEQUENCE,
+    "other_rewards": Per.SEQUENCE,
+    "greedy_rewards": Per.SEQUENCE,
+    "greedy_truncated": Per.SEQUENCE,
+    "costs": Per.SEQUENCE,
+    "values": Per.TOKEN,
+    "cost_values": Per.TOKEN,
+    "truncated": Per.SEQUENCE,
+}
+
+
+def check_granularity(batch: SequenceSample) -> None:
+    """Refuse a key whose rows are not what the formulas take them for.
+
+    Raises:
+        SampleError: names the key.
+    """
+    for key in batch.keys:
+        found, needed = batch.schemas[key].per, GRANULARITY.get(key, batch.schemas[key].per)
+        if found is not needed:
+            raise SampleError(f"key {key!r} is per {found.value}, and training needs it per {needed.value}", key=key)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A rank's share of a batch: S responses with T tokens, and R actions among the T - S transitions.
+
+    A group is what one sample holds: the responses to one prompt. It is never spread over ranks.
+
+    Attributes:
+        batch: with the keys that the piece declared; `key in rollout.batch` tells whether an optional one is there.
+        options: under ``algorithm.``.
+        all_reduce: sum over the ranks that hold other samples.
+        kl_coef: weight of the KL penalty in the token rewards of this batch.
+        state: numbers that a piece keeps from step to step; checkpoints hold them. Equal on all ranks, if what is put
+            in is.
+        metrics: what a piece wants logged; numbers that are equal on all ranks.
+    """
+
+    batch: SequenceSample
+    options: Any
+    all_reduce: AllReduce
+    kl_coef: float = 0.0
+    state: MutableMapping[str, float] = field(default_factory=dict)
+    metrics: MutableMapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def cu_seqlens(self) -> torch.Tensor:
+        """int32 [S + 1], offsets of the sequences' tokens."""
+        return self.batch.cu_seqlens("input_ids")
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """bool [T - S], the actions."""
+        return action_mask(self.batch["prompt_mask"], self.cu_seqlens)
+
+    @cached_property
+    def actions(self) -> Actions:
+        """Where the actions are."""
+        return Actions.find(self.mask, self.cu_seqlens)
+
+    @cached_property
+    def group_sizes(self) -> torch.Tensor:
+        """int64 [samples]: responses of each sample."""
+        sizes = [len(lengths) for lengths in self.batch.seqlens["input_ids"]]
+        return torch.tensor(sizes, dtype=torch.int64, device=self.mask.device)
+
+    @cached_property
+    def group(self) -> torch.Tensor:
+        """int64 [S]: number of each response's sample."""
+        numbers = torch.arange(len(self.batch), device=self.mask.device)
+        return torch.repeat_interleave(numbers, self.group_sizes)
+
+    @cached_property
+    def scores(self) -> torch.Tensor:
+        """float32 [S]: rewards, shifted, scaled and clipped as the options say."""
+        return self.shaped(self.batch["rewards"], self.batch["truncated"])
+
+    def shaped(self, rewards: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
+        """float32 [S]: any rewards, treated as those of `scores` are."""
+        o = self.options
+        return shape_scores(rewards, truncated, o.reward_scaling, o.reward_bias, o.reward_clip, o.score_truncated)
+
+    @cached_property
+    def sequence_kl(self) -> torch.Tensor | None:
+        """float64 [S]: log pi_old - log pi_ref summed over each response; None where nobody computed the reference."""
+        if "ref_logprobs" not in self.batch:
+            return None
+        return sequence_kl(self.batch["old_logprobs"], self.batch["ref_logprobs"], self.actions)
+
+    def token_rewards(self, scores: torch.Tensor, kl_weight: float = 1.0) -> torch.Tensor:
+        """float32 [T - S]: -kl_weight kl_coef (log pi_old - log pi_ref) on each action, plus the score on the last one.
+
+        Args:
+            scores: [S].
+            kl_weight: factor of `kl_coef`; without a reference there is no penalty.
+        """
+        old = self.batch["old_logprobs"]
+        ref = old if self.sequence_kl is None else self.batch["ref_logprobs"]
+        return token_rewards(old, ref, scores, self.actions, kl_weight * self.kl_coef)
+
+    def group_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """float64 [S]: sum of `values` [S] over each response's group."""
+        sums = torch.segment_reduce(values.double(), "sum", lengths=self.group_sizes, initial=0.0, unsafe=True)
+        return sums[self.group]
+
+    def group_mean(self, values: torch.Tensor) -> torch.Tensor:
+        """float64 [S]: mean of `values` [S] over each response's group."""
+        return self.group_sum(values) / self.group_sizes[self.group]
+
+    def per_transition(self, values: torch.Tensor) -> torch.Tensor:
+        """float32 [T - S]: each response's `values` [S] on all its actions, 0 elsewhere."""
+        return self.actions.spread(values.double()[self.actions.sequence], self.mask.shape[0])
+
+    def moments(self, values: torch.Tensor) -> Moments:
+        """Count, mean and variance of `values` over all ranks."""
+        return Moments.of(values, self.all_reduce)

@@ -1,0 +1,264 @@
+"""The compiled kernels: made with the machine's C++ compiler when they are first wanted, kept in the cache folder.
+
+Their threads are those of torch's own OpenMP runtime. With a second runtime in the process, the threads of either would
+wait for work actively while those of the other compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from realrl.data.assets.store import cache_dir
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = Path(__file__).parent / "kernels"
+_MAIN = "kernels.cpp"
+# a product and a sum are rounded as they are written: the compiler may not choose differently from place to place
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off")
+_AVX2 = ("avx2", "fma")  # of the CPU, as Linux names them; one of these two it must have
+_AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")
+_BF16 = "avx512_bf16"
+_AMX = ("amx_tile", "amx_bf16")
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18
+_OPENMP_RUNTIME = re.compile(r"/lib(?:gomp|iomp5)[^/]*\.so[^/]*$")
+_COMPILE_SECONDS = 300
+
+_pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_ARGUMENTS = {
+    "packed_size": (_long, _long, _int),
+    "pack": (_pointer, _pointer, _long, _long, _long, _pointer, _int),
+    "multiply": (_pointer, _pointer, _long, _long, _pointer, _long, _pointer, _int),
+    "run_layers": (_pointer, _long, *(_pointer,) * 3, _long, *(_pointer,) * 2, _long, *(_pointer,) * 4, _int),
+    "rms_norm": (_pointer, _long, _long, _pointer, _float, _pointer, _int),
+    "attend": (
+        _pointer, _long, *(_pointer,) * 2, _long, *(_pointer,) * 2, *(_long,) * 5, *(_pointer,) * 2, _float, _pointer,
+        _int,
+    ),
+    "sample": (_pointer, _long, _long, _float, _int, *(_pointer,) * 3, _long, *(_pointer,) * 3, _int),
+}  # fmt: skip
+DTYPES = ("fp32", "bf16")
+
+
+class Product(ctypes.Structure):
+    """As product.h has it."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("norm", "w", "bias")),
+        *((name, _long) for name in ("n_inputs", "n_columns")),
+        ("eps", _float),
+        *((name, _int) for name in ("activation", "is_gated")),
+    )
+
+
+class Layer(ctypes.Structure):
+    """As layers.h has it."""
+
+    _fields_ = (
+        *((name, Product) for name in ("qkv", "o", "inner", "down")),
+        *((name, _long) for name in ("n_heads", "n_kv_heads", "head_dim", "window")),
+        ("scale", _float),
+    )
+
+
+class UnavailableError(Exception):
+    """There are no kernels here; says why."""
+
+
+def why_not() -> str | None:
+    """Why there are no kernels here, in words; None if there are."""
+    try:
+        load()
+    except UnavailableError as error:
+        return str(error)
+    return None
+
+
+def describe() -> str:
+    """Which kernels generation uses on CPUs here, and by which instructions or why not, in words."""
+    if reason := why_not():
+        return f"torch's kernels ({reason})"
+    features = _features()
+    return f"realrl's kernels ({'AMX' if _have_tiles(features) else 'AVX-512' if _have_avx512(features) else 'AVX2'})"
+
+
+def load() -> ctypes.CDLL:
+    """The kernels, each by its name and one of `DTYPES`: ``load().multiply_bf16``.
+
+    The first call may compile, which takes some seconds.
+
+    Raises:
+        UnavailableError: a CPU without AVX2, no compiler, or ``REALRL_KERNELS=0``.
+    """
+    outcome = _load()
+    if isinstance(outcome, str):
+        raise UnavailableError(outcome)
+    return outcome
+
+
+@cache
+def _load() -> ctypes.CDLL | str:
+    try:
+        if os.environ.get("REALRL_KERNELS") == "0":
+            raise UnavailableError("REALRL_KERNELS=0 turns realrl's off")
+        library = _open(build(cache_folder(), _features()))
+    except UnavailableError as error:
+        logger.debug("no kernels: %s", error)
+        return str(error)
+    return library
+
+
+def cache_folder() -> Path:
+    """Where the kernels are kept; raises UnavailableError if there is no home."""
+    try:
+        return cache_dir() / "kernels"
+    except RuntimeError as error:  # there is no home
+        raise UnavailableError(f"there is no folder to compile realrl's in: {error}") from error
+
+
+@cache
+def _features() -> tuple[str, ...]:
+    features = cpu_features(platform.system(), platform.machine(), Path("/proc/cpuinfo"))
+    if _have_tiles(features) and not _may_use_tiles():
+        features = [name for name in features if name not in _AMX]
+    return tuple(features)
+
+
+def cpu_features(system: str, machine: str, cpu_info: Path) -> list[str]:
+    """The features of this CPU that the kernels use; raises UnavailableError unless it is one that they are for."""
+    if (system, machine) != ("Linux", "x86_64"):
+        raise UnavailableError(f"realrl's are for Linux on x86_64, this is {system} on {machine}")
+    try:
+        found = re.search(r"^flags\s*:(.*)$", cpu_info.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    except OSError as error:
+        raise UnavailableError(f"it is not known what the CPU has: {error}") from error
+    flags = found[1].split() if found else []
+    if not _have_avx512(flags):
+        if missing := [name for name in _AVX2 if name not in flags]:
+            raise UnavailableError(f"the CPU has no {', '.join(missing)}")
+        return list(_AVX2)
+    features = list(_AVX512)
+    if _BF16 in flags:
+        features.append(_BF16)
+        if _have_tiles(flags):
+            features.extend(_AMX)
+    return features
+
+
+def _have_avx512(features: Sequence[str]) -> bool:
+    return set(_AVX512) <= set(features)
+
+
+def _have_tiles(features: Sequence[str]) -> bool:
+    return set(_AMX) <= set(features)
+
+
+def _may_use_tiles() -> bool:
+    """Whether the system gives this process the right to use the matrix unit, for which a process has to ask."""
+    ask = ctypes.CDLL(None).syscall
+    ask.argtypes, ask.restype = (_long, _long, _long), _long
+    return not ask(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA)
+
+
+def build(folder: Path, features: Sequence[str]) -> Path:
+    """The compiled library in `folder`, made if it is not there, whole, for this source, compiler and CPU.
+
+    Raises:
+        UnavailableError: no compiler, one that fails, or a folder that cannot be used.
+    """
+    try:
+        command = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
+    except ValueError as error:
+        raise UnavailableError(f"CXX={os.environ['CXX']!r} is not a command: {error}") from error
+    if not shutil.which(command[0]):
+        raise UnavailableError(f"there is no C++ compiler ({command[0] or 'g++'}); with one, generation is faster")
+    sources = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
+    flags = [*_FLAGS, *map(_option, features), *(["-DREALRL_TILES"] if _have_tiles(features) else [])]
+    name = _digest("\0".join((*command, *flags, *(path.read_text("utf-8") for path in sources))).encode())
+    try:
+        found = _find(folder, name)
+        if found is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / "lock", "w", encoding="utf-8") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a run compiles, the others wait for it
+                found = _find(folder, name) or _make(folder, name, command, flags)
+    except OSError as error:
+        raise UnavailableError(f"realrl's cannot be compiled: {error}") from error
+    return found
+
+
+def _option(feature: str) -> str:
+    """avx512_bf16 is -mavx512bf16 to a compiler, amx_tile is -mamx-tile."""
+    return "-m" + feature.replace("avx512_", "avx512").replace("_", "-")
+
+
+def _find(folder: Path, name: str) -> Path | None:
+    """The library by the digests of its sources and of itself: to load half a file would be the end of the process."""
+    for path in folder.glob(f"kernels-{name}-*.so"):
+        if path.stem.rpartition("-")[2] == _digest(path.read_bytes()):
+            return path
+    return None
+
+
+def _make(folder: Path, name: str, command: list[str], flags: list[str]) -> Path:
+    logger.info("compiling the kernels of generation, once on this machine")
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        compiled = _compile(command, flags, Path(scratch))
+        return compiled.replace(folder / f"kernels-{name}-{_digest(compiled.read_bytes())}.so")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _compile(command: list[str], flags: list[str], scratch: Path) -> Path:
+    compiled, linked = scratch / "kernels.o", scratch / "kernels.so"
+    for arguments in (
+        [*command, *flags, "-c", str(_FOLDER / _MAIN), "-o", str(compiled)],
+        # without -fopenmp: its functions shall come from the runtime that torch has loaded
+        [*command, "-shared", str(compiled), "-o", str(linked)],
+    ):
+        try:
+            done = subprocess.run(
+                arguments, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UnavailableError(f"{command[0]} took longer than {_COMPILE_SECONDS} s") from error
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
+            raise UnavailableError(f"{command[0]} cannot compile realrl's: {lines[0]}")
+    return linked
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    try:
+        ctypes.CDLL(_openmp_runtime(), ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnavailableError(f"realrl's cannot be loaded: {error}") from error
+    for name, arguments in _ARGUMENTS.items():
+        for dtype in DTYPES:
+            function = getattr(library, f"{name}_{dtype}")
+            function.argtypes, function.restype = arguments, _long if name == "packed_size" else None
+    return library
+
+
+def _openmp_runtime() -> str:
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        path = line.split(maxsplit=5)[-1]
+        if _OPENMP_RUNTIME.search(path):
+            return path
+    raise UnavailableError("torch has no OpenMP runtime that realrl's could share")

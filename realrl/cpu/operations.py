@@ -1,0 +1,306 @@
+"""The kernels on tensors: on the CPU, without gradient, in float32 or bfloat16.
+
+The result of a row is the same whatever other rows there are, and however many threads.
+
+Shapes: T rows, B rows of a decode step, N query heads, K KV heads, D head size, C capacity of the cache, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+from realrl.cpu import loader
+from realrl.cpu.loader import load, why_not
+from realrl.model.layers.rope import Rope
+from realrl.shape import Activation
+
+HEAD_MULTIPLE = 32
+"""`attend` takes heads whose size is a multiple of this."""
+_ALIGNMENT = 64  # bytes
+_MOST_TOKENS_AT_ONCE = 256  # of more, a call is one layer: a process answers signals between its calls
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}
+
+
+def can_use(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels for this device and dtype."""
+    return device.type == "cpu" and dtype in _NAMES and why_not() is None
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """x / rms(x) * weight.
+
+    Attributes:
+        weight: float32 [size].
+        eps: added to the mean square.
+    """
+
+    weight: torch.Tensor
+    eps: float
+
+
+class TiledLinear:
+    """activation(x W^T + bias) with its own copy of the weight.
+
+    Sums are in float32.
+
+    Args:
+        weight: [out, in].
+        bias: [out] or None.
+        norm: applied to x first.
+        activation: None for the identity.
+        gate: another weight [out, in]: the result is activation(x G^T + bias) * (x W^T + bias), computed in one pass
+            over both. The bias is then [2 * out], of the gate and then of the other.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: RMSNorm | None = None,
+        *,
+        activation: Activation | None = None,
+        gate: torch.Tensor | None = None,
+    ) -> None:
+        first, second = (weight, None) if gate is None else (gate, weight.detach().contiguous())
+        first, bias = first.detach().contiguous(), None if bias is None else bias.detach().contiguous()
+        self.n_outputs, self.n_inputs = weight.shape
+        self.dtype = weight.dtype
+        is_gated = gate is not None
+        n_packed = _kernel("packed_size", weight.dtype)(self.n_outputs, self.n_inputs, is_gated)
+        packed = _aligned(n_packed, weight.dtype)
+        _kernel("pack", weight.dtype)(
+            first.data_ptr(), _address(second), first.stride(0), self.n_outputs, self.n_inputs,
+            packed.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        self._kept = packed, bias, norm  # what the addresses are of
+        norm_weight, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+        self.product = loader.Product(
+            norm_weight, packed.data_ptr(), _address(bias), self.n_inputs, self.n_outputs, eps,
+            _ACTIVATIONS[activation], is_gated,
+        )  # fmt: skip
+        self._address = ctypes.addressof(self.product)
+        self._multiply = _kernel("multiply", weight.dtype)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, out] from x [T, in]; plus the residual [T, out], which is not for gated ones."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        if residual is not None and residual.stride(1) != 1:
+            residual = residual.contiguous()
+        n_rows = x.shape[0]
+        out = x.new_empty(n_rows, self.n_outputs)
+        self._multiply(
+            self._address, x.data_ptr(), x.stride(0), n_rows, _address(residual),
+            0 if residual is None else residual.stride(0), out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+
+def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    """The norm of x [T, size]."""
+    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    _kernel("rms_norm", x.dtype)(
+        x.data_ptr(), *x.shape, norm.weight.data_ptr(), norm.eps, out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
+def can_attend(head_dim: int) -> bool:
+    """Whether `attend` takes heads of this size."""
+    return head_dim % HEAD_MULTIPLE == 0
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Where new tokens stand in the KV cache.
+
+    Attributes:
+        positions: int64 [T], in the rows; contiguous.
+        rows: int64 [T], contiguous; None for the first T, one token each.
+    """
+
+    positions: torch.Tensor
+    rows: torch.Tensor | None = None
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """`rows`, written out."""
+        return torch.arange(len(self.positions), device=self.positions.device) if self.rows is None else self.rows
+
+
+def attend(
+    qkv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tokens: NewTokens,
+    *,
+    rope: Rope,
+    window: int | None,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of new tokens, whose keys and values are put into the cache first.
+
+    Args:
+        qkv: [T, (N + 2 K) D].
+        keys: [rows, K, C, D], contiguous, of this layer; written to.
+        values: the same.
+        tokens: T of them.
+        rope: of `rope_table`, contiguous, applied to queries and keys; None if nothing is to be rotated.
+        window: how many tokens, itself included, a token sees; None for all.
+        scale: of the scores.
+
+    Returns:
+        [T, N D].
+    """
+    if qkv.stride(1) != 1:
+        qkv = qkv.contiguous()
+    n_tokens, width = qkv.shape
+    _, n_kv_heads, capacity, head_dim = keys.shape
+    size = width - 2 * n_kv_heads * head_dim
+    out = qkv.new_empty(n_tokens, size)
+    cos, sin = (None, None) if rope is None else rope
+    _kernel("attend", qkv.dtype)(
+        qkv.data_ptr(), qkv.stride(0), keys.data_ptr(), values.data_ptr(), capacity, _address(tokens.rows),
+        tokens.positions.data_ptr(), n_tokens, size // head_dim, n_kv_heads, head_dim, window or 0, _address(cos),
+        _address(sin), scale, out.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The products of a decoder's layer, and the window of its attention; see `attend`.
+
+    Attributes:
+        qkv: queries, keys and values, side by side; with norm.
+        o: of the attention.
+        inner: of the MLP, with norm and activation.
+        down: of the MLP.
+        window: how many tokens, itself included, a token sees; None for all.
+    """
+
+    qkv: TiledLinear
+    o: TiledLinear
+    inner: TiledLinear
+    down: TiledLinear
+    window: int | None
+
+
+class TiledLayers:
+    """Layers of a decoder, each attention and MLP with the norm before it and the residual after it.
+
+    A step of few tokens is one call: the interpreter needs some 45 us between two, its code being out of the caches.
+
+    Args:
+        layers: at least one, all of the same type.
+        n_kv_heads: K.
+        head_dim: D, one for which `can_attend`.
+    """
+
+    def __init__(self, layers: Sequence[LayerParts], *, n_kv_heads: int, head_dim: int) -> None:
+        self._kept = layers  # what the addresses in their products are of
+        self._layers = (loader.Layer * len(layers))(
+            *(
+                loader.Layer(
+                    *(part.product for part in (layer.qkv, layer.o, layer.inner, layer.down)),
+                    layer.o.n_inputs // head_dim, n_kv_heads, head_dim, layer.window or 0, head_dim**-0.5,
+                )
+                for layer in layers
+            )
+        )  # fmt: skip
+        self._width = max(
+            layer.qkv.n_outputs + layer.o.n_inputs + layer.o.n_outputs + layer.inner.n_outputs for layer in layers
+        )
+        self._run = _kernel("run_layers", layers[0].qkv.dtype)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        tokens: NewTokens,
+        rope: Rope,
+    ) -> torch.Tensor:
+        """[T, H] from x [T, H]; the new tokens' keys and values are put into the cache.
+
+        Args:
+            keys: of each layer; see `attend`.
+            values: the same.
+        """
+        x = x.contiguous()
+        n_tokens, n_layers = len(x), len(self._layers)
+        out, memory = torch.empty_like(x), x.new_empty(n_tokens, self._width)
+        cos, sin = (None, None) if rope is None else rope
+        n_at_once = n_layers if n_tokens <= _MOST_TOKENS_AT_ONCE else 1
+        for first in range(0, n_layers, n_at_once):
+            some = slice(first, first + n_at_once)
+            self._run(
+                ctypes.byref(self._layers, first * ctypes.sizeof(loader.Layer)), n_at_once,
+                (out if first else x).data_ptr(), _addresses(keys[some]), _addresses(values[some]), keys[0].shape[2],
+                _address(tokens.rows), tokens.positions.data_ptr(), n_tokens, _address(cos), _address(sin),
+                memory.data_ptr(), out.data_ptr(), torch.get_num_threads(),
+            )  # fmt: skip
+        return out
+
+
+def sample(
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    *,
+    temperature: float,
+    is_early: torch.Tensor,
+    stop_ids: Sequence[int],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One token per row from softmax(logits / temperature), by inverse CDF in vocabulary order; the largest if it is 0.
+
+    Args:
+        logits: [B, V].
+        uniforms: float64 [B] in [0, 1).
+        temperature: not negative.
+        is_early: bool [B], rows that cannot take one of `stop_ids`.
+        stop_ids: distinct tokens.
+
+    Returns:
+        Tokens int64 [B], -1 for a row with NaN, infinity or nothing but minus infinity to choose from; float32 [B]
+        log-probabilities under the distribution that was sampled from, 0 with temperature 0; and under
+        softmax(logits / temperature) of all tokens, with temperature 1 if it is 0.
+    """
+    logits, uniforms, is_early = logits.contiguous(), uniforms.contiguous(), is_early.contiguous()
+    n_rows = len(logits)
+    stops = torch.tensor(list(stop_ids), dtype=torch.int64)
+    tokens = torch.empty(n_rows, dtype=torch.int64)
+    logprobs, policy_logprobs = torch.empty(2, n_rows)
+    _kernel("sample", logits.dtype)(
+        logits.data_ptr(), n_rows, logits.shape[1], 1.0 / (temperature or 1.0), temperature == 0.0,
+        uniforms.data_ptr(), is_early.data_ptr(), stops.data_ptr(), len(stops),
+        tokens.data_ptr(), logprobs.data_ptr(), policy_logprobs.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return tokens, logprobs, policy_logprobs
+
+
+@cache
+def _kernel(name: str, dtype: torch.dtype) -> Callable[..., Any]:
+    kernel: Callable[..., Any] = getattr(load(), f"{name}_{_NAMES[dtype]}")
+    return kernel
+
+
+def _address(x: torch.Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+
+
+def _aligned(n: int, dtype: torch.dtype) -> torch.Tensor:
+    block = torch.empty(n + _ALIGNMENT // dtype.itemsize, dtype=dtype)
+    start = -block.data_ptr() % _ALIGNMENT // dtype.itemsize
+    return block[start : start + n]

@@ -1,0 +1,22 @@
+"""Kinds of datasets: what a row holds, and the keys that it becomes. Imports no torch."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class DatasetKind(Enum):
+    """What one dataset row holds, and which keys it becomes."""
+
+    PROMPT = "prompt"  # prompt_ids; metadata, per sample: the row's other fields as the bytes of a JSON object
+    PROMPT_ANSWER = "prompt_answer"  # input_ids, prompt_mask
+    PREFERENCE_PAIR = "preference_pair"  # input_ids with two sequences per sample: chosen, rejected; prompt_mask
+    UNPAIRED = "unpaired"  # as a pair: the row's own answer, another row's; label, per sample: whether its own is good
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The dataset keys that a graph can read."""
+        if self is DatasetKind.PROMPT:
+            return ("prompt_ids", "metadata")
+        tokens = ("input_ids", "prompt_mask")
+        return (*tokens, "label") if self is DatasetKind.UNPAIRED else tokens

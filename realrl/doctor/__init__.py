@@ -1,0 +1,146 @@
+"""`realrl doctor`: what a run would need and what is wrong with it, before anything starts.
+
+plan ──► checks, in order ──► findings
+     └─► memory of every device, call by call ──► does it fit? ──► what would help
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from realrl.doctor.data_checks import (
+    Histogram,
+    check_chat_template,
+    check_dataset,
+    check_lengths,
+    check_stop_tokens,
+    check_tokenizers,
+    check_vocabulary,
+    histograms,
+    longest_allowed,
+    row_lengths,
+)
+from realrl.doctor.findings import Check, Finding, Status, run_checks
+from realrl.doctor.machine_checks import (
+    check_devices,
+    check_disk,
+    check_files,
+    check_packages,
+    check_port,
+    check_start,
+)
+from realrl.doctor.memory import (
+    MARGIN,
+    Alternative,
+    Fullest,
+    alternatives,
+    device_capacity,
+    fullest,
+    memory_plan,
+    role_states,
+)
+from realrl.doctor.model_checks import check_logprobs, check_models, check_rewards, check_weights
+from realrl.doctor.patient import Patient, Recompose
+from realrl.plan.memory.plan import MemoryPlan, RoleState, show_bytes
+
+__all__ = ["Alternative", "Finding", "Histogram", "Patient", "Recompose", "Report", "Status", "examine"]
+
+_BEFORE_MEMORY: tuple[Check[Patient], ...] = (
+    Check("files", check_files),
+    Check("packages", check_packages),
+    Check("devices", check_devices),
+    Check("models", check_models, ("files",)),
+    Check("weights", check_weights, ("models",)),
+    Check("tokenizers", check_tokenizers, ("files",)),
+    Check("stop tokens", check_stop_tokens, ("models", "tokenizers")),
+    Check("chat template", check_chat_template, ("tokenizers",)),
+    Check("dataset", check_dataset, ("files", "tokenizers")),
+    Check("lengths", check_lengths, ("models", "dataset")),
+    Check("vocabularies", check_vocabulary, ("models", "dataset")),
+    Check("rewards", check_rewards, ("dataset",)),
+    Check("log-probabilities", check_logprobs, ("devices", "weights", "vocabularies", "lengths", "stop tokens")),
+    Check("disk", check_disk, ("models",)),
+    Check("port", check_port),
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `examine` found.
+
+    Attributes:
+        findings: of all checks, in order.
+        memory: of every device; None where the models cannot be read.
+        roles: as the memory counts them.
+        capacity_bytes: of each device; 0 where it is not known.
+        alternatives: settings that need less, if the run does not fit comfortably; the best first.
+        histograms: lengths of the dataset's texts.
+    """
+
+    findings: tuple[Finding, ...]
+    memory: MemoryPlan | None
+    roles: dict[str, RoleState]
+    capacity_bytes: int
+    alternatives: tuple[Alternative, ...] = ()
+    histograms: tuple[Histogram, ...] = ()
+
+    @property
+    def has_problem(self) -> bool:
+        """Whether the run would be refused, or fail."""
+        return any(finding.status is Status.PROBLEM for finding in self.findings)
+
+
+def examine(patient: Patient) -> Report:
+    """Run all checks and plan the memory; what is wrong becomes a finding and not an exception."""
+    findings = list(run_checks(_BEFORE_MEMORY, patient))
+    broken = {finding.check for finding in findings if finding.status in (Status.PROBLEM, Status.SKIPPED)}
+    rows = longest_allowed(patient) if "dataset" in broken else row_lengths(patient.dataset)
+    memory, capacity, better = None, patient.device_memory_bytes or 0, tuple[Alternative, ...]()
+    if "models" not in broken and patient.models:
+        device = patient.planned_device
+        memory = memory_plan(patient.plan, patient.models, rows, device=device)
+        most = fullest(memory, device)
+        # of a device that is not here, and of which nothing is said, nothing is known: what it needs is printed
+        capacity = patient.device_memory_bytes or (
+            0 if "devices" in broken else device_capacity(patient.config, device)
+        )
+        if capacity and most.needs > MARGIN * capacity:
+            better = tuple(
+                alternatives(
+                    patient.plan,
+                    rows,
+                    needs=most.needs,
+                    capacity=capacity,
+                    recompose=patient.recompose,
+                    device=device,
+                )
+            )
+        is_shared = device.type == "cpu" and patient.device_memory_bytes is None
+        findings.append(_verdict(most, capacity, better, is_shared=is_shared))
+    if not any(finding.status is Status.PROBLEM for finding in findings):
+        findings += run_checks((Check("start", check_start),), patient)
+    return Report(
+        findings=tuple(findings),
+        memory=memory,
+        roles=role_states(patient.plan, patient.models) if memory is not None else {},
+        capacity_bytes=capacity,
+        alternatives=better,
+        histograms=tuple(histograms(patient.dataset)) if "dataset" not in broken else (),
+    )
+
+
+def _verdict(most: Fullest, capacity: int, better: tuple[Alternative, ...], *, is_shared: bool) -> Finding:
+    """Whether the fullest device has room."""
+    message = f"device {most.rank} needs {show_bytes(most.needs)} in {most.call}"
+    if not capacity:
+        return Finding("memory", Status.SKIPPED, f"{message}; how much it has is not known", "Give --device-memory GB.")
+    message += f", of {show_bytes(capacity)}"
+    message += ", an equal share of this machine's memory" if is_shared else ""
+    if most.needs <= MARGIN * capacity:
+        return Finding("memory", Status.OK, message)
+    remedy = "No single setting is enough: it takes more devices, larger ones, or a smaller model."
+    if better and better[0].fits:
+        remedy = f"For example {' '.join(better[0].overrides)}: {show_bytes(better[0].peak_bytes)}."
+    if most.needs <= capacity:
+        return Finding("memory", Status.WARNING, f"{message}; allocators and kernels need some of the rest", remedy)
+    return Finding("memory", Status.PROBLEM, message, remedy)

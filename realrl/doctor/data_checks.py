@@ -1,0 +1,331 @@
+"""Checks of tokenizers, chat templates, datasets and lengths."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realrl.config.schema import BUILT_IN
+from realrl.data.datasets import Dataset, load_dataset
+from realrl.data.kinds import DatasetKind
+from realrl.data.readers import READERS
+from realrl.data.tokenizer import encode_batch
+from realrl.doctor.findings import Finding, Status
+from realrl.doctor.patient import Patient
+from realrl.experiment.evaluation import held_out_data
+from realrl.graph.mfc import InterfaceType
+from realrl.plan.memory.plan import RowLengths
+from realrl.runtime.processes.preflight import check_vocabularies
+
+ROUND_TRIPS = ("The quick brown fox, 3.14!", "  two  spaces\n\tand a tab", "Größe, 大小, размер, 🙂")
+CONVERSATION = ({"role": "user", "content": "What is two and three?"}, {"role": "assistant", "content": "Five."})
+_N_BINS = 8
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How long the dataset's texts are: (shortest, longest, number of texts) of each bin."""
+
+    what: str
+    bins: tuple[tuple[int, int, int], ...]
+
+
+def check_tokenizers(patient: Patient) -> list[Finding]:
+    """Each role's tokenizer loads, and texts survive it."""
+    findings = []
+    for path, roles in _by_path(patient).items():
+        tokenizer = patient.tokenizer(path)
+        changed = [text for text in ROUND_TRIPS if not _survives(tokenizer, text)]
+        who = ", ".join(roles)
+        if changed:
+            findings.append(
+                Finding(
+                    "tokenizers",
+                    Status.WARNING,
+                    f"{path} ({who}): {len(tokenizer)} tokens, but {changed[0]!r} comes back as "
+                    f"{_round_trip(tokenizer, changed[0])!r}",
+                    "Rewards that read text see it changed like this; rewards that read ids do not.",
+                )
+            )
+        else:
+            findings.append(Finding("tokenizers", Status.OK, f"{path} ({who}): {len(tokenizer)} tokens, round trip"))
+    return findings
+
+
+def _by_path(patient: Patient) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in patient.plan.roles:
+        found.setdefault(patient.config.models[name].path, []).append(name)
+    return found
+
+
+def _round_trip(tokenizer: Any, text: str) -> str:
+    [ids] = encode_batch(tokenizer, [text], with_start=False)
+    decoded: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return decoded
+
+
+def _survives(tokenizer: Any, text: str) -> bool:
+    """Whether a text comes back; a space that some tokenizers put in front of every text does not count."""
+    decoded = _round_trip(tokenizer, text)
+    return text in (decoded, decoded.removeprefix(" "))
+
+
+# ---------------------------------------------------------------- stop tokens and chat template
+
+
+def check_stop_tokens(patient: Patient) -> list[Finding]:
+    """Of roles that generate: end-of-sequence tokens are in the vocabulary, and stop a response."""
+    findings = []
+    for name in _generating_roles(patient):
+        path, model = patient.config.models[name].path, patient.models[name]
+        tokenizer = patient.tokenizer(path)
+        stops = tuple(dict.fromkeys((tokenizer.eos_token_id, *patient.config.generation.stop_ids)))
+        shown = ", ".join(f"{i} ({tokenizer.convert_ids_to_tokens(i)})" for i in stops if i < len(tokenizer))
+        outside = [i for i in stops if i >= model.vocab_size]
+        if outside:
+            findings.append(
+                Finding(
+                    "stop tokens",
+                    Status.PROBLEM,
+                    f"{name}: stop tokens {outside} are outside of the model's vocabulary of {model.vocab_size}",
+                    "Check generation.stop_ids and the tokenizer's end-of-sequence token.",
+                )
+            )
+            continue
+        missing = [i for i in _model_ends(path, model.eos_token_ids) if i not in stops]
+        if missing:
+            findings.append(
+                Finding(
+                    "stop tokens",
+                    Status.WARNING,
+                    f"{name} stops at {shown}, but the model's own files end responses at "
+                    + ", ".join(f"{i} ({tokenizer.convert_ids_to_tokens(i)})" for i in missing)
+                    + " too",
+                    f"Set generation.stop_ids=[{','.join(map(str, missing))}].",
+                )
+            )
+        else:
+            findings.append(Finding("stop tokens", Status.OK, f"{name} stops at {shown}"))
+    return findings
+
+
+def _generating_roles(patient: Patient) -> list[str]:
+    calls = [mfc for mfc in patient.plan.mfcs if mfc.interface_type is InterfaceType.GENERATE]
+    return list(dict.fromkeys(mfc.role for mfc in calls if mfc.role in patient.models))
+
+
+def _model_ends(path: str, from_config: Sequence[int]) -> list[int]:
+    """End-of-sequence tokens that a model's config.json and generation_config.json name."""
+    ends = list(from_config)
+    file = Path(path) / "generation_config.json"
+    if path != BUILT_IN and file.is_file():
+        try:
+            named = json.loads(file.read_text(encoding="utf-8"))["eos_token_id"]
+        except (OSError, ValueError, KeyError, TypeError):  # the run does not read it
+            named = []
+        ends += [end for end in (named if isinstance(named, list) else [named]) if isinstance(end, int)]
+    return list(dict.fromkeys(ends))
+
+
+def check_chat_template(patient: Patient) -> list[Finding]:
+    """A prompt's tokens begin the tokens of the whole conversation, so that training sees what generation continued."""
+    tokenizer = patient.reading_tokenizer
+    is_used = patient.config.dataset.chat_template or _has_messages(patient)
+    if tokenizer.chat_template is None:
+        if is_used:
+            return [
+                Finding(
+                    "chat template",
+                    Status.PROBLEM,
+                    "prompts are to be wrapped in a chat template, and the tokenizer has none",
+                    "Use plain strings with dataset.chat_template=false, or add a chat_template to the tokenizer.",
+                )
+            ]
+        return [Finding("chat template", Status.OK, "the tokenizer has none, and none is used")]
+    use = "" if is_used else " (not used: prompts are plain text)"
+    try:
+        texts = [_rendered(tokenizer, *case) for case in ((CONVERSATION[:1], True), (CONVERSATION, False))]
+    except Exception as error:  # noqa: BLE001 - a template is a program, which may raise anything
+        message = f"the template cannot be rendered: {type(error).__name__}: {error}{use}"
+        remedy = "Correct the tokenizer's chat_template." if is_used else ""
+        return [Finding("chat template", Status.PROBLEM if is_used else Status.OK, message, remedy)]
+    for said, text, status in zip(CONVERSATION, texts, (Status.PROBLEM, Status.WARNING), strict=True):
+        if is_used and said["content"] not in text:
+            message = f"the template loses text: {said['content']!r} of the {said['role']} is not in what it renders"
+            return [Finding("chat template", status, message, "Correct the tokenizer's chat_template.")]
+    prompt, whole = encode_batch(tokenizer, texts, with_start=False)
+    if whole[: len(prompt)] != prompt:
+        n_equal = next(i for i, pair in enumerate(zip([*prompt, -1], [*whole, -2])) if pair[0] != pair[1])
+        return [
+            Finding(
+                "chat template",
+                Status.WARNING if is_used else Status.OK,
+                f"the prompt's {len(prompt)} tokens are no beginning of the conversation's {len(whole)}: token "
+                f"{n_equal} differs{use}",
+                "The template renders a finished answer in another way than it begins one; responses of earlier turns "
+                "are not seen as they were generated." if is_used else "",
+            )
+        ]  # fmt: skip
+    end = whole[len(prompt) :]
+    stops = {tokenizer.eos_token_id, *patient.config.generation.stop_ids}
+    if is_used and _generating_roles(patient) and not stops.intersection(end):
+        return [
+            Finding(
+                "chat template",
+                Status.WARNING,
+                f"a finished answer ends with {tokenizer.decode(end[-2:])!r}, which holds no stop token",
+                "Add the token that closes an answer to generation.stop_ids.",
+            )
+        ]
+    message = f"the prompt's {len(prompt)} tokens begin the conversation's {len(whole)}{use}"
+    return [Finding("chat template", Status.OK, message)]
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], is_prompt: bool) -> str:
+    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=is_prompt)
+    return text
+
+
+def _has_messages(patient: Patient) -> bool:
+    """Whether the first row's prompt is a list of messages."""
+    path = Path(patient.config.dataset.path)
+    reader = READERS.get(path.suffix.lower())
+    if reader is None or not path.is_file():
+        return False
+    first = next(reader(path), None)
+    return first is not None and isinstance(first.fields.get("prompt"), list)
+
+
+# ---------------------------------------------------------------- dataset
+
+
+def check_dataset(patient: Patient) -> list[Finding]:
+    """The dataset, and the validation data where there is any, is readable and long enough for a step."""
+    dataset = patient.dataset
+    findings = [_about("dataset", patient.config.dataset.path, dataset, patient.plan.samples_per_step)]
+    if patient.plan.evaluation is not None:
+        config = held_out_data(patient.config)
+        held_out = load_dataset(config, patient.kind, patient.reading_tokenizer, is_held_out=True)
+        findings.append(_about("dataset", f"eval.path: {config.path}", held_out, 1))
+    return findings
+
+
+def _about(check: str, path: str, dataset: Dataset, n_needed: int) -> Finding:
+    n_kept, n_dropped = len(dataset), dataset.n_dropped
+    longest = max(dataset.prompt_lens)
+    message = f"{path}: {n_kept} rows, {n_dropped} dropped; prompts of {min(dataset.prompt_lens)} to {longest} tokens"
+    if dataset.kind is not DatasetKind.PROMPT:
+        message += f", whole sequences of up to {max(map(max, dataset.seqlens))}"
+    if n_kept < n_needed:
+        remedy = "Lower n_seqs, or give more rows."
+        return Finding(check, Status.PROBLEM, f"{message}; a step needs {n_needed} rows", remedy)
+    if n_dropped > n_kept:
+        return Finding(
+            check, Status.WARNING, f"{message}; {'; '.join(dataset.notes)}", "Raise the limits of dataset.*."
+        )
+    return Finding(check, Status.OK, message)
+
+
+def row_lengths(dataset: Dataset) -> RowLengths:
+    """Token counts of a dataset, for memory."""
+    longest = [max(lens) for lens in dataset.seqlens]
+    return RowLengths(dataset.prompt_lens, [sum(lens) for lens in dataset.seqlens], longest)
+
+
+def longest_allowed(patient: Patient) -> RowLengths:
+    """Token counts where the dataset cannot be read: what the configuration lets in."""
+    config = patient.config.dataset
+    n_sequences = 2 if patient.kind in (DatasetKind.PREFERENCE_PAIR, DatasetKind.UNPAIRED) else 1
+    sequence = config.max_prompt_tokens + config.max_answer_tokens
+    return RowLengths([config.max_prompt_tokens], [n_sequences * sequence], [sequence])
+
+
+def histograms(dataset: Dataset) -> list[Histogram]:
+    """Lengths of prompts and, where the rows have any, of answers."""
+    found = [Histogram("prompt tokens", _bins(dataset.prompt_lens))]
+    if dataset.kind is not DatasetKind.PROMPT:
+        answers = [n - p for p, lens in zip(dataset.prompt_lens, dataset.seqlens, strict=True) for n in lens]
+        found.append(Histogram("answer tokens", _bins(answers)))
+    return found
+
+
+def _bins(lengths: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """At most `_N_BINS` bins of equal width."""
+    ordered = sorted(lengths)
+    low, high = ordered[0], ordered[-1]
+    width = max(1, -(-(high - low + 1) // _N_BINS))
+    edges = range(low, high + 1, width)
+    return tuple(
+        (edge, min(edge + width - 1, high), bisect_left(ordered, edge + width) - bisect_left(ordered, edge))
+        for edge in edges
+    )
+
+
+# ---------------------------------------------------------------- lengths and vocabularies
+
+
+def check_lengths(patient: Patient) -> list[Finding]:
+    """Prompts, and what is generated after them, fit into the positions of every model that reads them."""
+    generating = set(_generating_roles(patient))
+    new = patient.config.generation.max_new_tokens if generating else 0
+    dataset = patient.dataset
+    longest = max(dataset.prompt_lens) + new if new else max(map(max, dataset.seqlens))
+    too_short = {name: model for name, model in patient.models.items() if model.max_positions < longest}
+    what = f"prompts of up to {max(dataset.prompt_lens)} tokens and {new} new ones" if new else "prompts with answers"
+    if not too_short:
+        fewest = min((model.max_positions for model in patient.models.values()), default=0)
+        message = f"{what} make up to {longest} tokens; the models have {fewest} positions or more"
+        return [Finding("lengths", Status.OK, message)]
+    findings = []
+    for name, model in too_short.items():
+        is_limit = name in generating or model.learned_positions
+        findings.append(
+            Finding(
+                "lengths",
+                Status.PROBLEM if is_limit else Status.WARNING,
+                f"{what} make up to {longest} tokens, {name} has {model.max_positions} positions"
+                + ("" if is_limit else ", beyond which it was not trained"),
+                "Lower dataset.max_prompt_tokens or generation.max_new_tokens."
+                if new
+                else "Lower dataset.max_prompt_tokens or dataset.max_answer_tokens.",
+            )
+        )
+    return findings
+
+
+def check_vocabulary(patient: Patient) -> list[Finding]:
+    """All models know the tokens that they may be given."""
+    tokenizer = patient.reading_tokenizer
+    check_vocabularies(patient.plan, patient.dataset, n_tokens=len(tokenizer))
+    sizes = {name: model.vocab_size for name, model in patient.models.items()}
+    shown = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "no model"
+    if len(set(sizes.values())) > 1:
+        return [
+            Finding(
+                "vocabularies",
+                Status.WARNING,
+                f"sizes differ: {shown}; the tokenizer has {len(tokenizer)}",
+                "Make sure that all models were trained with one tokenizer; padded vocabularies are harmless.",
+            )
+        ]
+    return [Finding("vocabularies", Status.OK, f"{shown}; the tokenizer has {len(tokenizer)}")]
+
+
+def some_prompts(patient: Patient, n: int) -> list[torch.Tensor]:
+    """Token ids of up to n prompts, spread over the dataset."""
+    dataset = patient.dataset
+    n = min(n, len(dataset))
+    rows = [i * len(dataset) // n for i in range(n)]
+    ids = [str(row) for row in rows]
+    sample = dataset.samples(ids, rows)
+    if dataset.kind is DatasetKind.PROMPT:
+        return list(sample.samples("prompt_ids"))
+    firsts = zip(sample.sequences("input_ids"), sample.sequences("prompt_mask"), strict=True)
+    return [tokens[0][masks[0]] for tokens, masks in firsts]

@@ -1,0 +1,234 @@
+"""What `realrl.plan.memory.plan` is told of a run and of the machine, and which settings would need less."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from realrl.config.schema import RunConfig
+from realrl.cpu import HEAD_MULTIPLE, can_use
+from realrl.cpu.fused_linear import packing_pays
+from realrl.doctor.patient import Recompose
+from realrl.engine.device import total_memory_bytes
+from realrl.errors import UsageError
+from realrl.experiment.evaluation import eval_generation
+from realrl.experiment.models import role_configs
+from realrl.experiment.run_plan import RunPlan, plan_run
+from realrl.graph.build import topological_calls
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.model.layers.linear import product_dtype
+from realrl.plan.backends import zero_stage_of
+from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, RowLengths, load_of, plan_memory
+from realrl.shape import DecoderConfig
+
+MARGIN = 0.9  # of a device's memory; allocators and kernels need some of the rest
+_WORTH_SAYING = 0.98
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Other settings, and what the fullest device would need with them.
+
+    Attributes:
+        overrides: as a user types them.
+        peak_bytes: of the fullest device.
+        fits: whether it has that.
+    """
+
+    overrides: tuple[str, ...]
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The device that needs the most, the call in which it does, and bytes.
+
+    On the CPU what is offloaded to host memory counts as well: it is the same memory.
+    """
+
+    rank: int
+    call: str
+    needs: int
+
+
+def fullest(memory: MemoryPlan, device: torch.device) -> Fullest:
+    """Of all devices of a plan on which some call runs."""
+    found = []
+    for call, by_rank in memory.calls.items():
+        for rank, usage in by_rank.items():
+            found.append(Fullest(rank, call, usage.total + (usage.host if device.type == "cpu" else 0)))
+    return max(found, key=lambda one: (one.needs, -one.rank))
+
+
+def memory_plan(
+    plan: RunPlan, models: Mapping[str, DecoderConfig], rows: RowLengths, *, device: torch.device
+) -> MemoryPlan:
+    """The memory of a run's devices, evaluation included.
+
+    Raises:
+        AllocationError: a strategy does not fit a model.
+    """
+    roles = role_states(plan, models)
+    calls = call_states(plan, rows)
+    n_rows = max((call.load.n_rows for call in calls), default=1)
+    dtype = next(iter(models.values())).dtype if models else torch.float32
+    return plan_memory(roles, calls, kernels=kernels_of(device, dtype, n_rows=max(n_rows, 1)))
+
+
+def role_states(plan: RunPlan, models: Mapping[str, DecoderConfig]) -> dict[str, RoleState]:
+    """The roles with parameters, as memory is concerned."""
+    states = {}
+    for name, model in models.items():
+        home, section = plan.home_of(name), plan.config.models[name]
+        assert home is not None, "a role with a model has a home"
+        states[name] = RoleState(
+            model=model,
+            home=home,
+            is_trained=plan.roles[name].trainable,
+            is_changed=name in plan.changed_roles,
+            backend=section.backend,
+            zero_stage=zero_stage_of(section.backend, section.optimizer.zero_stage),
+            offloads_optimizer=section.optimizer.offload,
+            checkpoints_activations=section.activation_checkpointing,
+        )
+    return states
+
+
+def call_states(plan: RunPlan, rows: RowLengths) -> list[CallState]:
+    """All calls in the order of a step, those of an evaluation behind them."""
+    graphs = [plan.graph] if plan.evaluation is None else [plan.graph, plan.evaluation.graph]
+    return [_call_state(plan, mfc, rows) for graph in graphs for mfc in topological_calls(graph)]
+
+
+def _call_state(plan: RunPlan, mfc: MFCDef, rows: RowLengths) -> CallState:
+    allocation = plan.allocation_of(mfc.name)
+    generation = eval_generation(plan.config) if plan.is_evaluating(mfc.name) else plan.config.generation
+    load = load_of(
+        mfc, allocation, rows, generation=generation, n_responses=_responses(plan, mfc, generation.n_responses)
+    )
+    return CallState(mfc.name, mfc.role, mfc.interface_type, allocation, plan.hooks_of(mfc.name), load)
+
+
+def _responses(plan: RunPlan, mfc: MFCDef, n_responses: int) -> int:
+    """Responses of each sample that a call makes or reads; 0 if its sequences are the dataset's."""
+    made = [mfc] if mfc.interface_type is InterfaceType.GENERATE else _generators(plan, mfc)
+    if not made:
+        return 0
+    return max(1 if one.interface.args.get("greedy") else n_responses for one in made)
+
+
+def _generators(plan: RunPlan, mfc: MFCDef) -> list[MFCDef]:
+    """The generate calls whose tokens a call computes on."""
+    others = () if plan.evaluation is None else plan.evaluation.mfcs
+    calls = others if mfc in others else plan.mfcs
+    tokens = {key for key in mfc.input_keys if mfc.input_key_remap.get(key, key) == "input_ids"}
+    return [one for one in calls if one.interface_type is InterfaceType.GENERATE and tokens & {*one.output_keys}]
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kernels:
+    """How this machine's kernels use memory; on CUDA as the defaults say."""
+    if device.type != "cpu":
+        return Kernels()
+    computed = product_dtype(device, dtype)
+    has_kernels = can_use(device, computed)
+    return Kernels(
+        fused_norms=False,
+        float_attention=dtype == torch.bfloat16,
+        whole_logits=False,
+        float_products=computed != dtype,
+        generation_bytes=computed.itemsize,
+        packs_weights=packing_pays(device, computed, n_rows),
+        fused_products=has_kernels,
+        fused_heads=HEAD_MULTIPLE if has_kernels else None,
+    )
+
+
+def device_capacity(config: RunConfig, device: torch.device) -> int:
+    """Bytes of one device's memory; on the CPU an equal share of the machine's for each worker."""
+    if device.type != "cpu":
+        return total_memory_bytes(device)
+    return machine_memory() // config.cluster.n_devices_per_node
+
+
+def machine_memory() -> int:
+    """Bytes of host memory, or of the part of it that this container may use."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in _CGROUP_LIMITS:
+        path = Path(name)
+        text = path.read_text().strip() if path.is_file() else ""
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a device's memory that nobody uses now; of host memory what the kernel can give without swapping."""
+    if device.type != "cpu":
+        return total_memory_bytes(device)
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
+    available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return min([*available, machine_memory()])
+
+
+# ---------------------------------------------------------------- what would help
+
+
+def alternatives(
+    plan: RunPlan, rows: RowLengths, *, needs: int, capacity: int, recompose: Recompose, device: torch.device
+) -> list[Alternative]:
+    """Settings with which the fullest device needs less than it does; those that fit, the fewest and mildest, first.
+
+    Each is planned as the run itself; one that the run would refuse is left out.
+    """
+    found = []
+    for overrides in _candidates(plan):
+        try:
+            other = plan_run(recompose(overrides), plan.experiment)
+            memory = memory_plan(other, role_configs(other), rows, device=device)
+        except UsageError:
+            continue
+        peak = fullest(memory, device).needs
+        if peak < _WORTH_SAYING * needs:
+            found.append(Alternative(overrides, peak, peak <= MARGIN * capacity))
+    return sorted(found, key=lambda one: (0, len(one.overrides)) if one.fits else (1, one.peak_bytes))
+
+
+def _candidates(plan: RunPlan) -> list[tuple[str, ...]]:
+    """Single settings first, then those that cost the least speed together."""
+    config = plan.config
+    sections = {name: config.models[name] for name, role in plan.roles.items() if role.trainable}
+    checkpointing = tuple(
+        f"models.{name}.activation_checkpointing=true"
+        for name, section in sections.items()
+        if not section.activation_checkpointing
+    )
+    optimizers = {
+        key: tuple(f"models.{name}.optimizer.{key}" for name in sections) for key in ("zero_stage=1", "offload=true")
+    }
+    singles = [checkpointing, *optimizers.values()]
+    pieces: tuple[str, ...] = ()
+    if config.max_tokens_per_mb is None and sections:
+        n_mbs = config.n_mbs or 1
+        singles += [(f"n_mbs={factor * n_mbs}",) for factor in (2, 4, 16)]
+        pieces = (f"n_mbs={16 * n_mbs}",)
+    if any(mfc.interface_type is InterfaceType.GENERATE for mfc in plan.mfcs):
+        singles.append((f"generation.max_batch_size={max(1, config.generation.max_batch_size // 4)}",))
+    if any(not role.trainable and role.head != "none" for role in plan.roles.values()):
+        singles.append(("allocation.offload_frozen=true",))
+    if config.cluster.n_devices > 1:
+        singles.append(("allocation.mode=tensor",))
+    if config.precision == "fp32":
+        singles.append(("precision=bf16",))
+    singles.append(tuple(f"models.{name}.lora.rank=16" for name in sections))
+    together = [(*checkpointing, *pieces), (*checkpointing, *pieces, *optimizers["offload=true"])]
+    return list(dict.fromkeys(overrides for overrides in (*singles, *together) if overrides))

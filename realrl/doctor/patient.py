@@ -1,0 +1,88 @@
+"""The run that is examined: its plan, and what several checks read of it, each read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from realrl.config.schema import RunConfig
+from realrl.data.datasets import Dataset, load_dataset
+from realrl.data.kinds import DatasetKind
+from realrl.data.tokenizer import load_tokenizer
+from realrl.engine import device as devices
+from realrl.experiment.evaluation import held_out_data
+from realrl.experiment.models import DTYPES, role_configs
+from realrl.experiment.run_plan import RunPlan
+from realrl.runtime.worker.roles import role_tokenizer
+from realrl.shape import DecoderConfig
+
+Recompose = Callable[[Sequence[str]], RunConfig]
+
+
+@dataclass(frozen=True)
+class Patient:
+    """A run that has not started.
+
+    Attributes:
+        plan: of the run.
+        recompose: the configuration with further overrides, to see what they would change.
+        device_memory_bytes: of each device; None for that of this machine.
+        loads_models: whether checks may load a model.
+    """
+
+    plan: RunPlan
+    recompose: Recompose
+    device_memory_bytes: int | None = None
+    loads_models: bool = True
+    tokenizers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> RunConfig:
+        """Of the run."""
+        return self.plan.config
+
+    @cached_property
+    def models(self) -> dict[str, DecoderConfig]:
+        """Role -> its model, for roles that have one."""
+        return role_configs(self.plan)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Of computation."""
+        return DTYPES[self.config.precision]
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of the first worker; raises `ConfigError` where there is none."""
+        return devices.resolve_device(self.config.cluster.device)
+
+    @property
+    def planned_device(self) -> torch.device:
+        """What the run is planned for; it need not be there."""
+        return torch.device("cuda") if self.config.cluster.device == "cuda" else self.device
+
+    def tokenizer(self, path: str) -> Any:
+        """The tokenizer of a model folder."""
+        if path not in self.tokenizers:
+            self.tokenizers[path] = load_tokenizer(path)
+        return self.tokenizers[path]
+
+    @cached_property
+    def reading_tokenizer(self) -> Any:
+        """The tokenizer that makes the dataset's tokens."""
+        return role_tokenizer(self.plan)
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        """What the run goes over."""
+        config = held_out_data(self.config) if self.config.eval.only else self.config.dataset
+        return load_dataset(config, self.kind, self.reading_tokenizer, is_held_out=self.config.eval.only)
+
+    @property
+    def kind(self) -> DatasetKind:
+        """Of the dataset."""
+        return self.plan.experiment.dataset

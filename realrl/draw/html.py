@@ -1,0 +1,124 @@
+"""One self-contained page: the picture, and what is known of each call when it is clicked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import TYPE_CHECKING
+
+from realrl.draw.layout import Drawing
+from realrl.draw.page import PAGE
+from realrl.draw.scene import DATASET, TYPE_WORDS, Placement, Scene, hook_text
+from realrl.draw.svg import document, node_ids
+from realrl.draw.theme import DARK, LIGHT, Theme, stylesheet
+from realrl.graph.build import call, producers, readers, version_edges
+from realrl.graph.mfc import MFCDef
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+Row = tuple[str, list[str]]
+
+
+def render_html(drawing: Drawing, graph: nx.DiGraph, allocations: Mapping[str, Placement] | None) -> str:
+    """The page as text; it loads nothing."""
+    scene = drawing.scene
+    details = json.dumps(_details(scene, graph, allocations or {}), ensure_ascii=False).replace("<", "\\u003c")
+    parts = {
+        "TITLE": escape(scene.title),
+        "STYLE": _style(len(scene.roles)),
+        "PICTURE": document(drawing, "", interactive=True),
+        "DETAILS": details,
+    }
+    page = PAGE
+    for name, content in parts.items():
+        before, _, after = page.partition(f"<!--{name}-->")
+        page = before + content + after
+    return page
+
+
+def _style(n_roles: int) -> str:
+    """Light unless the system or the reader asks for dark."""
+    dark = _variables(DARK)
+    system, chosen = ":root:not([data-theme=light])", ":root[data-theme=dark]"
+    return "\n".join(
+        [
+            f":root{{{_variables(LIGHT)};color-scheme:light}}",
+            stylesheet(LIGHT, n_roles, ".picture"),
+            "@media (prefers-color-scheme:dark){",
+            f"{system}{{{dark};color-scheme:dark}}",
+            stylesheet(DARK, n_roles, f"{system} .picture"),
+            "}",
+            f"{chosen}{{{dark};color-scheme:dark}}",
+            stylesheet(DARK, n_roles, f"{chosen} .picture"),
+        ]
+    )
+
+
+def _variables(theme: Theme) -> str:
+    colours = {"paper": theme.paper, "ink": theme.ink, "muted": theme.muted, "line": theme.line, "panel": theme.pill}
+    return ";".join(f"--{name}:{value}" for name, value in colours.items())
+
+
+# ---------------------------------------------------------------- details
+
+
+def _details(
+    scene: Scene, graph: nx.DiGraph, allocations: Mapping[str, Placement]
+) -> dict[str, dict[str, str | list[Row]]]:
+    """Node id -> what the panel shows: name, a line below it, and rows of a term with its values."""
+    ids = node_ids(scene)
+    found: dict[str, dict[str, str | list[Row]]] = {}
+    for name in scene.cards:
+        if name == DATASET:
+            keys = sorted({key for pill in scene.pills if pill.producer == DATASET for key in pill.keys})
+            rows = [("provides", [_produced(graph, key) for key in keys])]
+            found[ids[name]] = {"name": "dataset", "about": "where samples start", "rows": rows}
+            continue
+        mfc = call(graph, name)
+        state = "trained" if mfc.role in scene.trained_roles else "frozen"
+        about = f"{TYPE_WORDS[mfc.interface_type]} on {mfc.model} ({state})"
+        rows = [row for row in _rows(graph, mfc, allocations.get(name)) if row[1]]
+        found[ids[name]] = {"name": name, "about": about, "rows": rows}
+    return found
+
+
+def _rows(graph: nx.DiGraph, mfc: MFCDef, place: Placement | None) -> Iterator[Row]:
+    origin = producers(graph)
+    yield "interface", [mfc.interface.name, *(f"{name} = {value!r}" for name, value in mfc.interface.args.items())]
+    yield "reads", [f"{_remapped(mfc, key)} from {origin.get(key, 'dataset')}" for key in mfc.input_keys]
+    yield "produces", [_produced(graph, key) for key in mfc.output_keys]
+    yield "batch", list(_batch(mfc))
+    yield (
+        "waits for",
+        [f"{edge.trainer} of step i − {edge.lag}" for edge in version_edges(graph) if edge.reader == mfc.name],
+    )
+    yield "before", [hook_text(hook) for hook in mfc.pre_hooks]
+    yield "after", [hook_text(hook) for hook in mfc.post_hooks]
+    if place is not None:
+        yield "mesh", [str(place.mesh)]
+        yield "strategy", [str(place.strategy)]
+
+
+def _remapped(mfc: MFCDef, key: str) -> str:
+    inside = mfc.input_key_remap.get(key, key)
+    return key if inside == key else f"{key} (as {inside})"
+
+
+def _produced(graph: nx.DiGraph, key: str) -> str:
+    return f"{key} for {', '.join(readers(graph, key)) or 'nobody'}"
+
+
+def _batch(mfc: MFCDef) -> Iterator[str]:
+    yield f"n_seqs = {mfc.n_seqs}"
+    for field in ("min_n_seqs", "n_mbs", "max_tokens_per_mb"):
+        value = getattr(mfc, field)
+        if value is not None:
+            yield f"{field} = {value}"
+    if mfc.n_minibatches != 1:
+        yield f"n_minibatches = {mfc.n_minibatches}"
+    if mfc.balanced_dp:
+        yield "balanced_dp = True"
+    if mfc.max_staleness:
+        yield f"max_staleness = {mfc.max_staleness}"

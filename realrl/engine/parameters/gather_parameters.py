@@ -1,0 +1,178 @@
+"""Whole parameters from the slices of a tensor-parallel group, one at a time, and models saved that way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from realrl.engine.groups import Communicator
+from realrl.model.decoder import Decoder
+from realrl.model.files.adapter_files import save_adapters
+from realrl.model.files.hf import save_index, save_stage
+from realrl.model.lora import is_trained, merged_shards, trained_parameters
+from realrl.plan.parameters.layout import Layer, ParameterSpec, Slice, parameter_specs, slice_of, stage_layers
+from realrl.shape import DecoderConfig
+
+Copy = Callable[[str, torch.Tensor], torch.Tensor]
+"""``copy(name, tensor)``: a copy in host memory."""
+
+
+def save_sharded(decoder: Decoder, folder: str | Path, *, tp: Communicator, pp: Communicator) -> None:
+    """Write the model in Hugging Face format; all ranks of one data-parallel replica call this together.
+
+    Adapters are merged into the model's weights, and written by themselves into the sub-folder `adapter`. The first
+    tensor rank of each stage writes the stage's files, and that of the first stage completes the folder.
+
+    Args:
+        tp: the ranks that share this stage's layers.
+        pp: the ranks at the same place of the other stages, in order.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written; only the rank that met it raises, and the folder
+            gets no index and no `config.json`.
+    """
+    config = replace(decoder.config, lora=None)
+    adapters = gather_trained(decoder, tp=tp, pp=pp) if decoder.config.lora is not None else {}
+    tensors = gather_parameters(decoder, tp)
+    failed = torch.ones(1, device=decoder.device)
+    try:
+        if tp.rank == 0:
+            save_stage(config, folder, tensors, pp_rank=pp.rank, pp_size=pp.n_ranks)
+        failed.zero_()
+    finally:
+        for _ in tensors:  # other ranks are sending: they must not wait for one whose disk is full
+            pass
+        is_complete = not pp.all_reduce_(failed, "max").item()
+    if is_complete and tp.rank == 0 and pp.rank == 0:
+        save_index(config, folder, pp_size=pp.n_ranks)
+        if adapters:
+            save_adapters(decoder.config, Path(folder) / "adapter", adapters)
+
+
+@dataclass(frozen=True)
+class ModelCopy:
+    """The share of a model's files that one rank writes, in host memory: no other rank is needed to write it.
+
+    Attributes:
+        config: of the whole model, without adapters.
+        tensors: (name, whole tensor) of this stage's parameters, adapters merged.
+        pp_rank, pp_size: the stage.
+        adapters: whole ones by name, on the rank that writes them.
+        adapted: the configuration with adapters.
+    """
+
+    config: DecoderConfig
+    tensors: list[tuple[str, torch.Tensor]]
+    pp_rank: int
+    pp_size: int
+    adapters: Mapping[str, torch.Tensor]
+    adapted: DecoderConfig
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write the tensor files, and on the first stage what completes the folder; returns the large files.
+
+        Raises:
+            OSError: the disk is full or the folder cannot be written.
+        """
+        files = save_stage(self.config, folder, self.tensors, pp_rank=self.pp_rank, pp_size=self.pp_size)
+        if self.pp_rank == 0:
+            save_index(self.config, folder, pp_size=self.pp_size)
+            if self.adapters:
+                save_adapters(self.adapted, folder / "adapter", self.adapters)
+        return files
+
+
+def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communicator) -> ModelCopy | None:
+    """What `save_sharded` would write, copied to host memory; all ranks of one replica call this together.
+
+    Args:
+        copy: called with a name and a tensor that may change afterwards; returns a copy in host memory.
+        tp: the ranks that share this stage's layers.
+        pp: the ranks at the same place of the other stages, in order.
+
+    Returns:
+        The share of this rank; None if it writes nothing.
+    """
+    adapters = gather_trained(decoder, tp=tp, pp=pp) if decoder.config.lora is not None else {}
+    tensors = [(name, copy(name, whole)) for name, whole in gather_parameters(decoder, tp)]
+    if tp.rank != 0:
+        return None
+    kept = {name: copy(f"adapter/{name}", whole) for name, whole in adapters.items()}
+    config = replace(decoder.config, lora=None)
+    return ModelCopy(config, tensors, pp.rank, pp.n_ranks, kept, decoder.config)
+
+
+def gather_parameters(decoder: Decoder, tp: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, whole tensor) of this stage's parameters on the first rank of the group, nothing on the others.
+
+    All ranks of the group iterate to the end together. At any time the first rank holds one whole parameter beside its
+    shard. A tied head that is a copy of another stage's embedding is left out, and adapters are merged.
+
+    Args:
+        tp: the ranks that share this stage's layers.
+    """
+    return _gather_all(decoder, merged_shards(decoder), tp)
+
+
+def gather_trained(decoder: Decoder, *, tp: Communicator, pp: Communicator) -> dict[str, torch.Tensor]:
+    """The whole model's adapters, and a scalar head, in float32 on the first rank of all; nothing on the others.
+
+    Args:
+        tp: the ranks that share this stage's layers.
+        pp: the ranks at the same place of the other stages, in order.
+    """
+    mine = {name: whole.float() for name, whole in _gather_all(decoder, trained_parameters(decoder), tp)}
+    if tp.rank != 0:
+        return {}
+    stage_of: dict[Layer, int] = {"embedding": 0, "head": pp.n_ranks - 1}
+    for stage, layers in enumerate(stage_layers(decoder.config, pp.n_ranks)):
+        stage_of |= dict.fromkeys(layers, stage)
+    gathered: dict[str, torch.Tensor] = {}
+    for spec in parameter_specs(decoder.config):
+        if not is_trained(decoder.config, spec.name):
+            continue
+        stage = stage_of[spec.layer]
+        if pp.rank == 0:
+            gathered[spec.name] = mine[spec.name] if stage == 0 else torch.empty(spec.shape, device=decoder.device)
+            if stage != 0:
+                pp.exchange([], [(stage, gathered[spec.name])]).wait()
+        elif pp.rank == stage:
+            pp.exchange([(0, mine[spec.name])], []).wait()
+    return gathered
+
+
+def _gather_all(
+    decoder: Decoder, parts: Iterable[tuple[str, torch.Tensor]], tp: Communicator
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, part in parts:
+        spec = decoder.specs[name]
+        if not decoder.shard.has(spec.layer):
+            continue
+        if tp.n_ranks > 1 and spec.sharded_dim is not None:
+            whole = _gather(spec, part.detach().contiguous(), tp)
+            if whole is not None:
+                yield name, whole
+        elif tp.rank == 0:
+            yield name, part.detach()
+
+
+def _gather(spec: ParameterSpec, part: torch.Tensor, tp: Communicator) -> torch.Tensor | None:
+    holders: dict[Slice, int] = {}  # the first, of ranks that share a KV head
+    for rank in range(tp.n_ranks):
+        holders.setdefault(slice_of(spec, rank, tp.n_ranks), rank)
+    if tp.rank != 0:
+        if tp.rank in holders.values():
+            tp.exchange([(0, part)], []).wait()
+        return None
+    whole = part.new_empty(spec.shape)
+    places = [whole[tuple(slice(start, stop) for start, stop in place)] for place in holders]
+    buffers = [part, *(place if place.is_contiguous() else torch.empty_like(place) for place in places[1:])]
+    peers = list(holders.values())[1:]
+    tp.exchange([], list(zip(peers, buffers[1:], strict=True))).wait()
+    for place, buffer in zip(places, buffers, strict=True):
+        if place is not buffer:
+            place.copy_(buffer)
+    return whole

@@ -1,0 +1,311 @@
+"""Parameters from one layout to another: executes a `ReallocPlan` on one rank.
+
+    source shards ──pack──► messages ──round by round──► unpack ──► target shards
+         └───────── what the rank keeps itself: aliased, or copied ────────┘
+
+Two rounds of messages exist at a time, so that a reallocation needs little memory beyond the two layouts; and of these,
+the target aliases the source where it can.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from realrl.engine.groups import Communicator, Pending
+from realrl.engine.parameters.realloc_rounds import Message, Round, rounds_of
+from realrl.errors import RunError
+from realrl.plan.parameters.layout import ParameterLayout, Slice
+from realrl.plan.parameters.realloc import Keep, ReallocPlan
+
+_BUCKET_BYTES = 64 << 20
+_ROUNDS_UNDER_WAY = 2  # one travels while the other is packed or unpacked
+
+
+@dataclass(frozen=True)
+class ReallocResult:
+    """What a rank has after a reallocation.
+
+    Attributes:
+        parameters: this rank's shard of the target layout, by global name; empty where the target layout has no shard.
+        bytes_received, bytes_sent: of parameters, from and to other ranks.
+        peak_bytes: the most that source shard, new tensors and messages under way took together.
+        adopted: source tensors that are views of `parameters`.
+    """
+
+    parameters: dict[str, torch.Tensor]
+    bytes_received: int
+    bytes_sent: int
+    peak_bytes: int
+    adopted: tuple[torch.Tensor, ...] = ()
+
+    def release(self) -> None:
+        """Forget the parameters, and give adopted source tensors memory of their own again, one by one.
+
+        Whoever else uses `parameters`, a decoder say, must have dropped them for their memory to be freed.
+        """
+        self.parameters.clear()
+        for tensor in self.adopted:
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+
+
+class Reallocator:
+    """Moves parameters as planned, as often as wanted; keeps no tensor in between.
+
+    Args:
+        plan: the same on every rank.
+        world: the group of all ranks: the plan's ranks are places in it.
+        rank: this rank.
+        device: of all tensors.
+        bucket_bytes: limit of the messages of one round and direction; twice as much may be under way. The same on
+            every rank.
+    """
+
+    def __init__(
+        self,
+        plan: ReallocPlan,
+        world: Communicator,
+        rank: int,
+        device: torch.device,
+        *,
+        bucket_bytes: int = _BUCKET_BYTES,
+    ) -> None:
+        self.plan = plan
+        self._world = world
+        self._rank = rank
+        self._device = device
+        self._dtypes = {spec.name: spec.dtype for spec in (*plan.source_layout.specs, *plan.target_layout.specs)}
+        self._source_shapes = _shapes(plan.source_layout, rank)
+        self._target_shapes = _shapes(plan.target_layout, rank)
+        self._rounds = rounds_of(plan, rank, self._dtypes, bucket_bytes=bucket_bytes)
+
+    def run(
+        self,
+        source: Mapping[str, torch.Tensor] | None,
+        *,
+        target: Mapping[str, torch.Tensor] | None = None,
+        eta: float = 1.0,
+        alias: bool = True,
+        adopt: bool = False,
+    ) -> ReallocResult:
+        """`start`, and wait for the end."""
+        return self.start(source, target=target, eta=eta, alias=alias, adopt=adopt).wait()
+
+    @torch.no_grad()
+    def start(
+        self,
+        source: Mapping[str, torch.Tensor] | None,
+        *,
+        target: Mapping[str, torch.Tensor] | None = None,
+        eta: float = 1.0,
+        alias: bool = True,
+        adopt: bool = False,
+    ) -> Reallocation:
+        """Send the first messages and copy what the rank keeps; every rank of either layout calls this in one order.
+
+        Nobody may write to the source before `Reallocation.wait` has returned.
+
+        Args:
+            source: this rank's shard of the source layout by global name, parameters or other tensors; ignored where
+                the layout has none.
+            target: write ``eta * source + (1 - eta) * target`` into these tensors, which lie apart from the source's;
+                None makes new ones.
+            alias: let a target shard that is a part of the source shard be a view of it, contiguous or not.
+            adopt: where, the other way round, a source shard is a part of the target shard, re-point the given source
+                tensor into the target tensor, so that nothing exists twice, until `ReallocResult.release`. The source
+                tensors may not be trained or offloaded in between.
+
+        Raises:
+            RunError: a tensor is missing, or its shape, dtype or device is not the plan's.
+        """
+        held = self._checked("source", source, self._source_shapes)
+        kept = {keep.parameter: keep for keep in self.plan.keeps(self._rank)}
+        adopted: list[torch.Tensor] = []
+        if target is not None:
+            shards = _Shards(held, self._checked("target", target, self._target_shapes), eta)
+        else:
+            shards = _Shards(held, {})
+            for name, shape in self._target_shapes.items():
+                keep = kept.get(name)
+                if alias and keep is not None and keep.is_whole_target:
+                    shards.target[name] = _view(held[name], kept.pop(name).source_slice)
+                    continue
+                shards.target[name] = torch.empty(shape, dtype=_dtype(self._dtypes[name]), device=self._device)
+                shards.account(shards.target[name].nbytes)
+                if adopt and source is not None and keep is not None and _covers(keep.source_slice, held[name]):
+                    shards.adopt(source[name], kept.pop(name))
+                    adopted.append(source[name])
+        under_way = Reallocation(self._world, self._rounds, shards, adopted)
+        for keep in kept.values():  # while the first messages travel
+            value = _view(held[keep.parameter], keep.source_slice)
+            shards.write([(keep.parameter, keep.target_slice)], [value])
+        return under_way
+
+    def _checked(
+        self, side: str, tensors: Mapping[str, torch.Tensor] | None, shapes: Mapping[str, tuple[int, ...]]
+    ) -> dict[str, torch.Tensor]:
+        """The tensors that the plan speaks of, or the reason why they cannot be used."""
+        shard = {}
+        for name, shape in shapes.items():
+            tensor = None if tensors is None else tensors.get(name)
+            if tensor is None:
+                raise RunError(f"worker {self._rank} has no {side} tensor {name!r} to reallocate", worker=self._rank)
+            given = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
+            planned = (shape, _dtype(self._dtypes[name]), self._device.type)
+            if given != planned:
+                raise RunError(
+                    f"{side} tensor {name!r} of worker {self._rank} is {_described(*given)}, "
+                    f"but the reallocation was planned for {_described(*planned)}",
+                    worker=self._rank,
+                )
+            shard[name] = tensor.detach()
+        return shard
+
+
+class Reallocation:
+    """A reallocation under way; `Reallocator.start` makes it."""
+
+    def __init__(
+        self, world: Communicator, rounds: Sequence[Round], shards: _Shards, adopted: Sequence[torch.Tensor]
+    ) -> None:
+        self._world = world
+        self._shards = shards
+        self._adopted = tuple(adopted)
+        self._waiting = deque(rounds)
+        self._under_way: deque[_UnderWay] = deque()
+        self._bytes_sent = self._bytes_received = 0
+        for _ in range(_ROUNDS_UNDER_WAY):
+            self._send_next()
+
+    @torch.no_grad()
+    def wait(self) -> ReallocResult:
+        """Return when this rank's target shard is complete and nothing reads its source tensors any more.
+
+        On CUDA: when all later work on the current stream will find it so.
+        """
+        while self._under_way:
+            self._finish(self._under_way.popleft())
+            self._send_next()
+        return ReallocResult(
+            self._shards.target, self._bytes_received, self._bytes_sent, self._shards.peak_bytes, self._adopted
+        )
+
+    def _send_next(self) -> None:
+        if not self._waiting:
+            return
+        messages = self._waiting.popleft()
+        sends = [(message, *self._shards.outgoing(message)) for message in messages.sends]
+        receives = [(message, *self._shards.incoming(message)) for message in messages.receives]
+        num_bytes = sum(flat.nbytes for _, flat, is_copy in (*sends, *receives) if is_copy)
+        self._shards.account(num_bytes)
+        self._bytes_sent += sum(flat.nbytes for _, flat, _ in sends)
+        self._bytes_received += sum(flat.nbytes for _, flat, _ in receives)
+        pending = self._world.exchange(
+            [(message.peer, flat) for message, flat, _ in sends],
+            [(message.peer, flat) for message, flat, _ in receives],
+        )
+        unpack = tuple((message, flat) for message, flat, is_copy in receives if is_copy)
+        self._under_way.append(_UnderWay(pending, unpack, num_bytes))
+
+    def _finish(self, under_way: _UnderWay) -> None:
+        under_way.pending.wait()
+        for message, flat in under_way.unpack:
+            places = [(piece.parameter, piece.slices) for piece in message.pieces]
+            self._shards.write(places, _split(message, flat))
+        self._shards.account(-under_way.num_bytes)
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A round that was sent: what it brings for unpacking, and the memory it takes."""
+
+    pending: Pending
+    unpack: tuple[tuple[Message, torch.Tensor], ...]
+    num_bytes: int
+
+
+class _Shards:
+    """This rank's tensors on both sides, and how messages are made from them and written to them.
+
+    `peak_bytes` is the most memory that they and the messages took so far.
+    """
+
+    def __init__(self, source: dict[str, torch.Tensor], target: dict[str, torch.Tensor], eta: float = 1.0) -> None:
+        self.source = source
+        self.target = target
+        self.peak_bytes = self._num_bytes = sum(t.nbytes for t in source.values())
+        self._eta = eta
+
+    def account(self, num_bytes: int) -> None:
+        """Count memory that was taken (or, negative, given back)."""
+        self._num_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+
+    def adopt(self, given: torch.Tensor, keep: Keep) -> None:
+        """Let a source tensor be a view of the larger target tensor."""
+        view = _view(self.target[keep.parameter], keep.target_slice)
+        given.data = self.source[keep.parameter] = view.copy_(self.source[keep.parameter])
+        self.account(-view.nbytes)
+
+    def outgoing(self, message: Message) -> tuple[torch.Tensor, bool]:
+        """The message's elements [n], and whether they are a copy."""
+        views = [_view(self.source[piece.parameter], piece.slices) for piece in message.pieces]
+        if len(views) == 1 and views[0].is_contiguous():
+            return views[0].view(-1), False
+        flat = views[0].new_empty(message.num_elements)
+        torch._foreach_copy_(_split(message, flat), views)
+        return flat, True
+
+    def incoming(self, message: Message) -> tuple[torch.Tensor, bool]:
+        """Where to receive the message's elements [n], and whether they must be written to the target afterwards."""
+        if len(message.pieces) == 1 and self._eta == 1.0:
+            (piece,) = message.pieces
+            view = _view(self.target[piece.parameter], piece.slices)
+            if view.is_contiguous():
+                return view.view(-1), False
+        return self.target[message.pieces[0].parameter].new_empty(message.num_elements), True
+
+    def write(self, places: Sequence[tuple[str, Slice]], values: list[torch.Tensor]) -> None:
+        """Overwrite these slices of the target, or move them by `eta` towards the values."""
+        views = [_view(self.target[parameter], slices) for parameter, slices in places]
+        if self._eta == 1.0:
+            torch._foreach_copy_(views, values)
+        else:
+            torch._foreach_lerp_(views, values, self._eta)
+
+
+def _covers(slices: Slice, tensor: torch.Tensor) -> bool:
+    return tuple(stop - start for start, stop in slices) == tuple(tensor.shape)
+
+
+def _view(tensor: torch.Tensor, slices: Slice) -> torch.Tensor:
+    for dim, (start, stop) in enumerate(slices):
+        if stop - start != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, start, stop - start)
+    return tensor
+
+
+def _split(message: Message, flat: torch.Tensor) -> list[torch.Tensor]:
+    """The pieces of a message's elements [n], each in its own shape."""
+    parts = torch.split(flat, [piece.num_elements for piece in message.pieces])
+    return [part.view(piece.shape) for part, piece in zip(parts, message.pieces, strict=True)]
+
+
+def _shapes(layout: ParameterLayout, rank: int) -> dict[str, tuple[int, ...]]:
+    """Of the rank's shard, by parameter; empty where the layout has none on it."""
+    if rank not in layout:
+        return {}
+    return {name: tuple(stop - start for start, stop in slices) for name, slices in layout.slices_of(rank).items()}
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _described(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)} on {device}"

@@ -1,0 +1,83 @@
+"""The training backends that a run's roles ask for: whether they can do it, and whether they are installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+from realrl.errors import ConfigError
+from realrl.experiment.run_plan import RunPlan
+from realrl.plan.backends import BACKENDS, TrainedRole, check_backend
+from realrl.plan.hooks import Offload
+
+
+def check_backends(plan: RunPlan) -> None:
+    """Refuse what a role's backend cannot do.
+
+    Raises:
+        ConfigError: names the role, the rule and what can be done.
+    """
+    for name, role in plan.roles.items():
+        backend = plan.config.models[name].backend
+        if backend != "native" and not role.trainable:
+            raise ConfigError(
+                f"models.{name}.backend={backend} has no effect: role '{name}' is not trained",
+                remedy="Leave it out.",
+            )
+    for trained in trained_roles(plan):
+        check_backend(trained)
+
+
+def check_installed(plan: RunPlan, is_there: Callable[[str], bool] | None = None) -> None:
+    """Refuse a backend whose package is missing.
+
+    Args:
+        is_there: whether a package can be imported; a question to the interpreter by default.
+
+    Raises:
+        ConfigError: names the key and the command that installs it.
+    """
+    for name in plan.roles:
+        check_package(f"models.{name}.backend", plan.config.models[name].backend, is_there or _is_there)
+
+
+def check_package(key: str, backend: str, is_there: Callable[[str], bool]) -> None:
+    """`check_installed` for one role."""
+    rules = BACKENDS[backend]
+    if rules.package and not is_there(rules.package):
+        raise ConfigError(
+            f"{key}={backend} needs the package {rules.package}, which is not installed",
+            remedy=f"Install it with pip install 'realrl[{rules.extra}]', or use backend=native.",
+        )
+
+
+def needs_library_groups(plan: RunPlan) -> bool:
+    """Whether some role's backend wants process groups of its own, also of one rank."""
+    return any(plan.config.models[name].backend != "native" for name in plan.roles)
+
+
+def trained_roles(plan: RunPlan) -> Iterator[TrainedRole]:
+    """What backends must know of the roles that are trained."""
+    hooks = [hook for call in plan.hooks.values() for hook in (*call.before, *call.after)]
+    for name, role in plan.roles.items():
+        home = plan.home_of(name)
+        if not role.trainable or home is None:
+            continue
+        section = plan.config.models[name]
+        yield TrainedRole(
+            name=name,
+            backend=section.backend,
+            zero_stage=section.optimizer.zero_stage,
+            offload=section.optimizer.offload,
+            precision=plan.config.precision,
+            strategy=home.strategy,
+            has_adapters=section.lora.rank > 0,
+            is_offloaded=any(isinstance(hook, Offload) and hook.role == name for hook in hooks),
+        )
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False

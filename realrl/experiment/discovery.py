@@ -1,0 +1,184 @@
+"""Finding experiments: the registered ones, a user's file or module; and the YAML that goes with them.
+
+Registered experiments are the modules of the package `realrl_experiments`. A wheel and an editable install both have
+it; in a bare checkout it is the folder `experiments` beside `realrl`. The same holds for `realrl_configs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from realrl.config.schema import RunConfig
+from realrl.config.serialize import experiment_reference, load_config
+from realrl.errors import ConfigError, did_you_mean
+from realrl.experiment.declaration import Experiment
+
+ATTRIBUTE = "EXPERIMENT"
+PACKAGE = "realrl_experiments"
+CONFIG_PACKAGE = "realrl_configs"
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def load_experiment(reference: str) -> Experiment:
+    """The experiment that a reference names.
+
+    Args:
+        reference: a registered name (``ppo``), a file (``./my_algorithm.py``) or a module (``my_package.my_algo``).
+            A file's folder becomes importable, as when Python runs it, so that its interfaces can be named
+            ``my_algorithm:MyInterface``.
+
+    Raises:
+        ConfigError: there is no such experiment, its module cannot be imported, or declares none.
+    """
+    if _is_file(reference):
+        return _declared(_import_file(Path(reference)), reference)
+    names = experiment_names()
+    if reference in names:
+        return _declared(_import_module(f"{_package().__name__}.{reference}", reference), reference)
+    if "." in reference and all(part.isidentifier() for part in reference.split(".")):
+        return _declared(_import_module(reference, reference), reference)
+    raise ConfigError(
+        f"there is no experiment '{reference}'.{did_you_mean(reference, names)}",
+        remedy=f"Choose from {', '.join(names)}, or give a file such as ./my_algorithm.py.",
+    )
+
+
+def stable_reference(reference: str) -> str:
+    """The reference as another process can use it: files by their absolute path."""
+    return str(Path(reference).resolve()) if _is_file(reference) else reference
+
+
+def experiment_names() -> list[str]:
+    """Names of the registered experiments, sorted."""
+    return sorted(info.name for info in pkgutil.iter_modules(_package().__path__) if not info.name.startswith("_"))
+
+
+def list_experiments() -> list[Experiment]:
+    """All registered experiments, sorted by name."""
+    return [load_experiment(name) for name in experiment_names()]
+
+
+def load_run(data: bytes) -> tuple[Experiment, RunConfig]:
+    """The experiment and the configuration that `dump_config` wrote.
+
+    Raises:
+        ConfigError: the data, or the experiment that it names, cannot be loaded.
+    """
+    experiment = load_experiment(experiment_reference(data))
+    return experiment, load_config(data, experiment)
+
+
+def config_dir() -> Path:
+    """Folder of the YAML groups preset, cluster, allocation and model."""
+    spec = importlib.util.find_spec(CONFIG_PACKAGE)
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(folders[0]) if folders else ROOT / "configs"
+
+
+def _is_file(reference: str) -> bool:
+    return reference.endswith(".py") or "/" in reference or "\\" in reference
+
+
+def _package() -> ModuleType:
+    """The package of registered experiments, under its installed name also in a bare checkout."""
+    if PACKAGE in sys.modules:
+        return sys.modules[PACKAGE]
+    if importlib.util.find_spec(PACKAGE) is not None:
+        return importlib.import_module(PACKAGE)
+    folder = ROOT / "experiments"
+    spec = importlib.util.spec_from_file_location(
+        PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    if spec is None or not folder.is_dir():
+        raise ConfigError(f"the registered experiments are missing: there is no package {PACKAGE} and no '{folder}'")
+    return _execute(spec, PACKAGE)
+
+
+def _import_module(name: str, reference: str) -> ModuleType:
+    """Import a module by name; the current folder counts, as it does for ``python -m``."""
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            names = experiment_names()
+            raise ConfigError(
+                f"there is no experiment or module '{reference}'.{did_you_mean(reference, names)}",
+                remedy=f"Choose from {', '.join(names)}, or give a file such as ./my_algorithm.py.",
+            ) from error
+        raise _import_failed(reference, error) from error
+    except Exception as error:
+        raise _import_failed(reference, error) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        folder = path.parent
+        near = sorted(other.stem for other in folder.glob("*.py")) if folder.is_dir() else []
+        raise ConfigError(f"there is no experiment file '{path}'.{did_you_mean(path.stem, near)}")
+    path = path.resolve()
+    name = path.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+        return loaded
+    if loaded is not None or importlib.util.find_spec(name.partition(".")[0] or name) is not None:
+        name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+        if name in sys.modules:
+            return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None:
+        raise ConfigError(f"'{path}' is not a Python file")
+    try:
+        return _execute(spec, name)
+    except Exception as error:
+        raise _import_failed(str(path), error) from error
+
+
+def _execute(spec: importlib.machinery.ModuleSpec, name: str) -> ModuleType:
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _import_failed(reference: str, error: Exception) -> ConfigError:
+    """Name the line at fault: the last one outside of the import machinery."""
+    if isinstance(error, SyntaxError):
+        place, source = f"{error.filename}:{error.lineno}", error.text or ""
+    else:
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+        last = frames[-1]
+        place, source = f"{last.filename}:{last.lineno}", last.line or ""
+    text = str(error.msg) if isinstance(error, SyntaxError) else str(error)
+    remedy = f"{place}: {source.strip()}"
+    return ConfigError(f"experiment '{reference}' cannot be imported: {type(error).__name__}: {text}", remedy=remedy)
+
+
+def _declared(module: ModuleType, reference: str) -> Experiment:
+    experiment = getattr(module, ATTRIBUTE, None)
+    if isinstance(experiment, Experiment):
+        return experiment
+    if experiment is None:
+        near = did_you_mean(ATTRIBUTE, vars(module))
+        raise ConfigError(
+            f"'{reference}' declares no experiment: it has no attribute {ATTRIBUTE}.{near}",
+            remedy=f"End it with {ATTRIBUTE} = realrl.Experiment(name=..., roles=..., mfcs=...).",
+        )
+    raise ConfigError(
+        f"{ATTRIBUTE} in '{reference}' is of type {type(experiment).__name__}, not realrl.Experiment",
+    )

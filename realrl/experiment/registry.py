@@ -1,0 +1,88 @@
+"""Names of interfaces: the built-in ones, and those that users register. Imports no torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TypeVar
+
+from realrl.errors import ConfigError, did_you_mean
+from realrl.experiment.loading import load_object
+
+BUILT_IN = {
+    "sft": "realrl.algo.supervised.sft:SFT",
+    "rw": "realrl.algo.supervised.rw:RewardModel",
+    "dpo": "realrl.algo.supervised.dpo:DPO",
+    "kto": "realrl.algo.supervised.kto:KTO",
+    "reward_model": "realrl.algo.supervised.rw:RewardModel",
+    "policy": "realrl.algo.policy.actor:PolicyActor",
+    "filter": "realrl.algo.policy.filters:Filter",
+    "ppo_actor": "realrl.algo.policy.critic:PPOActor",
+    "ppo_critic": "realrl.algo.policy.critic:PPOCritic",
+    "function_reward": "realrl.rewards.interface:FunctionReward",
+    "weighted_rewards": "realrl.rewards.interface:WeightedRewards",
+}
+
+_registered: dict[str, type] = {}
+
+Interface = TypeVar("Interface", bound=type)
+
+
+def register_interface(name: str) -> Callable[[Interface], Interface]:
+    """Class decorator: make an interface known under `name`.
+
+    Raises:
+        ConfigError: the name is a built-in one, or another class has it.
+
+    Examples:
+        >>> from realrl.algo.api import ModelInterface
+        >>> @register_interface("my_actor")
+        ... class MyActor(ModelInterface):
+        ...     '''Does as its base class does.'''
+    """
+
+    def register(cls: Interface) -> Interface:
+        other = _registered.get(name)
+        same = other is not None and (other.__qualname__, _file(other)) == (cls.__qualname__, _file(cls))
+        if name in BUILT_IN:
+            raise ConfigError(f"the interface name {name!r} is a built-in one", remedy="Choose another name.")
+        if other is not None and not same:
+            taken = f"{other.__module__}:{other.__qualname__}"
+            raise ConfigError(f"the interface name {name!r} is taken by {taken}", remedy="Choose another name.")
+        _registered[name] = cls
+        return cls
+
+    return register
+
+
+def _file(cls: type) -> str:
+    return getattr(inspect.getmodule(cls), "__file__", None) or cls.__module__
+
+
+def interface_names() -> tuple[str, ...]:
+    """Every name that an MFC can use besides ``"package.module:Class"``."""
+    return tuple(sorted({*BUILT_IN, *_registered}))
+
+
+def check_interface_name(name: str) -> None:
+    """Refuse a name that cannot be resolved, without importing anything.
+
+    Raises:
+        ConfigError: neither registered nor of the form ``"package.module:Class"``.
+    """
+    if ":" not in name and name not in interface_names():
+        hint = did_you_mean(name, interface_names()) or f" Known: {', '.join(interface_names())}."
+        raise ConfigError(
+            f"there is no interface {name!r}.{hint}",
+            remedy="Or write 'package.module:Class', or decorate the class with @register_interface.",
+        )
+
+
+def find_interface(name: str) -> object:
+    """The object that a name stands for: a registered class, a built-in one, or what ``"package.module:Class"`` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    check_interface_name(name)
+    return _registered.get(name) or load_object(BUILT_IN.get(name, name))

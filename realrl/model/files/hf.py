@@ -1,0 +1,345 @@
+"""Models on disk in Hugging Face format: `config.json` and (sharded) safetensors that `transformers` reads too."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realrl.errors import AssetError
+from realrl.model.decoder import Decoder
+from realrl.model.families import FAMILIES, find_family
+from realrl.model.families.format import Family, StoredTensor
+from realrl.model.files.assembly import Assembly
+from realrl.model.files.tensor_file import read_tensors, renamed, stored_names, write_tensors
+from realrl.model.init import init_parameter
+from realrl.model.lora import merged_shards
+from realrl.model.parallel import UNSHARDED, TensorParallel
+from realrl.plan.parameters.layout import Layer, ModelShard, stage_layers
+from realrl.shape import DecoderConfig, HeadKind
+
+_N_PIECES, _PIECE_BYTES = 256, 1 << 12
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_MAX_SHARD_BYTES = 5_000_000_000
+
+
+_log = logging.getLogger(__name__)
+
+
+def read_config(folder: str | Path) -> DecoderConfig:
+    """Return the configuration in `folder`; `head` and `dtype` are those of the checkpoint.
+
+    Raises:
+        AssetError: the folder or its config.json is missing, unreadable or of an unsupported architecture.
+    """
+    return _read_config(Path(folder))[0]
+
+
+def check_model(folder: str | Path, *, head: HeadKind = "lm", makes_head: bool = False) -> None:
+    """Refuse from headers alone, in milliseconds, what `load_model` would refuse for its files.
+
+    Args:
+        makes_head: a value or reward head that the checkpoint lacks may start from random numbers, to be trained.
+
+    Raises:
+        AssetError: the configuration or a tensor file is missing, truncated or unsupported, or the head does not fit.
+    """
+    folder = Path(folder)
+    stored, _ = _read_config(folder)
+    _check_head(folder, stored, head)
+    if head != "lm" and not stored.is_scalar and not makes_head:
+        raise AssetError(
+            f"{folder} holds a language model, which has no {head} head",
+            remedy="A role that is not trained needs a finished one: give the folder of a sequence classifier.",
+        )
+    for file in _tensor_files(folder):
+        stored_names(file)
+
+
+def read_model_config(
+    folder: str | Path, *, head: HeadKind = "lm", dtype: torch.dtype = torch.float32
+) -> DecoderConfig:
+    """The configuration of the decoder that `load_model` would return.
+
+    Raises:
+        AssetError: as `load_model`, for what config.json alone can say.
+    """
+    folder = Path(folder)
+    stored, _ = _read_config(folder)
+    _check_head(folder, stored, head)
+    return replace(stored, head=head, dtype=dtype)
+
+
+def weights_digest(folder: str | Path) -> str:
+    """Tells models of one architecture apart, without reading all of them: pieces of every file, and their sizes.
+
+    Raises:
+        AssetError: the folder holds no weights.
+    """
+    digest = hashlib.sha256()
+    for path in _tensor_files(Path(folder)):
+        size_bytes = path.stat().st_size
+        digest.update(f"{path.name} {size_bytes}\n".encode())
+        with path.open("rb") as file:
+            for piece in range(_N_PIECES):
+                file.seek(piece * size_bytes // _N_PIECES)
+                digest.update(file.read(_PIECE_BYTES))
+    return digest.hexdigest()[:16]
+
+
+def load_model(
+    folder: str | Path,
+    *,
+    head: HeadKind = "lm",
+    dtype: torch.dtype = torch.float32,
+    shard: ModelShard | None = None,
+    parallel: TensorParallel = UNSHARDED,
+    device: torch.device | None = None,
+    seed: int = 0,
+) -> Decoder:
+    """Load a decoder; tensors go from the mapped file into place, converted to `dtype`.
+
+    A value or reward head comes from the checkpoint when it has one; a language-model checkpoint gets a small random
+    head that depends on `seed` only.
+
+    Args:
+        shard: what to build, see `Decoder`; only its slices are read.
+        parallel: see `Decoder`.
+
+    Raises:
+        AssetError: something in `folder` is missing, truncated, unsupported or of the wrong shape.
+    """
+    folder = Path(folder)
+    stored, family = _read_config(folder)
+    _check_head(folder, stored, head)
+    config = replace(stored, head=head, dtype=dtype)
+    decoder = Decoder(config, shard=shard, parallel=parallel, device=device)
+    parameters = dict(decoder.named_shards())
+    makes_head = config.is_scalar and not stored.is_scalar
+    assembly = Assembly(family, config, without={"head.weight"} if makes_head else ())
+    if makes_head and "head.weight" in parameters:
+        _log.warning("%s holds a language model: its %s head starts from small random numbers", folder, head)
+        init_parameter(decoder, "head.weight", parameters["head.weight"], seed=seed)
+    found: list[StoredTensor] = []
+    for file in _tensor_files(folder):
+        wanted: dict[str, StoredTensor] = {}
+        for name in stored_names(file):
+            stored_tensor = assembly.find(name)
+            if stored_tensor is not None:
+                wanted[name] = stored_tensor
+            elif not family.is_ignorable(name):
+                raise AssetError(
+                    f"{file} holds the tensor {name!r}, which config.json does not call for",
+                    remedy=f"config.json, which says {config.family!r}, belongs to another model.",
+                )
+        found += wanted.values()
+        needed = {name: t for name, t in wanted.items() if any(part.name in parameters for part in t.parts)}
+        for name, tensor in read_tensors(file, needed):
+            _check_tensor(tensor, assembly.shape_of(needed[name]), where=f"{file}: tensor {name!r}")
+            assembly.copy(needed[name], tensor, decoder, parameters)
+    lacking = assembly.lacking(found)
+    if lacking:
+        raise AssetError(
+            f"{folder} lacks {len(lacking)} tensors, the first is {min(lacking)!r}",
+            remedy=f"The folder is incomplete, or config.json, which says {config.family!r}, belongs to another model.",
+        )
+    return decoder
+
+
+# ---------------------------------------------------------------- saving
+
+
+def save_model(decoder: Decoder, folder: str | Path, *, max_shard_bytes: int = _MAX_SHARD_BYTES) -> None:
+    """Write `config.json` and safetensors (with an index when there are several) into `folder`.
+
+    Every file is written under a temporary name and then renamed; tokenizer files are the caller's. Adapters are merged
+    into the weights.
+
+    Args:
+        decoder: the whole model.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
+    """
+    config = replace(decoder.config, lora=None)
+    save_stage(config, folder, merged_shards(decoder), max_shard_bytes=max_shard_bytes)
+    save_index(config, folder, max_shard_bytes=max_shard_bytes)
+
+
+def save_stage(
+    config: DecoderConfig,
+    folder: str | Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    pp_rank: int = 0,
+    pp_size: int = 1,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
+) -> list[Path]:
+    """Write the tensor files of one pipeline stage, holding one tensor at a time, and those that it is made of.
+
+    Stages need not talk to each other: which file holds what follows from the configuration. Once all are done,
+    `save_index` completes the folder.
+
+    Args:
+        config: of the whole model.
+        tensors: (name, whole tensor of ``config.dtype``) of each parameter of the stage, in the order of the model;
+            a tied head is the first stage's embedding and comes from there only.
+
+    Returns:
+        The files.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    assembly = Assembly(_family_of(config), config)
+    files = [file for file in _plan_files(assembly, config, pp_size, max_shard_bytes) if file.pp_rank == pp_rank]
+    assembled = assembly.assemble([tensor for file in files for tensor in file.tensors], iter(tensors))
+    for file in files:
+        shapes = {tensor.name: assembly.shape_of(tensor) for tensor in file.tensors}
+        write_tensors(folder / file.name, shapes, config.dtype, islice(assembled, len(shapes)))
+    return [folder / file.name for file in files]
+
+
+def save_index(
+    config: DecoderConfig, folder: str | Path, *, pp_size: int = 1, max_shard_bytes: int = _MAX_SHARD_BYTES
+) -> None:
+    """Write `config.json` and, when there are several tensor files, their index; called once all stages are written.
+
+    Tensor files and an index that were in the folder and are not of this model's would be read instead, and go.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
+    """
+    folder = Path(folder)
+    assembly = Assembly(_family_of(config), config)
+    files = _plan_files(assembly, config, pp_size, max_shard_bytes)
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(map(assembly.num_bytes_of, assembly.tensors))},
+            "weight_map": {tensor.name: file.name for file in files for tensor in file.tensors},
+        }
+        with renamed(folder / _INDEX_FILE) as temporary:
+            temporary.write_text(json.dumps(index, indent=2))
+    with renamed(folder / "config.json") as temporary:
+        temporary.write_text(json.dumps(_config_to_hf(config, str(folder)), indent=2))
+    current = {file.name for file in files} | ({_INDEX_FILE} if len(files) > 1 else set())
+    for pattern in (_SINGLE_FILE, _INDEX_FILE, "model-*-of-*.safetensors"):
+        for stale in folder.glob(pattern):
+            if stale.name not in current:
+                stale.unlink()
+
+
+def _config_to_hf(config: DecoderConfig, where: str) -> dict[str, Any]:
+    """`config.json` of a model.
+
+    Raises:
+        ValueError: its family's format cannot say what the model is.
+    """
+    family = _family_of(config)
+    raw = family.config_to_hf(config)
+    read_back = replace(family.config_from_hf(raw, where), head=config.head, dtype=config.dtype)
+    different = [
+        field.name for field in fields(config) if getattr(read_back, field.name) != getattr(config, field.name)
+    ]
+    if different:
+        raise ValueError(f"the format of family {config.family!r} cannot express {', '.join(different)} of {config}")
+    return raw
+
+
+def _family_of(config: DecoderConfig) -> Family:
+    if config.family not in FAMILIES:
+        raise ValueError(f"there is no family {config.family!r}; known are {', '.join(FAMILIES)}")
+    return FAMILIES[config.family]
+
+
+@dataclass(frozen=True)
+class _PlannedFile:
+    name: str
+    pp_rank: int
+    tensors: tuple[StoredTensor, ...]
+
+
+def _plan_files(assembly: Assembly, config: DecoderConfig, pp_size: int, max_shard_bytes: int) -> list[_PlannedFile]:
+    """Which file holds which tensors: those of one stage, in order, until a file is full."""
+    stage_of: dict[Layer, int] = {"embedding": 0, "head": pp_size - 1}
+    for rank, layers in enumerate(stage_layers(config, pp_size)):
+        stage_of |= dict.fromkeys(layers, rank)
+    parts: list[tuple[int, list[StoredTensor]]] = []
+    filled_bytes = 0
+    for tensor in assembly.tensors:
+        pp_rank, num_bytes = stage_of[assembly.layer_of(tensor)], assembly.num_bytes_of(tensor)
+        if not parts or parts[-1][0] != pp_rank or filled_bytes + num_bytes > max_shard_bytes:
+            parts.append((pp_rank, []))
+            filled_bytes = 0
+        parts[-1][1].append(tensor)
+        filled_bytes += num_bytes
+    if len(parts) == 1:
+        return [_PlannedFile(_SINGLE_FILE, 0, tuple(parts[0][1]))]
+    return [
+        _PlannedFile(f"model-{i:05d}-of-{len(parts):05d}.safetensors", pp_rank, tuple(tensors))
+        for i, (pp_rank, tensors) in enumerate(parts, start=1)
+    ]
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _check_head(folder: Path, stored: DecoderConfig, head: HeadKind) -> None:
+    if head == "lm" and stored.is_scalar:
+        raise AssetError(
+            f"{folder} holds a reward or value model, which cannot predict tokens",
+            remedy="Give this role the folder of a language model.",
+        )
+
+
+def _read_config(folder: Path) -> tuple[DecoderConfig, Family]:
+    if not folder.is_dir():
+        raise AssetError(f"model folder {folder} does not exist", remedy="Check models.<role>.path.")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise AssetError(f"{folder} has no config.json", remedy="It must be a Hugging Face model folder.")
+    raw = _read_json(path)
+    family = find_family(raw, str(path))
+    return family.config_from_hf(raw, str(path)), family
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise AssetError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise AssetError(f"{path} is not a JSON object")
+    return raw
+
+
+def _tensor_files(folder: Path) -> list[Path]:
+    index = folder / _INDEX_FILE
+    if not index.is_file():
+        if not (folder / _SINGLE_FILE).is_file():
+            raise AssetError(
+                f"{folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}",
+                remedy="Only safetensors checkpoints are read; convert other formats first.",
+            )
+        return [folder / _SINGLE_FILE]
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise AssetError(f"{index} has no weight_map")
+    return [folder / file for file in sorted(set(weight_map.values()))]
+
+
+def _check_tensor(tensor: torch.Tensor, shape: tuple[int, ...], *, where: str) -> None:
+    if tuple(tensor.shape) != shape:
+        raise AssetError(f"{where} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
+    if not tensor.is_floating_point():
+        raise AssetError(f"{where} has dtype {tensor.dtype}, not a floating-point one")

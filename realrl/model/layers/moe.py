@@ -1,0 +1,338 @@
+"""A mixture of experts in the place of a block's MLP, on packed tokens.
+
+Shapes: T tokens, H hidden, E experts, k of them per token, I an expert's inner size (this rank's part of it in a
+tensor-parallel group), S sequences. A slot is one (token, chosen expert) pair; there are T * k.
+
+    x [T, H] ─router─► probabilities [T, E] ─top k─► weights [T, k]
+       └──dispatch──► slots by expert [T * k, H] ─gate, up, weight, down─► [T * k, H] ──combine──► [T, H]
+
+Slots are sorted by expert and each expert multiplies all of its slots at once. A token's slots are added up in the
+order of its choice, forward and backward: nothing depends on which other tokens share the batch, or on atomic adds.
+
+Under tensor parallelism every expert is cut like the dense MLP (gate and up by rows, down by columns) and the router is
+whole on every rank: all ranks see all rows and route alike. What a rank knows of a weight's gradient, and so of the
+router's, is the summand of its own inner units; see `realrl.model.decoder.Decoder.tp_partial_gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from realrl.model.layers.linear import linear, matmul
+from realrl.model.parallel import TensorParallel
+from realrl.shape import MoEConfig
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts compute which tokens, and how much each counts.
+
+    Attributes:
+        weights: [T, k], in the dtype of the hidden states, with gradient.
+        order: int64 [T * k]: slots (token * k + choice) sorted by expert, then by token.
+        inverse: int64 [T * k]: where each slot is in `order`.
+        counts: slots of each of the E experts.
+    """
+
+    weights: torch.Tensor
+    order: torch.Tensor
+    inverse: torch.Tensor
+    counts: tuple[int, ...]
+
+    @property
+    def k(self) -> int:
+        """Experts of each token."""
+        return self.weights.shape[1]
+
+
+class LoadBalance:
+    """The auxiliary loss of one micro-batch: it pulls routers towards using all experts of a layer equally.
+
+    For one sequence and one layer it is that of Fedus et al. 2021 (Switch Transformer, eq. 4-6), with k choices per
+    token as in Lepikhin et al. 2020 (GShard):
+
+        L(sequence, layer) = E * sum_e f_e * P_e
+
+    f_e is the number of the sequence's tokens that chose expert e, divided by its tokens, so that f sums to k and a
+    perfect balance gives L = k; P_e is the mean probability of e over the sequence's tokens. Only P carries gradient.
+    L is averaged over the sequences of the minibatch and over the layers that have experts, and weighted by a
+    coefficient. Because no statistic spans sequences or layers, the sum over any micro-batches, data-parallel ranks and
+    pipeline stages is the same number. For one sequence and one layer it equals `load_balancing_loss_func` of
+    `transformers`; for more, that one multiplies f and P of the whole batch and of all layers together.
+
+    The gradient enters the backward pass at the router itself (`inject`), wherever the layer is: no stage sends its
+    auxiliary loss to another.
+
+    Args:
+        config: the experts.
+        seqlens: tokens of each of the S sequences of the micro-batch; empty ones do not count.
+        weight: of one sequence in one layer: coefficient / (sequences of the minibatch * layers with experts).
+        device: of the tokens.
+
+    Attributes:
+        losses: scalar by layer: L summed over sequences, without gradient.
+        loads: [E] by layer: slots of each expert.
+    """
+
+    def __init__(self, config: MoEConfig, seqlens: Sequence[int], *, weight: float, device: torch.device) -> None:
+        lengths = torch.tensor(seqlens, dtype=torch.int64)
+        self._n_experts = config.n_experts
+        self._weight = weight
+        self._sequences = torch.repeat_interleave(torch.arange(len(seqlens)), lengths).to(device)
+        self._lengths = lengths.clamp(min=1)[:, None].to(device)
+        self.losses: dict[int, torch.Tensor] = {}
+        self.loads: dict[int, torch.Tensor] = {}
+
+    def inject(
+        self, probs: torch.Tensor, chosen: torch.Tensor, *, layer_index: int, with_gradient: bool
+    ) -> torch.Tensor:
+        """Return `probs`, through which the auxiliary gradient joins the backward pass; note loss and loads.
+
+        Doing it twice for a layer, as when activations are recomputed, notes them once.
+
+        Args:
+            probs: float32 or float64 [T, E].
+            chosen: int64 [T, k].
+            with_gradient: on one rank of a tensor-parallel group only, because router gradients are added up there.
+        """
+        with torch.no_grad():
+            shape = (len(self._lengths), self._n_experts)
+            used = probs.new_zeros(probs.shape).scatter_(1, chosen, 1.0)
+            slots = probs.new_zeros(shape).index_add_(0, self._sequences, used)
+            mean_probs = probs.new_zeros(shape).index_add_(0, self._sequences, probs) / self._lengths
+            fractions = slots / self._lengths
+            self.losses[layer_index] = (fractions * mean_probs).sum() * self._n_experts
+            self.loads[layer_index] = slots.sum(0)
+        if not with_gradient or self._weight == 0.0 or not probs.requires_grad:
+            return probs
+        return _AddGradient.apply(probs, fractions * (self._weight * self._n_experts) / self._lengths, self._sequences)
+
+
+class MoE(nn.Module):
+    """Router and SwiGLU experts of one block.
+
+    Parameters ``router.weight`` [E, H], ``experts.gate`` and ``experts.up`` [E, I, H], ``experts.down`` [E, H, I].
+
+    Args:
+        config: the experts.
+        make: makes the parameter of a name.
+        name: of the module in the whole model.
+        layer_index: of the block in the whole model.
+        parallel: the ranks that hold the other slices.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        make: Callable[[str], nn.Parameter],
+        name: str,
+        *,
+        layer_index: int,
+        parallel: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_index = layer_index
+        self.router = Router(make(f"{name}.router.weight"))
+        self.experts = Experts(*(make(f"{name}.experts.{word}") for word in ("gate", "up", "down")))
+        self._parallel = parallel
+
+    def forward(self, x: torch.Tensor, n_rows: int, balance: LoadBalance | None = None) -> torch.Tensor:
+        """Return this rank's rows [rows, H] of the experts' weighted sum.
+
+        Args:
+            x: [rows, H]; all `n_rows` rows unless sequence-parallel.
+            balance: in training, the auxiliary loss.
+        """
+        x = self._parallel.enter(x, n_rows)
+        inject = None
+        if balance is not None:
+            is_first = self._parallel.tp_rank == 0
+
+            def inject(probs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+                return balance.inject(probs, chosen, layer_index=self.layer_index, with_gradient=is_first)
+
+        routing = route(x, self.router.weight, self.config, inject=inject)
+        return self._parallel.leave(mix_experts(x, routing, self.experts.gate, self.experts.up, self.experts.down))
+
+
+class Router(nn.Module):
+    """Holds `weight` [E, H]."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+class Experts(nn.Module):
+    """Holds `gate` and `up` [E, I, H] and `down` [E, H, I]."""
+
+    def __init__(self, gate: nn.Parameter, up: nn.Parameter, down: nn.Parameter) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = gate, up, down
+
+
+def route(
+    x: torch.Tensor,
+    router_weight: torch.Tensor,
+    config: MoEConfig,
+    *,
+    inject: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> Routing:
+    """Choose experts: the k of largest softmax(x W^T), the softmax in float32 or better over all experts.
+
+    A token's weights are those probabilities, divided by their sum if the configuration says so (Mixtral always does).
+
+    Args:
+        x: [T, H].
+        router_weight: [E, H].
+        inject: takes probabilities [T, E] and choices [T, k], returns the probabilities to go on with.
+    """
+    probs = linear(x, router_weight).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    chosen = probs.detach().topk(config.top_k, dim=-1).indices
+    if inject is not None:
+        probs = inject(probs, chosen)
+    weights = probs.gather(1, chosen)
+    if config.normalise_top_k:
+        weights = weights / weights.sum(-1, keepdim=True)
+    experts = chosen.flatten()
+    order = experts.argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    counts = torch.bincount(experts, minlength=config.n_experts)
+    return Routing(weights.to(x.dtype), order, inverse, tuple(counts.tolist()))
+
+
+def mix_experts(
+    x: torch.Tensor, routing: Routing, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """sum over a token's experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x)); returns a new [T, H].
+
+    The weight is applied to the inner units, of which each rank of a tensor-parallel group has a part, and which are
+    fewer than hidden ones in models of many experts; `down` is linear.
+
+    Args:
+        x: [T, H].
+        gate, up: [E, I, H].
+        down: [E, H, I].
+    """
+    slots = _Dispatch.apply(x, routing)
+    inner = F.silu(grouped_linear(slots, gate, routing.counts)) * grouped_linear(slots, up, routing.counts)
+    inner = inner * routing.weights.flatten().index_select(0, routing.order)[:, None]
+    return _Combine.apply(grouped_linear(inner, down, routing.counts), routing)
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Rows of group e times weight[e].T, with gradients; one product per group that has rows.
+
+    Args:
+        x: [N, in], the rows of one group after those of the other.
+        weight: [E, out, in].
+        counts: rows of each group; they add up to N.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _GroupedLinear.apply(x, weight, counts)
+    out = x.new_empty(len(x), weight.shape[1])
+    for expert, rows in _groups(counts):
+        out[rows] = linear(x[rows], weight[expert])
+    return out
+
+
+def _groups(counts: Sequence[int]) -> list[tuple[int, slice]]:
+    """(group, its rows) of those that have any."""
+    groups, start = [], 0
+    for expert, count in enumerate(counts):
+        if count:
+            groups.append((expert, slice(start, start + count)))
+        start += count
+    return groups
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """One node for all experts: a gradient of the whole [E, out, in] is written once, not added up per expert."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        out = x.new_empty(len(x), weight.shape[1])
+        for expert, rows in _groups(counts):
+            out[rows] = matmul(x[rows], weight[expert].T)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        x_grad = torch.empty_like(x) if needs_x else None
+        weight_grad = torch.empty_like(weight) if needs_weight else None
+        if weight_grad is not None:
+            for expert, count in enumerate(ctx.counts):
+                if not count:
+                    weight_grad[expert].zero_()
+        for expert, rows in _groups(ctx.counts):
+            if x_grad is not None:
+                x_grad[rows] = matmul(grad[rows], weight[expert])
+            if weight_grad is not None:
+                weight_grad[expert] = matmul(grad[rows].T, x[rows])
+        return x_grad, weight_grad, None
+
+
+def _to_slots(x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
+    """[T, H] -> [T * k, H] in the order of experts."""
+    return x.index_select(0, order // k)
+
+
+def _to_tokens(slots: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
+    """[T * k, H] in the order of experts -> sums [T, H]."""
+    return slots.index_select(0, inverse).unflatten(0, (len(inverse) // k, k)).sum(1)
+
+
+class _Dispatch(torch.autograd.Function):
+    """A copy of a token for each of its slots. It and `_Combine` are each other's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        ctx.save_for_backward(routing.inverse)
+        ctx.k = routing.k
+        return _to_slots(x, routing.order, routing.k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (inverse,) = ctx.saved_tensors
+        return _to_tokens(grad, inverse, ctx.k), None
+
+
+class _Combine(torch.autograd.Function):
+    """The sum of a token's slots."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: torch.Tensor, routing: Routing) -> torch.Tensor:
+        ctx.save_for_backward(routing.order)
+        ctx.k = routing.k
+        return _to_tokens(slots, routing.inverse, routing.k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (order,) = ctx.saved_tensors
+        return _to_slots(grad, order, ctx.k), None
+
+
+class _AddGradient(torch.autograd.Function):
+    """The identity, whose gradient is larger by `table` [S, E], a row for each token of a sequence."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: torch.Tensor, table: torch.Tensor, sequences: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(table, sequences)
+        return probs.view_as(probs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        table, sequences = ctx.saved_tensors
+        return grad + table.index_select(0, sequences), None, None

@@ -1,0 +1,455 @@
+"""Bytes that one rank needs for one role: optimizer state, activations, KV cache, weights packed for generation.
+
+Shapes: T tokens of a micro-batch on this rank, H hidden, Q and K the sizes of this rank's queries and of its keys, I
+its part of the MLP's inner size, V its part of the vocabulary, L its blocks; b bytes of an element.
+
+Everything is a count of the tensors that the decoder and the engine of this repository make; what the allocator rounds
+up, workspaces of kernels and the program itself are not in it.
+
+Invariants:
+- no function gives less for more tokens, rows or layers, nor more for a higher degree of sharding;
+- a division over n ranks gives each rank at least 1 / n of the whole, and less than one element more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from realrl.plan.parameters.adapters import is_adapter
+from realrl.plan.parameters.layout import ModelShape, ModelShard, ParameterSpec, units_of
+
+FLOAT32 = 4
+LOGITS_CHUNK = 1 << 26  # elements; `realrl.model.lm_logprobs` computes no more logits at a time
+LOGITS_BLOCK = 1 << 19  # float32 elements that its softmax walks over on the CPU
+PRODUCT_PIECE = 1 << 22  # elements that `realrl.model.layers.linear` converts to float32 at a time
+PREFILL_TOKENS = 4096  # `realrl.engine.generate.run` computes no more tokens of prompts at a time
+DEEPSPEED_BUCKET = 1 << 24  # elements; `realrl.engine.backends.deepspeed` asks for buffers of this size
+GRADIENT_BUCKET = 128 << 20  # bytes of gradients that one collective of data-parallel ranks adds up
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What of the machine's kernels decides memory.
+
+    Attributes:
+        fused_norms: a norm keeps its input; made of elementary operations, it keeps that and the result in float32.
+        float_attention: attention is computed in float32 whatever its input is.
+        whole_logits: the softmax is computed on all logits at once, and not block by block.
+        float_products: matrices are multiplied in float32, piece by piece, whatever they are.
+        generation_bytes: of an element of activations, cache and packed weights in generation; None for the model's.
+        packs_weights: generation copies every matrix into a layout of its own, and not only those that it joins.
+        fused_products: generation applies norms and activations while it multiplies.
+        fused_heads: in generation, heads whose size is a multiple of this are rotated, cached and attended to in one
+            pass, by a kernel that reads no more of the cache than there is; None if there is none.
+    """
+
+    fused_norms: bool = True
+    float_attention: bool = False
+    whole_logits: bool = True
+    float_products: bool = False
+    generation_bytes: int | None = None
+    packs_weights: bool = False
+    fused_products: bool = False
+    fused_heads: int | None = None
+
+    def fuses_attention(self, model: ModelShape) -> bool:
+        """Whether that kernel takes this model's heads."""
+        return self.fused_heads is not None and model.head_dim % self.fused_heads == 0
+
+
+@dataclass(frozen=True)
+class LocalShape:
+    """The sizes of one rank's part of a model.
+
+    Attributes:
+        layers: numbers of its blocks.
+        hidden: H.
+        n_heads, n_kv_heads: of this rank.
+        queries, keys: Q and K.
+        inner: I of a dense block.
+        vocabulary: V; 0 where there is no language-model head.
+        element_bytes: b.
+        row_share: share of the rows that norms and residuals hold: 1, or 1 / tp with sequence parallelism.
+        has_embedding, has_head: of the stage.
+    """
+
+    model: ModelShape
+    layers: range
+    hidden: int
+    n_heads: int
+    n_kv_heads: int
+    queries: int
+    keys: int
+    inner: int
+    vocabulary: int
+    element_bytes: int
+    row_share: float
+    has_embedding: bool
+    has_head: bool
+    tp_rank: int
+    tp_size: int
+
+    def experts_inner(self, layer: int) -> int:
+        """Inner size of one expert on this rank; 0 for a dense block."""
+        moe = self.model.moe
+        if moe is None or layer in moe.dense_layers:
+            return 0
+        return _part(moe.intermediate_size, self.tp_rank, self.tp_size)
+
+
+def local_shape(model: ModelShape, shard: ModelShard, *, sp: bool, element_bytes: int) -> LocalShape:
+    """The sizes of a shard."""
+    tp_rank, tp_size = shard.tp_rank, shard.tp_size
+    n_heads = _part(model.n_heads, tp_rank, tp_size)
+    n_kv_heads = _part(model.n_kv_heads, tp_rank, tp_size)
+    return LocalShape(
+        model=model,
+        layers=shard.layers,
+        hidden=model.hidden_size,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        queries=n_heads * model.head_dim,
+        keys=n_kv_heads * model.head_dim,
+        inner=_part(model.intermediate_size, tp_rank, tp_size),
+        vocabulary=_part(model.vocab_size, tp_rank, tp_size) if shard.has_head and model.head == "lm" else 0,
+        element_bytes=element_bytes,
+        row_share=1 / tp_size if sp else 1.0,
+        has_embedding=shard.has_embedding,
+        has_head=shard.has_head,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+    )
+
+
+def is_trained(model: ModelShape, name: str) -> bool:
+    """Whether the optimizer of a trained role updates a parameter: with adapters these alone, and a scalar head."""
+    return model.lora is None or is_adapter(name) or (model.head != "lm" and name == "head.weight")
+
+
+# ---------------------------------------------------------------- optimizer
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """What AdamW needs of one rank.
+
+    Attributes:
+        masters: float32 parameters beside those that compute.
+        moments: both.
+        gradients: from the first backward of a minibatch to the optimizer's step.
+        holds_gradients: the memory of gradients and buffers is never given back.
+        buffers: of messages, as long as gradients.
+        host: gradients and copies of an offloaded optimizer, in host memory beside masters and moments.
+        parameters: share of the parameters that the rank keeps.
+    """
+
+    masters: int
+    moments: int
+    gradients: int
+    holds_gradients: bool = False
+    buffers: int = 0
+    host: int = 0
+    parameters: float = 1.0
+
+
+def optimizer_bytes(
+    n_elements: int,
+    *,
+    element_bytes: int,
+    backend: str = "native",
+    zero_stage: int = 0,
+    dp: int = 1,
+    on_host: bool = False,
+    whole_gradients: bool = False,
+    largest: int = 0,
+) -> OptimizerBytes:
+    """The state that training `n_elements` parameters of one rank takes.
+
+    AdamW has two float32 moments, 8 bytes a parameter. In half precision there are float32 masters, 4 bytes.
+
+    native      float32 gradients, 4 bytes; `zero_stage` 1 divides moments and masters over the dp ranks (ZeRO:
+                Rajbhandari et al. 2020, section 5.1)
+    megatron    its distributed optimizer: with gradients (float32, in one buffer that stays) and parameters, a bf16
+                model takes 6 + 12 / dp bytes a parameter, a float32 one 8 + 8 / dp (Megatron-LM, docs/source/api-guide/
+                dist_optimizer.md)
+    deepspeed   gradients in the model's precision; stage 1 divides moments and masters over the dp ranks, stage 2
+                gradients too, stage 3 parameters too (Rajbhandari et al. 2020, figure 1); with any of them there are
+                masters in float32 as well. Divided gradients are added up in float32; those of stage 3 stay. An
+                offloaded optimizer has float32 gradients in host memory too and, but with stage 3, a copy of its share
+                of the parameters, two buffers for the largest gradient and, where float32 gradients are divided, those
+                of the micro-batches so far
+
+    Args:
+        n_elements: parameters of this rank that are trained.
+        element_bytes: of a parameter that computes.
+        backend: "native", "megatron" or "deepspeed".
+        zero_stage: 0 to 3.
+        dp: data-parallel ranks.
+        on_host: masters and moments are in host memory, where a float32 parameter has a master as well.
+        whole_gradients: other ranks hold copies of parameters, or stages follow, so that gradients are not divided.
+        largest: elements of the largest parameter.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    if backend not in ("native", "megatron", "deepspeed"):
+        raise ValueError(f"unknown training backend {backend!r}")
+    is_deepspeed = backend == "deepspeed"
+    has_masters = element_bytes < FLOAT32 or on_host or (is_deepspeed and zero_stage > 0)
+    divided = _share(n_elements, dp if zero_stage > 0 else 1)
+    divides_gradients = is_deepspeed and (zero_stage == 3 or (zero_stage == 2 and not whole_gradients))
+    gradient_elements = _share(n_elements, dp) if divides_gradients else n_elements
+    gradient_bytes = element_bytes if is_deepspeed and not divides_gradients else FLOAT32
+    host = 0
+    if is_deepspeed and on_host:
+        host = FLOAT32 * divided
+        if zero_stage < 3:
+            host += element_bytes * (divided + 2 * largest)
+            host += FLOAT32 * divided if divides_gradients and element_bytes == FLOAT32 else 0
+    return OptimizerBytes(
+        masters=FLOAT32 * divided if has_masters else 0,
+        moments=2 * FLOAT32 * divided,
+        gradients=gradient_bytes * gradient_elements,
+        holds_gradients=backend == "megatron" or zero_stage == 3,
+        buffers=(FLOAT32 if zero_stage == 3 else element_bytes) * DEEPSPEED_BUCKET
+        if is_deepspeed and zero_stage
+        else 0,
+        host=host,
+        parameters=1 / dp if is_deepspeed and zero_stage >= 3 else 1.0,
+    )
+
+
+def reduction_bytes(gradient_bytes: int, largest: int, *, dp: int) -> int:
+    """The flat copy of gradients that data-parallel ranks add up at a time; `largest` is that of one parameter."""
+    return 0 if dp == 1 else min(gradient_bytes, GRADIENT_BUCKET + largest)
+
+
+# ---------------------------------------------------------------- activations
+
+
+def training_activations(
+    local: LocalShape,
+    *,
+    n_tokens: int,
+    n_scored: int,
+    n_in_flight: int,
+    accumulates: bool,
+    checkpointing: bool,
+    kernels: Kernels,
+) -> int:
+    """What a training step keeps for its backward passes, at their largest.
+
+    Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models", section 4) count what a
+    block of GPT keeps per token, and how tensor and sequence parallelism divide it. Here there is no dropout, scores
+    are not kept (Dao et al. 2022, FlashAttention), and norms, gates and grouped heads are those of
+    `realrl.model.decoder`. A block keeps, in elements per token,
+
+        2 H of residuals, 2 H of norms' results, 2 Q + 2 K of attention, 4 I of a gated MLP or 2 I of another one.
+
+    Tensor parallelism divides Q, K and I, sequence parallelism the residuals. A pipeline's first stage holds
+    `n_in_flight` micro-batches at a time (1F1B). With checkpointing each block keeps its input, H, and one block at a
+    time has everything.
+
+    Args:
+        n_tokens: of the largest micro-batch.
+        n_scored: those of them whose logits or scores are computed.
+        n_in_flight: micro-batches that this stage holds.
+        accumulates: gradients are added to those of an earlier micro-batch.
+        checkpointing: blocks are computed again in the backward pass.
+    """
+    blocks = [kept_by_block(local, layer, kernels) for layer in local.layers]
+    transient = max((backward_of_block(local, layer) for layer in local.layers), default=0.0)
+    if checkpointing:
+        kept = n_tokens * len(local.layers) * local.hidden * local.row_share * local.element_bytes
+        again = max(blocks, default=0.0)
+    else:
+        kept, again = n_tokens * sum(blocks), 0.0
+    kept += n_tokens * 2 * local.model.head_dim * local.element_bytes  # the rotation's table
+    ends = _kept_by_ends(local, n_tokens, n_scored, kernels)
+    at_head = ends + _backward_of_head(local, n_scored, accumulates, kernels)
+    return math.ceil(n_in_flight * kept + (n_in_flight - 1) * ends + max(at_head, n_tokens * (again + transient)))
+
+
+def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, kernels: Kernels) -> int:
+    """The largest moment of a forward pass without gradient: inside of a block, or at the logits."""
+    b, h = local.element_bytes, local.hidden
+    product = _product_floats(n_tokens * local.inner, kernels)
+    moments = [n_tokens * forward_of_block(local, layer, kernels) + product for layer in local.layers]
+    if local.vocabulary:
+        logits = _logits_chunk(n_scored, local.vocabulary)
+        head = 2 * n_tokens * h * b + n_scored * h * b + logits * b
+        moments.append(head + max(_softmax_floats(logits, kernels), _product_floats(logits, kernels)))
+    return math.ceil(max(moments, default=0.0))
+
+
+def kept_by_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
+    """Bytes per token that a block keeps for its backward pass; see `training_activations`."""
+    h, b, model = local.hidden, local.element_bytes, local.model
+    is_fused = kernels.fused_norms or model.norm_bias  # LayerNorm has a kernel of its own everywhere
+    norms = 2 * local.row_share * (h * (b if is_fused else 2 * FLOAT32) + FLOAT32)
+    attention_bytes = FLOAT32 if kernels.float_attention else b
+    attention = (2 * local.queries + 2 * local.keys) * attention_bytes + local.n_heads * FLOAT32
+    if kernels.float_attention and b < FLOAT32:
+        attention += local.queries * b  # its result, rounded, which the output projection keeps
+    if model.qk_norm:
+        attention += (local.queries + local.keys) * (b if kernels.fused_norms else b + FLOAT32)
+    return norms + 2 * h * b + attention + _kept_by_mlp(local, layer) * b
+
+
+def _kept_by_mlp(local: LocalShape, layer: int) -> float:
+    """Elements per token: the inputs of activation, product and second matrix; with experts, of each slot."""
+    moe, inner = local.model.moe, local.experts_inner(layer)
+    if moe is None or not inner:
+        return 4 * local.inner if local.model.gated_mlp else 2 * local.inner
+    # a copy of the token per slot, and the weight of the expert applied to the inner units; the router's are small
+    return moe.top_k * (local.hidden + 6 * inner) + 4 * moe.n_experts
+
+
+def backward_of_block(local: LocalShape, layer: int) -> float:
+    """Bytes per token of gradients on their way through a block, at their largest: in the MLP."""
+    moe, inner = local.model.moe, local.experts_inner(layer)
+    width = 3 * local.inner if moe is None or not inner else moe.top_k * (3 * inner + local.hidden)
+    return (2 * local.hidden + width) * local.element_bytes
+
+
+def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
+    """Bytes per token inside of a block without gradient, at their largest: in attention or in the MLP."""
+    h, q, k, b = local.hidden, local.queries, local.keys, local.element_bytes
+    moe, inner = local.model.moe, local.experts_inner(layer)
+    width = 3 * local.inner if moe is None or not inner else moe.top_k * (2 * h + 3 * inner)
+    attention = 2 * h * b + (4 * q + 3 * k) * (FLOAT32 if kernels.float_attention else b)
+    return max(attention, (3 * h + width) * b) + 2 * local.model.head_dim * b
+
+
+def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels) -> float:
+    """Bytes per token inside of a block of generation: in the MLP, while what attention computed is still there."""
+    moe, inner = local.model.moe, local.experts_inner(layer)
+    width = (1 if kernels.fused_products else 4) * local.inner
+    if moe is not None and inner:
+        width = moe.top_k * (2 * local.hidden + 3 * inner)
+    attention = (2 if kernels.fuses_attention(local.model) else 3) * (local.queries + local.keys)
+    return (3 * local.hidden + width + attention + 2 * local.model.head_dim) * b
+
+
+def _kept_by_ends(local: LocalShape, n_tokens: int, n_scored: int, kernels: Kernels) -> float:
+    """Final norm and head: hidden states, those that are scored, and their logits where all fit into one chunk."""
+    if not local.has_head:
+        return 0.0
+    h, b = local.hidden, local.element_bytes
+    norm = 2 * h * b if kernels.fused_norms or local.model.norm_bias else 2 * h * b + h * FLOAT32
+    if not local.vocabulary:
+        return n_tokens * (norm + (h * FLOAT32 if b < FLOAT32 else 0))
+    n_logits = n_scored * local.vocabulary
+    return n_tokens * norm + n_scored * h * b + (n_logits * b if n_logits <= LOGITS_CHUNK else 0)
+
+
+def _backward_of_head(local: LocalShape, n_scored: int, accumulates: bool, kernels: Kernels) -> float:
+    """Gradients of the logits of one chunk, and of the head's weight unless it becomes the parameter's own."""
+    if not local.vocabulary:
+        return 0.0
+    b, weight = local.element_bytes, local.vocabulary * local.hidden
+    chunk = _logits_chunk(n_scored, local.vocabulary)
+    is_whole = chunk == n_scored * local.vocabulary
+    logits = chunk * b * (1 if is_whole else 2) + _product_floats(chunk, kernels)
+    weights = (weight * b if accumulates or b < FLOAT32 else 0) + (0 if is_whole else weight * FLOAT32)
+    return logits + weights + n_scored * local.hidden * b + _softmax_floats(chunk, kernels)
+
+
+def _logits_chunk(n_scored: int, vocabulary: int) -> int:
+    n_chunks = max(1, math.ceil(n_scored / max(1, LOGITS_CHUNK // vocabulary)))
+    return math.ceil(n_scored / n_chunks) * vocabulary
+
+
+def _softmax_floats(n_logits: int, kernels: Kernels) -> int:
+    """float32 copies of logits: shifted, and exponentiated."""
+    return 2 * FLOAT32 * (n_logits if kernels.whole_logits else min(n_logits, LOGITS_BLOCK))
+
+
+def _product_floats(n_elements: int, kernels: Kernels) -> int:
+    """Pieces in float32 of a product of so many elements: two of a large one, the last and the next."""
+    return FLOAT32 * min(n_elements, 2 * PRODUCT_PIECE) if kernels.float_products else 0
+
+
+# ---------------------------------------------------------------- generation
+
+
+@dataclass(frozen=True)
+class GenerationBytes:
+    """What a generate call takes on one rank, beside the parameters.
+
+    Attributes:
+        weights: joined or packed copies of matrices, which live as long as the call.
+        cache: keys and values, and where it grows one layer more.
+        activations: of a prefill, or of sampling.
+    """
+
+    weights: int
+    cache: int
+    activations: int
+
+
+def generation_bytes(
+    local: LocalShape, *, n_runs: int, n_rows: int, longest_row: int, prefill_tokens: int, kernels: Kernels
+) -> GenerationBytes:
+    """A generate call; keys and values take 2 L K b bytes for each token of each row.
+
+    Args:
+        n_runs: rows are divided into so many, one for each pipeline stage.
+        n_rows: of one run that are decoded together.
+        longest_row: tokens of the longest prompt and the longest response.
+        prefill_tokens: of prompts that are computed in one pass.
+    """
+    b = kernels.generation_bytes or local.element_bytes
+    layer = n_rows * local.keys * longest_row * b
+    n_decoded = max(prefill_tokens, n_rows)
+    moments = [n_decoded * generation_of_block(local, i, b, kernels) for i in local.layers]
+    if local.vocabulary:
+        whole = n_rows * local.model.vocab_size
+        # logits, and of each run two buffers of the sampler and the copy that is cut into blocks
+        moments.append(whole * (b + FLOAT32) + n_runs * 2 * whole * FLOAT32)
+    return GenerationBytes(
+        weights=_packed_weights(local, b, kernels),
+        cache=n_runs * 2 * len(local.layers) * layer + (0 if kernels.fuses_attention(local.model) else layer),
+        activations=math.ceil(max(moments, default=0.0)),
+    )
+
+
+def _packed_weights(local: LocalShape, b: int, kernels: Kernels) -> int:
+    h, is_converted = local.hidden, b != local.element_bytes
+    copies_all = kernels.packs_weights or is_converted
+    n_elements = 0
+    for layer in local.layers:
+        n_elements += (local.queries + 2 * local.keys) * h
+        inner = local.experts_inner(layer)
+        if inner and local.model.moe is not None:
+            n_elements += 3 * local.model.moe.n_experts * inner * h if is_converted else 0
+        else:
+            n_elements += 2 * local.inner * h if local.model.gated_mlp else 0
+            n_elements += 0 if local.model.gated_mlp or not copies_all else local.inner * h
+        if copies_all or local.model.lora is not None:
+            n_elements += local.queries * h + (0 if inner else local.inner * h)
+    if copies_all:
+        n_elements += local.vocabulary * h
+    return n_elements * b
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def held_specs(specs: Sequence[ParameterSpec], shard: ModelShard) -> Iterator[tuple[ParameterSpec, int]]:
+    """The parameters of a shard, and how many elements of each it holds."""
+    for spec in specs:
+        if any(map(shard.has, spec.layers)):
+            start, stop = (0, 1) if spec.sharded_dim is None else units_of(spec.n_units, shard.tp_rank, shard.tp_size)
+            yield spec, (stop - start) * spec.n_elements // spec.n_units
+
+
+def _part(n_units: int, tp_rank: int, tp_size: int) -> int:
+    start, stop = units_of(n_units, tp_rank, tp_size)
+    return stop - start
+
+
+def _share(n_elements: int, n_ranks: int) -> int:
+    return math.ceil(n_elements / n_ranks)

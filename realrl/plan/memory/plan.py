@@ -1,0 +1,500 @@
+"""How much memory every device of a plan needs, call by call, before anything starts.
+
+    roles, their homes ──► parameters, optimizer state, gradients          there between calls, unless offloaded
+    calls, their loads ──► copies, KV cache, activations                   there while the call runs
+
+A device runs one call at a time. While it does, it holds what its roles keep there, and what the call takes. Loads are
+the worst case: the longest rows of the dataset in one batch, and every response as long as it may be.
+
+Invariants of `plan_memory`:
+- every rank of a call has a `Usage` for it, and no other rank has;
+- a usage's total is the sum of its parts, all of which are at least 0;
+- the parameters that the ranks of one data-parallel replica hold add up to the model, shared KV heads and a tied
+  embedding's second copy on top;
+- what a role keeps on a rank is counted in every call on that rank, except while it is offloaded;
+- equal input gives an equal plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+from realrl.config.schema import GenerationConfig
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.mesh.device_mesh import Allocation
+from realrl.plan.hooks import CallHooks, Offload, Realloc
+from realrl.plan.memory.formulas import (
+    PREFILL_TOKENS,
+    Kernels,
+    LocalShape,
+    generation_bytes,
+    held_specs,
+    inference_activations,
+    is_trained,
+    local_shape,
+    optimizer_bytes,
+    reduction_bytes,
+    training_activations,
+)
+from realrl.plan.parameters.layout import ModelShape, ParameterLayout, parameter_layout, parameter_specs
+from realrl.plan.parameters.realloc import plan_realloc
+
+_MESSAGES = 2 * (64 << 20)  # bytes a direction that a reallocation has under way: see `engine.parameters.realloc`
+
+
+@dataclass(frozen=True)
+class RoleState:
+    """One role's parameters, and how they are trained.
+
+    Attributes:
+        model: shapes; its dtype is that of computation.
+        home: where the parameters live.
+        is_trained: whether it has an optimizer.
+        is_changed: whether a call or hook changes it; a role that none changes keeps its copy in host memory.
+        backend, zero_stage: see `optimizer_bytes`.
+        offloads_optimizer: masters and moments are in host memory.
+        checkpoints_activations: blocks are computed again in the backward pass.
+    """
+
+    model: ModelShape
+    home: Allocation
+    is_trained: bool
+    is_changed: bool = False
+    backend: str = "native"
+    zero_stage: int = 0
+    offloads_optimizer: bool = False
+    checkpoints_activations: bool = False
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Tokens of the dataset's rows: of each prompt, and of all sequences of the row."""
+
+    prompts: Sequence[int]
+    rows: Sequence[int]
+    sequences: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one data-parallel rank computes in a call, in the worst case.
+
+    Attributes:
+        n_seqs: samples of its share of one minibatch; of the call, if it does not train.
+        n_tokens: of the largest micro-batch.
+        n_scored: tokens of it whose logits are computed.
+        n_mbs: micro-batches of a minibatch.
+        n_runs, n_rows, longest_row, prefill_tokens: of generation, see `generation_bytes`.
+    """
+
+    n_seqs: int
+    n_tokens: int = 0
+    n_scored: int = 0
+    n_mbs: int = 1
+    n_runs: int = 0
+    n_rows: int = 0
+    longest_row: int = 0
+    prefill_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class CallState:
+    """One call: where it runs, what moves around it, what it computes."""
+
+    name: str
+    role: str
+    kind: InterfaceType
+    allocation: Allocation
+    hooks: CallHooks
+    load: Load
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes on one device while a call runs.
+
+    Attributes:
+        parameters: of all roles that live there and are not offloaded.
+        optimizer: master weights and moments of all of them.
+        gradients: of the role that is trained, and buffers that backends hold.
+        copies: the call's parameters in another layout, weights packed for generation, messages under way.
+        cache: keys and values.
+        activations: kept for the backward pass or passing through.
+        host: in host memory, for parameters and optimizer state that is not on the device.
+    """
+
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    copies: int = 0
+    cache: int = 0
+    activations: int = 0
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device's memory."""
+        return sum(getattr(self, part.name) for part in fields(self) if part.name != "host")
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What `plan_memory` found.
+
+    Attributes:
+        calls: call -> rank -> usage, the larger of the first step's and a later one's.
+        roles: role -> rank -> what it keeps there; its gradients are those of its train_step.
+        loads: call -> what its ranks compute.
+    """
+
+    calls: Mapping[str, Mapping[int, Usage]]
+    roles: Mapping[str, Mapping[int, Usage]]
+    loads: Mapping[str, Load] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks that some call runs on, ascending."""
+        return tuple(sorted({rank for by_rank in self.calls.values() for rank in by_rank}))
+
+    def peak(self, rank: int) -> tuple[str, Usage]:
+        """The call in which a rank needs the most, and what it needs; the first of several such calls.
+
+        Raises:
+            KeyError: no call runs there.
+        """
+        usages = {call: by_rank[rank] for call, by_rank in self.calls.items() if rank in by_rank}
+        if not usages:
+            raise KeyError(rank)
+        call = max(usages, key=lambda name: usages[name].total)
+        return call, usages[call]
+
+
+def plan_memory(
+    roles: Mapping[str, RoleState], calls: Sequence[CallState], *, kernels: Kernels | None = None
+) -> MemoryPlan:
+    """Add up what every device holds during every call that runs on it.
+
+    Args:
+        roles: those that have parameters.
+        calls: in the order of a step; calls of roles without parameters take nothing of their own.
+        kernels: of the machine; those of CUDA by default.
+
+    Raises:
+        AllocationError: a strategy does not fit a model.
+    """
+    kernels = kernels or Kernels()
+    keeps = {name: _keeps(role) for name, role in roles.items()}
+    away = _offloaded(calls, roles)
+    found: dict[str, dict[int, Usage]] = {}
+    for call in calls:
+        own = _own_usage(call, roles, keeps, kernels)
+        found[call.name] = {}
+        for rank in call.allocation.ranks:
+            steps = [_resident(rank, absent, keeps) + own.get(rank, Usage()) for absent in away[call.name]]
+            found[call.name][rank] = max(steps, key=lambda usage: usage.total)
+    kept = {
+        name: {rank: Usage(k.parameters, k.optimizer, k.gradients, host=k.host) for rank, k in by_rank.items()}
+        for name, by_rank in keeps.items()
+    }
+    return MemoryPlan(found, kept, {call.name: call.load for call in calls})
+
+
+# ---------------------------------------------------------------- what a call computes
+
+
+def load_of(
+    mfc: MFCDef, allocation: Allocation, rows: RowLengths, *, generation: GenerationConfig, n_responses: int
+) -> Load:
+    """The worst case of a call on one data-parallel rank.
+
+    Args:
+        mfc: the call.
+        allocation: where it runs.
+        rows: of the dataset.
+        generation: of the run.
+        n_responses: what a generate call makes of a prompt, or of the generate call whose tokens are read; 0 for
+            sequences that are those of the dataset.
+    """
+    dp, pp = allocation.strategy.dp, allocation.strategy.pp
+    n_seqs = math.ceil(mfc.n_seqs / mfc.n_minibatches / dp)
+    if mfc.interface_type is InterfaceType.GENERATE:
+        return _generation_load(n_seqs, rows, generation, n_responses, pp)
+    new = generation.max_new_tokens
+    if n_responses:
+        n_tokens = n_responses * (_largest(rows.prompts, n_seqs) + n_seqs * new)
+        longest, n_scored = max(rows.prompts, default=0) + new, n_seqs * n_responses * new
+        whole = n_responses * longest
+    else:
+        n_tokens = _largest(rows.rows, n_seqs)
+        longest, n_scored = max(rows.sequences, default=0), n_tokens
+        whole = max(rows.rows, default=0)
+    n_mbs, per_mb = _micro_batches(mfc, n_seqs, n_tokens, whole, pp)
+    return Load(n_seqs, per_mb, min(n_scored, math.ceil(n_scored * per_mb / max(n_tokens, 1))), n_mbs, 0, 0, longest)
+
+
+def _micro_batches(mfc: MFCDef, n_seqs: int, n_tokens: int, whole: int, pp: int) -> tuple[int, int]:
+    """How many there are, and the tokens of the largest; a sample, of at most `whole` tokens, is never cut."""
+    if mfc.max_tokens_per_mb is not None:
+        per_mb = min(n_tokens, max(mfc.max_tokens_per_mb, whole))
+        return max(1, math.ceil(n_tokens / max(per_mb, 1))), per_mb
+    default = (2 * pp if mfc.is_train else pp) if pp > 1 else 1  # what the engine takes where the call says nothing
+    n_mbs = max(1, min(mfc.n_mbs or default, n_seqs))
+    return n_mbs, min(n_tokens, max(math.ceil(n_tokens / n_mbs), whole))
+
+
+def _generation_load(n_seqs: int, rows: RowLengths, generation: GenerationConfig, n_responses: int, pp: int) -> Load:
+    """As `realrl.engine.generate.generator` divides the prompts, and `Run` prefills them."""
+    longest = max(rows.prompts, default=0)
+    n_runs = max(1, min(pp, n_seqs, generation.max_batch_size))
+    n_rows = min(math.ceil(n_seqs / n_runs) * n_responses, generation.max_batch_size // n_runs)
+    n_prompts = math.ceil(n_rows / n_responses)
+    return Load(
+        n_seqs,
+        n_tokens=_largest(rows.prompts, n_seqs) + n_seqs * n_responses * generation.max_new_tokens,
+        n_runs=n_runs,
+        n_rows=n_rows,
+        longest_row=longest + generation.max_new_tokens - 1,
+        prefill_tokens=min(_largest(rows.prompts, n_prompts), max(PREFILL_TOKENS, longest)),
+    )
+
+
+def _largest(lengths: Sequence[int], n: int) -> int:
+    """Tokens of the n longest rows; rows come again where there are fewer."""
+    ordered = sorted(lengths, reverse=True)
+    if not ordered:
+        return 0
+    turns, rest = divmod(n, len(ordered))
+    return turns * sum(ordered) + sum(ordered[:rest])
+
+
+# ---------------------------------------------------------------- what roles keep
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Bytes of one role on one rank of its home.
+
+    `gathered`: parameters that the rank gets from others while it computes, where the backend divides them.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    holds_gradients: bool
+    buffers: int
+    host: int
+    largest: int
+    gathered: int
+
+
+def _keeps(role: RoleState) -> dict[int, _Kept]:
+    layout = _layout(role.model, role.home)
+    found: dict[tuple[int, int], _Kept] = {}
+    by_rank = {}
+    for rank in role.home.ranks:
+        pp_rank, _, tp_rank = layout.coordinates_of(rank)
+        if (pp_rank, tp_rank) not in found:
+            found[pp_rank, tp_rank] = _kept(role, layout, rank)
+        by_rank[rank] = found[pp_rank, tp_rank]
+    return by_rank
+
+
+def _kept(role: RoleState, layout: ParameterLayout, rank: int) -> _Kept:
+    """Adapters are float32 and their own masters, so they are counted apart from what is trained in half precision."""
+    n_bytes = layout.num_bytes_of(rank)
+    if not role.is_trained:
+        return _Kept(n_bytes, 0, 0, False, 0, 0, 0, 0)
+    sizes: dict[int, int] = {}
+    largest = 0
+    for spec, n_elements in held_specs(layout.specs, layout.shard_of(rank)):
+        if is_trained(role.model, spec.name):
+            width = spec.num_bytes // spec.n_elements
+            sizes[width] = sizes.get(width, 0) + n_elements
+            largest = max(largest, 4 * n_elements)
+    strategy = role.home.strategy
+    parts = [
+        optimizer_bytes(
+            n,
+            element_bytes=width,
+            backend=role.backend,
+            zero_stage=role.zero_stage,
+            dp=strategy.dp,
+            on_host=role.offloads_optimizer,
+            whole_gradients=strategy.tp > 1 or strategy.pp > 1,
+            largest=largest // 4,
+        )
+        for width, n in sizes.items()
+    ]
+    state = sum(part.masters + part.moments for part in parts)
+    share = min((part.parameters for part in parts), default=1.0)
+    parameters = math.ceil(n_bytes * share)
+    return _Kept(
+        parameters=parameters,
+        optimizer=0 if role.offloads_optimizer else state,
+        gradients=sum(part.gradients for part in parts),
+        holds_gradients=any(part.holds_gradients for part in parts),
+        buffers=max((part.buffers for part in parts), default=0),
+        host=state + sum(part.host for part in parts) if role.offloads_optimizer else 0,
+        largest=largest,
+        gathered=n_bytes - parameters,
+    )
+
+
+def _resident(rank: int, absent: Collection[str], keeps: Mapping[str, Mapping[int, _Kept]]) -> Usage:
+    """What is there whatever the call computes; the gradients that backends hold included."""
+    total = Usage()
+    for name, by_rank in keeps.items():
+        kept = by_rank.get(rank)
+        if kept is None:
+            continue
+        held = kept.gradients + kept.buffers if kept.holds_gradients else 0
+        if name in absent:
+            total += Usage(optimizer=kept.optimizer, gradients=held, host=kept.host + kept.parameters)
+        else:
+            total += Usage(kept.parameters, kept.optimizer, held, host=kept.host)
+    return total
+
+
+def _offloaded(
+    calls: Sequence[CallState], roles: Mapping[str, RoleState]
+) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+    """Call -> the roles that are in host memory while it runs, in the first step and in any later one.
+
+    All parameters begin on the device. A call brings back those of its role if it runs where they live, and those that
+    move; they stay until a call offloads them again.
+    """
+    away: set[str] = set()
+    steps: list[dict[str, frozenset[str]]] = []
+    for _ in range(2):
+        step = {}
+        for call in calls:
+            hooks = (*call.hooks.before, *call.hooks.after)
+            used = {role for hook in hooks if isinstance(hook, Realloc) for role in (hook.source, hook.target)}
+            if call.role in roles and roles[call.role].home == call.allocation:
+                used.add(call.role)
+            away -= used
+            step[call.name] = frozenset(away)
+            away |= {hook.role for hook in call.hooks.after if isinstance(hook, Offload)}
+        steps.append(step)
+    return {call.name: (steps[0][call.name], steps[1][call.name]) for call in calls}
+
+
+# ---------------------------------------------------------------- what calls take
+
+
+def _own_usage(
+    call: CallState, roles: Mapping[str, RoleState], keeps: Mapping[str, Mapping[int, _Kept]], kernels: Kernels
+) -> dict[int, Usage]:
+    """What a call takes on its ranks beside what roles keep there."""
+    usages = _moved(call, roles)
+    role = roles.get(call.role)
+    if role is None:
+        return usages
+    layout = _layout(role.model, call.allocation)
+    found: dict[tuple[int, int], Usage] = {}
+    for rank in call.allocation.ranks:
+        pp_rank, _, tp_rank = layout.coordinates_of(rank)
+        if (pp_rank, tp_rank) not in found:
+            width = max(1, _element_bytes(role.model))
+            local = local_shape(role.model, layout.shard_of(rank), sp=call.allocation.strategy.sp, element_bytes=width)
+            found[pp_rank, tp_rank] = _computed(call, role, local, keeps[call.role].get(rank), pp_rank, kernels)
+        usages[rank] = usages.get(rank, Usage()) + found[pp_rank, tp_rank]
+    return usages
+
+
+def _computed(
+    call: CallState, role: RoleState, local: LocalShape, kept: _Kept | None, pp_rank: int, kernels: Kernels
+) -> Usage:
+    load = call.load
+    if call.kind is InterfaceType.GENERATE:
+        made = generation_bytes(
+            local,
+            n_runs=load.n_runs,
+            n_rows=load.n_rows,
+            longest_row=load.longest_row,
+            prefill_tokens=load.prefill_tokens,
+            kernels=kernels,
+        )
+        return Usage(copies=made.weights, cache=made.cache, activations=made.activations)
+    if call.kind is InterfaceType.INFERENCE:
+        n_bytes = inference_activations(local, n_tokens=load.n_tokens, n_scored=load.n_scored, kernels=kernels)
+        return Usage(activations=n_bytes)
+    assert kept is not None, "a role is trained where it lives"
+    return _trained(call, role, local, kept, pp_rank, kernels)
+
+
+def _trained(call: CallState, role: RoleState, local: LocalShape, kept: _Kept, pp_rank: int, kernels: Kernels) -> Usage:
+    """A train_step at its largest: when the backward passes begin, or when all gradients are there.
+
+    With one micro-batch, gradients come as activations go, and the first moment has those of one parameter only.
+    """
+    load, strategy = call.load, call.allocation.strategy
+    activations = training_activations(
+        local,
+        n_tokens=load.n_tokens,
+        n_scored=load.n_scored,
+        n_in_flight=min(strategy.pp - pp_rank, load.n_mbs),
+        accumulates=load.n_mbs > 1,
+        checkpointing=role.checkpoints_activations,
+        kernels=kernels,
+    )
+    all_gradients = 0 if kept.holds_gradients else kept.gradients + kept.buffers
+    early = all_gradients if load.n_mbs > 1 else min(all_gradients, kept.largest + kept.buffers)
+    flat = reduction_bytes(kept.gradients, kept.largest, dp=strategy.dp)
+    moments = (
+        Usage(gradients=early, copies=kept.gathered, activations=activations),
+        Usage(gradients=all_gradients + flat, copies=kept.gathered),
+    )
+    return max(moments, key=lambda usage: usage.total)
+
+
+def _moved(call: CallState, roles: Mapping[str, RoleState]) -> dict[int, Usage]:
+    """Parameters that come for the time of the call, and the messages that bring them or that a hook sends."""
+    usages: dict[int, Usage] = {}
+    for hook in (*call.hooks.before, *call.hooks.after):
+        if not isinstance(hook, Realloc):
+            continue
+        model = roles[hook.source].model
+        source, target = _layout(model, hook.source_allocation), _layout(model, hook.target_allocation)
+        moved = plan_realloc(source, target)
+        for rank in call.allocation.ranks:
+            messages = sum(min(n, _MESSAGES) for n in (moved.bytes_received(rank), moved.bytes_sent(rank)))
+            new = 0
+            if hook.is_implied and rank in target:
+                aliased = sum(keep.num_bytes for keep in moved.keeps(rank) if keep.is_whole_target)
+                new = target.num_bytes_of(rank) - aliased
+            usages[rank] = usages.get(rank, Usage()) + Usage(copies=new + messages)
+    return usages
+
+
+def checkpoint_bytes(role: RoleState) -> int:
+    """What one checkpoint of a role takes on disk: the model, and of what is trained moments and masters."""
+    specs = parameter_specs(role.model)
+    total = sum(spec.num_bytes for spec in specs)
+    for spec in specs if role.is_trained else ():
+        if is_trained(role.model, spec.name):
+            state = optimizer_bytes(spec.n_elements, element_bytes=spec.num_bytes // spec.n_elements)
+            total += state.masters + state.moments
+    return total
+
+
+def _layout(model: ModelShape, allocation: Allocation) -> ParameterLayout:
+    return parameter_layout(parameter_specs(model), allocation.strategy, allocation.ranks)
+
+
+def _element_bytes(model: ModelShape) -> int:
+    spec = parameter_specs(model)[0]
+    return spec.num_bytes // spec.n_elements
+
+
+def show_bytes(number: int) -> str:
+    """A size with the unit that fits it: "12.3 MB"."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.1f} {unit}"
+    return f"{number} B"

@@ -1,0 +1,119 @@
+"""The transportation problem: who gives how much to whom, for the greatest total gain.
+
+Invariants of `transport`:
+- every row gives all that it has and every column takes all that it wants;
+- no other amounts gain more;
+- other amounts gain as much if and only if they use free entries alone;
+- equal input gives equal amounts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from realrl.plan.parameters.realloc_portions import Matrix
+
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TransportSolution:
+    """Of a transportation problem, [rows, columns] both.
+
+    `amounts` has the greatest total gain. A solution has the same gain if and only if it uses only entries that are
+    `is_free`.
+    """
+
+    amounts: Matrix
+    is_free: Flags
+
+
+def transport(gains: Matrix, supplies: Sequence[int], demands: Sequence[int]) -> TransportSolution:
+    """Solve the transportation problem exactly: integer amounts [rows, columns] of the greatest total gain.
+
+    Successive shortest augmenting paths with dual prices (Edmonds and Karp 1972), the rows served in order and first
+    given what is best for them alone.
+
+    Args:
+        gains: int64 [rows, columns], the gain of one unit.
+        supplies: what each row gives, all of it.
+        demands: what each column takes, all of it; the same in total.
+    """
+    costs = -gains
+    n_rows, n_columns = costs.shape
+    amounts = np.zeros((n_rows, n_columns), dtype=np.int64)
+    left = np.array(supplies, dtype=np.int64)
+    room = np.array(demands, dtype=np.int64)
+    column_prices = np.zeros(n_columns, dtype=np.int64)
+    row_prices = costs.min(axis=1)
+    for row in range(n_rows):
+        for column in np.flatnonzero(costs[row] == row_prices[row]).tolist():
+            amount = min(left[row], room[column])
+            amounts[row, column] += amount
+            left[row] -= amount
+            room[column] -= amount
+    for row in np.flatnonzero(left).tolist():
+        while left[row]:
+            _augment(row, costs, amounts, left, room, row_prices, column_prices)
+    return TransportSolution(amounts, costs == row_prices[:, None] + column_prices)
+
+
+def _augment(
+    start: int,
+    costs: Matrix,
+    amounts: Matrix,
+    left: Matrix,
+    room: Matrix,
+    row_prices: Matrix,
+    column_prices: Matrix,
+) -> None:
+    """Send as much as fits from row `start` along a cheapest path to a column with room; adjust the prices."""
+    n_rows, n_columns = costs.shape
+    far = np.iinfo(np.int64).max // 4
+    distances = np.full(n_columns, far, dtype=np.int64)
+    row_distances = np.full(n_rows, far, dtype=np.int64)
+    via_row = np.full(n_columns, -1, dtype=np.int64)  # the row from which a column is reached
+    via_column = np.full(n_rows, -1, dtype=np.int64)  # the column, which a row serves, from which the row is reached
+    is_done = np.zeros(n_columns, dtype=bool)
+    new_rows, distance = np.array([start]), 0
+    row_distances[start] = 0
+    while True:
+        if len(new_rows):
+            reduced = costs[new_rows] - row_prices[new_rows, None] - column_prices + distance
+            best = reduced.argmin(axis=0)
+            reached = reduced[best, np.arange(n_columns)]
+            closer = (reached < distances) & ~is_done
+            distances[closer] = reached[closer]
+            via_row[closer] = new_rows[best[closer]]
+        open_distances = np.where(is_done, far, distances)
+        distance = int(open_distances.min())
+        nearest = np.flatnonzero(open_distances == distance)
+        free = nearest[room[nearest] > 0]
+        if len(free):
+            break
+        is_done[nearest] = True
+        serves = amounts[:, nearest] > 0
+        new_rows = np.flatnonzero(serves.any(axis=1) & (row_distances == far))
+        row_distances[new_rows] = distance
+        via_column[new_rows] = nearest[serves[new_rows].argmax(axis=1)]
+    reached_rows = row_distances < far
+    row_prices[reached_rows] += distance - row_distances[reached_rows]
+    column_prices[is_done] -= distance - distances[is_done]
+    path: list[tuple[int, int]] = []
+    column = int(free[0])
+    while column >= 0:
+        path.append((int(via_row[column]), column))
+        column = int(via_column[path[-1][0]])
+    steps = [(row, after) for (row, _), (_, after) in pairwise(path)]
+    amount = min([int(left[start]), int(room[path[0][1]]), *(int(amounts[step]) for step in steps)])
+    for row, column in path:
+        amounts[row, column] += amount
+    for row, column in steps:
+        amounts[row, column] -= amount
+    left[start] -= amount
+    room[path[0][1]] -= amount

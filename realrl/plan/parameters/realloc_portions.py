@@ -1,0 +1,173 @@
+"""What two layouts of one model have in common, portion by portion.
+
+A portion is a part of the model whose elements are alike to every rank: the same pipeline stages and tensor ranks hold
+all of it in the source layout, and the same need all of it in the target layout. There are few of them, however many
+parameters and ranks there are, so that planning works on portions and spells out parameters last.
+
+Invariants of `portions_of`:
+- every element of every parameter is in exactly one portion;
+- a rank of either layout holds all elements of a portion, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from realrl.errors import AllocationError
+from realrl.plan.parameters.layout import Layer, ParameterLayout, ParameterSpec, units_of
+
+Matrix = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The units ``[start, stop)`` of parameter ``specs[spec_index]``; all of it for a replicated parameter."""
+
+    spec_index: int
+    start: int
+    stop: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A part of the model that each rank has, or needs, as a whole.
+
+    Attributes:
+        source_stages, source_tps: pp_ranks and tp_ranks that hold it in the source layout.
+        target_stages, target_tps: pp_ranks and tp_ranks that need it in the target layout.
+        items: its pieces, layer by layer; the unit in which senders share the work.
+    """
+
+    source_stages: tuple[int, ...]
+    source_tps: range
+    target_stages: tuple[int, ...]
+    target_tps: range
+    items: tuple[tuple[Piece, ...], ...]
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """``ends[i]``: bytes of the first i items."""
+        return tuple(accumulate((sum(piece.num_bytes for piece in item) for item in self.items), initial=0))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all items."""
+        return self.ends[-1]
+
+
+def check_same_model(source: ParameterLayout, target: ParameterLayout) -> None:
+    """Refuse two layouts of different models.
+
+    Raises:
+        AllocationError: names the first parameter that differs.
+    """
+    if source.specs is target.specs or source.specs == target.specs:
+        return
+    ours, theirs = ({spec.name: spec for spec in layout.specs} for layout in (source, target))
+    for name in [*ours, *theirs]:
+        if ours.get(name) != theirs.get(name):
+            raise AllocationError(
+                f"the layouts are of different models: parameter {name} is {_spec_text(ours.get(name))} in the source "
+                f"and {_spec_text(theirs.get(name))} in the target",
+                remedy="Parameters move between layouts of one model only: make both from the same configuration.",
+            )
+    raise AllocationError(
+        "the layouts list the same parameters in a different order",
+        remedy="Make both layouts from the same configuration.",
+    )
+
+
+def _spec_text(spec: ParameterSpec | None) -> str:
+    if spec is None:
+        return "missing"
+    split = "replicated" if spec.sharded_dim is None else f"{spec.n_units} units along dim {spec.sharded_dim}"
+    tied = ", tied" if spec.also_layer is not None else ""
+    return f"{spec.dtype}{list(spec.shape)} ({split}{tied})"
+
+
+def portions_of(source: ParameterLayout, target: ParameterLayout) -> tuple[Portion, ...]:
+    """All portions of two layouts of one model, in the order of their first parameters."""
+    source_stages, target_stages = (_stages_of_layers(layout) for layout in (source, target))
+    cells_of: dict[int, list[tuple[int, int, range, range]]] = {}
+    whole = [(0, 1, range(source.strategy.tp), range(target.strategy.tp))]
+    items: dict[tuple[object, ...], dict[Layer, list[Piece]]] = {}
+    for index, spec in enumerate(source.specs):
+        cells = whole
+        if spec.sharded_dim is not None:
+            if spec.n_units not in cells_of:
+                cells_of[spec.n_units] = list(_cells(spec.n_units, source.strategy.tp, target.strategy.tp))
+            cells = cells_of[spec.n_units]
+        stages = tuple(
+            tuple(sorted({of_layer[layer] for layer in spec.layers})) for of_layer in (source_stages, target_stages)
+        )
+        kind = "block" if isinstance(spec.layer, int) else spec.layer
+        for start, stop, source_tps, target_tps in cells:
+            of_layer = items.setdefault((*stages, source_tps, target_tps, kind), {})
+            piece = Piece(index, start, stop, (stop - start) * spec.unit_bytes)
+            of_layer.setdefault(spec.layer, []).append(piece)
+    return tuple(
+        Portion(from_stages, from_tps, to_stages, to_tps, tuple(tuple(pieces) for pieces in of_layer.values()))  # type: ignore[arg-type]
+        for (from_stages, to_stages, from_tps, to_tps, _), of_layer in items.items()
+    )
+
+
+def _stages_of_layers(layout: ParameterLayout) -> dict[Layer, int]:
+    stage_of: dict[Layer, int] = {"embedding": 0, "head": layout.strategy.pp - 1}
+    for stage, layers in enumerate(layout.stages):
+        stage_of.update(dict.fromkeys(layers, stage))
+    return stage_of
+
+
+def _cells(n_units: int, source_tp: int, target_tp: int) -> Iterator[tuple[int, int, range, range]]:
+    """Cut units where either side cuts them: (start, stop, source tp_ranks that hold them, target ones)."""
+    sides = [[units_of(n_units, rank, tp) for rank in range(tp)] for tp in (source_tp, target_tp)]
+    for start, stop in pairwise(sorted({edge for side in sides for span in side for edge in span})):
+        source_tps, target_tps = (_holders(side, start) for side in sides)
+        yield start, stop, source_tps, target_tps
+
+
+def _holders(spans: Sequence[tuple[int, int]], unit: int) -> range:
+    """The ranks, which are consecutive, whose units include `unit`."""
+    holders = [rank for rank, (start, stop) in enumerate(spans) if start <= unit < stop]
+    return range(holders[0], holders[-1] + 1)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Bytes by (pp_rank, tp_rank), numbered ``pp_rank * tp + tp_rank`` on either side.
+
+    Attributes:
+        held: int64 [source parts, target parts]; what of a target part a source part contains.
+        needed: int64 [target parts]; all bytes of a target part.
+    """
+
+    held: Matrix
+    needed: Matrix
+
+
+def overlap_of(portions: Sequence[Portion], source: ParameterLayout, target: ParameterLayout) -> Overlap:
+    """Add up the portions of two layouts."""
+    s, t = source.strategy, target.strategy
+    held = np.zeros((s.pp, s.tp, t.pp, t.tp), dtype=np.int64)
+    needed = np.zeros((t.pp, t.tp), dtype=np.int64)
+    for portion in portions:
+        source_tps = slice(portion.source_tps.start, portion.source_tps.stop)
+        target_tps = slice(portion.target_tps.start, portion.target_tps.stop)
+        for to_stage in portion.target_stages:
+            needed[to_stage, target_tps] += portion.num_bytes
+            for from_stage in portion.source_stages:
+                held[from_stage, source_tps, to_stage, target_tps] += portion.num_bytes
+    return Overlap(held.reshape(s.pp * s.tp, t.pp * t.tp), needed.reshape(-1))
+
+
+def part_of(layout: ParameterLayout, global_rank: int) -> int:
+    """The number ``pp_rank * tp + tp_rank`` of what a rank holds; ranks of one number hold the same."""
+    pp_rank, _, tp_rank = layout.coordinates_of(global_rank)
+    return pp_rank * layout.strategy.tp + tp_rank

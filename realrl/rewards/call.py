@@ -1,0 +1,149 @@
+"""One reward function as it is called: what it wants to be given, and what its answer is worth.
+
+``function(prompt, response)`` or ``function(prompt, response, row)`` returns a number. A function whose second
+parameter is called ``responses`` or ``responses_ids`` gets all responses to a prompt and returns a list of as many
+numbers. Either kind may be ``async``. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from realrl.experiment.loading import load_object
+
+MAX_ERROR_CHARS = 2000
+MAX_REWARD = 3.4028234663852886e38  # the largest float32: what rewards are kept in
+_GROUP_NAMES = ("responses", "responses_ids")
+_ROW_NAMES = ("row", "metadata")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a function wants.
+
+    Attributes:
+        reads: token ids or text.
+        takes_row: it has a third parameter: the other fields of the dataset's row.
+        is_group: it scores all responses to a prompt at once.
+        is_async: it returns an awaitable.
+    """
+
+    reads: Literal["ids", "text"]
+    takes_row: bool
+    is_group: bool
+    is_async: bool
+
+
+class RewardFunction:
+    """A loaded function.
+
+    Args:
+        function: its name, as for `load_object`.
+        reads: "ids", "text", or "auto": ids if its first two parameters are named ``*_ids``.
+        options: keyword arguments.
+
+    Raises:
+        ConfigError: there is no such function.
+        TypeError: it is no function, or cannot be called with a prompt and a response.
+    """
+
+    def __init__(self, function: str, reads: str = "auto", options: Mapping[str, Any] | None = None) -> None:
+        self._function = load_object(function)
+        if not callable(self._function):
+            raise TypeError(f"{function!r} is not a function")
+        if options:
+            self._function = functools.partial(self._function, **options)
+        self.traits = _traits(self._function, function, reads)
+
+    def evaluate(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """``{"rewards": [...]}`` for the request's response or responses, or ``{"error": text}``."""
+        try:
+            return self._checked(self._call(request), request)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is reported to its owner
+            return _raised(error)
+
+    async def evaluate_async(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """As `evaluate`, or ``{"timeout": true}`` when it is not done in time."""
+        import asyncio
+
+        limit = asyncio.timeout(timeout_s)
+        try:
+            async with limit:
+                return self._checked(await self._call(request), request)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
+            return {"timeout": True} if limit.expired() else _raised(error)
+
+    def _call(self, request: Mapping[str, Any]) -> Any:
+        row = [request.get("row") or {}] if self.traits.takes_row else []
+        return self._function(request["prompt"], request["response"], *row)
+
+    def _checked(self, value: Any, request: Mapping[str, Any]) -> dict[str, Any]:
+        if not self.traits.is_group:
+            return _as_rewards([value], "returned {}")
+        n_responses = len(request["response"])
+        if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+            return {"error": f"returned {value!r:.100}, which is not a list of {n_responses} numbers"}
+        values = list(value)
+        if len(values) != n_responses:
+            return {"error": f"returned {len(values)} values for {n_responses} responses"}
+        return _as_rewards(values, "returned a list with {}")
+
+
+def _as_rewards(values: list[Any], what: str) -> dict[str, Any]:
+    rewards = []
+    for value in values:
+        try:
+            if isinstance(value, str | bytes):
+                raise TypeError
+            reward = float(value)
+        except OverflowError:  # of an int
+            reward = math.inf
+        except (TypeError, ValueError, RuntimeError):
+            return {"error": what.format(f"{value!r:.100}, which is not a number")}
+        if not math.isfinite(reward):
+            return {"error": what.format(reward)}
+        if abs(reward) > MAX_REWARD:
+            return {"error": what.format(f"{reward:g}, which is more than float32 can hold")}
+        rewards.append(reward)
+    return {"rewards": rewards}
+
+
+def _raised(error: BaseException) -> dict[str, Any]:
+    lines = traceback.format_exception(error)
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - an exception of the user's that cannot even be printed
+        text = "(its text cannot be shown)"
+    return {"error": f"raised {type(error).__name__}: {text}\n{''.join(lines[-3:])}"[:MAX_ERROR_CHARS]}
+
+
+def _traits(function: Callable[..., Any], name: str, reads: str) -> Traits:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(inspect.signature(function).parameters.values())
+    named = [p for p in parameters if p.kind in positional]
+    required = [p for p in named if p.default is p.empty]
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    missing = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if len(required) > 3 or (len(named) < 2 and not takes_more):
+        raise TypeError(f"{name!r} must take (prompt, response) or (prompt, response, row), not {_signature(function)}")
+    if missing:
+        raise TypeError(f"{name!r} needs the option {missing[0]!r}")
+    names = [p.name for p in named]
+    are_ids = len(names) >= 2 and all(n.endswith("_ids") for n in names[:2])
+    return Traits(
+        reads="ids" if reads == "ids" or (reads == "auto" and are_ids) else "text",
+        takes_row=len(required) == 3 or (len(names) >= 3 and names[2] in _ROW_NAMES),
+        is_group=len(names) >= 2 and names[1] in _GROUP_NAMES,
+        is_async=inspect.iscoroutinefunction(function)
+        or inspect.iscoroutinefunction(getattr(function, "__call__", None)),  # noqa: B004 - an object with async __call__
+    )
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    return str(inspect.signature(function))

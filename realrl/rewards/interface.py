@@ -1,0 +1,265 @@
+"""Rewards that are Python functions, and weighted sums of rewards: inference calls that need no engine."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from realrl.algo.api import CallContext, Model, ModelInterface
+from realrl.config.reward_options import OVERLONG, REWARD_MODEL
+from realrl.data.sample import SequenceSample
+from realrl.errors import CallError, RunError
+from realrl.experiment.rewards import MODEL_REWARDS, SHORT_FORM
+from realrl.rewards.call import Traits
+from realrl.rewards.pool import FunctionSpec, InProcessPool, Outcome, ProcessPool, Request, RewardPool
+from realrl.rewards.shaping import overlong_penalty
+from realrl.sched.messages import KeySchema, Per
+
+log = logging.getLogger(__name__)
+
+METADATA = "metadata"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One reward of several; the fields are those of `realrl.config.reward_options.RewardPart`, all given."""
+
+    name: str
+    function: str
+    weight: float = 1.0
+    reads: str = "auto"
+    timeout_s: float = 10.0
+    on_failure: Literal["error", "zero", "drop"] = "error"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_function(self) -> bool:
+        return self.function not in (REWARD_MODEL, OVERLONG)
+
+
+class WeightedRewards(ModelInterface):
+    """inference: `input_ids`, `prompt_mask` -> `rewards`, the weighted sum of several rewards.
+
+    Reads `metadata` (the dataset row's other fields, JSON) where it is given, for functions that want it, and
+    `model_rewards` if one part is the reward model. Of the model, only the tokenizer is used, and only for text.
+    Samples that a function with ``on_failure="drop"`` failed for are left out of the result. Logged of each part,
+    before weighting, are ``<metrics>/<name>/mean`` and ``/std``, and as ``<metrics>/<name>/failed`` the share of
+    responses that a function failed for, unless that ends the run.
+
+    Args:
+        parts: name -> fields of `RewardPart`.
+        concurrency: processes for all functions together; a function need not be thread-safe.
+        async_concurrency: responses that an async function has in hand at a time in each process.
+        in_process: call functions in this thread, where a debugger can stop; then nothing can interrupt them.
+        metrics: what the names of metrics begin with.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Mapping[str, Any]],
+        *,
+        concurrency: int = 2,
+        async_concurrency: int = 32,
+        in_process: bool = False,
+        metrics: str = "reward",
+    ) -> None:
+        self._parts = [_Part(name, **settings) for name, settings in parts.items()]
+        self._functions = [part for part in self._parts if part.is_function]
+        self._metrics = metrics
+        specs = [FunctionSpec(p.function, p.reads, p.timeout_s, p.options) for p in self._functions]
+        self._pool: RewardPool = (
+            InProcessPool(specs, async_concurrency)
+            if in_process
+            else ProcessPool(specs, concurrency, async_concurrency)
+        )
+
+    def inference(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
+        """`rewards`, float32 per sequence, on the device of `input_ids`; possibly for some of the samples only.
+
+        Raises:
+            CallError: a function failed for a response and its `on_failure` is "error"; names the sample.
+            ConfigError: a function cannot be found.
+            RunError: a function cannot be loaded, or its processes cannot be kept alive.
+        """
+        responses = _Responses(batch.to(torch.device("cpu")), model.tokenizer)
+        values = {part.name: self._value(part, responses, ctx) for part in self._parts if not part.is_function}
+        dropped: set[str] = set()
+        if responses.owners and self._functions:
+            try:
+                values |= self._run(responses, dropped, model, ctx)
+            except RunError:
+                self._pool.close()
+                raise
+        total = torch.zeros(len(responses.owners), dtype=torch.float64)
+        kept = torch.tensor([sample_id not in dropped for sample_id, _ in responses.owners], dtype=torch.bool)
+        for part in self._parts if responses.owners else ():
+            total += part.weight * values[part.name]
+            self._log_values(part, values[part.name][kept], ctx)
+        rewards = total.float().to(batch["input_ids"].device)
+        result = batch.derive("input_ids", {"rewards": (KeySchema("float32", Per.SEQUENCE), rewards)})
+        return result.select([i for i in batch.ids if i not in dropped]) if dropped else result
+
+    def close(self) -> None:
+        """End the processes now; otherwise they end with this one. `inference` starts new ones."""
+        self._pool.close()
+
+    def _value(self, part: _Part, responses: _Responses, ctx: CallContext) -> torch.Tensor:
+        """float64 [S]: a reward that no function gives."""
+        if part.function == REWARD_MODEL:
+            return responses.batch[MODEL_REWARDS].double()
+        options = {"max_tokens": ctx.generation.max_new_tokens, **part.options}
+        return overlong_penalty(responses.lengths, **options)
+
+    def _run(self, responses: _Responses, dropped: set[str], model: Model, ctx: CallContext) -> dict[str, torch.Tensor]:
+        """float64 [S] for each function; a failed response has 0, and its sample may be added to `dropped`."""
+        requests: list[Request] = []
+        scored: list[Sequence[int]] = []  # request -> the responses that it is about
+        for number, traits in enumerate(self._pool.traits()):
+            groups: Sequence[Sequence[int]] = responses.samples if traits.is_group else responses.singles
+            for owned in groups:
+                if owned:
+                    requests.append(responses.request(number, owned, traits))
+                    scored.append(owned)
+        values = {part.name: torch.zeros(len(responses.owners), dtype=torch.float64) for part in self._functions}
+        n_failed = dict.fromkeys(values, 0)
+        for outcome in self._pool.score(requests):
+            part, owned = self._functions[requests[outcome.index].part], scored[outcome.index]
+            if outcome.failure is None:
+                values[part.name][list(owned)] = torch.tensor(list(outcome.rewards), dtype=torch.float64)
+                continue
+            self._handle(part, outcome, [responses.owners[n] for n in owned], model, ctx)
+            n_failed[part.name] += len(owned)
+            if part.on_failure == "drop":
+                dropped.add(responses.owners[owned[0]][0])
+        for part in self._functions:
+            if part.on_failure != "error":
+                ctx.metrics.add(self._metric(part, "failed"), n_failed[part.name], len(responses.owners))
+        return values
+
+    def _handle(
+        self, part: _Part, outcome: Outcome, owners: Sequence[tuple[str, int]], model: Model, ctx: CallContext
+    ) -> None:
+        sample_id, response = owners[0]
+        where = f"sample {sample_id!r} " + (f"(response {response})" if len(owners) == 1 else "(all responses)")
+        what = f"the reward function {part.function!r} {outcome.failure}"
+        if part.on_failure == "zero":
+            log.warning("%s at step %d scores %s 0: %s", ctx.call, ctx.step, where, what)
+            return
+        if part.on_failure == "drop":
+            log.warning("%s at step %d drops %s: %s", ctx.call, ctx.step, where, what)
+            return
+        error = CallError(
+            f"{ctx.call} of role {model.name.role!r} at step {ctx.step}, {where}: {what}",
+            remedy=f"Make the function handle it, raise {self._key(part, 'timeout_s')} if it is slow, "
+            f"or set {self._key(part, 'on_failure')}=zero to score such responses 0, =drop to leave such samples out.",
+            call=ctx.call,
+            step=ctx.step,
+        )
+        error.sample_ids = (sample_id,)
+        raise error
+
+    def _key(self, part: _Part, field_name: str) -> str:
+        """The configuration key of a part's setting."""
+        is_short_form = part.name == SHORT_FORM
+        return f"algorithm.reward_{field_name}" if is_short_form else f"algorithm.rewards.{part.name}.{field_name}"
+
+    def _metric(self, part: _Part, what: str) -> str:
+        return f"{self._metrics}/{part.name}/{what}"
+
+    def _log_values(self, part: _Part, values: torch.Tensor, ctx: CallContext) -> None:
+        ctx.metrics.add_values(f"{self._metrics}/{part.name}", values.tolist())
+
+
+class FunctionReward(WeightedRewards):
+    """inference: `input_ids`, `prompt_mask` -> `rewards`, given by one function.
+
+    Args:
+        function: "module:function" or "file.py:function", called as ``function(prompt, response) -> float``, or with
+            the dataset row's other fields as third argument (`realrl.rewards.call`). A response includes its stop
+            token; as text, special tokens are left out.
+        reads: "ids" (lists of int), "text", or "auto": ids if the first two parameters are named ``*_ids``.
+        timeout_s: time limit for one response.
+        concurrency, async_concurrency, in_process: see `WeightedRewards`.
+        on_failure: "error" ends the run, "zero" scores the response 0 and logs a warning, "drop" leaves the sample out
+            (the call must be one that ``may_drop``).
+    """
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        reads: Literal["auto", "ids", "text"] = "auto",
+        timeout_s: float = 10.0,
+        concurrency: int = 2,
+        async_concurrency: int = 32,
+        on_failure: Literal["error", "zero", "drop"] = "error",
+        in_process: bool = False,
+    ) -> None:
+        part = {"function": function, "reads": reads, "timeout_s": timeout_s, "on_failure": on_failure}
+        super().__init__(
+            {SHORT_FORM: part}, concurrency=concurrency, async_concurrency=async_concurrency, in_process=in_process
+        )
+
+    def _metric(self, part: _Part, what: str) -> str:
+        return f"{self._metrics}/{what}"
+
+    def _log_values(self, part: _Part, values: torch.Tensor, ctx: CallContext) -> None:
+        """The sum of one reward is logged as `reward/mean` by whoever trains on it."""
+
+
+class _Responses:
+    """A batch as reward functions see it; text and rows are made when some function wants them.
+
+    Attributes:
+        owners: (sample id, number of the response in it) of every response.
+        samples: the numbers of the responses of each sample; `singles`: each number for itself.
+        lengths: int64 [S], tokens of each response.
+    """
+
+    def __init__(self, batch: SequenceSample, tokenizer: Any) -> None:
+        self.batch = batch
+        self._tokenizer = tokenizer
+        counts = [len(sequences) for sequences in batch.seqlens["input_ids"]]
+        self.owners = [(i, n) for i, count in zip(batch.ids, counts, strict=True) for n in range(count)]
+        ends = torch.tensor(counts, dtype=torch.int64).cumsum(0).tolist()
+        self.samples = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        self.singles = [[n] for n in range(len(self.owners))]
+
+    def request(self, part: int, owned: Sequence[int], traits: Traits) -> Request:
+        """What function number `part` is asked about the responses `owned`, all of one sample."""
+        pairs = self._ids if traits.reads == "ids" else self._text
+        responses = [pairs[n][1] for n in owned]
+        row = self._rows[self.owners[owned[0]][0]] if traits.takes_row else None
+        return Request(part, pairs[owned[0]][0], responses if traits.is_group else responses[0], row)
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        masks = [mask for sample in self.batch.sequences("prompt_mask") for mask in sample]
+        return torch.tensor([int((~mask).sum()) for mask in masks], dtype=torch.int64)
+
+    @cached_property
+    def _ids(self) -> list[tuple[list[int], list[int]]]:
+        tokens = [t for sample in self.batch.sequences("input_ids") for t in sample]
+        masks = [m for sample in self.batch.sequences("prompt_mask") for m in sample]
+        return [(t[m].tolist(), t[~m].tolist()) for t, m in zip(tokens, masks, strict=True)]
+
+    @cached_property
+    def _text(self) -> list[tuple[str, str]]:
+        decode = self._tokenizer.decode
+        return [
+            (decode(prompt, skip_special_tokens=True), decode(response, skip_special_tokens=True))
+            for prompt, response in self._ids
+        ]
+
+    @cached_property
+    def _rows(self) -> dict[str, Mapping[str, Any]]:
+        if METADATA not in self.batch:
+            return {sample_id: {} for sample_id in self.batch.ids}
+        packed = self.batch.samples(METADATA)
+        return {i: json.loads(bytes(rows.tolist())) for i, rows in zip(self.batch.ids, packed, strict=True)}

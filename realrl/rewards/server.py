@@ -1,0 +1,342 @@
+"""A process that runs reward functions in forked workers: ``python -m realrl.rewards.server SPEC`` (JSON).
+
+    owner --requests--> server --requests--> worker 1..n      (all pipes, one JSON object a line)
+          <--replies---        <--results---
+
+The server imports the functions once and forks workers from itself, so that a worker which hung or died is replaced in
+milliseconds. After the import it runs no user code: it always notices a time limit, a dead worker and the end of its
+owner (end of file on its input), and then kills its workers.
+
+A worker has one request at a time, or many of async functions. It watches the time of those itself; when one of them
+keeps the whole process busy, or ends it, the others that the worker had are tried again, each in a worker of its own.
+A worker may also die by no fault of its request (the system is out of memory, somebody kills it), so a request whose
+worker died is tried once more before it counts as failed.
+
+SPEC: ``{"functions": [{"function", "reads", "options", "timeout_s"}], "concurrency", "async_concurrency"}``.
+Requests: ``{"id", "part", "prompt", "response", "row"}``; `part` is the number of the function. First reply:
+``{"ready": true, "functions": [traits]}`` or ``{"failed": text, "part"}``; then ``{"id", "rewards"}``,
+``{"id", "error"}`` or ``{"id", "timeout": true}`` for each request. What functions print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from realrl.rewards.call import RewardFunction
+
+CHUNK_BYTES = 1 << 16
+ASYNC_GRACE_S = 1.0
+_PR_SET_PDEATHSIG = 1
+
+
+def time_limit_s(timeout_s: float, request: Mapping[str, Any], *, is_group: bool) -> float:
+    """How long a request may take: `timeout_s` for each of its responses."""
+    return timeout_s * (len(request["response"]) if is_group else 1)
+
+
+def hard_limit_s(limit_s: float, *, is_async: bool) -> float:
+    """When the server stops waiting for a worker, which should have noticed `limit_s` itself if it runs a loop."""
+    return 1.5 * limit_s + ASYNC_GRACE_S if is_async else limit_s
+
+
+class Lines:
+    """Whole lines out of a pipe."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self._rest = b""
+
+    def read(self) -> list[bytes] | None:
+        """Complete lines that a single read brings; None at the end of the file."""
+        chunk = os.read(self.fd, CHUNK_BYTES)
+        if not chunk:
+            return None
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        return lines
+
+
+def write_line(fd: int, message: Mapping[str, Any]) -> None:
+    """Write one JSON object, wholly."""
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+# ---------------------------------------------------------------- in the worker
+
+
+def _die_with_parent() -> None:
+    """Where the system can do it (Linux), a worker that hangs does not outlive a server that was killed."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _work(functions: Sequence[RewardFunction], timeouts_s: Sequence[float], requests_fd: int, results_fd: int) -> None:
+    if any(function.traits.is_async for function in functions):
+        import asyncio
+
+        asyncio.run(_work_async(functions, timeouts_s, requests_fd, results_fd))
+        os._exit(0)
+    requests = Lines(requests_fd)
+    while (lines := requests.read()) is not None:
+        for line in lines:
+            request = json.loads(line)
+            outcome = functions[request["part"]].evaluate(request)
+            sys.stdout.flush()
+            write_line(results_fd, {"id": request["id"], **outcome})
+    os._exit(0)
+
+
+async def _work_async(
+    functions: Sequence[RewardFunction], timeouts_s: Sequence[float], requests_fd: int, results_fd: int
+) -> None:
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+    is_over = loop.create_future()
+    requests, tasks = Lines(requests_fd), set[asyncio.Task[None]]()
+
+    async def serve(request: Mapping[str, Any]) -> None:
+        function, timeout_s = functions[request["part"]], timeouts_s[request["part"]]
+        if function.traits.is_async:
+            limit_s = time_limit_s(timeout_s, request, is_group=function.traits.is_group)
+            outcome = await function.evaluate_async(request, limit_s)
+        else:
+            outcome = function.evaluate(request)
+        sys.stdout.flush()
+        write_line(results_fd, {"id": request["id"], **outcome})
+
+    def receive() -> None:
+        lines = requests.read()
+        if lines is None:
+            is_over.set_result(None)
+        for line in lines or ():
+            task = loop.create_task(serve(json.loads(line)))
+            tasks.add(task)  # the loop itself keeps weak references only
+            task.add_done_callback(tasks.discard)
+
+    loop.add_reader(requests_fd, receive)
+    await is_over
+
+
+# ---------------------------------------------------------------- in the server
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request on its way.
+
+    Attributes:
+        alone: it shares its worker with no other.
+        is_suspect: a worker died that had nothing else to do.
+    """
+
+    request: Mapping[str, Any]
+    is_async: bool
+    alone: bool
+    limit_s: float
+    is_suspect: bool = False
+    deadline_s: float = math.inf
+
+
+class Worker:
+    """One forked process and the requests it works on."""
+
+    def __init__(self, functions: Sequence[RewardFunction], timeouts_s: Sequence[float], inherited: set[int]) -> None:
+        request_read, self.request_fd = os.pipe()
+        result_read, result_write = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.setpgid(0, 0)
+                _die_with_parent()
+                for fd in inherited | {self.request_fd, result_read}:
+                    os.close(fd)
+                _work(functions, timeouts_s, request_read, result_write)
+            finally:
+                os._exit(1)  # whatever happens, the fork never returns into the server's code
+        os.close(request_read)
+        os.close(result_write)
+        os.set_blocking(self.request_fd, False)  # a worker that hangs with a full pipe must not hang the server
+        self.results = Lines(result_read)
+        self.jobs: dict[int, Job] = {}
+        self._unsent = b""
+
+    @property
+    def fds(self) -> set[int]:
+        """The server's ends of the pipes."""
+        return {self.request_fd, self.results.fd}
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether the pipe was too full for a request."""
+        return bool(self._unsent)
+
+    @property
+    def deadline_s(self) -> float:
+        """When the server gives it up; infinity if it is idle."""
+        return min((job.deadline_s for job in self.jobs.values()), default=math.inf)
+
+    def can_take(self, job: Job, async_concurrency: int) -> bool:
+        """Whether it is idle, or job and worker are busy with nothing but waiting."""
+        if not self.jobs:
+            return True
+        shares = all(other.is_async and not other.alone for other in (job, *self.jobs.values()))
+        return shares and len(self.jobs) < async_concurrency
+
+    def give(self, job: Job, now_s: float) -> None:
+        """Start a job."""
+        self.jobs[job.request["id"]] = replace(job, deadline_s=now_s + job.limit_s)
+        self._unsent += json.dumps(job.request).encode() + b"\n"
+        self.send()
+
+    def send(self) -> None:
+        """Write as much as the pipe takes; a worker that is gone is noticed when its results end."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            self._unsent = self._unsent[os.write(self.request_fd, self._unsent) :]
+
+    def end(self) -> int:
+        """Kill the process and what it started; returns its exit status (negative: the signal)."""
+        for fd in self.fds:
+            os.close(fd)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+class Server:
+    """The event loop: hands requests to workers, watches their time, replaces those that failed."""
+
+    def __init__(self, functions: Sequence[RewardFunction], spec: Mapping[str, Any], replies_fd: int) -> None:
+        self._functions = functions
+        self._timeouts_s = [part["timeout_s"] for part in spec["functions"]]
+        self._concurrency: int = spec["concurrency"]
+        self._async_concurrency: int = spec["async_concurrency"]
+        self._replies_fd = replies_fd
+        self._requests = Lines(0)
+        self._queue: deque[Job] = deque()
+        self._workers: list[Worker] = []
+
+    def serve(self) -> None:
+        """Until the owner closes the input; no worker is left afterwards."""
+        try:
+            while self._turn():
+                pass
+        finally:
+            for worker in list(self._workers):
+                self._end(worker)
+
+    def _turn(self) -> bool:
+        self._hand_out()
+        for worker, events in self._wait():
+            if worker is None:
+                lines = self._requests.read()
+                if lines is None:
+                    return False
+                self._queue.extend(self._job(json.loads(line)) for line in lines)
+            elif worker in self._workers:  # what was read from it just now may have ended it
+                if events & selectors.EVENT_WRITE:
+                    worker.send()
+                else:
+                    self._collect(worker)
+        now_s = time.monotonic()
+        for worker in [w for w in self._workers if w.deadline_s <= now_s]:
+            self._end(worker)
+            self._give_up(worker, {"timeout": True}, is_final=True)
+        return True
+
+    def _wait(self) -> list[tuple[Worker | None, int]]:
+        """The workers that can be read or written, and None for the owner, once there is one or a deadline passed."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._requests.fd, selectors.EVENT_READ, None)
+            for worker in self._workers:
+                selector.register(worker.results.fd, selectors.EVENT_READ, worker)
+                if worker.has_unsent:
+                    selector.register(worker.request_fd, selectors.EVENT_WRITE, worker)
+            next_deadline_s = min((w.deadline_s for w in self._workers), default=math.inf)
+            wait_s = None if next_deadline_s == math.inf else max(next_deadline_s - time.monotonic(), 0.0)
+            return [(key.data, events) for key, events in selector.select(wait_s)]
+
+    def _job(self, request: Mapping[str, Any]) -> Job:
+        traits = self._functions[request["part"]].traits
+        limit_s = time_limit_s(self._timeouts_s[request["part"]], request, is_group=traits.is_group)
+        return Job(request, traits.is_async, False, hard_limit_s(limit_s, is_async=traits.is_async))
+
+    def _hand_out(self) -> None:
+        while self._queue:  # in order: nothing overtakes a job that waits for an idle worker
+            job = self._queue[0]
+            free = [w for w in self._workers if w.can_take(job, self._async_concurrency)]
+            worker = min(free, key=lambda w: len(w.jobs), default=None)
+            if len(self._workers) < self._concurrency and (worker is None or worker.jobs):
+                inherited = {0, self._replies_fd}.union(*(w.fds for w in self._workers))
+                worker = Worker(self._functions, self._timeouts_s, inherited)
+                self._workers.append(worker)
+            if worker is None:
+                return
+            worker.give(self._queue.popleft(), time.monotonic())
+
+    def _collect(self, worker: Worker) -> None:
+        lines = worker.results.read()
+        if lines is None:
+            status = self._end(worker)
+            ending = f"died of signal {-status}" if status < 0 else f"left its process with status {status}"
+            self._give_up(worker, {"error": ending}, is_final=all(job.is_suspect for job in worker.jobs.values()))
+            return
+        for line in lines:
+            result = json.loads(line)
+            if worker.jobs.pop(result["id"], None) is not None:
+                write_line(self._replies_fd, result)
+
+    def _give_up(self, worker: Worker, outcome: Mapping[str, Any], *, is_final: bool) -> None:
+        """Answer for a worker that was ended: which of several jobs is to blame, each must show by itself."""
+        jobs = list(worker.jobs.values())
+        if len(jobs) == 1 and is_final:
+            write_line(self._replies_fd, {"id": jobs[0].request["id"], **outcome})
+            return
+        is_suspect = len(jobs) == 1
+        again = [replace(job, alone=True, is_suspect=is_suspect, deadline_s=math.inf) for job in jobs]
+        self._queue.extendleft(reversed(again))
+
+    def _end(self, worker: Worker) -> int:
+        self._workers.remove(worker)
+        return worker.end()
+
+
+def main() -> None:
+    """Serve the functions that the first argument describes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
+    spec = json.loads(sys.argv[1])
+    replies_fd = os.dup(1)
+    os.dup2(2, 1)
+    functions: list[RewardFunction] = []
+    try:
+        for part in spec["functions"]:
+            functions.append(RewardFunction(part["function"], part["reads"], part["options"]))
+    except Exception as error:  # noqa: BLE001 - an import can raise anything; the owner reports it
+        text = "".join(traceback.format_exception_only(error)).strip()
+        write_line(replies_fd, {"failed": text, "part": len(functions)})
+        return
+    write_line(replies_fd, {"ready": True, "functions": [asdict(function.traits) for function in functions]})
+    try:
+        Server(functions, spec, replies_fd).serve()
+    except BrokenPipeError:
+        sys.exit(0)  # the owner is gone; serve() has ended the workers
+
+
+if __name__ == "__main__":
+    main()

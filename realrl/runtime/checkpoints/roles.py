@@ -1,0 +1,277 @@
+"""The roles' share of a checkpoint: models in Hugging Face format, and what an exact continuation needs beside them.
+
+<role>/                                       every role that something changes; ranks of one replica write it together
+state/<role>.safetensors                      version, and what interfaces remember
+state/<role>-optimizer-pp0-tp1.safetensors    of a trained role: the optimizer's state of one (pp, tp) coordinate
+
+A save has two parts: `copy_roles` copies to host memory what belongs to the checkpoint, all ranks together, and
+`RoleCopy.write` writes it, each rank by itself, while training goes on. A restoring rank reads the slices that its own
+layout needs, whatever layout wrote them (see `realrl.plan.parameters.restore`).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realrl.config.schema import BUILT_IN
+from realrl.engine import device as devices
+from realrl.engine.parameters.gather_parameters import ModelCopy
+from realrl.errors import AssetError
+from realrl.experiment.models import role_configs
+from realrl.experiment.run_plan import RunPlan
+from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.model.files.hf import weights_digest
+from realrl.plan.parameters.layout import parameter_specs
+from realrl.plan.parameters.restore import Coordinate, Piece, coordinates, model_digest, plan_restore
+from realrl.runtime.checkpoints.state_file import StateFile, load_state, save_state
+from realrl.runtime.checkpoints.store import Manifest
+from realrl.runtime.worker.roles import HostedRole
+from realrl.sched.messages import SavedRole
+from realrl.shape import DecoderConfig
+
+_PARAMETERS = "parameters"
+
+
+def role_file(role: str) -> str:
+    """Path inside a checkpoint of what a role has but once."""
+    return f"state/{role}.safetensors"
+
+
+def optimizer_file(role: str, coordinate: Coordinate) -> str:
+    """Path inside a checkpoint of the optimizer's state of one coordinate; data-parallel ranks have the same."""
+    return f"state/{role}-optimizer-pp{coordinate[0]}-tp{coordinate[1]}.safetensors"
+
+
+# ---------------------------------------------------------------- saving
+
+
+class HostCopies:
+    """Copies of tensors in host memory that is used again by the next copy of the same name.
+
+    The first copy of a checkpoint gets new memory; later ones cost what copying the bytes costs.
+    """
+
+    def __init__(self) -> None:
+        self.copied_bytes = 0
+        self._memory: dict[str, torch.Tensor] = {}
+        self._nothing_changes = False
+
+    def begin(self, *, nothing_changes: bool) -> None:
+        """The next checkpoint; where nothing changes afterwards, tensors in host memory need no copy."""
+        self.copied_bytes = 0
+        self._nothing_changes = nothing_changes
+
+    def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of `tensor` as it is now; from CUDA, complete after `devices.synchronize`."""
+        if self._nothing_changes and tensor.device.type == "cpu":
+            return tensor.detach()
+        known = self._memory.get(name)
+        fits = known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype
+        self._memory[name] = devices.to_host(tensor.detach(), into=known if fits else None)
+        self.copied_bytes += tensor.nbytes
+        return self._memory[name]
+
+    def copy_state(self, name: str, state: Any) -> Any:
+        """The same nested state with copies for tensors."""
+        if isinstance(state, torch.Tensor):
+            return self.copy(name, state)
+        if isinstance(state, Mapping):
+            return {key: self.copy_state(f"{name}/{key}", value) for key, value in state.items()}
+        return state
+
+
+@dataclass(frozen=True)
+class RoleCopy:
+    """What one rank writes of one role, in host memory.
+
+    Attributes:
+        model: its share of the model's files; None if it writes none.
+        tokenizer: to be written beside the model, by one rank.
+        states: path inside the checkpoint -> nested state.
+    """
+
+    name: str
+    model: ModelCopy | None = None
+    tokenizer: Any = None
+    states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write everything into a checkpoint's folder; returns the large files.
+
+        Raises:
+            OSError: the disk is full or the folder cannot be written.
+        """
+        files = [] if self.model is None else self.model.write(folder / self.name)
+        if self.tokenizer is not None:
+            _save_tokenizer(self.tokenizer, folder / self.name)
+        for path, state in self.states.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            save_state(folder / path, state)
+            files.append(folder / path)
+        return files
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as err:  # the tokenizers library raises bare Exception for a disk that is full
+        raise OSError(errno.EIO, str(err), str(folder / "tokenizer.json")) from err
+
+
+def copy_roles(plan: RunPlan, roles: Mapping[str, HostedRole], rank: int, copies: HostCopies) -> list[RoleCopy]:
+    """This rank's part of all roles; every rank that hosts roles calls this, for they may have to gather."""
+    first = {name: plan.role_ranks(name)[0] for name in roles}
+    return [_copy_role(name, hosted, rank, copies, rank == first[name]) for name, hosted in roles.items()]
+
+
+def _copy_role(name: str, hosted: HostedRole, rank: int, copies: HostCopies, is_first: bool) -> RoleCopy:
+    engine, home = hosted.home_engine, hosted.home
+    interfaces = {call: interface.state_dict() for call, interface in hosted.state_interfaces.items()}
+    common = {"version": hosted.version, "interfaces": interfaces}
+    if engine is None or home is None:
+        is_speaker = home is None and any(interfaces.values()) and is_first
+        return RoleCopy(name, states={role_file(name): common} if is_speaker else {})
+    hosted.wait_resident()
+    pp_rank, dp_rank, tp_rank = home.strategy.coordinates(home.ranks.index(rank))
+
+    def keep(part: str, tensor: torch.Tensor) -> torch.Tensor:
+        return copies.copy(f"{name}/{part}", tensor) if dp_rank == 0 else tensor.new_empty(0)
+
+    optimizer = engine.state_dict()
+    model = engine.copy_hf(keep) if hosted.is_changed else None
+    if dp_rank != 0:
+        return RoleCopy(name)
+    is_speaker = pp_rank == tp_rank == 0
+    states: dict[str, Mapping[str, Any]] = {role_file(name): common} if is_speaker else {}
+    if optimizer:
+        states[optimizer_file(name, (pp_rank, tp_rank))] = copies.copy_state(f"{name}/optimizer", optimizer)
+    return RoleCopy(name, model, hosted.tokenizer if is_speaker and hosted.is_changed else None, states)
+
+
+def saved_roles(plan: RunPlan, rank: int) -> dict[str, SavedRole]:
+    """How the roles are saved for which this rank speaks: those in whose home it comes first."""
+    found = {}
+    for name, config in role_configs(plan).items():
+        home = plan.home_of(name)
+        if home is not None and rank == home.ranks[0]:
+            s = home.strategy
+            found[name] = SavedRole(s.dp, s.tp, s.pp, model_digest(parameter_specs(config)), _given(plan, name, config))
+    return found
+
+
+def _given(plan: RunPlan, name: str, config: DecoderConfig) -> str:
+    """Digest of what a role needs besides a checkpoint; random weights follow from the seed, which must be the same."""
+    if name in plan.changed_roles and config.lora is None:
+        return ""
+    path = plan.config.models[name].path
+    weights = path if path == BUILT_IN else weights_digest(path)
+    return weights if config.lora is None else f"{weights} alpha={config.lora.alpha}"
+
+
+# ---------------------------------------------------------------- restoring
+
+
+def restore_roles(
+    roles: Mapping[str, HostedRole], rank: int, folder: Path, manifest: Manifest, configs: Mapping[str, DecoderConfig]
+) -> None:
+    """Continue where `copy_roles` was called, with the models that it saved, on ranks that are in some home.
+
+    Raises:
+        AssetError: a state file is missing or damaged, or does not fit the run.
+    """
+    for name, hosted in roles.items():
+        engine, home, path = hosted.home_engine, hosted.home, folder / role_file(name)
+        if (engine is None and home is not None) or role_file(name) not in manifest.files:
+            continue  # a call elsewhere gets what it needs from the home; or there was nothing to remember
+        state = load_state(path)
+        try:
+            hosted.version = state["version"]
+            for call, interface in hosted.state_interfaces.items():
+                interface.load_state_dict(state["interfaces"].get(call, {}))
+            if engine is not None and home is not None and optimizer_file(name, (0, 0)) in manifest.files:
+                path = folder / optimizer_file(name, (0, 0))
+                pp_rank, _, tp_rank = home.strategy.coordinates(home.ranks.index(rank))
+                reader = _OptimizerReader(folder, name, manifest.roles[name], configs[name])
+                engine.load_state_dict(reader.read(home.strategy, (pp_rank, tp_rank)))
+        except (KeyError, ValueError, RuntimeError) as err:
+            raise AssetError(
+                f"the state file {path} does not fit this run: {err}",
+                remedy="Resume with the same experiment, models and precision.",
+            ) from err
+
+
+class _OptimizerReader:
+    """Reads the optimizer's state of a role in any layout."""
+
+    def __init__(self, folder: Path, role: str, saved: SavedRole, config: DecoderConfig) -> None:
+        self._folder = folder
+        self._role = role
+        self._saved = ParallelStrategy(saved.dp, saved.tp, saved.pp)
+        self._specs = parameter_specs(config)
+
+    def read(self, strategy: ParallelStrategy, coordinate: Coordinate) -> dict[str, Any]:
+        """The canonical state (see `realrl.engine.backends.base`) of one coordinate of another layout."""
+        plan = plan_restore(self._specs, self._saved, strategy, coordinate)
+        with ExitStack() as stack:
+            needed = dict.fromkeys((coordinate, (0, 0), *plan.sources))
+            files = {at: self._open(at, stack) for at in needed if at in coordinates(self._saved)}
+            entries = {at: file.entries(_PARAMETERS) for at, file in files.items()}
+            parameters = {
+                name: _read_parameter(files, name, plan.shapes[name], pieces)
+                for name, pieces in plan.pieces.items()
+                if name in entries[pieces[0].source]  # what is frozen has no state
+            }
+            common = next(iter(files.values())).without(_PARAMETERS)
+        return {**common, _PARAMETERS: parameters}
+
+    def _open(self, coordinate: Coordinate, stack: ExitStack) -> StateFile:
+        return stack.enter_context(StateFile(self._folder / optimizer_file(self._role, coordinate)))
+
+
+def _read_parameter(
+    files: Mapping[Coordinate, StateFile], name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]
+) -> dict[str, Any]:
+    """The state of one parameter, put together from pieces."""
+    state: dict[str, Any] = {}
+    for key, value in files[pieces[0].source].entries(_PARAMETERS, name).items():
+        if value is not True:  # not a tensor
+            state[key] = value
+            continue
+        parts = [(piece, files[piece.source].read((_PARAMETERS, name, key), piece.read)) for piece in pieces]
+        whole = state[key] = torch.empty(shape, dtype=parts[0][1].dtype)
+        for piece, part in parts:
+            whole[tuple(slice(start, stop) for start, stop in piece.write)] = part
+    return state
+
+
+def check_resume(plan: RunPlan, folder: Path, manifest: Manifest) -> None:
+    """Refuse a checkpoint whose models are not those of this run.
+
+    Raises:
+        AssetError: names the role and the manifest.
+    """
+    for name, config in role_configs(plan).items():
+        saved = manifest.roles.get(name)
+        if saved is None and name not in plan.changed_roles:
+            continue
+        if saved is None:
+            what = "has no role"
+        elif saved.model != model_digest(parameter_specs(config)):
+            what = "was written with another model of role"
+        elif saved.given != _given(plan, name, config):
+            what = "was written with other weights, or adapters of another alpha, of role"
+        else:
+            continue
+        raise AssetError(
+            f"{folder / 'state' / 'manifest.json'}: the checkpoint {what} '{name}'",
+            remedy="Resume with the models and adapters of the run that wrote it.",
+        )

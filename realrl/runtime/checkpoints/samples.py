@@ -1,0 +1,105 @@
+"""Rows of samples in a checkpoint's state folder: what calls produced for steps after the checkpoint's own.
+
+state/samples-<rank>.safetensors     what one rank held: key -> ids, schema, lengths, packed tensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realrl.data.rows import SampleStore
+from realrl.data.sample import SequenceSample
+from realrl.errors import AssetError
+from realrl.runtime.checkpoints.state_file import StateFile, load_state
+from realrl.sched.messages import KeySchema
+from realrl.sched.samples.in_flight import InFlight
+
+_PREFIX = "state/samples-"
+
+
+def sample_file(rank: int) -> str:
+    """Path inside a checkpoint of the rows of one rank."""
+    return f"{_PREFIX}{rank}.safetensors"
+
+
+def rows_state(store: SampleStore, rows: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """What `save_state` is to write of these rows (key -> samples).
+
+    Raises:
+        SampleError: a row is not in the store.
+    """
+    state: dict[str, Any] = {}
+    for key, ids in rows.items():
+        batch = store.get(ids, (key,))
+        schema = msgspec.to_builtins(batch.schemas[key])
+        state[key] = {"ids": ids, "schema": schema, "seqlens": batch.seqlens[key], "data": batch[key]}
+    return state
+
+
+def check_samples(
+    folder: Path, files: Iterable[str], in_flight: InFlight, outputs: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse rows of later steps that this run's calls would have produced otherwise.
+
+    Args:
+        outputs: call -> keys that it produces.
+
+    Raises:
+        AssetError: a file is damaged, or a key is missing of samples that a call was done with.
+    """
+    known: set[str] = set()
+    for name in (name for name in files if name.startswith(_PREFIX)):
+        with StateFile(folder / name) as file:
+            known |= file.entries().keys()
+    for record in in_flight.calls:
+        missing = sorted(set(outputs.get(record.call, ())) - known)
+        if missing and not in_flight.dropped.keys() >= set(record.ids):
+            raise AssetError(
+                f"{folder} holds samples of step {record.step} without '{missing[0]}', which '{record.call}' produces",
+                remedy="Resume with the max_staleness of the run that wrote it.",
+            )
+
+
+class RestoredSamples:
+    """Rows that a checkpoint holds, until their samples are loaded.
+
+    Args:
+        folder: of the checkpoint.
+        files: paths inside it.
+
+    Raises:
+        AssetError: a file is damaged.
+    """
+
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
+        self._store = SampleStore()
+        self._keys_of: dict[str, list[str]] = {}
+        for name in sorted(name for name in files if name.startswith(_PREFIX)):
+            for key, stored in load_state(folder / name).items():
+                try:
+                    batch = SequenceSample(
+                        tuple(stored["ids"]),
+                        {key: msgspec.convert(stored["schema"], KeySchema)},
+                        {key: tuple(tuple(lens) for lens in stored["seqlens"])},
+                        {key: stored["data"]},
+                    )
+                except (KeyError, TypeError, ValueError, msgspec.ValidationError) as err:
+                    raise AssetError(f"{folder / name} holds no rows of key '{key}': {err}") from err
+                self._store.put(batch)
+                for sample_id in batch.ids:
+                    self._keys_of.setdefault(sample_id, []).append(key)
+
+    def take(self, ids: Iterable[str]) -> list[SequenceSample]:
+        """What there is of these samples, a batch for each set of keys; it is given once."""
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for sample_id in ids:
+            keys = self._keys_of.pop(sample_id, None)
+            if keys is not None:
+                groups.setdefault(tuple(sorted(keys)), []).append(sample_id)
+        batches = [self._store.get(members, keys) for keys, members in groups.items()]
+        self._store.free(sample_id for members in groups.values() for sample_id in members)
+        return batches

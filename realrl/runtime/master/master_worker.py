@@ -1,0 +1,352 @@
+"""The MasterWorker: one process without accelerator that drives a run.
+
+    transport ──reply──►┐                        ┌──► transport   Send
+    launcher  ──death──►├─► MasterState.handle ──┼──► disk        OpenCheckpoint, CommitCheckpoint
+    clock     ──silence►┘    (all the policy)    ├──► sinks       ReportStart, ReportStep
+              ──save───►┘                        │
+                                                 └──► exit code   Finish, Abort
+
+The loop handles replies as they come and looks at the launcher and the clock every `_POLL_S`. A signal ends it by an
+exception; the session around it stops the workers.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import socket
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from realrl.errors import CheckpointError, TransportError, did_you_mean
+from realrl.experiment.discovery import load_run
+from realrl.experiment.run_plan import RunPlan, plan_run
+from realrl.runtime.checkpoints.resume import make_master_plan
+from realrl.runtime.checkpoints.store import CHECKPOINTS, CheckpointStore, checkpoint_store
+from realrl.runtime.output import failure_report as report
+from realrl.runtime.output.evaluation_file import FILE_NAME as EVALUATION_FILE
+from realrl.runtime.output.evaluation_file import evaluation_line, evaluation_table, write_evaluation
+from realrl.runtime.output.generations import FILE_NAME as GENERATIONS_FILE
+from realrl.runtime.output.generations import GenerationsFile
+from realrl.runtime.processes.recovery import write_failure
+from realrl.runtime.processes.session import Session
+from realrl.sched.events import (
+    Abort,
+    BeginEvaluation,
+    CheckpointCommitted,
+    CheckpointFailed,
+    CommitCheckpoint,
+    Event,
+    Finish,
+    Instruction,
+    OpenCheckpoint,
+    RankSpan,
+    ReportEvaluation,
+    ReportSamples,
+    ReportStart,
+    ReportStep,
+    SaveIntervalPassed,
+    Send,
+    Start,
+    WorkerLost,
+    WorkerSilent,
+)
+from realrl.sched.master.diagnosis import may_have_lost_peer
+from realrl.sched.master.master_state import MasterState
+from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, Request, RunCall, WorkerFailed
+from realrl.sched.track.readout import Readout
+
+_POLL_S = 0.2
+_STACK_DUMP_S = 0.5
+_DEATH_NOTICE_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class MasterWorker:
+    """Feeds events to a `MasterState` and carries out what it answers.
+
+    Args:
+        plan: of the run.
+        state: decides everything.
+        session: transport, launcher and sinks.
+        checkpoints: where checkpoints are committed.
+    """
+
+    def __init__(self, plan: RunPlan, state: MasterState, session: Session, checkpoints: CheckpointStore) -> None:
+        self.state = state
+        self._plan = plan
+        self._session = session
+        self._checkpoints = checkpoints
+        self._generations = GenerationsFile(
+            Path(plan.config.save.generations_path or session.run_dir / GENERATIONS_FILE),
+            state.plan.readout or Readout(),
+            last_step=state.plan.first_step - 1,
+        )
+        self._last_heard_s: dict[int, float] = {}
+        self._activity: dict[int, str] = {}
+        self._exit_code: int | None = None
+        self._last_step = 0
+        self._results: dict[str, str] = {}  # of a run that only evaluates
+        self._eval_started_s: float | None = None
+        self._started_s = self._step_started_s = time.monotonic()
+        self._next_save_s: float | None = None  # when the clock asks for a checkpoint
+        self._scores: dict[int, float | None] = {}  # by step: what save.keep_best goes by
+
+    def run(self, start: Start) -> int:
+        """Run to the end; returns the exit code."""
+        n_workers = self._plan.n_workers
+        self._session.progress.phase(f"starting {n_workers} worker{'s' if n_workers > 1 else ''}")
+        self._session.launcher.start(n_workers, self._session.address, self._session.environment)
+        now_s = time.monotonic()
+        self._last_heard_s = dict.fromkeys(range(n_workers), now_s)
+        self._dispatch(start)
+        next_look_s = time.monotonic() + _POLL_S
+        while self._exit_code is None:
+            reply = self._session.transport.receive(max(0.0, next_look_s - time.monotonic()))
+            if reply is not None:
+                self._note(reply)
+                if isinstance(reply, WorkerFailed):
+                    self._on_failure(reply)
+                elif not isinstance(reply, Heartbeat):
+                    self._dispatch(reply)
+            if self._exit_code is None and time.monotonic() >= next_look_s:
+                self._look_around()
+                next_look_s = time.monotonic() + _POLL_S
+        return self._exit_code
+
+    def _look_around(self) -> None:
+        """Turn what only the shell can see into events: deaths and silence."""
+        for lost in self._deaths():
+            self._dispatch(lost)
+        limit_s, now_s = self._plan.config.cluster.worker_timeout_s, time.monotonic()
+        if self._next_save_s is not None and now_s > self._next_save_s:
+            self._next_save_s = None  # until that checkpoint is begun
+            self._dispatch(SaveIntervalPassed())
+        for rank, heard_s in list(self._last_heard_s.items()):
+            if self._exit_code is None and now_s - heard_s > limit_s and self._plan.config.launcher != "inline":
+                del self._last_heard_s[rank]
+                self._session.launcher.dump_stack(rank)
+                time.sleep(_STACK_DUMP_S)  # the stack must be in the log before the log is quoted
+                self._dispatch(WorkerSilent(rank, self._activity.get(rank, ""), now_s - heard_s))
+
+    def _note(self, reply: Reply) -> None:
+        if reply.rank in self._last_heard_s:
+            self._last_heard_s[reply.rank] = time.monotonic()
+        if isinstance(reply, Heartbeat):
+            self._activity[reply.rank] = reply.activity
+            self._session.progress.activity(reply.rank, reply.activity)
+        elif isinstance(reply, CallDone):
+            self._session.progress.activity(reply.rank, "idle")
+        elif isinstance(reply, Hello):
+            self._session.progress.phase(f"worker {reply.rank} is up (process {reply.pid})")
+
+    def _dispatch(self, event: Event) -> None:
+        """Hand one event to the state and perform the answer, which may cause further events."""
+        events = deque([event])
+        while events and self._exit_code is None:
+            for instruction in self.state.handle(events.popleft()):
+                caused = self._perform(instruction)
+                if caused is not None:
+                    events.append(caused)
+
+    def _perform(self, instruction: Instruction) -> Event | None:
+        match instruction:
+            case Send(rank, request):
+                return self._send(rank, request)
+            case ReportStart():
+                self._report_start(instruction)
+            case ReportStep():
+                self._report_step(instruction)
+            case ReportSamples():
+                if self._plan.config.save.n_generations != 0:  # an evaluation reads them anyway
+                    self._generations.write(instruction)
+            case BeginEvaluation():
+                self._begin_evaluation(instruction)
+            case ReportEvaluation():
+                self._report_evaluation(instruction)
+            case OpenCheckpoint(step):
+                return self._open_checkpoint(step)
+            case CommitCheckpoint():
+                return self._commit(instruction)
+            case Finish():
+                self._finish(instruction)
+            case Abort():
+                self._abort(instruction)
+        return None
+
+    def _send(self, rank: int, request: Request) -> WorkerLost | None:
+        try:
+            self._session.transport.send(rank, request)
+        except TransportError as error:
+            return self._death_behind(rank, error)
+        if isinstance(request, RunCall):
+            self._session.progress.activity(rank, request.call)
+        return None
+
+    def _on_failure(self, reply: WorkerFailed) -> None:
+        """A worker that fails may do so because another one died, of which the news comes later: that is told first."""
+        lost = self._deaths(_DEATH_NOTICE_S if may_have_lost_peer(reply) else 0.0)
+        events: list[Event] = [reply, *(death for death in lost if death.rank == reply.rank)]
+        for event in [*(death for death in lost if death.rank != reply.rank), *events]:
+            self._dispatch(event)
+
+    def _death_behind(self, rank: int, error: TransportError) -> WorkerLost:
+        """A connection that is gone usually means a process that just died: name that one, and how it ended."""
+        return next(iter(self._deaths(_DEATH_NOTICE_S)), WorkerLost(rank, None, error.message))
+
+    def _deaths(self, patience_s: float = 0.0) -> list[WorkerLost]:
+        """Workers whose process ended and who were not told of yet; waits `patience_s` for one."""
+        deadline_s = time.monotonic() + patience_s
+        while not (ended := self._session.launcher.poll()) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        for rank, _ in ended:
+            self._last_heard_s.pop(rank, None)
+        return [WorkerLost(rank, exit_code, report.signal_name(exit_code)) for rank, exit_code in ended]
+
+    def _report_start(self, instruction: ReportStart) -> None:
+        config = self._plan.config
+        what = "eval " if config.eval.only else ""
+        title = f"{what}{self._plan.experiment.name}" + (f" preset={config.preset}" if config.preset else "")
+        self._step_started_s = time.monotonic()
+        self._plan_next_save()
+        self._last_step = instruction.last_step
+        self._session.progress.started(title, instruction.last_step, str(self._session.run_dir), instruction.notes)
+
+    def _report_step(self, instruction: ReportStep) -> None:
+        now_s = time.monotonic()
+        eval_s = self._end_evaluation(now_s)
+        step_s, self._step_started_s = now_s - self._step_started_s - eval_s, now_s
+        metrics = {**instruction.metrics, "time_s/step": step_s, **({"time_s/eval": eval_s} if eval_s else {})}
+        metrics["perf/tokens_per_s"] = metrics.get("n_tokens", 0.0) / step_s
+        self._write_spans(instruction.spans)
+        self._scores[instruction.step] = self._score(metrics)
+        self._session.metrics.write(instruction.step, instruction.epoch, metrics)
+        self._session.progress.step_done(instruction.step, instruction.epoch, metrics)
+        if eval_s:
+            self._session.progress.phase(f"eval {evaluation_line(metrics)}  {eval_s:.1f} s")
+        best = self._plan.config.save.keep_best
+        if instruction.step == self.state.plan.first_step and best not in ("", *metrics) and best[:5] != "eval/":
+            told = f"save.keep_best={best}: step {instruction.step} has no such metric."
+            self._session.progress.phase(told + did_you_mean(best, metrics))
+
+    def _begin_evaluation(self, instruction: BeginEvaluation) -> None:
+        self._eval_started_s = time.monotonic()
+        what = f"step {instruction.step}" if instruction.step else "the start"
+        self._session.progress.phase(f"evaluating {what} on {instruction.n_samples} samples")
+
+    def _end_evaluation(self, now_s: float) -> float:
+        """Seconds that the evaluation took; 0 if there was none."""
+        started_s, self._eval_started_s = self._eval_started_s, None
+        return 0.0 if started_s is None else now_s - started_s
+
+    def _report_evaluation(self, instruction: ReportEvaluation) -> None:
+        now_s = time.monotonic()
+        eval_s = self._end_evaluation(now_s)
+        if self._plan.config.eval.only:
+            write_evaluation(self._session.run_dir / EVALUATION_FILE, self._plan, instruction.metrics)
+            self._results = evaluation_table(instruction.metrics)
+            return
+        self._step_started_s = now_s
+        self._session.metrics.write(instruction.step, 0, {**instruction.metrics, "time_s/eval": eval_s})
+        self._session.progress.phase(f"eval {evaluation_line(instruction.metrics)}  {eval_s:.1f} s")
+
+    def _plan_next_save(self) -> None:
+        every_s = self._plan.config.save.every_s
+        self._next_save_s = time.monotonic() + every_s if every_s else None
+
+    def _score(self, metrics: Mapping[str, float]) -> float | None:
+        """Of a step, where a checkpoint is kept for it."""
+        value = metrics.get(self._plan.config.save.keep_best)
+        return value if value is not None and math.isfinite(value) else None
+
+    def _open_checkpoint(self, step: int) -> Event | None:
+        self._plan_next_save()
+        try:
+            self._checkpoints.partial(step)
+        except OSError as err:
+            return CheckpointFailed(step, str(self._checkpoints.save_failed(err, step)))
+        return None
+
+    def _commit(self, instruction: CommitCheckpoint) -> Event:
+        score, best = self._scores.get(instruction.step), self._plan.config.save.keep_best
+        self._scores = {step: score for step, score in self._scores.items() if step > instruction.step}
+        try:
+            folder = self._checkpoints.commit(instruction, score)
+        except CheckpointError as err:
+            return CheckpointFailed(instruction.step, str(err))
+        if best and score is None:
+            self._session.progress.phase(f"step {instruction.step} has no metric '{best}': it cannot be the best one")
+        self._session.progress.phase(f"checkpoint of step {instruction.step} saved in {folder}")
+        return CheckpointCommitted(instruction.step)
+
+    def _finish(self, instruction: Finish) -> None:
+        self._write_spans(instruction.spans)
+        run_dir = self._session.run_dir
+        latest = self._checkpoints.latest()
+        results = {**self._results, "results": str(run_dir / EVALUATION_FILE)} if self._results else {}
+        summary = {
+            **(results or {"steps": self._steps_text()}),
+            "time": f"{time.monotonic() - self._started_s:.1f} s",
+            "metrics": str(run_dir / "metrics.jsonl"),
+            "trace": f"{run_dir / 'trace.json'} (open it in https://ui.perfetto.dev)",
+        }
+        if self._generations.path.exists():
+            summary["responses"] = str(self._generations.path)
+        if latest is not None:
+            summary["checkpoint"] = str(latest)
+        self._session.progress.finished(summary)
+        self._exit_code = 0
+
+    def _steps_text(self) -> str:
+        config = self._plan.config
+        ended = f" of {config.steps}, where epochs={config.epochs} ended" if self._last_step < config.steps else ""
+        return f"{self._last_step}{ended if any(mfc.is_train for mfc in self._plan.mfcs) else ''}"
+
+    def _abort(self, instruction: Abort) -> None:
+        failure = instruction.failure
+        log = None if failure.rank is None else self._session.launcher.log_path(failure.rank)
+        text = report.render(report.from_failure(failure, log=log))
+        self._checkpoints.discard_unfinished()  # on a full disk, that makes room for the rest
+        _log.error("%s", text)
+        self._session.progress.failed(text)
+        self._write_spans(instruction.spans)
+        write_failure(self._session.run_dir, failure)
+        self._exit_code = failure.exit_code
+
+    def _write_spans(self, spans: Iterable[RankSpan]) -> None:
+        for item in spans:
+            self._session.trace.spans(item.rank, [item.span])
+
+
+def run_master(session: Session) -> int:
+    """The master program of a session: plan the run that it carries and drive it to the end.
+
+    Raises:
+        UsageError: the run cannot be planned, or the checkpoint to resume from cannot be used.
+    """
+    experiment, config = load_run(session.run)
+    plan = plan_run(config, experiment)
+    store = checkpoint_store(plan, session.run_dir / CHECKPOINTS)
+    resume_from = Path(session.resume_from) if session.resume_from else None
+    master_plan = make_master_plan(plan, store, resume_from)
+    rendezvous = f"127.0.0.1:{_free_port()}" if plan.n_workers > 1 else ""
+    store.discard_unfinished()
+    for folder in store.set_aside(master_plan.first_step - 1):
+        session.progress.phase(f"{folder} is of a step that is done again")
+    session.metrics.begin_after(-1 if resume_from is None else master_plan.first_step - 1)
+    if resume_from is not None:
+        session.progress.phase(f"resuming from {resume_from}")
+    gc.freeze()  # a full collection over everything imported would stall hundreds of workers for tens of milliseconds
+    start = Start(run=session.run, rendezvous=rendezvous, resume_from=session.resume_from)
+    return MasterWorker(plan, MasterState(master_plan), session, store).run(start)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

@@ -1,0 +1,179 @@
+"""The failure report: the first thing a user reads, on one screen.
+
+What happened and to whom, who waits for it, the end of the traceback or of the dead worker's log, and a remedy.
+"""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from realrl.errors import Error, UsageError
+from realrl.runtime.output.logs import tail
+from realrl.runtime.transport.base import describe_ids
+from realrl.sched import events
+from realrl.sched.master.diagnosis import death_remedy
+
+MAX_LINES = 24
+_MAX_WIDTH = 120
+_MAX_MESSAGE_LINES = 6
+_MAX_FOOT_LINES = 8
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run stopped.
+
+    Attributes:
+        headline: one sentence: who, what, in which call and step.
+        message: what the exception says; "" when there is none.
+        sample_ids: the samples concerned, where known.
+        waiting: global rank -> what it waits for, or does.
+        traceback: the worker's traceback, or "".
+        log: the log that tells more.
+        quotes_log: show the last lines of `log`.
+        remedy: what the user can do, or "".
+        exit_code: exit code of the run.
+    """
+
+    headline: str
+    message: str = ""
+    sample_ids: Sequence[str] = ()
+    waiting: Mapping[int, str] | None = None
+    traceback: str = ""
+    log: Path | None = None
+    quotes_log: bool = False
+    remedy: str = ""
+    exit_code: int = 1
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def signal_name(exit_code: int) -> str:
+    """How a process ended, from its exit code: "killed by SIGKILL", "exited with code 3"."""
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+
+
+def master_died(pid: int, exit_code: int, *, log: Path | None = None) -> Failure:
+    """The master process ended without having reported anything."""
+    return Failure(
+        headline=f"the master process ({pid}) died: {signal_name(exit_code)}; its workers were stopped",
+        log=log,
+        quotes_log=True,
+        remedy=death_remedy(exit_code) + " Continue from the last checkpoint with resume=auto.",
+    )
+
+
+def from_failure(failure: events.Failure, *, log: Path | None = None) -> Failure:
+    """What the master's state machine decided to be the first cause."""
+    usage = failure.exit_code == UsageError.exit_code
+    calls = " and ".join(failure.waiting_calls)
+    return Failure(
+        headline=failure.message,
+        sample_ids=failure.sample_ids,
+        waiting=dict.fromkeys(failure.waiting_ranks, calls),
+        traceback="" if usage else failure.traceback,
+        log=None if usage else log,
+        quotes_log=failure.kind in (events.FailureKind.WORKER_LOST, events.FailureKind.WORKER_SILENT),
+        remedy=failure.remedy,
+        exit_code=failure.exit_code,
+    )
+
+
+def from_error(error: Error, *, log: Path | None = None) -> Failure:
+    """A deliberate error raised in this process: one sentence and a remedy, no traceback."""
+    where = _where(error.call, error.step)
+    return Failure(
+        headline=f"{error.message}{where}",
+        log=log if error.exit_code == 1 else None,
+        remedy=error.remedy or "",
+        exit_code=error.exit_code,
+    )
+
+
+def from_bug(error: BaseException, *, log: Path | None = None) -> Failure:
+    """An exception that realrl did not expect."""
+    return Failure(
+        headline=f"realrl itself failed: {type(error).__name__}",
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        log=log,
+        remedy="This is a bug in realrl; please report it with this text and the log.",
+    )
+
+
+def render(failure: Failure, *, max_lines: int = MAX_LINES) -> str:
+    """The report as plain text of at most `max_lines` lines; the traceback or log is cut from above to fit."""
+    has_body = bool(failure.traceback) or failure.quotes_log
+    head = _wrapped(
+        f"error: {failure.headline}".splitlines(), _MAX_MESSAGE_LINES if has_body else max_lines - _MAX_FOOT_LINES
+    )
+    head += _wrapped([f"  {line}" for line in failure.message.splitlines()], _MAX_MESSAGE_LINES)
+    unnamed = [sample_id for sample_id in failure.sample_ids if repr(sample_id) not in failure.headline]
+    if unnamed:
+        head.append(f"  samples: {describe_ids(unnamed, 6)}")
+    foot = _waiting_lines(failure.waiting or {})
+    if failure.log is not None:
+        foot.append(f"  log: {failure.log}")
+    foot += _wrapped([f"  remedy: {line}" for line in failure.remedy.splitlines()], _MAX_MESSAGE_LINES)
+    body = [_clip(line) for line in _body(failure, max_lines - len(head) - len(foot))]
+    return "\n".join((*head, *body, *foot))
+
+
+def _body(failure: Failure, room: int) -> list[str]:
+    """End of the traceback, or else of the log, with a title; nothing when there is no room for a few lines."""
+    if room < 3:
+        return []
+    if failure.traceback:
+        lines = [line.rstrip() for line in failure.traceback.splitlines() if line.strip(" ^~")]
+        title = "traceback"
+    else:
+        lines, title = tail(failure.log, room) if failure.quotes_log else [], "last lines of its log"
+    if not lines:
+        return []
+    shown = lines[-(room - 1) :]
+    hidden = len(lines) - len(shown)
+    more = f" (its last {len(shown)} of {len(lines)} lines)" if failure.traceback and hidden else ""
+    return [f"  {title}{more}:", *(f"    {line}" for line in shown)]
+
+
+def _waiting_lines(waiting: Mapping[int, str]) -> list[str]:
+    """One line per thing that others wait for: "waiting for it: workers 1, 2 (actor_train)"."""
+    ranks_by_activity: dict[str, list[int]] = {}
+    for rank, activity in sorted(waiting.items()):
+        ranks_by_activity.setdefault(activity, []).append(rank)
+    lines = []
+    for activity, ranks in list(ranks_by_activity.items())[:4]:
+        noun = "worker" if len(ranks) == 1 else "workers"
+        lines.append(
+            f"  waiting for it: {noun} {describe_ids([str(r) for r in ranks], 8)}" + f" ({activity})" * bool(activity)
+        )
+    return lines
+
+
+def _where(call: str | None, step: int | None) -> str:
+    at_step = f" at step {step}" if step is not None else ""
+    return f" in call '{call}'{at_step}" if call is not None else at_step
+
+
+def _wrapped(lines: Iterable[str], max_lines: int) -> list[str]:
+    """Long lines are folded, not cut: their ends name samples and remedies."""
+    folded: list[str] = []
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        folded += textwrap.wrap(line, _MAX_WIDTH, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return folded[:max_lines]
+
+
+def _clip(line: str) -> str:
+    return line if len(line) <= _MAX_WIDTH else line[: _MAX_WIDTH - 1] + "…"

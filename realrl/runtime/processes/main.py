@@ -1,0 +1,129 @@
+"""Entry points of a run's processes: ``python -m realrl.runtime.processes.main master`` and ``... worker --rank R``.
+
+Nothing here imports torch: the master has none, and a worker imports it when it makes its host, with heartbeats
+already going out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from realrl.runtime.launchers.local import STACK_SIGNAL
+from realrl.runtime.output.logs import logging_to
+from realrl.runtime.processes.lifeline import RUN_ID, die_with_parent, kill_leftovers, take_stdin
+from realrl.runtime.processes.session import decode_start, load_dotted, run_session
+from realrl.runtime.transport.base import WorkerTransport
+from realrl.runtime.transport.zmq import WorkerKeys, ZmqSampleClient, ZmqSampleServer, ZmqWorker
+from realrl.runtime.worker.heartbeat import HeartbeatThread
+from realrl.runtime.worker.loop import WorkerLoop
+from realrl.sched.messages import Hello, Request
+
+_RECEIVE_TIMEOUT_S = 1.0
+_ORPHAN_GRACE_S = 15.0
+
+_log = logging.getLogger(__name__)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one process of a run; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m realrl.runtime.processes.main", description=__doc__)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    kinds.add_parser("master", help="reads its start message from stdin")
+    worker = kinds.add_parser("worker", help="reads its keys from the environment")
+    worker.add_argument("--rank", type=int, required=True, help="global rank")
+    worker.add_argument("--address", required=True, help="where the master listens")
+    worker.add_argument("--host", required=True, help="what the worker hosts, as package.module:factory")
+    options = parser.parse_args(arguments)
+    if options.kind == "master":
+        return master_main()
+    return worker_main(options.rank, options.address, options.host)
+
+
+def master_main() -> int:
+    """The master process: no accelerator, no torch; ends in order on a signal or when its supervisor is gone."""
+    lifeline = take_stdin()
+    start = decode_start(_read_exactly(lifeline, int.from_bytes(_read_exactly(lifeline, 8), "big")))
+    die_with_parent(lifeline, death_signal=signal.SIGTERM, on_parent_gone=partial(_stop_orphaned_master, start.run_id))
+    return run_session(start, inline=False)
+
+
+def worker_main(rank: int, address: str, host: str) -> int:
+    """A worker process: receive, execute, reply, until it said goodbye; killed as soon as its master is gone."""
+    die_with_parent(take_stdin(), death_signal=signal.SIGKILL, on_parent_gone=_kill_own_group)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master decides what a Ctrl-C means
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    faulthandler.enable()
+    faulthandler.register(STACK_SIGNAL)
+    keys = WorkerKeys.from_environment(os.environ)
+    for name in keys.environment():
+        del os.environ[name]  # not for the processes that user code starts
+    with logging_to(None):
+        _run_worker(rank, address, host, keys)
+    return 0
+
+
+def _run_worker(rank: int, address: str, host: str, keys: WorkerKeys) -> None:
+    client = ZmqSampleClient(keys)
+    transport = ZmqWorker(address, rank, keys)
+    loop = WorkerLoop(rank, client, lambda: load_dotted(host), post=transport.send)
+    server = ZmqSampleServer(loop.fetch, keys)
+    transport.send(Hello(rank, os.getpid(), server.address))
+    heartbeat = HeartbeatThread(loop.heartbeat, transport.send)
+    try:
+        _serve(loop, transport)
+    finally:
+        for part in (heartbeat, server, client, transport):
+            part.close()
+
+
+def _serve(loop: WorkerLoop, transport: WorkerTransport) -> None:
+    while not loop.finished:
+        request = transport.receive(_RECEIVE_TIMEOUT_S)
+        if request is not None:
+            _execute(loop, transport, request)
+
+
+def _execute(loop: WorkerLoop, transport: WorkerTransport, request: Request) -> None:
+    replies = loop.execute(request)
+    try:
+        for reply in replies:
+            transport.send(reply)
+    except Exception as error:  # noqa: BLE001 - the master must hear of it, or it would wait in vain
+        _log.exception("cannot send the reply to request %d", request.seq)
+        transport.send(loop.failure(request, error))
+
+
+def _stop_orphaned_master(run_id: str) -> None:
+    """Stop in order, as on a signal; if that takes too long, at once."""
+    _log.error("the process that supervised this run is gone; stopping")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_ORPHAN_GRACE_S)
+    kill_leftovers(RUN_ID, run_id)
+    os._exit(1)
+
+
+def _kill_own_group() -> None:
+    """The worker leads its process group: what it started ends with it."""
+    os.killpg(0, signal.SIGKILL)
+
+
+def _read_exactly(descriptor: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        chunk = os.read(descriptor, size - len(data))
+        if not chunk:
+            sys.exit("the start message of the master ended early: its supervisor is gone")
+        data += chunk
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(main())

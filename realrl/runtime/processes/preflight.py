@@ -1,0 +1,118 @@
+"""What can be refused before a process starts: model files, tokenizers, the dataset, a checkpoint to resume from.
+
+Built-in models and tasks need no check, and then none of the heavy imports; unless a checkpoint must fit to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from realrl.config.schema import BUILT_IN
+from realrl.errors import AssetError
+from realrl.experiment.backends import check_installed
+from realrl.experiment.evaluation import held_out_data
+from realrl.experiment.run_plan import RunPlan, check_models_fit
+from realrl.plan.samples.cursor import DatasetCursor
+from realrl.runtime.checkpoints.resume import find_beginning
+from realrl.runtime.checkpoints.store import Resume, load_manifest
+
+if TYPE_CHECKING:
+    from realrl.data.datasets import Dataset
+
+
+def check_inputs(plan: RunPlan) -> Resume:
+    """Read the checkpoint to resume from, every model's headers, every tokenizer, and the whole dataset.
+
+    Returns:
+        Where the run begins.
+
+    Raises:
+        AssetError: a file of a model or checkpoint is missing or torn, a tokenizer is unusable, a model lacks tokens.
+        DataError: a row of the dataset is unusable, none is left, or too few for one step.
+        ConfigError: the checkpoint has no step left to do, or was made with another order of the data; a training
+            backend is not installed, or cannot do what is asked of it.
+        AllocationError: a strategy does not fit a model.
+    """
+    config = plan.config
+    found, master_plan = find_beginning(plan)
+    for name, role in plan.roles.items():
+        path = config.models[name].path
+        if path != BUILT_IN and role.head != "none":
+            from realrl.model.files.hf import check_model
+
+            with _naming(f"models.{name}.path"):
+                check_model(path, head=role.head, makes_head=role.trainable)
+    check_models_fit(plan)
+    check_installed(plan)
+    if found.folder is not None:
+        from realrl.runtime.checkpoints.roles import check_resume
+        from realrl.runtime.checkpoints.samples import check_samples
+
+        manifest = load_manifest(found.folder)
+        check_resume(plan, found.folder, manifest)
+        outputs = {mfc.name: mfc.output_keys for mfc in plan.mfcs}
+        check_samples(found.folder, manifest.files, manifest.in_flight, outputs)
+    sources = [] if config.eval.only else [config.dataset]
+    is_evaluated = config.eval.only or plan.evaluation is not None
+    held_out = [held_out_data(config)] if is_evaluated else []
+    paths = [source.path for source in (*sources, *held_out)]
+    is_built_in = all(path == BUILT_IN for path in (*paths, *(config.models[name].path for name in plan.roles)))
+    if is_built_in and found.folder is None:
+        return found
+    from realrl.data.datasets import load_dataset
+    from realrl.data.tokenizer import load_tokenizer
+    from realrl.runtime.worker.roles import role_tokenizer
+
+    for path, name in {config.models[name].path: name for name in reversed(list(plan.roles))}.items():
+        with _naming(f"models.{name}.path"):
+            load_tokenizer(path)
+    tokenizer = role_tokenizer(plan)
+    resume = master_plan.resume
+    start = None if resume is None else resume.cursor
+    for source, is_held_out in [*((source, False) for source in sources), *((source, True) for source in held_out)]:
+        dataset = load_dataset(source, plan.experiment.dataset, tokenizer, is_held_out=is_held_out)
+        check_vocabularies(plan, dataset, n_tokens=len(tokenizer))
+        if not is_held_out:
+            content = dataset.digest
+            cursor = DatasetCursor(
+                dataset.row_ids, seed=config.seed, shuffle=config.dataset.shuffle, start=start, content=content
+            )
+            master_plan.last_step(cursor)
+    return found
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Errors about files also say which key named them."""
+    try:
+        yield
+    except AssetError as error:
+        raise AssetError(f"{key}: {error.message}", remedy=error.remedy) from error
+
+
+def check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> None:
+    """Every role must know the tokens that it may be given: the dataset's, and what the dataset's role generates.
+
+    That role itself may have fewer than its tokenizer, which often has added tokens that no text contains.
+
+    Raises:
+        AssetError: a role knows fewer.
+    """
+    from realrl.data.tiny import VOCAB_SIZE
+    from realrl.model.files.hf import read_config
+
+    reader = plan.dataset_role
+    for name, role in plan.roles.items():
+        path = plan.config.models[name].path
+        if role.head == "none":
+            continue
+        n_known = VOCAB_SIZE if path == BUILT_IN else read_config(path).vocab_size
+        n_needed = dataset.max_token_id + 1 if name == reader else n_tokens
+        if n_known < n_needed:
+            raise AssetError(
+                f"models.{name}.path={path} knows {n_known} tokens, but the tokenizer of '{reader}' gives ids "
+                f"up to {n_needed - 1}",
+                remedy=f"All roles must have the vocabulary of '{reader}': set models.{name}.path to such a model.",
+            )

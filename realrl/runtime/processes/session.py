@@ -1,0 +1,232 @@
+"""What surrounds a `MasterWorker`: the parts it is given, and how an error or a signal becomes an exit code.
+
+`run_session` is the one way in, for the master process of ``launcher=local`` and for ``launcher=inline`` alike.
+Whatever happens, the workers are stopped and every file is closed before it returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import secrets
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from realrl.errors import Error, TransportError, UsageError
+from realrl.runtime.launchers.base import Launcher
+from realrl.runtime.launchers.inline import InlineLauncher
+from realrl.runtime.launchers.local import DEFAULT_HOST, LocalLauncher
+from realrl.runtime.output import failure_report as report
+from realrl.runtime.output.logs import log_path, logging_to
+from realrl.runtime.output.metrics import MetricsSink, open_sinks
+from realrl.runtime.output.progress import Progress, make_progress
+from realrl.runtime.output.trace import FILE_NAME as TRACE_FILE
+from realrl.runtime.output.trace import TraceWriter
+from realrl.runtime.transport.base import MasterTransport
+from realrl.runtime.transport.inproc import InprocMaster
+from realrl.runtime.transport.zmq import RunKeys, ZmqMaster
+
+DEFAULT_PROGRAM = "realrl.runtime.master.master_worker:run_master"
+_STOP_GRACE_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What the master process needs to begin; travels from the supervisor through the master's stdin.
+
+    Attributes:
+        run: the resolved run, as `Initialize.run` carries it.
+        run_dir: absolute path of the run folder.
+        run_id: mark of the run's processes.
+        track: extra metric sinks: "tensorboard", "wandb".
+        port: port of the master on loopback; 0 takes a free one.
+        program: dotted path of ``program(session) -> exit code``.
+        host: dotted path of what each worker hosts.
+        resume_from: the checkpoint to continue from, whose files are whole; empty: begin at the beginning.
+        notes: what the user should know before the run begins.
+    """
+
+    run: bytes
+    run_dir: str
+    run_id: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
+    track: tuple[str, ...] = ()
+    port: int = 0
+    program: str = DEFAULT_PROGRAM
+    host: str = DEFAULT_HOST
+    resume_from: str = ""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything that a master program is given.
+
+    Attributes:
+        address, environment: what `launcher.start` wants: where workers find the master, and the keys they need.
+        resume_from: see `SessionStart`.
+    """
+
+    run: bytes
+    run_dir: Path
+    transport: MasterTransport
+    launcher: Launcher
+    address: str
+    environment: Mapping[str, str]
+    progress: Progress
+    metrics: MetricsSink
+    trace: TraceWriter
+    resume_from: str = ""
+
+
+class Interrupted(BaseException):
+    """A signal asked the master to stop in order; raised once, in the main thread.
+
+    Not an `Exception`, so that no handler of ordinary errors swallows it.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+        self.signum = signum
+
+    @property
+    def exit_code(self) -> int:
+        """The shell's convention: 130 for Ctrl-C."""
+        return 128 + self.signum
+
+
+class InterruptGuard:
+    """Turns the first SIGINT, SIGTERM or SIGHUP into `Interrupted`, and ignores the rest: the shutdown is under way."""
+
+    def __init__(self) -> None:
+        self._is_armed = True
+
+    def install(self) -> None:
+        """Take over the signals, and let in those that were held back while the process started."""
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            signals.append(signal.SIGHUP)
+        for signum in signals:
+            signal.signal(signum, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+    def disarm(self) -> None:
+        """From now on signals change nothing."""
+        self._is_armed = False
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._is_armed:
+            self._is_armed = False
+            raise Interrupted(signum)
+
+
+def run_session(start: SessionStart, *, inline: bool) -> int:
+    """Run `start.program` to its end and return the exit code of the run.
+
+    Takes over SIGINT, SIGTERM and SIGHUP for good, so it belongs in the main thread.
+
+    Args:
+        inline: run the workers in this thread instead of starting processes.
+    """
+    guard = InterruptGuard()
+    run_dir = Path(start.run_dir)
+    log = log_path(run_dir, None)
+    with contextlib.ExitStack() as stack:
+        progress = make_progress(live=False if inline else None)
+        stack.callback(progress.close)
+        try:
+            guard.install()  # a signal that was held back until now is raised here
+            stack.enter_context(_open_log(log))
+            with _open_session(start, inline=inline, progress=progress) as session:
+                for note in start.notes:
+                    progress.phase(note)
+                try:
+                    program: Callable[[Session], int] = load_dotted(start.program)
+                    return program(session)
+                finally:
+                    guard.disarm()
+        except (Interrupted, KeyboardInterrupt) as interrupt:
+            signum = interrupt.signum if isinstance(interrupt, Interrupted) else signal.SIGINT
+            progress.failed(f"{Interrupted(signum)}: everything was stopped")
+            return Interrupted(signum).exit_code
+        except Error as error:
+            if error.exit_code == UsageError.exit_code:
+                _log.error("refused: %s", error)
+            else:
+                _log.exception("the run failed")
+            progress.failed(report.render(report.from_error(error, log=log)))
+            return error.exit_code
+        except Exception as error:  # noqa: BLE001 - a bug: the user gets a report, and the exit code
+            _log.exception("the run failed")
+            progress.failed(report.render(report.from_bug(error, log=log)))
+            return 1
+
+
+@contextlib.contextmanager
+def _open_log(path: Path) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(logging_to(path))
+        except OSError as error:
+            raise UsageError(
+                f"cannot write to the run folder {path.parent.parent}: {error.strerror}",
+                remedy="Choose another folder with run_dir=..., or free some space.",
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
+def _open_session(start: SessionStart, *, inline: bool, progress: Progress) -> Iterator[Session]:
+    run_dir = Path(start.run_dir)
+    with contextlib.ExitStack() as stack:
+        metrics = open_sinks(run_dir, start.track)
+        stack.callback(metrics.close)
+        trace = TraceWriter(run_dir / TRACE_FILE)
+        stack.callback(trace.close)
+        transport: InprocMaster | ZmqMaster
+        launcher: Launcher
+        if inline:
+            transport, address, environment = InprocMaster(), "", dict[str, str]()
+            launcher = InlineLauncher(transport, lambda: load_dotted(start.host))
+        else:
+            keys = RunKeys.new()
+            transport = ZmqMaster(keys, port=start.port)
+            address, environment = transport.address, keys.for_workers.environment()
+            launcher = LocalLauncher(run_dir, start.run_id, host=start.host)
+        stack.callback(transport.close)
+        stack.callback(launcher.stop, _STOP_GRACE_S)
+        yield Session(
+            start.run, run_dir, transport, launcher, address, environment, progress, metrics, trace, start.resume_from
+        )
+
+
+def encode_start(start: SessionStart) -> bytes:
+    """Length-prefixed msgpack, for the master's stdin."""
+    data = msgspec.msgpack.encode(start)
+    return len(data).to_bytes(8, "big") + data
+
+
+def decode_start(data: bytes) -> SessionStart:
+    """Parse what follows the length prefix. Raises `TransportError` if that is not a `SessionStart`."""
+    try:
+        return msgspec.msgpack.decode(data, type=SessionStart)
+    except msgspec.MsgspecError as error:
+        raise TransportError(f"the master received a malformed start message: {error}") from error
+
+
+def load_dotted(path: str) -> Callable[..., Any]:
+    """Import ``package.module:name``. Raises `UsageError` when there is no such thing."""
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+        factory: Callable[..., Any] = getattr(module, name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"cannot load {path!r}: {error}", remedy="Write it as package.module:name.") from error
+    return factory

@@ -1,0 +1,128 @@
+"""From a resolved configuration to a running experiment: the run folder, the checks, the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from realrl.config.schema import RunConfig
+from realrl.config.serialize import dump_config
+from realrl.errors import ConfigError
+from realrl.experiment.declaration import Experiment
+from realrl.experiment.run_plan import plan_run
+from realrl.runtime.checkpoints.resume import newest, refuse_mixing
+from realrl.runtime.checkpoints.store import CHECKPOINTS, checkpoint_store
+from realrl.runtime.processes.preflight import check_inputs
+from realrl.runtime.processes.recovery import Recover
+from realrl.runtime.processes.session import SessionStart
+from realrl.runtime.processes.supervise import run_inline, run_supervised
+
+CONFIG_FILE = "config.json"
+
+
+def start_run(experiment: Experiment, config: RunConfig) -> int:
+    """Check what can be checked, make the run folder, run to the end; returns the exit code.
+
+    Raises:
+        UsageError: the configuration, the graph, the allocation, a model, the dataset or the checkpoint to resume from
+            is unusable, or another run is using the folder; nothing started.
+    """
+    if config.cluster.n_nodes > 1:
+        raise ConfigError(
+            f"cluster.n_nodes={config.cluster.n_nodes}, but this version starts workers on one machine only",
+            remedy="Use cluster.n_nodes=1; --dry-run and realrl graph show plans for more nodes.",
+        )
+    refuse_mixing(config)
+    plan = plan_run(config, experiment)
+    resume = check_inputs(plan)
+    if config.run_dir:
+        run_dir = _make_folder(Path(config.run_dir).absolute(), exist_ok=True)
+    else:
+        run_dir = _make_new_folder(Path("runs").absolute() / experiment.name)
+    if plan.changed_roles and config.save.is_on:
+        _check_checkpoints(run_dir / CHECKPOINTS)
+    changes: dict[str, object] = {"run_dir": str(run_dir)}
+    if config.save.generations_path:
+        path = str(Path(config.save.generations_path).absolute())
+        changes["save"] = config.save.model_copy(update={"generations_path": path})
+    run = dump_config(config.model_copy(update=changes))
+    with _reserved(run_dir):
+        _write_config(run_dir, run)
+        start = SessionStart(
+            run=run,
+            run_dir=str(run_dir),
+            track=config.track,
+            port=config.cluster.master_port,
+            resume_from="" if resume.folder is None else str(resume.folder.resolve()),
+            notes=resume.notes,
+        )
+        if config.launcher == "inline":
+            return run_inline(start)
+        store = checkpoint_store(plan, run_dir / CHECKPOINTS)
+        return run_supervised(start, Recover(config.recover.retries, lambda: newest(store, resume)))
+
+
+def _make_new_folder(base: Path) -> Path:
+    """A folder named after the time, and after a number when another run started in the same second."""
+    name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for suffix in ("", *(f"_{i}" for i in range(1, 1000))):
+        with contextlib.suppress(FileExistsError):
+            return _make_folder(base / (name + suffix), exist_ok=False)
+    raise ConfigError(f"{base} holds a thousand runs of this second", remedy="Choose a folder with run_dir=PATH.")
+
+
+def _make_folder(folder: Path, *, exist_ok: bool) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as err:
+        if isinstance(err, FileExistsError) and not exist_ok:
+            raise
+        raise ConfigError(
+            f"run_dir={folder} cannot be made: {err.strerror}", remedy="Choose another folder with run_dir=PATH."
+        ) from err
+    return folder
+
+
+def _check_checkpoints(folder: Path) -> None:
+    """Make the folder now: the first checkpoint may be days away."""
+    try:
+        folder.mkdir(exist_ok=True)
+        reason = "" if os.access(folder, os.W_OK | os.X_OK) else "no permission to write there"
+    except OSError as err:
+        reason = err.strerror or str(err)
+    if reason:
+        raise ConfigError(
+            f"{folder} cannot hold checkpoints: {reason}",
+            remedy="Move it away, or choose another folder with run_dir=PATH.",
+        )
+
+
+@contextlib.contextmanager
+def _reserved(folder: Path) -> Iterator[None]:
+    """Keep other runs out of the folder while this one lasts; the lock ends with this process, however that ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise ConfigError(
+            f"another run is going on in run_dir={folder}", remedy="Wait for its end, or choose another folder."
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def _write_config(folder: Path, run: bytes) -> None:
+    temporary = folder / f".{CONFIG_FILE}.new"
+    try:
+        temporary.write_bytes(run)
+        os.replace(temporary, folder / CONFIG_FILE)
+    except OSError as err:
+        raise ConfigError(
+            f"{folder / CONFIG_FILE} cannot be written: {err.strerror}",
+            remedy="Choose another folder with run_dir=PATH.",
+        ) from err

@@ -1,0 +1,185 @@
+"""The process that the user started: it starts the master, passes signals on, and starts it again if processes die.
+
+realrl run ──supervises──► master ──LocalLauncher──► worker 0, worker 1, ...
+   │ stdin pipe: start message, then the lifeline       │ stdin pipe: lifeline
+   └ Ctrl-C, SIGTERM: passed on once; a second Ctrl-C kills everything
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from realrl.errors import Error, RunError
+from realrl.runtime.checkpoints.store import load_manifest
+from realrl.runtime.output import failure_report as report
+from realrl.runtime.output.logs import log_path
+from realrl.runtime.processes.lifeline import RUN_ID, kill_leftovers
+from realrl.runtime.processes.recovery import Recover, describe_end, describe_restart, forget_failure
+from realrl.runtime.processes.session import SessionStart, encode_start, run_session
+from realrl.sched.master.recovery import GiveUp, Recovery
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAME_KEYPRESS_S = 0.3  # a wrapper may pass on the Ctrl-C that the terminal has delivered already
+
+
+def run_supervised(start: SessionStart, recover: Recover | None = None) -> int:
+    """Run the master in a process of its own and return the run's exit code; no process of the run is left behind.
+
+    Must be called from the main thread: it handles signals until it returns.
+
+    Args:
+        recover: how to start the run again when processes of it were lost; None: not at all.
+
+    Raises:
+        RunError: the master process cannot be started.
+    """
+    return _Supervisor(start, recover or Recover()).run()
+
+
+def run_inline(start: SessionStart) -> int:
+    """Run master and workers in this process and thread; Ctrl-C and SIGTERM stop it in order."""
+    previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+    try:
+        return run_session(start, inline=True)
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+class _Supervisor:
+    def __init__(self, start: SessionStart, recover: Recover) -> None:
+        self._start = start
+        self._recover = recover
+        self._recovery = Recovery(recover.retries)
+        self._run_dir = Path(start.run_dir)
+        self._master: subprocess.Popen[bytes] | None = None
+        self._received: int | None = None  # the first signal
+        self._received_at_s = 0.0
+
+    def run(self) -> int:
+        previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            for signum, handler in previous.items():
+                if handler is not signal.SIG_IGN:  # nohup, background jobs
+                    signal.signal(signum, self._on_signal)
+            while True:
+                exit_code = self._attempt(blocked)
+                restarted = self._next_attempt(exit_code)
+                if isinstance(restarted, int):
+                    return restarted
+                self._start = restarted
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            for signum, handler in previous.items():
+                signal.signal(signum, handler)
+            if self._master is not None:
+                self._end(self._master)
+
+    def _attempt(self, blocked: Iterable[int]) -> int:
+        """Run a master to its end; returns its exit code, after having said how it died, if it could not."""
+        forget_failure(self._run_dir)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        if self._received is not None:  # between two attempts
+            return 128 + self._received
+        # The master inherits the blocked signals: what arrives before it can handle it waits until it can.
+        master = self._master = self._spawn()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        self._hand_over(master)
+        exit_code = master.wait()
+        kill_leftovers(RUN_ID, self._start.run_id)
+        self._end(master)
+        if exit_code < 0:
+            self._explain(master, exit_code)
+        return exit_code
+
+    def _next_attempt(self, exit_code: int) -> SessionStart | int:
+        """How to start again; or the exit code of the run, if it is over."""
+        died = min(exit_code, 0)
+        if died:
+            exit_code = 1 if self._received is None else 128 + self._received
+        ended = describe_end(self._run_dir, died or exit_code, is_interrupted=self._received is not None)
+        decision = self._recovery.handle(ended)
+        if isinstance(decision, GiveUp):
+            if decision.why:
+                print(decision.why, file=sys.stderr, flush=True)
+            return exit_code
+        try:
+            resume = self._recover.find_checkpoint()
+            if resume.folder is not None and load_manifest(resume.folder).is_last:
+                print(f"the last step was complete: {resume.folder}", flush=True)
+                return 0
+        except Error as error:
+            print(f"the run cannot be started again: {error}", file=sys.stderr, flush=True)
+            return exit_code
+        told = describe_restart(decision, self._recover.retries, resume, ended.step)
+        folder = "" if resume.folder is None else str(resume.folder)
+        return msgspec.structs.replace(self._start, resume_from=folder, notes=(*resume.notes, told))
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "realrl.runtime.processes.main", "master"]
+        environment = {**os.environ, RUN_ID: self._start.run_id}
+        try:
+            return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        except OSError as error:
+            raise RunError(
+                f"cannot start the master process: {error}",
+                remedy="The limit on processes (`ulimit -u`) or open files (`ulimit -n`) may be too low.",
+            ) from error
+
+    def _hand_over(self, master: subprocess.Popen[bytes]) -> None:
+        """Send the start message; the pipe stays open as the master's lifeline."""
+        assert master.stdin is not None
+        try:
+            master.stdin.write(encode_start(self._start))
+            master.stdin.flush()
+        except BrokenPipeError:
+            return  # the master is dead already: what wait() returns says how
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self._received is None:
+            self._received, self._received_at_s = signum, now_s
+            self._pass_on(signum)
+        elif signum == signal.SIGINT and now_s - self._received_at_s > _SAME_KEYPRESS_S:
+            self._pass_on(signal.SIGKILL)
+
+    def _pass_on(self, signum: int) -> None:
+        if self._master is not None:
+            self._master.send_signal(signum)
+
+    def _explain(self, master: subprocess.Popen[bytes], exit_code: int) -> None:
+        """Say how a master ended that could not say so itself."""
+        _restore_cursor()
+        if self._received is not None:
+            name = signal.Signals(self._received).name
+            print(f"stopped at once after {name}", file=sys.stderr)
+            return
+        log = log_path(self._run_dir, None)
+        print(report.render(report.master_died(master.pid, exit_code, log=log)), file=sys.stderr, flush=True)
+
+    def _end(self, master: subprocess.Popen[bytes]) -> None:
+        if master.poll() is None:  # only when an exception interrupted the wait
+            master.kill()
+            master.wait()
+            kill_leftovers(RUN_ID, self._start.run_id)
+        assert master.stdin is not None
+        try:
+            master.stdin.close()
+        except BrokenPipeError:
+            return  # unsent rest of a start message for a master that died
+
+
+def _restore_cursor() -> None:
+    """A killed master cannot leave the terminal as it was."""
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)

@@ -1,0 +1,212 @@
+"""One call on one rank: fetch the rows it lacks, run the interface, check and keep what it returns."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from realrl.algo.api import CallContext, MetricSums, MicroBatching
+from realrl.algo.checks import check_metrics, check_output, check_recorded, explain
+from realrl.data.rows import SampleStore, decode_rows
+from realrl.data.sample import SequenceSample
+from realrl.engine import device as devices
+from realrl.engine.groups import Communicator
+from realrl.engine.row_exchange import exchange_rows
+from realrl.errors import RunError
+from realrl.experiment.evaluation import eval_generation
+from realrl.experiment.run_plan import RunPlan
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.runtime.transport.base import SampleClient
+from realrl.runtime.worker.roles import HostedRole
+from realrl.sched.messages import CallDone, MoveRows, RowsMoved, RunCall, SampleMeta, Span, Transfer
+from realrl.sched.track.scores import WEIGHT
+
+
+class CallRunner:
+    """Runs calls against the roles that this rank hosts.
+
+    Args:
+        plan: of the run.
+        roles: that this rank hosts.
+        store: of this rank.
+        world: the group of all ranks.
+        client: how rows are pulled from other stores; None where there is a single worker.
+        peers: data-server address of every rank.
+        device: where calls compute.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        roles: Mapping[str, HostedRole],
+        store: SampleStore,
+        *,
+        world: Communicator,
+        client: SampleClient | None,
+        peers: tuple[str, ...],
+        device: torch.device,
+    ) -> None:
+        self.rank = world.rank
+        self._plan = plan
+        evaluating = () if plan.evaluation is None else plan.evaluation.mfcs
+        self._mfcs = {mfc.name: mfc for mfc in (*plan.mfcs, *evaluating)}
+        self._trains = any(mfc.is_train for mfc in plan.mfcs)
+        self._roles = roles
+        self._store = store
+        self._world = world
+        self._client = client
+        self._peers = peers
+        self._device = device
+
+    def run(self, request: RunCall) -> CallDone:
+        """Execute this rank's part of the call and keep its output in the store."""
+        mfc = self._mfcs[request.call]
+        hosted, allocation = self._roles[mfc.role], self._plan.allocation_of(request.call)
+        start_s = time.time()
+        spans: list[Span] = []
+        is_at_home = allocation == hosted.home
+        if is_at_home:
+            hosted.prefetch()
+        bytes_received = self._pull(request, spans)
+        if is_at_home:
+            hosted.wait_resident()
+        call_start_s = time.time()
+        minibatches = request.minibatches if hosted.has_weights else (request.keeps,)
+        ids = tuple(sample_id for minibatch in minibatches for sample_id in minibatch)
+        output, metrics, recorded = None, dict[str, float](), MetricSums()
+        with self._parameters_of(mfc, is_at_home):
+            if ids:
+                batch = self._store.get(ids, mfc.input_keys).to(self._device).remap(mfc.input_key_remap)
+                context = self._context(mfc, request.step, minibatches, recorded)
+                output, metrics = self._call(mfc, batch, request, context)
+        if hosted.has_weights and not is_at_home:
+            hosted.decoder(allocation).release_parameters()
+        devices.synchronize(self._device)
+        end_s = time.time()
+        spans.append(
+            Span(mfc.name, "call", call_start_s, end_s, {"step": request.step, "role": mfc.role, "samples": len(ids)})
+        )
+        return CallDone(
+            rank=self.rank,
+            seq=request.seq,
+            dispatch_id=request.dispatch_id,
+            call=mfc.name,
+            step=request.step,
+            output=output,
+            metrics={**metrics, f"time_s/{mfc.name}": end_s - start_s},
+            spans=tuple(spans),
+            bytes_received=bytes_received,
+            memory_gb=devices.memory_gb(self._device),
+            sums=recorded.sums,
+            maxima=recorded.maxima,
+        )
+
+    def move_rows(self, request: MoveRows) -> RowsMoved:
+        """Send the rows that others lack for a call, and receive those that this rank lacks."""
+        start_s = time.time()
+        bytes_received = exchange_rows(
+            (*request.sends, *request.receives), store=self._store, world=self._world, device=self._device
+        )
+        keys = ", ".join(sorted({transfer.key for transfer in (*request.sends, *request.receives)}))
+        args: dict[str, str | int | float] = {"keys": keys, "bytes": bytes_received, "step": request.step}
+        return RowsMoved(
+            rank=self.rank,
+            seq=request.seq,
+            dispatch_id=request.dispatch_id,
+            call=request.call,
+            step=request.step,
+            spans=(Span(f"transfer for {request.call}", "transfer", start_s, time.time(), args),),
+            bytes_received=bytes_received,
+        )
+
+    def _parameters_of(self, mfc: MFCDef, is_at_home: bool) -> AbstractContextManager[None]:
+        """Parameters that ranks share out between calls are whole during a call, also on a rank without a sample of it.
+
+        A call that trains gathers them block by block.
+        """
+        engine = self._roles[mfc.role].home_engine
+        return nullcontext() if mfc.is_train or not is_at_home or engine is None else engine.whole_parameters()
+
+    def _context(
+        self, mfc: MFCDef, step: int, minibatches: tuple[tuple[str, ...], ...], recorded: MetricSums
+    ) -> CallContext:
+        config = self._plan.config
+        is_evaluating = self._plan.is_evaluating(mfc.name)
+        return CallContext(
+            call=mfc.name,
+            step=0 if is_evaluating else step,  # every evaluation draws the same numbers
+            seed=config.seed,
+            micro_batching=MicroBatching(mfc.n_mbs, mfc.max_tokens_per_mb),
+            minibatches=minibatches,
+            generation=eval_generation(config) if is_evaluating else config.generation,
+            algorithm=config.algorithm,
+            metrics=recorded,
+        )
+
+    def _call(
+        self, mfc: MFCDef, batch: SequenceSample, request: RunCall, context: CallContext
+    ) -> tuple[SampleMeta | None, dict[str, float]]:
+        hosted = self._roles[mfc.role]
+        model = hosted.models[self._plan.allocation_of(mfc.name)]
+        interface = hosted.interfaces[mfc.name]
+        try:
+            if mfc.interface_type is InterfaceType.TRAIN_STEP:
+                hosted.set_schedule_end(request.n_steps)
+                metrics = interface.train_step(model, batch, context)
+                check_recorded(context, mfc)
+                hosted.version += 1
+                return None, check_metrics(context, mfc, metrics)
+            run = interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
+            run = interface.evaluate if WEIGHT in mfc.output_keys else run
+            result = check_output(context, mfc, batch, run(model, batch, context))
+            if not self._trains:
+                _record_responses(context.metrics, result)
+            check_recorded(context, mfc)
+        except Exception as err:  # noqa: BLE001 - whatever user code raises
+            error = explain(context, mfc, batch, err)
+            error.worker = self.rank
+            raise error from error.__cause__
+        returned = set(result.ids)
+        keeps = [sample_id for sample_id in request.keeps if sample_id in returned]  # a call may drop the others
+        if not keeps:
+            return None, {}
+        kept = result.select(keeps).to(torch.device("cpu"))
+        self._store.put(kept)
+        return kept.describe(), {}
+
+    def _pull(self, request: RunCall, spans: list[Span]) -> int:
+        """Fetch the rows that the plan says this rank lacks; one request per (source, key). Returns bytes received."""
+        by_source: dict[int, list[Transfer]] = defaultdict(list)
+        for transfer in request.transfers:
+            if transfer.target != self.rank:
+                raise RunError(f"worker {self.rank} received a transfer meant for worker {transfer.target}")
+            by_source[transfer.source].append(transfer)
+        n_bytes = 0
+        for source, transfers in sorted(by_source.items()):
+            if self._client is None:
+                raise RunError(f"call '{request.call}' needs rows of worker {source}, but this run has one worker")
+            start_s, received = time.time(), 0
+            for transfer in transfers:
+                payload = self._client.pull(self._peers[source], transfer.key, transfer.ids)
+                received += len(payload)
+                self._store.put(decode_rows(payload))
+            keys = ", ".join(sorted({t.key for t in transfers}))
+            args: dict[str, str | int | float] = {"from": source, "keys": keys, "bytes": received, "step": request.step}
+            spans.append(Span(f"transfer for {request.call}", "transfer", start_s, time.time(), args))
+            n_bytes += received
+        return n_bytes
+
+
+def _record_responses(metrics: MetricSums, result: SequenceSample) -> None:
+    """Where no train_step reports them: means of the rewards, lengths and cut-off responses that a call produced."""
+    if "rewards" in result:
+        metrics.add_values("reward", result["rewards"].double().tolist())
+    if "prompt_mask" in result:
+        n_responses = sum(len(sequences) for sequences in result.seqlens["prompt_mask"])
+        metrics.add("response_length/mean", float((~result["prompt_mask"]).sum()), n_responses)
+    if "truncated" in result:
+        metrics.add("truncated/mean", float(result["truncated"].sum()), len(result["truncated"]))

@@ -1,0 +1,181 @@
+"""Hooks around a call, on one rank: parameters move between layouts and roles, or to host memory.
+
+What a hook writes into a trained role goes through its training backend, whose optimizer goes on from there.
+What interfaces remember goes with the parameters: a critic that infers on other devices than it trains on needs the
+statistics of returns that training keeps. Ranks that are not in the home get it from the home's first rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from realrl.engine import device as devices
+from realrl.engine.groups import Communicator
+from realrl.engine.parameters.realloc import Reallocator, ReallocResult
+from realrl.experiment.models import Reallocs
+from realrl.experiment.run_plan import RunPlan
+from realrl.mesh.device_mesh import Allocation
+from realrl.plan.hooks import Offload, PlannedHook, Realloc
+from realrl.runtime.checkpoints.state_file import decode_state, encode_state
+from realrl.runtime.worker.roles import HostedRole
+from realrl.sched.messages import HooksDone, RunHooks, Span
+
+
+class HookRunner:
+    """Runs this rank's part of planned hooks.
+
+    Args:
+        plan: of the run.
+        roles: that this rank hosts.
+        reallocs: plans what moves.
+        world: the group of all ranks.
+        device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        roles: Mapping[str, HostedRole],
+        *,
+        reallocs: Reallocs,
+        world: Communicator,
+        device: torch.device,
+    ) -> None:
+        self.rank = world.rank
+        self._plan = plan
+        self._roles = roles
+        self._reallocs = reallocs
+        self._world = world
+        self._device = device
+        self._reallocators: dict[Realloc, tuple[Reallocator, ...]] = {}
+
+    def run(self, request: RunHooks) -> HooksDone:
+        """Take part in the hooks on one side of a call, in their order."""
+        planned = self._plan.hooks_of(request.call)
+        hooks = [hook for hook in getattr(planned, request.when) if self.rank in hook.ranks]
+        self._prefetch(hooks)
+        spans: list[Span] = []
+        bytes_received = 0
+        for hook in hooks:
+            start_s = time.time()
+            args: dict[str, str | int | float] = {"step": request.step, "for": request.call}
+            if isinstance(hook, Offload):
+                self._roles[hook.role].offload()
+                name, kind = f"offload {hook.role}", "offload"
+            else:
+                received = self._move(hook)
+                bytes_received += received
+                args |= {"from": str(hook.source_allocation), "to": str(hook.target_allocation), "bytes": received}
+                name = f"{hook.source} to {hook.target if not hook.is_implied else request.call}"
+                kind = "realloc"
+            devices.synchronize(self._device)
+            spans.append(Span(name, kind, start_s, time.time(), args))
+        return HooksDone(
+            rank=self.rank,
+            seq=request.seq,
+            dispatch_id=request.dispatch_id,
+            call=request.call,
+            step=request.step,
+            when=request.when,
+            spans=tuple(spans),
+            bytes_received=bytes_received,
+            memory_gb=devices.memory_gb(self._device),
+        )
+
+    def _prefetch(self, hooks: Sequence[PlannedHook]) -> None:
+        """All parameters that these hooks read or write start their way back at once."""
+        for hook in hooks:
+            for name in (hook.source, hook.target) if isinstance(hook, Realloc) else ():
+                if name in self._roles:
+                    self._roles[name].prefetch()
+
+    def _move(self, hook: Realloc) -> int:
+        """Send and receive parameters; returns the bytes received."""
+        n_bytes: list[int] = []
+
+        def arriving() -> Iterator[tuple[str, torch.Tensor]]:
+            for result in self._reallocate(hook):
+                n_bytes.append(result.bytes_received)
+                yield from result.parameters.items()
+
+        is_here = self.rank in hook.target_allocation.ranks
+        if hook.is_implied:
+            parameters = dict(arriving())
+            if is_here:
+                self._roles[hook.target].decoder(hook.target_allocation).set_parameters(parameters)
+            self._share_memory_of_interfaces(hook)
+        elif is_here and self._is_followed(hook):
+            hosted = self._roles[hook.target]
+            hosted.wait_resident()
+            assert hosted.home_engine is not None
+            hosted.home_engine.move_parameters(arriving(), hook.eta)
+        else:
+            deque(arriving(), maxlen=0)
+        return sum(n_bytes)
+
+    def _reallocate(self, hook: Realloc) -> Iterator[ReallocResult]:
+        """What each part of a reallocation brings, before the next part begins."""
+        target = None
+        if not hook.is_implied and not self._is_followed(hook):
+            target = self._home_shards(hook.target, hook.target_allocation)
+        reallocators = self._reallocators_of(hook)
+        for reallocator in reallocators:
+            names = {spec.name for spec in reallocator.plan.source_layout.specs}
+            with self._present(hook, names):
+                source = self._home_shards(hook.source, hook.source_allocation)
+                part = None if target is None else {name: t for name, t in target.items() if name in names}
+                # what is gathered for this reallocation only must not be kept
+                may_alias = len(reallocators) == 1 or not hook.is_implied
+                yield reallocator.run(source, target=part, eta=hook.eta, alias=may_alias)
+
+    def _is_followed(self, hook: Realloc) -> bool:
+        """Whether an optimizer must go on from what a hook between roles writes."""
+        return self._plan.roles[hook.target].trainable
+
+    def _present(self, hook: Realloc, names: Collection[str]) -> AbstractContextManager[None]:
+        """These parameters of the source are on the ranks of its home within the block."""
+        engine = self._roles[hook.source].home_engine if self.rank in hook.source_allocation.ranks else None
+        return nullcontext() if engine is None else engine.whole_parameters(names)
+
+    def _home_shards(self, role: str, home: Allocation) -> dict[str, torch.Tensor] | None:
+        """This rank's parameters of a role, ready; None if it is not in the role's home."""
+        if self.rank not in home.ranks:
+            return None
+        hosted = self._roles[role]
+        hosted.wait_resident()
+        return {name: parameter.detach() for name, parameter in hosted.decoder(home).named_shards()}
+
+    def _reallocators_of(self, hook: Realloc) -> tuple[Reallocator, ...]:
+        if hook not in self._reallocators:
+            self._reallocators[hook] = tuple(
+                Reallocator(plan, self._world, self.rank, self._device) for plan in self._reallocs.parts_of(hook)
+            )
+        return self._reallocators[hook]
+
+    def _share_memory_of_interfaces(self, hook: Realloc) -> None:
+        """Bring version and interface state of the home to the ranks of the call that are not in the home."""
+        home, ranks = hook.source_allocation.ranks, hook.target_allocation.ranks
+        guests = [rank for rank in ranks if rank not in home]
+        if self.rank == home[0] and guests:
+            hosted = self._roles[hook.source]
+            states = {call: interface.state_dict() for call, interface in hosted.state_interfaces.items()}
+            message = encode_state({"version": hosted.version, "interfaces": states})
+            payload = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
+            size = torch.tensor([len(message)], device=self._device)
+            self._world.exchange([(guest, size) for guest in guests], []).wait()
+            self._world.exchange([(guest, payload) for guest in guests], []).wait()
+        elif self.rank in guests:
+            hosted = self._roles[hook.target]
+            size = torch.zeros(1, dtype=torch.int64, device=self._device)
+            self._world.exchange([], [(home[0], size)]).wait()
+            payload = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+            self._world.exchange([], [(home[0], payload)]).wait()
+            state = decode_state(payload.cpu().numpy().tobytes())
+            hosted.version = state["version"]
+            for call, interface in hosted.state_interfaces.items():
+                interface.load_state_dict(state["interfaces"][call])

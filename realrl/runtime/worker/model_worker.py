@@ -1,0 +1,224 @@
+"""The ModelWorker: one device, shards of many roles, requests executed in order.
+
+    request ──► handle ──► Initialize      groups, roles, dataset
+                           LoadSamples     dataset rows -> store
+                           MoveRows        store -> other stores, by collectives
+                           RunHooks        parameters between layouts and roles, or to host memory
+                           RunCall         pull missing rows -> interface -> store
+                           ReadSamples     store -> text and numbers
+                           FreeSamples     store
+                           SaveCheckpoint  roles, rows -> host memory -> files, by a thread of its own
+                           Shutdown        leave the groups
+
+It owns no socket: a worker loop feeds it requests and reports what they raise, and a sample server may
+read its store from another thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from realrl.data.datasets import Dataset, load_dataset
+from realrl.data.rows import SampleStore, encode_rows
+from realrl.data.tokenizer import load_tokenizer
+from realrl.engine import device as devices
+from realrl.engine.groups import Groups
+from realrl.errors import RunError
+from realrl.experiment.backends import needs_library_groups
+from realrl.experiment.discovery import load_run
+from realrl.experiment.evaluation import held_out_data
+from realrl.experiment.models import Reallocs, notes_of_heads, role_configs
+from realrl.experiment.run_plan import RunPlan, plan_run
+from realrl.plan.groups import GroupKind
+from realrl.runtime.checkpoints.roles import restore_roles
+from realrl.runtime.checkpoints.samples import RestoredSamples
+from realrl.runtime.checkpoints.store import load_manifest
+from realrl.runtime.checkpoints.writer import CheckpointWriter
+from realrl.runtime.transport.base import SampleClient
+from realrl.runtime.worker.call_runner import CallRunner
+from realrl.runtime.worker.hook_runner import HookRunner
+from realrl.runtime.worker.roles import HostedRole, build_roles, role_tokenizer
+from realrl.runtime.worker.sample_text import read_samples
+from realrl.sched.messages import (
+    FreeSamples,
+    Goodbye,
+    Initialize,
+    LoadSamples,
+    MoveRows,
+    ReadSamples,
+    Ready,
+    Reply,
+    Request,
+    RunCall,
+    RunHooks,
+    SampleMeta,
+    SamplesFreed,
+    SamplesLoaded,
+    SamplesRead,
+    SaveCheckpoint,
+    Shutdown,
+    Span,
+)
+
+_WAIT_WORTH_TRACING_S = 0.001
+
+
+class ModelWorker:
+    """Executes requests on one device.
+
+    Args:
+        rank: global rank.
+        client: pulls rows from other workers' stores; None where there is a single worker.
+    """
+
+    def __init__(self, rank: int, client: SampleClient | None = None) -> None:
+        self.rank = rank
+        self.store = SampleStore()
+        self._client = client
+        self._plan: RunPlan | None = None
+        self._groups: Groups | None = None
+        self._roles: dict[str, HostedRole] = {}
+        self._dataset: Dataset | None = None
+        self._held_out: Dataset | None = None
+        self._runner: CallRunner | None = None
+        self._hooks: HookRunner | None = None
+        self._writer: CheckpointWriter | None = None
+        self._restored: RestoredSamples | None = None
+        self._idle_since_s: float | None = None
+
+    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
+        """Rows of one key from this worker's store, encoded for another worker; called from the server's thread."""
+        return encode_rows(self.store.get(ids, [key]))
+
+    def handle(self, request: Request) -> list[Reply | Future[Reply]]:
+        """Execute one request and return its reply, that to a checkpoint later; raises whatever goes wrong in it."""
+        start_s = time.time()
+        reply = self._execute(request, start_s)
+        self._idle_since_s = time.time()
+        return [reply]
+
+    def _execute(self, request: Request, start_s: float) -> Reply | Future[Reply]:
+        if isinstance(request, Initialize):
+            return self._initialize(request, start_s)
+        if isinstance(request, Shutdown):
+            return self._shutdown(request)
+        if self._writer is None or self._runner is None or self._hooks is None:
+            raise RunError(f"worker {self.rank} received {type(request).__name__} before Initialize", worker=self.rank)
+        if isinstance(request, RunCall):
+            wait = self._wait_span(start_s)
+            done = self._runner.run(request)
+            return msgspec.structs.replace(done, spans=wait + done.spans)
+        if isinstance(request, RunHooks):
+            wait = self._wait_span(start_s)
+            hooks_done = self._hooks.run(request)
+            return msgspec.structs.replace(hooks_done, spans=wait + hooks_done.spans)
+        if isinstance(request, MoveRows):
+            wait = self._wait_span(start_s)
+            moved = self._runner.move_rows(request)
+            return msgspec.structs.replace(moved, spans=wait + moved.spans)
+        if isinstance(request, LoadSamples):
+            meta, restored = self._load(request)
+            spans = (Span("dataset", "load", start_s, time.time()),)
+            return SamplesLoaded(self.rank, request.seq, meta, spans, restored)
+        if isinstance(request, ReadSamples):
+            return SamplesRead(self.rank, request.seq, request.step, read_samples(self.store, request, self._tokenizer))
+        if isinstance(request, FreeSamples):
+            self.store.free(request.ids)
+            return SamplesFreed(self.rank, request.seq)
+        if isinstance(request, SaveCheckpoint):
+            return self._writer.save(request)
+        raise TypeError(f"unknown request {type(request).__name__}")
+
+    def _initialize(self, request: Initialize, start_s: float) -> Ready:
+        experiment, config = load_run(request.run)
+        plan = plan_run(config, experiment)
+        device = devices.resolve_device(config.cluster.device, self.rank % config.cluster.n_devices_per_node)
+        torch.manual_seed(config.seed)  # nothing may depend on it; it makes an oversight repeatable
+        planned = plan.process_groups
+        self._groups = Groups.create(
+            planned,
+            rank=self.rank,
+            world_size=plan.n_workers,
+            rendezvous=request.rendezvous,
+            device=device,
+            timeout_s=config.cluster.worker_timeout_s,
+            for_libraries=needs_library_groups(plan),
+        )
+        world = self._groups[next(group for group in planned if group.kind is GroupKind.GLOBAL)]
+        resume_from = Path(request.resume_from) if request.resume_from else None
+        configs = role_configs(plan)
+        self._roles = build_roles(plan, self.rank, self._groups, device, configs=configs, resume_from=resume_from)
+        if resume_from is not None:
+            manifest = load_manifest(resume_from)
+            restore_roles(self._roles, self.rank, resume_from, manifest, configs)
+            if self.rank == plan.dataset_rank:
+                self._restored = RestoredSamples(resume_from, manifest.files)
+        self._writer = CheckpointWriter(plan, self.rank, self._roles, self.store, device)
+        self._plan = plan
+        self._runner = CallRunner(
+            plan, self._roles, self.store, world=world, client=self._client, peers=request.peers, device=device
+        )
+        self._hooks = HookRunner(plan, self._roles, reallocs=Reallocs(plan, configs), world=world, device=device)
+        row_ids: tuple[str, ...] = ()
+        n_dropped, notes = 0, tuple[str, ...]()
+        if self.rank == plan.dataset_rank:
+            row_ids, n_dropped, notes = self._open_datasets(plan)
+            notes += notes_of_heads(plan) if resume_from is None else ()
+        held_out_ids = () if self._held_out is None else self._held_out.row_ids
+        content = "" if self._dataset is None else self._dataset.digest
+        spans = (Span("initialize", "init", start_s, time.time()),)
+        return Ready(
+            self.rank, request.seq, tuple(row_ids), n_dropped, tuple(notes), spans, tuple(held_out_ids), content
+        )
+
+    def _open_datasets(self, plan: RunPlan) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
+        """Row ids, number of dropped rows and notes of what the run goes over."""
+        config, kind, tokenizer = plan.config, plan.experiment.dataset, role_tokenizer(plan)
+        if plan.evaluation is not None or config.eval.only:
+            self._held_out = load_dataset(held_out_data(config), kind, tokenizer, is_held_out=True)
+        if config.eval.only:
+            self._dataset = self._held_out
+        else:
+            self._dataset = load_dataset(config.dataset, kind, tokenizer)
+        assert self._dataset is not None
+        notes = () if self._held_out in (None, self._dataset) else tuple(f"eval: {n}" for n in self._held_out.notes)
+        return self._dataset.row_ids, self._dataset.n_dropped, (*self._dataset.notes, *notes)
+
+    def _load(self, request: LoadSamples) -> tuple[SampleMeta, tuple[SampleMeta, ...]]:
+        """Samples from the dataset, and what a checkpoint holds of them besides."""
+        dataset = self._held_out if request.is_held_out else self._dataset
+        if dataset is None:
+            raise RunError(f"worker {self.rank} holds no dataset, but was asked for samples", worker=self.rank)
+        samples = dataset.samples(request.ids, request.rows)
+        self.store.put(samples)
+        restored = [] if self._restored is None else self._restored.take(request.ids)
+        for batch in restored:
+            self.store.put(batch)
+        return samples.describe(), tuple(batch.describe() for batch in restored)
+
+    def _tokenizer(self, role: str) -> Any:
+        assert self._plan is not None
+        hosted = self._roles.get(role)
+        return load_tokenizer(self._plan.config.models[role].path) if hosted is None else hosted.tokenizer
+
+    def _shutdown(self, request: Shutdown) -> Goodbye:
+        if self._writer is not None:
+            self._writer.close()
+        if self._groups is not None:
+            self._groups.destroy()
+        if self._client is not None:
+            self._client.close()
+        return Goodbye(self.rank, request.seq)
+
+    def _wait_span(self, now_s: float) -> tuple[Span, ...]:
+        since = self._idle_since_s
+        if since is None or now_s - since < _WAIT_WORTH_TRACING_S:
+            return ()
+        return (Span("wait", "wait", since, now_s),)

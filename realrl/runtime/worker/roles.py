@@ -1,0 +1,280 @@
+"""The roles that one rank hosts: a model for each layout that the rank is in, tokenizer and interfaces.
+
+home layout      parameters, and the optimizer of a trained role; always there, or offloaded
+other layouts    a decoder without memory, which a reallocation fills for one call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from realrl.algo.api import Engine, Model, ModelInterface
+from realrl.algo.resolve import resolve_interface
+from realrl.config.schema import BUILT_IN
+from realrl.data.tokenizer import load_tokenizer
+from realrl.engine.groups import Groups
+from realrl.engine.native import NativeEngine
+from realrl.engine.parallel import Parallel, parallel_of
+from realrl.engine.parameters.offload import Offloader, Residence
+from realrl.engine.tensor_parallel import TensorParallelGroup
+from realrl.engine.weightless import WeightlessEngine
+from realrl.experiment.declaration import Role
+from realrl.experiment.models import DTYPES
+from realrl.experiment.run_plan import RunPlan
+from realrl.graph.mfc import MFCDef, ModelName
+from realrl.mesh.device_mesh import Allocation
+from realrl.model.decoder import Decoder
+from realrl.model.files.hf import load_model
+from realrl.model.init import random_model
+from realrl.model.lora import add_adapters
+from realrl.model.parallel import UNSHARDED, TensorParallel
+from realrl.plan.parameters.layout import shard_of
+from realrl.shape import DecoderConfig
+
+
+@dataclass
+class HostedRole:
+    """One role on this rank.
+
+    Attributes:
+        models: allocation -> model, for each allocation of the role's calls whose mesh holds this rank.
+        home: the allocation that the parameters live in; None for a role without any.
+        interfaces: call -> interface. Calls of one role that name the same interface with the same arguments share one
+            instance, and with it what the interface remembers (value statistics, KL controller). Like the parameters,
+            that lives in the home layout, and a call elsewhere gets it from there.
+        offloader: of the parameters, on a rank of the home.
+        is_changed: whether some call or hook changes the parameters, so that a checkpoint must hold them.
+    """
+
+    role: Role
+    models: Mapping[Allocation, Model]
+    home: Allocation | None
+    interfaces: Mapping[str, ModelInterface]
+    calls: tuple[MFCDef, ...]
+    offloader: Offloader | None = None
+    is_changed: bool = False
+    calls_per_step: int = 1
+    algorithm: Any = None
+    _n_steps: int = field(default=0, repr=False)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether there is a model behind it, and not only a tokenizer."""
+        return self.home is not None
+
+    @property
+    def home_engine(self) -> NativeEngine | None:
+        """The engine that holds the parameters; None on a rank that is not in the home, or without parameters."""
+        model = None if self.home is None else self.models.get(self.home)
+        if model is None:
+            return None
+        assert isinstance(model.engine, NativeEngine)
+        return model.engine
+
+    @property
+    def tokenizer(self) -> Any:
+        """The role's tokenizer."""
+        return next(iter(self.models.values())).tokenizer
+
+    @property
+    def version(self) -> int:
+        """train_step calls that the parameters have been through."""
+        return next(iter(self.models.values())).version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        for model in self.models.values():
+            model.version = version
+
+    def decoder(self, allocation: Allocation) -> Decoder:
+        """This rank's shard in one of the layouts."""
+        engine = self.models[allocation].engine
+        assert isinstance(engine, NativeEngine)
+        return engine.decoder
+
+    def set_schedule_end(self, n_steps: int) -> None:
+        """Let the learning-rate schedule end with the run's last step."""
+        engine = self.home_engine
+        if n_steps == self._n_steps or engine is None:
+            return
+        self._n_steps = n_steps
+        train = next(mfc for mfc in self.calls if mfc.is_train)
+        per_call = self.interfaces[train.name].optimizer_steps_per_call(train.n_minibatches, self.algorithm)
+        engine.set_total_optimizer_steps(n_steps * self.calls_per_step * per_call)
+
+    @property
+    def state_interfaces(self) -> dict[str, ModelInterface]:
+        """The distinct interfaces, by the first call that uses each."""
+        distinct: dict[int, tuple[str, ModelInterface]] = {}
+        for call, interface in self.interfaces.items():
+            distinct.setdefault(id(interface), (call, interface))
+        return dict(distinct.values())
+
+    # ------------------------------------------------------------ host memory
+
+    def prefetch(self) -> None:
+        """Let the parameters of the home start their way back, if they are in host memory."""
+        if self.offloader is not None and self.offloader.residence is Residence.OFFLOADED:
+            self.offloader.prefetch()
+
+    def wait_resident(self) -> None:
+        """Return when the parameters of the home, if this rank has any, can be used."""
+        if self.offloader is not None:
+            self.offloader.wait()
+
+    def offload(self) -> None:
+        """Move the parameters of the home to host memory, unless they are there."""
+        if self.offloader is not None:
+            if self.offloader.residence is Residence.RETURNING:
+                self.offloader.wait()
+            if self.offloader.residence is Residence.RESIDENT:
+                self.offloader.offload()
+
+
+def build_roles(
+    plan: RunPlan,
+    rank: int,
+    groups: Groups,
+    device: torch.device,
+    *,
+    configs: Mapping[str, DecoderConfig],
+    resume_from: Path | None = None,
+) -> dict[str, HostedRole]:
+    """Build every role of which some call runs on `rank`; the parameters from a checkpoint folder when one is given.
+
+    Args:
+        configs: role -> its model, for roles that have one.
+
+    Raises:
+        AssetError: a model or tokenizer folder, or the checkpoint, cannot be used.
+        ConfigError: an interface does not exist.
+    """
+    planned = plan.process_groups
+    hosted: dict[str, HostedRole] = {}
+    for name, role in plan.roles.items():
+        allocations = [allocation for allocation in plan.allocations_of(name) if rank in allocation.ranks]
+        if not allocations:
+            continue
+        calls = plan.calls_of(name)
+        builder = _Builder(plan, name, device, configs.get(name), resume_from)
+        tokenizer = load_tokenizer(plan.config.models[name].path)
+        models = {
+            allocation: Model(
+                ModelName(name),
+                builder.engine(allocation, rank, parallel_of(groups, planned, allocation, rank)),
+                tokenizer,
+            )
+            for allocation in allocations
+        }
+        trains = [mfc for mfc in calls if mfc.is_train]
+        hosted[name] = HostedRole(
+            role=role,
+            models=models,
+            home=plan.home_of(name),
+            interfaces=_interfaces((*calls, *plan.eval_calls_of(name))),
+            calls=calls,
+            is_changed=name in plan.changed_roles,
+            calls_per_step=plan.samples_per_step // trains[0].n_seqs if trains else 1,
+            algorithm=plan.config.algorithm,
+        )
+        engine = hosted[name].home_engine
+        if engine is not None:
+            hosted[name].offloader = Offloader(
+                dict(engine.decoder.named_shards()), device, keeps_host_copy=not hosted[name].is_changed
+            )
+    return hosted
+
+
+def role_tokenizer(plan: RunPlan) -> Any:
+    """The tokenizer of the dataset: that of the role whose call reads dataset keys first."""
+    return load_tokenizer(plan.config.models[plan.dataset_role].path)
+
+
+class _Builder:
+    """Makes the engines of one role.
+
+    Args:
+        config: None for a role without weights.
+    """
+
+    def __init__(
+        self, plan: RunPlan, name: str, device: torch.device, config: DecoderConfig | None, resume_from: Path | None
+    ) -> None:
+        self._plan = plan
+        self._name = name
+        self._device = device
+        self._config = config
+        self._section = plan.config.models[name]
+        self._resume_from = resume_from if name in plan.changed_roles else None
+
+    def engine(self, allocation: Allocation, rank: int, parallel: Parallel) -> Engine:
+        """The engine of one layout; it has its parameters if that is the home."""
+        if self._config is None:
+            return WeightlessEngine(self._name, self._device, parallel)
+        if allocation != self._plan.home_of(self._name):
+            decoder = Decoder(
+                self._config,
+                shard=shard_of(self._config, allocation.strategy, allocation.ranks.index(rank)),
+                parallel=_tensor_parallel(parallel),
+                device=torch.device("meta"),
+            )
+            return NativeEngine(decoder, role=self._name, parallel=parallel)
+        is_trainable = self._plan.roles[self._name].trainable
+        decoder = self._load(self._config, allocation, rank, _tensor_parallel(parallel))
+        decoder.activation_checkpointing = self._section.activation_checkpointing
+        return NativeEngine(
+            decoder,
+            role=self._name,
+            parallel=parallel,
+            optimizer=self._section.optimizer if is_trainable else None,
+            compute_dtype=DTYPES[self._plan.config.precision],
+            backend=self._section.backend,
+        )
+
+    def _load(self, config: DecoderConfig, allocation: Allocation, rank: int, parallel: TensorParallel) -> Decoder:
+        role, run = self._plan.roles[self._name], self._plan.config
+        # adapters stand in the checkpoint's state, and the model that they belong to where the run began
+        resume_from = self._resume_from if config.lora is None else None
+        path = self._section.path if resume_from is None else str(resume_from / self._name)
+        dtype = torch.float32 if role.trainable and config.lora is None else DTYPES[run.precision]
+        shard = shard_of(config, allocation.strategy, allocation.ranks.index(rank))
+        if path == BUILT_IN:
+            config = replace(config, dtype=dtype)
+            return random_model(config, run.seed, shard=shard, parallel=parallel, device=self._device)
+        decoder = load_model(
+            path,
+            head=config.head,
+            dtype=dtype,
+            shard=shard,
+            parallel=parallel,
+            device=self._device,
+            seed=run.seed,
+        )
+        decoder.config = replace(decoder.config, moe=config.moe)
+        if config.lora is not None:
+            add_adapters(decoder, config.lora, seed=run.seed)
+        return decoder
+
+
+def _tensor_parallel(parallel: Parallel) -> TensorParallel:
+    if parallel.tp.n_ranks == 1:
+        return UNSHARDED
+    return TensorParallelGroup(parallel.tp, sp=parallel.strategy.sp)
+
+
+def _interfaces(calls: tuple[MFCDef, ...]) -> dict[str, ModelInterface]:
+    instances: list[tuple[object, ModelInterface]] = []
+    by_call: dict[str, ModelInterface] = {}
+    for mfc in calls:
+        identity = (mfc.interface.name, dict(mfc.interface.args))
+        known = next((interface for other, interface in instances if other == identity), None)
+        if known is None:
+            known = resolve_interface(mfc.interface)
+            instances.append((identity, known))
+        by_call[mfc.name] = known
+    return by_call

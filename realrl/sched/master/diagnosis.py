@@ -1,0 +1,253 @@
+"""From an event that ends a run to a `Failure` that says who, in what, when, and who waits for it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+
+from realrl.errors import CallError, CheckpointError, TransportError, UsageError
+from realrl.sched.events import Failure, FailureKind, WorkerLost, WorkerSilent
+from realrl.sched.messages import (
+    PROTOCOL_VERSION,
+    FreeSamples,
+    Hello,
+    Initialize,
+    LoadSamples,
+    MoveRows,
+    ReadSamples,
+    Request,
+    RunCall,
+    RunHooks,
+    SamplesLoaded,
+    SaveCheckpoint,
+    Shutdown,
+    WorkerFailed,
+)
+from realrl.sched.track.dispatch import Dispatch
+
+# In lower case: what names a process group in a message or a traceback, and how gloo, NCCL and torch's store say that
+# one of its members is gone or does not answer.
+_OF_A_GROUP = ("gloo/", "processgroup", "torch/distributed", "torch.distributed", "tcpstore")
+_IS_GONE = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "connection closed",
+    "connection refused",
+    "connection was likely closed",
+    "pair is not connected",
+    "remote process exited",
+    "socket closed",
+    "timed out",
+)
+_SILENCE_REMEDY = "Its node may be overloaded or swapping. If that is normal here, raise cluster.worker_timeout_s."
+
+
+class Fatal(Exception):
+    """Unwinds the handling of an event that ends the run; never leaves the state machine."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def describe_request(request: Request | None) -> str:
+    """Return what a worker with this oldest open request is doing, to follow "worker 3 died ..."."""
+    match request:
+        case RunCall(call=call, step=step):
+            return f"in call '{call}' of step {step}"
+        case MoveRows(call=call, step=step):
+            return f"while moving rows for call '{call}' of step {step}"
+        case RunHooks(call=call, step=step, when=when):
+            return f"in the hooks {when} call '{call}' of step {step}"
+        case SaveCheckpoint(step=step):
+            return f"while saving the checkpoint of step {step}"
+        case Initialize():
+            return "while it was starting up"
+        case LoadSamples():
+            return "while loading samples"
+        case ReadSamples(step=step):
+            return f"while reading out samples of step {step}"
+        case FreeSamples():
+            return "while freeing samples"
+        case Shutdown():
+            return "while shutting down"
+        case _:
+            return "while it was idle"
+
+
+def waiting_for(rank: int, dispatches: Iterable[Dispatch]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ranks that cannot finish what they were sent unless `rank` goes on, and the calls they wait in.
+
+    Ranks execute the parts of dispatches in one order, so whoever shares an unfinished part with a rank that is stuck
+    is stuck in it too, and so on for later parts.
+    """
+    stuck, calls = {rank}, []
+    parts = [(part, dispatch.call.name) for dispatch in dispatches for part in dispatch.parts.values()]
+    for part, name in sorted(parts, key=lambda entry: entry[0].position):
+        if not stuck.isdisjoint(part.pending):
+            if len(part.pending) > 1:
+                calls.append(name)
+            stuck |= part.pending
+    return tuple(sorted(stuck - {rank})), tuple(dict.fromkeys(calls))
+
+
+def worker_failed(reply: WorkerFailed, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
+    """A worker reported an exception."""
+    where = f"in call '{reply.call}'" if reply.call is not None else describe_request(request)
+    if reply.call is not None and reply.step is not None:
+        where += f" of step {reply.step}"
+    if reply.exit_code == UsageError.exit_code:
+        message = reply.message
+    elif reply.error in (CallError.__name__, CheckpointError.__name__):  # they name role, call and step themselves
+        message = f"worker {reply.rank}: {reply.message}"
+    else:
+        message = f"worker {reply.rank} failed {where}: {reply.error}: {reply.message}"
+    ranks, calls = waiting_for(reply.rank, dispatches)
+    return Failure(
+        kind=FailureKind.WORKER_FAILED,
+        message=message,
+        exit_code=reply.exit_code or 1,
+        rank=reply.rank,
+        call=reply.call,
+        step=reply.step,
+        error=reply.error,
+        traceback=reply.traceback,
+        sample_ids=reply.sample_ids,
+        waiting_ranks=ranks,
+        waiting_calls=calls,
+    )
+
+
+def may_have_lost_peer(failure: WorkerFailed | Failure) -> bool:
+    """Whether a worker failed in what it does with others, so that the death of one of them may be behind it."""
+    told = f"{failure.message}\n{failure.traceback}".lower()
+    return failure.error == TransportError.__name__ or any(mark in told for mark in _OF_A_GROUP)
+
+
+def has_lost_peer(failure: WorkerFailed | Failure) -> bool:
+    """Whether a worker failed because another one left a group or did not answer, or the connection to it broke."""
+    told = f"{failure.message}\n{failure.traceback}".lower()
+    is_gone = failure.error == TransportError.__name__ or any(mark in told for mark in _IS_GONE)
+    return is_gone and may_have_lost_peer(failure)
+
+
+def never_appeared(event: WorkerLost | WorkerSilent) -> Failure:
+    """A worker ended, or was waited for in vain, before it said Hello."""
+    if isinstance(event, WorkerSilent):
+        return _gone(
+            FailureKind.WORKER_SILENT, f"worker {event.rank} did not start within {event.silent_s:.0f} s", event
+        )
+    return _gone(FailureKind.WORKER_LOST, f"worker {event.rank} ended{_how(event)} while it was starting up", event)
+
+
+def worker_lost(event: WorkerLost, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
+    """A worker's process is gone."""
+    message = f"worker {event.rank} ended{_how(event)} {describe_request(request)}"
+    return _gone(FailureKind.WORKER_LOST, message, event, dispatches, request)
+
+
+def worker_silent(event: WorkerSilent, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
+    """A worker's heartbeat stopped."""
+    doing = f"; it last said: {event.activity}" if event.activity else ""
+    message = f"worker {event.rank} gave no sign of life for {event.silent_s:.0f} s {describe_request(request)}{doing}"
+    return _gone(FailureKind.WORKER_SILENT, message, event, dispatches, request)
+
+
+def unusable_dataset(err: UsageError) -> Failure:
+    """The dataset cannot feed the run."""
+    return Failure(
+        kind=FailureKind.DATASET, message=err.message, remedy=err.remedy or "", exit_code=2, error=type(err).__name__
+    )
+
+
+def wrong_version(hello: Hello) -> Failure:
+    """A worker of another version of realrl."""
+    return Failure(
+        kind=FailureKind.PROTOCOL,
+        message=f"worker {hello.rank} speaks protocol version {hello.protocol_version}, the master {PROTOCOL_VERSION}",
+        remedy="install the same version of realrl on every node",
+        rank=hello.rank,
+    )
+
+
+def bad_output(dispatch: Dispatch, problem: str, *, rank: int | None = None, sample_id: str | None = None) -> Failure:
+    """A call did not produce what it declares."""
+    return Failure(
+        kind=FailureKind.BAD_OUTPUT,
+        message=f"call '{dispatch.call.name}' of step {dispatch.step} {problem}",
+        remedy="its interface must return every output key of the call, for every sample, and nothing else",
+        rank=rank,
+        call=dispatch.call.name,
+        step=dispatch.step,
+        sample_ids=() if sample_id is None else (sample_id,),
+    )
+
+
+def too_many_dropped(step: int, n_vacant: int, n_loaded: int, n_refills: int, n_dropped: Mapping[str, int]) -> Failure:
+    """A step cannot be filled, though samples were replaced as often as they may."""
+    told = " and ".join(f"call '{call}' dropped {n}" for call, n in n_dropped.items())
+    tries = f"after {n_refills} round{'' if n_refills == 1 else 's'} of replacements " if n_refills else ""
+    return Failure(
+        kind=FailureKind.DROPPED,
+        message=f"step {step} still lacks {n_vacant} samples {tries}({told} of {n_loaded} samples)",
+        remedy="Look at why so few samples stay (data too easy or too hard, too few responses per prompt, a failing "
+        "reward), or raise max_refill_rounds.",
+        call=max(n_dropped, key=lambda call: n_dropped[call]),
+        step=step,
+    )
+
+
+def bad_load(reply: SamplesLoaded, request: LoadSamples, missing: Sequence[str]) -> Failure:
+    """The dataset did not give the samples that were asked for."""
+    if missing:
+        problem = f"without key '{missing[0]}'"
+    else:
+        problem = f"that are not the {len(request.ids)} asked for"
+    return Failure(
+        kind=FailureKind.BAD_OUTPUT,
+        message=f"worker {reply.rank} loaded samples {problem}",
+        remedy="the dataset must give every sample all keys of its kind",
+        rank=reply.rank,
+        sample_ids=reply.meta.ids[:4],
+    )
+
+
+def _gone(
+    kind: FailureKind,
+    message: str,
+    event: WorkerLost | WorkerSilent,
+    dispatches: Iterable[Dispatch] = (),
+    request: Request | None = None,
+) -> Failure:
+    ranks, calls = waiting_for(event.rank, dispatches)
+    return Failure(
+        kind=kind,
+        message=message,
+        remedy=death_remedy(event.exit_code) if isinstance(event, WorkerLost) else _SILENCE_REMEDY,
+        rank=event.rank,
+        call=request.call if isinstance(request, RunCall | MoveRows | RunHooks) else None,
+        step=request.step if isinstance(request, RunCall | MoveRows | RunHooks | SaveCheckpoint) else None,
+        waiting_ranks=ranks,
+        waiting_calls=calls,
+    )
+
+
+def death_remedy(exit_code: int | None) -> str:
+    """What a user can do about a process that ended so; a negative code is a signal, None is unknown."""
+    if exit_code == -signal.SIGKILL:
+        return "Was the machine out of memory? `dmesg | tail` tells; smaller n_seqs or more n_mbs need less."
+    if exit_code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGABRT):
+        return "A native library crashed; the stack of each thread is in the log."
+    if exit_code == -signal.SIGTERM:
+        return "Someone or some job scheduler ended it."
+    return "Its log tells what it did last."
+
+
+def _how(event: WorkerLost) -> str:
+    """How a process ended, to follow "worker 3 ended"."""
+    if event.detail:
+        return f" ({event.detail})"
+    if event.exit_code is None:
+        return ""
+    return f" with signal {-event.exit_code}" if event.exit_code < 0 else f" with exit code {event.exit_code}"

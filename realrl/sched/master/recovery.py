@@ -1,0 +1,104 @@
+"""Whether a run that ended is started again: a pure state machine over its attempts.
+
+attempt ──ended well, by the user, or by an error that would come again──► over
+   ▲   └──a process was lost, retries are left, and nothing says that it would be lost there again──┐
+   └────────────────────────────────────────── Restart ◄────────────────────────────────────────────┘
+
+Processes that are killed at random may well be killed at one place, so a second loss there says little. The third one
+at a place ends the run, unless the run got further in between: it would not end otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+
+from realrl.sched.events import Failure, FailureKind
+from realrl.sched.master.diagnosis import has_lost_peer
+
+LOSSES_AT_ONE_PLACE = 3
+
+_LOST = (FailureKind.WORKER_LOST, FailureKind.WORKER_SILENT)
+_Place = tuple[str, str | None, int]  # who or how, call, step
+
+
+class AttemptEnded(msgspec.Struct, frozen=True):
+    """The master process is gone.
+
+    Attributes:
+        exit_code: of the master; a negative one is the signal that killed it.
+        failure: what it said last; None if it said nothing.
+        step: the last step that it reported.
+        is_interrupted: the user asked for the end.
+    """
+
+    exit_code: int
+    failure: Failure | None
+    step: int
+    is_interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start again from the newest checkpoint.
+
+    Attributes:
+        number: of the restart, from 1.
+        lost: what happened, to follow "restart 1 of 2: ".
+    """
+
+    number: int
+    lost: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The run is over; `why` is to be told, if not empty."""
+
+    why: str = ""
+
+
+class Recovery:
+    """Decides after each attempt.
+
+    Args:
+        retries: restarts at most, over the whole run.
+    """
+
+    def __init__(self, retries: int) -> None:
+        self._retries = retries
+        self._n_restarts = 0
+        self._furthest_step = 0  # that an attempt completed
+        self._losses: Counter[_Place] = Counter()  # since then
+
+    def handle(self, event: AttemptEnded) -> Restart | GiveUp:
+        """An attempt ended; what to do."""
+        is_lost, what, place = _diagnose(event)
+        if not is_lost or event.is_interrupted or not self._retries:
+            return GiveUp()
+        if event.step > self._furthest_step:
+            self._furthest_step = event.step
+            self._losses.clear()
+        self._losses[place] += 1
+        if self._losses[place] == LOSSES_AT_ONE_PLACE:
+            return GiveUp(
+                f"It happened at the same place {LOSSES_AT_ONE_PLACE} times without a step done in between, so the run "
+                "is not started again."
+            )
+        if self._n_restarts == self._retries:
+            times = "once" if self._n_restarts == 1 else f"{self._n_restarts} times"
+            return GiveUp(f"The run was started again {times} already (recover.retries).")
+        self._n_restarts += 1
+        return Restart(self._n_restarts, what)
+
+
+def _diagnose(event: AttemptEnded) -> tuple[bool, str, _Place]:
+    """Whether a process was lost, in words, and where that was, to compare with other losses."""
+    failure = event.failure
+    if failure is None:
+        return event.exit_code < 0, "the master process died", ("master", None, event.step)
+    is_lost = failure.kind in _LOST or (failure.kind is FailureKind.WORKER_FAILED and has_lost_peer(failure))
+    step = event.step if failure.step is None else failure.step
+    return is_lost, failure.message, (failure.kind.value, failure.call, step)

@@ -1,0 +1,126 @@
+"""Which steps are saved, and how far each checkpoint is.
+
+a step is complete and due ─► hold: dispatches that read older parameters end ─► begin: every rank is asked
+                                                                                    │ their files are written
+                              committed ◄─ the master moves the folder ◄── all saved ◄─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from realrl.sched.messages import CheckpointSaved, SavedFile, SavedRole
+from realrl.sched.samples.in_flight import InFlight
+
+
+class Save:
+    """A checkpoint that ranks are writing.
+
+    Attributes:
+        in_flight: what was done for later steps when the ranks were asked.
+        files, roles: what they told so far.
+    """
+
+    def __init__(self, ranks: Iterable[int], in_flight: InFlight) -> None:
+        self.in_flight = in_flight
+        self.files: dict[str, SavedFile] = {}
+        self.roles: dict[str, SavedRole] = {}
+        self.missing = set(ranks)
+
+    def add(self, reply: CheckpointSaved) -> None:
+        """A rank wrote its share."""
+        self.missing.discard(reply.rank)
+        self.files |= reply.files
+        self.roles |= reply.roles
+
+
+class CheckpointTracker:
+    """Decides when checkpoints are due and keeps train_step calls behind them.
+
+    A checkpoint of step i holds exactly i steps of training: the ranks are asked for it once step i is complete, and
+    since they execute requests in order, a train_step of a later step may be sent from then on, not earlier.
+
+    Args:
+        first_step, last_step: of the run.
+        every_steps: 0 means none on the way.
+        at_end: whether to save after the last step.
+        ends_epoch: whether a step is saved because epochs end in it; asked of steps that have all their samples.
+    """
+
+    def __init__(
+        self,
+        first_step: int,
+        last_step: int,
+        *,
+        every_steps: int,
+        at_end: bool,
+        ends_epoch: Callable[[int], bool] = lambda step: False,
+    ) -> None:
+        self._last_step = last_step
+        self._every_steps = every_steps
+        self._at_end = at_end
+        self._ends_epoch = ends_epoch
+        self._next = first_step  # the oldest step that is neither saved nor passed by
+        self._wanted = 0  # the latest step that the clock asked for
+        self._held: tuple[int, frozenset[int]] | None = None  # a step that is due, and the dispatches it waits for
+        self._saves: dict[int, Save] = {}  # by step
+
+    def want(self, step: int) -> None:
+        """The clock says that `step`, which is not complete, is to be saved."""
+        self._wanted = max(self._wanted, step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` is saved."""
+        if step > self._last_step:
+            return False
+        is_regular = self._every_steps > 0 and step % self._every_steps == 0
+        is_end = self._at_end and step == self._last_step
+        return is_regular or is_end or step == self._wanted or self._ends_epoch(step)
+
+    def blocks_training(self, step: int) -> bool:
+        """Whether a train_step of `step` would change weights that an earlier step's checkpoint needs."""
+        return any(self.is_due(earlier) for earlier in range(self._next, step))
+
+    def pass_by(self, step: int) -> None:
+        """`step` is complete, and not due."""
+        self._next = step + 1
+
+    def hold(self, step: int, dispatches: Iterable[int]) -> None:
+        """`step` is complete and due; its checkpoint waits for these dispatches."""
+        self._held = (step, frozenset(dispatches))
+
+    def ready(self, under_way: Mapping[int, object]) -> int | None:
+        """The step that is due and waits for nothing, given the dispatches under way."""
+        if self._held is None or not self._held[1].isdisjoint(under_way):
+            return None
+        return self._held[0]
+
+    def begin(self, step: int, ranks: Iterable[int], in_flight: InFlight) -> None:
+        """All `ranks` are asked for their share of the checkpoint of `step`."""
+        self._saves[step] = Save(ranks, in_flight)
+        self._held = None
+        self._next = step + 1
+
+    def add_saved(self, step: int, reply: CheckpointSaved) -> Save | None:
+        """A rank wrote its share of `step`; return the checkpoint if it was the last one."""
+        save = self._saves[step]
+        save.add(reply)
+        return None if save.missing else save
+
+    def is_committing(self, step: int) -> bool:
+        """Whether every rank saved its share of `step`, and the outcome is not known yet."""
+        return step in self._saves and not self._saves[step].missing
+
+    def add_committed(self, step: int) -> None:
+        """The checkpoint of `step` is in its final place."""
+        del self._saves[step]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no checkpoint is on its way."""
+        return not self._saves and self._held is None
+
+    @property
+    def is_any_committing(self) -> bool:
+        """Whether the outcome of some checkpoint is not known, but will be."""
+        return any(not save.missing for save in self._saves.values())

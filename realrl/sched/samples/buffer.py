@@ -1,0 +1,423 @@
+"""The sample buffer: which samples live, which keys of them exist where, and which call has read which sample.
+
+It holds ids, lengths, locations and versions, never data. Every sample goes through every call exactly once, and is
+freed when the last one is done with it. A sample that is dropped goes to no further call, and is freed when those that
+have it at that moment are done. All operations cost time in proportion to the samples that they change.
+
+Where no call drops samples, the n-th sample that is loaded has place n. Where one does (see `rounds`), calls that come
+before it take samples by their number, and the others by their place, which a sample gets when no call will drop it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum
+
+from realrl.errors import InvalidTransitionError
+from realrl.plan.samples.cursor import SampleRef
+from realrl.plan.samples.transfer import Arrival, Placement
+from realrl.sched.master.master_plan import ScheduledCall
+from realrl.sched.messages import KeySchema, Per, SampleMeta
+from realrl.sched.samples.call_queue import CallQueue
+from realrl.sched.samples.round_queue import RoundQueue
+
+
+class SamplePhase(Enum):
+    """Where one sample stands with one call."""
+
+    WAITING = "waiting"  # some input does not exist yet
+    READY = "ready"
+    TAKEN = "taken"
+    DONE = "done"
+
+
+_NEXT_PHASE = {
+    SamplePhase.WAITING: SamplePhase.READY,  # the sample's last missing input arrived
+    SamplePhase.READY: SamplePhase.TAKEN,  # the call was dispatched with it
+    SamplePhase.TAKEN: SamplePhase.DONE,  # every rank of the call's mesh is done
+}
+
+
+class _Slot:
+    """One living sample."""
+
+    __slots__ = ("id", "is_dropped", "is_loaded", "n_missing", "n_taken", "n_unread", "number", "phases",
+                 "place", "versions")  # fmt: skip
+
+    def __init__(self, sample_id: str, number: int, place: int | None, n_missing: list[int]) -> None:
+        self.id = sample_id
+        self.number = number
+        self.place = place
+        self.is_loaded = False
+        self.is_dropped = False
+        self.n_missing = n_missing  # by call: inputs that do not exist yet, and calls that may still drop the sample
+        self.n_taken = 0  # calls that have it now
+        self.n_unread = len(n_missing)  # calls that are not done with the sample
+        self.phases = [SamplePhase.WAITING] * len(n_missing)
+        self.versions: dict[int, int] = {}  # by call that produced a key: of the parameters that it read
+
+
+class SampleBuffer:
+    """All living samples.
+
+    Args:
+        calls: the calls; elsewhere in this class they are meant by their position here.
+        step_size: samples of one step.
+        n_total: samples that there will ever be, where the last step may be smaller than the others.
+    """
+
+    def __init__(self, calls: Sequence[ScheduledCall], step_size: int, n_total: int | None = None) -> None:
+        self._calls = tuple(calls)
+        self._drops = any(call.may_drop for call in self._calls)
+        self._round_queues = {
+            position: RoundQueue(n_seqs=call.n_seqs, min_n_seqs=call.min_n_seqs)
+            for position, call in enumerate(self._calls)
+            if call.feeds_drop
+        }
+        self._late = [position for position, call in enumerate(self._calls) if not call.feeds_drop]
+        self.queues: list[CallQueue | RoundQueue] = [
+            self._round_queues.get(position)
+            or CallQueue(n_seqs=call.n_seqs, min_n_seqs=call.min_n_seqs, step_size=step_size, n_total=n_total)
+            for position, call in enumerate(self._calls)
+        ]
+        # Besides keys, a call waits for dropping calls before it, or for all of them together.
+        n_gates = [len(call.gates) if call.feeds_drop else int(self._drops) for call in self._calls]
+        self._n_inputs = [len(call.input_keys) + n for call, n in zip(self._calls, n_gates)]
+        self._gated: list[list[int]] = [
+            [position for position, call in enumerate(self._calls) if call.feeds_drop and gate.name in call.gates]
+            for gate in self._calls
+        ]
+        self._readers: dict[str, list[int]] = {}
+        for position, call in enumerate(self._calls):
+            for key in call.input_keys:
+                self._readers.setdefault(key, []).append(position)
+        self._slots: dict[str, _Slot] = {}
+        self._id_at: dict[int, str] = {}  # by place
+        self._id_of: dict[int, str] = {}  # by number; only where samples are dropped
+        self._placements: dict[str, dict[str, Placement]] = {}
+        self._n_rows: dict[str, dict[str, int]] = {}
+        self._schemas: dict[str, KeySchema] = {}
+        self._n_loaded = 0
+        self.grew_ready = False  # whether a batch may have become complete since this was last set to False
+
+    def __len__(self) -> int:
+        """Living samples, those being loaded included."""
+        return len(self._slots)
+
+    @property
+    def n_loaded(self) -> int:
+        """Samples that were ever asked for: the number of the next one."""
+        return self._n_loaded
+
+    # ------------------------------------------------------------ samples come and go
+
+    def expect(self, refs: Sequence[SampleRef]) -> None:
+        """Make room for samples that are being loaded; they are numbered in this order, and make one round.
+
+        Raises:
+            InvalidTransitionError: a sample of that id lives already.
+        """
+        for ref in refs:
+            if ref.id in self._slots:
+                raise InvalidTransitionError(f"sample '{ref.id}' is loaded a second time while it lives")
+            slot = _Slot(ref.id, self._n_loaded, None if self._drops else self._n_loaded, self._n_inputs.copy())
+            self._slots[ref.id] = slot
+            (self._id_of if self._drops else self._id_at)[slot.number] = ref.id
+            self._n_loaded += 1
+        for queue in self._round_queues.values():
+            queue.open(len(refs))
+
+    def add_loaded(self, rank: int, meta: SampleMeta) -> None:
+        """The samples of `meta` were loaded on `rank`."""
+        for sample_id in meta.ids:
+            slot = self._slots[sample_id]
+            slot.is_loaded = True
+            for position, n_missing in enumerate(slot.n_missing):
+                if n_missing == 0:
+                    self._become_ready(slot, position)
+        self.add_rows(rank, meta)
+
+    def add_rows(self, rank: int, meta: SampleMeta) -> None:
+        """`rank` holds rows that it loaded or produced. Several ranks may report the same rows."""
+        fresh = Placement(frozenset((rank,)))
+        for key, seqlens in meta.seqlens.items():
+            self._schemas[key] = meta.schemas[key]
+            placement_of = self._placements.setdefault(key, {})
+            n_rows_of = self._n_rows.setdefault(key, {})
+            readers = self._readers.get(key, ())
+            for sample_id, lengths in zip(meta.ids, seqlens, strict=True):
+                old = placement_of.get(sample_id)
+                if old is not None:
+                    placement_of[sample_id] = Placement(old.held | {rank}, old.incoming - {rank})
+                    continue
+                placement_of[sample_id] = fresh
+                n_rows_of[sample_id] = sum(lengths)
+                slot = self._slots[sample_id]
+                for position in readers:
+                    slot.n_missing[position] -= 1
+                    if slot.n_missing[position] == 0:
+                        self._become_ready(slot, position)
+
+    def free(self, ids: Iterable[str]) -> dict[int, tuple[str, ...]]:
+        """Forget samples that no call needs any more; return rank -> those of them that it holds anything of.
+
+        Raises:
+            InvalidTransitionError: some call still needs a sample.
+        """
+        ids_on: dict[frozenset[int], list[str]] = {}
+        for sample_id in ids:
+            slot = self._slots.pop(sample_id)
+            if slot.n_taken if slot.is_dropped else slot.n_unread:
+                waiting = [c.name for c, p in zip(self._calls, slot.phases) if p is not SamplePhase.DONE]
+                raise InvalidTransitionError(f"sample '{sample_id}' is freed, but {', '.join(waiting)} must read it")
+            if slot.place is not None:
+                del self._id_at[slot.place]
+            self._id_of.pop(slot.number, None)
+            ranks: frozenset[int] = frozenset()
+            for key, placement_of in self._placements.items():
+                placement = placement_of.pop(sample_id, None)
+                self._n_rows[key].pop(sample_id, None)
+                if placement is not None and not placement.present <= ranks:
+                    ranks |= placement.present
+            ids_on.setdefault(ranks, []).append(sample_id)
+        freed: dict[int, list[str]] = {}
+        for ranks, members in ids_on.items():
+            for rank in ranks:
+                freed.setdefault(rank, []).extend(members)
+        return {rank: tuple(freed[rank]) for rank in sorted(freed)}
+
+    # ------------------------------------------------------------ calls read samples
+
+    def take(self, position: int) -> tuple[int, tuple[str, ...]]:
+        """Take the next batch of a call whose queue says that there is one.
+
+        Returns:
+            How many steps of samples came before the batch's, and the ids, oldest first.
+        """
+        n_steps = self.queues[position].steps_taken
+        id_of = self._id_of if position in self._round_queues else self._id_at
+        ids = tuple(id_of[index] for index in self.queues[position].take())
+        for sample_id in ids:
+            slot = self._slots[sample_id]
+            self._move(slot, position, SamplePhase.TAKEN)
+            slot.n_taken += 1
+        return n_steps, ids
+
+    def peek(self, position: int) -> tuple[str, ...]:
+        """The batch that `take` would return."""
+        id_of = self._id_of if position in self._round_queues else self._id_at
+        return tuple(id_of[index] for index in self.queues[position].peek())
+
+    def finish(self, position: int, ids: Sequence[str], dropped: Collection[str] = ()) -> list[str]:
+        """A call is done with its batch, and `dropped` some of it; return the samples that no call needs any more."""
+        unneeded = []
+        for sample_id in ids:
+            slot = self._slots[sample_id]
+            self._move(slot, position, SamplePhase.DONE)
+            slot.n_taken -= 1
+            slot.n_unread -= 1
+            if sample_id in dropped:
+                self._drop(slot)
+            elif not slot.is_dropped:
+                self._open_gates(slot, self._gated[position])
+            if slot.n_taken == 0 if slot.is_dropped else slot.n_unread == 0:
+                unneeded.append(sample_id)
+        self.queues[position].finish(len(ids))
+        return unneeded
+
+    def places(self, ids: Iterable[str]) -> dict[str, int]:
+        """Living samples that have a place -> that, counted over all steps."""
+        found = {sample_id: self._slots[sample_id].place for sample_id in ids}
+        return {sample_id: place for sample_id, place in found.items() if place is not None}
+
+    # ------------------------------------------------------------ samples are dropped, or not
+
+    def is_living(self, sample_id: str) -> bool:
+        """Whether a sample is loaded, or being loaded, and neither dropped nor freed."""
+        return sample_id in self._slots and not self._slots[sample_id].is_dropped
+
+    def numbers(self, ids: Iterable[str]) -> list[int]:
+        """The numbers of living samples."""
+        return [self._slots[sample_id].number for sample_id in ids]
+
+    def ids_of(self, numbers: Iterable[int]) -> list[str]:
+        """The living samples with these numbers; only where samples are dropped."""
+        return [self._id_of[number] for number in numbers if number in self._id_of]
+
+    def is_dropped(self, sample_id: str) -> bool:
+        """Whether a living sample goes to no further call."""
+        return self._slots[sample_id].is_dropped
+
+    def drop(self, numbers: Iterable[int]) -> list[str]:
+        """Let samples go to no further call; return those that no call has now."""
+        unneeded = []
+        for number in numbers:
+            slot = self._slots.get(self._id_of.get(number, ""))
+            if (
+                slot is not None and slot.n_unread and not slot.is_dropped
+            ):  # else it went through every call, or is gone
+                self._drop(slot)
+                if slot.n_taken == 0:
+                    unneeded.append(slot.id)
+        return unneeded
+
+    def give_places(self, places: Mapping[int, int]) -> None:
+        """No call will drop these samples (number -> place): the calls after the dropping ones may have them."""
+        for number, place in places.items():
+            if number not in self._id_of:  # no call comes after the dropping ones: it is freed
+                continue
+            slot = self._slots[self._id_of[number]]
+            slot.place = place
+            self._id_at[place] = slot.id
+            self._open_gates(slot, self._late)
+
+    def close_step(self) -> None:
+        """No further round of the step will come."""
+        for queue in self._round_queues.values():
+            queue.close_step()
+
+    def _open_gates(self, slot: _Slot, positions: Iterable[int]) -> None:
+        for position in positions:
+            slot.n_missing[position] -= 1
+            if slot.n_missing[position] == 0:
+                self._become_ready(slot, position)
+
+    def _drop(self, slot: _Slot) -> None:
+        slot.is_dropped = True
+        for position, queue in self._round_queues.items():
+            if slot.phases[position] is SamplePhase.WAITING:
+                self.grew_ready |= queue.add_dropped(slot.number)
+
+    # ------------------------------------------------------------ versions
+
+    def set_version(self, position: int, ids: Iterable[str], version: int) -> None:
+        """A call with outputs reads its role in this version for these samples."""
+        for sample_id in ids:
+            self._slots[sample_id].versions[position] = version
+
+    def versions(self, sample_id: str) -> dict[str, int]:
+        """Call that produced a key of the sample -> the version of the role that it read."""
+        return {self._calls[position].name: v for position, v in self._slots[sample_id].versions.items()}
+
+    def n_behind(self, role: str, ids: Iterable[str], version: int) -> list[int]:
+        """For each sample and call that generated it by `role`: how far it is behind `version`."""
+        generating = [i for i, call in enumerate(self._calls) if call.is_generate and call.role == role]
+        read = [self._slots[sample_id].versions for sample_id in ids]
+        return [version - versions[position] for versions in read for position in generating if position in versions]
+
+    def restore_version(self, sample_id: str, call: str, version: int) -> None:
+        """A call with outputs read its role in this version for a sample before the run was resumed."""
+        position = next(position for position, other in enumerate(self._calls) if other.name == call)
+        self._slots[sample_id].versions[position] = version
+
+    # ------------------------------------------------------------ what is produced
+
+    def unproduced(self, position: int, ids: Iterable[str]) -> frozenset[str]:
+        """The samples of which nobody holds what the call produces."""
+        placement_of = self._placements.get(self._calls[position].output_keys[0], {})
+        return frozenset(sample_id for sample_id in ids if sample_id not in placement_of)
+
+    def missing_output(self, position: int, ids: Iterable[str]) -> tuple[str, str] | None:
+        """Return some (sample id, key) that the call should have produced and nobody holds, or None."""
+        for key in self._calls[position].output_keys:
+            placement_of = self._placements.get(key, {})
+            for sample_id in ids:
+                if sample_id not in placement_of:
+                    return sample_id, key
+        return None
+
+    # ------------------------------------------------------------ what lies where
+
+    def placements(self, keys: Iterable[str]) -> Mapping[str, Mapping[str, Placement]]:
+        """Key -> sample id -> where it is."""
+        return {key: self._placements[key] for key in keys}
+
+    def token_counts(self, ids: Sequence[str], keys: Iterable[str] | None = None) -> list[int]:
+        """Tokens of each sample: the longest of `keys` (default: of all) that has a row per token, at least 1.
+
+        Keys of bytes (uint8) hold text, not tokens, and do not count.
+        """
+        tables = [
+            self._n_rows[key]
+            for key in (self._schemas if keys is None else keys)
+            if self._schemas[key].per in (Per.TOKEN, Per.TRANSITION) and self._schemas[key].dtype != "uint8"
+        ]
+        return [max([1, *[table.get(sample_id, 0) for table in tables]]) for sample_id in ids]
+
+    def number_keys(self) -> list[str]:
+        """Keys with one number per sequence or per sample, as far as any sample had them."""
+        rows = self._schemas.items()
+        return sorted(k for k, schema in rows if schema.per in (Per.SEQUENCE, Per.SAMPLE) and not schema.trailing)
+
+    def holders(self, key: str, sample_id: str) -> frozenset[int]:
+        """Ranks that hold rows of a living sample."""
+        placement = self._placements.get(key, {}).get(sample_id)
+        return frozenset() if placement is None else placement.held
+
+    def begin_arrivals(self, arrivals: Iterable[Arrival]) -> None:
+        """Rows will be fetched before a call that is being dispatched."""
+        self._replace(arrivals, lambda old, targets: Placement(old.held, old.incoming | targets))
+
+    def finish_arrivals(self, arrivals: Iterable[Arrival]) -> None:
+        """The call is done, so the rows were fetched: they may now be fetched onwards."""
+        self._replace(arrivals, lambda old, targets: Placement(old.held | targets, old.incoming - targets))
+
+    def _replace(self, arrivals: Iterable[Arrival], change: Callable[[Placement, frozenset[int]], Placement]) -> None:
+        for arrival in arrivals:
+            targets = frozenset(arrival.targets)
+            changed: dict[Placement, Placement] = {}  # samples that lie alike share one object
+            placement_of = self._placements[arrival.key]
+            for sample_id in arrival.ids:
+                old = placement_of[sample_id]
+                new = changed.get(old)
+                if new is None:
+                    new = changed[old] = change(old, targets)
+                placement_of[sample_id] = new
+
+    # ------------------------------------------------------------ transitions
+
+    def _become_ready(self, slot: _Slot, position: int) -> None:
+        self._move(slot, position, SamplePhase.READY)
+        index = slot.number if position in self._round_queues else slot.place
+        assert index is not None
+        self.grew_ready |= self.queues[position].add_ready(index)
+
+    def _move(self, slot: _Slot, position: int, to: SamplePhase) -> None:
+        if _NEXT_PHASE.get(slot.phases[position]) is not to:
+            raise InvalidTransitionError(
+                f"sample '{slot.id}' cannot go from {slot.phases[position].value} to {to.value} "
+                f"for call '{self._calls[position].name}'"
+            )
+        slot.phases[position] = to
+
+    def validate(self) -> None:
+        """Check that counts, phases and locations agree; time in proportion to all living samples.
+
+        Raises:
+            InvalidTransitionError: they do not.
+        """
+        for sample_id, slot in self._slots.items():
+            held = [key for key, placement_of in self._placements.items() if sample_id in placement_of]
+            for position, call in enumerate(self._calls):
+                n_missing = sum(key not in held for key in call.input_keys) + self._n_closed_gates(slot, call)
+                is_waiting = slot.phases[position] is SamplePhase.WAITING
+                if slot.is_dropped:
+                    continue
+                if slot.n_missing[position] != n_missing or is_waiting != (n_missing > 0 or not slot.is_loaded):
+                    raise InvalidTransitionError(f"sample '{sample_id}' miscounts what call '{call.name}' waits for")
+            n_taken = sum(phase is SamplePhase.TAKEN for phase in slot.phases)
+            n_unread = sum(phase is not SamplePhase.DONE for phase in slot.phases)
+            if (slot.n_unread, slot.n_taken) != (n_unread, n_taken) or not (n_taken if slot.is_dropped else n_unread):
+                raise InvalidTransitionError(f"sample '{sample_id}' miscounts its readers")
+        for key, placement_of in self._placements.items():
+            if not placement_of.keys() <= self._slots.keys() or placement_of.keys() != self._n_rows[key].keys():
+                raise InvalidTransitionError(f"key '{key}' of a freed sample still has a location")
+            for sample_id, placement in placement_of.items():
+                if not placement.held or placement.held & placement.incoming:
+                    raise InvalidTransitionError(f"key '{key}' of sample '{sample_id}' is nowhere, or comes twice")
+
+    def _n_closed_gates(self, slot: _Slot, call: ScheduledCall) -> int:
+        if not call.feeds_drop:
+            return int(slot.place is None)
+        gates = [phase for gate, phase in zip(self._calls, slot.phases) if gate.name in call.gates]
+        return sum(phase is not SamplePhase.DONE for phase in gates)

@@ -1,0 +1,232 @@
+"""One batch of one call on its way: rows and parameters come to its mesh, it runs, and hooks follow.
+
+What several ranks do together is a part of the dispatch: each of them gets one request for it, and all get it at one
+position of the global order of parts.
+
+    ROWS ─► BEFORE ─► CALL ─► AFTER        only the parts that the dispatch needs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+
+from realrl.plan.protocols import divide
+from realrl.plan.samples.partition import split_minibatches
+from realrl.plan.samples.transfer import Arrival, Placement, Share, plan_transfers
+from realrl.sched.master.master_plan import ScheduledCall
+from realrl.sched.messages import CallDone, MoveRows, RunCall, RunHooks, Transfer
+from realrl.sched.samples.in_flight import CallRecord
+from realrl.sched.story import ranks_text
+
+PartRequest = MoveRows | RunHooks | RunCall
+
+
+class PartKind(Enum):
+    """What ranks do together."""
+
+    ROWS = "rows"  # MoveRows
+    BEFORE = "before"  # RunHooks
+    CALL = "call"  # RunCall
+    AFTER = "after"  # RunHooks
+
+    @classmethod
+    def of(cls, request: PartRequest) -> PartKind:
+        """The kind of part that a request belongs to."""
+        if isinstance(request, MoveRows):
+            return cls.ROWS
+        return cls.CALL if isinstance(request, RunCall) else cls(request.when)
+
+
+@dataclass
+class Part:
+    """A part that was sent.
+
+    Attributes:
+        position: in the global order of parts; every rank executes its requests in this order.
+        pending: ranks that have not answered.
+    """
+
+    position: int
+    pending: set[int]
+
+
+@dataclass(frozen=True)
+class RankWork:
+    """One rank's share of a call."""
+
+    minibatches: tuple[tuple[str, ...], ...]
+    transfers: tuple[Transfer, ...]
+    keeps: tuple[str, ...]
+
+
+@dataclass
+class Dispatch:
+    """A batch of a call.
+
+    Attributes:
+        id: unique number.
+        call: the call.
+        step: step from 1.
+        ids: samples that it gets, oldest first.
+        known: samples of the batch that the call was done with before the run was resumed.
+        work: rank of the mesh -> its share; in mesh order.
+        arrivals: what the fetching of rows changes.
+        moves_rows: rows move by collectives, in a part of their own, and are not pulled by the ranks of the mesh.
+        parts: those that were sent.
+        replies: of the ranks that are done with the call.
+        version: train_step calls that the parameters which it reads have been through; None until that is decided.
+    """
+
+    id: int
+    call: ScheduledCall
+    step: int
+    ids: tuple[str, ...]
+    work: Mapping[int, RankWork]
+    arrivals: tuple[Arrival, ...]
+    moves_rows: bool = False
+    known: tuple[str, ...] = ()
+    parts: dict[PartKind, Part] = field(default_factory=dict)
+    replies: dict[int, CallDone] = field(default_factory=dict)
+    version: int | None = None
+
+    @cached_property
+    def recording_ranks(self) -> frozenset[int]:
+        """Ranks whose recorded sums count: one of those that share samples, and every one without parameters."""
+        if self.call.hooks.home is None:  # each works on the samples that it keeps, and on no others
+            return frozenset(self.work)
+        return frozenset({work.minibatches: rank for rank, work in self.work.items()}.values())
+
+    @property
+    def pending(self) -> set[int]:
+        """Ranks that have not answered some request."""
+        return set[int]().union(*(part.pending for part in self.parts.values()))
+
+    @property
+    def first_parts(self) -> tuple[PartKind, ...]:
+        """Parts that go out when the call is dispatched, in this order.
+
+        Hooks after the call are among them if only ranks of the mesh take part: nobody then waits for the call to end.
+        """
+        kinds = [PartKind.ROWS] if self.moves_rows and any(work.transfers for work in self.work.values()) else []
+        kinds += [PartKind.BEFORE] if self.call.hooks.before else []
+        kinds.append(PartKind.CALL)
+        has_local_end = self.call.hooks.after and set(self.call.hooks.after_ranks) <= set(self.call.ranks)
+        return (*kinds, PartKind.AFTER) if has_local_end else tuple(kinds)
+
+    @property
+    def last_parts(self) -> tuple[PartKind, ...]:
+        """Parts that go out when the whole mesh is done."""
+        return (PartKind.AFTER,) if self.call.hooks.after and PartKind.AFTER not in self.first_parts else ()
+
+    def explain(self) -> str:
+        """Return what is being done for it, and who is at it."""
+        doing = {
+            PartKind.ROWS: "moving rows for",
+            PartKind.BEFORE: "in the hooks before",
+            PartKind.CALL: "running",
+            PartKind.AFTER: "in the hooks after",
+        }
+        kind, part = next((kind, part) for kind, part in self.parts.items() if part.pending)
+        return f"{doing[kind]} step {self.step} on ranks {ranks_text(part.pending)}"
+
+    def record(self) -> CallRecord:
+        """What the call did, once all ranks of the mesh are done.
+
+        Returned metrics are equal on all ranks; sums count once for each set of samples.
+        """
+        replies = self.replies
+        maxima: dict[str, float] = {}
+        for reply in replies.values():
+            for name, value in reply.maxima.items():
+                maxima[name] = max(value, maxima.get(name, value))
+        return CallRecord(
+            call=self.call.name,
+            step=self.step,
+            ids=self.ids,
+            version=self.version,
+            seconds=max(_seconds(reply) for reply in replies.values()),
+            metrics=replies[self.call.ranks[0]].metrics if self.call.reports_metrics else {},
+            sums=tuple([replies[rank].sums for rank in sorted(self.recording_ranks) if replies[rank].sums]),
+            maxima=maxima,
+            memory_gb={rank: reply.memory_gb for rank, reply in replies.items() if reply.memory_gb > 0},
+            bytes_received=sum(reply.bytes_received for reply in replies.values()),
+        )
+
+    def requests(self, kind: PartKind, next_seq: Callable[[int], int], n_steps: int) -> dict[int, PartRequest]:
+        """Rank -> its request for one part."""
+        name, step = self.call.name, self.step
+        if kind is PartKind.CALL:
+            return {
+                rank: RunCall(
+                    seq=next_seq(rank),
+                    dispatch_id=self.id,
+                    call=name,
+                    step=step,
+                    minibatches=work.minibatches,
+                    transfers=() if self.moves_rows else work.transfers,
+                    n_steps=n_steps,
+                    keeps=work.keeps,
+                )
+                for rank, work in self.work.items()
+            }
+        if kind is PartKind.ROWS:
+            receives = {rank: work.transfers for rank, work in self.work.items() if work.transfers}
+            sends: dict[int, list[Transfer]] = {}
+            for transfers in receives.values():
+                for transfer in transfers:
+                    sends.setdefault(transfer.source, []).append(transfer)
+            return {
+                rank: MoveRows(next_seq(rank), self.id, name, step, tuple(sends.get(rank, ())), receives.get(rank, ()))
+                for rank in sorted({*sends, *receives})
+            }
+        if kind is PartKind.BEFORE:
+            return {r: RunHooks(next_seq(r), self.id, name, step, "before") for r in self.call.hooks.before_ranks}
+        return {r: RunHooks(next_seq(r), self.id, name, step, "after") for r in self.call.hooks.after_ranks}
+
+
+def _seconds(reply: CallDone) -> float:
+    return sum(span.end_s - span.start_s for span in reply.spans if span.kind == "call")
+
+
+def plan_work(
+    call: ScheduledCall,
+    ids: Sequence[str],
+    token_counts: Sequence[int],
+    placements: Mapping[str, Mapping[str, Placement]],
+    node_of: Callable[[int], int],
+) -> tuple[dict[int, RankWork], tuple[Arrival, ...]]:
+    """Divide a batch over the ranks of a call's mesh by its protocol, and plan what each must fetch.
+
+    Args:
+        call: the call.
+        ids: samples, oldest first.
+        token_counts: tokens of each sample.
+        placements: key -> sample id -> where it is, for the call's input keys.
+        node_of: global rank -> node.
+
+    Returns:
+        Rank -> its work, in mesh order; and what the fetching changes.
+    """
+    minibatches_of: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
+    kept: dict[int, tuple[str, ...]] = {}
+    for minibatch in split_minibatches(token_counts, call.n_minibatches if call.is_train else 1):
+        members, counts = [ids[i] for i in minibatch], [token_counts[i] for i in minibatch]
+        shares, kept_here = divide(call.protocol, members, counts, call.layout, call=call.name)
+        for share in shares:
+            minibatches_of.setdefault(share.ranks, []).append(share.ids)
+        if not call.is_train:
+            kept.update(kept_here)
+    shares = [
+        Share(ranks, tuple([sample_id for minibatch in minibatches for sample_id in minibatch]))
+        for ranks, minibatches in minibatches_of.items()
+    ]
+    plan = plan_transfers(shares, placements, node_of=node_of)
+    transfers_of: dict[int, list[Transfer]] = {rank: [] for rank in call.ranks}
+    for route in plan.routes:
+        transfers_of[route.target].append(Transfer(route.source, route.target, route.key, route.ids))
+    minibatches_on = {rank: tuple(minibatches) for ranks, minibatches in minibatches_of.items() for rank in ranks}
+    work = {rank: RankWork(minibatches_on[rank], tuple(transfers_of[rank]), kept.get(rank, ())) for rank in call.ranks}
+    return work, plan.arrivals

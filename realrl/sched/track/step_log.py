@@ -1,0 +1,157 @@
+"""What a step's calls reported, until the step is complete."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from realrl.sched.events import RankSpan
+from realrl.sched.master.master_plan import ScheduledCall
+from realrl.sched.messages import HooksDone, RowsMoved, Span
+from realrl.sched.samples.in_flight import CallRecord
+
+
+@dataclass
+class _StepEntry:
+    n_samples: int = 0
+    n_tokens: int = 0
+    data_bytes: int = 0
+    params_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    memory_gb: dict[int, float] = field(default_factory=dict)
+    # call -> metric -> (sum of value * samples, samples)
+    sums: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
+    # metric -> totals and counts of ranks that hold different samples
+    totals: dict[str, list[float]] = field(default_factory=dict)
+    counts: dict[str, list[float]] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    dropped: dict[str, float] = field(default_factory=dict)
+    staleness: list[int] = field(default_factory=list)
+
+
+class StepLog:
+    """Collects metrics by step, and spans by arrival.
+
+    A metric that a call returns for several batches of one step is averaged, weighted by samples. Where two calls use
+    one name, the later of them counts. What calls record as sums is added over all calls, batches and ranks, in any
+    order with the same result; a returned metric of the same name takes its place.
+    """
+
+    def __init__(self, calls: Sequence[ScheduledCall]) -> None:
+        self._calls = tuple(calls)
+        self._steps: dict[int, _StepEntry] = {}
+        self._spans: list[RankSpan] = []
+
+    def add_spans(self, rank: int, spans: Iterable[Span]) -> None:
+        """Keep spans of one rank for the next report."""
+        self._spans += [RankSpan(rank, span) for span in spans]
+
+    def take_spans(self) -> tuple[RankSpan, ...]:
+        """Return the spans that arrived since this was last called."""
+        spans, self._spans = tuple(self._spans), []
+        return spans
+
+    def add_call(self, record: CallRecord) -> None:
+        """A dispatch is complete, in this run or before it was resumed."""
+        entry = self._entry(record.step)
+        entry.data_bytes += record.bytes_received
+        for rank, memory_gb in record.memory_gb.items():
+            _note_memory(entry, rank, memory_gb)
+        entry.seconds[record.call] = entry.seconds.get(record.call, 0.0) + record.seconds
+        returned = entry.sums.setdefault(record.call, {})
+        for name, value in record.metrics.items():
+            total, n_samples = returned.get(name, (0.0, 0))
+            returned[name] = (total + value * len(record.ids), n_samples + len(record.ids))
+        for sums in record.sums:
+            for name, (total, count) in sums.items():
+                entry.totals.setdefault(name, []).append(total)
+                entry.counts.setdefault(name, []).append(count)
+        for name, value in record.maxima.items():
+            entry.maxima[name] = max(value, entry.maxima.get(name, value))
+
+    def add_movement(self, step: int, reply: RowsMoved | HooksDone) -> None:
+        """One rank moved rows or parameters."""
+        entry = self._entry(step)
+        if isinstance(reply, RowsMoved):
+            entry.data_bytes += reply.bytes_received
+        else:
+            entry.params_bytes += reply.bytes_received
+            _note_memory(entry, reply.rank, reply.memory_gb)
+
+    def add_samples(self, step: int, token_counts: Sequence[int]) -> None:
+        """Samples of `step` went through every call."""
+        entry = self._entry(step)
+        entry.n_samples += len(token_counts)
+        entry.n_tokens += sum(token_counts)
+
+    def add_dropped(self, step: int, n_dropped: Mapping[str, int], n_surplus: int) -> None:
+        """`step` has all its samples: how many each call dropped, and how many survivors were not needed."""
+        counts = {call.name: n_dropped.get(call.name, 0) for call in self._calls if call.may_drop}
+        self._entry(step).dropped = {f"dropped/{name}": float(n) for name, n in counts.items()}
+        self._entry(step).dropped["dropped/surplus"] = float(n_surplus)
+
+    def add_staleness(self, step: int, n_behind: Iterable[int]) -> None:
+        """Samples are trained on by parameters that are so many versions ahead of those that generated them."""
+        self._entry(step).staleness += n_behind
+
+    def finish_step(self, step: int, versions: Mapping[str, int]) -> dict[str, float]:
+        """Return the metrics of a complete step, and forget it.
+
+        Besides what calls returned or recorded (what was recorded over a count of 0 has no mean): `version/<role>`,
+        `n_samples`, `n_tokens` (of the longest key with a row per token), `bytes/data` and `bytes/params` (received
+        from other ranks), `time_s/<call>` (of the slowest rank), `memory_gb/<rank>` (peak). Where samples are dropped:
+        `dropped/<call>` and `dropped/surplus`; they are not in `n_samples` and `n_tokens`. Where calls may be stale:
+        `staleness/mean` and `staleness/max`. What was recorded as `x/mean_square` becomes `x/std`, with `x/mean`.
+        """
+        entry = self._steps.pop(step)
+        metrics = dict(sorted(entry.maxima.items()))
+        for name in sorted(entry.totals):
+            count = math.fsum(entry.counts[name])
+            if count > 0:
+                metrics[name] = math.fsum(entry.totals[name]) / count
+        for base in [name.removesuffix("/mean_square") for name in metrics if name.endswith("/mean_square")]:
+            if f"{base}/mean" in metrics:
+                square = metrics.pop(f"{base}/mean_square")
+                metrics[f"{base}/std"] = math.sqrt(max(square - metrics[f"{base}/mean"] ** 2, 0.0))
+        for call in self._calls:
+            for name, (total, n_samples) in entry.sums.get(call.name, {}).items():
+                metrics[name] = total / n_samples
+        metrics |= entry.dropped
+        if entry.staleness:
+            metrics["staleness/mean"] = sum(entry.staleness) / len(entry.staleness)
+            metrics["staleness/max"] = float(max(entry.staleness))
+        metrics |= {f"version/{role}": float(version) for role, version in versions.items()}
+        metrics |= {f"time_s/{call.name}": entry.seconds[call.name] for call in self._calls}
+        metrics |= {f"memory_gb/{rank}": entry.memory_gb[rank] for rank in sorted(entry.memory_gb)}
+        metrics |= {
+            "n_samples": float(entry.n_samples),
+            "n_tokens": float(entry.n_tokens),
+            "bytes/data": float(entry.data_bytes),
+            "bytes/params": float(entry.params_bytes),
+        }
+        return metrics
+
+    def _entry(self, step: int) -> _StepEntry:
+        return self._steps.setdefault(step, _StepEntry())
+
+
+class WholeLog(StepLog):
+    """Collects what calls record over many steps as if they were one."""
+
+    def recorded(self) -> dict[str, float]:
+        """What interfaces recorded or returned, without what is measured of every call."""
+        metrics = self.finish_step(0, {}) if self._steps else {}
+        measured = ("time_s/", "memory_gb/", "bytes/", "n_samples", "n_tokens")
+        return {name: value for name, value in metrics.items() if not name.startswith(measured)}
+
+    def finish_step(self, step: int, versions: Mapping[str, int]) -> dict[str, float]:
+        return super().finish_step(0, versions)
+
+    def _entry(self, step: int) -> _StepEntry:
+        return super()._entry(0)
+
+
+def _note_memory(entry: _StepEntry, rank: int, memory_gb: float) -> None:
+    if memory_gb > 0:
+        entry.memory_gb[rank] = max(memory_gb, entry.memory_gb.get(rank, 0.0))

@@ -1,0 +1,197 @@
+"""The shape of a decoder, independent of any checkpoint format."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from realrl.plan.parameters.adapters import LoRA
+
+HeadKind = Literal["lm", "value", "reward"]
+NormKind = Literal["rms", "layer"]
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for contexts longer than those trained on.
+
+    Attributes:
+        kind: "linear" divides all frequencies by `factor`; "llama3" divides the low ones, keeps the high ones and
+            interpolates between (Llama 3.1 model card); "yarn" interpolates likewise over the index of the frequency
+            and makes queries and keys longer (Peng et al. 2023, YaRN).
+        original_max_positions: of the context trained on; llama3 and yarn.
+        low_freq_factor, high_freq_factor: llama3 only.
+        beta_fast, beta_slow: yarn: turns within the original context above which a frequency is kept, and below which
+            it is divided.
+        truncate: yarn: the ramp between them begins and ends at whole indices.
+        attention_factor: yarn: of queries and keys; None for the paper's 0.1 ln(factor) + 1.
+    """
+
+    kind: Literal["linear", "llama3", "yarn"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+    @property
+    def amplitude(self) -> float:
+        """What rotated queries and keys are multiplied by."""
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Experts in the place of some blocks' MLP; see `realrl.model.layers.moe`.
+
+    Attributes:
+        n_experts: of each layer that has any.
+        top_k: experts that compute a token.
+        intermediate_size: inner size of one expert.
+        normalise_top_k: the weights of a token's experts add up to 1.
+        aux_loss_coef: what the load-balancing loss counts in training; 0 leaves it out.
+        dense_layers: the layers that have a plain MLP instead, in order.
+    """
+
+    n_experts: int
+    top_k: int
+    intermediate_size: int
+    normalise_top_k: bool = True
+    aux_loss_coef: float = 0.0
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if min(self.n_experts, self.top_k, self.intermediate_size) < 1:
+            raise ValueError("every size of the experts must be at least 1")
+        if self.top_k > self.n_experts:
+            raise ValueError(f"a token cannot use {self.top_k} of {self.n_experts} experts")
+        if not self.aux_loss_coef >= 0:
+            raise ValueError(f"the load-balancing loss has the coefficient {self.aux_loss_coef}, it must be 0 or more")
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """A pre-norm decoder. What the defaults say is a llama: RMSNorm, rotary positions, grouped KV heads, SwiGLU.
+
+    Attributes:
+        lora: low-rank adapters beside some layers; None for a model without. No checkpoint format knows it.
+        rope_theta, rope_scaling: of rotary positions; ignored with `learned_positions`.
+        max_positions: the longest sequence; a hard limit only where positions are learned, and in generation.
+        attention_bias: q, k and v have biases.
+        o_bias: the attention's output projection has one.
+        mlp_bias: every matrix of the MLP has one.
+        family: whose Hugging Face format checkpoints are written in; see `realrl.model.families`.
+        norm: "rms" is RMSNorm; "layer" is LayerNorm, with biases.
+        norm_offset: norms multiply by 1 + weight.
+        activation: of the MLP; "gelu_tanh" is GELU's tanh approximation.
+        gated_mlp: down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
+        qk_norm: queries and keys are normalised head by head, before they are rotated.
+        embedding_scale: what embeddings are multiplied by.
+        learned_positions: embeddings of `max_positions` positions are added to those of the tokens; none are rotated.
+        sliding_window: tokens that a token sees, itself included; None for all earlier ones.
+        windowed_layers: the layers with a window, in order; None for all of them.
+        moe: experts in the place of the MLP; None for a dense model. They are gated, without biases.
+        head: "lm" gives logits over the vocabulary; "value" and "reward" give one number per token.
+        tied_embeddings: the language-model head shares the embedding's weight; ignored by the other heads.
+        bos_token_id, eos_token_ids, pad_token_id: carried from and to checkpoints; not used here.
+        dtype: of parameters and activations.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tied_embeddings: bool = False
+    max_positions: int = 2048
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+    head: HeadKind = "lm"
+    dtype: torch.dtype = torch.float32
+    family: str = "llama"
+    o_bias: bool = False
+    norm: NormKind = "rms"
+    norm_offset: bool = False
+    activation: Activation = "silu"
+    gated_mlp: bool = True
+    qk_norm: bool = False
+    embedding_scale: float = 1.0
+    learned_positions: bool = False
+    sliding_window: int | None = None
+    windowed_layers: tuple[int, ...] | None = None
+    moe: MoEConfig | None = None
+    lora: LoRA | None = None
+
+    def __post_init__(self) -> None:
+        sizes = (self.vocab_size, self.hidden_size, self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim)
+        if min(*sizes, self.intermediate_size) < 1:
+            raise ValueError("every size must be at least 1")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"{self.n_heads} attention heads cannot share {self.n_kv_heads} KV heads evenly")
+        if self.head_dim % 2 and not self.learned_positions:
+            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")
+        if any(not 0 <= layer < self.n_layers for layer in self.windowed_layers or ()):
+            raise ValueError(f"windowed_layers {self.windowed_layers} are not all among {self.n_layers} layers")
+        if self.qk_norm and self.norm != "rms":
+            raise ValueError("qk_norm needs RMSNorm")
+        if self.moe is not None and not set(self.moe.dense_layers) < set(range(self.n_layers)):
+            raise ValueError(f"dense_layers {self.moe.dense_layers} must be some of {self.n_layers} layers, not all")
+        if self.moe is not None and (self.activation != "silu" or not self.gated_mlp):
+            raise ValueError("experts are SwiGLU: activation must be 'silu', and gated_mlp true")
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the head gives one number per token instead of logits."""
+        return self.head != "lm"
+
+    @property
+    def norm_bias(self) -> bool:
+        """Whether norms have biases."""
+        return self.norm == "layer"
+
+    def experts_of(self, layer_index: int) -> MoEConfig | None:
+        """The experts in the place of a layer's MLP; None for a plain one."""
+        return None if self.moe is None or layer_index in self.moe.dense_layers else self.moe
+
+    def window_of(self, layer_index: int) -> int | None:
+        """How many tokens, itself included, a token sees in a layer; None for all earlier ones."""
+        is_windowed = self.windowed_layers is None or layer_index in self.windowed_layers
+        return self.sliding_window if is_windowed else None
+
+
+def tiny_config(vocab_size: int, *, head: HeadKind = "lm", dtype: torch.dtype = torch.float32) -> DecoderConfig:
+    """A decoder of about half a million parameters for tests and the toy task (with a byte-level vocabulary)."""
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=32,
+        intermediate_size=192,
+        tied_embeddings=True,
+        max_positions=1024,
+        head=head,
+        dtype=dtype,
+    )

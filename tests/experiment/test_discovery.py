@@ -1,0 +1,148 @@
+"""Experiments by name, file and module; the YAML that goes with them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from realrl.config.compose import compose
+from realrl.config.serialize import dump_config
+from realrl.errors import ConfigError
+from realrl.experiment.discovery import (
+    config_dir,
+    experiment_names,
+    list_experiments,
+    load_experiment,
+    load_run,
+    stable_reference,
+)
+
+SOURCE = """
+from realrl import DatasetKind, Experiment, Role
+
+EXPERIMENT = Experiment(
+    name="mine", description="d", roles={"actor": Role(trainable=True)}, dataset=DatasetKind.PROMPT, mfcs=lambda c: []
+)
+"""
+
+
+@pytest.fixture(autouse=True)
+def clean_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_registered_names() -> None:
+    names = experiment_names()
+    assert {"ppo", "rw", "sft"} <= set(names)
+    assert names == sorted(names)
+    for name, experiment in zip(names, list_experiments(), strict=True):
+        assert experiment.name == name
+        assert experiment.description
+    assert load_experiment("ppo") is load_experiment("ppo")
+
+
+def test_yaml_folder() -> None:
+    assert (config_dir() / "preset/tiny.yaml").is_file()
+
+
+def test_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "my_demo_algorithm.py"
+    path.write_text(SOURCE)
+    experiment = load_experiment("./my_demo_algorithm.py")
+    assert experiment.name == "mine"
+    assert load_experiment(str(path)) is experiment
+    assert stable_reference("my_demo_algorithm.py") == str(path)
+    assert stable_reference("ppo") == "ppo"
+
+
+def test_files_next_to_it_can_be_imported(tmp_path: Path) -> None:
+    folder = tmp_path / "deep"
+    folder.mkdir()
+    (folder / "my_demo_parts.py").write_text("NAME = 'mine'\n")
+    (folder / "my_demo_whole.py").write_text("from my_demo_parts import NAME\n" + SOURCE.replace('"mine"', "NAME"))
+    assert load_experiment("deep/my_demo_whole.py").name == "mine"
+
+
+def test_files_of_one_name_in_two_folders_are_different(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my_demo_twin.py").write_text(SOURCE.replace("mine", folder))
+    assert load_experiment("a/my_demo_twin.py").name == "a"
+    assert load_experiment("b/my_demo_twin.py").name == "b"
+    assert load_experiment("b/my_demo_twin.py") is load_experiment("b/my_demo_twin.py")
+    (tmp_path / "json.py").write_text(SOURCE)
+    assert load_experiment("./json.py").name == "mine"
+
+
+def test_a_module(tmp_path: Path) -> None:
+    (tmp_path / "my_demo_package").mkdir()
+    (tmp_path / "my_demo_package/algorithm.py").write_text(SOURCE)
+    assert load_experiment("my_demo_package.algorithm").name == "mine"
+    assert stable_reference("my_demo_package.algorithm") == "my_demo_package.algorithm"
+
+
+def test_another_process_rebuilds_the_run_from_its_json(tmp_path: Path) -> None:
+    (tmp_path / "my_demo_run.py").write_text(SOURCE)
+    experiment = load_experiment("my_demo_run.py")
+    config = compose(experiment, ["steps=3"], reference=stable_reference("my_demo_run.py"))
+    found, loaded = load_run(dump_config(config))
+    assert found is experiment
+    assert loaded == config
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("pppo", r"there is no experiment 'pppo'\. Did you mean 'ppo' or .*\?\n  Choose from .*ppo, .*rw, .*sft"),
+        ("./nowhere.py", r"there is no experiment file 'nowhere\.py'"),
+        ("./my_demo_filee.py", r"no experiment file 'my_demo_filee\.py'\. Did you mean 'my_demo_file'\?"),
+        ("no_such_package.algorithm", r"no experiment or module 'no_such_package\.algorithm'"),
+        ("a-b.c", r"there is no experiment 'a-b\.c'"),
+    ],
+)
+def test_unknown(tmp_path: Path, reference: str, message: str) -> None:
+    (tmp_path / "my_demo_file.py").write_text(SOURCE)
+    with pytest.raises(ConfigError, match=message):
+        load_experiment(reference)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("x = 1\ny = x +\n", r"SyntaxError: invalid syntax\n  .*my_demo_bad\.py:2: y = x \+"),
+        ("x = 1\n\ny = x / 0\n", r"ZeroDivisionError: division by zero\n  .*my_demo_bad\.py:3: y = x / 0"),
+        (
+            "import no_such_thing\n",
+            r"ModuleNotFoundError: No module named 'no_such_thing'\n  .*my_demo_bad\.py:1: import",
+        ),
+        (
+            "EXPERIMENTS = 1\n",
+            r"it has no attribute EXPERIMENT\. Did you mean 'EXPERIMENTS'\?\n  End it with EXPERIMENT",
+        ),
+        ("EXPERIMENT = 3\n", r"EXPERIMENT in '\./my_demo_bad\.py' is of type int, not realrl\.Experiment"),
+    ],
+)
+def test_a_file_that_cannot_be_used(tmp_path: Path, source: str, message: str) -> None:
+    (tmp_path / "my_demo_bad.py").write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        load_experiment("./my_demo_bad.py")
+
+
+def test_a_module_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "my_demo_broken").mkdir()
+    (tmp_path / "my_demo_broken/__init__.py").write_text("")
+    (tmp_path / "my_demo_broken/algorithm.py").write_text("import no_such_thing\n")
+    with pytest.raises(ConfigError, match=r"ModuleNotFoundError.*\n  .*algorithm\.py:1: import no_such_thing"):
+        load_experiment("my_demo_broken.algorithm")
+    (tmp_path / "my_demo_broken/other.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match=r"ZeroDivisionError.*\n  .*other\.py:1: 1 / 0"):
+        load_experiment("my_demo_broken.other")

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from realrl.errors import ConfigError
+from realrl.experiment.loading import load_object, require_module
+
+
+@pytest.mark.parametrize("name", ["math:hypot", "math.hypot"])
+def test_both_spellings(name: str) -> None:
+    assert load_object(name) is math.hypot
+
+
+def test_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    file.write_text("def score(p, r): return 1.0\n")
+    assert load_object(f"{file}:score")(1, 2) == 1.0
+    assert load_object(f"{file}:score") is load_object(f"{file}:score")
+
+
+def test_a_module_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards_here.py").write_text("def score(p, r): return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/nowhere"])
+    require_module("my_rewards_here:score", "algorithm.reward_function")
+    assert load_object("my_rewards_here:score")(1, 2) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "'nowhere' names no object"),
+        ("no_such_module:f", "there is no module 'no_such_module'"),
+        ("realrl.no_such:f", r"there is no module 'realrl\.no_such'"),
+        ("/no/such/file.py:f", "there is no file '/no/such/file.py'"),
+        ("math:hypott", r"'math' has no 'hypott' .*Did you mean 'hypot'"),
+    ],
+)
+def test_what_is_not_there_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_object(name)
+
+
+def test_a_module_that_needs_a_missing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_more.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"'needs_more' .* needs a module that is missing: .*not_installed_anywhere"):
+        load_object("needs_more:f")
+
+
+def test_a_file_that_raises_is_loaded_anew(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            load_object(f"{file}:f")
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", "no.such.module:f", "/no/such/file.py:f"])
+def test_a_missing_module_is_found_out_without_importing(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^algorithm\.reward_function='.*': there is no (module|file)"):
+        require_module(name, "algorithm.reward_function")
+    require_module("antigravity:f", "algorithm.reward_function")

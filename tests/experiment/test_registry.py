@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from realrl.algo.api import ModelInterface
+from realrl.algo.policy.critic import PPOActor, PPOCritic
+from realrl.algo.resolve import resolve_interface
+from realrl.algo.supervised.rw import RewardModel
+from realrl.algo.supervised.sft import SFT
+from realrl.errors import ConfigError
+from realrl.experiment import registry
+from realrl.experiment.registry import check_interface_name, interface_names, register_interface
+from realrl.graph.mfc import InterfaceRef
+from realrl.rewards.interface import FunctionReward
+
+
+class Custom(ModelInterface):
+    def __init__(self, beta: float, *, gamma: float = 1.0) -> None:
+        self.beta = beta
+
+
+@pytest.fixture(autouse=True)
+def _no_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("sft", SFT),
+        ("rw", RewardModel),
+        ("reward_model", RewardModel),
+        ("ppo_actor", PPOActor),
+        ("ppo_critic", PPOCritic),
+    ],
+)
+def test_built_in_names(name: str, cls: type) -> None:
+    assert type(resolve_interface(InterfaceRef(name))) is cls
+
+
+def test_arguments_reach_the_constructor() -> None:
+    assert isinstance(resolve_interface(InterfaceRef("function_reward", {"function": "math:hypot"})), FunctionReward)
+    custom = resolve_interface(InterfaceRef(f"{__name__}:Custom", {"beta": 0.5}))
+    assert custom.beta == 0.5
+
+
+def test_every_resolution_is_a_new_instance() -> None:
+    assert resolve_interface(InterfaceRef("ppo_actor")) is not resolve_interface(InterfaceRef("ppo_actor"))
+
+
+def test_an_unknown_name_offers_the_closest() -> None:
+    with pytest.raises(ConfigError, match=r"no interface 'ppo_acter'\. Did you mean 'ppo_actor'"):
+        resolve_interface(InterfaceRef("ppo_acter"))
+    with pytest.raises(ConfigError, match=r"no interface 'zzz'\. Known: dpo, filter, function_reward, kto, policy"):
+        check_interface_name("zzz")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"betta": 1}, r"takes no argument 'betta'; it takes: beta, gamma\. Did you mean 'beta'"),
+        ({"gamma": 1}, r"needs the argument 'beta'; it takes: beta, gamma"),
+    ],
+)
+def test_wrong_arguments_are_named(args: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_interface(InterfaceRef(f"{__name__}:Custom", args))
+    with pytest.raises(ConfigError, match="'sft' takes no argument 'lr'; it takes: none"):
+        resolve_interface(InterfaceRef("sft", {"lr": 1}))
+
+
+def test_a_class_that_is_no_interface_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'fractions:Fraction' is not a class derived from"):
+        resolve_interface(InterfaceRef("fractions:Fraction"))
+
+
+def test_a_registered_interface_is_found_by_name() -> None:
+    register_interface("mine")(Custom)
+    assert "mine" in interface_names()
+    assert type(resolve_interface(InterfaceRef("mine", {"beta": 1.0}))) is Custom
+    register_interface("mine")(Custom)
+
+
+def test_a_taken_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'sft' is a built-in one"):
+        register_interface("sft")(Custom)
+    register_interface("mine")(Custom)
+    with pytest.raises(ConfigError, match=r"'mine' is taken by .*:Custom"):
+        register_interface("mine")(SFT)
+
+
+def test_a_file_can_hold_an_interface(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from realrl.algo.supervised.sft import SFT\nclass Mine(SFT): pass\n")
+    assert type(resolve_interface(InterfaceRef(f"{file}:Mine"))).__name__ == "Mine"
+
+
+def test_names_are_checked_without_torch() -> None:
+    code = (
+        "import sys; import realrl.experiment.registry as r, realrl.experiment.calls, realrl.rewards.server; "
+        "r.check_interface_name('sft'); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

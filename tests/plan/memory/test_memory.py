@@ -1,0 +1,338 @@
+"""Memory of every device: the invariants of the planner, and formulas against the numbers of their sources."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realrl.config.schema import GenerationConfig
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.mesh.device_mesh import Cluster
+from realrl.mesh.notation import parse_allocation
+from realrl.plan.hooks import CallHooks, Offload, Realloc
+from realrl.plan.memory.formulas import (
+    GRADIENT_BUCKET,
+    Kernels,
+    generation_bytes,
+    inference_activations,
+    kept_by_block,
+    local_shape,
+    optimizer_bytes,
+    reduction_bytes,
+    training_activations,
+)
+from realrl.plan.memory.plan import (
+    CallState,
+    Load,
+    RoleState,
+    RowLengths,
+    Usage,
+    checkpoint_bytes,
+    load_of,
+    plan_memory,
+    show_bytes,
+)
+from realrl.plan.parameters.adapters import LoRA
+from realrl.plan.parameters.layout import parameter_specs, whole_shard
+from realrl.shape import DecoderConfig
+
+GENERATE, INFERENCE, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
+NODE = Cluster(1, 8)
+MODEL = DecoderConfig(
+    vocab_size=64, hidden_size=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=4, intermediate_size=48
+)
+N_BYTES = sum(spec.num_bytes for spec in parameter_specs(MODEL))
+ROWS = RowLengths([5, 3, 9], [11, 6, 20], [11, 6, 20])
+LOAD = Load(4, 64, 16)
+STRATEGIES = st.sampled_from(["d8", "t8", "d2t2p2", "d2t4", "t2p4", "t4p2s", "d4p2", "d1", "d2", "t2s"])
+
+
+def place(text):
+    n = math.prod(int(text[i + 1]) for i, letter in enumerate(text) if letter in "dtp")
+    return parse_allocation(f"{text}@0:0-{n - 1}" if n > 1 else f"{text}@0:0", NODE)
+
+
+def role(text="d1", **changes):
+    return RoleState(**{"model": MODEL, "home": place(text), "is_trained": True, **changes})
+
+
+def call(kind, text="d1", *, name="call", of="actor", hooks=None, load=LOAD):
+    return CallState(name, of, kind, place(text), hooks or CallHooks(), load)
+
+
+def local(model=MODEL, **changes):
+    return local_shape(model, whole_shard(model), sp=False, element_bytes=4, **changes)
+
+
+# ---------------------------------------------------------------- optimizer
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_stages_are_those_of_the_paper(stage, gigabytes):
+    """Rajbhandari et al. 2020, figure 1: 7.5B parameters in half precision on 64 ranks, and gradients too."""
+    n = 7_500_000_000
+    state = optimizer_bytes(n, element_bytes=2, backend="deepspeed", zero_stage=stage, dp=64)
+    total = 2 * n * state.parameters + state.masters + state.moments + state.gradients
+    total -= 2 * n // 64 if stage > 1 else 0  # divided gradients are float32 here
+    assert round(total / 1e9, 1) == gigabytes
+
+
+@pytest.mark.parametrize(("element_bytes", "fixed", "divided"), [(2, 6, 12), (4, 8, 8)])
+def test_megatron_takes_what_its_documents_say(element_bytes, fixed, divided):
+    state = optimizer_bytes(1000, element_bytes=element_bytes, backend="megatron", zero_stage=1, dp=4)
+    total = element_bytes * 1000 + state.masters + state.moments + state.gradients
+    assert total == 1000 * (fixed + divided / 4)
+    assert state.holds_gradients
+
+
+def test_native_optimizer():
+    fp32 = optimizer_bytes(10, element_bytes=4)
+    assert (fp32.masters, fp32.moments, fp32.gradients) == (0, 80, 40)
+    bf16 = optimizer_bytes(10, element_bytes=2)
+    assert (bf16.masters, bf16.moments, bf16.gradients) == (40, 80, 40)
+    shared = optimizer_bytes(10, element_bytes=2, zero_stage=1, dp=4)
+    assert (shared.masters, shared.moments, shared.gradients) == (12, 24, 40)  # 3 of 10 elements, rounded up
+    with pytest.raises(ValueError, match="unknown training backend 'fsdp'"):
+        optimizer_bytes(10, element_bytes=2, backend="fsdp")
+
+
+def test_gradients_of_one_rank_are_reduced_in_place():
+    assert reduction_bytes(1000, 10, dp=1) == 0
+    assert reduction_bytes(1000, 10, dp=2) == 1000
+    assert reduction_bytes(1 << 40, 10, dp=2) == GRADIENT_BUCKET + 10
+
+
+# ---------------------------------------------------------------- activations
+
+
+def test_what_a_block_keeps():
+    h, q, k, inner = 32, 32, 16, 48
+    floats = 2 * h + 2 * h + 2 * q + 2 * k + 4 * inner
+    assert kept_by_block(local(), 0, Kernels()) == 4 * (floats + 2 + 8)  # scale of each norm, a normaliser per head
+    assert kept_by_block(local(), 0, Kernels(fused_norms=False)) == 4 * (floats + 2 * h + 2 + 8)
+    plain = replace(MODEL, gated_mlp=False)
+    assert kept_by_block(local(plain), 0, Kernels()) == 4 * (floats - 2 * inner + 2 + 8)
+
+
+def test_checkpointing_keeps_the_input_of_each_block_and_one_block():
+    sizes = {"n_tokens": 1000, "n_scored": 1, "n_in_flight": 1, "accumulates": False, "kernels": Kernels()}
+    deep = replace(MODEL, n_layers=40)
+    whole, again = (training_activations(local(deep), checkpointing=c, **sizes) for c in (False, True))
+    assert again < whole / 8
+    one_more = training_activations(local(replace(MODEL, n_layers=41)), checkpointing=True, **sizes)
+    assert one_more - again == 1000 * 32 * 4
+
+
+def test_an_earlier_stage_holds_more_micro_batches():
+    def held(n):
+        return training_activations(
+            local(), n_tokens=100, n_scored=50, n_in_flight=n, accumulates=True, checkpointing=False, kernels=Kernels()
+        )
+
+    assert held(3) - held(2) == held(2) - held(1) > 100 * 4 * kept_by_block(local(), 0, Kernels()) - 1
+
+
+@given(st.integers(0, 500), st.integers(1, 500), st.booleans(), st.booleans())
+def test_more_tokens_never_take_less(n, more, checkpointing, fused):
+    kernels = Kernels(fused_norms=fused, whole_logits=fused)
+    few, many = (
+        (
+            training_activations(
+                local(), n_tokens=t, n_scored=t, n_in_flight=1, accumulates=False, checkpointing=checkpointing,
+                kernels=kernels,
+            ),
+            inference_activations(local(), n_tokens=t, n_scored=t, kernels=kernels),
+            generation_bytes(local(), n_runs=1, n_rows=t, longest_row=t, prefill_tokens=t, kernels=kernels).cache,
+        )
+        for t in (n, n + more)
+    )  # fmt: skip
+    assert all(a <= b for a, b in zip(few, many, strict=True))
+
+
+def test_cache_and_packed_weights():
+    made = generation_bytes(local(), n_runs=1, n_rows=3, longest_row=7, prefill_tokens=7, kernels=Kernels())
+    layer = 3 * 16 * 7 * 4
+    assert made.cache == 2 * 4 * layer + layer
+    joined = 4 * (32 + 2 * 16) * 32 + 4 * 2 * 48 * 32
+    assert made.weights == 4 * joined
+    packed = generation_bytes(
+        local(), n_runs=1, n_rows=3, longest_row=7, prefill_tokens=7, kernels=Kernels(packs_weights=True)
+    )
+    fused, other = (
+        generation_bytes(
+            local(), n_runs=1, n_rows=3, longest_row=7, prefill_tokens=7, kernels=Kernels(fused_heads=multiple)
+        )
+        for multiple in (MODEL.head_dim, MODEL.head_dim + 1)
+    )
+    assert fused.cache == 2 * 4 * layer  # it does not grow
+    assert fused.activations < made.activations
+    assert other == made
+    products = generation_bytes(
+        local(), n_runs=1, n_rows=3, longest_row=7, prefill_tokens=7, kernels=Kernels(fused_products=True)
+    )
+    assert made.activations - products.activations == 7 * 3 * 48 * 4
+    matrices = [spec for spec in parameter_specs(MODEL) if len(spec.shape) == 2 and spec.name != "embedding.weight"]
+    assert packed.weights == sum(spec.num_bytes for spec in matrices)
+    floats = generation_bytes(
+        local(), n_runs=1, n_rows=3, longest_row=7, prefill_tokens=7, kernels=Kernels(generation_bytes=8)
+    )
+    assert (floats.weights, floats.cache) == (2 * packed.weights, 2 * made.cache)
+
+
+# ---------------------------------------------------------------- loads
+
+
+def mfc(kind, **changes):
+    return MFCDef(**{"name": "c", "model_name": "actor", "interface_type": kind, "interface_impl": "i", **changes})
+
+
+def test_the_longest_rows_come_together():
+    generation = GenerationConfig(max_new_tokens=4)
+    two = load_of(mfc(TRAIN, n_seqs=2), place("d1"), ROWS, generation=generation, n_responses=3)
+    assert two.n_tokens == 3 * (9 + 5 + 2 * 4)
+    assert two.n_scored == 2 * 3 * 4
+    plain = load_of(mfc(TRAIN, n_seqs=4), place("d2"), ROWS, generation=generation, n_responses=0)
+    assert (plain.n_seqs, plain.n_tokens, plain.n_scored) == (2, 31, 31)
+    again = load_of(mfc(TRAIN, n_seqs=5), place("d1"), ROWS, generation=generation, n_responses=0)
+    assert again.n_tokens == 37 + 20 + 11
+
+
+def test_micro_batches():
+    generation = GenerationConfig(max_new_tokens=4)
+
+    def tokens(text="d1", **changes):
+        made = load_of(mfc(TRAIN, n_seqs=3, **changes), place(text), ROWS, generation=generation, n_responses=0)
+        return made.n_mbs, made.n_tokens
+
+    assert tokens() == (1, 37)
+    assert tokens(n_mbs=2) == (2, 20)  # the longest row is not cut
+    assert tokens(n_mbs=9) == (3, 20)  # no more than there are samples
+    assert tokens(max_tokens_per_mb=25) == (2, 25)
+    assert tokens(max_tokens_per_mb=5) == (2, 20)
+    assert tokens(n_minibatches=3) == (1, 20)
+    assert tokens("p2") == (3, 20)  # a pipeline is kept busy
+
+
+def test_generation_is_divided_over_stages_and_bounded():
+    generation = GenerationConfig(max_new_tokens=4, max_batch_size=6)
+    alone = load_of(mfc(GENERATE, n_seqs=3), place("d1"), ROWS, generation=generation, n_responses=4)
+    assert (alone.n_runs, alone.n_rows, alone.longest_row, alone.prefill_tokens) == (1, 6, 12, 14)
+    staged = load_of(mfc(GENERATE, n_seqs=3), place("p2"), ROWS, generation=generation, n_responses=1)
+    assert (staged.n_runs, staged.n_rows) == (2, 2)
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@given(STRATEGIES, STRATEGIES, st.booleans(), st.sampled_from([GENERATE, INFERENCE]))
+def test_invariants(home, elsewhere, trained, kind):
+    roles = {"actor": role(home, is_trained=trained)}
+    hooks = CallHooks((Realloc("actor", place(home), "actor", place(elsewhere)),) if home != elsewhere else ())
+    load = Load(4, 64, 16, n_runs=1, n_rows=4, longest_row=9, prefill_tokens=16)
+    calls = [call(kind, elsewhere, name="use", hooks=hooks, load=load)]
+    if trained:
+        calls.append(call(TRAIN, home, name="train", load=load))
+    plan = plan_memory(roles, calls)
+    assert plan == plan_memory(roles, calls)
+    for one in calls:
+        assert set(plan.calls[one.name]) == set(one.allocation.ranks)
+        for rank, usage in plan.calls[one.name].items():
+            parts = (usage.parameters, usage.optimizer, usage.gradients, usage.copies, usage.cache, usage.activations)
+            assert min(parts) >= 0
+            assert usage.total == sum(parts)
+            kept = plan.roles["actor"].get(rank, Usage())
+            assert (usage.parameters, usage.optimizer) == (kept.parameters, kept.optimizer)
+            assert plan.peak(rank)[1].total >= usage.total
+    layout = place(home)
+    replica = [plan.roles["actor"][rank] for rank in layout.dp_group_members(0)]
+    assert sum(usage.parameters for usage in replica) >= N_BYTES
+    if layout.strategy.tp <= MODEL.n_kv_heads:
+        replicated = sum(s.num_bytes for s in parameter_specs(MODEL) if s.sharded_dim is None)
+        assert sum(u.parameters for u in replica) <= N_BYTES + (layout.strategy.tp - 1) * replicated
+
+
+def test_only_trained_roles_have_an_optimizer():
+    roles = {"actor": role(), "ref": role(is_trained=False)}
+    plan = plan_memory(roles, [call(TRAIN), call(INFERENCE, name="inf", of="ref")])
+    during = plan.calls["call"][0]
+    assert (during.parameters, during.optimizer, during.gradients > 0) == (2 * N_BYTES, 2 * N_BYTES, True)
+    assert plan.calls["inf"][0].gradients == 0
+    assert plan.roles["ref"][0] == Usage(parameters=N_BYTES)
+
+
+def test_adapters_alone_are_trained():
+    model = replace(MODEL, lora=LoRA(2, 1.0, ("q",)))
+    n_adapters = 4 * 2 * (32 + 32)
+    kept = plan_memory({"actor": role(model=model)}, [call(TRAIN)]).roles["actor"][0]
+    assert kept == Usage(parameters=N_BYTES + 4 * n_adapters, optimizer=8 * n_adapters, gradients=4 * n_adapters)
+
+
+def test_zero_and_offload_of_the_optimizer():
+    [plain] = {*plan_memory({"actor": role("d2")}, [call(TRAIN, "d2")]).roles["actor"].values()}
+    [shared] = {*plan_memory({"actor": role("d2", zero_stage=1)}, [call(TRAIN, "d2")]).roles["actor"].values()}
+    assert shared.optimizer == plain.optimizer / 2
+    [away] = {*plan_memory({"actor": role("d2", offloads_optimizer=True)}, [call(TRAIN, "d2")]).roles["actor"].values()}
+    assert (away.optimizer, away.host) == (0, plain.optimizer + N_BYTES)  # with masters of their own
+    gathered = plan_memory({"actor": role("d2", backend="deepspeed", zero_stage=3)}, [call(TRAIN, "d2")])
+    usage = gathered.calls["call"][0]
+    assert (usage.parameters, usage.copies) == (N_BYTES // 2, N_BYTES // 2)
+
+
+def test_a_role_is_away_from_its_last_call_to_its_next():
+    roles = {"actor": role(), "ref": role(is_trained=False)}
+    offload = CallHooks(after=(Offload("ref", place("d1")),))
+    calls = [
+        call(GENERATE, name="gen", load=Load(1, n_runs=1, n_rows=1, longest_row=2, prefill_tokens=1)),
+        call(INFERENCE, name="inf", of="ref", hooks=offload),
+        call(TRAIN, name="train"),
+    ]
+    plan = plan_memory(roles, calls)
+    found = {
+        name: (by_rank[0].parameters // N_BYTES, by_rank[0].host // N_BYTES) for name, by_rank in plan.calls.items()
+    }
+    # the first generation still has both, since all parameters begin on the device
+    assert found == {"gen": (2, 0), "inf": (2, 0), "train": (1, 1)}
+
+
+def test_a_call_elsewhere_holds_a_copy_of_what_it_lacks():
+    roles = {"actor": role("t2")}
+    hooks = CallHooks((Realloc("actor", place("t2"), "actor", place("d2")),))
+    usage = plan_memory(roles, [call(INFERENCE, "d2", hooks=hooks)]).calls["call"][0]
+    replicated = sum(spec.num_bytes for spec in parameter_specs(MODEL) if spec.sharded_dim is None)
+    messages = 2 * (N_BYTES - replicated) // 2
+    assert usage.copies == N_BYTES - replicated + messages
+    nested = CallHooks((Realloc("actor", place("d2"), "actor", place("t2")),))
+    alias = plan_memory({"actor": role("d2")}, [call(INFERENCE, "t2", hooks=nested)]).calls["call"][0]
+    assert alias.copies == 0
+
+
+def test_gradients_and_activations_of_one_micro_batch_are_not_there_together():
+    few = plan_memory({"actor": role()}, [call(TRAIN, load=Load(1, 1, 1))]).calls["call"][0]
+    assert (few.gradients, few.activations) == (N_BYTES, 0)
+    many = plan_memory({"actor": role()}, [call(TRAIN, load=Load(1, 10_000, 1))]).calls["call"][0]
+    assert many.activations > 10_000 * 4 * kept_by_block(local(), 0, Kernels()) > many.gradients
+    two = plan_memory({"actor": role()}, [call(TRAIN, load=Load(2, 10_000, 1, n_mbs=2))]).calls["call"][0]
+    assert two.gradients == N_BYTES
+    assert two.activations >= many.activations
+
+
+def test_calls_without_a_model_take_nothing():
+    plan = plan_memory({"actor": role()}, [call(INFERENCE, of="reward", name="rew")])
+    assert plan.calls["rew"][0] == Usage(parameters=N_BYTES, optimizer=2 * N_BYTES)
+    with pytest.raises(KeyError):
+        plan.peak(1)
+
+
+def test_checkpoints():
+    assert checkpoint_bytes(role()) == 3 * N_BYTES
+    assert checkpoint_bytes(role(is_trained=False)) == N_BYTES
+
+
+def test_sizes_are_readable():
+    assert [show_bytes(n) for n in (0, 999, 1500, 2_500_000, 80_000_000_000)] == [
+        "0 B", "999 B", "1.5 kB", "2.5 MB", "80.0 GB",
+    ]  # fmt: skip

@@ -1,0 +1,90 @@
+"""Transfers: exactly the invariants that the module states."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realrl.plan.samples.transfer import Arrival, Placement, Route, Share, plan_transfers
+
+
+def node_of(rank):
+    return rank // 4
+
+
+def place(held, incoming=()):
+    return Placement(frozenset(held), frozenset(incoming))
+
+
+@st.composite
+def situations(draw):
+    """Up to eight ranks on two nodes that need samples, and where each key of each sample is."""
+    n_shares, width = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2), (4, 2)]))
+    ranks = draw(st.permutations(range(8)))[: n_shares * width]
+    ids = [f"1/{i}" for i in range(draw(st.integers(1, 6)))]
+    owner = [draw(st.integers(0, n_shares - 1)) for _ in ids]
+    shares = [
+        Share(tuple(ranks[n * width : (n + 1) * width]), tuple(i for i, o in zip(ids, owner, strict=True) if o == n))
+        for n in range(n_shares)
+    ]
+    placements = {}
+    for key in draw(st.sampled_from([["a"], ["a", "b"], ["a", "b", "c"]])):
+        placements[key] = {}
+        for sample_id in ids:
+            held = draw(st.frozensets(st.integers(0, 7), min_size=1, max_size=4))
+            placements[key][sample_id] = place(held, draw(st.frozensets(st.integers(0, 7), max_size=3)) - held)
+    return shares, placements
+
+
+@given(situations())
+def test_invariants(situation):
+    shares, placements = situation
+    plan = plan_transfers(shares, placements, node_of=node_of)
+    came = [(sample_id, r.key, r.target) for r in plan.routes for sample_id in r.ids]
+    assert len(set(came)) == len(came), "a (sample, key, rank) occurs twice"
+    assert len({(r.source, r.target, r.key) for r in plan.routes}) == len(plan.routes), "routes are not merged"
+    wanted = {
+        (sample_id, key, rank)
+        for share in shares
+        for rank in share.ranks
+        for sample_id in share.ids
+        for key in placements
+        if rank not in placements[key][sample_id].present
+    }
+    assert set(came) == wanted
+    for route in plan.routes:
+        for sample_id in route.ids:
+            held = placements[route.key][sample_id].held
+            assert route.source in held, "the source does not hold the rows for certain"
+            near = any(node_of(rank) == node_of(route.target) for rank in held)
+            assert not near or node_of(route.source) == node_of(route.target), "a nearer source was there"
+    arriving = [(i, a.key, t) for a in plan.arrivals for i in a.ids for t in a.targets]
+    assert sorted(arriving) == sorted(came)
+    assert plan == plan_transfers(shares, placements, node_of=node_of)
+
+
+def test_nothing_moves_when_everything_is_there():
+    placements = {"a": {"1/0": place([0, 1]), "1/1": place([5], [1])}}
+    plan = plan_transfers([Share((1,), ("1/0", "1/1"))], placements, node_of=node_of)
+    assert plan.routes == plan.arrivals == ()
+
+
+def test_same_node_then_least_loaded():
+    placements = {"a": {f"1/{i}": place([1, 2, 4]) for i in range(4)}}
+    shares = [Share((0,), ("1/0", "1/1")), Share((3,), ("1/2",)), Share((6,), ("1/3",))]
+    assert plan_transfers(shares, placements, node_of=node_of).routes == (
+        Route(1, 0, "a", ("1/0", "1/1")),
+        Route(2, 3, "a", ("1/2",)),
+        Route(4, 6, "a", ("1/3",)),
+    )
+
+
+def test_routes_of_differently_placed_samples_are_merged():
+    placements = {"a": {"1/0": place([1]), "1/1": place([1], [5]), "1/2": place([2])}}
+    plan = plan_transfers([Share((0,), ("1/0", "1/1", "1/2"))], placements, node_of=node_of)
+    assert plan.routes == (Route(1, 0, "a", ("1/0", "1/1")), Route(2, 0, "a", ("1/2",)))
+    assert plan.arrivals[0] == Arrival("a", ("1/0",), (0,))
+
+
+def test_sample_without_a_place():
+    with pytest.raises(KeyError, match="1/9"):
+        plan_transfers([Share((0,), ("1/9",))], {"a": {}}, node_of=node_of)

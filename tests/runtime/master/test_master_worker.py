@@ -1,0 +1,152 @@
+"""What the master's shell does with the world around its state machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from realrl.config.schema import SaveConfig
+from realrl.errors import TransportError
+from realrl.runtime.checkpoints.store import CheckpointStore
+from realrl.runtime.master import master_worker
+from realrl.runtime.master.master_worker import MasterWorker
+from realrl.runtime.processes.recovery import describe_end
+from realrl.sched.events import Abort, Event, Failure, FailureKind, Instruction, Send, Start, WorkerLost
+from realrl.sched.messages import Shutdown, WorkerFailed
+
+
+class ScriptedState:
+    """Answers the start with one request, and a loss with the end."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.plan = SimpleNamespace(readout=None, first_step=1)
+
+    def handle(self, event: Event) -> list[Instruction]:
+        self.events.append(event)
+        if isinstance(event, Start):
+            return [Send(0, Shutdown(0))]
+        return [Abort(Failure(kind=FailureKind.WORKER_LOST, message="a worker is gone", rank=0))]
+
+
+class GoneTransport:
+    def send(self, rank: int, request: object) -> None:
+        raise TransportError(f"worker {rank} is not connected", worker=rank)
+
+
+class FailingTransport:
+    """Takes every request, and brings one failure."""
+
+    def __init__(self, reply: WorkerFailed) -> None:
+        self.reply = reply
+
+    def send(self, rank: int, request: object) -> None:
+        """Nobody reads it."""
+
+    def receive(self, timeout_s: float) -> WorkerFailed:
+        return self.reply
+
+
+class Launcher:
+    """Tells of the workers that ended once, when it was asked `news_after` times in vain."""
+
+    def __init__(self, ended: list[tuple[int, int]], news_after: int = 0) -> None:
+        self.ended = ended
+        self.news_after = news_after
+
+    def start(self, n_workers: int, address: str, environment: dict[str, str]) -> None:
+        """The workers of this test are dead already."""
+
+    def poll(self) -> list[tuple[int, int]]:
+        self.news_after -= 1
+        if self.news_after >= 0:
+            return []
+        ended, self.ended = self.ended, []
+        return ended
+
+    def log_path(self, rank: int) -> None:
+        return None
+
+
+def run_to_the_end(
+    transport: object, launcher: Launcher, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[ScriptedState, list[str]]:
+    """A master of two workers; what its state was told, and what the user read."""
+    monkeypatch.setattr(master_worker, "_DEATH_NOTICE_S", 0.1)
+    reports: list[str] = []
+    session = SimpleNamespace(
+        transport=transport,
+        launcher=launcher,
+        address="",
+        environment={},
+        run_dir=folder,
+        progress=SimpleNamespace(phase=lambda text: None, failed=reports.append),
+    )
+    state = ScriptedState()
+    plan = SimpleNamespace(n_workers=2, config=SimpleNamespace(launcher="local", save=SaveConfig()))
+    master = MasterWorker(plan, state, session, CheckpointStore(folder, keep=1, experiment="ppo"))  # type: ignore[arg-type]
+    assert master.run(Start(run=b"", rendezvous="", resume_from="")) == 1
+    told = describe_end(folder, 1, is_interrupted=False).failure
+    assert told == Failure(kind=FailureKind.WORKER_LOST, message="a worker is gone", rank=0)
+    return state, reports
+
+
+@pytest.mark.parametrize(
+    ("ended", "lost"),
+    [
+        ([(1, -9)], WorkerLost(1, -9, "killed by SIGKILL")),
+        ([], WorkerLost(0, None, "worker 0 is not connected")),
+    ],
+    ids=["a process died", "nobody died"],
+)
+def test_a_connection_that_is_gone_is_told_as_the_death_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: list[tuple[int, int]], lost: WorkerLost
+) -> None:
+    state, reports = run_to_the_end(GoneTransport(), Launcher(ended), tmp_path, monkeypatch)
+    assert state.events[1:] == [lost]
+    assert reports == ["error: a worker is gone"]
+
+
+GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44091"
+ENFORCED = "File torch/distributed/distributed_c10d.py, in recv\nRuntimeError: something that nobody has seen yet"
+LOST = WorkerLost(1, -9, "killed by SIGKILL")
+
+
+def failed(traceback: str) -> WorkerFailed:
+    return WorkerFailed(0, 3, "actor_train", 2, "CallError", "it failed", traceback, 1)
+
+
+@pytest.mark.parametrize(
+    ("traceback", "ended", "news_after", "blamed"),
+    [
+        (GLOO, [(1, -9)], 2, LOST),
+        (ENFORCED, [(1, -9)], 2, LOST),
+        (GLOO, [], 0, failed(GLOO)),
+        ("ValueError: mine", [(1, -9)], 0, LOST),
+        ("ValueError: mine", [(1, -9)], 2, failed("ValueError: mine")),
+        (GLOO, [(0, -6)], 2, failed(GLOO)),
+        (GLOO, [(0, -6), (1, -9)], 2, LOST),
+    ],
+    ids=[
+        "a peer died",
+        "a peer died, which is told in other words",
+        "nobody died",
+        "a death that is known",
+        "nobody waits for news that change nothing",
+        "it died itself",
+        "it died itself, after a peer",
+    ],
+)
+def test_a_failure_is_blamed_on_the_worker_that_died_before(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    traceback: str,
+    ended: list[tuple[int, int]],
+    news_after: int,
+    blamed: Event,
+) -> None:
+    launcher = Launcher(ended, news_after)
+    state, _ = run_to_the_end(FailingTransport(failed(traceback)), launcher, tmp_path, monkeypatch)
+    assert state.events[1:] == [blamed]

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from realrl.runtime.output.trace import MASTER_TID, TraceWriter, load_trace
+from realrl.sched.messages import Span
+
+CALL = Span("actor_gen", "call", 100.5, 101.25, {"tokens": 64})
+WAIT = Span("wait", "wait", 100.0, 100.5)
+
+
+def write(path: Path) -> TraceWriter:
+    trace = TraceWriter(path, start_s=100.0)
+    trace.spans(1, [WAIT, CALL])
+    trace.spans(None, [Span("plan", "call", 100.0, 100.001)])
+    trace.counter("samples", {"alive": 32, "broken": math.nan}, at_s=100.75)
+    trace.instant("worker 1 lost", args={"exit_code": -9})
+    return trace
+
+
+def test_a_closed_trace_is_valid_json(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = write(path)
+    trace.close()
+    trace.close()
+    events = json.loads(path.read_text())
+    spans = [event for event in events if event["ph"] == "X"]
+    assert spans[1] | {"ts": 500_000, "dur": 750_000, "pid": 0, "tid": 1, "cat": "call"} == spans[1]
+    assert spans[1]["args"] == {"tokens": 64}
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert names == {1: "worker 1", MASTER_TID: "master"}
+    (counter,) = (event for event in events if event["ph"] == "C")
+    assert (counter["ts"], counter["args"]) == (750_000, {"alive": 32, "broken": "nan"})
+    assert load_trace(path) == events
+
+
+def test_a_killed_runs_trace_still_loads(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = write(path)
+    text = path.read_text()
+    trace.close()
+    assert not text.rstrip().endswith("]")
+    whole = json.loads(text + "]")  # the array form may stay open
+    path.write_text(text)
+    assert load_trace(path) == whole
+    path.write_text(text[:-7])  # a last event cut short is dropped
+    assert load_trace(path) == whole[:-1]
+
+
+def test_an_earlier_trace_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    for _ in range(3):
+        write(path).close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["trace-1.json", "trace-2.json", "trace.json"]
+
+
+def test_a_full_disk_ends_the_trace_not_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = TraceWriter(path)
+    trace._file.close()
+    trace._file = open("/dev/full", "w")  # noqa: SIM115 - the writer closes it
+    trace.spans(0, [CALL])
+    trace.spans(0, [CALL])
+    trace.close()

@@ -1,0 +1,341 @@
+"""What both transports promise, and what only sockets have: strangers, ports, threads."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import zmq
+
+from realrl.errors import TransportError, UsageError
+from realrl.runtime.transport.base import FetchRows, SampleClient, SampleServer
+from realrl.runtime.transport.codec import PullRows, encode
+from realrl.runtime.transport.inproc import InprocMaster, InprocSamples
+from realrl.runtime.transport.zmq import (
+    RunKeys,
+    WorkerKeys,
+    ZmqMaster,
+    ZmqSampleClient,
+    ZmqSampleServer,
+    ZmqWorker,
+)
+from realrl.runtime.worker.heartbeat import HeartbeatThread
+from realrl.sched.messages import Goodbye, Heartbeat, Hello, Reply, Request, Shutdown
+
+LIMIT_S = 30.0
+NOTHING_S = 0.3  # how long a stranger is listened to
+
+
+def rows(key: str, ids: Sequence[str]) -> bytes:
+    if key == "missing":
+        raise KeyError("no such key")
+    return f"{key}:{','.join(ids)}".encode()
+
+
+@pytest.fixture(scope="module")
+def keys() -> RunKeys:
+    return RunKeys.new()
+
+
+@pytest.fixture
+def master(keys: RunKeys) -> Iterator[ZmqMaster]:
+    with contextlib.closing(ZmqMaster(keys)) as master:
+        yield master
+
+
+@pytest.fixture
+def connect(keys: RunKeys, master: ZmqMaster) -> Iterator[Callable[..., ZmqWorker]]:
+    with contextlib.ExitStack() as stack:
+
+        def connector(rank: int, worker_keys: WorkerKeys | None = None) -> ZmqWorker:
+            worker = ZmqWorker(master.address, rank, worker_keys or keys.for_workers)
+            stack.callback(worker.close)
+            worker.send(Hello(rank, 1, ""))
+            return worker
+
+        yield connector
+
+
+class TestInproc:
+    def test_requests_are_executed_in_order_inside_receive(self) -> None:
+        master = InprocMaster()
+        seen: list[tuple[int, int]] = []
+
+        def handler(rank: int) -> Callable[[Request], list[Reply]]:
+            def handle(request: Request) -> list[Reply]:
+                seen.append((rank, request.seq))
+                return [Goodbye(rank, request.seq)]
+
+            return handle
+
+        for rank in (0, 1):
+            master.attach(rank, handler(rank))
+        master.send(1, Shutdown(0))
+        master.send(0, Shutdown(0))
+        master.send(1, Shutdown(1))
+        assert seen == []
+        assert master.receive(0) == Goodbye(1, 0)
+        assert seen == [(1, 0)]
+        assert [master.receive(0), master.receive(0), master.receive(0)] == [Goodbye(0, 0), Goodbye(1, 1), None]
+
+    def test_an_unknown_rank_is_named(self) -> None:
+        with pytest.raises(TransportError, match="worker 3 is not connected"):
+            InprocMaster().send(3, Shutdown(0))
+
+    def test_messages_go_through_the_codec(self) -> None:
+        master = InprocMaster()
+        master.attach(0, lambda request: [Hello(0, object(), "")])  # type: ignore[arg-type]
+        master.send(0, Shutdown(0))
+        with pytest.raises(TransportError, match="cannot be encoded"):
+            master.receive(0)
+
+
+class TestSamples:
+    @pytest.fixture(params=["inproc", "zmq"])
+    def serve(
+        self, request: pytest.FixtureRequest, keys: RunKeys
+    ) -> Iterator[Callable[[FetchRows], tuple[SampleServer, SampleClient]]]:
+        with contextlib.ExitStack() as stack:
+
+            def pair(fetch: FetchRows) -> tuple[SampleServer, SampleClient]:
+                samples = InprocSamples()
+                is_inproc = request.param == "inproc"
+                server = samples.serve(fetch) if is_inproc else ZmqSampleServer(fetch, keys.for_workers)
+                client = samples.client() if is_inproc else ZmqSampleClient(keys.for_workers, timeout_s=LIMIT_S)
+                stack.callback(server.close)
+                stack.callback(client.close)
+                return server, client
+
+            yield pair
+
+    def test_rows_arrive(self, serve: Callable[..., tuple[SampleServer, SampleClient]]) -> None:
+        server, client = serve(rows)
+        for ids in (["a"], ["b", "c"]):
+            assert client.pull(server.address, "rewards", ids) == f"rewards:{','.join(ids)}".encode()
+
+    def test_large_rows_arrive(self, serve: Callable[..., tuple[SampleServer, SampleClient]]) -> None:
+        payload = bytes(range(256)) * 40_000
+        server, client = serve(lambda key, ids: payload)
+        assert client.pull(server.address, "values", ["a"]) == payload
+
+    def test_an_error_of_the_producer_travels_back(
+        self, serve: Callable[..., tuple[SampleServer, SampleClient]]
+    ) -> None:
+        server, client = serve(rows)
+        with pytest.raises(TransportError, match=r"'missing' of samples a, b from .*no such key") as caught:
+            client.pull(server.address, "missing", ["a", "b"])
+        assert server.address in str(caught.value)
+        assert client.pull(server.address, "rewards", ["a"]) == b"rewards:a"  # and the server lives on
+
+    def test_closing_twice_is_fine(self, serve: Callable[..., tuple[SampleServer, SampleClient]]) -> None:
+        server, client = serve(rows)
+        for _ in range(2):
+            client.close()
+            server.close()
+
+
+class TestZmq:
+    def test_round_trip(self, master: ZmqMaster, connect: Callable[..., ZmqWorker]) -> None:
+        worker = connect(7)
+        assert master.receive(LIMIT_S) == Hello(7, 1, "")
+        master.send(7, Shutdown(3))
+        assert worker.receive(LIMIT_S) == Shutdown(3)
+        worker.send(Goodbye(7, 3))
+        assert master.receive(LIMIT_S) == Goodbye(7, 3)
+
+    def test_nothing_within_the_timeout(self, master: ZmqMaster, connect: Callable[..., ZmqWorker]) -> None:
+        worker = connect(0)
+        assert master.receive(LIMIT_S) == Hello(0, 1, "")
+        assert master.receive(0) is None
+        assert worker.receive(0.01) is None
+
+    def test_each_worker_gets_its_own(self, master: ZmqMaster, connect: Callable[..., ZmqWorker]) -> None:
+        workers = [connect(rank) for rank in range(3)]
+        assert {master.receive(LIMIT_S).rank for _ in workers} == {0, 1, 2}
+        for rank in range(3):
+            master.send(rank, Shutdown(rank * 10))
+        assert [worker.receive(LIMIT_S) for worker in workers] == [Shutdown(0), Shutdown(10), Shutdown(20)]
+
+    def test_a_worker_that_never_came_is_named(self, master: ZmqMaster) -> None:
+        with pytest.raises(TransportError, match="worker 5 is not connected") as caught:
+            master.send(5, Shutdown(0))
+        assert caught.value.worker == 5
+
+    def test_it_listens_on_loopback_only(self, master: ZmqMaster) -> None:
+        assert master.address.startswith("tcp://127.0.0.1:")
+
+    def test_threads_may_send_while_the_main_thread_receives(
+        self, master: ZmqMaster, connect: Callable[..., ZmqWorker]
+    ) -> None:
+        worker = connect(0)
+        assert isinstance(master.receive(LIMIT_S), Hello)
+        beat = Heartbeat(0, -1, "idle", 0.0)
+        threads = [HeartbeatThread(lambda: beat, worker.send, interval_s=0.001) for _ in range(3)]
+        seen = 0
+        for seq in range(50):
+            master.send(0, Shutdown(seq))
+            assert worker.receive(LIMIT_S) == Shutdown(seq)
+            worker.send(Goodbye(0, seq))
+            while (reply := master.receive(LIMIT_S)) != Goodbye(0, seq):
+                assert reply == beat
+                seen += 1
+        while seen < 3:
+            assert master.receive(LIMIT_S) == beat
+            seen += 1
+        for thread in threads:
+            thread.close()
+
+    def test_a_last_reply_arrives_although_the_worker_closes(
+        self, master: ZmqMaster, connect: Callable[..., ZmqWorker]
+    ) -> None:
+        worker = connect(0)
+        assert isinstance(master.receive(LIMIT_S), Hello)
+        worker.send(Goodbye(0, 1))
+        worker.close()
+        assert master.receive(LIMIT_S) == Goodbye(0, 1)
+
+    def test_close_does_not_wait_for_a_dead_peer(self, keys: RunKeys) -> None:
+        master = ZmqMaster(keys)
+        worker = ZmqWorker(master.address, 0, keys.for_workers)
+        client = ZmqSampleClient(keys.for_workers, timeout_s=0.05)
+        master.close()
+        worker.send(Hello(0, 1, ""))
+        with pytest.raises(TransportError, match=r"no answer within 0.05 s"):
+            client.pull(master.address, "rewards", ["a"])
+        start_s = time.monotonic()
+        for part in (worker, client, master):
+            part.close()
+        assert time.monotonic() - start_s < LIMIT_S / 2
+
+    def test_a_worker_cannot_speak_for_another(self, master: ZmqMaster, connect: Callable[..., ZmqWorker]) -> None:
+        worker = connect(0)
+        assert isinstance(master.receive(LIMIT_S), Hello)
+        worker.send(Goodbye(1, 0))
+        with pytest.raises(TransportError, match="a Goodbye of worker 1 came from connection b'0'"):
+            master.receive(LIMIT_S)
+
+    def test_a_taken_port_is_named(self, keys: RunKeys) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            port = taken.getsockname()[1]
+            with pytest.raises(UsageError, match=f"port {port} on 127.0.0.1 is taken"):
+                ZmqMaster(keys, port=port)
+
+    def test_a_foreign_address_is_refused(self, keys: RunKeys) -> None:
+        with pytest.raises(UsageError, match=r"cannot listen on 192.0.2.1: .*\n.*loopback"):
+            ZmqMaster(keys, host="192.0.2.1")
+
+
+class TestStrangers:
+    """Nobody without the run's key can send, or read, or pose as the master."""
+
+    def send_as_stranger(self, address: str, prepare: Callable[[zmq.Socket[bytes]], None], data: bytes) -> bytes | None:
+        """What comes back to a client that tries for a while; None for nothing."""
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.identity = b"1"
+            prepare(stranger)
+            stranger.connect(address)
+            stranger.send(data)
+            return stranger.recv() if stranger.poll(round(NOTHING_S * 1000)) else None
+
+    def without_key(self, server_public: bytes) -> Callable[[zmq.Socket[bytes]], None]:
+        return lambda stranger: None
+
+    def with_own_key(self, server_public: bytes) -> Callable[[zmq.Socket[bytes]], None]:
+        """Knows the server's public key, but not the workers' key pair."""
+
+        def prepare(stranger: zmq.Socket[bytes]) -> None:
+            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+            stranger.curve_serverkey = server_public
+
+        return prepare
+
+    @pytest.mark.parametrize("kind", ["without_key", "with_own_key"])
+    def test_a_stranger_cannot_reach_the_master(self, keys: RunKeys, master: ZmqMaster, kind: str) -> None:
+        prepare = (
+            self.without_key(keys.for_workers.master_public)
+            if kind == "without_key"
+            else self.with_own_key(keys.for_workers.master_public)
+        )
+        assert self.send_as_stranger(master.address, prepare, encode(Hello(1, 1, ""))) is None
+        assert master.receive(0) is None
+        with pytest.raises(TransportError, match="not connected"):  # so it cannot be sent anything either
+            master.send(1, Shutdown(0))
+
+    def test_the_run_goes_on_while_strangers_knock(
+        self, keys: RunKeys, master: ZmqMaster, connect: Callable[..., ZmqWorker]
+    ) -> None:
+        worker = connect(1)
+        assert isinstance(master.receive(LIMIT_S), Hello)
+        assert (
+            self.send_as_stranger(master.address, self.without_key(keys.for_workers.master_public), b"GET / HTTP/1.1")
+            is None
+        )
+        assert (
+            self.send_as_stranger(
+                master.address, self.with_own_key(keys.for_workers.master_public), encode(Hello(1, 1, ""))
+            )
+            is None
+        )
+        master.send(1, Shutdown(0))
+        assert worker.receive(LIMIT_S) == Shutdown(0)
+        assert master.receive(0) is None
+
+    def test_a_refused_connection_is_logged(
+        self, keys: RunKeys, master: ZmqMaster, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.send_as_stranger(master.address, self.with_own_key(keys.for_workers.master_public), b"")
+        assert "refused a connection from 127.0.0.1" in caplog.text
+
+    @pytest.mark.parametrize("kind", ["without_key", "with_own_key"])
+    def test_a_stranger_cannot_read_samples(self, keys: RunKeys, kind: str) -> None:
+        fetched = threading.Event()
+
+        def fetch(key: str, ids: Sequence[str]) -> bytes:
+            fetched.set()
+            return b"secret"
+
+        with contextlib.closing(ZmqSampleServer(fetch, keys.for_workers)) as server:
+            prepare = (
+                self.without_key(keys.for_workers.worker_public)
+                if kind == "without_key"
+                else self.with_own_key(keys.for_workers.worker_public)
+            )
+            assert self.send_as_stranger(server.address, prepare, encode(PullRows("rewards", ("a",)))) is None
+        assert not fetched.is_set()
+
+    def test_a_worker_of_another_run_gets_nothing_through(
+        self, master: ZmqMaster, connect: Callable[..., ZmqWorker]
+    ) -> None:
+        other = connect(0, RunKeys.new().for_workers)
+        assert other.receive(NOTHING_S) is None
+        assert master.receive(0) is None
+
+    def test_a_false_master_learns_nothing(self, keys: RunKeys) -> None:
+        """A worker checks that it talks to the holder of the master's secret key."""
+        false_keys = RunKeys(RunKeys.new().master_secret, keys.for_workers)
+        with contextlib.closing(ZmqMaster(false_keys)) as false_master:
+            worker = ZmqWorker(false_master.address, 0, keys.for_workers)
+            worker.send(Hello(0, 1, ""))
+            assert false_master.receive(NOTHING_S) is None
+            worker.close()
+
+
+class TestKeys:
+    def test_they_travel_through_the_environment(self, keys: RunKeys) -> None:
+        environment = keys.for_workers.environment()
+        assert all(name.startswith("REALRL_") for name in environment)
+        assert keys.master_secret.decode() not in environment.values()
+        assert WorkerKeys.from_environment(environment) == keys.for_workers
+
+    def test_a_missing_one_is_named(self, keys: RunKeys) -> None:
+        environment = keys.for_workers.environment()
+        del environment["REALRL_WORKER_SECRET_KEY"]
+        with pytest.raises(UsageError, match=r"REALRL_WORKER_SECRET_KEY is not set.*\n.*realrl run"):
+            WorkerKeys.from_environment(environment)
