@@ -17,7 +17,7 @@ def mfcs(config: RunConfig) -> list[MFCDef]:
         name="actor_gen",
         model_name="actor",
         interface_type=InterfaceType.GENERATE,
-        interface_impl="policy",
+        interface_impl="ppo_actor",
         input_keys=("prompt_ids",),
         output_keys=("input_ids", "prompt_mask", "truncated"),
         n_seqs=config.n_seqs,

@@ -14,7 +14,7 @@ def mfcs(config: RunConfig) -> list[MFCDef]:
         name="reward_train",
         model_name="reward",
         interface_type=InterfaceType.TRAIN_STEP,
-        interface_impl="rw",
+        interface_impl="reward_model",
         input_keys=("input_ids",),
         n_seqs=config.n_seqs,
         n_minibatches=config.algorithm.n_minibatches,

@@ -33,8 +33,8 @@ from realrl.config.schema import OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine import device as devices
 from realrl.engine.backends import BackendName
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import Groups
-from realrl.engine.native import NativeEngine
 from realrl.engine.parallel import parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     strategy = parse_strategy(args.strategy)
     variants = list(_variants(strategy, args.precision))
-    multiprocessing.set_forkserver_preload(["realrl.engine.native", "realrl.model.init"])
+    multiprocessing.set_forkserver_preload(["realrl.engine.decoder_engine", "realrl.model.init"])
     rounds: list[list[Measured]] = []
     for number in range(args.rounds):
         rounds.append([])
@@ -161,7 +161,7 @@ def _rank_main(
         parallel=TensorParallelGroup(parallel.tp, sp=strategy.sp),
     )
     before_gb = devices.memory_gb(CPU)
-    engine = NativeEngine(
+    engine = DecoderEngine(
         decoder,
         role="model",
         parallel=parallel,

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from realloc_baselines import deepspeed_chat, hybrid_engine, hybridflow_v
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +30,6 @@ from realrl.plan.parameters.adapters import LoRA
 from realrl.plan.parameters.layout import ParameterLayout, ParameterSpec, parameter_layout, parameter_specs
 from realrl.plan.parameters.rank_order import best_rank_order
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
-from realloc_baselines import deepspeed_chat, hybrid_engine, hybridflow_v
 
 N_DEVICES_PER_NODE = 8
 TIME_LIMITS_S = {128: 2.0, 1024: 20.0}  # number of ranks -> time for layout, rank order and plan

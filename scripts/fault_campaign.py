@@ -138,8 +138,8 @@ SIGNS = (
     ("transfer", "engine/row_exchange.py", ""),
     ("generation", "engine/generate/", ""),
     ("rewards", "rewards/pool.py", ""),
-    ("training", "engine/native.py", "train_batch"),
-    ("inference", "engine/native.py", " in forward"),
+    ("training", "engine/decoder_engine.py", "train_batch"),
+    ("inference", "engine/decoder_engine.py", " in forward"),
     ("starting", "model_worker.py", "_initialize"),
 )
 

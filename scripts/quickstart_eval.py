@@ -20,7 +20,7 @@ from realrl.data.assets.fetch import MODEL_FOLDER, REVIEWS_FOLDER
 from realrl.data.assets.store import cache_dir
 from realrl.data.sample import SequenceSample
 from realrl.data.tokenizer import load_tokenizer
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.model.files.hf import load_model
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import HeadKind
@@ -112,7 +112,7 @@ def evaluate(out: Path, *, n_prompts: int, n_pairs: int) -> Report:
     return Report(accuracy_before, accuracy_after, len(pairs), prompts, before, after, gains, paths)
 
 
-def pair_accuracy(engine: NativeEngine, pairs: Sequence[dict[str, Any]], tokenizer: Any) -> float:
+def pair_accuracy(engine: DecoderEngine, pairs: Sequence[dict[str, Any]], tokenizer: Any) -> float:
     """Share of pairs whose better rated text gets the higher reward."""
     chosen, rejected = (
         rewards_of(engine, [_encode(tokenizer, pair[which]) for pair in pairs], tokenizer.eos_token_id)
@@ -121,7 +121,7 @@ def pair_accuracy(engine: NativeEngine, pairs: Sequence[dict[str, Any]], tokeniz
     return sum(c > r for c, r in zip(chosen, rejected, strict=True)) / len(pairs)
 
 
-def rewards_of(engine: NativeEngine, sequences: Sequence[torch.Tensor], eos_id: int) -> list[float]:
+def rewards_of(engine: DecoderEngine, sequences: Sequence[torch.Tensor], eos_id: int) -> list[float]:
     """The reward model's score at the end of each sequence."""
     batch = with_end(_batch("input_ids", sequences), eos_id)
     scores = engine.forward(batch, lambda out, _: out.scores(), micro_batching=BATCHES)
@@ -130,9 +130,9 @@ def rewards_of(engine: NativeEngine, sequences: Sequence[torch.Tensor], eos_id: 
 
 
 def continue_prompts(
-    actor: NativeEngine,
-    reference: NativeEngine,
-    judge: NativeEngine,
+    actor: DecoderEngine,
+    reference: DecoderEngine,
+    judge: DecoderEngine,
     prompts: Sequence[str],
     tokenizer: Any,
     generation: GenerationConfig,
@@ -214,11 +214,11 @@ def _check_with_transformers(folder: Path) -> None:
     print(f"transformers loads the saved actor; log-probabilities agree within {difference:.1e}")
 
 
-def _engine(folder: Path, head: HeadKind) -> NativeEngine:
-    return NativeEngine(load_model(folder, head=head), role=head)
+def _engine(folder: Path, head: HeadKind) -> DecoderEngine:
+    return DecoderEngine(load_model(folder, head=head), role=head)
 
 
-def _logprobs(engine: NativeEngine, batch: SequenceSample, temperature: float) -> torch.Tensor:
+def _logprobs(engine: DecoderEngine, batch: SequenceSample, temperature: float) -> torch.Tensor:
     return engine.forward(batch, lambda out, _: out.logprobs(temperature), micro_batching=BATCHES)
 
 

@@ -111,14 +111,14 @@ def evaluate(model: str, config: dict[str, Any], n_questions: int) -> list[Answe
     from realrl.config.schema import GenerationConfig
     from realrl.data.sample import SequenceSample
     from realrl.data.tokenizer import load_tokenizer
-    from realrl.engine.native import NativeEngine
+    from realrl.engine.decoder_engine import DecoderEngine
     from realrl.model.files.hf import load_model
     from realrl.rewards.verify_reasoning import reasoning_gym
     from realrl.sched.messages import KeySchema, Per
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
     tokenizer = load_tokenizer(model)
-    engine = NativeEngine(load_model(Path(model), head="lm"), role="actor")
+    engine = DecoderEngine(load_model(Path(model), head="lm"), role="actor")
     generation = GenerationConfig(**{**config["generation"], "n_responses": 1})
     found = []
     for task, rows in held_out(config["dataset"]["path"], n_questions).items():

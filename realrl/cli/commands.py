@@ -171,14 +171,14 @@ def doctor(arguments: Sequence[str]) -> int:
     loaded = _load(parser, options)
     plan = loaded.plan()
     from realrl.cli.doctor_view import print_report, write_report
-    from realrl.doctor import Patient, examine
+    from realrl.doctor import RunUnderCheck, examine
 
     def recompose(more: Sequence[str]) -> RunConfig:
         return _compose(loaded.experiment, options.arguments[0], [*loaded.overrides, *more])
 
     memory = None if options.device_memory is None else int(options.device_memory * 1e9)
-    patient = Patient(plan, recompose, device_memory_bytes=memory, loads_models=not options.no_models)
-    report = examine(patient)
+    run = RunUnderCheck(plan, recompose, device_memory_bytes=memory, loads_models=not options.no_models)
+    report = examine(run)
     print_report(report, plan)
     if options.json is not None:
         write_report(report, plan, options.json)

@@ -40,12 +40,12 @@ from realrl.doctor.memory import (
     role_states,
 )
 from realrl.doctor.model_checks import check_logprobs, check_models, check_rewards, check_weights
-from realrl.doctor.patient import Patient, Recompose
+from realrl.doctor.run_under_check import Recompose, RunUnderCheck
 from realrl.plan.memory.plan import MemoryPlan, RoleState, show_bytes
 
-__all__ = ["Alternative", "Finding", "Histogram", "Patient", "Recompose", "Report", "Status", "examine"]
+__all__ = ["Alternative", "Finding", "Histogram", "Recompose", "Report", "RunUnderCheck", "Status", "examine"]
 
-_BEFORE_MEMORY: tuple[Check[Patient], ...] = (
+_BEFORE_MEMORY: tuple[Check[RunUnderCheck], ...] = (
     Check("files", check_files),
     Check("packages", check_packages),
     Check("devices", check_devices),
@@ -90,42 +90,40 @@ class Report:
         return any(finding.status is Status.PROBLEM for finding in self.findings)
 
 
-def examine(patient: Patient) -> Report:
+def examine(run: RunUnderCheck) -> Report:
     """Run all checks and plan the memory; what is wrong becomes a finding and not an exception."""
-    findings = list(run_checks(_BEFORE_MEMORY, patient))
+    findings = list(run_checks(_BEFORE_MEMORY, run))
     broken = {finding.check for finding in findings if finding.status in (Status.PROBLEM, Status.SKIPPED)}
-    rows = longest_allowed(patient) if "dataset" in broken else row_lengths(patient.dataset)
-    memory, capacity, better = None, patient.device_memory_bytes or 0, tuple[Alternative, ...]()
-    if "models" not in broken and patient.models:
-        device = patient.planned_device
-        memory = memory_plan(patient.plan, patient.models, rows, device=device)
+    rows = longest_allowed(run) if "dataset" in broken else row_lengths(run.dataset)
+    memory, capacity, better = None, run.device_memory_bytes or 0, tuple[Alternative, ...]()
+    if "models" not in broken and run.models:
+        device = run.planned_device
+        memory = memory_plan(run.plan, run.models, rows, device=device)
         most = fullest(memory, device)
         # of a device that is not here, and of which nothing is said, nothing is known: what it needs is printed
-        capacity = patient.device_memory_bytes or (
-            0 if "devices" in broken else device_capacity(patient.config, device)
-        )
+        capacity = run.device_memory_bytes or (0 if "devices" in broken else device_capacity(run.config, device))
         if capacity and most.needs > MARGIN * capacity:
             better = tuple(
                 alternatives(
-                    patient.plan,
+                    run.plan,
                     rows,
                     needs=most.needs,
                     capacity=capacity,
-                    recompose=patient.recompose,
+                    recompose=run.recompose,
                     device=device,
                 )
             )
-        is_shared = device.type == "cpu" and patient.device_memory_bytes is None
+        is_shared = device.type == "cpu" and run.device_memory_bytes is None
         findings.append(_verdict(most, capacity, better, is_shared=is_shared))
     if not any(finding.status is Status.PROBLEM for finding in findings):
-        findings += run_checks((Check("start", check_start),), patient)
+        findings += run_checks((Check("start", check_start),), run)
     return Report(
         findings=tuple(findings),
         memory=memory,
-        roles=role_states(patient.plan, patient.models) if memory is not None else {},
+        roles=role_states(run.plan, run.models) if memory is not None else {},
         capacity_bytes=capacity,
         alternatives=better,
-        histograms=tuple(histograms(patient.dataset)) if "dataset" not in broken else (),
+        histograms=tuple(histograms(run.dataset)) if "dataset" not in broken else (),
     )
 
 

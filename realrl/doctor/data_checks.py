@@ -17,7 +17,7 @@ from realrl.data.kinds import DatasetKind
 from realrl.data.readers import READERS
 from realrl.data.tokenizer import encode_batch
 from realrl.doctor.findings import Finding, Status
-from realrl.doctor.patient import Patient
+from realrl.doctor.run_under_check import RunUnderCheck
 from realrl.experiment.evaluation import held_out_data
 from realrl.graph.mfc import InterfaceType
 from realrl.plan.memory.plan import RowLengths
@@ -36,11 +36,11 @@ class Histogram:
     bins: tuple[tuple[int, int, int], ...]
 
 
-def check_tokenizers(patient: Patient) -> list[Finding]:
+def check_tokenizers(run: RunUnderCheck) -> list[Finding]:
     """Each role's tokenizer loads, and texts survive it."""
     findings = []
-    for path, roles in _by_path(patient).items():
-        tokenizer = patient.tokenizer(path)
+    for path, roles in _by_path(run).items():
+        tokenizer = run.tokenizer(path)
         changed = [text for text in ROUND_TRIPS if not _survives(tokenizer, text)]
         who = ", ".join(roles)
         if changed:
@@ -58,10 +58,10 @@ def check_tokenizers(patient: Patient) -> list[Finding]:
     return findings
 
 
-def _by_path(patient: Patient) -> dict[str, list[str]]:
+def _by_path(run: RunUnderCheck) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for name in patient.plan.roles:
-        found.setdefault(patient.config.models[name].path, []).append(name)
+    for name in run.plan.roles:
+        found.setdefault(run.config.models[name].path, []).append(name)
     return found
 
 
@@ -80,13 +80,13 @@ def _survives(tokenizer: Any, text: str) -> bool:
 # ---------------------------------------------------------------- stop tokens and chat template
 
 
-def check_stop_tokens(patient: Patient) -> list[Finding]:
+def check_stop_tokens(run: RunUnderCheck) -> list[Finding]:
     """Of roles that generate: end-of-sequence tokens are in the vocabulary, and stop a response."""
     findings = []
-    for name in _generating_roles(patient):
-        path, model = patient.config.models[name].path, patient.models[name]
-        tokenizer = patient.tokenizer(path)
-        stops = tuple(dict.fromkeys((tokenizer.eos_token_id, *patient.config.generation.stop_ids)))
+    for name in _generating_roles(run):
+        path, model = run.config.models[name].path, run.models[name]
+        tokenizer = run.tokenizer(path)
+        stops = tuple(dict.fromkeys((tokenizer.eos_token_id, *run.config.generation.stop_ids)))
         shown = ", ".join(f"{i} ({tokenizer.convert_ids_to_tokens(i)})" for i in stops if i < len(tokenizer))
         outside = [i for i in stops if i >= model.vocab_size]
         if outside:
@@ -116,9 +116,9 @@ def check_stop_tokens(patient: Patient) -> list[Finding]:
     return findings
 
 
-def _generating_roles(patient: Patient) -> list[str]:
-    calls = [mfc for mfc in patient.plan.mfcs if mfc.interface_type is InterfaceType.GENERATE]
-    return list(dict.fromkeys(mfc.role for mfc in calls if mfc.role in patient.models))
+def _generating_roles(run: RunUnderCheck) -> list[str]:
+    calls = [mfc for mfc in run.plan.mfcs if mfc.interface_type is InterfaceType.GENERATE]
+    return list(dict.fromkeys(mfc.role for mfc in calls if mfc.role in run.models))
 
 
 def _model_ends(path: str, from_config: Sequence[int]) -> list[int]:
@@ -134,10 +134,10 @@ def _model_ends(path: str, from_config: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(ends))
 
 
-def check_chat_template(patient: Patient) -> list[Finding]:
+def check_chat_template(run: RunUnderCheck) -> list[Finding]:
     """A prompt's tokens begin the tokens of the whole conversation, so that training sees what generation continued."""
-    tokenizer = patient.reading_tokenizer
-    is_used = patient.config.dataset.chat_template or _has_messages(patient)
+    tokenizer = run.reading_tokenizer
+    is_used = run.config.dataset.chat_template or _has_messages(run)
     if tokenizer.chat_template is None:
         if is_used:
             return [
@@ -174,8 +174,8 @@ def check_chat_template(patient: Patient) -> list[Finding]:
             )
         ]  # fmt: skip
     end = whole[len(prompt) :]
-    stops = {tokenizer.eos_token_id, *patient.config.generation.stop_ids}
-    if is_used and _generating_roles(patient) and not stops.intersection(end):
+    stops = {tokenizer.eos_token_id, *run.config.generation.stop_ids}
+    if is_used and _generating_roles(run) and not stops.intersection(end):
         return [
             Finding(
                 "chat template",
@@ -193,9 +193,9 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], is_prompt: 
     return text
 
 
-def _has_messages(patient: Patient) -> bool:
+def _has_messages(run: RunUnderCheck) -> bool:
     """Whether the first row's prompt is a list of messages."""
-    path = Path(patient.config.dataset.path)
+    path = Path(run.config.dataset.path)
     reader = READERS.get(path.suffix.lower())
     if reader is None or not path.is_file():
         return False
@@ -206,13 +206,13 @@ def _has_messages(patient: Patient) -> bool:
 # ---------------------------------------------------------------- dataset
 
 
-def check_dataset(patient: Patient) -> list[Finding]:
+def check_dataset(run: RunUnderCheck) -> list[Finding]:
     """The dataset, and the validation data where there is any, is readable and long enough for a step."""
-    dataset = patient.dataset
-    findings = [_about("dataset", patient.config.dataset.path, dataset, patient.plan.samples_per_step)]
-    if patient.plan.evaluation is not None:
-        config = held_out_data(patient.config)
-        held_out = load_dataset(config, patient.kind, patient.reading_tokenizer, is_held_out=True)
+    dataset = run.dataset
+    findings = [_about("dataset", run.config.dataset.path, dataset, run.plan.samples_per_step)]
+    if run.plan.evaluation is not None:
+        config = held_out_data(run.config)
+        held_out = load_dataset(config, run.kind, run.reading_tokenizer, is_held_out=True)
         findings.append(_about("dataset", f"eval.path: {config.path}", held_out, 1))
     return findings
 
@@ -239,10 +239,10 @@ def row_lengths(dataset: Dataset) -> RowLengths:
     return RowLengths(dataset.prompt_lens, [sum(lens) for lens in dataset.seqlens], longest)
 
 
-def longest_allowed(patient: Patient) -> RowLengths:
+def longest_allowed(run: RunUnderCheck) -> RowLengths:
     """Token counts where the dataset cannot be read: what the configuration lets in."""
-    config = patient.config.dataset
-    n_sequences = 2 if patient.kind in (DatasetKind.PREFERENCE_PAIR, DatasetKind.UNPAIRED) else 1
+    config = run.config.dataset
+    n_sequences = 2 if run.kind in (DatasetKind.PREFERENCE_PAIR, DatasetKind.UNPAIRED) else 1
     sequence = config.max_prompt_tokens + config.max_answer_tokens
     return RowLengths([config.max_prompt_tokens], [n_sequences * sequence], [sequence])
 
@@ -271,16 +271,16 @@ def _bins(lengths: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
 # ---------------------------------------------------------------- lengths and vocabularies
 
 
-def check_lengths(patient: Patient) -> list[Finding]:
+def check_lengths(run: RunUnderCheck) -> list[Finding]:
     """Prompts, and what is generated after them, fit into the positions of every model that reads them."""
-    generating = set(_generating_roles(patient))
-    new = patient.config.generation.max_new_tokens if generating else 0
-    dataset = patient.dataset
+    generating = set(_generating_roles(run))
+    new = run.config.generation.max_new_tokens if generating else 0
+    dataset = run.dataset
     longest = max(dataset.prompt_lens) + new if new else max(map(max, dataset.seqlens))
-    too_short = {name: model for name, model in patient.models.items() if model.max_positions < longest}
+    too_short = {name: model for name, model in run.models.items() if model.max_positions < longest}
     what = f"prompts of up to {max(dataset.prompt_lens)} tokens and {new} new ones" if new else "prompts with answers"
     if not too_short:
-        fewest = min((model.max_positions for model in patient.models.values()), default=0)
+        fewest = min((model.max_positions for model in run.models.values()), default=0)
         message = f"{what} make up to {longest} tokens; the models have {fewest} positions or more"
         return [Finding("lengths", Status.OK, message)]
     findings = []
@@ -300,11 +300,11 @@ def check_lengths(patient: Patient) -> list[Finding]:
     return findings
 
 
-def check_vocabulary(patient: Patient) -> list[Finding]:
+def check_vocabulary(run: RunUnderCheck) -> list[Finding]:
     """All models know the tokens that they may be given."""
-    tokenizer = patient.reading_tokenizer
-    check_vocabularies(patient.plan, patient.dataset, n_tokens=len(tokenizer))
-    sizes = {name: model.vocab_size for name, model in patient.models.items()}
+    tokenizer = run.reading_tokenizer
+    check_vocabularies(run.plan, run.dataset, n_tokens=len(tokenizer))
+    sizes = {name: model.vocab_size for name, model in run.models.items()}
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "no model"
     if len(set(sizes.values())) > 1:
         return [
@@ -318,9 +318,9 @@ def check_vocabulary(patient: Patient) -> list[Finding]:
     return [Finding("vocabularies", Status.OK, f"{shown}; the tokenizer has {len(tokenizer)}")]
 
 
-def some_prompts(patient: Patient, n: int) -> list[torch.Tensor]:
+def some_prompts(run: RunUnderCheck, n: int) -> list[torch.Tensor]:
     """Token ids of up to n prompts, spread over the dataset."""
-    dataset = patient.dataset
+    dataset = run.dataset
     n = min(n, len(dataset))
     rows = [i * len(dataset) // n for i in range(n)]
     ids = [str(row) for row in rows]

@@ -15,7 +15,7 @@ from realrl.cpu import describe
 from realrl.data.assets.store import cache_dir
 from realrl.doctor.findings import Finding, Status
 from realrl.doctor.memory import role_states
-from realrl.doctor.patient import Patient
+from realrl.doctor.run_under_check import RunUnderCheck
 from realrl.engine import device as devices
 from realrl.errors import ConfigError
 from realrl.experiment.rewards import reward_parts
@@ -34,47 +34,47 @@ EXTRAS = {
 """Module -> the extra that brings it."""
 
 
-def check_files(patient: Patient) -> list[Finding]:
+def check_files(run: RunUnderCheck) -> list[Finding]:
     """Models, datasets and the run folder that the configuration names are there."""
-    check_paths(patient.config, cache_dir=cache_dir().absolute())
-    return [Finding("files", Status.OK, f"models, data and {_run_folder(patient)}/")]
+    check_paths(run.config, cache_dir=cache_dir().absolute())
+    return [Finding("files", Status.OK, f"models, data and {_run_folder(run)}/")]
 
 
-def check_devices(patient: Patient) -> list[Finding]:
+def check_devices(run: RunUnderCheck) -> list[Finding]:
     """This machine has a device for each worker of a node."""
-    cluster = patient.config.cluster
+    cluster = run.config.cluster
     try:
         for local_rank in reversed(range(cluster.n_devices_per_node)):  # the first stays chosen
             devices.resolve_device(cluster.device, local_rank)
     except ConfigError as error:
-        if patient.device_memory_bytes is None:
+        if run.device_memory_bytes is None:
             raise
         return [Finding("devices", Status.WARNING, f"planned for other machines than this one: {error.message}")]
-    message = f"{patient.plan.n_workers} of type {patient.device.type}"
+    message = f"{run.plan.n_workers} of type {run.device.type}"
     if cluster.n_nodes > 1:
         return [
             Finding(
                 "devices",
-                Status.PROBLEM if patient.device_memory_bytes is None else Status.WARNING,
+                Status.PROBLEM if run.device_memory_bytes is None else Status.WARNING,
                 f"{message} on {cluster.n_nodes} nodes, but this version starts workers on one machine only",
                 "Use cluster.n_nodes=1; plans for more nodes can be made and drawn.",
             )
         ]
-    if patient.device.type == "cpu":
+    if run.device.type == "cpu":
         message += f"; generation with {describe()}"
     return [Finding("devices", Status.OK, message)]
 
 
-def check_disk(patient: Patient) -> list[Finding]:
+def check_disk(run: RunUnderCheck) -> list[Finding]:
     """The file system of the run folder has room for the checkpoints that stay, and for the one being written."""
-    folder = _run_folder(patient).absolute()
+    folder = _run_folder(run).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
-    states = role_states(patient.plan, patient.models)
+    states = role_states(run.plan, run.models)
     one = sum(checkpoint_bytes(state) for state in states.values() if state.is_changed)
     if not one:
         return [Finding("disk", Status.OK, f"{show_bytes(free)} free in {existing}; nothing is trained")]
-    save = patient.config.save
+    save = run.config.save
     is_regular = save.every_steps or save.every_epochs or save.every_s
     most = save.keep + 1 + bool(save.keep_best) if is_regular else 1
     message = (
@@ -85,9 +85,9 @@ def check_disk(patient: Patient) -> list[Finding]:
     return [Finding("disk", Status.OK, message)]
 
 
-def check_port(patient: Patient) -> list[Finding]:
+def check_port(run: RunUnderCheck) -> list[Finding]:
     """The port that the master is to listen on is free."""
-    port = patient.config.cluster.master_port
+    port = run.config.cluster.master_port
     if port == 0:
         return [Finding("port", Status.OK, "the master takes a free one")]
     with socket.socket() as listener:
@@ -100,9 +100,9 @@ def check_port(patient: Patient) -> list[Finding]:
     return [Finding("port", Status.OK, f"{port} is free")]
 
 
-def check_packages(patient: Patient) -> list[Finding]:
+def check_packages(run: RunUnderCheck) -> list[Finding]:
     """The optional packages that this run needs are installed."""
-    needed = _needed_modules(patient)
+    needed = _needed_modules(run)
     installed = [module for module in EXTRAS if _is_installed(module)]
     missing = [module for module in needed if module not in installed]
     if missing:
@@ -118,10 +118,10 @@ def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(package) is not None and importlib.util.find_spec(module) is not None
 
 
-def _needed_modules(patient: Patient) -> list[str]:
-    config = patient.config
+def _needed_modules(run: RunUnderCheck) -> list[str]:
+    config = run.config
     needed: list[str] = list(config.track)
-    trained = [name for name, role in patient.plan.roles.items() if role.trainable]
+    trained = [name for name, role in run.plan.roles.items() if role.trainable]
     needed += [BACKENDS[config.models[name].backend].package for name in trained]
     for path in (config.dataset.path, config.eval.path):
         needed += ["pyarrow"] if path.endswith(".parquet") else []
@@ -131,12 +131,12 @@ def _needed_modules(patient: Patient) -> list[str]:
     return [module for module in dict.fromkeys(needed) if module in EXTRAS]
 
 
-def check_start(patient: Patient) -> list[Finding]:
+def check_start(run: RunUnderCheck) -> list[Finding]:
     """What `realrl run` checks before it starts workers: among it the checkpoint to resume from."""
-    config = patient.config
+    config = run.config
     if not config.run_dir:
-        config = config.model_copy(update={"run_dir": str(_run_folder(patient))})
-    resume = check_inputs(replace(patient.plan, config=config))
+        config = config.model_copy(update={"run_dir": str(_run_folder(run))})
+    resume = check_inputs(replace(run.plan, config=config))
     if resume.notes:
         message = f"realrl run would start this, but not where it ended: {'; '.join(resume.notes)}"
         return [Finding("start", Status.WARNING, message)]
@@ -144,5 +144,5 @@ def check_start(patient: Patient) -> list[Finding]:
     return [Finding("start", Status.OK, f"realrl run would start this{where}")]
 
 
-def _run_folder(patient: Patient) -> Path:
-    return Path(patient.config.run_dir or f"runs/{patient.plan.experiment.name}")
+def _run_folder(run: RunUnderCheck) -> Path:
+    return Path(run.config.run_dir or f"runs/{run.plan.experiment.name}")

@@ -12,7 +12,7 @@ import torch
 from realrl.config.schema import RunConfig
 from realrl.cpu import HEAD_MULTIPLE, can_use
 from realrl.cpu.fused_linear import packing_pays
-from realrl.doctor.patient import Recompose
+from realrl.doctor.run_under_check import Recompose
 from realrl.engine.device import total_memory_bytes
 from realrl.errors import UsageError
 from realrl.experiment.evaluation import eval_generation

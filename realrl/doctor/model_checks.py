@@ -16,9 +16,9 @@ from realrl.data.sample import SequenceSample
 from realrl.doctor.data_checks import some_prompts
 from realrl.doctor.findings import Finding, Status
 from realrl.doctor.memory import free_memory
-from realrl.doctor.patient import Patient
+from realrl.doctor.run_under_check import RunUnderCheck
 from realrl.engine import device as devices
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.weightless import WeightlessEngine
 from realrl.errors import ConfigError
 from realrl.experiment.run_plan import check_models_fit
@@ -44,41 +44,41 @@ _REWARDS = KeySchema("float32", Per.SEQUENCE)
 _METADATA = KeySchema("uint8", Per.TOKEN)
 
 
-def check_models(patient: Patient) -> list[Finding]:
+def check_models(run: RunUnderCheck) -> list[Finding]:
     """Every role's model can be built, and cut as the strategies say."""
-    check_models_fit(patient.plan)
-    shown = ", ".join(f"{name} {_count(patient, name) / 1e6:.1f}M" for name in patient.models) or "none"
+    check_models_fit(run.plan)
+    shown = ", ".join(f"{name} {_count(run, name) / 1e6:.1f}M" for name in run.models) or "none"
     return [Finding("models", Status.OK, f"parameters: {shown}; they fit the strategies")]
 
 
-def check_weights(patient: Patient) -> list[Finding]:
+def check_weights(run: RunUnderCheck) -> list[Finding]:
     """The files of every model are whole, as far as their headers tell."""
     folders = []
-    for name in patient.models:
-        role, path = patient.plan.roles[name], patient.config.models[name].path
+    for name in run.models:
+        role, path = run.plan.roles[name], run.config.models[name].path
         if path != BUILT_IN:
-            check_model(path, head=patient.models[name].head, makes_head=role.trainable)
+            check_model(path, head=run.models[name].head, makes_head=role.trainable)
             folders.append(path)
     shown = ", ".join(dict.fromkeys(folders))
     return [Finding("weights", Status.OK, f"whole: {shown}" if shown else "made on the spot")]
 
 
-def _count(patient: Patient, name: str) -> int:
-    return sum(spec.n_elements for spec in parameter_specs(patient.models[name]))
+def _count(run: RunUnderCheck, name: str) -> int:
+    return sum(spec.n_elements for spec in parameter_specs(run.models[name]))
 
 
 # ---------------------------------------------------------------- rewards
 
 
-def check_rewards(patient: Patient) -> list[Finding]:
+def check_rewards(run: RunUnderCheck) -> list[Finding]:
     """Functions score placeholder responses to the first rows, in the processes that a run would use."""
     findings = []
-    for mfc in patient.plan.mfcs:
-        if mfc.role in patient.models or mfc.interface_type is not InterfaceType.INFERENCE:
+    for mfc in run.plan.mfcs:
+        if mfc.role in run.models or mfc.interface_type is not InterfaceType.INFERENCE:
             continue
         interface = resolve_interface(mfc.interface)
         if isinstance(interface, WeightedRewards):
-            findings.append(_score(patient, mfc, interface))
+            findings.append(_score(run, mfc, interface))
         else:
             message = f"{mfc.name}: {mfc.interface.name} is no reward function, and was not called"
             findings.append(Finding("rewards", Status.SKIPPED, message))
@@ -87,18 +87,18 @@ def check_rewards(patient: Patient) -> list[Finding]:
     return findings
 
 
-def _score(patient: Patient, mfc: MFCDef, interface: WeightedRewards) -> Finding:
-    batch = _placeholders(patient, mfc)
+def _score(run: RunUnderCheck, mfc: MFCDef, interface: WeightedRewards) -> Finding:
+    batch = _placeholders(run, mfc)
     engine = WeightlessEngine(mfc.role, torch.device("cpu"))
-    model = Model(ModelName(mfc.role), engine, patient.tokenizer(patient.config.models[mfc.role].path))
+    model = Model(ModelName(mfc.role), engine, run.tokenizer(run.config.models[mfc.role].path))
     context = CallContext(
         call=mfc.name,
         step=1,
-        seed=patient.config.seed,
+        seed=run.config.seed,
         micro_batching=MicroBatching(),
         minibatches=(batch.ids,),
-        generation=patient.config.generation,
-        algorithm=patient.config.algorithm,
+        generation=run.config.generation,
+        algorithm=run.config.algorithm,
     )
     start_s = time.monotonic()
     try:
@@ -121,19 +121,19 @@ def _score(patient: Patient, mfc: MFCDef, interface: WeightedRewards) -> Finding
     return Finding("rewards", Status.OK, message)
 
 
-def _placeholders(patient: Patient, mfc: MFCDef) -> SequenceSample:
+def _placeholders(run: RunUnderCheck, mfc: MFCDef) -> SequenceSample:
     """The call's inputs under the names that its interface sees."""
-    n_rows = min(N_ROWS, len(patient.dataset))
+    n_rows = min(N_ROWS, len(run.dataset))
     ids = tuple(f"row {row}" for row in range(n_rows))
-    prompts = [prompt.tolist() for prompt in some_prompts(patient, n_rows)]
-    tokenizer = patient.reading_tokenizer
+    prompts = [prompt.tolist() for prompt in some_prompts(run, n_rows)]
+    tokenizer = run.reading_tokenizer
     text = tokenizer(PLACEHOLDER, add_special_tokens=False)["input_ids"]
-    response = text[: patient.config.generation.max_new_tokens - 1] + [tokenizer.eos_token_id]
+    response = text[: run.config.generation.max_new_tokens - 1] + [tokenizer.eos_token_id]
     made = _sequences(ids, prompts, [response] * n_rows)
     wanted = [mfc.input_key_remap.get(key, key) for key in mfc.input_keys]
     if "metadata" in wanted:
-        rows = [row * len(patient.dataset) // n_rows for row in range(n_rows)]
-        made = made.update(patient.dataset.samples(ids, rows).select(ids, ("metadata",)))
+        rows = [row * len(run.dataset) // n_rows for row in range(n_rows)]
+        made = made.update(run.dataset.samples(ids, rows).select(ids, ("metadata",)))
     if "model_rewards" in wanted:
         made = made.update(made.derive("input_ids", {"model_rewards": (_REWARDS, torch.zeros(n_rows))}))
     return made.select(ids, tuple(wanted))
@@ -152,44 +152,44 @@ def _sequences(
 # ---------------------------------------------------------------- generation against training
 
 
-def check_logprobs(patient: Patient) -> list[Finding]:
+def check_logprobs(run: RunUnderCheck) -> list[Finding]:
     """Generated tokens have the log-probabilities that the pass of training gives them, up to rounding.
 
     Training divides by what generation says: where the two disagree, ratios are wrong from the first step.
     """
-    generates = [mfc for mfc in patient.plan.mfcs if mfc.interface_type is InterfaceType.GENERATE]
-    roles = list(dict.fromkeys(mfc.role for mfc in generates if mfc.role in patient.models))
+    generates = [mfc for mfc in run.plan.mfcs if mfc.interface_type is InterfaceType.GENERATE]
+    roles = list(dict.fromkeys(mfc.role for mfc in generates if mfc.role in run.models))
     if not roles:
         return [Finding("log-probabilities", Status.OK, "nothing is generated")]
-    if not patient.loads_models:
+    if not run.loads_models:
         return [Finding("log-probabilities", Status.SKIPPED, "no model is to be loaded")]
     try:
-        _ = patient.device
+        _ = run.device
     except ConfigError as error:
         return [Finding("log-probabilities", Status.SKIPPED, error.message)]
-    return [_agreement(patient, name) for name in roles]
+    return [_agreement(run, name) for name in roles]
 
 
-def _agreement(patient: Patient, name: str) -> Finding:
-    check, model = "log-probabilities", patient.models[name]
+def _agreement(run: RunUnderCheck, name: str) -> Finding:
+    check, model = "log-probabilities", run.models[name]
     needed = int(_WORKING_SPACE * sum(spec.num_bytes for spec in parameter_specs(replace(model, lora=None))))
-    free = free_memory(patient.device)
+    free = free_memory(run.device)
     if needed > free:
         return Finding(
             check,
             Status.SKIPPED,
             f"{name}: the whole model on one device takes about {show_bytes(needed)}, {show_bytes(free)} are free",
         )
-    engine = NativeEngine(_load(patient, name), role=name)
-    prompts = some_prompts(patient, N_PROMPTS)
+    engine = DecoderEngine(_load(run, name), role=name)
+    prompts = some_prompts(run, N_PROMPTS)
     ids = tuple(f"prompt {i}" for i in range(len(prompts)))
-    largest, mean, n_tokens = compare(patient, engine, ids, prompts)
+    largest, mean, n_tokens = compare(run, engine, ids, prompts)
     del engine
-    devices.release_cached_memory(patient.device)
-    tolerance = TOLERANCES[patient.dtype]
+    devices.release_cached_memory(run.device)
+    tolerance = TOLERANCES[run.dtype]
     message = (
         f"{name}: over {n_tokens} generated tokens, generation and training differ by at most {largest:.2g} nats, "
-        f"{mean:.2g} on average; up to {tolerance:g} is rounding in {patient.config.precision}"
+        f"{mean:.2g} on average; up to {tolerance:g} is rounding in {run.config.precision}"
     )
     if largest <= tolerance:  # False for NaN as well
         return Finding(check, Status.OK, message)
@@ -200,10 +200,10 @@ def _agreement(patient: Patient, name: str) -> Finding:
 
 
 def compare(
-    patient: Patient, engine: NativeEngine, ids: Sequence[str], prompts: Sequence[torch.Tensor]
+    run: RunUnderCheck, engine: DecoderEngine, ids: Sequence[str], prompts: Sequence[torch.Tensor]
 ) -> tuple[float, float, int]:
     """Largest and mean absolute difference in nats, and the number of tokens that were compared."""
-    config = patient.config
+    config = run.config
     generation = config.generation.model_copy(
         update={
             "n_responses": 1,
@@ -211,7 +211,7 @@ def compare(
             "min_new_tokens": 0,
         }
     )
-    tokenizer = patient.reading_tokenizer
+    tokenizer = run.reading_tokenizer
     batch = SequenceSample.from_lists(tuple(ids), {"prompt_ids": (_TOKENS, [[prompt] for prompt in prompts])})
     made = engine.generate(batch, generation, seed=config.seed, step=1, eos_id=tokenizer.eos_token_id)
     whole = _sequences(ids, [p.tolist() for p in prompts], [r.tolist() for r in made.responses]).to(engine.device)
@@ -224,9 +224,9 @@ def compare(
     return float(difference.max()), float(difference.mean()), len(ours)
 
 
-def _load(patient: Patient, name: str) -> Decoder:
+def _load(run: RunUnderCheck, name: str) -> Decoder:
     """The role's whole model on one device, in the precision of computation, without adapters."""
-    path, config = patient.config.models[name].path, replace(patient.models[name], lora=None)
+    path, config = run.config.models[name].path, replace(run.models[name], lora=None)
     if path == BUILT_IN:
-        return random_model(config, patient.config.seed, device=patient.device)
-    return load_model(path, head=config.head, dtype=patient.dtype, device=patient.device, seed=patient.config.seed)
+        return random_model(config, run.config.seed, device=run.device)
+    return load_model(path, head=config.head, dtype=run.dtype, device=run.device, seed=run.config.seed)

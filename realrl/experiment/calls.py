@@ -128,7 +128,7 @@ def greedy_call(config: RunConfig) -> MFCDef:
     return replace(
         call,
         name="actor_gen_greedy",
-        interface_impl=InterfaceRef("policy", {"greedy": True}),
+        interface_impl=InterfaceRef("ppo_actor", {"greedy": True}),
         **_outputs((*TOKENS, "truncated"), "greedy_"),
     )
 
@@ -156,8 +156,8 @@ def reference_call(config: RunConfig, policy: str = "actor", *, prefix: str = ""
     """
     name, output = f"{prefix}ref_inf", f"{prefix}ref_logprobs"
     if not has_adapter(config, policy):
-        return _logprobs_call(config, name, "ref", InterfaceRef("policy"), output, prefix)
-    call = _logprobs_call(config, name, policy, InterfaceRef("policy", {"adapter": False}), output, prefix)
+        return _logprobs_call(config, name, "ref", InterfaceRef("ppo_actor"), output, prefix)
+    call = _logprobs_call(config, name, policy, InterfaceRef("ppo_actor", {"adapter": False}), output, prefix)
     return replace(call, max_staleness=config.max_staleness)
 
 
@@ -175,7 +175,7 @@ def teacher_call(config: RunConfig) -> MFCDef:
             remedy="Choose algorithm.advantage=reverse_kl or algorithm.policy_loss=teacher_kl.",
         )
     top_k = {"top_k": config.algorithm.teacher_top_k} if "teacher_top_tokens" in keys else {}
-    call = _logprobs_call(config, "teacher_inf", "teacher", InterfaceRef("policy", top_k), "teacher_logprobs", "")
+    call = _logprobs_call(config, "teacher_inf", "teacher", InterfaceRef("ppo_actor", top_k), "teacher_logprobs", "")
     remap = {key.removeprefix("teacher_"): key for key in keys}
     return replace(call, output_keys=tuple(keys), output_key_remap=remap)
 
@@ -309,7 +309,7 @@ def critic_train_call(
 
 
 def _policy(prefix: str) -> InterfaceRef:
-    return InterfaceRef("policy", {"prefix": prefix} if prefix else {})
+    return InterfaceRef("ppo_actor", {"prefix": prefix} if prefix else {})
 
 
 def _rewards(options: PolicyOptions, prefix: str) -> str:

@@ -11,17 +11,17 @@ from realrl.experiment.loading import load_object
 
 BUILT_IN = {
     "sft": "realrl.algo.supervised.sft:SFT",
-    "rw": "realrl.algo.supervised.rw:RewardModel",
     "dpo": "realrl.algo.supervised.dpo:DPO",
     "kto": "realrl.algo.supervised.kto:KTO",
     "reward_model": "realrl.algo.supervised.rw:RewardModel",
-    "policy": "realrl.algo.policy.actor:PolicyActor",
     "filter": "realrl.algo.policy.filters:Filter",
-    "ppo_actor": "realrl.algo.policy.critic:PPOActor",
+    "ppo_actor": "realrl.algo.policy.actor:PolicyActor",
     "ppo_critic": "realrl.algo.policy.critic:PPOCritic",
     "function_reward": "realrl.rewards.interface:FunctionReward",
     "weighted_rewards": "realrl.rewards.interface:WeightedRewards",
 }
+
+RENAMED = {"policy": "ppo_actor", "rw": "reward_model"}
 
 _registered: dict[str, type] = {}
 
@@ -70,6 +70,8 @@ def check_interface_name(name: str) -> None:
     Raises:
         ConfigError: neither registered nor of the form ``"package.module:Class"``.
     """
+    if name in RENAMED and name not in _registered:
+        raise ConfigError(f"the interface {name!r} is called {RENAMED[name]!r} now", remedy="Write its new name.")
     if ":" not in name and name not in interface_names():
         hint = did_you_mean(name, interface_names()) or f" Known: {', '.join(interface_names())}."
         raise ConfigError(

@@ -49,7 +49,7 @@ class SampleMeta(msgspec.Struct, frozen=True):
     seqlens: Mapping[str, tuple[tuple[int, ...], ...]]
 
 
-class Transfer(msgspec.Struct, frozen=True):
+class RowTransfer(msgspec.Struct, frozen=True):
     """Rows of one key that `target` lacks and fetches from `source` (global ranks) before its call starts."""
 
     source: int
@@ -110,7 +110,7 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
     call: str
     step: int
     minibatches: tuple[tuple[str, ...], ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[RowTransfer, ...]
     n_steps: int = 0
     keeps: tuple[str, ...] = ()
 
@@ -130,8 +130,8 @@ class MoveRows(msgspec.Struct, frozen=True, tag=True):
     dispatch_id: int
     call: str
     step: int
-    sends: tuple[Transfer, ...]
-    receives: tuple[Transfer, ...]
+    sends: tuple[RowTransfer, ...]
+    receives: tuple[RowTransfer, ...]
 
 
 class RunHooks(msgspec.Struct, frozen=True, tag=True):

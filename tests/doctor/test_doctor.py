@@ -17,10 +17,10 @@ import torch
 from realrl import cpu as kernels
 from realrl.config.compose import compose
 from realrl.data.tokenizer import load_tokenizer
-from realrl.doctor import Finding, Patient, Status, data_checks, examine, machine_checks, model_checks
+from realrl.doctor import Finding, RunUnderCheck, Status, data_checks, examine, machine_checks, model_checks
 from realrl.doctor import memory as doctor_memory
 from realrl.doctor.findings import Check, run_checks
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.errors import AssetError
 from realrl.experiment.discovery import config_dir, load_experiment
 from realrl.experiment.run_plan import plan_run
@@ -67,7 +67,7 @@ def _model_folder() -> Path:
     return make_model_folder(Path(tempfile.mkdtemp()) / "model")
 
 
-def patient(name: str = "ppo", *overrides: str, **settings: Any) -> Patient:
+def prepared(name: str = "ppo", *overrides: str, **settings: Any) -> RunUnderCheck:
     experiment = load_experiment(name)
 
     def recompose(more: Sequence[str]):
@@ -79,7 +79,7 @@ def patient(name: str = "ppo", *overrides: str, **settings: Any) -> Patient:
             cache_dir=Path.cwd() / "cache",
         )
 
-    return Patient(plan_run(recompose([]), experiment), recompose, **settings)
+    return RunUnderCheck(plan_run(recompose([]), experiment), recompose, **settings)
 
 
 def model_keys(folder: Path) -> list[str]:
@@ -109,7 +109,7 @@ def test_an_error_is_a_problem_and_what_needs_it_is_not_run() -> None:
 
 
 def test_a_healthy_run() -> None:
-    report = examine(patient("ppo", "launcher=inline"))
+    report = examine(prepared("ppo", "launcher=inline"))
     assert {f.check for f in report.findings} >= {"memory", "rewards", "log-probabilities", "disk", "start"}
     assert {f.status for f in report.findings} == {Status.OK}, report.findings
     assert report.memory is not None
@@ -119,7 +119,7 @@ def test_a_healthy_run() -> None:
 
 
 def test_missing_models_are_named_once(tmp_path: Path) -> None:
-    report = examine(patient("ppo", f"models.actor.path={tmp_path}/nothing"))
+    report = examine(prepared("ppo", f"models.actor.path={tmp_path}/nothing"))
     problems = [f for f in report.findings if f.status is Status.PROBLEM]
     assert "there is no such folder" in only(problems).message
     assert report.has_problem
@@ -131,14 +131,14 @@ def test_missing_models_are_named_once(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_comes_with_what_would() -> None:
-    report = examine(patient("dpo", device_memory_bytes=60_000_000))
+    report = examine(prepared("dpo", device_memory_bytes=60_000_000))
     verdict = next(f for f in report.findings if f.check == "memory")
     assert verdict.status is Status.PROBLEM
     best = report.alternatives[0]
     assert best.fits
     assert best.peak_bytes <= 0.9 * 60_000_000
     assert " ".join(best.overrides) in verdict.remedy
-    tried = patient("dpo", *best.overrides)
+    tried = prepared("dpo", *best.overrides)
     rows = data_checks.row_lengths(tried.dataset)
     again = doctor_memory.memory_plan(tried.plan, tried.models, rows, device=tried.device)
     assert doctor_memory.fullest(again, tried.device).needs == best.peak_bytes
@@ -146,7 +146,7 @@ def test_what_does_not_fit_comes_with_what_would() -> None:
 
 def test_nothing_helps_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_memory, "_candidates", lambda plan: [("n_mbs=4",), ("n_mbs=0",)])  # the last is refused
-    report = examine(patient("dpo", device_memory_bytes=1_000_000))
+    report = examine(prepared("dpo", device_memory_bytes=1_000_000))
     verdict = next(f for f in report.findings if f.check == "memory")
     assert "No single setting is enough" in verdict.remedy
     assert [(one.overrides, one.fits) for one in report.alternatives] == [(("n_mbs=4",), False)]
@@ -154,7 +154,7 @@ def test_nothing_helps_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_little_room_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_memory, "_candidates", lambda plan: [])
-    tight = patient("dpo")
+    tight = prepared("dpo")
     needs = doctor_memory.fullest(_memory(tight), tight.device).needs
     report = examine(replace(tight, device_memory_bytes=int(needs * 1.05)))
     verdict = next(f for f in report.findings if f.check == "memory")
@@ -162,23 +162,23 @@ def test_little_room_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "allocators and kernels" in verdict.message
 
 
-def _memory(subject: Patient):
+def _memory(subject: RunUnderCheck):
     rows = data_checks.row_lengths(subject.dataset)
     return doctor_memory.memory_plan(subject.plan, subject.models, rows, device=subject.planned_device)
 
 
 def test_generated_tokens_count_for_whoever_reads_them() -> None:
-    loads = _memory(patient("remax")).loads
-    longest = max(patient().dataset.prompt_lens)
+    loads = _memory(prepared("remax")).loads
+    longest = max(prepared().dataset.prompt_lens)
     assert loads["greedy_rew_inf"].n_tokens == loads["rew_inf"].n_tokens == 64 * (longest + 16)
-    loads = _memory(patient("grpo", "n_seqs=4")).loads
+    loads = _memory(prepared("grpo", "n_seqs=4")).loads
     assert loads["actor_train"].n_tokens == 4 * 8 * (longest + 16)
-    loads = _memory(patient("sft", "n_seqs=1")).loads
-    assert loads["actor_train"].n_tokens == max(map(max, patient("sft").dataset.seqlens))
+    loads = _memory(prepared("sft", "n_seqs=1")).loads
+    assert loads["actor_train"].n_tokens == max(map(max, prepared("sft").dataset.seqlens))
 
 
 def test_evaluation_is_planned_too() -> None:
-    plan = _memory(patient("ppo", "eval.every_steps=1", "eval.n_responses=2", "eval.temperature=1"))
+    plan = _memory(prepared("ppo", "eval.every_steps=1", "eval.n_responses=2", "eval.temperature=1"))
     assert plan.loads["eval_actor_gen"].n_tokens > plan.loads["actor_gen"].n_tokens
 
 
@@ -187,7 +187,7 @@ def test_memory_of_a_container_is_limited(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(doctor_memory, "_CGROUP_LIMITS", (str(tmp_path / "limit"), str(tmp_path / "none")))
     assert doctor_memory.machine_memory() == 1_000_000
     assert doctor_memory.free_memory(torch.device("cpu")) == 1_000_000
-    two = patient("ppo", "cluster.n_devices_per_node=2")
+    two = prepared("ppo", "cluster.n_devices_per_node=2")
     assert doctor_memory.device_capacity(two.config, torch.device("cpu")) == 500_000
     (tmp_path / "limit").write_text("max\n")
     assert doctor_memory.machine_memory() > 1_000_000
@@ -202,27 +202,27 @@ def test_memory_of_a_container_is_limited(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_tokenizer_that_changes_text(folder: Path) -> None:
     edit_json(folder / "tokenizer.json", normalizer={"type": "Lowercase"})
-    finding = only(data_checks.check_tokenizers(patient("ppo", *model_keys(folder))))
+    finding = only(data_checks.check_tokenizers(prepared("ppo", *model_keys(folder))))
     assert finding.status is Status.WARNING
     assert "comes back as 'the quick" in finding.message
 
 
 def test_stop_tokens_of_the_model_that_do_not_stop(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 258]}))
-    finding = only(data_checks.check_stop_tokens(patient("ppo", *model_keys(folder))))
+    finding = only(data_checks.check_stop_tokens(prepared("ppo", *model_keys(folder))))
     assert finding.status is Status.WARNING
     assert "258 (<|user|>) too" in finding.message
     assert finding.remedy == "Set generation.stop_ids=[258]."
-    finding = only(data_checks.check_stop_tokens(patient("ppo", *model_keys(folder), "generation.stop_ids=[258]")))
+    finding = only(data_checks.check_stop_tokens(prepared("ppo", *model_keys(folder), "generation.stop_ids=[258]")))
     assert finding.status is Status.OK
-    finding = only(data_checks.check_stop_tokens(patient("ppo", "generation.stop_ids=[300]")))
+    finding = only(data_checks.check_stop_tokens(prepared("ppo", "generation.stop_ids=[300]")))
     assert finding.status is Status.PROBLEM
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "null", '{"eos_token_id": "x"}', '{"eos_token_id": [null, 1.5]}'])
 def test_a_file_that_only_the_doctor_reads_does_not_stop_it(folder: Path, text: str) -> None:
     (folder / "generation_config.json").write_text(text)
-    assert only(data_checks.check_stop_tokens(patient("ppo", *model_keys(folder)))).status is Status.OK
+    assert only(data_checks.check_stop_tokens(prepared("ppo", *model_keys(folder)))).status is Status.OK
 
 
 def test_a_check_that_breaks_does_not_hide_the_others() -> None:
@@ -260,38 +260,38 @@ def test_chat_templates(folder: Path, template: str | None, status: Status, mess
     for file in ("chat_template.jinja", "tokenizer_config.json"):
         (folder / file).unlink(missing_ok=True)
     tokenizer.save_pretrained(folder)
-    finding = only(data_checks.check_chat_template(patient("ppo", *model_keys(folder), "dataset.chat_template=true")))
+    finding = only(data_checks.check_chat_template(prepared("ppo", *model_keys(folder), "dataset.chat_template=true")))
     assert finding.status is status, finding
     assert message in finding.message
-    unused = only(data_checks.check_chat_template(patient("ppo", *model_keys(folder))))
+    unused = only(data_checks.check_chat_template(prepared("ppo", *model_keys(folder))))
     assert unused.status is Status.OK
 
 
 def test_messages_use_the_template(tmp_path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "hello"}]}]
     path = write_rows(tmp_path / "chat.jsonl", rows)
-    finding = only(data_checks.check_chat_template(patient("ppo", f"dataset.path={path}")))
+    finding = only(data_checks.check_chat_template(prepared("ppo", f"dataset.path={path}")))
     assert "not used" not in finding.message
 
 
 def test_datasets_that_are_too_small_or_mostly_dropped(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a" * n} for n in (3, 4, 99, 99, 99)])
-    few = patient("ppo", f"dataset.path={path}", "n_seqs=4")
+    few = prepared("ppo", f"dataset.path={path}", "n_seqs=4")
     finding = only(data_checks.check_dataset(few))
     assert (finding.status, "a step needs 4 rows" in finding.message) == (Status.PROBLEM, True)
     finding = only(
-        data_checks.check_dataset(patient("ppo", f"dataset.path={path}", "n_seqs=2", "algorithm.n_minibatches=1"))
+        data_checks.check_dataset(prepared("ppo", f"dataset.path={path}", "n_seqs=2", "algorithm.n_minibatches=1"))
     )
     assert finding.status is Status.WARNING
     assert "2 rows, 3 dropped; prompts of 3 to 4 tokens" in finding.message
     assert data_checks.longest_allowed(few).prompts == [32]
-    held_out = patient("ppo", "eval.every_steps=1")
+    held_out = prepared("ppo", "eval.every_steps=1")
     starts = [finding.message.partition(":")[0] for finding in data_checks.check_dataset(held_out)]
     assert starts == ["tiny", "eval.path"]
 
 
 def test_histograms() -> None:
-    [prompts, answers] = data_checks.histograms(patient("rw").dataset)
+    [prompts, answers] = data_checks.histograms(prepared("rw").dataset)
     assert (prompts.what, answers.what) == ("prompt tokens", "answer tokens")
     assert sum(n for *_, n in answers.bins) == 2 * 512
     assert all(low <= high for low, high, _ in answers.bins)
@@ -299,7 +299,7 @@ def test_histograms() -> None:
 
 
 def test_lengths_beyond_the_positions() -> None:
-    finding = data_checks.check_lengths(patient("ppo", "generation.max_new_tokens=2000"))
+    finding = data_checks.check_lengths(prepared("ppo", "generation.max_new_tokens=2000"))
     assert {f.status for f in finding} == {Status.PROBLEM, Status.WARNING}
     assert "actor has 1024 positions" in finding[0].message
     assert "critic has 1024 positions, beyond which it was not trained" in finding[1].message
@@ -307,8 +307,8 @@ def test_lengths_beyond_the_positions() -> None:
 
 def test_vocabularies(folder: Path) -> None:
     keys = [*model_keys(folder), "models.ref.path=tiny"]
-    assert only(data_checks.check_vocabulary(patient("ppo", *keys))).status is Status.OK
-    large = patient("ppo")
+    assert only(data_checks.check_vocabulary(prepared("ppo", *keys))).status is Status.OK
+    large = prepared("ppo")
     large.models["ref"] = tiny_config(300)
     finding = only(data_checks.check_vocabulary(large))
     assert (finding.status, "actor 260, critic 260, ref 300" in finding.message) == (Status.WARNING, True)
@@ -317,9 +317,9 @@ def test_vocabularies(folder: Path) -> None:
 # ---------------------------------------------------------------- rewards and log-probabilities
 
 
-def with_reward(tmp_path: Path, name: str, *overrides: str) -> Patient:
+def with_reward(tmp_path: Path, name: str, *overrides: str) -> RunUnderCheck:
     (tmp_path / "my_rewards.py").write_text(REWARDS)
-    return patient("ppo", f"algorithm.reward_function=my_rewards.py:{name}", *overrides)
+    return prepared("ppo", f"algorithm.reward_function=my_rewards.py:{name}", *overrides)
 
 
 def test_rewards_are_called(tmp_path: Path) -> None:
@@ -351,100 +351,100 @@ def test_rewards_that_may_fail(tmp_path: Path) -> None:
 
 
 def test_experiments_without_functions() -> None:
-    assert "no call" in only(model_checks.check_rewards(patient("dpo"))).message
-    assert "nothing is generated" in only(model_checks.check_logprobs(patient("dpo"))).message
-    assert only(model_checks.check_logprobs(patient(loads_models=False))).status is Status.SKIPPED
+    assert "no call" in only(model_checks.check_rewards(prepared("dpo"))).message
+    assert "nothing is generated" in only(model_checks.check_logprobs(prepared("dpo"))).message
+    assert only(model_checks.check_logprobs(prepared(loads_models=False))).status is Status.SKIPPED
 
 
 def test_generation_and_training_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = NativeEngine.forward
+    forward = DecoderEngine.forward
 
-    def shifted(self: NativeEngine, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def shifted(self: DecoderEngine, *args: Any, **kwargs: Any) -> torch.Tensor:
         return forward(self, *args, **kwargs) + 0.01
 
-    monkeypatch.setattr(NativeEngine, "forward", shifted)
-    finding = only(model_checks.check_logprobs(patient()))
+    monkeypatch.setattr(DecoderEngine, "forward", shifted)
+    finding = only(model_checks.check_logprobs(prepared()))
     assert finding.status is Status.WARNING
     assert "at most 0.01 nats" in finding.message
-    monkeypatch.setattr(NativeEngine, "forward", lambda *a, **k: forward(*a, **k) * float("nan"))
-    assert only(model_checks.check_logprobs(patient())).status is Status.WARNING
+    monkeypatch.setattr(DecoderEngine, "forward", lambda *a, **k: forward(*a, **k) * float("nan"))
+    assert only(model_checks.check_logprobs(prepared())).status is Status.WARNING
 
 
 @pytest.mark.parametrize(
     "overrides", [["precision=bf16"], ["generation.temperature=0.5"], ["models.actor.lora.rank=4"]]
 )
 def test_generation_and_training_agree(overrides: list[str]) -> None:
-    assert only(model_checks.check_logprobs(patient("ppo", *overrides))).status is Status.OK
+    assert only(model_checks.check_logprobs(prepared("ppo", *overrides))).status is Status.OK
 
 
 # ---------------------------------------------------------------- the machine
 
 
 def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert only(machine_checks.check_port(patient())).status is Status.OK
+    assert only(machine_checks.check_port(prepared())).status is Status.OK
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        finding = only(machine_checks.check_port(patient("ppo", f"cluster.master_port={port}")))
+        finding = only(machine_checks.check_port(prepared("ppo", f"cluster.master_port={port}")))
     assert finding.status is Status.PROBLEM
     assert f"cluster.master_port={port}: " in finding.message
-    assert only(machine_checks.check_port(patient("ppo", f"cluster.master_port={port}"))).status is Status.OK
+    assert only(machine_checks.check_port(prepared("ppo", f"cluster.master_port={port}"))).status is Status.OK
 
 
 def test_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    regular = patient("ppo", "save.every_steps=1", "save.keep=3")
+    regular = prepared("ppo", "save.every_steps=1", "save.keep=3")
     assert "4 at most exist at a time" in only(machine_checks.check_disk(regular)).message
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1_000_000))
     finding = only(machine_checks.check_disk(regular))
     assert finding.status is Status.PROBLEM
     assert "1.0 MB free" in finding.message
-    assert only(machine_checks.check_disk(patient("gen"))).status is Status.OK
+    assert only(machine_checks.check_disk(prepared("gen"))).status is Status.OK
 
 
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_checks, "_is_installed", lambda module: module == "pyarrow")
-    finding = only(machine_checks.check_packages(patient("ppo", "track=[wandb]", "models.actor.backend=deepspeed")))
+    finding = only(machine_checks.check_packages(prepared("ppo", "track=[wandb]", "models.actor.backend=deepspeed")))
     assert finding.status is Status.PROBLEM
     assert finding.message == "not installed, but needed: wandb, deepspeed"
     assert finding.remedy == "pip install 'realrl[track,deepspeed]'"
-    assert only(machine_checks.check_packages(patient("dpo"))).status is Status.OK
+    assert only(machine_checks.check_packages(prepared("dpo"))).status is Status.OK
 
 
 def test_devices() -> None:
-    assert only(machine_checks.check_devices(patient("ppo", "cluster.n_devices_per_node=4"))).status is Status.OK
-    nodes = only(machine_checks.check_devices(patient("ppo", "cluster.n_nodes=2")))
+    assert only(machine_checks.check_devices(prepared("ppo", "cluster.n_devices_per_node=4"))).status is Status.OK
+    nodes = only(machine_checks.check_devices(prepared("ppo", "cluster.n_nodes=2")))
     assert (nodes.status, "2 nodes" in nodes.message) == (Status.PROBLEM, True)
-    elsewhere = patient("ppo", "cluster.n_nodes=2", device_memory_bytes=80 * 10**9)
+    elsewhere = prepared("ppo", "cluster.n_nodes=2", device_memory_bytes=80 * 10**9)
     assert only(machine_checks.check_devices(elsewhere)).status is Status.WARNING
     if not torch.cuda.is_available():
-        gpu = patient("ppo", "cluster.device=cuda")
+        gpu = prepared("ppo", "cluster.device=cuda")
         finding = only(list(run_checks((Check("devices", machine_checks.check_devices),), gpu)))
         assert (finding.status, "CUDA device" in finding.message) == (Status.PROBLEM, True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without the device")
 def test_a_plan_for_devices_that_are_not_here() -> None:
-    report = examine(patient("dpo", "cluster.device=cuda"))
+    report = examine(prepared("dpo", "cluster.device=cuda"))
     found = {finding.check: finding for finding in report.findings}
     assert found["devices"].status is Status.PROBLEM
     assert found["memory"].status is Status.SKIPPED
     assert found["memory"].remedy == "Give --device-memory GB."
-    planned = patient("ppo", "launcher=inline", "cluster.device=cuda", device_memory_bytes=80_000_000_000)
+    planned = prepared("ppo", "launcher=inline", "cluster.device=cuda", device_memory_bytes=80_000_000_000)
     report = examine(planned)
     found = {finding.check: finding for finding in report.findings}
     assert found["devices"].status is Status.WARNING
     assert found["log-probabilities"].status is Status.SKIPPED
     assert found["memory"].status is Status.OK
     assert not report.has_problem
-    here = _memory(patient("ppo", "precision=bf16")).calls["actor_gen"][0]
-    there = _memory(patient("ppo", "precision=bf16", "cluster.device=cuda")).calls["actor_gen"][0]
+    here = _memory(prepared("ppo", "precision=bf16")).calls["actor_gen"][0]
+    there = _memory(prepared("ppo", "precision=bf16", "cluster.device=cuda")).calls["actor_gen"][0]
     cache = here.cache if has_bf16_kernels() else here.cache / 2  # else the CPU generates in float32
     n_layers = 4
     assert there.cache == (cache * (2 * n_layers + 1) / (2 * n_layers) if kernels.why_not() is None else cache)
 
 
 def test_what_a_run_refuses_at_its_start_is_a_problem(tmp_path: Path) -> None:
-    report = examine(patient("sft", f"run_dir={tmp_path}/run", f"resume={tmp_path}", loads_models=False))
+    report = examine(prepared("sft", f"run_dir={tmp_path}/run", f"resume={tmp_path}", loads_models=False))
     start = next(f for f in report.findings if f.check == "start")
     assert start.status is Status.PROBLEM
 
@@ -452,13 +452,13 @@ def test_what_a_run_refuses_at_its_start_is_a_problem(tmp_path: Path) -> None:
 def test_a_checkpoint_that_a_resumed_run_could_not_use_is_told(tmp_path: Path) -> None:
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (tmp_path / "run/checkpoints/latest").symlink_to("step_9")
-    [finding] = machine_checks.check_start(patient("sft", f"run_dir={tmp_path}/run", "resume=auto"))
+    [finding] = machine_checks.check_start(prepared("sft", f"run_dir={tmp_path}/run", "resume=auto"))
     assert finding.status is Status.WARNING
     assert "latest points to step_9, which is not there" in finding.message
 
 
 def test_placeholders_have_what_a_call_reads() -> None:
-    subject = patient("self_play")
+    subject = prepared("self_play")
     calls = {mfc.name: mfc for mfc in subject.plan.mfcs}
     made = model_checks._placeholders(subject, calls["opponent_rew_inf"])
     assert set(made.keys) == {"input_ids", "prompt_mask", "metadata"}

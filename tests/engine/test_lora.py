@@ -13,7 +13,7 @@ import torch
 from realrl.algo.api import LossOutput, MicroBatching, TrainResult
 from realrl.config.schema import GenerationConfig
 from realrl.data.sample import SequenceSample
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.errors import CallError
 from realrl.model.decoder import Decoder
 from realrl.model.files.hf import load_model
@@ -37,22 +37,22 @@ def make_decoder(
     return decoder
 
 
-def make_engine(decoder: Decoder, dtype: torch.dtype = torch.float32) -> NativeEngine:
-    return NativeEngine(decoder, role="actor", optimizer=OPTIMIZER, total_optimizer_steps=10, compute_dtype=dtype)
+def make_engine(decoder: Decoder, dtype: torch.dtype = torch.float32) -> DecoderEngine:
+    return DecoderEngine(decoder, role="actor", optimizer=OPTIMIZER, total_optimizer_steps=10, compute_dtype=dtype)
 
 
-def train(engine: NativeEngine, n: int = 3, micro_batching: MicroBatching = ONE) -> TrainResult:
+def train(engine: DecoderEngine, n: int = 3, micro_batching: MicroBatching = ONE) -> TrainResult:
     batch = make_batch()
     for _ in range(n):
         result = engine.train_batch(batch, masked_nll, normaliser=n_masked(batch), micro_batching=micro_batching)
     return result
 
 
-def logprobs(engine: NativeEngine, *, adapter: bool = True) -> torch.Tensor:
+def logprobs(engine: DecoderEngine, *, adapter: bool = True) -> torch.Tensor:
     return engine.forward(make_batch(), lambda out, _: out.logprobs(), micro_batching=ONE, adapter=adapter)
 
 
-def parameters(engine: NativeEngine) -> dict[str, torch.Tensor]:
+def parameters(engine: DecoderEngine) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in engine.decoder.named_shards()}
 
 
@@ -97,7 +97,7 @@ def test_training_does_not_depend_on_micro_batches() -> None:
 
 def test_forward_without_adapter_is_the_base_model() -> None:
     engine = make_engine(fill_adapters(make_decoder()))
-    base = NativeEngine(make_decoder(lora=None), role="ref")
+    base = DecoderEngine(make_decoder(lora=None), role="ref")
     assert torch.equal(logprobs(engine, adapter=False), logprobs(base))
     assert not torch.allclose(logprobs(engine), logprobs(base), atol=0.01)
     train(engine)
@@ -105,7 +105,7 @@ def test_forward_without_adapter_is_the_base_model() -> None:
 
 
 def test_forward_without_an_adapter_that_does_not_exist() -> None:
-    engine = NativeEngine(make_decoder(lora=None), role="actor")
+    engine = DecoderEngine(make_decoder(lora=None), role="actor")
     with pytest.raises(CallError, match=r"role 'actor' has no adapters, so it is no base model"):
         logprobs(engine, adapter=False)
 
@@ -113,7 +113,7 @@ def test_forward_without_an_adapter_that_does_not_exist() -> None:
 @pytest.mark.parametrize("head", ["lm", "value"])
 def test_results_are_those_of_the_merged_model(head: HeadKind) -> None:
     decoder = fill_adapters(make_decoder(head))
-    engines = [NativeEngine(d, role="actor") for d in (decoder, merged(decoder))]
+    engines = [DecoderEngine(d, role="actor") for d in (decoder, merged(decoder))]
     ours, expected = (
         e.forward(make_batch(), lambda out, _: out.scores() if head == "value" else out.logprobs(), micro_batching=ONE)
         for e in engines
@@ -136,7 +136,7 @@ def test_generation_is_token_for_token_that_of_the_merged_model(changes: dict[st
     prompts = make_batch(5).remap({"input_ids": "prompt_ids"})
 
     def generate(decoder: Decoder) -> list[list[int]]:
-        engine = NativeEngine(decoder, role="actor")
+        engine = DecoderEngine(decoder, role="actor")
         result = engine.generate(prompts, generation, seed=1, step=1, eos_id=2)
         return [tokens.tolist() for tokens in result.responses]
 
@@ -207,7 +207,7 @@ def test_saved_folder_holds_the_merged_model_and_the_adapters(tmp_path: Path) ->
     engine = make_engine(make_decoder())
     train(engine)
     engine.save_hf(tmp_path)
-    loaded = NativeEngine(load_model(tmp_path), role="actor")
+    loaded = DecoderEngine(load_model(tmp_path), role="actor")
     torch.testing.assert_close(logprobs(loaded), logprobs(engine), atol=2e-5, rtol=1e-5)
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == LORA.rank
     assert "lora" not in (tmp_path / "config.json").read_text()

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from realrl.algo.api import ModelInterface
-from realrl.algo.policy.critic import PPOActor, PPOCritic
+from realrl.algo.policy.actor import PolicyActor
+from realrl.algo.policy.critic import PPOCritic
 from realrl.algo.resolve import resolve_interface
 from realrl.algo.supervised.rw import RewardModel
 from realrl.algo.supervised.sft import SFT
@@ -32,9 +33,8 @@ def _no_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "cls"),
     [
         ("sft", SFT),
-        ("rw", RewardModel),
         ("reward_model", RewardModel),
-        ("ppo_actor", PPOActor),
+        ("ppo_actor", PolicyActor),
         ("ppo_critic", PPOCritic),
     ],
 )
@@ -55,8 +55,15 @@ def test_every_resolution_is_a_new_instance() -> None:
 def test_an_unknown_name_offers_the_closest() -> None:
     with pytest.raises(ConfigError, match=r"no interface 'ppo_acter'\. Did you mean 'ppo_actor'"):
         resolve_interface(InterfaceRef("ppo_acter"))
-    with pytest.raises(ConfigError, match=r"no interface 'zzz'\. Known: dpo, filter, function_reward, kto, policy"):
+    with pytest.raises(ConfigError, match=r"no interface 'zzz'\. Known: dpo, filter, function_reward, kto, ppo_actor"):
         check_interface_name("zzz")
+
+
+@pytest.mark.parametrize(("name", "now"), registry.RENAMED.items())
+def test_a_name_of_before_says_what_it_is_now(name: str, now: str) -> None:
+    with pytest.raises(ConfigError, match=f"the interface '{name}' is called '{now}' now"):
+        check_interface_name(name)
+    assert now in interface_names()
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_a_reference_exists_only_where_something_reads_it() -> None:
 def test_an_actor_with_adapters_is_its_own_reference() -> None:
     call = calls_of("grpo", "models.actor.lora.rank=4")["ref_inf"]
     assert call.role == "actor"
-    assert call.interface == InterfaceRef("policy", {"adapter": False})
+    assert call.interface == InterfaceRef("ppo_actor", {"adapter": False})
     assert "ref" not in compose(experiment("grpo"), ["models.actor.lora.rank=4"]).models
     two = calls_of("self_play", "models.actor.lora.rank=4", "algorithm.kl_loss_coef=0.1")
     assert [two[name].role for name in ("ref_inf", "opponent_ref_inf")] == ["actor", "ref"]

@@ -10,7 +10,7 @@ import torch
 
 from realrl.algo.api import MicroBatching
 from realrl.config.schema import GenerationConfig
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.model.init import random_model
 from tests.helpers.runs import assert_same_numbers, run_ppo
 from tests.helpers.training import CONFIG, OPTIMIZER, make_batch, masked_nll, n_masked
@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 ONE = MicroBatching()
 
 
-def engines(*, trainable: bool) -> tuple[NativeEngine, NativeEngine]:
+def engines(*, trainable: bool) -> tuple[DecoderEngine, DecoderEngine]:
     """The same model on the CPU and on the first GPU."""
     decoder = random_model(CONFIG, seed=1)
     optimizer = OPTIMIZER if trainable else None
     return tuple(
-        NativeEngine(copy.deepcopy(decoder).to(d), role="actor", optimizer=optimizer, total_optimizer_steps=10)
+        DecoderEngine(copy.deepcopy(decoder).to(d), role="actor", optimizer=optimizer, total_optimizer_steps=10)
         for d in ("cpu", "cuda")
     )
 

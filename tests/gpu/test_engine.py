@@ -9,7 +9,7 @@ import torch
 
 from realrl.algo.api import MicroBatching
 from realrl.engine import device as devices
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.errors import ConfigError
 from realrl.model.init import random_model
 from realrl.model.layers import attention as attention_module
@@ -22,10 +22,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 SEQLENS = [3, 64, 0, 17, 1, 200]
 
 
-def engine_on(device: torch.device, compute_dtype: torch.dtype, *, checkpointing: bool = False) -> NativeEngine:
+def engine_on(device: torch.device, compute_dtype: torch.dtype, *, checkpointing: bool = False) -> DecoderEngine:
     decoder = random_model(tiny_config(VOCAB_SIZE), seed=1, device=device)
     decoder.activation_checkpointing = checkpointing
-    return NativeEngine(
+    return DecoderEngine(
         decoder, role="actor", optimizer=OPTIMIZER, total_optimizer_steps=20, compute_dtype=compute_dtype
     )
 
@@ -92,7 +92,7 @@ def test_more_workers_than_devices() -> None:
 
 def test_value_head_in_bf16_scores_in_float32() -> None:
     config = replace(tiny_config(VOCAB_SIZE, head="value"), dtype=torch.bfloat16)
-    engine = NativeEngine(random_model(config, seed=1, device=devices.resolve_device("cuda")), role="critic")
+    engine = DecoderEngine(random_model(config, seed=1, device=devices.resolve_device("cuda")), role="critic")
     batch = make_batch()
     scores = engine.forward(batch, lambda out, _: out.scores(), micro_batching=MicroBatching(n_mbs=2))
     assert scores.dtype == torch.float32

@@ -13,7 +13,7 @@ from realrl.algo.policy.rollout import Rollout
 from realrl.config.policy_options import PolicyOptions, SafeRLHFOptions
 from realrl.config.schema import GenerationConfig
 from realrl.data.sample import SequenceSample
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.graph.mfc import ModelName
 from realrl.sched.messages import KeySchema, Per
 from tests.helpers.fake_engine import FakeTokenizer, fake_context
@@ -100,7 +100,7 @@ def rollout_of(batch: SequenceSample, options: PolicyOptions, **more: Any) -> Ro
 
 
 def gradients_of(
-    engine: NativeEngine, batch: SequenceSample, options: PolicyOptions, cut: MicroBatching | None = None
+    engine: DecoderEngine, batch: SequenceSample, options: PolicyOptions, cut: MicroBatching | None = None
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics and the gradient of one minibatch of all samples; the engine keeps its parameters."""
     recorder = GradientEngine(engine)

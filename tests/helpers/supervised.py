@@ -15,7 +15,7 @@ from realrl.algo.supervised.rw import RewardModel
 from realrl.algo.supervised.sft import SFT
 from realrl.config.algorithms import DPOOptions, KTOOptions
 from realrl.data.sample import SequenceSample
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.graph.mfc import ModelName
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import HeadKind
@@ -80,9 +80,9 @@ def answers_batch(n_samples: int, *, seed: int = 0, junk: float = 0.0) -> Sequen
 
 
 class GradientEngine:
-    """A `NativeEngine` that keeps its gradient instead of stepping."""
+    """A `DecoderEngine` that keeps its gradient instead of stepping."""
 
-    def __init__(self, engine: NativeEngine) -> None:
+    def __init__(self, engine: DecoderEngine) -> None:
         self.inner = engine
         self.gradients: dict[str, torch.Tensor] = {}
 
@@ -99,7 +99,7 @@ class GradientEngine:
 
 
 def loss_and_gradient(
-    case: Case, engine: NativeEngine, batch: SequenceSample, micro_batching: MicroBatching | None = None
+    case: Case, engine: DecoderEngine, batch: SequenceSample, micro_batching: MicroBatching | None = None
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Metrics and the gradient of one minibatch of all samples; the engine keeps its parameters."""
     recorder = GradientEngine(engine)

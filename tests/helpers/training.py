@@ -9,8 +9,8 @@ import torch
 from realrl.algo.api import ForwardOutput, LossOutput
 from realrl.config.schema import OptimizerConfig
 from realrl.data.sample import SequenceSample
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import ALONE, Communicator
-from realrl.engine.native import NativeEngine
 from realrl.engine.parallel import Parallel
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.init import random_model
@@ -56,10 +56,10 @@ def make_engine(
     optimizer: OptimizerConfig | None = OPTIMIZER,
     compute_dtype: torch.dtype = torch.float32,
     n_steps: int = 10,
-) -> NativeEngine:
+) -> DecoderEngine:
     """A trainable engine (frozen with ``optimizer=None``) over a random decoder of seed 1."""
     decoder = random_model(replace(CONFIG, head=head), seed=1)
-    return NativeEngine(
+    return DecoderEngine(
         decoder,
         role="actor",
         parallel=Parallel(dp=dp, strategy=ParallelStrategy(dp=dp.n_ranks)),

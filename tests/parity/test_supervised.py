@@ -11,7 +11,7 @@ import torch
 
 from tests.parity.trl_models import Text, Twin, assert_parity, bare_trainer, packed, padded, texts, trl, twin  # isort: skip
 
-from realrl.algo.policy.critic import PPOActor
+from realrl.algo.policy.critic import PolicyActor
 from realrl.algo.supervised.dpo import DPO
 from realrl.algo.supervised.kto import KTO
 from realrl.algo.supervised.rw import RewardModel
@@ -71,7 +71,7 @@ def chosen_then_rejected(pairs: list[list[Text]]) -> list[Text]:
 
 
 def with_reference(batch: SequenceSample, ref: Twin) -> SequenceSample:
-    ref_inf = PPOActor().inference(ref.model, batch, fake_context("ref_inf", [batch.ids]))
+    ref_inf = PolicyActor().inference(ref.model, batch, fake_context("ref_inf", [batch.ids]))
     return batch.update(ref_inf.remap({"logprobs": "ref_logprobs"}))
 
 

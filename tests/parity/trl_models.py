@@ -21,7 +21,7 @@ import torch
 from realrl.algo.api import Model
 from realrl.config.schema import OptimizerConfig
 from realrl.data.sample import SequenceSample
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.graph.mfc import ModelName
 from realrl.model.files.hf import load_model, save_model
 from realrl.model.init import random_model
@@ -65,7 +65,7 @@ def twin(folder: Path, *, seed: int, head: HeadKind = "lm", outputs: Sequence[st
     if head == "lm":
         trl.trainer.utils.add_fused_lm_head(hf, outputs=tuple(outputs))
     engine = GradientEngine(
-        NativeEngine(load_model(folder, head=head), role="actor", optimizer=OptimizerConfig(), total_optimizer_steps=1)
+        DecoderEngine(load_model(folder, head=head), role="actor", optimizer=OptimizerConfig(), total_optimizer_steps=1)
     )
     return Twin(Model(ModelName("actor"), engine, FakeTokenizer(2)), engine, hf)  # type: ignore[arg-type]
 

@@ -21,7 +21,7 @@ import torch
 from realrl.algo.api import MicroBatching, TrainResult
 from realrl.config.schema import GenerationConfig, OptimizerConfig
 from realrl.engine.backends import BackendName
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.parallel import Parallel
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import ConfigError
@@ -79,7 +79,7 @@ class Case:
 
 def make_engine(
     case: Case, parallel: Parallel, backend: BackendName | None = None, weights: Mapping[str, np.ndarray] | None = None
-) -> NativeEngine:
+) -> DecoderEngine:
     """An engine of new parameters, or of those that a saved model has."""
     config = replace(CONFIGS[case.model], dtype=torch.float32)
     shard = shard_of(config, case.strategy, parallel.mesh_rank)
@@ -91,7 +91,7 @@ def make_engine(
         for name, p in decoder.named_shards():
             p.data.copy_(torch.from_numpy(weights[name]))
     settings = {"zero_stage": case.stage, "offload": case.offload} if backend is None else {}
-    return NativeEngine(
+    return DecoderEngine(
         decoder,
         role="actor",
         parallel=parallel,
@@ -102,7 +102,7 @@ def make_engine(
     )
 
 
-def train(engine: NativeEngine, parallel: Parallel, *, skips: bool = False) -> TrainResult:
+def train(engine: DecoderEngine, parallel: Parallel, *, skips: bool = False) -> TrainResult:
     whole = make_batch(N_SAMPLES)
     loss = score_loss if engine.decoder.config.is_scalar else masked_nll
     return engine.train_batch(
@@ -114,12 +114,12 @@ def train(engine: NativeEngine, parallel: Parallel, *, skips: bool = False) -> T
     )
 
 
-def slices_of(engine: NativeEngine) -> dict[str, np.ndarray]:
+def slices_of(engine: DecoderEngine) -> dict[str, np.ndarray]:
     with engine.whole_parameters():
         return {name: p.detach().float().clone().numpy() for name, p in engine.decoder.named_shards()}
 
 
-def state_of(engine: NativeEngine) -> dict[str, Any]:
+def state_of(engine: DecoderEngine) -> dict[str, Any]:
     """A copy of the state, as a checkpoint takes one."""
     return copy.deepcopy(engine.state_dict())
 
@@ -340,7 +340,7 @@ def _continues(
     return found
 
 
-def _differences(engine: NativeEngine, other: NativeEngine) -> Iterator[str]:
+def _differences(engine: DecoderEngine, other: DecoderEngine) -> Iterator[str]:
     """Names of weights and of parts of the state that differ in bits."""
     ours, theirs = slices_of(engine), slices_of(other)
     yield from (name for name, values in ours.items() if values.tobytes() != theirs[name].tobytes())

@@ -17,8 +17,8 @@ import torch
 from realrl.algo.api import ForwardOutput, LossFn, LossOutput, MicroBatching, TrainResult
 from realrl.config.schema import OptimizerConfig
 from realrl.data.sample import SequenceSample
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import Groups
-from realrl.engine.native import NativeEngine
 from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import CallError
@@ -117,13 +117,13 @@ def join(
     return groups, {a.strategy: parallel_of(groups, planned, a, rank) for a in allocations}
 
 
-def make_engine(case: Case, parallel: Parallel) -> NativeEngine:
+def make_engine(case: Case, parallel: Parallel) -> DecoderEngine:
     shard = shard_of(case.config, case.strategy, parallel.mesh_rank)
     decoder = random_model(
         case.config, seed=1, shard=shard, parallel=TensorParallelGroup(parallel.tp, sp=case.strategy.sp)
     )
     decoder.activation_checkpointing = case.activation_checkpointing
-    return NativeEngine(
+    return DecoderEngine(
         decoder,
         role="actor",
         parallel=parallel,
@@ -242,7 +242,7 @@ T2P2 = Case("tied", ParallelStrategy(1, 2, 2, sp=True), MicroBatching(n_mbs=3))
 BF16 = [replace(case, dtype=torch.bfloat16) for case in (D2P2, T2P2)]
 
 
-def train(case: Case, engine: NativeEngine, parallel: Parallel, n: int, loss: LossFn = masked_nll) -> TrainResult:
+def train(case: Case, engine: DecoderEngine, parallel: Parallel, n: int, loss: LossFn = masked_nll) -> TrainResult:
     whole = make_batch(N_SAMPLES)
     share = share_of(whole, parallel.dp_rank, parallel.dp.n_ranks)
     for _ in range(n):
@@ -250,7 +250,7 @@ def train(case: Case, engine: NativeEngine, parallel: Parallel, n: int, loss: Lo
     return result
 
 
-def tied_weights(engine: NativeEngine) -> Any:
+def tied_weights(engine: DecoderEngine) -> Any:
     named = dict(engine.decoder.named_shards())
     return named["embedding.weight"].detach().float().numpy() if "embedding.weight" in named else None
 
@@ -325,7 +325,7 @@ def _errors(rank: int, world_size: int, address: str) -> list[Any]:
         out.append((flags.dtype, flags.shape))
         out.append(engine.all_reduce(torch.tensor([parallel.mesh_rank])).tolist())
         with pytest.raises(ValueError, match=r"role 'actor' has ModelShard\(.*\) on rank 0 of d1t1p1"):
-            NativeEngine(engine.decoder, role="actor")
+            DecoderEngine(engine.decoder, role="actor")
     groups.destroy()
     return out
 

@@ -11,8 +11,8 @@ import torch
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
 from realrl.data.sample import SequenceSample
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import Groups
-from realrl.engine.native import NativeEngine
 from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import CallError
@@ -51,7 +51,7 @@ def generate(
 ) -> GenerationResult:
     prompts, sample_ids = make_prompts(n_samples)
     batch = SequenceSample.from_lists(sample_ids, {"prompt_ids": (TOKENS, [[prompt] for prompt in prompts])})
-    engine = NativeEngine(decoder, role="actor", parallel=parallel)
+    engine = DecoderEngine(decoder, role="actor", parallel=parallel)
     return engine.generate(batch, generation, seed=3, step=4, eos_id=EOS)
 
 

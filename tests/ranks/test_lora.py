@@ -13,7 +13,7 @@ import torch
 
 from realrl.algo.api import LossFn, MicroBatching
 from realrl.config.schema import GenerationConfig, OptimizerConfig
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.parallel import Parallel
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.mesh.device_mesh import ParallelStrategy
@@ -80,9 +80,9 @@ def make_decoder(case: Case, parallel: Parallel) -> Decoder:
     return fill_adapters(decoder)
 
 
-def make_engine(case: Case, parallel: Parallel) -> NativeEngine:
+def make_engine(case: Case, parallel: Parallel) -> DecoderEngine:
     decoder = make_decoder(case, parallel)
-    return NativeEngine(decoder, role="actor", parallel=parallel, optimizer=OPTIMIZER, total_optimizer_steps=10)
+    return DecoderEngine(decoder, role="actor", parallel=parallel, optimizer=OPTIMIZER, total_optimizer_steps=10)
 
 
 def outcome(case: Case, parallel: Parallel, folder: Path | None = None) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from realrl.config.schema import GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.doctor.memory import kernels_of
 from realrl.engine.backends import BackendName
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import Groups
-from realrl.engine.native import NativeEngine
 from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.graph.mfc import InterfaceType, MFCDef
@@ -91,7 +91,7 @@ def score_loss(out: ForwardOutput, part: SequenceSample) -> LossOutput:
     return LossOutput(out.scores().sum())
 
 
-def engine_of(case: Case, parallel: Parallel) -> NativeEngine:
+def engine_of(case: Case, parallel: Parallel) -> DecoderEngine:
     is_trained = case.kind is TRAIN
     decoder = random_model(
         replace(case.model, dtype=torch.float32) if is_trained else case.model,
@@ -100,7 +100,7 @@ def engine_of(case: Case, parallel: Parallel) -> NativeEngine:
         parallel=TensorParallelGroup(parallel.tp, sp=case.strategy.sp) if case.strategy.tp > 1 else UNSHARDED,
     )
     decoder.activation_checkpointing = case.checkpointing
-    return NativeEngine(
+    return DecoderEngine(
         decoder,
         role="actor",
         parallel=parallel,
@@ -137,7 +137,7 @@ def generation_of(case: Case) -> GenerationConfig:
 
 def planned(case: Case, rank: int) -> Usage:
     """What the planner says of the same call."""
-    mfc = MFCDef("call", "actor", case.kind, "policy", n_seqs=case.n_seqs, n_mbs=case.n_mbs)
+    mfc = MFCDef("call", "actor", case.kind, "ppo_actor", n_seqs=case.n_seqs, n_mbs=case.n_mbs)
     rows = RowLengths([case.prompt] * case.n_seqs, [case.prompt] * case.n_seqs, [case.prompt] * case.n_seqs)
     load = load_of(mfc, case.allocation, rows, generation=generation_of(case), n_responses=1)
     role = RoleState(

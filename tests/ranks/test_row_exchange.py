@@ -13,7 +13,7 @@ from realrl.data.sample import SampleError, SequenceSample
 from realrl.engine.groups import ALONE, Communicator
 from realrl.engine.row_exchange import exchange_rows
 from realrl.errors import TransportError
-from realrl.sched.messages import Transfer
+from realrl.sched.messages import RowTransfer
 from tests.data.samples import SCHEMAS, make_sample
 from tests.helpers.ranks import run_ranks
 
@@ -27,13 +27,13 @@ def held_by(rank: int, n_samples: int) -> SequenceSample:
     return make_sample([[rng.randint(1, 9) for _ in range(rng.randint(1, 3))] for _ in range(n_samples)], f"r{rank}-")
 
 
-def random_transfers(world_size: int, n_samples: int, seed: int) -> list[Transfer]:
+def random_transfers(world_size: int, n_samples: int, seed: int) -> list[RowTransfer]:
     rng = random.Random(seed)
     found = []
     for _ in range(12 * world_size):
         source, target = rng.sample(range(world_size), 2)
         ids = tuple(rng.sample(held_by(source, n_samples).ids, rng.randint(0, n_samples)))
-        found.append(Transfer(source, target, rng.choice(KEYS), ids))
+        found.append(RowTransfer(source, target, rng.choice(KEYS), ids))
     return found
 
 
@@ -56,7 +56,7 @@ def _exchange(rank: int, world_size: int, seeds: list[int], n_samples: int) -> N
         assert {(i, k) for i in others for k in KEYS} - set(store.missing(others, KEYS)) == wanted
 
 
-def _rows(transfer: Transfer, n_samples: int) -> SequenceSample:
+def _rows(transfer: RowTransfer, n_samples: int) -> SequenceSample:
     store = SampleStore()
     store.put(held_by(transfer.source, n_samples))
     return store.get(transfer.ids, (transfer.key,))
@@ -73,8 +73,12 @@ def _few_take_part(rank: int, world_size: int) -> list[int]:
     store = SampleStore()
     store.put(held_by(rank, 3))
     routes = [
-        [Transfer(0, 2, "input_ids", ("r0-2", "r0-0")), Transfer(0, 2, "rewards", ("r0-2",))],
-        [Transfer(2, 0, "hidden", ("r2-1",)), Transfer(0, 2, "hidden", ("r0-1",)), Transfer(1, 2, "weight", ())],
+        [RowTransfer(0, 2, "input_ids", ("r0-2", "r0-0")), RowTransfer(0, 2, "rewards", ("r0-2",))],
+        [
+            RowTransfer(2, 0, "hidden", ("r2-1",)),
+            RowTransfer(0, 2, "hidden", ("r0-1",)),
+            RowTransfer(1, 2, "weight", ()),
+        ],
     ]
     if rank == 1:
         return [exchange_rows(routes[1], store=store, world=world, device=CPU)]
@@ -95,7 +99,7 @@ def _unplanned(rank: int, world_size: int) -> str:
     store.put(held_by(rank, 3))
     key = ["rewards", "weight"][rank]
     try:
-        exchange_rows([Transfer(0, 1, key, ("r0-0", "r0-1"))], store=store, world=world, device=CPU)
+        exchange_rows([RowTransfer(0, 1, key, ("r0-0", "r0-1"))], store=store, world=world, device=CPU)
     except TransportError as error:
         return error.message
     return ""
@@ -113,6 +117,6 @@ def test_a_single_worker_exchanges_nothing() -> None:
 
 def test_rows_for_oneself_and_rows_that_are_not_there_are_refused() -> None:
     with pytest.raises(TransportError, match="'rewards' were to go from worker 0 to itself"):
-        exchange_rows([Transfer(0, 0, "rewards", ("a",))], store=SampleStore(), world=ALONE, device=CPU)
+        exchange_rows([RowTransfer(0, 0, "rewards", ("a",))], store=SampleStore(), world=ALONE, device=CPU)
     with pytest.raises(SampleError, match="sample 'a' is not on this worker"):
-        exchange_rows([Transfer(0, 1, "rewards", ("a",))], store=SampleStore(), world=ALONE, device=CPU)
+        exchange_rows([RowTransfer(0, 1, "rewards", ("a",))], store=SampleStore(), world=ALONE, device=CPU)

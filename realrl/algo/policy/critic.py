@@ -1,4 +1,4 @@
-"""PPO: its policy is `PolicyActor` with the advantage `gae`; its critic is here."""
+"""PPO's critic. Its policy is `PolicyActor` with the advantage `gae`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from realrl.algo.api import CallContext, ForwardOutput, LossOutput, Model
 from realrl.algo.losses import value_loss
 from realrl.algo.normalise import Moments, ValueNorm
 from realrl.algo.packed import before_transition, response_mask
-from realrl.algo.policy.actor import PER_TRANSITION, TOKENS, PolicyActor, training_temperature
+from realrl.algo.policy.actor import PER_TRANSITION, TOKENS
 from realrl.algo.policy.experience import explained_variance, generalised
 from realrl.algo.policy.rollout_interface import RolloutInterface
 from realrl.algo.training import train_minibatches
@@ -18,9 +18,6 @@ from realrl.data.sample import SequenceSample
 from realrl.experiment.pieces import critic_keys
 from realrl.sched.messages import KeySchema, Per
 
-__all__ = ["PPOActor", "PPOCritic", "training_temperature"]
-
-PPOActor = PolicyActor
 PER_TOKEN = KeySchema("float32", Per.TOKEN)
 
 

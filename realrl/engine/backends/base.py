@@ -107,7 +107,7 @@ class TrainingBackend(Protocol):
         """
 
 
-class Schedule:
+class LearningRate:
     """The learning-rate schedule of a backend, counted in minibatches.
 
     Args:

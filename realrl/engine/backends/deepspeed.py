@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from realrl.config.schema import OptimizerConfig
-from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, decays, master_of, move
+from realrl.engine.backends.base import MOMENTS, LearningRate, OptimizerState, check_parameters, decays, master_of, move
 from realrl.engine.groups import Communicator, all_gather_single, reduce_scatter_single
 from realrl.engine.parallel import Parallel
 from realrl.engine.tensor_parallel import sync_partial_gradients
@@ -70,7 +70,7 @@ class _Stage(nn.Module):
         return compute()
 
 
-class DeepSpeedBackend(Schedule):
+class DeepSpeedBackend(LearningRate):
     """`TrainingBackend` with a DeepSpeed engine.
 
     Args:

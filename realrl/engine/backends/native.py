@@ -14,7 +14,7 @@ import torch
 
 from realrl.config.schema import OptimizerConfig
 from realrl.engine.backends.adamw import AdamW
-from realrl.engine.backends.base import MOMENTS, OptimizerState, Schedule, check_parameters, decays, master_of
+from realrl.engine.backends.base import MOMENTS, LearningRate, OptimizerState, check_parameters, decays, master_of
 from realrl.engine.backends.masters import Masters
 from realrl.engine.groups import ALONE
 from realrl.engine.parallel import Parallel
@@ -24,7 +24,7 @@ from realrl.engine.train.precision import TrainedParameters
 from realrl.model.decoder import Decoder
 
 
-class NativeBackend(Schedule):
+class NativeBackend(LearningRate):
     """AdamW (Loshchilov and Hutter 2019); weight decay on matrices only, not on norms and biases.
 
     Args:

@@ -9,10 +9,10 @@ import torch
 
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
+from realrl.engine.generate.decode_batch import DecodeBatch
 from realrl.engine.generate.network import FusedNetwork
 from realrl.engine.generate.pipeline import Pipeline
-from realrl.engine.generate.request import Request
-from realrl.engine.generate.run import Run
+from realrl.engine.generate.request import GenerateRequest
 from realrl.engine.parallel import Parallel
 from realrl.model.decoder import Decoder
 from realrl.model.layers.heads import LMHead
@@ -71,31 +71,33 @@ class Generator:
                 every rank of the pipeline and its tensor-parallel groups.
         """
         stop_ids = tuple(dict.fromkeys((eos_id, *generation.stop_ids)))
-        request = Request(prompts, sample_ids, generation, seed, step, stop_ids)
+        request = GenerateRequest(prompts, sample_ids, generation, seed, step, stop_ids)
         request.check(self._decoder.config)
         shares = divide(request, self._parallel.strategy.pp)
         with torch.inference_mode():
-            runs = self._run(request, shares) if shares else []
-        return _join(shares, [run.collect() for run in runs], generation.n_responses)
+            batches = self._decode(request, shares) if shares else []
+        return _join(shares, [batch.collect() for batch in batches], generation.n_responses)
 
-    def _run(self, request: Request, shares: Sequence[Sequence[int]]) -> list[Run]:
+    def _decode(self, request: GenerateRequest, shares: Sequence[Sequence[int]]) -> list[DecodeBatch]:
         generation = request.generation
         longest = max(map(len, shares)) * generation.n_responses
         max_rows = min(longest, generation.max_batch_size // len(shares))
         network = FusedNetwork(self._decoder, self._head, tp=self._parallel.tp, n_rows=max_rows)
-        runs = [Run(network, _part(request, share), max_rows=max_rows, device=self._device) for share in shares]
-        Pipeline(runs, network, self._parallel, self._device).run()
-        return runs
+        batches = [
+            DecodeBatch(network, _part(request, share), max_rows=max_rows, device=self._device) for share in shares
+        ]
+        Pipeline(batches, network, self._parallel, self._device).run()
+        return batches
 
 
-def divide(request: Request, n_shares: int) -> list[list[int]]:
+def divide(request: GenerateRequest, n_shares: int) -> list[list[int]]:
     """Samples by index, in at most `n_shares` shares of nearly equal numbers and lengths; none is empty."""
     n_shares = min(n_shares, len(request.prompts), request.generation.max_batch_size)
     by_length = sorted(range(len(request.prompts)), key=lambda i: len(request.prompts[i]))
     return [sorted(by_length[share::n_shares]) for share in range(n_shares)]
 
 
-def _part(request: Request, samples: Sequence[int]) -> Request:
+def _part(request: GenerateRequest, samples: Sequence[int]) -> GenerateRequest:
     return replace(
         request,
         prompts=[request.prompts[i] for i in samples],

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 
 import torch
 
+from realrl.engine.generate.decode_batch import DecodeBatch, PendingStep
 from realrl.engine.generate.network import FusedNetwork
-from realrl.engine.generate.run import PendingStep, Run
 from realrl.engine.generate.sampler import InvalidLogitsError, SampledTokens
 from realrl.engine.parallel import Parallel
 
@@ -35,14 +35,16 @@ class Pipeline:
     """This rank's part.
 
     Args:
-        runs: at most one per stage, alike on every rank.
+        batches: at most one per stage, alike on every rank.
         network: this rank's layers.
         parallel: its place.
         device: where messages are.
     """
 
-    def __init__(self, runs: Sequence[Run], network: FusedNetwork, parallel: Parallel, device: torch.device) -> None:
-        self._runs = runs
+    def __init__(
+        self, batches: Sequence[DecodeBatch], network: FusedNetwork, parallel: Parallel, device: torch.device
+    ) -> None:
+        self._batches = batches
         self._network = network
         self._parallel = parallel
         self._device = device
@@ -55,13 +57,13 @@ class Pipeline:
             CallError: logits that are not finite; on every rank alike.
         """
         tick = 0
-        while not all(run.is_done for run in self._runs):
+        while not all(batch.is_done for batch in self._batches):
             self._tick(tick)
             tick += 1
 
     def _tick(self, tick: int) -> None:
         stage, n_stages = self._parallel.pp_rank, self._parallel.strategy.pp
-        starting = self._run_at(tick)
+        starting = self._batch_at(tick)
         if starting is not None and not starting.is_done:
             starting.begin()
         computing, finishing = self._pending_at(tick - stage), self._pending_at(tick - n_stages + 1)
@@ -69,8 +71,8 @@ class Pipeline:
         receives: list[tuple[int, torch.Tensor]] = []
         computed = None
         if computing is not None:
-            run, step = computing
-            computed = run.compute(step, self._received)
+            batch, step = computing
+            computed = batch.compute(step, self._received)
             if stage < n_stages - 1 and step.n_tokens:
                 sends.append((stage + 1, computed.contiguous()))
         self._received = self._expected(tick)
@@ -89,15 +91,15 @@ class Pipeline:
         if finishing is not None and packet is not None:
             _finish(*finishing, packet)
 
-    def _run_at(self, start: int) -> Run | None:
-        """The run whose step begins at a tick, if there is one."""
+    def _batch_at(self, start: int) -> DecodeBatch | None:
+        """The batch whose step begins at a tick, if there is one."""
         index = start % self._parallel.strategy.pp
-        return self._runs[index] if index < len(self._runs) else None
+        return self._batches[index] if index < len(self._batches) else None
 
-    def _pending_at(self, start: int) -> tuple[Run, PendingStep] | None:
-        """The run and its step that began at a tick; a run that has not begun at all has none."""
-        run = self._run_at(start)
-        return None if run is None or run.pending is None else (run, run.pending)
+    def _pending_at(self, start: int) -> tuple[DecodeBatch, PendingStep] | None:
+        """The batch and its step that began at a tick; a batch that has not begun at all has none."""
+        batch = self._batch_at(start)
+        return None if batch is None or batch.pending is None else (batch, batch.pending)
 
     def _expected(self, tick: int) -> torch.Tensor | None:
         """Room for what the stage before sends in this tick, if it sends anything."""
@@ -108,7 +110,7 @@ class Pipeline:
         shape = (pending[1].n_tokens, self._network.config.hidden_size)
         return torch.empty(shape, dtype=self._network.dtype, device=self._device)
 
-    def _sample(self, run: Run, step: PendingStep, logits: torch.Tensor, packet: torch.Tensor) -> None:
+    def _sample(self, batch: DecodeBatch, step: PendingStep, logits: torch.Tensor, packet: torch.Tensor) -> None:
         """Fill the packet: the first row whose logits are not finite, or -1, and what was sampled.
 
         One rank samples for the whole tensor-parallel group, so that rounding cannot part them.
@@ -117,7 +119,7 @@ class Pipeline:
         if tp.rank == 0:
             packet[0] = -1
             try:
-                sampled = run.sample(step, logits)
+                sampled = batch.sample(step, logits)
                 parts = (sampled.tokens, sampled.logprobs, sampled.policy_logprobs)
                 torch.cat([part.double() for part in parts], out=packet[1:])
             except InvalidLogitsError as error:
@@ -125,9 +127,9 @@ class Pipeline:
         tp.broadcast_(packet, 0)
 
 
-def _finish(run: Run, step: PendingStep, packet: torch.Tensor) -> None:
+def _finish(batch: DecodeBatch, step: PendingStep, packet: torch.Tensor) -> None:
     values = packet.cpu()
     if values[0] >= 0:
-        raise run.invalid_logits(step, int(values[0]))
+        raise batch.invalid_logits(step, int(values[0]))
     tokens, logprobs, policy_logprobs = values[1:].view(_FIELDS, -1)  # 53 bits hold every token and float32 exactly
-    run.finish(step, SampledTokens(tokens.long(), logprobs.float(), policy_logprobs.float()))
+    batch.finish(step, SampledTokens(tokens.long(), logprobs.float(), policy_logprobs.float()))

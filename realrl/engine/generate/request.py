@@ -13,7 +13,7 @@ from realrl.shape import DecoderConfig
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerateRequest:
     """One generate call.
 
     Attributes:

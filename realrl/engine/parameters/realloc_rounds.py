@@ -17,14 +17,14 @@ from itertools import zip_longest
 from math import prod
 
 from realrl.plan.parameters.layout import Slice
-from realrl.plan.parameters.realloc import ReallocPlan, Transfer
+from realrl.plan.parameters.realloc import ReallocPlan, SliceTransfer
 
 _LARGE_BYTES = 1 << 20  # below, a copy into a shared message costs less than a message
 _SMALLEST_SHARE = 64
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardSlice:
     """A part of a parameter: where it lies in this rank's own shard."""
 
     parameter: str
@@ -47,7 +47,7 @@ class Message:
 
     peer: int
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardSlice, ...]
 
     @property
     def num_elements(self) -> int:
@@ -87,25 +87,27 @@ def rounds_of(plan: ReallocPlan, rank: int, dtypes: Mapping[str, str], *, bucket
     )
 
 
-def _limit(transfers: Sequence[Transfer], n_rounds: int, bucket_bytes: int) -> int:
+def _limit(transfers: Sequence[SliceTransfer], n_rounds: int, bucket_bytes: int) -> int:
     """Bytes from one rank to another in one round."""
     num_bytes = sum(transfer.num_bytes for transfer in transfers)
     return max(-(-num_bytes // n_rounds), bucket_bytes // _SMALLEST_SHARE, 1)
 
 
-def _grouped(transfers: Sequence[Transfer], *, by_target: bool) -> dict[int, list[Transfer]]:
+def _grouped(transfers: Sequence[SliceTransfer], *, by_target: bool) -> dict[int, list[SliceTransfer]]:
     """By peer, peers ascending."""
-    groups: dict[int, list[Transfer]] = {}
+    groups: dict[int, list[SliceTransfer]] = {}
     for transfer in transfers:
         groups.setdefault(transfer.target if by_target else transfer.source, []).append(transfer)
     return dict(sorted(groups.items()))
 
 
-def _messages(transfers: Sequence[Transfer], peer: int, dtypes: Mapping[str, str], limit: int) -> list[list[Message]]:
+def _messages(
+    transfers: Sequence[SliceTransfer], peer: int, dtypes: Mapping[str, str], limit: int
+) -> list[list[Message]]:
     """Per round, the messages for the transfers with one peer."""
     is_sender = transfers[0].target == peer
     rounds: list[list[Message]] = []
-    parts: list[tuple[Transfer, int, int]] = []
+    parts: list[tuple[SliceTransfer, int, int]] = []
     space = limit
     for transfer in (part for whole in transfers for part in _unstacked(whole, limit)):
         n_rows = _n_rows(transfer)
@@ -124,9 +126,9 @@ def _messages(transfers: Sequence[Transfer], peer: int, dtypes: Mapping[str, str
 
 
 def _pack(
-    parts: Sequence[tuple[Transfer, int, int]], peer: int, dtypes: Mapping[str, str], is_sender: bool
+    parts: Sequence[tuple[SliceTransfer, int, int]], peer: int, dtypes: Mapping[str, str], is_sender: bool
 ) -> Iterator[Message]:
-    small: dict[str, list[Piece]] = {}
+    small: dict[str, list[ShardSlice]] = {}
     large: list[Message] = []
     for transfer, start, stop in parts:
         piece = _piece(transfer, start, stop, is_sender)
@@ -140,15 +142,15 @@ def _pack(
     yield from large
 
 
-def _piece(transfer: Transfer, start: int, stop: int, is_sender: bool) -> Piece:
+def _piece(transfer: SliceTransfer, start: int, stop: int, is_sender: bool) -> ShardSlice:
     slices = list(transfer.source_slice if is_sender else transfer.target_slice)
     dim = _row_dim(transfer)
     first = slices[dim][0]
     slices[dim] = (first + start, first + stop)
-    return Piece(transfer.parameter, tuple(slices))
+    return ShardSlice(transfer.parameter, tuple(slices))
 
 
-def _unstacked(transfer: Transfer, limit: int) -> Iterator[Transfer]:
+def _unstacked(transfer: SliceTransfer, limit: int) -> Iterator[SliceTransfer]:
     """Stacked matrices, such as those of experts, one by one if a single one exceeds `limit`; the rest as it is."""
     n_matrices = _extent(transfer, 0)
     if len(transfer.source_slice) < 3 or transfer.num_bytes <= limit * n_matrices:
@@ -163,15 +165,15 @@ def _unstacked(transfer: Transfer, limit: int) -> Iterator[Transfer]:
         yield replace(transfer, source_slice=source, target_slice=target, num_bytes=num_bytes)
 
 
-def _row_dim(transfer: Transfer) -> int:
+def _row_dim(transfer: SliceTransfer) -> int:
     """The dim along which a transfer is cut: that of matrices where there is only one of a stack."""
     return 1 if len(transfer.source_slice) > 2 and _extent(transfer, 0) == 1 else 0
 
 
-def _n_rows(transfer: Transfer) -> int:
+def _n_rows(transfer: SliceTransfer) -> int:
     return _extent(transfer, _row_dim(transfer))
 
 
-def _extent(transfer: Transfer, dim: int) -> int:
+def _extent(transfer: SliceTransfer, dim: int) -> int:
     start, stop = transfer.source_slice[dim]
     return stop - start

@@ -28,8 +28,8 @@ from realrl.plan.parameters.rank_order import best_rank_order as best_rank_order
 from realrl.plan.parameters.realloc_portions import (
     Matrix,
     Overlap,
-    Piece,
     Portion,
+    UnitRange,
     check_same_model,
     overlap_of,
     part_of,
@@ -38,7 +38,7 @@ from realrl.plan.parameters.realloc_portions import (
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class SliceTransfer:
     """One rectangular part of a parameter on its way.
 
     Attributes:
@@ -164,15 +164,15 @@ class ReallocPlan:
     # ------------------------------------------------------------ transfers
 
     @cached_property
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[SliceTransfer, ...]:
         """All transfers, by parameter, place in the parameter and target."""
         return self._spell_out(self._flows)
 
-    def transfers_from(self, rank: int) -> tuple[Transfer, ...]:
+    def transfers_from(self, rank: int) -> tuple[SliceTransfer, ...]:
         """What `rank` sends, in the order of `transfers`."""
         return self._spell_out(self._flows[self._flows_by_source.get(rank, slice(0, 0))])
 
-    def transfers_to(self, rank: int) -> tuple[Transfer, ...]:
+    def transfers_to(self, rank: int) -> tuple[SliceTransfer, ...]:
         """What `rank` receives, in the order of `transfers`."""
         return self._spell_out(self._flows[self._flows_by_target.get(rank, slice(0, 0))])
 
@@ -192,8 +192,8 @@ class ReallocPlan:
     def _flows_by_target(self) -> Mapping[int, Matrix]:
         return _positions(self._flows[:, 1])
 
-    def _spell_out(self, flows: Matrix) -> tuple[Transfer, ...]:
-        found: list[tuple[int, int, int, Transfer]] = []
+    def _spell_out(self, flows: Matrix) -> tuple[SliceTransfer, ...]:
+        found: list[tuple[int, int, int, SliceTransfer]] = []
         for source, target, number, first, end in flows.tolist():
             source_tp, target_tp = (
                 layout.coordinates_of(rank)[2]
@@ -201,7 +201,7 @@ class ReallocPlan:
             )
             for item in self._portions[number].items[first:end]:
                 for piece in item:
-                    transfer = Transfer(
+                    transfer = SliceTransfer(
                         source,
                         target,
                         self.source_layout.specs[piece.spec_index].name,
@@ -213,7 +213,7 @@ class ReallocPlan:
         found.sort(key=lambda entry: entry[:3])
         return tuple(entry[3] for entry in found)
 
-    def _local_slice(self, piece: Piece, tp_rank: int, tp_size: int) -> Slice:
+    def _local_slice(self, piece: UnitRange, tp_rank: int, tp_size: int) -> Slice:
         key = (piece.spec_index, piece.start, piece.stop, tp_rank, tp_size)
         found = self._local_slice_cache.get(key)
         if found is None:
@@ -325,7 +325,7 @@ def _positions(ranks: Matrix) -> dict[int, Matrix]:
 # ---------------------------------------------------------------- slices
 
 
-def _local_slice(spec: ParameterSpec, piece: Piece, tp_rank: int, tp_size: int) -> Slice:
+def _local_slice(spec: ParameterSpec, piece: UnitRange, tp_rank: int, tp_size: int) -> Slice:
     """The place of a piece in a tensor rank's own tensor."""
     if spec.sharded_dim is None:
         return slice_of(spec, tp_rank, tp_size)

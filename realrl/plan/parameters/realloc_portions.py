@@ -26,7 +26,7 @@ Matrix = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Piece:
+class UnitRange:
     """The units ``[start, stop)`` of parameter ``specs[spec_index]``; all of it for a replicated parameter."""
 
     spec_index: int
@@ -49,7 +49,7 @@ class Portion:
     source_tps: range
     target_stages: tuple[int, ...]
     target_tps: range
-    items: tuple[tuple[Piece, ...], ...]
+    items: tuple[tuple[UnitRange, ...], ...]
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ def portions_of(source: ParameterLayout, target: ParameterLayout) -> tuple[Porti
     source_stages, target_stages = (_stages_of_layers(layout) for layout in (source, target))
     cells_of: dict[int, list[tuple[int, int, range, range]]] = {}
     whole = [(0, 1, range(source.strategy.tp), range(target.strategy.tp))]
-    items: dict[tuple[object, ...], dict[Layer, list[Piece]]] = {}
+    items: dict[tuple[object, ...], dict[Layer, list[UnitRange]]] = {}
     for index, spec in enumerate(source.specs):
         cells = whole
         if spec.sharded_dim is not None:
@@ -110,7 +110,7 @@ def portions_of(source: ParameterLayout, target: ParameterLayout) -> tuple[Porti
         kind = "block" if isinstance(spec.layer, int) else spec.layer
         for start, stop, source_tps, target_tps in cells:
             of_layer = items.setdefault((*stages, source_tps, target_tps, kind), {})
-            piece = Piece(index, start, stop, (stop - start) * spec.unit_bytes)
+            piece = UnitRange(index, start, stop, (stop - start) * spec.unit_bytes)
             of_layer.setdefault(spec.layer, []).append(piece)
     return tuple(
         Portion(from_stages, from_tps, to_stages, to_tps, tuple(tuple(pieces) for pieces in of_layer.values()))  # type: ignore[arg-type]

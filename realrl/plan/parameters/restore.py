@@ -25,7 +25,7 @@ Coordinate = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Piece:
+class SavedSlice:
     """A part of a parameter.
 
     Attributes:
@@ -49,7 +49,7 @@ class RestorePlan:
     """
 
     shapes: dict[str, tuple[int, ...]]
-    pieces: dict[str, tuple[Piece, ...]]
+    pieces: dict[str, tuple[SavedSlice, ...]]
 
     @property
     def sources(self) -> tuple[Coordinate, ...]:
@@ -91,12 +91,12 @@ def model_digest(specs: Sequence[ParameterSpec]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _cover(wanted: Slice, candidates: Sequence[tuple[Coordinate, Slice]]) -> tuple[Piece, ...]:
+def _cover(wanted: Slice, candidates: Sequence[tuple[Coordinate, Slice]]) -> tuple[SavedSlice, ...]:
     """Fill `wanted` from slices that differ from it along one dim at most."""
     dim = next((d for d, edge in enumerate(wanted) if any(found[d] != edge for _, found in candidates)), None)
     if dim is None:
         at, found = candidates[0]
-        return (Piece(at, _shifted(wanted, found), _shifted(wanted, wanted)),)
+        return (SavedSlice(at, _shifted(wanted, found), _shifted(wanted, wanted)),)
     pieces = []
     position, stop = wanted[dim]
     for at, found in sorted(candidates, key=lambda candidate: (candidate[1][dim], candidate[0])):
@@ -105,7 +105,7 @@ def _cover(wanted: Slice, candidates: Sequence[tuple[Coordinate, Slice]]) -> tup
             continue
         assert start == position, f"nobody saved {position} to {start} of dim {dim}"
         box = (*wanted[:dim], (start, end), *wanted[dim + 1 :])
-        pieces.append(Piece(at, _shifted(box, found), _shifted(box, wanted)))
+        pieces.append(SavedSlice(at, _shifted(box, found), _shifted(box, wanted)))
         position = end
     assert position == stop, f"nobody saved {position} to {stop} of dim {dim}"
     return tuple(pieces)

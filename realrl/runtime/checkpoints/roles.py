@@ -29,7 +29,7 @@ from realrl.experiment.run_plan import RunPlan
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.files.hf import weights_digest
 from realrl.plan.parameters.layout import parameter_specs
-from realrl.plan.parameters.restore import Coordinate, Piece, coordinates, model_digest, plan_restore
+from realrl.plan.parameters.restore import Coordinate, SavedSlice, coordinates, model_digest, plan_restore
 from realrl.runtime.checkpoints.state_file import StateFile, load_state, save_state
 from realrl.runtime.checkpoints.store import Manifest
 from realrl.runtime.worker.roles import HostedRole
@@ -238,7 +238,7 @@ class _OptimizerReader:
 
 
 def _read_parameter(
-    files: Mapping[Coordinate, StateFile], name: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]
+    files: Mapping[Coordinate, StateFile], name: str, shape: tuple[int, ...], pieces: tuple[SavedSlice, ...]
 ) -> dict[str, Any]:
     """The state of one parameter, put together from pieces."""
     state: dict[str, Any] = {}

@@ -25,7 +25,7 @@ _MAX_FOOT_LINES = 8
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailureReport:
     """Why a run stopped.
 
     Attributes:
@@ -64,9 +64,9 @@ def signal_name(exit_code: int) -> str:
         return f"killed by signal {-exit_code}"
 
 
-def master_died(pid: int, exit_code: int, *, log: Path | None = None) -> Failure:
+def master_died(pid: int, exit_code: int, *, log: Path | None = None) -> FailureReport:
     """The master process ended without having reported anything."""
-    return Failure(
+    return FailureReport(
         headline=f"the master process ({pid}) died: {signal_name(exit_code)}; its workers were stopped",
         log=log,
         quotes_log=True,
@@ -74,11 +74,11 @@ def master_died(pid: int, exit_code: int, *, log: Path | None = None) -> Failure
     )
 
 
-def from_failure(failure: events.Failure, *, log: Path | None = None) -> Failure:
+def from_failure(failure: events.Failure, *, log: Path | None = None) -> FailureReport:
     """What the master's state machine decided to be the first cause."""
     usage = failure.exit_code == UsageError.exit_code
     calls = " and ".join(failure.waiting_calls)
-    return Failure(
+    return FailureReport(
         headline=failure.message,
         sample_ids=failure.sample_ids,
         waiting=dict.fromkeys(failure.waiting_ranks, calls),
@@ -90,10 +90,10 @@ def from_failure(failure: events.Failure, *, log: Path | None = None) -> Failure
     )
 
 
-def from_error(error: Error, *, log: Path | None = None) -> Failure:
+def from_error(error: Error, *, log: Path | None = None) -> FailureReport:
     """A deliberate error raised in this process: one sentence and a remedy, no traceback."""
     where = _where(error.call, error.step)
-    return Failure(
+    return FailureReport(
         headline=f"{error.message}{where}",
         log=log if error.exit_code == 1 else None,
         remedy=error.remedy or "",
@@ -101,9 +101,9 @@ def from_error(error: Error, *, log: Path | None = None) -> Failure:
     )
 
 
-def from_bug(error: BaseException, *, log: Path | None = None) -> Failure:
+def from_bug(error: BaseException, *, log: Path | None = None) -> FailureReport:
     """An exception that realrl did not expect."""
-    return Failure(
+    return FailureReport(
         headline=f"realrl itself failed: {type(error).__name__}",
         message=str(error),
         traceback="".join(traceback.format_exception(error)),
@@ -112,7 +112,7 @@ def from_bug(error: BaseException, *, log: Path | None = None) -> Failure:
     )
 
 
-def render(failure: Failure, *, max_lines: int = MAX_LINES) -> str:
+def render(failure: FailureReport, *, max_lines: int = MAX_LINES) -> str:
     """The report as plain text of at most `max_lines` lines; the traceback or log is cut from above to fit."""
     has_body = bool(failure.traceback) or failure.quotes_log
     head = _wrapped(
@@ -130,7 +130,7 @@ def render(failure: Failure, *, max_lines: int = MAX_LINES) -> str:
     return "\n".join((*head, *body, *foot))
 
 
-def _body(failure: Failure, room: int) -> list[str]:
+def _body(failure: FailureReport, room: int) -> list[str]:
     """End of the traceback, or else of the log, with a title; nothing when there is no room for a few lines."""
     if room < 3:
         return []

@@ -86,7 +86,7 @@ class Session:
     resume_from: str = ""
 
 
-class Interrupted(BaseException):
+class SignalReceived(BaseException):
     """A signal asked the master to stop in order; raised once, in the main thread.
 
     Not an `Exception`, so that no handler of ordinary errors swallows it.
@@ -103,7 +103,7 @@ class Interrupted(BaseException):
 
 
 class InterruptGuard:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into `Interrupted`, and ignores the rest: the shutdown is under way."""
+    """Turns the first SIGINT, SIGTERM or SIGHUP into `SignalReceived`, and ignores the rest: the shutdown is under way."""
 
     def __init__(self) -> None:
         self._is_armed = True
@@ -124,7 +124,7 @@ class InterruptGuard:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._is_armed:
             self._is_armed = False
-            raise Interrupted(signum)
+            raise SignalReceived(signum)
 
 
 def run_session(start: SessionStart, *, inline: bool) -> int:
@@ -152,10 +152,10 @@ def run_session(start: SessionStart, *, inline: bool) -> int:
                     return program(session)
                 finally:
                     guard.disarm()
-        except (Interrupted, KeyboardInterrupt) as interrupt:
-            signum = interrupt.signum if isinstance(interrupt, Interrupted) else signal.SIGINT
-            progress.failed(f"{Interrupted(signum)}: everything was stopped")
-            return Interrupted(signum).exit_code
+        except (SignalReceived, KeyboardInterrupt) as interrupt:
+            signum = interrupt.signum if isinstance(interrupt, SignalReceived) else signal.SIGINT
+            progress.failed(f"{SignalReceived(signum)}: everything was stopped")
+            return SignalReceived(signum).exit_code
         except Error as error:
             if error.exit_code == UsageError.exit_code:
                 _log.error("refused: %s", error)

@@ -22,7 +22,7 @@ from realrl.experiment.run_plan import RunPlan
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.runtime.transport.base import SampleClient
 from realrl.runtime.worker.roles import HostedRole
-from realrl.sched.messages import CallDone, MoveRows, RowsMoved, RunCall, SampleMeta, Span, Transfer
+from realrl.sched.messages import CallDone, MoveRows, RowsMoved, RowTransfer, RunCall, SampleMeta, Span
 from realrl.sched.track.scores import WEIGHT
 
 
@@ -180,7 +180,7 @@ class CallRunner:
 
     def _pull(self, request: RunCall, spans: list[Span]) -> int:
         """Fetch the rows that the plan says this rank lacks; one request per (source, key). Returns bytes received."""
-        by_source: dict[int, list[Transfer]] = defaultdict(list)
+        by_source: dict[int, list[RowTransfer]] = defaultdict(list)
         for transfer in request.transfers:
             if transfer.target != self.rank:
                 raise RunError(f"worker {self.rank} received a transfer meant for worker {transfer.target}")

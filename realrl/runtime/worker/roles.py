@@ -17,8 +17,8 @@ from realrl.algo.api import Engine, Model, ModelInterface
 from realrl.algo.resolve import resolve_interface
 from realrl.config.schema import BUILT_IN
 from realrl.data.tokenizer import load_tokenizer
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import Groups
-from realrl.engine.native import NativeEngine
 from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.parameters.offload import Offloader, Residence
 from realrl.engine.tensor_parallel import TensorParallelGroup
@@ -68,12 +68,12 @@ class HostedRole:
         return self.home is not None
 
     @property
-    def home_engine(self) -> NativeEngine | None:
+    def home_engine(self) -> DecoderEngine | None:
         """The engine that holds the parameters; None on a rank that is not in the home, or without parameters."""
         model = None if self.home is None else self.models.get(self.home)
         if model is None:
             return None
-        assert isinstance(model.engine, NativeEngine)
+        assert isinstance(model.engine, DecoderEngine)
         return model.engine
 
     @property
@@ -94,7 +94,7 @@ class HostedRole:
     def decoder(self, allocation: Allocation) -> Decoder:
         """This rank's shard in one of the layouts."""
         engine = self.models[allocation].engine
-        assert isinstance(engine, NativeEngine)
+        assert isinstance(engine, DecoderEngine)
         return engine.decoder
 
     def set_schedule_end(self, n_steps: int) -> None:
@@ -223,11 +223,11 @@ class _Builder:
                 parallel=_tensor_parallel(parallel),
                 device=torch.device("meta"),
             )
-            return NativeEngine(decoder, role=self._name, parallel=parallel)
+            return DecoderEngine(decoder, role=self._name, parallel=parallel)
         is_trainable = self._plan.roles[self._name].trainable
         decoder = self._load(self._config, allocation, rank, _tensor_parallel(parallel))
         decoder.activation_checkpointing = self._section.activation_checkpointing
-        return NativeEngine(
+        return DecoderEngine(
             decoder,
             role=self._name,
             parallel=parallel,

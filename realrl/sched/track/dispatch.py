@@ -17,7 +17,7 @@ from realrl.plan.protocols import divide
 from realrl.plan.samples.partition import split_minibatches
 from realrl.plan.samples.transfer import Arrival, Placement, Share, plan_transfers
 from realrl.sched.master.master_plan import ScheduledCall
-from realrl.sched.messages import CallDone, MoveRows, RunCall, RunHooks, Transfer
+from realrl.sched.messages import CallDone, MoveRows, RowTransfer, RunCall, RunHooks
 from realrl.sched.samples.in_flight import CallRecord
 from realrl.sched.story import ranks_text
 
@@ -58,7 +58,7 @@ class RankWork:
     """One rank's share of a call."""
 
     minibatches: tuple[tuple[str, ...], ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[RowTransfer, ...]
     keeps: tuple[str, ...]
 
 
@@ -174,7 +174,7 @@ class Dispatch:
             }
         if kind is PartKind.ROWS:
             receives = {rank: work.transfers for rank, work in self.work.items() if work.transfers}
-            sends: dict[int, list[Transfer]] = {}
+            sends: dict[int, list[RowTransfer]] = {}
             for transfers in receives.values():
                 for transfer in transfers:
                     sends.setdefault(transfer.source, []).append(transfer)
@@ -224,9 +224,9 @@ def plan_work(
         for ranks, minibatches in minibatches_of.items()
     ]
     plan = plan_transfers(shares, placements, node_of=node_of)
-    transfers_of: dict[int, list[Transfer]] = {rank: [] for rank in call.ranks}
+    transfers_of: dict[int, list[RowTransfer]] = {rank: [] for rank in call.ranks}
     for route in plan.routes:
-        transfers_of[route.target].append(Transfer(route.source, route.target, route.key, route.ids))
+        transfers_of[route.target].append(RowTransfer(route.source, route.target, route.key, route.ids))
     minibatches_on = {rank: tuple(minibatches) for ranks, minibatches in minibatches_of.items() for rank in ranks}
     work = {rank: RankWork(minibatches_on[rank], tuple(transfers_of[rank]), kept.get(rank, ())) for rank in call.ranks}
     return work, plan.arrivals

@@ -132,7 +132,7 @@ class Scheduler:
         self._devices = DeviceLoad({call.name: call.extent for call in plan.calls}, plan.n_ranks)
         self._needs_others = [set(call.extent) != set(call.ranks) for call in plan.calls]
         self._has_completed = False  # a dispatch was completed since a step was last found complete or not
-        self._is_stale = True  # something changed that may let a call start
+        self._has_news = True  # something changed that may let a call start
         self._lacking_devices: list[tuple[str, int]] = []  # call that had all else, and how deep its queues may be
 
     @property
@@ -212,7 +212,7 @@ class Scheduler:
         if reply.output is not None and reply.output.ids:
             _check_output(dispatch, reply)
             self._buffer.add_rows(reply.rank, reply.output)
-        self._is_stale |= any(self._devices.of_call(name) <= depth for name, depth in self._lacking_devices)
+        self._has_news |= any(self._devices.of_call(name) <= depth for name, depth in self._lacking_devices)
         return self._answer(dispatch, PartKind.CALL, reply.rank)
 
     def handle_part_done(self, reply: RowsMoved | HooksDone, request: MoveRows | RunHooks) -> list[Instruction]:
@@ -267,7 +267,7 @@ class Scheduler:
             if kept or gone:  # its hooks may end when calls after it have settled the step
                 unneeded += self._decide(self._rounds, step, call.name, kept, gone)
         self._end_calls()
-        self._has_completed = self._is_stale = True
+        self._has_completed = self._has_news = True
         if not unneeded:
             return [], len(dropped)
         trained = [sample_id for sample_id in unneeded if not self._buffer.is_dropped(sample_id)]
@@ -332,18 +332,18 @@ class Scheduler:
             return None
         self.step += 1
         self._flight.forget(step)
-        self._is_stale = True
+        self._has_news = True
         return step
 
     def wake(self) -> None:
         """Something outside changed that may let a call start."""
-        self._is_stale = True
+        self._has_news = True
 
     def advance(self) -> list[Instruction]:
         """Load samples ahead, and dispatch every call that can start."""
-        if not self._is_stale and not self._buffer.grew_ready:
+        if not self._has_news and not self._buffer.grew_ready:
             return []
-        self._is_stale = False
+        self._has_news = False
         self._buffer.grew_ready = False
         instructions: list[Instruction] = []
         passed: list[Instruction] | None = []
@@ -410,7 +410,7 @@ class Scheduler:
             else:
                 self._decide(rounds, step, call, [], dropped)
         self._buffer.free(unneeded)
-        self._has_completed = self._is_stale = True
+        self._has_completed = self._has_news = True
 
     def _pass_known(self) -> list[Instruction] | None:
         """Let a call pass a batch that it was done with before the run was resumed; None if there is none."""

@@ -12,7 +12,7 @@ from realrl.algo.packed import response_mask
 from realrl.algo.policy.actor import PolicyActor
 from realrl.config.policy_options import DistillOptions
 from realrl.data.sample import SequenceSample
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.graph.mfc import ModelName
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
@@ -22,10 +22,10 @@ from tests.helpers.training import CONFIG, VOCAB_SIZE, make_engine
 
 
 def teacher() -> Model:
-    return Model(ModelName("teacher"), NativeEngine(random_model(CONFIG, seed=9), role="teacher"), FakeTokenizer(2))
+    return Model(ModelName("teacher"), DecoderEngine(random_model(CONFIG, seed=9), role="teacher"), FakeTokenizer(2))
 
 
-def whole_logprobs(engine: NativeEngine, batch: SequenceSample) -> torch.Tensor:
+def whole_logprobs(engine: DecoderEngine, batch: SequenceSample) -> torch.Tensor:
     """float64 [R, V]: of the next token after each action's prefix."""
     rows = []
     for tokens, mask in zip(batch.samples("input_ids"), batch.samples("prompt_mask"), strict=True):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from realrl.algo.policy.critic import PPOActor, PPOCritic, training_temperature
+from realrl.algo.policy.actor import PolicyActor, training_temperature
+from realrl.algo.policy.critic import PPOCritic
 from realrl.config.policy_options import PPOOptions
 from realrl.config.schema import GenerationConfig
 from realrl.data.sample import SequenceSample
@@ -24,7 +25,7 @@ def minibatches_of(batch: SequenceSample, n: int) -> list[tuple[str, ...]]:
 
 
 def train(
-    interface: PPOActor | PPOCritic,
+    interface: PolicyActor | PPOCritic,
     module: Bigram,
     batch: SequenceSample,
     options: PPOOptions,
@@ -39,7 +40,7 @@ def train(
         generation=GENERATION,
         n_mbs=n_mbs,
     )
-    role = "actor" if isinstance(interface, PPOActor) else "critic"
+    role = "actor" if isinstance(interface, PolicyActor) else "critic"
     return interface.train_step(fake_model(role, FakeEngine(module, lr=lr)), batch, ctx)
 
 
@@ -118,7 +119,7 @@ def test_actor_agrees_with_the_restatement(seed: int) -> None:
         logits, loss = restated.actor_step(logits, ids, lr=0.1)
         losses.append(loss)
         weights.append(sum(len(r["actions"]) for r in restated.rows if r["owner"] in ids))
-    metrics = train(PPOActor(), module, batch, OPTIONS)
+    metrics = train(PolicyActor(), module, batch, OPTIONS)
     np.testing.assert_allclose(module.logits.detach().numpy(), logits, rtol=1e-5, atol=1e-5)
     assert metrics["actor/pg_loss"] == pytest.approx(np.average(losses, weights=weights), rel=1e-5, abs=1e-5)
     assert metrics["kl/mean"] == pytest.approx(restated.kl, rel=1e-5)
@@ -138,8 +139,8 @@ def test_critic_agrees_with_the_restatement(seed: int) -> None:
     assert metrics["critic/explained_variance"] == pytest.approx(1 - np.var(r - v) / np.var(r), rel=1e-5)
 
 
-@pytest.mark.parametrize("interface", [PPOActor, PPOCritic])
-def test_micro_batches_sample_order_and_junk_change_nothing(interface: type[PPOActor] | type[PPOCritic]) -> None:
+@pytest.mark.parametrize("interface", [PolicyActor, PPOCritic])
+def test_micro_batches_sample_order_and_junk_change_nothing(interface: type[PolicyActor] | type[PPOCritic]) -> None:
     options = PPOOptions(n_minibatches=1, ppo_epochs=2)
     results = []
     for junk, order, n_mbs in ((0.0, slice(None), None), (math.nan, slice(None, None, -1), 3)):
@@ -153,8 +154,8 @@ def test_micro_batches_sample_order_and_junk_change_nothing(interface: type[PPOA
     torch.testing.assert_close(one.scores, two.scores)
 
 
-@pytest.mark.parametrize("interface", [PPOActor, PPOCritic])
-def test_two_ranks_are_as_one(interface: type[PPOActor] | type[PPOCritic]) -> None:
+@pytest.mark.parametrize("interface", [PolicyActor, PPOCritic])
+def test_two_ranks_are_as_one(interface: type[PolicyActor] | type[PPOCritic]) -> None:
     options = PPOOptions(n_minibatches=2, ppo_epochs=2, kl_controller="adaptive", kl_horizon=10)
     batch = experience_batch(7, n_tokens=N_TOKENS, n_responses=2)
     alone, whole = Bigram(N_TOKENS), interface()
@@ -168,7 +169,7 @@ def test_two_ranks_are_as_one(interface: type[PPOActor] | type[PPOCritic]) -> No
         engine = FakeEngine(modules[r], all_reduce=group.all_reduce(r))
         mine = batch.select([i for ids in shares[r] for i in ids])
         ctx = fake_context("train", shares[r], algorithm=options, generation=GENERATION)
-        role = "actor" if interface is PPOActor else "critic"
+        role = "actor" if interface is PolicyActor else "critic"
         return interfaces[r].train_step(fake_model(role, engine), mine, ctx)
 
     for metrics, module, one in zip(group.run([lambda: rank(0), lambda: rank(1)]), modules, interfaces, strict=True):
@@ -187,11 +188,13 @@ def test_a_rank_without_samples_takes_part() -> None:
         ids = batch.ids if r == 0 else ()
         engine = FakeEngine(Bigram(N_TOKENS), all_reduce=group.all_reduce(r))
         ctx = fake_context("train", [ids], algorithm=options, generation=GENERATION)
-        return PPOActor().train_step(fake_model("actor", engine), batch.select(ids), ctx)
+        return PolicyActor().train_step(fake_model("actor", engine), batch.select(ids), ctx)
 
     first, second = group.run([lambda: rank(0), lambda: rank(1)])
     assert first == second
-    assert first["actor/pg_loss"] == pytest.approx(train(PPOActor(), Bigram(N_TOKENS), batch, options)["actor/pg_loss"])
+    assert first["actor/pg_loss"] == pytest.approx(
+        train(PolicyActor(), Bigram(N_TOKENS), batch, options)["actor/pg_loss"]
+    )
 
 
 def test_a_minibatch_that_went_too_far_is_skipped_and_counted() -> None:
@@ -202,7 +205,7 @@ def test_a_minibatch_that_went_too_far_is_skipped_and_counted() -> None:
         PPOOptions(n_minibatches=2, early_stop_ratio=1e-3),
         PPOOptions(n_minibatches=2, early_stop_kl=1e-9),
     ):
-        metrics = train(PPOActor(), module, batch, options)
+        metrics = train(PolicyActor(), module, batch, options)
         assert metrics["actor/skipped_minibatches"] == 2.0
         assert metrics["actor/grad_norm"] == 0.0
         assert torch.equal(module.logits, before)
@@ -210,7 +213,7 @@ def test_a_minibatch_that_went_too_far_is_skipped_and_counted() -> None:
 
 def test_actor_and_critic_keep_the_same_kl_weight() -> None:
     options = PPOOptions(kl_controller="adaptive", kl_target=0.01, kl_horizon=100, n_minibatches=1)
-    actor, critic = PPOActor(), PPOCritic()
+    actor, critic = PolicyActor(), PPOCritic()
     coefs = []
     for step in range(3):
         batch = experience_batch(5, n_tokens=N_TOKENS, seed=step)
@@ -221,8 +224,8 @@ def test_actor_and_critic_keep_the_same_kl_weight() -> None:
     assert coefs[1] != coefs[0]
 
 
-@pytest.mark.parametrize("interface", [PPOActor, PPOCritic])
-def test_state_continues_exactly(interface: type[PPOActor] | type[PPOCritic]) -> None:
+@pytest.mark.parametrize("interface", [PolicyActor, PPOCritic])
+def test_state_continues_exactly(interface: type[PolicyActor] | type[PPOCritic]) -> None:
     options = PPOOptions(kl_controller="adaptive", kl_horizon=100, n_minibatches=1)
     straight, broken = interface(), interface()
     train(straight, Bigram(N_TOKENS), experience_batch(5, n_tokens=N_TOKENS, seed=1), options)
@@ -281,7 +284,7 @@ def test_generate_gives_what_training_recomputes() -> None:
     batch, module = prompts(4), Bigram(N_TOKENS)
     model = fake_model("actor", FakeEngine(module))
     ctx = fake_context("actor_gen", [batch.ids], generation=GENERATION)
-    result = PPOActor().generate(model, batch, ctx)
+    result = PolicyActor().generate(model, batch, ctx)
     assert result.ids == batch.ids
     assert all(len(lens) == 2 for lens in result.seqlens["input_ids"])
     for prompt, tokens, masks, flags in zip(
@@ -295,7 +298,7 @@ def test_generate_gives_what_training_recomputes() -> None:
             assert torch.equal(t[m], prompt)
             assert torch.equal(t[: len(prompt)], prompt)
             assert flag.item() == (t[-1].item() != N_TOKENS - 1)
-    logprobs = PPOActor().inference(model, result, ctx)
+    logprobs = PolicyActor().inference(model, result, ctx)
     torch.testing.assert_close(logprobs["logprobs"], result["old_logprobs"], rtol=1e-6, atol=1e-6)
     assert logprobs.schemas["logprobs"] == result.schemas["old_logprobs"]
 
@@ -306,7 +309,7 @@ def test_greedy_sampling_recomputes_at_temperature_one() -> None:
 
 
 def test_optimizer_steps_are_counted_over_epochs() -> None:
-    assert PPOActor().optimizer_steps_per_call(4, PPOOptions(ppo_epochs=3)) == 12
+    assert PolicyActor().optimizer_steps_per_call(4, PPOOptions(ppo_epochs=3)) == 12
 
 
 def test_ppo_solves_a_bandit() -> None:
@@ -314,7 +317,7 @@ def test_ppo_solves_a_bandit() -> None:
     options = PPOOptions(n_minibatches=2, ppo_epochs=2, kl_coef=0.01)
     generation = GenerationConfig(max_new_tokens=2, n_responses=8)
     actor_module, critic_module, ref_module = Bigram(N_TOKENS), Bigram(N_TOKENS, 1), Bigram(N_TOKENS)
-    actor, critic, ref = PPOActor(), PPOCritic(), PPOActor()
+    actor, critic, ref = PolicyActor(), PPOCritic(), PolicyActor()
     actor_model = fake_model("actor", FakeEngine(actor_module, lr=2.0))
     critic_model = fake_model("critic", FakeEngine(critic_module, lr=0.5))
     ref_model = fake_model("ref", FakeEngine(ref_module))

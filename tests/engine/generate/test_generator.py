@@ -7,12 +7,11 @@ import torch
 
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
-from realrl.engine.generate import Generator
-from realrl.engine.generate import run as run_module
+from realrl.engine.generate import Generator, decode_batch
 from realrl.engine.generate.cache import KVCache
 from realrl.engine.generate.generator import divide
 from realrl.engine.generate.philox import hash_words, step_key, uniforms
-from realrl.engine.generate.request import Request
+from realrl.engine.generate.request import GenerateRequest
 from realrl.errors import CallError, ConfigError
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
@@ -122,19 +121,19 @@ def test_seed_and_step_change_the_tokens(decoder, prompts):
 
 def test_a_small_prefill_budget_changes_nothing(decoder, prompts, monkeypatch):
     reference = generate(decoder, prompts)
-    monkeypatch.setattr(run_module, "_PREFILL_TOKENS", 8)
+    monkeypatch.setattr(decode_batch, "_PREFILL_TOKENS", 8)
     assert tokens(generate(decoder, prompts)) == tokens(reference)
 
 
 def test_responses_of_a_prompt_share_its_prefill(decoder, prompts, monkeypatch):
     computed = []
-    prefill = run_module.PrefillAttention
+    prefill = decode_batch.PrefillAttention
 
     def counting(cache, first_slot, seqlens, device):
         computed.extend(seqlens)
         return prefill(cache, first_slot, seqlens, device)
 
-    monkeypatch.setattr(run_module, "PrefillAttention", counting)
+    monkeypatch.setattr(decode_batch, "PrefillAttention", counting)
     generate(decoder, prompts, n_responses=5, max_batch_size=3)
     assert sorted(computed) == sorted(PROMPT_LENGTHS)
 
@@ -205,7 +204,7 @@ def test_bfloat16(prompts):
 def test_shares_hold_each_sample_once_in_nearly_equal_numbers(lengths, n_shares, max_batch_size):
     generation = GenerationConfig(max_batch_size=max_batch_size)
     prompts = [torch.ones(n, dtype=torch.int64) for n in lengths]
-    request = Request(prompts, [str(i) for i in range(len(lengths))], generation, 1, 1, (EOS,))
+    request = GenerateRequest(prompts, [str(i) for i in range(len(lengths))], generation, 1, 1, (EOS,))
     shares = divide(request, n_shares)
     assert len(shares) == min(n_shares, len(lengths), max_batch_size)
     assert sorted(itertools.chain.from_iterable(shares)) == list(range(len(lengths)))

@@ -10,7 +10,7 @@ import torch
 from realrl.algo.api import ForwardOutput, LossOutput, MicroBatching, TrainResult
 from realrl.config.schema import OptimizerConfig
 from realrl.data.sample import SequenceSample
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.model.decoder import Decoder
 from realrl.model.init import random_model
 from realrl.shape import DecoderConfig, MoEConfig
@@ -32,7 +32,7 @@ def make_decoder(coefficient: float = MOE.aux_loss_coef) -> Decoder:
 
 def train(decoder: Decoder, micro_batching: MicroBatching) -> tuple[TrainResult, dict[str, torch.Tensor]]:
     """One minibatch of two sequences a sample, and its gradients."""
-    engine = NativeEngine(decoder, role="actor", optimizer=OPTIMIZER)
+    engine = DecoderEngine(decoder, role="actor", optimizer=OPTIMIZER)
     gradients: dict[str, torch.Tensor] = {}
 
     def keep(_: object) -> bool:
@@ -74,7 +74,7 @@ def test_a_coefficient_of_zero_leaves_the_gradient_alone_and_is_still_measured()
 
 
 def test_training_on_it_alone_balances_the_experts() -> None:
-    engine = NativeEngine(make_decoder(), role="actor", optimizer=OPTIMIZER)
+    engine = DecoderEngine(make_decoder(), role="actor", optimizer=OPTIMIZER)
     batch = make_batch(6)
     losses = []
     for _ in range(25):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.parameters.layout import ParameterLayout, micro_dp_groups, parameter_layout, parameter_specs
-from realrl.plan.parameters.realloc import ReallocPlan, Transfer, best_rank_order, plan_realloc
+from realrl.plan.parameters.realloc import ReallocPlan, SliceTransfer, best_rank_order, plan_realloc
 from scripts.realloc_baselines import deepspeed_chat, hybrid_engine, hybridflow_v
 from tests.helpers.layouts import (
     MAX_RANKS,
@@ -163,7 +163,7 @@ def check_nothing_held_moves(
         np.testing.assert_array_equal(np.sort(arrived), lacking)
 
 
-def elements_of(transfer: Transfer, held: dict[int, dict[str, Array]]) -> Array:
+def elements_of(transfer: SliceTransfer, held: dict[int, dict[str, Array]]) -> Array:
     place = tuple(slice(a, b) for a, b in transfer.source_slice)
     sent = held[transfer.source][transfer.parameter][place]
     assert sent.nbytes == transfer.num_bytes > 0
@@ -204,7 +204,7 @@ def check_senders(plan: ReallocPlan, held: dict[int, dict[str, Array]], node_of:
 
 def check_order(plan: ReallocPlan) -> None:
     """Both sides see the transfers in the order of `transfers`."""
-    to, of = defaultdict[int, list[Transfer]](list), defaultdict[int, list[Transfer]](list)
+    to, of = defaultdict[int, list[SliceTransfer]](list), defaultdict[int, list[SliceTransfer]](list)
     for transfer in plan.transfers:
         to[transfer.target].append(transfer)
         of[transfer.source].append(transfer)

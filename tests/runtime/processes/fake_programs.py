@@ -14,7 +14,7 @@ import msgspec
 
 from realrl.errors import DataError
 from realrl.runtime.output import failure_report as report
-from realrl.runtime.processes.session import Interrupted, Session
+from realrl.runtime.processes.session import Session, SignalReceived
 from realrl.runtime.transport.base import SampleClient
 from realrl.sched.events import WorkerLost
 from realrl.sched.master import diagnosis
@@ -193,7 +193,7 @@ def stubborn(session: Session) -> int:
     """Does not stop when asked to."""
     try:
         return wait_for_worse(session)
-    except Interrupted:
+    except SignalReceived:
         (session.run_dir / "interrupted").touch()
         while True:
             signal.pause()

@@ -13,7 +13,14 @@ import pytest
 
 from realrl.errors import ConfigError, TransportError, UsageError
 from realrl.runtime.processes import session as sessions
-from realrl.runtime.processes.session import Interrupted, Session, SessionStart, decode_start, encode_start, load_dotted
+from realrl.runtime.processes.session import (
+    Session,
+    SessionStart,
+    SignalReceived,
+    decode_start,
+    encode_start,
+    load_dotted,
+)
 from realrl.runtime.processes.supervise import run_inline
 from realrl.sched.messages import Goodbye, Hello, Shutdown
 
@@ -67,8 +74,8 @@ def test_ctrl_c_becomes_130(run: Callable[..., int], capsys: pytest.CaptureFixtu
 
 
 def test_ordinary_handlers_do_not_swallow_an_interrupt() -> None:
-    assert not issubclass(Interrupted, Exception)
-    assert Interrupted(15).exit_code == 143
+    assert not issubclass(SignalReceived, Exception)
+    assert SignalReceived(15).exit_code == 143
 
 
 def test_the_start_message_survives_the_pipe() -> None:

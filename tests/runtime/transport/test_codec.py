@@ -36,6 +36,7 @@ from realrl.sched.messages import (
     Reply,
     Request,
     RowsMoved,
+    RowTransfer,
     RunCall,
     RunHooks,
     SampleMeta,
@@ -45,7 +46,6 @@ from realrl.sched.messages import (
     SaveCheckpoint,
     Shutdown,
     Span,
-    Transfer,
     WorkerFailed,
 )
 
@@ -55,10 +55,12 @@ SPAN = Span("actor_gen", "call", 1.5, 2.5, {"tokens": 3, "share": 0.5, "note": "
 REQUESTS: list[Request] = [
     Initialize(0, b"\x00\xff", ("tcp://127.0.0.1:1", ""), "host:1", "/checkpoints/step_3"),
     LoadSamples(1, ("0/1",), (7,)),
-    RunCall(2, 9, "actor_gen", 1, (("0/1",), ("0/2",)), (Transfer(0, 1, "rewards", ("0/1",)),)),
+    RunCall(2, 9, "actor_gen", 1, (("0/1",), ("0/2",)), (RowTransfer(0, 1, "rewards", ("0/1",)),)),
     ReadSamples(3, 1, {"": ("0/1",)}, {"": "actor"}, {"rewards": ("0/1",)}),
     FreeSamples(3, ("0/1",)),
-    MoveRows(2, 9, "actor_gen", 1, (Transfer(1, 2, "rewards", ("0/1",)),), (Transfer(0, 1, "rewards", ("0/1",)),)),
+    MoveRows(
+        2, 9, "actor_gen", 1, (RowTransfer(1, 2, "rewards", ("0/1",)),), (RowTransfer(0, 1, "rewards", ("0/1",)),)
+    ),
     RunHooks(2, 9, "actor_gen", 1, "after"),
     SaveCheckpoint(4, 2, "/checkpoints/.step_2"),
     Shutdown(5),

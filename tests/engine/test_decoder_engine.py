@@ -12,7 +12,7 @@ import torch
 from realrl.algo.api import ForwardOutput, LossOutput, MicroBatching, TrainResult
 from realrl.config.schema import GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
-from realrl.engine.native import NativeEngine
+from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.train.packing import packed_positions
 from realrl.errors import CallError
 from realrl.model import shared_prefix
@@ -27,13 +27,13 @@ ONE = MicroBatching()
 SPLITS = [MicroBatching(n_mbs=2), MicroBatching(n_mbs=3), MicroBatching(n_mbs=99), MicroBatching(max_tokens_per_mb=30)]
 
 
-def train(engine: NativeEngine, batch: SequenceSample, micro_batching: MicroBatching = ONE, n: int = 3) -> TrainResult:
+def train(engine: DecoderEngine, batch: SequenceSample, micro_batching: MicroBatching = ONE, n: int = 3) -> TrainResult:
     for _ in range(n):
         result = engine.train_batch(batch, masked_nll, normaliser=n_masked(batch), micro_batching=micro_batching)
     return result
 
 
-def parameters(engine: NativeEngine) -> dict[str, torch.Tensor]:
+def parameters(engine: DecoderEngine) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in engine.decoder.named_parameters()}
 
 
@@ -114,7 +114,7 @@ def test_a_sequence_beyond_the_learned_positions(call: str) -> None:
     batch = make_batch()
     longest = max(batch.flat_seqlens("input_ids"))
     engines = [
-        NativeEngine(
+        DecoderEngine(
             random_model(replace(CONFIG, learned_positions=True, max_positions=n), seed=1),
             role="actor",
             optimizer=OPTIMIZER,

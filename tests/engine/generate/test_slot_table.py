@@ -3,7 +3,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.engine.generate.schedule import Row, Schedule
+from realrl.engine.generate.slot_table import Row, SlotTable
 
 
 @st.composite
@@ -13,19 +13,19 @@ def cases(draw):
 
 
 class Story:
-    """Drives a schedule like the generator does and checks its invariants on the way."""
+    """Drives a table like the generator does and checks its invariants on the way."""
 
     def __init__(self, lengths, n_responses, max_rows):
-        self.schedule = Schedule(lengths, n_responses=n_responses, max_rows=max_rows)
+        self.table = SlotTable(lengths, n_responses=n_responses, max_rows=max_rows)
         self.max_rows = max_rows
         self.slots = {}  # slot -> row, as a cache would see it
         self.held = set()
         self.entered, self.prefilled = Counter(), Counter()
 
     def admit(self):
-        before = len(self.schedule.rows)
-        admission = self.schedule.admit()
-        assert [entry.slot for entry in admission.entries] == list(range(before, len(self.schedule.rows)))
+        before = len(self.table.rows)
+        admission = self.table.admit()
+        assert [entry.slot for entry in admission.entries] == list(range(before, len(self.table.rows)))
         computed = {entry.row.sample for entry in admission.prefills}
         for entry in admission.copies:
             assert entry.row.sample in computed | self.held
@@ -42,18 +42,18 @@ class Story:
         self.check()
 
     def retire(self, slots):
-        moves = self.schedule.retire(slots)
+        moves = self.table.retire(slots)
         before = dict(self.slots)
         for move in moves:
             self.slots[move.target] = before[move.source]
-        for slot in range(len(self.schedule.rows), len(before)):
+        for slot in range(len(self.table.rows), len(before)):
             del self.slots[slot]
         assert len({move.source for move in moves}) == len({move.target for move in moves}) == len(moves)
         self.check()
 
     def check(self):
-        assert len(self.schedule.rows) <= self.max_rows
-        assert self.slots == dict(enumerate(self.schedule.rows))
+        assert len(self.table.rows) <= self.max_rows
+        assert self.slots == dict(enumerate(self.table.rows))
 
 
 @given(cases(), st.data())
@@ -61,15 +61,15 @@ def test_every_response_enters_once_and_every_prompt_is_prefilled_once(case, dat
     lengths, n_responses, _ = case
     story = Story(*case)
     left = []
-    while not story.schedule.is_done:
-        if story.schedule.can_admit:
+    while not story.table.is_done:
+        if story.table.can_admit:
             story.admit()
-        n_rows = len(story.schedule.rows)
+        n_rows = len(story.table.rows)
         assert n_rows > 0
         leaving = data.draw(st.sets(st.integers(0, n_rows - 1)))
         if not leaving:
             leaving = {0}  # time passes
-        left += [story.schedule.rows[slot] for slot in leaving]
+        left += [story.table.rows[slot] for slot in leaving]
         story.retire(leaving)
     everything = [Row(sample, response) for sample in range(len(lengths)) for response in range(n_responses)]
     assert story.entered == Counter(everything)
@@ -79,21 +79,21 @@ def test_every_response_enters_once_and_every_prompt_is_prefilled_once(case, dat
 
 
 def test_long_prompts_enter_first():
-    schedule = Schedule([3, 9, 5], n_responses=1, max_rows=2)
-    assert [entry.row.sample for entry in schedule.admit().entries] == [1, 2]
+    table = SlotTable([3, 9, 5], n_responses=1, max_rows=2)
+    assert [entry.row.sample for entry in table.admit().entries] == [1, 2]
 
 
 def test_waits_until_a_prefill_is_worth_its_time():
-    schedule = Schedule([1] * 40, n_responses=1, max_rows=32)
-    schedule.admit()
-    schedule.retire([0, 1, 2])
-    assert not schedule.can_admit
-    schedule.retire([0])
-    assert schedule.can_admit
+    table = SlotTable([1] * 40, n_responses=1, max_rows=32)
+    table.admit()
+    table.retire([0, 1, 2])
+    assert not table.can_admit
+    table.retire([0])
+    assert table.can_admit
 
 
 def test_holes_are_filled_from_the_end_with_as_few_moves_as_possible():
-    schedule = Schedule([1] * 6, n_responses=1, max_rows=6)
-    schedule.admit()
-    moves = schedule.retire([1, 4, 5])
+    table = SlotTable([1] * 6, n_responses=1, max_rows=6)
+    table.admit()
+    moves = table.retire([1, 4, 5])
     assert [(move.source, move.target) for move in moves] == [(3, 1)]

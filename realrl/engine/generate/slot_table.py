@@ -1,6 +1,6 @@
 """Which responses are generated at a time: a pure state machine over slots.
 
-A row is one response in the making; it occupies the slot that equals its position in `Schedule.rows`.
+A row is one response in the making; it occupies the slot that equals its position in `SlotTable.rows`.
 
 Invariants:
 - the rows occupy slots 0 .. n - 1 without a hole, and n never exceeds `max_rows`;
@@ -64,7 +64,7 @@ class Move:
     target: int
 
 
-class Schedule:
+class SlotTable:
     """Admits and retires rows.
 
     Long prompts enter first: rows of similar length sit together, which keeps attention's padding small.

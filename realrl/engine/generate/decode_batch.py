@@ -23,10 +23,10 @@ from realrl.engine.generate.attention import DecodeAttention, PrefillAttention
 from realrl.engine.generate.cache import CacheShape, KVCache, SavedRow
 from realrl.engine.generate.network import FusedNetwork
 from realrl.engine.generate.philox import RowUniforms, hash_words, step_key
-from realrl.engine.generate.request import Request
+from realrl.engine.generate.request import GenerateRequest
 from realrl.engine.generate.responses import Responses
 from realrl.engine.generate.sampler import SampledTokens, Sampler
-from realrl.engine.generate.schedule import Admission, Entry, Schedule
+from realrl.engine.generate.slot_table import Admission, Entry, SlotTable
 from realrl.errors import CallError
 
 _PREFILL_TOKENS = 4096  # bounds the activations of one prefill pass
@@ -49,7 +49,7 @@ class PendingStep:
     n_tokens: int
 
 
-class Run:
+class DecodeBatch:
     """The rows of one request.
 
     Args:
@@ -62,7 +62,7 @@ class Run:
         pending: the step between `begin` and `finish`.
     """
 
-    def __init__(self, network: FusedNetwork, request: Request, *, max_rows: int, device: torch.device) -> None:
+    def __init__(self, network: FusedNetwork, request: GenerateRequest, *, max_rows: int, device: torch.device) -> None:
         generation = request.generation
         self.pending: PendingStep | None = None
         self._network = network
@@ -71,7 +71,7 @@ class Run:
         self._responses = Responses(request.n_rows, generation.max_new_tokens, request.stop_ids)
         self._prompt_lengths = np.array([len(prompt) for prompt in request.prompts], dtype=np.int64)
         max_rows = min(max_rows, request.n_rows)
-        self._schedule = Schedule(self._prompt_lengths.tolist(), n_responses=generation.n_responses, max_rows=max_rows)
+        self._slots = SlotTable(self._prompt_lengths.tolist(), n_responses=generation.n_responses, max_rows=max_rows)
         max_tokens = int(self._prompt_lengths.max()) + generation.max_new_tokens - 1  # the last token is never read
         shape = CacheShape(network.n_layers, max_rows, network.n_kv_heads, network.config.head_dim, max_tokens)
         self._cache = KVCache(shape, dtype=network.dtype, device=device)
@@ -87,11 +87,11 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        return self._schedule.is_done
+        return self._slots.is_done
 
     def begin(self) -> None:
         """Decide what the next step is."""
-        admission = self._schedule.admit() if self._schedule.can_admit else None
+        admission = self._slots.admit() if self._slots.can_admit else None
         rows = self._row_indices()
         if admission is None:
             self.pending = PendingStep(None, rows, len(rows))
@@ -137,9 +137,9 @@ class Run:
         if not len(finished):
             return
         n_responses = self._request.generation.n_responses
-        first_slot = len(self._schedule.rows) - len(step.rows)
-        for move in self._schedule.retire((first_slot + finished).tolist()):
-            row = self._schedule.rows[move.target]
+        first_slot = len(self._slots.rows) - len(step.rows)
+        for move in self._slots.retire((first_slot + finished).tolist()):
+            row = self._slots.rows[move.target]
             n_generated = self._responses.n_tokens[row.sample * n_responses + row.response]
             self._cache.copy(move.source, move.target, int(self._prompt_lengths[row.sample] + n_generated - 1))
 
@@ -160,7 +160,7 @@ class Run:
 
     def _row_indices(self) -> RowIndices:
         n_responses = self._request.generation.n_responses
-        return np.array([row.sample * n_responses + row.response for row in self._schedule.rows], dtype=np.int64)
+        return np.array([row.sample * n_responses + row.response for row in self._slots.rows], dtype=np.int64)
 
     def _enter(self, admission: Admission, x: torch.Tensor | None) -> torch.Tensor:
         """Fill the cache for the entering rows."""

@@ -43,7 +43,7 @@ Work = tuple[SequenceSample, Callable[[DecoderOutput, SequenceSample], torch.Ten
 """A micro-batch, and what is made of its hidden states."""
 
 
-class NativeEngine:
+class DecoderEngine:
     """`realrl.algo.api.Engine` for a decoder whose shards are on the ranks of a layout.
 
     Args:

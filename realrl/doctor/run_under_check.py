@@ -24,7 +24,7 @@ Recompose = Callable[[Sequence[str]], RunConfig]
 
 
 @dataclass(frozen=True)
-class Patient:
+class RunUnderCheck:
     """A run that has not started.
 
     Attributes:
