@@ -11,7 +11,7 @@ import torch
 
 from tests.parity.trl_models import Text, Twin, assert_parity, bare_trainer, packed, padded, texts, trl, twin  # isort: skip
 
-from realrl.algo.policy.critic import PolicyActor
+from realrl.algo.policy.actor import PolicyActor
 from realrl.algo.supervised.dpo import DPO
 from realrl.algo.supervised.kto import KTO
 from realrl.algo.supervised.rw import RewardModel

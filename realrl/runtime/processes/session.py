@@ -103,7 +103,7 @@ class SignalReceived(BaseException):
 
 
 class InterruptGuard:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into `SignalReceived`, and ignores the rest: the shutdown is under way."""
+    """Turns the first SIGINT, SIGTERM or SIGHUP into `SignalReceived`, and ignores the rest: shutdown is under way."""
 
     def __init__(self) -> None:
         self._is_armed = True

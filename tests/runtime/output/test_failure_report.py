@@ -18,7 +18,7 @@ DEEP = "Traceback (most recent call last):\n" + "".join(
 )
 
 
-def failed(traceback: str = DEEP, message: str = "output has a NaN", waiting: int = 2) -> report.Failure:
+def failed(traceback: str = DEEP, message: str = "output has a NaN", waiting: int = 2) -> report.FailureReport:
     reply = WorkerFailed(3, 7, "rew_inf", 12, "ValueError", message, traceback + "ValueError: x\n", 1, ("0/17", "0/18"))
     decided = msgspec.structs.replace(
         diagnosis.worker_failed(reply, (), None),
@@ -54,14 +54,14 @@ def test_a_long_message_does_not_push_the_rest_off_the_screen() -> None:
 
 
 def test_a_long_message_without_traceback_may_take_most_of_the_screen() -> None:
-    text = report.render(report.Failure("\n".join(f"line {n}" for n in range(90)), remedy="Mend it."))
+    text = report.render(report.FailureReport("\n".join(f"line {n}" for n in range(90)), remedy="Mend it."))
     assert "line 15" in text
     assert text.endswith("  remedy: Mend it.")
     assert len(text.splitlines()) <= report.MAX_LINES
 
 
 def test_samples_that_the_message_names_are_not_repeated() -> None:
-    assert "samples" not in str(report.Failure("NaN in sample '0/1'", sample_ids=("0/1",)))
+    assert "samples" not in str(report.FailureReport("NaN in sample '0/1'", sample_ids=("0/1",)))
 
 
 def test_hundreds_of_waiting_workers_take_one_line() -> None:
@@ -136,7 +136,7 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
 
 
 def test_a_message_of_several_lines_keeps_them() -> None:
-    failure = report.Failure(headline="the reward function raised\n  line 2 of your file\nZeroDivisionError")
+    failure = report.FailureReport(headline="the reward function raised\n  line 2 of your file\nZeroDivisionError")
     assert report.render(failure).splitlines() == [
         "error: the reward function raised",
         "  line 2 of your file",
