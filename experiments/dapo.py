@@ -1,51 +1,16 @@
-"""DAPO: GRPO with a wider upper clip, a mean over tokens, and groups of equal rewards replaced."""
+"""DAPO: GRPO with a wider upper clip, a mean over tokens, no reference, and groups of equal rewards replaced."""
 
-from __future__ import annotations
+from realrl_experiments.grpo import EXPERIMENT as GRPO
 
-from realrl.config.policy_options import PolicyOptions
-from realrl.config.schema import RunConfig
-from realrl.experiment import DatasetKind, Experiment
-from realrl.experiment.calls import (
-    ACTOR,
-    REFERENCE,
-    REWARD_ROLES,
-    check_policy,
-    filter_calls,
-    generate_call,
-    policy_roles,
-    recompute_calls,
-    reference_calls,
-    train_call,
-)
-from realrl.experiment.rewards import reward_calls
-from realrl.graph.mfc import MFCDef
-
-DEFAULTS = {
-    "algorithm": {"advantage": "grpo", "clip_ratio": 0.2, "clip_ratio_high": 0.28, "filter": "equal_rewards"},
-    "generation": {"n_responses": 8},
-}
-
-
-def mfcs(config: RunConfig) -> list[MFCDef]:
-    """The calls of one step."""
-    check_policy(config, DEFAULTS)
-    return [
-        generate_call(config),
-        *recompute_calls(config),
-        *reward_calls(config),
-        *filter_calls(config),
-        *reference_calls(config),
-        train_call(config),
-    ]
-
-
-EXPERIMENT = Experiment(
-    name="dapo",
-    description="GRPO with a wider upper clip, token means, and groups of equal rewards replaced",
-    roles={"actor": ACTOR, "ref": REFERENCE, **REWARD_ROLES},
-    dataset=DatasetKind.PROMPT,
-    options=PolicyOptions,
-    mfcs=mfcs,
-    defaults=DEFAULTS,
-    role_changes=policy_roles,
+EXPERIMENT = GRPO.variant(
+    "dapo",
+    "GRPO with a wider upper clip, token means, and groups of equal rewards replaced",
+    defaults={
+        "algorithm": {
+            "clip_ratio_high": 0.28,
+            "loss_normaliser": "tokens",
+            "kl_loss_coef": 0.0,
+            "filter": "equal_rewards",
+        },
+    },
 )

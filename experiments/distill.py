@@ -4,44 +4,47 @@ from __future__ import annotations
 
 from functools import partial
 
+from realrl import DatasetKind, Experiment, InterfaceType, MFCDef, Role, RunConfig
 from realrl.config.policy_options import DistillOptions
-from realrl.config.schema import RunConfig
-from realrl.experiment import DatasetKind, Experiment, Role
-from realrl.experiment.calls import (
-    ACTOR,
-    REFERENCE,
-    check_policy,
-    generate_call,
-    policy_roles,
-    recompute_calls,
-    reference_calls,
-    teacher_call,
-    train_call,
-)
-from realrl.graph.mfc import MFCDef
+from realrl.experiment import policy_calls as add
 
-DEFAULTS = {"algorithm": {"advantage": "reverse_kl", "policy_loss": "clip"}}
+TOKENS = ("input_ids", "prompt_mask")
 
 
 def mfcs(config: RunConfig) -> list[MFCDef]:
-    """The calls of one step."""
-    check_policy(config, DEFAULTS)
+    """The calls of one step: who runs, what it reads, what it gives."""
+    n = config.n_seqs
     return [
-        generate_call(config),
-        *recompute_calls(config),
-        teacher_call(config),
-        *reference_calls(config),
-        train_call(config),
-    ]
+        MFCDef("actor_gen", "actor", InterfaceType.GENERATE, "ppo_actor",
+               ("prompt_ids",), (*TOKENS, "old_logprobs", "truncated"), n_seqs=n),
+        MFCDef("teacher_inf", "teacher", InterfaceType.INFERENCE, "ppo_actor", TOKENS, ("teacher_logprobs",),
+               output_key_remap={"logprobs": "teacher_logprobs"}, n_seqs=n),
+        MFCDef("ref_inf", "ref", InterfaceType.INFERENCE, "ppo_actor", TOKENS, ("ref_logprobs",),
+               output_key_remap={"logprobs": "ref_logprobs"}, n_seqs=n),
+        MFCDef("actor_train", "actor", InterfaceType.TRAIN_STEP, "ppo_actor",
+               (*TOKENS, "old_logprobs", "truncated", "teacher_logprobs"), n_seqs=n,
+               n_minibatches=config.algorithm.n_minibatches, log_return_value=True),
+    ]  # fmt: skip
 
 
 EXPERIMENT = Experiment(
     name="distill",
     description="on-policy distillation: reverse KL to a teacher on the student's own responses",
-    roles={"actor": ACTOR, "teacher": Role(trainable=False), "ref": REFERENCE},
+    roles={
+        "actor": Role(trainable=True),
+        "teacher": Role(trainable=False),
+        "ref": Role(trainable=False, path_from="actor"),
+    },
     dataset=DatasetKind.PROMPT,
     options=DistillOptions,
     mfcs=mfcs,
-    defaults=DEFAULTS,
-    role_changes=partial(policy_roles, rewards=False),
+    adds=(
+        add.run_ahead,  # max_staleness, algorithm.importance_cap: adds actor_inf
+        add.own_reference,  # models.actor.lora.rank: ref_inf runs on the actor without its adapter
+        add.teacher_keys,  # algorithm.policy_loss=teacher_kl: teacher_inf gives its likeliest tokens
+        add.chosen_keys,  # KL to a reference: training reads ref_logprobs, without it there is no ref_inf
+    ),
+    check=add.check_policy,
+    role_changes=partial(add.policy_roles, rewards=False),
+    defaults={"algorithm": {"advantage": "reverse_kl", "policy_loss": "clip"}},
 )

@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
+from realrl import DatasetKind, Experiment, InterfaceType, MFCDef, Role, RunConfig
 from realrl.config.algorithms import GenOptions
-from realrl.config.schema import RunConfig
-from realrl.errors import ConfigError
-from realrl.experiment import DatasetKind, Experiment, Role
-from realrl.experiment.calls import REWARD_ROLES
-from realrl.experiment.rewards import reward_calls, reward_roles
-from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.experiment import policy_calls as add
 
 
 def mfcs(config: RunConfig) -> list[MFCDef]:
-    """The calls of one step."""
-    actor_gen = MFCDef(
-        name="actor_gen",
-        model_name="actor",
-        interface_type=InterfaceType.GENERATE,
-        interface_impl="ppo_actor",
-        input_keys=("prompt_ids",),
-        output_keys=("input_ids", "prompt_mask", "truncated"),
-        n_seqs=config.n_seqs,
-    )
-    rewards = reward_calls(config) if config.algorithm.has_rewards else []
-    if any(call.may_drop for call in rewards):
-        raise ConfigError(
-            "a response whose reward function fails cannot be dropped: every prompt of the file is answered",
-            remedy="Set on_failure (algorithm.reward_on_failure, or that of the part) to zero or error.",
-        )
-    return [actor_gen, *rewards]
-
-
-def role_changes(config: RunConfig) -> dict[str, Role | None]:
-    """The roles that give rewards, if any do."""
-    needed = reward_roles(config) if config.algorithm.has_rewards else {}
-    return {**dict.fromkeys(REWARD_ROLES), **needed}
+    """The calls of one step: who runs, what it reads, what it gives."""
+    return [
+        MFCDef("actor_gen", "actor", InterfaceType.GENERATE, "ppo_actor",
+               ("prompt_ids",), ("input_ids", "prompt_mask", "truncated"), n_seqs=config.n_seqs),
+    ]  # fmt: skip
 
 
 EXPERIMENT = Experiment(
     name="gen",
     description="responses to the prompts of a file, without training",
-    roles={"actor": Role(trainable=False), **REWARD_ROLES},
+    roles={
+        "actor": Role(trainable=False),
+        "reward": Role(trainable=False, head="reward"),
+        "scorer": Role(trainable=False, head="none", path_from="actor"),  # adds up several rewards
+    },
     dataset=DatasetKind.PROMPT,
     options=GenOptions,
     mfcs=mfcs,
-    role_changes=role_changes,
+    adds=(add.wanted_rewards,),  # algorithm.reward_function, algorithm.rewards: add rew_inf and scorer_inf
+    role_changes=add.wanted_reward_roles,
     defaults={"steps": 1_000_000, "epochs": 1, "dataset": {"shuffle": False}, "save": {"n_generations": None}},
 )

@@ -2,50 +2,52 @@
 
 from __future__ import annotations
 
-from realrl.config.policy_options import PolicyOptions
-from realrl.config.schema import RunConfig
-from realrl.experiment import DatasetKind, Experiment
-from realrl.experiment.calls import (
-    ACTOR,
-    REFERENCE,
-    REWARD_ROLES,
-    check_policy,
-    filter_calls,
-    generate_call,
-    policy_roles,
-    recompute_calls,
-    reference_calls,
-    train_call,
-)
-from realrl.experiment.rewards import reward_calls
-from realrl.graph.mfc import MFCDef
+from realrl import DatasetKind, Experiment, InterfaceType, MFCDef, PolicyOptions, Role, RunConfig
+from realrl.experiment import policy_calls as add
 
-DEFAULTS = {
-    "algorithm": {"advantage": "grpo", "loss_normaliser": "sequences", "kl_loss_coef": 0.04},
-    "generation": {"n_responses": 8},
+GENERATE, INFERENCE, TRAIN_STEP = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
+TOKENS = ("input_ids", "prompt_mask")
+ROLES = {
+    "actor": Role(trainable=True),
+    "ref": Role(trainable=False, path_from="actor"),
+    "reward": Role(trainable=False, head="reward"),
+    "scorer": Role(trainable=False, head="none", path_from="actor"),  # adds up several rewards
 }
 
 
 def mfcs(config: RunConfig) -> list[MFCDef]:
-    """The calls of one step."""
-    check_policy(config, DEFAULTS)
+    """The calls of one step: who runs, what it reads, what it gives."""
+    n = config.n_seqs
     return [
-        generate_call(config),
-        *recompute_calls(config),
-        *reward_calls(config),
-        *filter_calls(config),
-        *reference_calls(config),
-        train_call(config),
-    ]
+        MFCDef("actor_gen", "actor", GENERATE, "ppo_actor",
+               ("prompt_ids",), (*TOKENS, "old_logprobs", "truncated"), n_seqs=n),
+        MFCDef("rew_inf", "reward", INFERENCE, "reward_model", ("input_ids",), ("rewards",), n_seqs=n),
+        MFCDef("ref_inf", "ref", INFERENCE, "ppo_actor", TOKENS, ("ref_logprobs",),
+               output_key_remap={"logprobs": "ref_logprobs"}, n_seqs=n),
+        MFCDef("actor_train", "actor", TRAIN_STEP, "ppo_actor",
+               (*TOKENS, "old_logprobs", "truncated", "rewards", "ref_logprobs"), n_seqs=n,
+               n_minibatches=config.algorithm.n_minibatches, log_return_value=True),
+    ]  # fmt: skip
 
 
 EXPERIMENT = Experiment(
     name="grpo",
     description="group-relative policy optimisation: no critic, KL to the reference in the loss",
-    roles={"actor": ACTOR, "ref": REFERENCE, **REWARD_ROLES},
+    roles=ROLES,
     dataset=DatasetKind.PROMPT,
     options=PolicyOptions,
     mfcs=mfcs,
-    defaults=DEFAULTS,
-    role_changes=policy_roles,
+    adds=(
+        add.run_ahead,  # max_staleness, algorithm.importance_cap: adds actor_inf
+        add.reward_functions,  # algorithm.reward_function: rew_inf runs it; algorithm.rewards: adds scorer_inf
+        add.sample_filter,  # algorithm.filter: adds filter
+        add.own_reference,  # models.actor.lora.rank: ref_inf runs on the actor without its adapter
+        add.chosen_keys,  # algorithm.advantage, policy_loss, KL: training reads what they need, and no more
+    ),
+    check=add.check_policy,
+    role_changes=add.policy_roles,
+    defaults={
+        "algorithm": {"advantage": "grpo", "loss_normaliser": "sequences", "kl_loss_coef": 0.04},
+        "generation": {"n_responses": 8},
+    },
 )

@@ -1,57 +1,16 @@
-"""GSPO: GRPO whose policy ratio, and its clip, are of the whole response."""
+"""GSPO: GRPO whose policy ratio, and its clip, are of the whole response; no reference."""
 
-from __future__ import annotations
+from realrl_experiments.grpo import EXPERIMENT as GRPO
 
-from realrl.config.policy_options import PolicyOptions
-from realrl.config.schema import RunConfig
-from realrl.experiment import DatasetKind, Experiment
-from realrl.experiment.calls import (
-    ACTOR,
-    REFERENCE,
-    REWARD_ROLES,
-    check_policy,
-    filter_calls,
-    generate_call,
-    policy_roles,
-    recompute_calls,
-    reference_calls,
-    train_call,
-)
-from realrl.experiment.rewards import reward_calls
-from realrl.graph.mfc import MFCDef
-
-DEFAULTS = {
-    "algorithm": {
-        "advantage": "grpo",
-        "policy_loss": "sequence_clip",
-        "loss_normaliser": "sequences",
-        "clip_ratio": 3e-4,
-        "clip_ratio_high": 4e-4,
+EXPERIMENT = GRPO.variant(
+    "gspo",
+    "group sequence policy optimisation: ratio and clip of whole responses",
+    defaults={
+        "algorithm": {
+            "policy_loss": "sequence_clip",
+            "clip_ratio": 3e-4,
+            "clip_ratio_high": 4e-4,
+            "kl_loss_coef": 0.0,
+        },
     },
-    "generation": {"n_responses": 8},
-}
-
-
-def mfcs(config: RunConfig) -> list[MFCDef]:
-    """The calls of one step."""
-    check_policy(config, DEFAULTS)
-    return [
-        generate_call(config),
-        *recompute_calls(config),
-        *reward_calls(config),
-        *filter_calls(config),
-        *reference_calls(config),
-        train_call(config),
-    ]
-
-
-EXPERIMENT = Experiment(
-    name="gspo",
-    description="group sequence policy optimisation: ratio and clip of whole responses",
-    roles={"actor": ACTOR, "ref": REFERENCE, **REWARD_ROLES},
-    dataset=DatasetKind.PROMPT,
-    options=PolicyOptions,
-    mfcs=mfcs,
-    defaults=DEFAULTS,
-    role_changes=policy_roles,
 )

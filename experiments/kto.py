@@ -1,40 +1,23 @@
-"""Kahneman-Tversky optimisation from answers labelled good or bad: two roles, two calls."""
+"""Kahneman-Tversky optimisation: DPO's calls on single answers that are labelled good or bad."""
 
-from __future__ import annotations
+from dataclasses import replace
 
+from realrl import DatasetKind, MFCDef, RunConfig
 from realrl.config.algorithms import KTOOptions
-from realrl.config.schema import RunConfig
-from realrl.experiment import DatasetKind, Experiment, Role
-from realrl.experiment.calls import ACTOR, REFERENCE, TOKENS, has_adapter, reference_call
-from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl_experiments.dpo import EXPERIMENT as DPO
 
 
 def mfcs(config: RunConfig) -> list[MFCDef]:
-    """The calls of one step."""
-    actor_train = MFCDef(
-        name="actor_train",
-        model_name="actor",
-        interface_type=InterfaceType.TRAIN_STEP,
-        interface_impl="kto",
-        input_keys=(*TOKENS, "ref_logprobs", "label"),
-        n_seqs=config.n_seqs,
-        n_minibatches=config.algorithm.n_minibatches,
-        log_return_value=True,
-    )
-    return [reference_call(config), actor_train]
+    """DPO's calls; actor_train reads the label too."""
+    ref_inf, actor_train = DPO.mfcs(config)
+    return [ref_inf, replace(actor_train, interface_impl="kto", input_keys=(*actor_train.input_keys, "label"))]
 
 
-def role_changes(config: RunConfig) -> dict[str, Role | None]:
-    """An actor with an adapter is its own reference."""
-    return {"ref": None} if has_adapter(config, "actor") else {}
-
-
-EXPERIMENT = Experiment(
-    name="kto",
-    description="Kahneman-Tversky optimisation from answers that are labelled good or bad",
-    roles={"actor": ACTOR, "ref": REFERENCE},
+EXPERIMENT = DPO.variant(
+    "kto",
+    "Kahneman-Tversky optimisation from answers that are labelled good or bad",
     dataset=DatasetKind.UNPAIRED,
     options=KTOOptions,
     mfcs=mfcs,
-    role_changes=role_changes,
+    eval_metrics=(),
 )

@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
-from realrl.config.policy_options import PPOOptions
-from realrl.config.schema import RunConfig
-from realrl.experiment import DatasetKind, Experiment
-from realrl.experiment.calls import (
-    ACTOR,
-    CRITIC,
-    REFERENCE,
-    REWARD_ROLES,
-    check_policy,
-    critic_call,
-    critic_train_call,
-    filter_calls,
-    generate_call,
-    policy_roles,
-    recompute_calls,
-    reference_calls,
-    train_call,
-)
-from realrl.experiment.rewards import reward_calls
-from realrl.graph.mfc import MFCDef
+from realrl import DatasetKind, Experiment, InterfaceType, MFCDef, PPOOptions, Role, RunConfig
+from realrl.experiment import policy_calls as add
+
+GENERATE, INFERENCE, TRAIN_STEP = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
+TOKENS = ("input_ids", "prompt_mask")
+ROLES = {
+    "actor": Role(trainable=True),
+    "critic": Role(trainable=True, head="value", path_from="actor"),
+    "ref": Role(trainable=False, path_from="actor"),
+    "reward": Role(trainable=False, head="reward"),
+    "scorer": Role(trainable=False, head="none", path_from="actor"),  # adds up several rewards
+}
 
 
 def mfcs(config: RunConfig) -> list[MFCDef]:
-    """The calls of one step."""
-    check_policy(config)
+    """The calls of one step: who runs, what it reads, what it gives."""
+    n, train = config.n_seqs, {"n_minibatches": config.algorithm.n_minibatches, "log_return_value": True}
     return [
-        generate_call(config),
-        *recompute_calls(config),
-        *reward_calls(config),
-        *filter_calls(config),
-        *reference_calls(config),
-        critic_call(config),
-        train_call(config),
-        critic_train_call(config),
-    ]
+        MFCDef("actor_gen", "actor", GENERATE, "ppo_actor",
+               ("prompt_ids",), (*TOKENS, "old_logprobs", "truncated"), n_seqs=n),
+        MFCDef("rew_inf", "reward", INFERENCE, "reward_model", ("input_ids",), ("rewards",), n_seqs=n),
+        MFCDef("ref_inf", "ref", INFERENCE, "ppo_actor", TOKENS, ("ref_logprobs",),
+               output_key_remap={"logprobs": "ref_logprobs"}, n_seqs=n),
+        MFCDef("critic_inf", "critic", INFERENCE, "ppo_critic", ("input_ids",), ("values",), n_seqs=n),
+        MFCDef("actor_train", "actor", TRAIN_STEP, "ppo_actor",
+               (*TOKENS, "old_logprobs", "truncated", "rewards", "values", "ref_logprobs"), n_seqs=n, **train),
+        MFCDef("critic_train", "critic", TRAIN_STEP, "ppo_critic",
+               (*TOKENS, "old_logprobs", "rewards", "values", "truncated", "ref_logprobs"), n_seqs=n, **train),
+    ]  # fmt: skip
 
 
 EXPERIMENT = Experiment(
     name="ppo",
     description="proximal policy optimisation with a critic and a reward model or function",
-    roles={"actor": ACTOR, "critic": CRITIC, "ref": REFERENCE, **REWARD_ROLES},
+    roles=ROLES,
     dataset=DatasetKind.PROMPT,
     options=PPOOptions,
     mfcs=mfcs,
-    role_changes=policy_roles,
+    adds=(
+        add.run_ahead,  # max_staleness, algorithm.importance_cap: adds actor_inf
+        add.reward_functions,  # algorithm.reward_function: rew_inf runs it; algorithm.rewards: adds scorer_inf
+        add.sample_filter,  # algorithm.filter: adds filter
+        add.own_reference,  # models.actor.lora.rank: ref_inf runs on the actor without its adapter
+        add.chosen_keys,  # algorithm.advantage, policy_loss, KL: training reads what they need, and no more
+    ),
+    check=add.check_policy,
+    role_changes=add.policy_roles,
 )

@@ -1,53 +1,35 @@
 """ReMax: REINFORCE whose baseline is the reward of the greedy response to the same prompt; no critic."""
 
-from __future__ import annotations
-
-from realrl.config.policy_options import PolicyOptions
-from realrl.config.schema import RunConfig
-from realrl.experiment import DatasetKind, Experiment
-from realrl.experiment.calls import (
-    ACTOR,
-    REFERENCE,
-    REWARD_ROLES,
-    check_policy,
-    filter_calls,
-    generate_call,
-    greedy_call,
-    policy_roles,
-    recompute_calls,
-    reference_calls,
-    train_call,
-)
-from realrl.experiment.rewards import reward_calls
-from realrl.graph.mfc import MFCDef
-
-DEFAULTS = {
-    "algorithm": {"advantage": "remax", "policy_loss": "reinforce", "kl_coef": 0.01},
-}
+from realrl import InterfaceRef, InterfaceType, MFCDef, RunConfig
+from realrl.experiment.policy_calls import prefixed
+from realrl_experiments.grpo import EXPERIMENT as GRPO
+from realrl_experiments.grpo import TOKENS
 
 
 def mfcs(config: RunConfig) -> list[MFCDef]:
-    """The calls of one step."""
-    check_policy(config, DEFAULTS)
-    return [
-        generate_call(config),
-        greedy_call(config),
-        *recompute_calls(config),
-        *reward_calls(config),
-        *reward_calls(config, prefix="greedy_"),
-        *filter_calls(config),
-        *reference_calls(config),
-        train_call(config),
-    ]
+    """GRPO's calls; two more answer each prompt greedily and judge that answer, with keys that begin with greedy_."""
+    n, greedy = config.n_seqs, InterfaceRef("ppo_actor", {"greedy": True})
+    actor_gen, rew_inf, ref_inf, actor_train = GRPO.mfcs(config)
+    actor_gen_greedy = MFCDef("actor_gen_greedy", "actor", InterfaceType.GENERATE, greedy,
+                              ("prompt_ids",), (*TOKENS, "truncated"), n_seqs=n)  # fmt: skip
+    greedy_rew_inf = MFCDef("greedy_rew_inf", "reward", InterfaceType.INFERENCE, "reward_model",
+                            ("input_ids",), ("rewards",), n_seqs=n)  # fmt: skip
+    greedy_calls = [prefixed("greedy_", call) for call in (actor_gen_greedy, greedy_rew_inf)]
+    return [actor_gen, greedy_calls[0], rew_inf, greedy_calls[1], ref_inf, actor_train]
 
 
-EXPERIMENT = Experiment(
-    name="remax",
-    description="REINFORCE with the greedy response's reward as baseline",
-    roles={"actor": ACTOR, "ref": REFERENCE, **REWARD_ROLES},
-    dataset=DatasetKind.PROMPT,
-    options=PolicyOptions,
+EXPERIMENT = GRPO.variant(
+    "remax",
+    "REINFORCE with the greedy response's reward as baseline",
     mfcs=mfcs,
-    defaults=DEFAULTS,
-    role_changes=policy_roles,
+    defaults={
+        "algorithm": {
+            "advantage": "remax",
+            "policy_loss": "reinforce",
+            "kl_coef": 0.01,
+            "kl_loss_coef": 0.0,
+            "loss_normaliser": "tokens",
+        },
+        "generation": {"n_responses": 1},
+    },
 )

@@ -1,56 +1,12 @@
 """RLOO: REINFORCE with the mean reward of the other responses to the prompt as baseline; no critic."""
 
-from __future__ import annotations
+from realrl_experiments.grpo import EXPERIMENT as GRPO
 
-from realrl.config.policy_options import PolicyOptions
-from realrl.config.schema import RunConfig
-from realrl.experiment import DatasetKind, Experiment
-from realrl.experiment.calls import (
-    ACTOR,
-    REFERENCE,
-    REWARD_ROLES,
-    check_policy,
-    filter_calls,
-    generate_call,
-    policy_roles,
-    recompute_calls,
-    reference_calls,
-    train_call,
-)
-from realrl.experiment.rewards import reward_calls
-from realrl.graph.mfc import MFCDef
-
-DEFAULTS = {
-    "algorithm": {
-        "advantage": "rloo",
-        "policy_loss": "response_clip",
-        "loss_normaliser": "sequences",
-        "kl_coef": 0.05,
+EXPERIMENT = GRPO.variant(
+    "rloo",
+    "REINFORCE with a leave-one-out baseline and the KL in the reward",
+    defaults={
+        "algorithm": {"advantage": "rloo", "policy_loss": "response_clip", "kl_coef": 0.05, "kl_loss_coef": 0.0},
+        "generation": {"n_responses": 4},
     },
-    "generation": {"n_responses": 4},
-}
-
-
-def mfcs(config: RunConfig) -> list[MFCDef]:
-    """The calls of one step."""
-    check_policy(config, DEFAULTS)
-    return [
-        generate_call(config),
-        *recompute_calls(config),
-        *reward_calls(config),
-        *filter_calls(config),
-        *reference_calls(config),
-        train_call(config),
-    ]
-
-
-EXPERIMENT = Experiment(
-    name="rloo",
-    description="REINFORCE with a leave-one-out baseline and the KL in the reward",
-    roles={"actor": ACTOR, "ref": REFERENCE, **REWARD_ROLES},
-    dataset=DatasetKind.PROMPT,
-    options=PolicyOptions,
-    mfcs=mfcs,
-    defaults=DEFAULTS,
-    role_changes=policy_roles,
 )

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+from realrl import DatasetKind, Experiment, InterfaceType, MFCDef, Role, RunConfig
 from realrl.config.algorithms import RWOptions
-from realrl.config.schema import RunConfig
-from realrl.experiment import DatasetKind, Experiment, Role
-from realrl.graph.mfc import InterfaceType, MFCDef
 
 
 def mfcs(config: RunConfig) -> list[MFCDef]:
-    """The calls of one step."""
-    reward_train = MFCDef(
-        name="reward_train",
-        model_name="reward",
-        interface_type=InterfaceType.TRAIN_STEP,
-        interface_impl="reward_model",
-        input_keys=("input_ids",),
-        n_seqs=config.n_seqs,
-        n_minibatches=config.algorithm.n_minibatches,
-        log_return_value=True,
-    )
-    return [reward_train]
+    """The calls of one step: who runs, and what it reads."""
+    return [
+        MFCDef("reward_train", "reward", InterfaceType.TRAIN_STEP, "reward_model", ("input_ids",),
+               n_seqs=config.n_seqs, n_minibatches=config.algorithm.n_minibatches, log_return_value=True),
+    ]  # fmt: skip
 
 
 EXPERIMENT = Experiment(

@@ -56,7 +56,7 @@ class Worker:
         run = dump_config(config.model_copy(update={"run_dir": str(folder / "run")}))
         (ready,) = self._worker.handle(Initialize(self._next(), run, ("",), ""))
         self._row_ids = ready.row_ids
-        self._call = experiment.mfcs(config)[-1].name
+        self._call = experiment.calls(config)[-1].name
         torch.set_num_threads(threads)
 
     def train(self, step: int) -> float:

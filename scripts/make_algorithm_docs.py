@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from realrl.cli import main as realrl
@@ -75,7 +76,7 @@ def updated(page: str, name: str) -> str:
 
 
 def _calls(experiment: Experiment, config: RunConfig) -> Iterator[str]:
-    calls = experiment.mfcs(config)
+    calls = experiment.calls(config)
     roles = experiment.roles_for(config)
     heads = {"value": ", a value head", "reward": ", a reward head", "none": ", no weights"}
     said = [f"`{n}` ({'trained' if r.trainable else 'frozen'}{heads.get(r.head, '')})" for n, r in roles.items()]
@@ -114,7 +115,8 @@ def _codes(keys: Mapping[str, object] | tuple[str, ...]) -> str:
 
 def _options(experiment: Experiment, config: RunConfig) -> Iterator[str]:
     """The defaults of the experiment, then the options that it reads by default."""
-    changed = dict(_leaves("", experiment.defaults))
+    plain = dict(_leaves("", compose(replace(experiment, defaults={})).model_dump(mode="json")))
+    changed = {path: value for path, value in _leaves("", experiment.defaults) if value != plain.get(path)}
     if changed:
         yield f"This experiment sets {', '.join(f'`{path}={_value(value)}`' for path, value in changed.items())}."
         yield ""

@@ -112,7 +112,7 @@ def gen(arguments: Sequence[str]) -> int:
     if options.help:
         return _help(parser, options)
     loaded = _load(parser, options)
-    if any(mfc.is_train for mfc in loaded.experiment.mfcs(loaded.config)):
+    if any(mfc.is_train for mfc in loaded.experiment.calls(loaded.config)):
         raise UsageError(
             f"experiment '{loaded.experiment.name}' trains, and 'realrl gen' does not",
             remedy="Use 'realrl gen models.actor.path=...', or 'realrl run' to train.",
@@ -195,7 +195,7 @@ def list_experiments(arguments: Sequence[str]) -> int:
 
     rows = []
     for experiment in list_experiments():
-        calls = ", ".join(mfc.name for mfc in experiment.mfcs(compose(experiment)))
+        calls = ", ".join(mfc.name for mfc in experiment.calls(compose(experiment)))
         rows.append((experiment.name, experiment.description, ", ".join(experiment.roles), calls))
     print_table(("name", "what it does", "roles", "calls"), rows, folding=("what it does", "roles", "calls"))
     return 0

@@ -17,7 +17,7 @@ FOLDING = ("value", "accepts", "meaning")
 
 def listed_keys(experiment: Experiment, config: RunConfig) -> list[tuple[Key, str]]:
     """The keys that matter to this experiment with their values; those of roles once, as ``models.<role>``."""
-    unused = unused_keys(experiment, experiment.mfcs(config))
+    unused = unused_keys(experiment, experiment.calls(config))
     values = json.loads(config.model_dump_json())
     listed: dict[str, tuple[Key, dict[str, str]]] = {}
     for path, key in known_keys(experiment).items():

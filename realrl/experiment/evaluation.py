@@ -65,7 +65,7 @@ def plan_evaluation(
         ConfigError: the experiment trains nothing or has nothing to evaluate, or there is no validation data.
     """
     held_out_data(config)
-    if not any(mfc.is_train for mfc in experiment.mfcs(config)):
+    if not any(mfc.is_train for mfc in experiment.calls(config)):
         raise ConfigError(
             f"experiment '{experiment.name}' trains nothing, so that there is nothing to evaluate on the way",
             remedy=f"Evaluate its models alone: realrl eval {experiment.name} eval.path=FILE",
@@ -97,7 +97,7 @@ def evaluation_experiment(experiment: Experiment, config: RunConfig) -> Experime
         frozen = {name: replace(role, trainable=False) for name, role in roles.items() if name in used}
         return {**dict.fromkeys(experiment.roles), **frozen}
 
-    return replace(experiment, mfcs=mfcs, role_changes=role_changes)
+    return replace(experiment, mfcs=mfcs, adds=(), check=None, role_changes=role_changes)
 
 
 def held_out_data(config: RunConfig) -> DatasetConfig:
@@ -124,7 +124,7 @@ def eval_generation(config: RunConfig) -> GenerationConfig:
 
 def _calls(experiment: Experiment, config: RunConfig) -> dict[str, MFCDef]:
     """Call of the training graph -> the call that evaluation makes of it."""
-    calls = list(experiment.mfcs(_without_dropping(config)))
+    calls = list(experiment.calls(_without_dropping(config)))
     producers = {key: mfc for mfc in calls for key in mfc.output_keys}
     generating = producers.get("input_ids")
     if generating is not None and generating.interface_type is InterfaceType.GENERATE:

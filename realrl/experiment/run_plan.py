@@ -132,7 +132,7 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     """
     if config.eval.only:
         experiment = evaluation_experiment(experiment, config)
-    mfcs = tuple(_with_run_settings(mfc, config) for mfc in experiment.mfcs(config))
+    mfcs = tuple(_with_run_settings(mfc, config) for mfc in experiment.calls(config))
     roles = experiment.roles_for(config)
     _check_roles(mfcs, experiment.name, roles)
     _check_staleness(mfcs, config, experiment.name)

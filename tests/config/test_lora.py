@@ -21,7 +21,7 @@ def without_ref(config: RunConfig) -> Mapping[str, Role | None]:
 
 def adaptable() -> Experiment:
     def mfcs(config: RunConfig) -> list[object]:
-        calls = list(experiment().mfcs(config))
+        calls = list(experiment().calls(config))
         return [mfc for mfc in calls if mfc.role in adaptable().roles_for(config)]
 
     return experiment(role_changes=without_ref, mfcs=mfcs)
@@ -61,5 +61,5 @@ def test_a_role_that_a_configuration_does_without() -> None:
     config = compose(demo, ["models.actor.lora.rank=2", "models.actor.path=/a"])
     assert list(config.models) == list(demo.roles_for(config)) == ["actor"]
     assert config.models["actor"].path == "/a"
-    assert "models.ref" not in unused_keys(demo, demo.mfcs(compose(demo)))
-    assert unused_keys(demo, demo.mfcs(config))["models.ref"] == "this run of 'demo' needs no role 'ref'"
+    assert "models.ref" not in unused_keys(demo, demo.calls(compose(demo)))
+    assert unused_keys(demo, demo.calls(config))["models.ref"] == "this run of 'demo' needs no role 'ref'"

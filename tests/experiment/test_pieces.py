@@ -125,7 +125,7 @@ def test_a_weight_that_is_no_number_is_refused(flag: bool) -> None:
 
 def test_choosing_pieces_imports_no_torch() -> None:
     code = (
-        "import sys; from realrl.experiment.pieces import training_keys; import realrl.experiment.calls\n"
+        "import sys; from realrl.experiment.pieces import training_keys; import realrl.experiment.policy_calls\n"
         "from realrl.config.policy_options import PPOOptions\n"
         "training_keys(PPOOptions()); assert 'torch' not in sys.modules"
     )

@@ -108,7 +108,7 @@ def test_a_file_can_hold_an_interface(tmp_path: Path) -> None:
 
 def test_names_are_checked_without_torch() -> None:
     code = (
-        "import sys; import realrl.experiment.registry as r, realrl.experiment.calls, realrl.rewards.server; "
+        "import sys; import realrl.experiment.registry as r, realrl.experiment.policy_calls, realrl.rewards.server; "
         "r.check_interface_name('sft'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

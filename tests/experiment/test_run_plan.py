@@ -30,14 +30,14 @@ def config(experiment: Experiment, **settings: object) -> RunConfig:
 
 
 def with_calls(experiment: Experiment, **changes: object) -> Experiment:
-    return replace(experiment, mfcs=lambda c: [replace(mfc, **changes) for mfc in experiment.mfcs(c)])
+    return replace(experiment, mfcs=lambda c: [replace(mfc, **changes) for mfc in experiment.calls(c)], adds=())
 
 
 def with_generation(experiment: Experiment, **changes: object) -> Experiment:
     def mfcs(config: RunConfig) -> list[MFCDef]:
-        return [replace(m, **changes) if m.name == "actor_gen" else m for m in experiment.mfcs(config)]  # type: ignore[arg-type]
+        return [replace(m, **changes) if m.name == "actor_gen" else m for m in experiment.calls(config)]  # type: ignore[arg-type]
 
-    return replace(experiment, mfcs=mfcs)
+    return replace(experiment, mfcs=mfcs, adds=())
 
 
 def test_calls_take_the_micro_batching_of_the_run_unless_they_say_their_own() -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from realrl.cli import main
 from realrl.config.compose import compose
 from realrl.config.policy_options import PPOOptions
 from realrl.config.schema import GenerationConfig, RunConfig
@@ -27,7 +30,7 @@ def experiment(name: str) -> Experiment:
 
 def ppo(options: PPOOptions | None = None, **config: object) -> dict[str, MFCDef]:
     run = RunConfig.model_validate({"experiment": "ppo", "algorithm": options or PPOOptions(), **config})
-    return {mfc.name: mfc for mfc in experiment("ppo").mfcs(run)}
+    return {mfc.name: mfc for mfc in experiment("ppo").calls(run)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -36,7 +39,7 @@ def test_a_file_has_at_most_60_lines_and_declares_a_graph(name: str) -> None:
     e = experiment(name)
     assert e.name == name
     config = compose(e, ["n_seqs=24"])
-    mfcs = e.mfcs(config)
+    mfcs = e.calls(config)
     graph = build_graph(mfcs, e.dataset.keys)
     assert set(graph) == {mfc.name for mfc in mfcs}
     assert {mfc.role for mfc in mfcs} == set(e.roles_for(config)) <= set(e.roles)
@@ -44,6 +47,82 @@ def test_a_file_has_at_most_60_lines_and_declares_a_graph(name: str) -> None:
         check_interface_name(mfc.interface.name)
         assert mfc.n_seqs == 24
         assert e.roles[mfc.role].trainable == any(m.is_train for m in mfcs if m.role == mfc.role)
+
+
+SHOWN_WHOLE = ("ppo", "grpo", "sft", "rw", "dpo", "safe_rlhf", "distill", "gen")
+VARIANTS = ("dapo", "dr_grpo", "gspo", "kto", "ppo_ref_ema", "reinforce_pp", "rloo")
+
+
+def drawn_calls(name: str, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[str, str, set[str], set[str]]]:
+    """Call -> its role, kind, keys read and keys given that somebody reads, as ``realrl graph NAME`` prints them."""
+    assert main(["graph", name]) == 0
+    calls: dict[str, tuple[str, str, set[str], set[str]]] = {}
+    reads: set[str] = set()
+    gives: set[str] = set()
+    for line in capsys.readouterr().out.splitlines():
+        header = re.match(r"(\w+)  \[(\w+) (\w+), ", line)
+        if header:
+            reads, gives = set(), set()
+            calls[header[1]] = (header[2], header[3], reads, gives)
+        elif line.startswith("    <- ") and calls:
+            reads.update(line.split(": ")[1].split(", "))
+        elif line.startswith("    -> ") and calls:
+            gives.add(line.removeprefix("    -> ").split(":")[0])
+    return calls
+
+
+def written_calls(name: str) -> dict[str, MFCDef]:
+    """Call -> the `MFCDef` that stands in an experiment's file, evaluated by itself."""
+    module = importlib.import_module(f"experiments.{name}")
+    tree = ast.parse((FOLDER / f"{name}.py").read_text())
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "mfcs")
+    config = compose(module.EXPERIMENT)
+    scope = {**vars(module), "config": config}
+    for node in function.body:
+        if isinstance(node, ast.Assign):
+            exec(compile(ast.Module([node], []), name, "exec"), scope)
+    found = [n for n in ast.walk(function) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "MFCDef"]
+    calls = [eval(compile(ast.Expression(node), name, "eval"), scope) for node in found]
+    return {call.name: call for call in calls}
+
+
+@pytest.mark.parametrize("name", SHOWN_WHOLE)
+def test_a_file_shows_every_call_as_the_graph_has_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    written = written_calls(name)
+    drawn = drawn_calls(name, capsys)
+    e = experiment(name)
+    needed = {call.name for call in e.calls(compose(e))}
+    assert list(drawn) == [call for call in written if call in needed]
+    assert set(written) - needed <= {"ref_inf"}  # a reference that nobody reads by default
+    for call, (role, kind, reads, gives) in drawn.items():
+        assert (written[call].role, written[call].interface_type.value) == (role, kind)
+        assert set(written[call].input_keys) == reads
+        assert set(written[call].output_keys) >= gives
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_options_add_is_all_that_the_graph_has_besides(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    e = experiment(name)
+    config = compose(e)
+    declared = {call.name: call for call in e.mfcs(config)}
+    drawn = drawn_calls(name, capsys)
+    assert set(drawn) - set(declared) == ({"filter"} if config.algorithm.model_dump().get("filter") else set())
+    assert set(declared) - set(drawn) <= {"ref_inf", "opponent_ref_inf"}
+    for call in set(drawn) & set(declared):
+        role, kind, reads, gives = drawn[call]
+        assert (declared[call].role, declared[call].interface_type.value) == (role, kind)
+        assert set(declared[call].output_keys) >= gives
+        if not declared[call].is_train:
+            assert set(declared[call].input_keys) == reads
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variant_states_in_25_lines_what_differs_from_its_parent(name: str) -> None:
+    text = (FOLDER / f"{name}.py").read_text()
+    assert (name in VARIANTS) == ("MFCDef(" not in text)
+    if name in VARIANTS:
+        assert len(text.splitlines()) <= 25
+        assert text.count("from realrl_experiments.") == 1
 
 
 def test_importing_them_imports_no_torch() -> None:
@@ -112,7 +191,7 @@ def test_every_option_is_described(name: str) -> None:
 
 def calls_of(name: str, *overrides: str) -> dict[str, MFCDef]:
     e = experiment(name)
-    return {mfc.name: mfc for mfc in e.mfcs(compose(e, list(overrides)))}
+    return {mfc.name: mfc for mfc in e.calls(compose(e, list(overrides)))}
 
 
 def test_the_grpo_graph() -> None:

@@ -23,7 +23,7 @@ def graph_of(name: str, *overrides: str) -> tuple[dict[str, MFCDef], Any]:
     """The calls by name, and the roles."""
     declared = experiment(name)
     config = compose(declared, overrides)
-    mfcs = declared.mfcs(config)
+    mfcs = declared.calls(config)
     build_graph(mfcs, declared.dataset.keys)
     roles = declared.roles_for(config)
     assert {mfc.role for mfc in mfcs} == set(roles)

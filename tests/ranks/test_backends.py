@@ -510,7 +510,7 @@ HOOK = ParamReallocHook(source=ModelName("ref"), eta={eta})
 
 
 def mfcs(config):
-    calls = PPO.mfcs(config)
+    calls = PPO.calls(config)
     return [dataclasses.replace(mfc, post_hooks=(HOOK,)) if mfc.name == "actor_train" else mfc for mfc in calls]
 
 

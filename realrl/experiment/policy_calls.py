@@ -1,0 +1,348 @@
+"""Options of policy-gradient algorithms: what each adds to the calls that an experiment's file shows. Imports no torch.
+
+An option is a function that takes the calls and returns them, changed where the user has set it. A second policy's keys
+have a prefix: with "opponent_", `input_ids` is `opponent_input_ids` in the graph, and its interface sees `input_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from realrl.config.policy_options import MovingReferenceOptions, PolicyOptions, SafeRLHFOptions
+from realrl.config.schema import RunConfig
+from realrl.errors import ConfigError
+from realrl.experiment.declaration import Role
+from realrl.experiment.pieces import check_options_are_read, chosen_pieces, find_piece, training_keys
+from realrl.experiment.rewards import REWARD, SCORER, reward_calls, reward_roles
+from realrl.graph.mfc import InterfaceRef, InterfaceType, MFCDef, ModelName, ParamReallocHook
+
+GENERATE, INFERENCE, TRAIN_STEP = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
+TOKENS = ("input_ids", "prompt_mask")
+OF_THE_ROW = ("prompt_ids", "metadata")  # keys that all policies share
+
+Calls = list[MFCDef]
+
+
+def prefixed(prefix: str, call: MFCDef) -> MFCDef:
+    """The same call on other keys: all but those of the dataset's row begin with `prefix` in the graph."""
+    if not prefix:
+        return call
+    inputs = {key: key if key in OF_THE_ROW else prefix + key for key in call.input_keys}
+    seen = {inputs[key]: call.input_key_remap.get(key, key) for key in call.input_keys}
+    given = {key: own for own, key in call.output_key_remap.items()}
+    return replace(
+        call,
+        input_keys=tuple(inputs.values()),
+        output_keys=tuple(prefix + key for key in call.output_keys),
+        input_key_remap={key: own for key, own in seen.items() if key != own},
+        output_key_remap={given.get(key, key): prefix + key for key in call.output_keys},
+    )
+
+
+def reading(call: MFCDef, keys: Mapping[str, str]) -> MFCDef:
+    """The call reading further keys of the graph: key -> name under which its interface sees it."""
+    renamed = {key: own for key, own in keys.items() if key != own}
+    return replace(call, input_keys=(*call.input_keys, *keys), input_key_remap={**call.input_key_remap, **renamed})
+
+
+# ---------------------------------------------------------------- options
+
+
+def run_ahead(config: RunConfig, calls: Calls) -> Calls:
+    """`max_staleness` and `algorithm.importance_cap`: generation may lag behind the version that trains.
+
+    Adds a call ``<role>_inf`` for each policy: `old_logprobs` under the version that trains. What generation gave is
+    `behavior_logprobs` then, and training reads both.
+    """
+    generating = [call for call in calls if call.interface_type is GENERATE]
+    if not is_off_policy(config):
+        return calls
+    ahead = {call.name: replace(call, max_staleness=config.max_staleness) for call in generating}
+    calls = [ahead.get(call.name, call) for call in calls]
+    added = []
+    for call in generating:
+        old = next((key for key in call.output_keys if key.endswith("old_logprobs")), None)
+        if old is None:
+            continue
+        prefix = old.removesuffix("old_logprobs")
+        calls = [_with_behavior(each, call.role, prefix) for each in calls]
+        recompute = MFCDef(
+            f"{call.role}_inf", call.role, INFERENCE, call.interface, TOKENS, ("old_logprobs",),
+            output_key_remap={"logprobs": "old_logprobs"}, n_seqs=config.n_seqs,
+        )  # fmt: skip
+        added.append(prefixed(prefix, recompute))
+    last = max(i for i, call in enumerate(calls) if call.interface_type is GENERATE)
+    return [*calls[: last + 1], *added, *calls[last + 1 :]]
+
+
+def reward_functions(config: RunConfig, calls: Calls) -> Calls:
+    """`algorithm.reward_function` and `algorithm.rewards`: Python functions beside the reward model, or in its place.
+
+    ``rew_inf`` runs the function then; where several rewards are added up, ``scorer_inf`` follows it.
+    """
+    changed: Calls = []
+    for call in calls:
+        [key] = call.output_keys if call.role == REWARD else (None,)
+        changed += [call] if key is None else reward_calls(config, prefix=key.removesuffix("rewards"))
+    return changed
+
+
+def cost_functions(config: RunConfig, calls: Calls) -> Calls:
+    """`algorithm.cost_function`: a Python function in the place of the cost model; positive means harm."""
+    options: SafeRLHFOptions = config.algorithm
+    if options.cost_function is None:
+        return calls
+    as_reward = options.model_copy(update={"reward_function": options.cost_function, "rewards": {}})
+    [function] = reward_calls(config.model_copy(update={"algorithm": as_reward}))
+    return [
+        replace(function, name=call.name, model_name="cost", output_keys=call.output_keys,
+                output_key_remap=call.output_key_remap) if call.role == "cost" else call
+        for call in calls
+    ]  # fmt: skip
+
+
+def wanted_rewards(config: RunConfig, calls: Calls) -> Calls:
+    """`algorithm.reward_function` and `algorithm.rewards`, where nothing has to be rewarded: adds the calls they need.
+
+    Raises:
+        ConfigError: a response whose reward function fails would be dropped.
+    """
+    rewards = reward_calls(config) if config.algorithm.has_rewards else []
+    if any(call.may_drop for call in rewards):
+        raise ConfigError(
+            "a response whose reward function fails cannot be dropped: every prompt of the file is answered",
+            remedy="Set on_failure (algorithm.reward_on_failure, or that of the part) to zero or error.",
+        )
+    return [*calls, *rewards]
+
+
+def sample_filter(config: RunConfig, calls: Calls) -> Calls:
+    """`algorithm.filter`: adds ``filter``, which drops samples; training reads the `kept_rewards` of the others."""
+    options: PolicyOptions = config.algorithm
+    if options.filter is None:
+        return calls
+    keys = tuple(dict.fromkeys(("rewards", *find_piece("filter", options.filter).keys(options))))
+    added = MFCDef(
+        "filter", "actor", INFERENCE, InterfaceRef("filter", {"name": options.filter}), keys, ("kept_rewards",),
+        output_key_remap={"rewards": "kept_rewards"}, n_seqs=config.n_seqs, max_staleness=config.max_staleness,
+        may_drop=True,
+    )  # fmt: skip
+    last = max(i for i, call in enumerate(calls) if call.role in (REWARD, SCORER, "cost"))
+    training = [_renamed(call, "rewards", "kept_rewards") if call.is_train else call for call in calls[last + 1 :]]
+    return [*calls[: last + 1], added, *training]
+
+
+def own_reference(config: RunConfig, calls: Calls) -> Calls:
+    """`models.<policy>.lora.rank`: a policy that trains adapters is its own reference, without them."""
+    policies = {_prefix_of(call): call.role for call in calls if call.is_train and call.role in _policies(calls)}
+    changed = []
+    for call in calls:
+        policy = policies.get(_prefix_of(call)) if call.role == "ref" else None
+        if policy is not None and has_adapter(config, policy):
+            interface = InterfaceRef(call.interface.name, {**call.interface.args, "adapter": False})
+            call = replace(call, model_name=policy, interface_impl=interface, max_staleness=config.max_staleness)
+        changed.append(call)
+    return changed
+
+
+def chosen_keys(config: RunConfig, calls: Calls) -> Calls:
+    """`algorithm.advantage`, `policy_loss`, `kl_coef`, ...: training reads the keys that they need, and no others.
+
+    A reference whose log-probabilities nobody reads is left out.
+
+    Raises:
+        ConfigError: a piece compares with another player and there is none, or a critic's values are not read.
+    """
+    options: PolicyOptions = config.algorithm
+    _check_pieces_fit(config, calls)
+    policies = _policies(calls)
+    changed = [_reading(call, options, call.role in policies) if call.is_train else call for call in calls]
+    read = {key for call in changed for key in call.input_keys}
+    return [call for call in changed if not call.name.endswith("ref_inf") or read.intersection(call.output_keys)]
+
+
+def teacher_keys(config: RunConfig, calls: Calls) -> Calls:
+    """`algorithm.policy_loss=teacher_kl`: ``teacher_inf`` gives its likeliest tokens, which training compares.
+
+    Raises:
+        ConfigError: neither advantage nor loss reads what the teacher says.
+    """
+    keys = [key for key in training_keys(config.algorithm) if key.startswith("teacher_")]
+    if not keys:
+        raise ConfigError(
+            f"experiment {config.experiment} has a teacher, and neither algorithm.advantage nor algorithm.policy_loss "
+            "reads what it says",
+            remedy="Choose algorithm.advantage=reverse_kl or algorithm.policy_loss=teacher_kl.",
+        )
+    top_k = {"top_k": config.algorithm.teacher_top_k} if "teacher_top_tokens" in keys else {}
+    given = {"output_keys": tuple(keys), "output_key_remap": {key.removeprefix("teacher_"): key for key in keys}}
+    interface = InterfaceRef("ppo_actor", top_k)
+    return [replace(c, interface_impl=interface, **given) if c.name == "teacher_inf" else c for c in calls]
+
+
+def moving_reference(config: RunConfig, calls: Calls) -> Calls:
+    """`algorithm.ref_ema_eta`: after ``actor_train``, ref = eta * actor + (1 - eta) * ref.
+
+    Raises:
+        ConfigError: there is no role `ref` in this run.
+    """
+    options: MovingReferenceOptions = config.algorithm
+    if "ref_logprobs" not in training_keys(options):
+        raise ConfigError(
+            f"experiment {config.experiment} moves the reference, and nothing reads it",
+            remedy="Set algorithm.kl_coef or algorithm.kl_loss_coef above 0.",
+        )
+    if has_adapter(config, "actor"):
+        raise ConfigError(
+            "models.actor.lora.rank above 0 makes the actor without its adapter the reference, which cannot follow it",
+            remedy=f"Set models.actor.lora.rank=0, or take an experiment other than {config.experiment}.",
+        )
+    hook = ParamReallocHook(target=ModelName("ref"), eta=options.ref_ema_eta)
+    return [replace(call, post_hooks=(hook,)) if call.name == "actor_train" else call for call in calls]
+
+
+# ---------------------------------------------------------------- roles, and what is refused before anything starts
+
+
+def policy_roles(
+    config: RunConfig, *, policies: Sequence[str] = ("actor",), rewards: bool = True
+) -> dict[str, Role | None]:
+    """How the roles of a run differ from those that its experiment declares: None for those it does without.
+
+    Args:
+        config: its `algorithm` is a `PolicyOptions`.
+        policies: roles that are trained against the reference.
+        rewards: whether the graph has `reward_calls`.
+    """
+    changes: dict[str, Role | None] = {REWARD: None, SCORER: None, **reward_roles(config)} if rewards else {}
+    if "ref_logprobs" not in training_keys(config.algorithm) or all(has_adapter(config, role) for role in policies):
+        changes["ref"] = None
+    return changes
+
+
+def cost_roles(config: RunConfig) -> dict[str, Role | None]:
+    """`policy_roles`, and the role `cost` without weights where a function takes the place of its model."""
+    function = Role(trainable=False, head="none", path_from="actor")
+    costs: dict[str, Role | None] = {} if config.algorithm.cost_function is None else {"cost": function}
+    return {**policy_roles(config), **costs}
+
+
+def wanted_reward_roles(config: RunConfig) -> dict[str, Role | None]:
+    """The roles of `wanted_rewards`; None for those that the run does without."""
+    needed = reward_roles(config) if config.algorithm.has_rewards else {}
+    return {REWARD: None, SCORER: None, **needed}
+
+
+def has_adapter(config: RunConfig, role: str) -> bool:
+    """Whether a role trains low-rank adapters only, so that without them it is its own reference."""
+    section = config.models.get(role)
+    return section is not None and section.lora.rank > 0
+
+
+def is_off_policy(config: RunConfig) -> bool:
+    """Whether old log-probabilities are computed again before training, and tokens weighed by how they changed."""
+    return config.max_staleness > 0 or config.algorithm.importance_cap is not None
+
+
+def check_policy(config: RunConfig, defaults: Mapping[str, Any]) -> None:
+    """Refuse values that are possible one by one but not together.
+
+    Args:
+        config: its `algorithm` is a `PolicyOptions`.
+        defaults: of the experiment.
+
+    Raises:
+        ConfigError: an unknown piece, an option that no chosen piece reads, fewer samples than minibatches, greedy
+            sampling, or one response per prompt where responses are compared.
+    """
+    options: PolicyOptions = config.algorithm
+    check_options_are_read(options, type(options).model_validate(defaults.get("algorithm", {})))
+    if options.n_minibatches > config.n_seqs:
+        raise ConfigError(
+            f"algorithm.n_minibatches={options.n_minibatches} is more than n_seqs={config.n_seqs}: "
+            "a minibatch would have no sample",
+            remedy="Lower algorithm.n_minibatches or raise n_seqs.",
+        )
+    if config.generation.temperature == 0.0 or options.sampler == "greedy":
+        key = "algorithm.sampler=greedy" if options.sampler == "greedy" else "generation.temperature=0"
+        raise ConfigError(
+            f"{key} samples greedily, and a policy cannot learn from responses that never vary",
+            remedy="Set generation.temperature above 0, and algorithm.sampler=sample.",
+        )
+    comparing = next((piece for piece in chosen_pieces(options) if piece.needs_group), None)
+    if comparing is not None and config.generation.n_responses == 1:
+        raise ConfigError(
+            f"generation.n_responses=1 gives algorithm.{comparing.kind}={comparing.name} nothing to compare: it needs "
+            "several responses to each prompt",
+            remedy="Set generation.n_responses to 2 or more.",
+        )
+
+
+# ---------------------------------------------------------------- parts
+
+
+def _prefix_of(call: MFCDef) -> str:
+    return next((key.removesuffix("input_ids") for key in call.input_keys if key.endswith("input_ids")), "")
+
+
+def _renamed(call: MFCDef, key: str, new: str) -> MFCDef:
+    """The call reading `new` where it read `key`; its interface sees the same."""
+    if key not in call.input_keys:
+        return call
+    remap = {**call.input_key_remap, new: call.input_key_remap.get(key, key)}
+    remap.pop(key, None)
+    return replace(call, input_keys=tuple(new if k == key else k for k in call.input_keys), input_key_remap=remap)
+
+
+def _with_behavior(call: MFCDef, policy: str, prefix: str) -> MFCDef:
+    """A policy's own calls where its generation lags behind."""
+    old, behavior = f"{prefix}old_logprobs", f"{prefix}behavior_logprobs"
+    if call.interface_type is GENERATE and old in call.output_keys:
+        outputs = tuple(behavior if key == old else key for key in call.output_keys)
+        given = {own: key for own, key in call.output_key_remap.items() if key != old}
+        return replace(
+            call, output_keys=outputs, output_key_remap={**given, "behavior_logprobs": behavior} if prefix else given
+        )
+    if call.is_train and call.role == policy and old in call.input_keys:
+        remap = {**call.input_key_remap, behavior: "behavior_logprobs"} if prefix else call.input_key_remap
+        return replace(call, input_keys=(*call.input_keys, behavior), input_key_remap=remap)
+    return call
+
+
+def _policies(calls: Calls) -> set[str]:
+    """Roles that generate; where nobody does, those that are trained."""
+    generating = {call.role for call in calls if call.interface_type is GENERATE}
+    return generating or {call.role for call in calls if call.is_train}
+
+
+def _reading(call: MFCDef, options: PolicyOptions, is_policy: bool) -> MFCDef:
+    """A train_step that reads what the chosen pieces need; a critic needs the reference for a KL penalty alone."""
+    seen = {call.input_key_remap.get(key, key): key for key in call.input_keys}
+    if not is_policy:
+        wanted = [own for own in seen if own != "ref_logprobs" or options.kl_coef]
+    else:
+        behavior = ("behavior_logprobs",) if "behavior_logprobs" in seen else ()
+        wanted = [*TOKENS, "old_logprobs", "truncated", *behavior, *training_keys(options)]
+    prefix = _prefix_of(call)
+    keys = {own: seen.get(own, own if own in OF_THE_ROW else prefix + own) for own in dict.fromkeys(wanted)}
+    remap = {key: own for own, key in keys.items() if key != own}
+    return replace(call, input_keys=tuple(keys.values()), input_key_remap=remap)
+
+
+def _check_pieces_fit(config: RunConfig, calls: Calls) -> None:
+    options: PolicyOptions = config.algorithm
+    has_critic = any(call.is_train and call.role not in _policies(calls) for call in calls)
+    if has_critic and "values" not in training_keys(options):
+        raise ConfigError(
+            f"algorithm.advantage={options.advantage} reads no values, and experiment {config.experiment} has a critic",
+            remedy="Choose gae, or mix it in; or take an experiment without critic, such as grpo.",
+        )
+    versus = next((piece for piece in chosen_pieces(options) if "other_rewards" in piece.keys(options)), None)
+    if versus is not None and not any("other_rewards" in call.input_key_remap.values() for call in calls):
+        raise ConfigError(
+            f"algorithm.{versus.kind}={versus.name} compares with another player's rewards, and experiment "
+            f"{config.experiment} has no other player",
+            remedy=f"Choose another {versus.kind}, or an experiment of two players, such as self_play.",
+        )
