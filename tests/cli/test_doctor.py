@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from realrl import cli
+from realrl.cpu import why_not
 from realrl.cli import doctor_view
 
 
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    why_not()  # the kernels are loaded, or known not to be there, before the cache is an empty one
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("REALRL_CACHE", str(tmp_path / "cache"))
     return tmp_path
