@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from realrl.config.schema import OptimizerConfig
 from realrl.engine.backends.base import BackendName, OptimizerState, TrainingBackend
 from realrl.engine.parallel import Parallel
+from realrl.experiment.loading import load_object
 from realrl.model.decoder import Decoder
 from realrl.plan.backends import zero_stage_of
 
 __all__ = ["BackendName", "OptimizerState", "TrainingBackend", "make_backend"]
+
+# imported when a role asks for one: the packages of megatron and deepspeed are optional, and heavy
+_CLASSES: dict[BackendName, str] = {
+    "native": "realrl.engine.backends.native:NativeBackend",
+    "megatron": "realrl.engine.backends.megatron:MegatronBackend",
+    "deepspeed": "realrl.engine.backends.deepspeed:DeepSpeedBackend",
+}
 
 
 def make_backend(
@@ -34,14 +44,5 @@ def make_backend(
         ConfigError: the backend's package is not installed.
     """
     config = config.model_copy(update={"zero_stage": zero_stage_of(name, config.zero_stage)})
-    if name == "megatron":
-        from realrl.engine.backends.megatron import MegatronBackend
-
-        return MegatronBackend(decoder, parallel, config, n_total, compute_dtype)
-    if name == "deepspeed":
-        from realrl.engine.backends.deepspeed import DeepSpeedBackend
-
-        return DeepSpeedBackend(decoder, parallel, config, n_total, compute_dtype)
-    from realrl.engine.backends.native import NativeBackend
-
-    return NativeBackend(decoder, parallel, config, n_total, compute_dtype)
+    backend: Callable[..., TrainingBackend] = load_object(_CLASSES[name])
+    return backend(decoder, parallel, config, n_total, compute_dtype)

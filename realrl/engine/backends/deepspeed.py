@@ -13,61 +13,31 @@ it clips by is computed here.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-import os
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from types import SimpleNamespace
+from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 from realrl.config.schema import OptimizerConfig
-from realrl.engine.backends.base import MOMENTS, LearningRate, OptimizerState, check_parameters, decays, master_of, move
-from realrl.engine.groups import Communicator, all_gather_single, reduce_scatter_single
+from realrl.engine.backends.base import MOMENTS, LearningRate, OptimizerState, check_parameters, master_of, move
+from realrl.engine.backends.deepspeed_engine import (
+    LOSS_SCALE_WINDOW,
+    forward,
+    gathered,
+    make_engine,
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+)
+from realrl.engine.groups import Communicator
 from realrl.engine.parallel import Parallel
 from realrl.engine.tensor_parallel import sync_partial_gradients
 from realrl.engine.train.gradients import TIED, is_counted_here, is_tied
 from realrl.engine.train.pipeline import propagate
 from realrl.engine.train.precision import TrainedParameters
-from realrl.model.decoder import Block, Decoder
-
-with warnings.catch_warnings():  # it says at length what it finds and what is not there
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    import deepspeed
-    from deepspeed.runtime.zero import parameter_offload, partitioned_param_coordinator
-    from deepspeed.utils import logger as _deepspeed_logger
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    logging.disable(logging.NOTSET)
-
-# it would compare notes with all ranks of the run, of which a role's layout may have some only
-partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: None
-
-_FIRST_LOSS_SCALE_POWER = 16
-_LOSS_SCALE_WINDOW = 1000
-_BUCKET_ELEMENTS = 1 << 24
-_SHARED_MEMORY_OP = "deepspeed_shm_comm"
-
-
-class _Stage(nn.Module):
-    """The module that DeepSpeed wraps: everything that a micro-batch computes happens in its forward pass.
-
-    Args:
-        decoder: whose parameters it is.
-    """
-
-    def __init__(self, decoder: Decoder) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        return compute()
+from realrl.model.decoder import Decoder
 
 
 class DeepSpeedBackend(LearningRate):
@@ -96,13 +66,12 @@ class DeepSpeedBackend(LearningRate):
         self._counted = {id(p): is_counted_here(decoder, name) for name, p in self._named.items()}
         self._sums_copies = parallel.tp.n_ranks > 1 or (parallel.tied.n_ranks > 1 and is_tied(decoder))
         self._coalesces = self.stage > 0 and (self._sums_copies or parallel.pp.n_ranks > 1)
-        self._pass: contextlib.ExitStack | None = None  # open from the first backward pass to `reduce`
+        self._pass: ExitStack | None = None  # open from the first backward pass to `reduce`
         self._norm = torch.zeros((), device=decoder.device)
         self._n_stepped = 0
         values = {name: p.data for name, p in self._named.items()}
         trained.convert(accumulate=False)
-        with _quiet():
-            self._engine = self._make_engine()
+        self._engine = make_engine(decoder, parallel, self._named, config, compute_dtype)
         self._zero = self._engine.optimizer
         # what they would compute counts copies of a parameter more than once
         self._zero.scaled_global_norm = lambda norm_type=2: self._norm
@@ -127,13 +96,12 @@ class DeepSpeedBackend(LearningRate):
         """Compute inside of the engine's forward pass, where its hooks are needed."""
         if self.stage == 0 or not torch.is_grad_enabled():
             return compute()
-        result: torch.Tensor | None = self._engine(compute)
-        return result
+        return forward(self._engine, compute)
 
     def backward(self, output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
         """Add gradients to those of the minibatch; those that are complete are reduced."""
         if self._pass is None:
-            self._pass = contextlib.ExitStack()
+            self._pass = ExitStack()
             if self._coalesces:
                 self._pass.enter_context(self._engine.coalesce_grad_reduction())
         if self.stage > 0 and not self._coalesces:
@@ -200,20 +168,14 @@ class DeepSpeedBackend(LearningRate):
         """Where a pass gathers parameters or reduces gradients."""
         return self.stage == 3 or (self.stage == 2 and not self._coalesces)
 
-    @contextlib.contextmanager
+    @contextmanager
     def whole_parameters(self, names: Collection[str] | None = None) -> Iterator[None]:
         """With stage 3: gather parameters for the time of the block, unless they are there already."""
         wanted = [p for name, p in self._named.items() if names is None or name in names]
         if self.stage < 3 or all(p.numel() for p in wanted):
             yield
             return
-        hooks = self._zero.parameter_offload
-        with (
-            deepspeed.zero.GatheredParameters(wanted),
-            # a module that is called would drop its parameters afterwards, and be noted as a part of a training pass
-            mock.patch.object(hooks, "pre_sub_module_forward_function", parameter_offload.FWD_MODULE_STACK.append),
-            mock.patch.object(hooks, "post_sub_module_forward_function", _nothing),
-        ):
+        with gathered(self._engine, wanted):
             yield
 
     @torch.no_grad()
@@ -362,82 +324,6 @@ class DeepSpeedBackend(LearningRate):
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
 
-    # ------------------------------------------------------------ making
-
-    def _make_engine(self) -> Any:
-        config = self.config
-        matrices = [p for p in self._named.values() if decays(p)]
-        vectors = [p for p in self._named.values() if not decays(p)]
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            fused=True,
-        )
-        stage = _Stage(self._decoder)
-        if self.stage == 3:
-            deepspeed.utils.set_z3_leaf_modules(stage, [Block])
-            if self._decoder.head is not None:  # used outside of its module, when a loss asks for it
-                deepspeed.zero.register_external_parameter(stage, self._decoder.head.weight)
-        with (
-            # it looks for the device's number where its own launcher would have put it
-            mock.patch.dict(os.environ, {"LOCAL_RANK": str(self._decoder.device.index or 0)}),
-            # and would compile an operation for collectives in shared memory, for a minute
-            mock.patch.dict(deepspeed.ops.__compatible_ops__, {_SHARED_MEMORY_OP: False}),
-            # and takes a CPU without instructions for fp16 for one that cannot compute in it
-            mock.patch.object(deepspeed.get_accelerator(), "is_fp16_supported", _yes),
-            # and waits for all ranks of the run
-            mock.patch.object(deepspeed.comm, "barrier", self._wait_for_layout),
-        ):
-            engine, *_ = deepspeed.initialize(
-                model=stage, optimizer=adamw, mpu=_mpu(self._parallel), config=self._engine_config()
-            )
-        # the names of torch 2.13; those that it found still exist there, but warn
-        backend = deepspeed.comm.comm.cdb
-        backend.all_gather_function, backend.reduce_scatter_function = all_gather_single, reduce_scatter_single
-        return engine
-
-    def _wait_for_layout(self, *args: Any, **kwargs: Any) -> None:
-        self._parallel.mesh.barrier()
-
-    def _engine_config(self) -> dict[str, Any]:
-        dtype, stage = self._trained.compute_dtype, self.stage
-        settings: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": self.config.clip_grad_norm if stage else 0.0,
-            "gradient_allreduce_op": "mean" if stage == 3 else "sum",
-            "zero_force_ds_cpu_optimizer": False,
-            "communication_data_type": "fp32",
-            "bf16": {"enabled": dtype == torch.bfloat16},
-            "fp16": {
-                "enabled": dtype == torch.float16,
-                "initial_scale_power": _FIRST_LOSS_SCALE_POWER,
-                "loss_scale_window": _LOSS_SCALE_WINDOW,
-                "hysteresis": 1,
-            },
-            "zero_optimization": {
-                "stage": stage,
-                "reduce_bucket_size": _BUCKET_ELEMENTS,
-                "allgather_bucket_size": _BUCKET_ELEMENTS,
-                "stage3_param_persistence_threshold": 0,
-                **({"offload_optimizer": {"device": "cpu"}} if self.config.offload else {}),
-            },
-        }
-        if stage > 1 and dtype != torch.float32:
-            settings["data_types"] = {"grad_accum_dtype": "fp32"}
-        return settings
-
-
-def _yes() -> bool:
-    return True
-
-
-def _nothing(module: nn.Module) -> None:
-    """In the place of a hook."""
-
 
 def _part_of(whole: torch.Tensor, size: int, dp: Communicator) -> torch.Tensor:
     """This rank's part of a tensor of which all ranks have `size` elements; the last ones may have fewer, or none."""
@@ -446,29 +332,4 @@ def _part_of(whole: torch.Tensor, size: int, dp: Communicator) -> torch.Tensor:
 
 def _growth_tracker(n_stable: int) -> int:
     """Steps since the loss scale last changed; a whole window of them means that the next step doubles it."""
-    return n_stable % _LOSS_SCALE_WINDOW or min(n_stable, _LOSS_SCALE_WINDOW)
-
-
-def _mpu(parallel: Parallel) -> Any:
-    """The ranks of an engine, as DeepSpeed asks for them; it knows data- and model-parallel ones only."""
-    dp, tp = parallel.dp, parallel.tp
-    return SimpleNamespace(
-        get_data_parallel_group=lambda: dp.library_handle,
-        get_data_parallel_rank=lambda: dp.rank,
-        get_data_parallel_world_size=lambda: dp.n_ranks,
-        get_model_parallel_group=lambda: tp.library_handle,
-        get_model_parallel_rank=lambda: tp.rank,
-        get_model_parallel_world_size=lambda: tp.n_ranks,
-        get_tensor_model_parallel_group=lambda: tp.library_handle,
-        get_tensor_model_parallel_rank=lambda: tp.rank,
-        get_tensor_model_parallel_world_size=lambda: tp.n_ranks,
-    )
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Let DeepSpeed log what is wrong, not what it does."""
-    _deepspeed_logger.setLevel(logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    return n_stable % LOSS_SCALE_WINDOW or min(n_stable, LOSS_SCALE_WINDOW)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import nn
 from realrl.config.schema import OptimizerConfig
 from realrl.engine.backends.base import MOMENTS, OptimizerState, check_parameters, decays, master_of, move
 from realrl.engine.backends.megatron_cpu import cpu_for_cuda
+from realrl.engine.backends.replaced import replaced
 from realrl.engine.groups import all_gather_single, reduce_scatter_single
 from realrl.engine.parallel import Parallel
 from realrl.engine.schedule import n_warmup_steps
@@ -40,10 +41,6 @@ with warnings.catch_warnings():  # it says at length what is not installed besid
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-# the names of torch 2.13; those that megatron took when it was imported still exist there, but warn
-param_and_grad_buffer.dist_all_gather_func = all_gather_single
-param_and_grad_buffer.dist_reduce_scatter_func = reduce_scatter_single
 
 _FIRST_LOSS_SCALE = 2.0**16
 _LOSS_SCALE_WINDOW = 1000
@@ -140,7 +137,7 @@ class MegatronBackend:
     def backward(self, output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
         """Add gradients to the buffers; in the last pass, reduce each bucket as soon as it is complete."""
         own, copied = self._chunks
-        with nullcontext() if is_last else own.no_sync(), copied.no_sync():
+        with _current_collectives(), nullcontext() if is_last else own.no_sync(), copied.no_sync():
             propagate(output, gradient, is_last)
 
     def reduce(self) -> float:
@@ -274,8 +271,10 @@ class MegatronBackend:
 
     # ------------------------------------------------------------ making
 
-    def _on_device(self) -> AbstractContextManager[None]:
-        return cpu_for_cuda(self._decoder.device)
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        with cpu_for_cuda(self._decoder.device), _current_collectives():
+            yield
 
     def _make_chunks(self) -> Iterator[DistributedDataParallel]:
         """The parameters that this rank alone holds, of its pipeline, and those of which others have a copy."""
@@ -369,3 +368,12 @@ class MegatronBackend:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
+
+
+def _current_collectives() -> AbstractContextManager[None]:
+    """The names of torch 2.13; those that megatron took when it was imported still exist there, but warn."""
+    return replaced(
+        param_and_grad_buffer,
+        dist_all_gather_func=all_gather_single,
+        dist_reduce_scatter_func=reduce_scatter_single,
+    )

@@ -7,13 +7,14 @@ block does nothing.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from realrl.engine.backends.replaced import replaced
 
 _CPU = torch.device("cpu")
 
@@ -34,7 +35,7 @@ class _CpuForCuda(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextlib.contextmanager
+@contextmanager
 def cpu_for_cuda(device: torch.device) -> Iterator[None]:
     """Let megatron-core run on `device`, whatever that is.
 
@@ -44,14 +45,18 @@ def cpu_for_cuda(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         yield
         return
-    with contextlib.ExitStack() as stack:
-        for name, answer in (
-            ("current_device", _CPU),
-            ("synchronize", None),
-            ("empty_cache", None),
-            ("get_rng_state", None),
-            ("manual_seed", None),
-        ):
-            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *args, _answer=answer, **kwargs: _answer))
-        stack.enter_context(_CpuForCuda())
+    # megatron-core calls these functions by name and knows no other device
+    answers = replaced(
+        torch.cuda,
+        current_device=_gives(_CPU),
+        synchronize=_gives(None),
+        empty_cache=_gives(None),
+        get_rng_state=_gives(None),
+        manual_seed=_gives(None),
+    )
+    with answers, _CpuForCuda():
         yield
+
+
+def _gives(answer: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer

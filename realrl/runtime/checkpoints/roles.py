@@ -20,16 +20,13 @@ from typing import Any
 
 import torch
 
-from realrl.config.schema import BUILT_IN
 from realrl.engine import device as devices
 from realrl.engine.parameters.gather_parameters import ModelCopy
 from realrl.errors import AssetError
-from realrl.experiment.models import role_configs
 from realrl.experiment.run_plan import RunPlan
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.model.files.hf import weights_digest
 from realrl.plan.parameters.layout import parameter_specs
-from realrl.plan.parameters.restore import Coordinate, SavedSlice, coordinates, model_digest, plan_restore
+from realrl.plan.parameters.restore import Coordinate, SavedSlice, coordinates, plan_restore
 from realrl.runtime.checkpoints.state_file import StateFile, load_state, save_state
 from realrl.runtime.checkpoints.store import Manifest
 from realrl.runtime.worker.roles import HostedRole
@@ -157,26 +154,6 @@ def _copy_role(name: str, hosted: HostedRole, rank: int, copies: HostCopies, is_
     return RoleCopy(name, model, hosted.tokenizer if is_speaker and hosted.is_changed else None, states)
 
 
-def saved_roles(plan: RunPlan, rank: int) -> dict[str, SavedRole]:
-    """How the roles are saved for which this rank speaks: those in whose home it comes first."""
-    found = {}
-    for name, config in role_configs(plan).items():
-        home = plan.home_of(name)
-        if home is not None and rank == home.ranks[0]:
-            s = home.strategy
-            found[name] = SavedRole(s.dp, s.tp, s.pp, model_digest(parameter_specs(config)), _given(plan, name, config))
-    return found
-
-
-def _given(plan: RunPlan, name: str, config: DecoderConfig) -> str:
-    """Digest of what a role needs besides a checkpoint; random weights follow from the seed, which must be the same."""
-    if name in plan.changed_roles and config.lora is None:
-        return ""
-    path = plan.config.models[name].path
-    weights = path if path == BUILT_IN else weights_digest(path)
-    return weights if config.lora is None else f"{weights} alpha={config.lora.alpha}"
-
-
 # ---------------------------------------------------------------- restoring
 
 
@@ -251,27 +228,3 @@ def _read_parameter(
         for piece, part in parts:
             whole[tuple(slice(start, stop) for start, stop in piece.write)] = part
     return state
-
-
-def check_resume(plan: RunPlan, folder: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint whose models are not those of this run.
-
-    Raises:
-        AssetError: names the role and the manifest.
-    """
-    for name, config in role_configs(plan).items():
-        saved = manifest.roles.get(name)
-        if saved is None and name not in plan.changed_roles:
-            continue
-        if saved is None:
-            what = "has no role"
-        elif saved.model != model_digest(parameter_specs(config)):
-            what = "was written with another model of role"
-        elif saved.given != _given(plan, name, config):
-            what = "was written with other weights, or adapters of another alpha, of role"
-        else:
-            continue
-        raise AssetError(
-            f"{folder / 'state' / 'manifest.json'}: the checkpoint {what} '{name}'",
-            remedy="Resume with the models and adapters of the run that wrote it.",
-        )

@@ -14,16 +14,9 @@ import msgspec
 from realrl.data.rows import SampleStore
 from realrl.data.sample import SequenceSample
 from realrl.errors import AssetError
-from realrl.runtime.checkpoints.state_file import StateFile, load_state
+from realrl.runtime.checkpoints.state_file import load_state
+from realrl.runtime.checkpoints.store import is_sample_file
 from realrl.sched.messages import KeySchema
-from realrl.sched.samples.in_flight import InFlight
-
-_PREFIX = "state/samples-"
-
-
-def sample_file(rank: int) -> str:
-    """Path inside a checkpoint of the rows of one rank."""
-    return f"{_PREFIX}{rank}.safetensors"
 
 
 def rows_state(store: SampleStore, rows: Mapping[str, Sequence[str]]) -> dict[str, Any]:
@@ -40,30 +33,6 @@ def rows_state(store: SampleStore, rows: Mapping[str, Sequence[str]]) -> dict[st
     return state
 
 
-def check_samples(
-    folder: Path, files: Iterable[str], in_flight: InFlight, outputs: Mapping[str, Sequence[str]]
-) -> None:
-    """Refuse rows of later steps that this run's calls would have produced otherwise.
-
-    Args:
-        outputs: call -> keys that it produces.
-
-    Raises:
-        AssetError: a file is damaged, or a key is missing of samples that a call was done with.
-    """
-    known: set[str] = set()
-    for name in (name for name in files if name.startswith(_PREFIX)):
-        with StateFile(folder / name) as file:
-            known |= file.entries().keys()
-    for record in in_flight.calls:
-        missing = sorted(set(outputs.get(record.call, ())) - known)
-        if missing and not in_flight.dropped.keys() >= set(record.ids):
-            raise AssetError(
-                f"{folder} holds samples of step {record.step} without '{missing[0]}', which '{record.call}' produces",
-                remedy="Resume with the max_staleness of the run that wrote it.",
-            )
-
-
 class RestoredSamples:
     """Rows that a checkpoint holds, until their samples are loaded.
 
@@ -78,7 +47,7 @@ class RestoredSamples:
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
         self._store = SampleStore()
         self._keys_of: dict[str, list[str]] = {}
-        for name in sorted(name for name in files if name.startswith(_PREFIX)):
+        for name in sorted(filter(is_sample_file, files)):
             for key, stored in load_state(folder / name).items():
                 try:
                     batch = SequenceSample(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,7 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 
-from realrl.errors import AssetError, TransportError
+from realrl.errors import TransportError
+from realrl.runtime.checkpoints.state_header import explained, tree_of
 
 _TENSOR = "__tensor__"
 _DTYPES = {
@@ -66,9 +66,9 @@ class StateFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with self._explained():
+        with explained(self._path):
             self._file = cast("Any", safe_open(path, framework="pt"))
-            self._tree = json.loads((self._file.metadata() or {})["tree"])
+            self._tree = tree_of(self._file)
 
     def __enter__(self) -> StateFile:
         return self
@@ -79,36 +79,29 @@ class StateFile:
     def restore(self, *keys: str) -> Any:
         """The state below these keys; all of it without any."""
         value = self._tree
-        with self._explained():
+        with explained(self._path):
             for key in keys:
                 value = value[key]
             return _restore(value, self._file.get_tensor)
 
     def without(self, key: str) -> dict[str, Any]:
         """The state but what is below a key."""
-        with self._explained():
+        with explained(self._path):
             return {k: _restore(v, self._file.get_tensor) for k, v in self._tree.items() if k != key}
 
     def entries(self, *keys: str) -> Mapping[str, Any]:
         """The names below these keys: of a tensor True, of anything else its value."""
         value = self._tree
-        with self._explained():
+        with explained(self._path):
             for key in keys:
                 value = value[key]
             return {k: True if isinstance(v, dict) and set(v) == {_TENSOR} else v for k, v in value.items()}
 
     def read(self, keys: Sequence[str], box: Sequence[tuple[int, int]]) -> torch.Tensor:
         """A part of a tensor, (start, stop) for each of its dims, of which there must be one."""
-        with self._explained():
+        with explained(self._path):
             part: torch.Tensor = self._file.get_slice("/".join(keys))[tuple(slice(*edge) for edge in box)]
             return part
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as err:
-            raise AssetError(f"the state file {self._path} cannot be read: {err}") from err
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:

@@ -35,6 +35,7 @@ from realrl.sched.samples.in_flight import InFlight
 CHECKPOINTS = "checkpoints"
 MANIFEST = "state/manifest.json"
 MANIFEST_VERSION = 3
+_SAMPLES = "state/samples-"
 _CHUNK_BYTES = 1 << 22
 _T = TypeVar("_T")
 _STEP = re.compile(r"step_([0-9]+)")
@@ -69,6 +70,16 @@ class Manifest(msgspec.Struct, frozen=True):
     score: float | None
     files: dict[str, SavedFile]
     manifest_version: int = MANIFEST_VERSION
+
+
+def sample_file(rank: int) -> str:
+    """Path inside a checkpoint of the rows of one rank."""
+    return f"{_SAMPLES}{rank}.safetensors"
+
+
+def is_sample_file(path: str) -> bool:
+    """Whether a path is one of `sample_file`."""
+    return path.startswith(_SAMPLES)
 
 
 class Damaged(AssetError):

@@ -17,9 +17,10 @@ import torch
 from realrl.data.rows import SampleStore
 from realrl.engine import device as devices
 from realrl.experiment.run_plan import RunPlan
-from realrl.runtime.checkpoints.roles import HostCopies, RoleCopy, copy_roles, saved_roles
-from realrl.runtime.checkpoints.samples import rows_state, sample_file
-from realrl.runtime.checkpoints.store import checkpoint_store, seal
+from realrl.runtime.checkpoints.compatibility import saved_roles
+from realrl.runtime.checkpoints.roles import HostCopies, RoleCopy, copy_roles
+from realrl.runtime.checkpoints.samples import rows_state
+from realrl.runtime.checkpoints.store import checkpoint_store, sample_file, seal
 from realrl.runtime.worker.roles import HostedRole
 from realrl.sched.messages import CheckpointSaved, Reply, SaveCheckpoint, Span
 

@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from realrl.config.schema import BUILT_IN
+from realrl.data.tiny import VOCAB_SIZE
+from realrl.data.tokenizer import load_tokenizer
 from realrl.errors import AssetError
 from realrl.experiment.backends import check_installed
 from realrl.experiment.evaluation import held_out_data
 from realrl.experiment.run_plan import RunPlan, check_models_fit
 from realrl.plan.samples.cursor import DatasetCursor
+from realrl.runtime.checkpoints.compatibility import check_resume, check_samples
 from realrl.runtime.checkpoints.resume import find_beginning
 from realrl.runtime.checkpoints.store import Resume, load_manifest
 
@@ -47,9 +50,6 @@ def check_inputs(plan: RunPlan) -> Resume:
     check_models_fit(plan)
     check_installed(plan)
     if found.folder is not None:
-        from realrl.runtime.checkpoints.roles import check_resume
-        from realrl.runtime.checkpoints.samples import check_samples
-
         manifest = load_manifest(found.folder)
         check_resume(plan, found.folder, manifest)
         outputs = {mfc.name: mfc.output_keys for mfc in plan.mfcs}
@@ -62,13 +62,11 @@ def check_inputs(plan: RunPlan) -> Resume:
     if is_built_in and found.folder is None:
         return found
     from realrl.data.datasets import load_dataset
-    from realrl.data.tokenizer import load_tokenizer
-    from realrl.runtime.worker.roles import role_tokenizer
 
     for path, name in {config.models[name].path: name for name in reversed(list(plan.roles))}.items():
         with _naming(f"models.{name}.path"):
             load_tokenizer(path)
-    tokenizer = role_tokenizer(plan)
+    tokenizer = load_tokenizer(config.models[plan.dataset_role].path)
     resume = master_plan.resume
     start = None if resume is None else resume.cursor
     for source, is_held_out in [*((source, False) for source in sources), *((source, True) for source in held_out)]:
@@ -100,7 +98,6 @@ def check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> Non
     Raises:
         AssetError: a role knows fewer.
     """
-    from realrl.data.tiny import VOCAB_SIZE
     from realrl.model.files.hf import read_config
 
     reader = plan.dataset_role
