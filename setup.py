@@ -51,7 +51,10 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["realrl", "realrl.*"]), "realrl_experiments", "realrl_configs"],
     package_dir={"realrl_experiments": "experiments", "realrl_configs": "configs"},
-    package_data={"realrl_configs": ["**/*.yaml"], "realrl": ["py.typed", "cpu/kernels/*.cpp", "cpu/kernels/*.h"]},
+    package_data={
+        "realrl_configs": ["**/*.yaml"],
+        "realrl": ["py.typed", "cpu/kernels/*.cpp", "cpu/kernels/*.h", "draw/page.html"],
+    },
     install_requires=CORE,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["realrl = realrl.cli:main"]},

@@ -12,6 +12,7 @@ bytes of parameters and of rows that moved in the last step, and the time. Exit 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from realrl.runtime.output.metrics import FILE_NAME, read_metrics
+from realrl.runtime.output.metrics import FILE_NAME
 
 LIMIT = 1e-4
 FLOOR = 1e-6  # absolute difference that rounding may leave where a metric is about zero
@@ -126,7 +127,8 @@ def run_plan(run_dir: Path, overrides: Iterable[str], *, steps: int) -> tuple[li
     )
     if done.returncode != 0:
         raise RuntimeError(done.stdout + done.stderr)
-    return read_metrics(run_dir / FILE_NAME), time.monotonic() - start_s
+    lines = (run_dir / FILE_NAME).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines], time.monotonic() - start_s
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

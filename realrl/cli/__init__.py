@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -12,9 +13,19 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
+from realrl import __version__
 from realrl.errors import Error, UsageError, did_you_mean
 
 INTERRUPTED = 130
+COMMANDS = {
+    "run": "realrl.cli.commands:run",
+    "eval": "realrl.cli.commands:evaluate",
+    "gen": "realrl.cli.commands:gen",
+    "doctor": "realrl.cli.commands:doctor",
+    "list": "realrl.cli.commands:list_experiments",
+    "graph": "realrl.cli.commands:graph",
+    "config": "realrl.cli.commands:config",
+}
 HELP = """\
 usage: realrl COMMAND ...
 
@@ -81,15 +92,13 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name in ("version", "--version"):
-        from realrl import __version__
-
         print(f"realrl {__version__}")
         return 0
-    from realrl.cli.commands import COMMANDS
-
     if name in COMMANDS:
         _require_working_directory()
-        return COMMANDS[name](rest)
+        module, function = COMMANDS[name].split(":")
+        code: int = getattr(importlib.import_module(module), function)(rest)
+        return code
     if name.startswith("-"):
         raise UsageError(f"unknown option {name}", remedy="See: realrl --help")
     raise UsageError(f"unknown command '{name}'.{_meant(name)}", remedy="See: realrl --help")
@@ -138,7 +147,6 @@ def _require_working_directory() -> None:
 
 def _meant(name: str) -> str:
     """A close command; or the command that was left out before an experiment."""
-    from realrl.cli.commands import COMMANDS
     from realrl.experiment.discovery import experiment_names
 
     if name in experiment_names() or name.endswith(".py"):

@@ -1,13 +1,19 @@
-"""The commands, each a function from its arguments to an exit code."""
+"""The commands, each a function from its arguments to an exit code; what only some need is imported by those."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
+from realrl.cli.config_view import print_config
+from realrl.cli.console import print_table
+from realrl.cli.doctor_view import print_report, write_report
+from realrl.cli.graph_view import print_graph
+from realrl.cli.plan_view import print_plan
+from realrl.cli.unused import check_used
 from realrl.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -82,7 +88,6 @@ class Loaded:
         Raises:
             UsageError: see `plan_run`.
         """
-        from realrl.cli.unused import check_used
         from realrl.experiment.run_plan import plan_run
 
         plan = plan_run(self.config, self.experiment)
@@ -144,7 +149,6 @@ def _start(loaded: Loaded, *, dry_run: bool) -> int:
     plan = loaded.plan()
     check_paths(loaded.config, cache_dir=cache_dir().absolute())
     if dry_run:
-        from realrl.cli.plan_view import print_plan
         from realrl.experiment.run_plan import check_models_fit
         from realrl.runtime.checkpoints.resume import find_beginning, refuse_mixing
 
@@ -170,7 +174,6 @@ def doctor(arguments: Sequence[str]) -> int:
         raise UsageError(f"--device-memory {options.device_memory:g} is no size", remedy="Give it in 1e9 bytes.")
     loaded = _load(parser, options)
     plan = loaded.plan()
-    from realrl.cli.doctor_view import print_report, write_report
     from realrl.doctor import RunUnderCheck, examine
 
     def recompose(more: Sequence[str]) -> RunConfig:
@@ -189,7 +192,6 @@ def list_experiments(arguments: Sequence[str]) -> int:
     """``realrl list``: a table of the registered experiments."""
     parser = _Parser(prog="realrl list", description="The registered experiments, their roles and their calls.")
     parser.parse_args(arguments)
-    from realrl.cli.console import print_table
     from realrl.config.compose import compose
     from realrl.experiment.discovery import list_experiments
 
@@ -211,11 +213,9 @@ def graph(arguments: Sequence[str]) -> int:
         return 0
     plan = _load(parser, options).plan()
     if options.out is None:
-        from realrl.cli.graph_view import print_graph
-
         print_graph(plan)
     else:
-        from realrl.draw import write_picture
+        from realrl.draw.picture import write_picture
 
         path = write_picture(options.out, plan.graph, title=plan.experiment.name, allocations=plan.allocations)
         print(f"wrote {path}")
@@ -229,22 +229,9 @@ def config(arguments: Sequence[str]) -> int:
     if options.help:
         parser.print_help()
         return 0
-    from realrl.cli.config_view import print_config
-
     loaded = _load(parser, options)
     print_config(loaded.experiment, loaded.config)
     return 0
-
-
-COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
-    "run": run,
-    "eval": evaluate,
-    "gen": gen,
-    "doctor": doctor,
-    "list": list_experiments,
-    "graph": graph,
-    "config": config,
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -312,8 +299,6 @@ def _compose(experiment: Experiment, name: str, overrides: Sequence[str]) -> Run
 def _help(parser: _Parser, options: argparse.Namespace) -> int:
     parser.print_help()
     if options.arguments:
-        from realrl.cli.config_view import print_config
-
         loaded = _load(parser, options)
         print()
         print_config(loaded.experiment, loaded.config)

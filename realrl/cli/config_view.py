@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from realrl.cli.console import print_table
 from realrl.cli.unused import is_unused, unused_keys
-from realrl.config.keys import Key, known_keys
-from realrl.config.schema import RunConfig
-from realrl.experiment.declaration import Experiment
+
+if TYPE_CHECKING:
+    from realrl.config.keys import Key
+    from realrl.config.schema import RunConfig
+    from realrl.experiment.declaration import Experiment
 
 ANY_ROLE = "<role>"
 FOLDING = ("value", "accepts", "meaning")
@@ -17,6 +21,8 @@ FOLDING = ("value", "accepts", "meaning")
 
 def listed_keys(experiment: Experiment, config: RunConfig) -> list[tuple[Key, str]]:
     """The keys that matter to this experiment with their values; those of roles once, as ``models.<role>``."""
+    from realrl.config.keys import known_keys
+
     unused = unused_keys(experiment, experiment.calls(config))
     values = json.loads(config.model_dump_json())
     listed: dict[str, tuple[Key, dict[str, str]]] = {}
@@ -27,7 +33,7 @@ def listed_keys(experiment: Experiment, config: RunConfig) -> list[tuple[Key, st
         role = parts[1] if parts[0] == "models" else ""
         shown = ".".join(("models", ANY_ROLE, *parts[2:])) if role else path
         listed.setdefault(shown, (key, {}))[1][role] = _show(values, parts)
-    return [(_renamed(key, shown), _by_role(by_role)) for shown, (key, by_role) in listed.items()]
+    return [(replace(key, path=shown), _by_role(by_role)) for shown, (key, by_role) in listed.items()]
 
 
 def print_config(experiment: Experiment, config: RunConfig) -> None:
@@ -58,7 +64,3 @@ def _by_role(by_role: dict[str, str]) -> str:
     if len(set(by_role.values())) == 1:
         return next(iter(by_role.values()))
     return ", ".join(f"{role}: {value}" for role, value in by_role.items())
-
-
-def _renamed(key: Key, path: str) -> Key:
-    return Key(path, key.allowed, key.description, key.is_advanced, key.is_mapping, key.takes_text)

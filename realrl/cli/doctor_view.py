@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from realrl.cli.console import print_table
 from realrl.errors import UsageError
-from realrl.plan.memory.plan import show_bytes
 
 if TYPE_CHECKING:
     from realrl.doctor import Report
@@ -65,10 +64,10 @@ def _print_roles(report: Report, plan: RunPlan) -> None:
                     name,
                     f"{state.home.strategy} on {ranks}",
                     training,
-                    show_bytes(usage.parameters),
-                    show_bytes(usage.gradients),
-                    show_bytes(usage.optimizer),
-                    show_bytes(usage.host),
+                    _bytes(usage.parameters),
+                    _bytes(usage.gradients),
+                    _bytes(usage.optimizer),
+                    _bytes(usage.host),
                 )
             )
     columns = ("role", "devices", "training", "parameters", "gradients", "optimizer", "in host memory")
@@ -90,22 +89,28 @@ def _print_devices(report: Report) -> None:
     peaks = {rank: report.memory.peak(rank) for rank in report.memory.ranks}
     rows = []
     for ranks, call, usage in _grouped_peaks(peaks):
-        rows.append((ranks, call, show_bytes(usage.total), _share(usage.total, report.capacity_bytes)))
+        rows.append((ranks, call, _bytes(usage.total), _share(usage.total, report.capacity_bytes)))
     print_table(("devices", "fullest in", "needs", "of its memory"), rows, title="Peak of each device")
 
 
 def _share(number: int, whole: int) -> str:
     if not whole:
         return "unknown"
-    return f"{'<1%' if number < whole / 100 else f'{number / whole:.0%}'} of {show_bytes(whole)}"
+    return f"{'<1%' if number < whole / 100 else f'{number / whole:.0%}'} of {_bytes(whole)}"
 
 
 _PARTS = ("parameters", "gradients", "optimizer", "copies", "KV cache", "activations")
 
 
+def _bytes(number: int) -> str:
+    from realrl.plan.memory.plan import show_bytes
+
+    return show_bytes(number)
+
+
 def _parts(usage: Usage) -> tuple[str, ...]:
     numbers = (usage.parameters, usage.gradients, usage.optimizer, usage.copies, usage.cache, usage.activations)
-    return (*map(show_bytes, numbers), show_bytes(usage.total))
+    return (*map(_bytes, numbers), _bytes(usage.total))
 
 
 def _work(load: Load) -> str:
@@ -156,7 +161,7 @@ def _print_alternatives(report: Report) -> None:
     if report.alternatives:
         rows = []
         for one in report.alternatives[:_MOST_ALTERNATIVES]:
-            rows.append((" ".join(one.overrides), show_bytes(one.peak_bytes), "yes" if one.fits else "no"))
+            rows.append((" ".join(one.overrides), _bytes(one.peak_bytes), "yes" if one.fits else "no"))
         print_table(("with", "the fullest device needs", "fits"), rows, title="What would need less", folding=("with",))
 
 

@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realrl.cli.console import print_table
-from realrl.config.schema import BUILT_IN, ModelConfigSection
-from realrl.mesh.device_mesh import Allocation
-from realrl.plan.groups import GroupKind
-from realrl.plan.hooks import Realloc
-from realrl.plan.memory.plan import show_bytes
 
 if TYPE_CHECKING:
+    from realrl.config.schema import ModelConfigSection
     from realrl.experiment.run_plan import RunPlan
+    from realrl.mesh.device_mesh import Allocation
+    from realrl.plan.groups import GroupKind
     from realrl.runtime.checkpoints.store import Resume
 
 _SHOWN_RANKS = 16
@@ -99,6 +97,9 @@ def _training(model: ModelConfigSection) -> str:
 
 def _print_hooks(plan: RunPlan) -> None:
     """What moves before and after calls, with the bytes that go between devices each time."""
+    from realrl.plan.hooks import Realloc
+    from realrl.plan.memory.plan import show_bytes
+
     planned = [
         (mfc.name, when, hook)
         for mfc in plan.mfcs
@@ -161,6 +162,8 @@ def _devices(allocation: Allocation) -> str:
 
 
 def _size(path: str) -> str:
+    from realrl.config.schema import BUILT_IN
+
     if path == BUILT_IN:
         return "random, about 0.5M"
     n_parameters = count_parameters(Path(path))

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 N_BYTES = 256
 SPECIAL_TOKENS = ("<|end|>", "<|pad|>", "<|user|>", "<|assistant|>")
-EOS_ID = N_BYTES
-PAD_ID = N_BYTES + 1
 VOCAB_SIZE = N_BYTES + len(SPECIAL_TOKENS)
 TARGET_IDS = frozenset(range(ord("a"), ord("z") + 1))
 VOWEL_IDS = frozenset(map(ord, "aeiou"))

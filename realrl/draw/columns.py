@@ -1,10 +1,9 @@
 """The order of things in each column, and their heights: a layered drawing after Sugiyama, Tagawa and Toda (1981).
 
 Calls stand in even columns and pills in odd ones. A branch that passes columns has a *bend* in each of them, so every
-link joins neighbouring columns. The order in each column is found by sweeps of barycentres and swaps of neighbours from
-several starts, keeping the arrangement with the fewest crossings. The heights come from least squares, then from least
-absolute distances, each column being solved exactly by pooling adjacent violators, and at last by making links level
-one by one.
+link joins neighbouring columns. The order in each column is the one with the fewest crossings among those that sweeps
+of barycentres leave from several starts. The heights solve a linear programme, in which links pull to be level and
+items keep their distance (Gansner, Koutsofios, North and Vo 1993); its dual is a flow of least cost.
 """
 
 from __future__ import annotations
@@ -12,14 +11,18 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from statistics import fmean
+
+import networkx as nx
 
 from realrl.draw.geometry import spread
 
-_STARTS, _SWEEPS = 16, 8
-_SMOOTH, _STRAIGHTEN, _SNAPS = 40, 60, 12
+_STARTS, _SWEEPS = 32, 4
+_GRID = 0.1  # heights are whole multiples of half of it
+_ORIGIN = ""  # no item has this name
 
 
 class ItemKind(Enum):
@@ -87,11 +90,34 @@ def arrange(
     links = Links.of(items, pairs)
     n_columns = max(item.column for item in items.values()) + 1
     start = [[name for name, item in items.items() if item.column == c] for c in range(n_columns)]
-    columns = _order(items, start, links, loops)
+    columns = min(_orders(start, links), key=lambda order: (crossings(order, links), obstacles(items, order, loops)))
     return _heights(items, columns, links)
 
 
 # ---------------------------------------------------------------- order
+
+
+def _orders(start: Sequence[Sequence[str]], links: Links) -> Iterator[list[list[str]]]:
+    """What each sweep leaves, to and fro, from the columns as they are and from random orders of them."""
+    shuffler = random.Random(0)  # the same picture every time
+    for turn in range(_STARTS):
+        columns = [shuffler.sample(column, len(column)) if turn else list(column) for column in start]
+        for sweep in range(_SWEEPS):
+            columns = _swept(columns, links, forward=sweep % 2 == 0)
+            yield columns
+
+
+def _swept(columns: Sequence[Sequence[str]], links: Links, *, forward: bool) -> list[list[str]]:
+    """Each column sorted by the mean place of the neighbours in the column that was sorted before it."""
+    neighbours = links.before if forward else links.after
+    swept: list[list[str]] = []
+    place: dict[str, int] = {}
+    for column in columns if forward else reversed(columns):
+        near = {name: [place[other] for other in neighbours[name]] for name in column}
+        mean = {name: fmean(near[name]) if near[name] else i for i, name in enumerate(column)}
+        swept.append(sorted(column, key=mean.__getitem__))
+        place = {name: i for i, name in enumerate(swept[-1])}
+    return swept if forward else swept[::-1]
 
 
 def crossings(columns: Sequence[Sequence[str]], links: Links) -> int:
@@ -105,27 +131,6 @@ def _crossings_after(left: Sequence[str], right: Sequence[str], links: Links) ->
     return sum(a > b for a, b in itertools.combinations(ends, 2))
 
 
-def _order(
-    items: Mapping[str, Item], start: Sequence[Sequence[str]], links: Links, loops: Sequence[tuple[str, str]]
-) -> list[list[str]]:
-    """The best of all sweeps from all starts: the fewest crossings, then the fewest cards in the way of loops."""
-    shuffler = random.Random(0)  # the same picture every time
-    best, least = [list(column) for column in start], (math.inf, math.inf)
-    for turn in range(_STARTS):
-        columns = [list(column) for column in start]
-        for column in columns if turn else ():
-            shuffler.shuffle(column)
-        for sweep in range(_SWEEPS):
-            _sweep(columns, links, forward=sweep % 2 == 0)
-            _swap(columns, links)
-            cost = crossings(columns, links), obstacles(items, columns, loops)
-            if cost < least:
-                best, least = [list(column) for column in columns], cost
-        if least == (0, 0):
-            break
-    return best
-
-
 def obstacles(items: Mapping[str, Item], columns: Sequence[Sequence[str]], loops: Sequence[tuple[str, str]]) -> int:
     """How many cards stand between the ends of loops and the nearer side, above or below, of the columns."""
     above, below = {}, {}
@@ -136,160 +141,63 @@ def obstacles(items: Mapping[str, Item], columns: Sequence[Sequence[str]], loops
     return sum(min(above[a] + above[b], below[a] + below[b]) for a, b in loops)
 
 
-def _sweep(columns: list[list[str]], links: Links, *, forward: bool) -> None:
-    """Sort each column by the mean place of the neighbours in the column that was sorted before it."""
-    indices = range(1, len(columns)) if forward else range(len(columns) - 2, -1, -1)
-    neighbours = links.before if forward else links.after
-    for i in indices:
-        fixed = columns[i - 1 if forward else i + 1]
-        place = {name: j for j, name in enumerate(fixed)}
-        current = {name: j for j, name in enumerate(columns[i])}
-
-        def mean(name: str, place: dict[str, int] = place, current: dict[str, int] = current) -> float:
-            near = [place[other] for other in neighbours[name]]
-            return sum(near) / len(near) if near else float(current[name])
-
-        columns[i].sort(key=mean)
-
-
-def _swap(columns: list[list[str]], links: Links) -> None:
-    """Swap neighbours while that removes crossings."""
-    for i, column in enumerate(columns):
-        left = {name: j for j, name in enumerate(columns[i - 1])} if i else {}
-        right = {name: j for j, name in enumerate(columns[i + 1])} if i + 1 < len(columns) else {}
-        improved = True
-        while improved:
-            improved = False
-            for j in range(len(column) - 1):
-                a, b = column[j], column[j + 1]
-                now = _pair(links.before[a], links.before[b], left) + _pair(links.after[a], links.after[b], right)
-                then = _pair(links.before[b], links.before[a], left) + _pair(links.after[b], links.after[a], right)
-                if then < now:
-                    column[j], column[j + 1] = b, a
-                    improved = True
-
-
-def _pair(upper: Sequence[str], lower: Sequence[str], place: Mapping[str, int]) -> int:
-    """Crossings between the links of two neighbours of a column, on one side."""
-    return sum(place[a] > place[b] for a in upper for b in lower)
-
-
 # ---------------------------------------------------------------- heights
 
 
-@dataclass(frozen=True)
-class _Spring:
-    """A link as one of its ends feels it: it would be level at the height of `other` plus `shift`."""
-
-    other: str
-    shift: float
-    stiffness: float
-
-
 def _heights(items: Mapping[str, Item], columns: Sequence[Sequence[str]], links: Links) -> dict[str, float]:
-    y: dict[str, float] = {}
+    """The heights at which links are the most level, taken together; the middle where there is a choice."""
+    network = nx.MultiDiGraph()  # u -> v of weight w: y[v] - y[u] is at most w, or else each unit costs the capacity
+    network.add_nodes_from(items)
     for column in columns:
-        at = 0.0
-        for i, name in enumerate(column):
-            at += _separation(items, column[i - 1], name) if i else 0.0
-            y[name] = at
-        for name in column:
-            y[name] -= at / 2
-    springs = _springs(items, columns, links)
-    for turn in range(_SMOOTH + _STRAIGHTEN):
-        least = None if turn < _SMOOTH else max(8.0 * 0.9 ** (turn - _SMOOTH), 0.02)
-        for column in columns if turn % 2 == 0 else columns[::-1]:
-            _settle(items, column, springs, y, least)
-    for turn in range(_SNAPS):
-        for column in columns if turn % 2 == 0 else columns[::-1]:
-            _snap(items, column, springs, y)
-    return y
+        for above, below in itertools.pairwise(column):
+            network.add_edge(below, above, weight=-math.ceil(separation(items[above], items[below]) / _GRID))
+    for (a, b), rise in level_rises(items, columns, links).items():
+        pull = stiffness(items[a], items[b])
+        network.add_edge(a, b, weight=round(rise / _GRID), capacity=pull)
+        network.add_edge(b, a, weight=-round(rise / _GRID), capacity=pull)
+    _, flow = nx.network_simplex(network)
+    bounds = []  # the heights that keep to all of them are the best, and no others
+    for a, b, key, edge in network.edges(keys=True, data=True):
+        if flow[a][b][key] < edge.get("capacity", math.inf):
+            bounds.append((a, b, edge["weight"]))
+        if flow[a][b][key] > 0:
+            bounds.append((b, a, -edge["weight"]))
+    low, high = _farthest(items, bounds), _farthest(items, [(b, a, weight) for a, b, weight in bounds])
+    return {name: (low[name] - high[name]) / 2 * _GRID for name in items}
 
 
-def _springs(items: Mapping[str, Item], columns: Sequence[Sequence[str]], links: Links) -> dict[str, list[_Spring]]:
-    """For each item, the links that pull at it; ports are in the order of the neighbouring column."""
-    place = {name: i for column in columns for i, name in enumerate(column)}
-    offset: dict[tuple[str, str], float] = {}
-    for name, item in items.items():
-        for side in (links.before[name], links.after[name]):
-            near = sorted(side, key=place.__getitem__)
-            offset.update(
-                ((name, other), shift) for other, shift in zip(near, spread(len(near), item.ports), strict=True)
-            )
-    return {
-        name: [
-            _Spring(other, offset[other, name] - offset[name, other], _stiffness(items[name], items[other]))
-            for other in (*links.before[name], *links.after[name])
-        ]
-        for name in items
-    }
+def _farthest(names: Iterable[str], bounds: Iterable[tuple[str, str, int]]) -> Mapping[str, int]:
+    """The greatest numbers up to 0 that keep to bounds ``(a, b, most)`` of ``number[b] - number[a]``."""
+    network = nx.MultiDiGraph()
+    network.add_weighted_edges_from([*((_ORIGIN, name, 0) for name in names), *bounds])
+    distances: Mapping[str, int] = nx.single_source_bellman_ford_path_length(network, _ORIGIN)
+    return distances
 
 
-def _separation(items: Mapping[str, Item], above: str, below: str) -> float:
-    a, b = items[above], items[below]
-    return a.down + b.up + (_ROOM[a.kind] + _ROOM[b.kind]) / 2
+def level_rises(
+    items: Mapping[str, Item], columns: Iterable[Sequence[str]], links: Links
+) -> dict[tuple[str, str], float]:
+    """How much lower the right end of each link stands than its left end when it is level.
 
-
-def _stiffness(a: Item, b: Item) -> float:
-    """Long branches are kept straight first, then the direct way from call to call."""
-    bends = (a.kind is ItemKind.BEND) + (b.kind is ItemKind.BEND)
-    return (2.0, 1.0, 8.0)[bends]
-
-
-def _settle(
-    items: Mapping[str, Item],
-    column: Sequence[str],
-    springs: Mapping[str, Sequence[_Spring]],
-    y: dict[str, float],
-    least: float | None,
-) -> None:
-    """Move one column to where its links are shortest, given the others.
-
-    Squares are minimised when `least` is None. Else each is weighted by 1 / distance, at least `least`, which turns
-    their sum into one of absolute values.
+    Links spread over the side of an item, in the order of the neighbouring column.
     """
-    wanted, weights, offsets = [], [], []
-    offset = 0.0
-    for i, name in enumerate(column):
-        if i:
-            offset += _separation(items, column[i - 1], name)
-        total = pull = 0.0
-        for spring in springs[name]:
-            target = y[spring.other] + spring.shift
-            weight = spring.stiffness if least is None else spring.stiffness / max(abs(y[name] - target), least)
-            total += weight
-            pull += weight * target
-        wanted.append((pull / total if total else y[name]) - offset)
-        weights.append(total or 1e-3)
-        offsets.append(offset)
-    for name, level, offset in zip(column, pool(wanted, weights), offsets, strict=True):
-        y[name] = level + offset
+    place = {name: i for column in columns for i, name in enumerate(column)}
+    rises: dict[tuple[str, str], float] = {}
+    for name, item in items.items():
+        before, after = (sorted(side[name], key=place.__getitem__) for side in (links.before, links.after))
+        for other, shift in zip(before, spread(len(before), item.ports), strict=True):
+            rises[other, name] = rises.get((other, name), 0.0) - shift
+        for other, shift in zip(after, spread(len(after), item.ports), strict=True):
+            rises[name, other] = rises.get((name, other), 0.0) + shift
+    return rises
 
 
-def _snap(
-    items: Mapping[str, Item], column: Sequence[str], springs: Mapping[str, Sequence[_Spring]], y: dict[str, float]
-) -> None:
-    """Make one link of each item level, where the neighbours in the column leave room: the best of its links."""
-    for i, name in enumerate(column):
-        low = y[column[i - 1]] + _separation(items, column[i - 1], name) if i else -math.inf
-        high = y[column[i + 1]] - _separation(items, name, column[i + 1]) if i + 1 < len(column) else math.inf
-        targets = [(y[spring.other] + spring.shift, spring.stiffness) for spring in springs[name]]
-        if targets:
-            y[name] = min(
-                (min(max(target, low), high) for target, _ in targets),
-                key=lambda at: sum(stiffness * abs(at - target) for target, stiffness in targets),
-            )
+def separation(above: Item, below: Item) -> float:
+    """How far apart two neighbours in a column stand, at least."""
+    return above.down + below.up + (_ROOM[above.kind] + _ROOM[below.kind]) / 2
 
 
-def pool(wanted: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The non-decreasing sequence closest to `wanted` in weighted squares (pool adjacent violators)."""
-    blocks: list[tuple[float, float, int]] = []  # level, weight, length
-    for level, weight in zip(wanted, weights, strict=True):
-        length = 1
-        while blocks and blocks[-1][0] > level:
-            previous, previous_weight, previous_length = blocks.pop()
-            level = (previous * previous_weight + level * weight) / (previous_weight + weight)
-            weight += previous_weight
-            length += previous_length
-        blocks.append((level, weight, length))
-    return [level for level, _, length in blocks for _ in range(length)]
+def stiffness(left: Item, right: Item) -> int:
+    """Long branches are kept straight first, then the way from call to call, and of that the first part by a hair."""
+    bends = (left.kind is ItemKind.BEND) + (right.kind is ItemKind.BEND)
+    return (20, 10, 80)[bends] + (left.kind is ItemKind.CARD)

@@ -34,11 +34,6 @@ class Rect:
         """The centre."""
         return self.x + self.width / 2, self.y + self.height / 2
 
-    def overlaps(self, other: Rect) -> bool:
-        """Whether the two boxes have an area in common."""
-        apart = self.right <= other.x or other.right <= self.x or self.bottom <= other.y or other.bottom <= self.y
-        return not apart
-
 
 def bounding(boxes: Sequence[Rect]) -> Rect:
     """The smallest box around all."""

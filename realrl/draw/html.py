@@ -1,14 +1,17 @@
-"""One self-contained page: the picture, and what is known of each call when it is clicked."""
+"""One self-contained page: the picture, and what is known of each call when it is clicked.
+
+`page.html` is the page without them: its frame, its own style, and the script that makes the picture answer.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
 from html import escape
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from realrl.draw.layout import Drawing
-from realrl.draw.page import PAGE
 from realrl.draw.scene import DATASET, TYPE_WORDS, Placement, Scene, hook_text
 from realrl.draw.svg import document, node_ids
 from realrl.draw.theme import DARK, LIGHT, Theme, stylesheet
@@ -31,7 +34,7 @@ def render_html(drawing: Drawing, graph: nx.DiGraph, allocations: Mapping[str, P
         "PICTURE": document(drawing, "", interactive=True),
         "DETAILS": details,
     }
-    page = PAGE
+    page = files("realrl.draw").joinpath("page.html").read_text(encoding="utf-8")
     for name, content in parts.items():
         before, _, after = page.partition(f"<!--{name}-->")
         page = before + content + after

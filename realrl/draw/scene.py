@@ -20,8 +20,7 @@ from realrl.graph.build import (
     topological_calls,
     version_edges,
 )
-from realrl.graph.mfc import Hook, InterfaceType, MFCDef, OffloadHook
-from realrl.graph.protocol_names import DEFAULT_PROTOCOL
+from realrl.graph.mfc import DEFAULT_PROTOCOL, Hook, InterfaceType, MFCDef, OffloadHook
 
 if TYPE_CHECKING:
     import networkx as nx

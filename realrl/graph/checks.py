@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from realrl.errors import GraphError, did_you_mean
-from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
-from realrl.graph.protocol_names import protocol_names
+from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook, protocol_names
 
 _ARTICLE = {
     InterfaceType.GENERATE: "a generate",

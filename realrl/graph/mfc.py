@@ -8,7 +8,9 @@ from enum import Enum
 from typing import Any
 
 from realrl.errors import GraphError
-from realrl.graph.protocol_names import DEFAULT_PROTOCOL
+
+DEFAULT_PROTOCOL = "3D_PROTO"
+_PROTOCOL_NAMES = [DEFAULT_PROTOCOL, "DP_PROTO", "ONE_TO_ALL", "ALL_TO_ALL", "3D_ALL_MICRO_DP", "3D_PP_ONLY"]
 
 
 class InterfaceType(Enum):
@@ -163,3 +165,14 @@ class MFCDef:
         """Roles whose parameters the call or its hooks change."""
         own = [self.role] if self.is_train else []
         return frozenset([*own, *(target for _, target in self.reallocs)])
+
+
+def protocol_names() -> tuple[str, ...]:
+    """Every name that `MFCDef.protocol` may have: the built-in ones, then those that were registered."""
+    return tuple(_PROTOCOL_NAMES)
+
+
+def add_protocol_name(name: str) -> None:
+    """Make a name known, of a protocol of `realrl.plan.protocols`; one that is known already stays as it is."""
+    if name not in _PROTOCOL_NAMES:
+        _PROTOCOL_NAMES.append(name)

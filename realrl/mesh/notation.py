@@ -87,11 +87,6 @@ def parse_allocation(text: str, cluster: Cluster) -> Allocation:
     return Allocation(parse_mesh(mesh, cluster), parse_strategy(strategy))
 
 
-def format_allocation(allocation: Allocation) -> str:
-    """The text that `parse_allocation` reads back to the same allocation."""
-    return str(allocation)
-
-
 def _nearest_inside(cluster: Cluster, node: int, first: int, last: int, what: str) -> DeviceMesh:
     """The legal mesh closest to a span of devices or nodes that reaches out of the cluster."""
     if what == "node":

@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from realrl.errors import AllocationError, GraphError, RunError, did_you_mean
-from realrl.graph.protocol_names import DEFAULT_PROTOCOL, add_protocol_name
+from realrl.graph.mfc import DEFAULT_PROTOCOL, add_protocol_name
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.samples.partition import partition_balanced
 from realrl.plan.samples.transfer import Share

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from realrl import cli
-from realrl.cli import commands, plan_view
+from realrl.cli import plan_view
 from realrl.cli.console import print_table
 from realrl.errors import RunError, UsageError
 from realrl.model.families.llama import config_to_hf
@@ -62,7 +62,7 @@ def test_help(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     code, out, err = call(capsys, *arguments)
     assert (code, err) == (0, "")
     assert out.startswith("usage: realrl COMMAND")
-    assert all(f"\n  {name} " in out for name in (*commands.COMMANDS, "version"))
+    assert all(f"\n  {name} " in out for name in (*cli.COMMANDS, "version"))
     assert "examples:" in out
 
 

@@ -15,7 +15,7 @@ import torch
 from realrl.config.schema import DatasetConfig
 from realrl.data.datasets import Dataset, load_dataset, other_rows
 from realrl.data.kinds import DatasetKind
-from realrl.data.tiny import EOS_ID, tiny_tokenizer
+from realrl.data.tiny import tiny_tokenizer
 from realrl.errors import DataError
 
 TOKENIZER = tiny_tokenizer()
@@ -99,7 +99,7 @@ def test_values_that_json_lacks_become_text(tmp_path: Path) -> None:
 def test_answers_end_and_are_masked(tmp_path: Path, field: str) -> None:
     sample = load(write(tmp_path / "d.jsonl", [{"prompt": "ab", field: "xyz"}]), ANSWER).samples(["s"], [0])
     assert sample.keys == ANSWER.keys
-    assert sample["input_ids"].tolist() == [97, 98, 120, 121, 122, EOS_ID]
+    assert sample["input_ids"].tolist() == [97, 98, 120, 121, 122, 256]
     assert sample["prompt_mask"].tolist() == [True, True, False, False, False, False]
 
 

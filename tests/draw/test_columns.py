@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.draw.columns import Item, ItemKind, Links, arrange, crossings, obstacles, pool
+from realrl.draw.columns import Item, ItemKind, Links, arrange, crossings, level_rises, obstacles, separation, stiffness
 
 
 def items_of(*names):
@@ -68,17 +68,51 @@ def test_items_of_a_column_never_overlap(net):
     assert arrange(items, pairs) == y
 
 
-@given(st.lists(st.tuples(st.floats(-100, 100), st.floats(0.1, 10)), min_size=1, max_size=8))
-def test_pooled_levels_are_the_closest_in_order(points):
-    wanted, weights = [w for w, _ in points], [w for _, w in points]
-    levels = pool(wanted, weights)
-    assert all(a <= b + 1e-9 for a, b in itertools.pairwise(levels))
-    # optimality: the mean of every run of equal levels is its level, and no prefix of a run wants to go lower
-    for level, run in itertools.groupby(range(len(levels)), key=lambda i: round(levels[i], 6)):
-        indices = list(run)
-        total = sum(weights[i] for i in indices)
-        assert sum(weights[i] * wanted[i] for i in indices) / total == pytest.approx(level, abs=1e-4)
-        for k in range(1, len(indices) + 1):
-            part = indices[:k]
-            mean = sum(weights[i] * wanted[i] for i in part) / sum(weights[i] for i in part)
-            assert mean >= level - 1e-4
+@st.composite
+def small_nets(draw):
+    """At most 7 items, whose places on the grid are exact: sizes are halves."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=3).filter(lambda sizes: sum(sizes) <= 7))
+    kinds, halves = st.sampled_from(list(ItemKind)), st.integers(0, 80).map(lambda n: n / 2)
+    items = {
+        f"{column} {i}": Item(draw(kinds), column, 50, draw(halves), draw(halves), ports=22)
+        for column, size in enumerate(sizes)
+        for i in range(size)
+    }
+    possible = [(a, b) for a, b in itertools.product(items, items) if items[b].column == items[a].column + 1]
+    return items, draw(st.lists(st.sampled_from(possible), unique=True, min_size=1))
+
+
+@given(small_nets())
+def test_no_group_of_items_could_move_to_make_links_more_level(net):
+    """The cost is convex in differences of heights: were there better ones, moving some group would show it."""
+    items, pairs = net
+    y = arrange(items, pairs)
+    columns = [[n for n in sorted(items, key=y.__getitem__) if items[n].column == c] for c in range(3)]
+    rises = level_rises(items, columns, Links.of(items, pairs))
+
+    def cost(y):
+        tight = [
+            y[below] - y[above] >= separation(items[above], items[below]) - 1e-6
+            for column in columns
+            for above, below in itertools.pairwise(column)
+        ]
+        paid = sum(stiffness(items[a], items[b]) * abs(y[b] - y[a] - rise) for (a, b), rise in rises.items())
+        return paid if all(tight) else float("inf")
+
+    least = cost(y)
+    assert least < float("inf")
+    for size in range(1, len(items)):
+        for group in itertools.combinations(items, size):
+            for step in (-0.5, 0.5):
+                assert cost({n: y[n] + step * (n in group) for n in items}) >= least - 1e-6
+
+
+def test_a_pill_that_may_choose_stays_level_with_its_producer():
+    items = {
+        "card a": Item(ItemKind.CARD, 0, 100, 20, 20, ports=22),
+        "pill": Item(ItemKind.PILL, 1, 50, 10, 10),
+        **{f"card {c}": Item(ItemKind.CARD, 2, 100, 20, 20, ports=22) for c in "bc"},
+        "bend": Item(ItemKind.BEND, 1),
+    }
+    y = arrange(items, [("card a", "pill"), ("pill", "card b"), ("card a", "bend"), ("bend", "card c")])
+    assert abs(y["pill"] - y["card a"]) == pytest.approx(5.5)  # level with its port

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.draw import FORMATS, draw, write_picture
+from realrl.draw.picture import FORMATS, draw, write_picture
 from realrl.draw.text import text_width
 from realrl.draw.theme import ROLE_HUES, mix, role_hue
 from realrl.errors import UsageError
@@ -261,11 +261,17 @@ def test_text_widths_cover_the_reference_font():
     assert text_width("e\u0301", 10) == text_width("e", 10)
 
 
-def test_importing_the_graph_is_light():
-    code = (
-        "import sys; import realrl.graph.build, realrl.draw, realrl.mesh.notation; "
-        "heavy = ('torch', 'networkx', 'matplotlib', 'resvg_py', 'realrl.draw.svg'); "
-        "print([m for m in heavy if m in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        (
+            "realrl.graph.build, realrl.draw, realrl.mesh.notation",
+            ("torch", "networkx", "matplotlib", "resvg_py", "realrl.draw.svg"),
+        ),
+        ("realrl.draw.picture", ("torch", "matplotlib", "resvg_py")),
+    ],
+)
+def test_importing_the_graph_is_light(modules, heavy):
+    code = f"import sys; import {modules}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from realrl.runtime.output.trace import load_trace
 from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, realrl, run_ppo
+from tests.helpers.traces import load_trace
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes
-from realrl.mesh.notation import format_allocation, parse_allocation, parse_mesh, parse_strategy
+from realrl.mesh.notation import parse_allocation, parse_mesh, parse_strategy
 
 CLUSTER = Cluster(2, 8)
 
@@ -50,9 +50,9 @@ def allocations(draw):
 
 @given(allocations())
 def test_round_trip(allocation):
-    text = format_allocation(allocation)
+    text = str(allocation)
     assert parse_allocation(text, allocation.mesh.cluster) == allocation
-    assert format_allocation(parse_allocation(text, allocation.mesh.cluster)) == text
+    assert str(parse_allocation(text, allocation.mesh.cluster)) == text
 
 
 @given(st.permutations(["d2", "t3", "p4"]), st.booleans())

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from realrl.errors import AllocationError, GraphError, RunError
 from realrl.graph.build import build_graph
-from realrl.graph.mfc import InterfaceType, MFCDef
-from realrl.graph.protocol_names import protocol_names
+from realrl.graph.mfc import InterfaceType, MFCDef, protocol_names
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes
 from realrl.mesh.notation import parse_allocation
 from realrl.plan.protocols import CallLayout, check_protocol, divide, register_protocol, slices_of, transfer_protocol

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from realrl.runtime.output.trace import load_trace
 from scripts.plan_table import FLOOR, LIMIT, PLANS, largest_difference, run_plan
 from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, run_here
+from tests.helpers.traces import load_trace
 
 pytestmark = pytest.mark.timeout(300)
 

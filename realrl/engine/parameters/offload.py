@@ -75,11 +75,6 @@ class Offloader:
         """Bytes of the tensors; 0 while they are away."""
         return sum(block.memory.nbytes for block in _blocks(self._tensors))
 
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of host memory that hold them."""
-        return sum(block.memory.nbytes for block in self._host)
-
     def offload(self) -> None:
         """Copy to host memory and empty the tensors.
 

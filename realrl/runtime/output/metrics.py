@@ -155,17 +155,6 @@ def open_sinks(run_dir: Path, track: Iterable[str] = ()) -> MetricsSink:
     return _Tee([JsonlSink(run_dir / FILE_NAME), *sinks])
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Rows of a ``metrics.jsonl``; a line cut short by a crash is skipped."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
-
-
 def _require(package: str) -> ModuleType:
     try:
         return importlib.import_module(package)

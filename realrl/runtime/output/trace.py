@@ -75,14 +75,6 @@ class TraceWriter:
         at = self._us(time.time() if at_s is None else at_s)
         self._write([{"name": name, "ph": "C", "pid": _PID, "tid": 0, "ts": at, "args": _json_args(values)}])
 
-    def instant(
-        self, name: str, *, rank: int | None = None, args: Mapping[str, str | int | float] | None = None
-    ) -> None:
-        """Mark this moment on a track: a checkpoint renamed, a worker lost."""
-        tid = MASTER_TID if rank is None else rank
-        event = {"name": name, "ph": "i", "s": "p", "pid": _PID, "tid": tid, "ts": self._us(time.time())}
-        self._write([*self._track_name(tid), {**event, "args": _json_args(args or {})}])
-
     def close(self) -> None:
         """End the array. May be called twice."""
         if self._file is not None:
@@ -125,19 +117,6 @@ class TraceWriter:
             _log.warning("the trace ends here: %s", error)
             file, self._file = self._file, None
             _close_quietly(file)
-
-
-def load_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, complete or left behind by a killed run (whose last line may be cut short)."""
-    lines = [line.removesuffix(",") for line in path.read_text(encoding="utf-8").splitlines()]
-    events: list[dict[str, Any]] = []
-    for line in lines:
-        if line.startswith("{"):
-            try:
-                events.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-    return events
 
 
 def _json_args(args: Mapping[str, str | int | float]) -> dict[str, str | int | float]:

@@ -18,8 +18,7 @@ from realrl.graph.build import (
     version_edges,
     writer_waits,
 )
-from realrl.graph.mfc import InterfaceType
-from realrl.graph.protocol_names import DEFAULT_PROTOCOL
+from realrl.graph.mfc import DEFAULT_PROTOCOL, InterfaceType
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.hooks import NO_HOOKS, CallHooks, Realloc, plan_hooks
 from realrl.plan.protocols import CallLayout

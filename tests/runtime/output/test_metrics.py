@@ -9,7 +9,7 @@ import pytest
 
 from realrl.errors import ConfigError, RunError
 from realrl.runtime.output.json_lines import last_step
-from realrl.runtime.output.metrics import JsonlSink, open_sinks, read_metrics
+from realrl.runtime.output.metrics import JsonlSink, open_sinks
 
 
 def rows(path: Path) -> list[dict[str, object]]:
@@ -51,7 +51,6 @@ def test_a_row_cut_short_by_a_crash_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "epoch": 0}\n{"step": 2, "epo')
     assert last_step(path) == 1
-    assert [row["step"] for row in read_metrics(path)] == [1]
     sink = JsonlSink(path)
     sink.begin_after(2)
     sink.write(2, 0, {})

@@ -4,8 +4,9 @@ import json
 import math
 from pathlib import Path
 
-from realrl.runtime.output.trace import MASTER_TID, TraceWriter, load_trace
+from realrl.runtime.output.trace import MASTER_TID, TraceWriter
 from realrl.sched.messages import Span
+from tests.helpers.traces import load_trace
 
 CALL = Span("actor_gen", "call", 100.5, 101.25, {"tokens": 64})
 WAIT = Span("wait", "wait", 100.0, 100.5)
@@ -16,7 +17,6 @@ def write(path: Path) -> TraceWriter:
     trace.spans(1, [WAIT, CALL])
     trace.spans(None, [Span("plan", "call", 100.0, 100.001)])
     trace.counter("samples", {"alive": 32, "broken": math.nan}, at_s=100.75)
-    trace.instant("worker 1 lost", args={"exit_code": -9})
     return trace
 
 
