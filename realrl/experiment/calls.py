@@ -99,9 +99,9 @@ def has_adapter(config: RunConfig, role: str) -> bool:
     return section is not None and section.lora.rank > 0
 
 
-def is_off_policy(config: RunConfig) -> bool:
+def is_off_policy(config: RunConfig, role: str = "actor") -> bool:
     """Whether old log-probabilities are computed again before training, and tokens weighed by how they changed."""
-    return config.max_staleness > 0 or config.algorithm.importance_cap is not None
+    return config.staleness_of(f"{role}_gen") > 0 or config.algorithm.importance_cap is not None
 
 
 # ---------------------------------------------------------------- calls that do not train
@@ -109,7 +109,7 @@ def is_off_policy(config: RunConfig) -> bool:
 
 def generate_call(config: RunConfig, role: str = "actor", *, prefix: str = "") -> MFCDef:
     """`prompt_ids` -> tokens, the log-probabilities that the step needs, and which responses were cut off."""
-    logprobs = "behavior_logprobs" if is_off_policy(config) else "old_logprobs"
+    logprobs = "behavior_logprobs" if is_off_policy(config, role) else "old_logprobs"
     return MFCDef(
         f"{role}_gen",
         role,
@@ -118,7 +118,7 @@ def generate_call(config: RunConfig, role: str = "actor", *, prefix: str = "") -
         ("prompt_ids",),
         **_outputs((*TOKENS, logprobs, "truncated"), prefix),
         n_seqs=config.n_seqs,
-        max_staleness=config.max_staleness,
+        max_staleness=config.staleness_of(f"{role}_gen"),
     )
 
 
@@ -128,6 +128,7 @@ def greedy_call(config: RunConfig) -> MFCDef:
     return replace(
         call,
         name="actor_gen_greedy",
+        max_staleness=config.staleness_of("actor_gen_greedy", "actor_gen"),
         interface_impl=InterfaceRef("ppo_actor", {"greedy": True}),
         **_outputs((*TOKENS, "truncated"), "greedy_"),
     )
@@ -135,7 +136,7 @@ def greedy_call(config: RunConfig) -> MFCDef:
 
 def recompute_calls(config: RunConfig, role: str = "actor", *, prefix: str = "") -> list[MFCDef]:
     """Where generation may lag behind: `old_logprobs` under the version that trains."""
-    if not is_off_policy(config):
+    if not is_off_policy(config, role):
         return []
     return [_logprobs_call(config, f"{role}_inf", role, _policy(prefix), f"{prefix}old_logprobs", prefix)]
 
@@ -158,7 +159,7 @@ def reference_call(config: RunConfig, policy: str = "actor", *, prefix: str = ""
     if not has_adapter(config, policy):
         return _logprobs_call(config, name, "ref", InterfaceRef("ppo_actor"), output, prefix)
     call = _logprobs_call(config, name, policy, InterfaceRef("ppo_actor", {"adapter": False}), output, prefix)
-    return replace(call, max_staleness=config.max_staleness)
+    return replace(call, max_staleness=config.staleness_of(name, f"{policy}_gen"))
 
 
 def teacher_call(config: RunConfig) -> MFCDef:
@@ -222,7 +223,7 @@ def filter_calls(config: RunConfig) -> list[MFCDef]:
             (KEPT_REWARDS,),
             output_key_remap={"rewards": KEPT_REWARDS},
             n_seqs=config.n_seqs,
-            max_staleness=config.max_staleness,
+            max_staleness=config.staleness_of("filter", "actor_gen"),
             may_drop=True,
         )
     ]
@@ -259,7 +260,7 @@ def train_call(
             f"{config.experiment} has no other player",
             remedy=f"Choose another {versus.kind}, or an experiment of two players, such as self_play.",
         )
-    behavior = ("behavior_logprobs",) if is_off_policy(config) else ()
+    behavior = ("behavior_logprobs",) if is_off_policy(config, role) else ()
     own = dict.fromkeys((*TOKENS, "old_logprobs", "truncated", *behavior, *training_keys(options)))
     names = {key: key if key == "metadata" else prefix + key for key in own}
     names |= {key: _rewards(options, prefix) for key in own if key == "rewards"}
