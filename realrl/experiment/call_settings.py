@@ -63,13 +63,13 @@ def with_run_settings(mfc: MFCDef, config: RunConfig) -> MFCDef:
 
 
 def check_run_staleness(mfcs: Sequence[MFCDef], config: RunConfig, experiment: str) -> None:
-    """Check that `max_staleness` of the run means some call.
+    """Check that `max_staleness` of the run means some call, or would if the call had no setting of its own.
 
     Raises:
-        ConfigError: no call runs ahead because of it.
+        ConfigError: no call runs ahead.
     """
     own = {name for name, settings in config.calls.items() if settings.max_staleness is not None}
-    if config.max_staleness and not any(mfc.max_staleness for mfc in mfcs if mfc.name not in own):
+    if config.max_staleness and not any(mfc.max_staleness or mfc.name in own for mfc in mfcs):
         raise ConfigError(
             f"max_staleness={config.max_staleness} has no effect: no call of experiment '{experiment}' runs ahead",
             remedy="Leave it out, or give it to a call: MFCDef(..., max_staleness=config.max_staleness).",
