@@ -22,22 +22,6 @@ import networkx as nx
 
 KNOWN = frozenset(
     {
-        "realrl/cli/__init__.py: _dispatch imports realrl.cli.commands of its own package",
-        "realrl/cli/__init__.py: _meant imports realrl.cli.commands of its own package",
-        "realrl/cli/commands.py: plan imports realrl.cli.unused of its own package",
-        "realrl/cli/commands.py: _start imports realrl.cli.plan_view of its own package",
-        "realrl/cli/commands.py: doctor imports realrl.cli.doctor_view of its own package",
-        "realrl/cli/commands.py: list_experiments imports realrl.cli.console of its own package",
-        "realrl/cli/commands.py: graph imports realrl.cli.graph_view of its own package",
-        "realrl/cli/commands.py: config imports realrl.cli.config_view of its own package",
-        "realrl/cli/commands.py: _help imports realrl.cli.config_view of its own package",
-        "realrl/draw/__init__.py: draw imports realrl.draw.scene of its own package",
-        "realrl/draw/__init__.py: draw imports realrl.draw.mermaid of its own package",
-        "realrl/draw/__init__.py: draw imports realrl.draw.layout of its own package",
-        "realrl/draw/__init__.py: draw imports realrl.draw.svg of its own package",
-        "realrl/draw/__init__.py: draw imports realrl.draw.theme of its own package",
-        "realrl/draw/__init__.py: draw imports realrl.draw.html of its own package",
-        "realrl/draw/__init__.py: draw imports realrl.draw.png of its own package",
         "realrl/experiment/run_plan.py: check_models_fit imports realrl.experiment.backends of its own package",
         "realrl/experiment/run_plan.py: check_models_fit imports realrl.experiment.models of its own package",
         "realrl/experiment/run_plan.py: _rank_orders imports realrl.experiment.models of its own package",

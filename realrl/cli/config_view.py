@@ -14,19 +14,25 @@ if TYPE_CHECKING:
     from realrl.config.keys import Key
     from realrl.config.schema import RunConfig
     from realrl.experiment.declaration import Experiment
+    from realrl.graph.mfc import MFCDef
 
-ANY_ROLE = "<role>"
+ANY_ROLE, ANY_CALL = "<role>", "<call>"
 FOLDING = ("value", "accepts", "meaning")
 
 
 def listed_keys(experiment: Experiment, config: RunConfig) -> list[tuple[Key, str]]:
-    """The keys that matter to this experiment with their values; those of roles once, as ``models.<role>``."""
-    from realrl.config.keys import known_keys
+    """The keys that matter to this experiment with their values; those of roles and calls once: ``models.<role>``."""
+    from realrl.config.keys import entry_keys, known_keys
 
     unused = unused_keys(experiment, experiment.calls(config))
     values = json.loads(config.model_dump_json())
     listed: dict[str, tuple[Key, dict[str, str]]] = {}
-    for path, key in known_keys(experiment).items():
+    known = known_keys(experiment)
+    for path, key in known.items():
+        if path == "calls":
+            for shown, inner in entry_keys(f"calls.{ANY_CALL}.", known).items():
+                listed[shown] = (inner, {"": _by_call(config, shown.rpartition(".")[2])})
+            continue
         if is_unused(path, unused):
             continue
         parts = path.split(".")
@@ -38,7 +44,9 @@ def listed_keys(experiment: Experiment, config: RunConfig) -> list[tuple[Key, st
 
 def print_config(experiment: Experiment, config: RunConfig) -> None:
     """Print all keys, the rarely changed ones in a table of their own."""
-    listed = listed_keys(experiment, config)
+    from realrl.experiment.call_settings import KEYS
+
+    listed, calls = listed_keys(experiment, config), call_rows(experiment, config)
     roles = ", ".join(f"{name}{'' if role.trainable else ' (frozen)'}" for name, role in experiment.roles.items())
     print(f"{experiment.name}: {experiment.description}")
     print(f"<role>: {roles}; a frozen role has no optimizer.\n")
@@ -47,6 +55,28 @@ def print_config(experiment: Experiment, config: RunConfig) -> None:
     rare = _rows(pair for pair in listed if pair[0].is_advanced)
     if rare:
         print_table(columns, rare, title="Rarely changed", folding=FOLDING)
+    print_table(("call", *KEYS), calls, title=f"What holds for each call: calls.{ANY_CALL}.KEY")
+
+
+def call_rows(experiment: Experiment, config: RunConfig) -> list[tuple[str, ...]]:
+    """Each call with its settings, whoever decided them; ``-`` where a key can say nothing about a call.
+
+    Raises:
+        ConfigError: see `configured_calls`.
+    """
+    from realrl.experiment.call_settings import KEYS, configured_calls, why_not, with_run_settings
+
+    mfcs = [with_run_settings(mfc, config) for mfc in configured_calls(experiment, config)]
+    changed_roles = frozenset[str]().union(*(mfc.changed_roles for mfc in mfcs))
+    roles = experiment.roles_for(config)
+
+    def cell(mfc: MFCDef, key: str) -> str:
+        value = getattr(mfc, key)
+        return (
+            "-" if why_not(key, mfc, changed_roles, roles) else value if isinstance(value, str) else json.dumps(value)
+        )
+
+    return [(mfc.name, *(cell(mfc, key) for key in KEYS)) for mfc in mfcs]
 
 
 def _rows(listed: Iterable[tuple[Key, str]]) -> list[tuple[str, str, str, str]]:
@@ -57,6 +87,13 @@ def _show(values: object, parts: list[str]) -> str:
     for part in parts:
         values = values[part] if isinstance(values, dict) else None
     return values if isinstance(values, str) and values else json.dumps(values)
+
+
+def _by_call(config: RunConfig, key: str) -> str:
+    """What single calls are given; null if none is."""
+    given = {name: getattr(own, key) for name, own in config.calls.items()}
+    shown = [f"{name}: {_show(value, [])}" for name, value in given.items() if value is not None]
+    return ", ".join(shown) or "null"
 
 
 def _by_role(by_role: dict[str, str]) -> str:

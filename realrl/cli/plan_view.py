@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 from realrl.cli.console import print_table
 
 if TYPE_CHECKING:
-    from realrl.config.schema import ModelConfigSection
+    from realrl.config.schema import ModelConfigSection, RunConfig
     from realrl.experiment.run_plan import RunPlan
+    from realrl.graph.mfc import MFCDef
     from realrl.mesh.device_mesh import Allocation
     from realrl.plan.groups import GroupKind
     from realrl.runtime.checkpoints.store import Resume
@@ -68,8 +69,37 @@ def _print_calls(plan: RunPlan) -> None:
         )
     columns = ("call", "role", "type", "interface", "n_seqs", "devices", "strategy", "batches")
     print_table(columns, rows, title="Calls", folding=("interface", "batches"))
+    _print_call_settings(plan)
     keys = [(mfc.name, ", ".join(mfc.input_keys), ", ".join(mfc.output_keys) or "-") for mfc in plan.mfcs]
     print_table(("call", "reads", "writes"), keys, title="Data", folding=("reads", "writes"))
+
+
+def _print_call_settings(plan: RunPlan) -> None:
+    """The settings of calls that differ from the run's, if there are any."""
+    from realrl.config.problems import show
+
+    own = [(mfc.name, differing(mfc, plan.config)) for mfc in plan.mfcs]
+    settings = [
+        (name, ", ".join(f"{key}={show(value)}" for key, value in found.items())) for name, found in own if found
+    ]
+    if settings:
+        print_table(("call", "settings"), settings, title="Settings of single calls", folding=("settings",))
+
+
+def differing(mfc: MFCDef, config: RunConfig) -> dict[str, object]:
+    """What `calls` says of a call, and what else is neither as the run says nor left open, such as by its algorithm."""
+    from realrl.experiment.call_settings import KEYS
+    from realrl.graph.mfc import MFCDef
+
+    own = config.calls.get(mfc.name)
+    found: dict[str, object] = {}
+    for key in KEYS:
+        default = MFCDef.__dataclass_fields__[key].default
+        value, of_the_run = getattr(mfc, key), getattr(config, key, default)
+        is_given = own is not None and getattr(own, key) is not None
+        if is_given or value not in (of_the_run, default):
+            found[key] = value
+    return found
 
 
 def _print_roles(plan: RunPlan) -> None:

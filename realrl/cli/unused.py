@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from realrl.config.problems import Problem, raise_problems
 from realrl.data.kinds import DatasetKind
+from realrl.experiment.evaluation import judging_name
 from realrl.graph.mfc import InterfaceType, MFCDef
 
 if TYPE_CHECKING:
@@ -64,12 +65,21 @@ def check_used(overrides: Sequence[str], plan: RunPlan) -> None:
     unused |= _switched_off(plan.config)
     if plan.config.eval.only:
         unused |= dict.fromkeys(_UNUSED_IN_EVALUATION, "an evaluation goes once over eval.path and trains nothing")
+        unused |= _calls_of_training(plan)
     for override in overrides:
         path = override.partition("=")[0].lstrip("+~")
         for key, reason in unused.items():
             if is_unused(path, {key: reason}):
                 problems.append(Problem(override, f"has no effect: {reason}"))
     raise_problems(problems, plan.config.experiment)
+
+
+def _calls_of_training(plan: RunPlan) -> dict[str, str]:
+    """Settings of calls that only a training run has."""
+    names = {mfc.name for mfc in plan.mfcs}
+    unused = {f"calls.{call}.max_staleness": "an evaluation trains nothing" for call in plan.config.calls}
+    idle = [call for call in plan.config.calls if names.isdisjoint((call, judging_name(call)))]
+    return {**unused, **{f"calls.{call}": f"an evaluation does without call '{call}'" for call in idle}}
 
 
 def _switched_off(config: RunConfig) -> dict[str, str]:

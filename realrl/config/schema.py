@@ -171,6 +171,41 @@ class AllocationConfig(Section):
     )
 
 
+class CallConfig(Section):
+    """Settings of one call; what is null is as the algorithm declares the call, or else as the run says."""
+
+    n_mbs: int | None = Field(
+        None, ge=1, description="micro-batches per minibatch and worker", json_schema_extra=ADVANCED
+    )
+    max_tokens_per_mb: int | None = Field(
+        None, ge=1, description="token budget of a micro-batch, instead of n_mbs", json_schema_extra=ADVANCED
+    )
+    min_n_seqs: int | None = Field(
+        None,
+        ge=1,
+        description="the call starts when so many of its samples are there; as many as n_seqs waits for all",
+        json_schema_extra=ADVANCED,
+    )
+    balanced_dp: bool | None = Field(
+        None,
+        description="data-parallel ranks get equally many samples, instead of equally many tokens",
+        json_schema_extra=ADVANCED,
+    )
+    protocol: str | None = Field(
+        None,
+        min_length=1,
+        description="how samples are divided over the ranks of the mesh: 3D_PROTO, DP_PROTO, ALL_TO_ALL, ONE_TO_ALL, "
+        "3D_PP_ONLY, 3D_ALL_MICRO_DP, or one of your own",
+        json_schema_extra=ADVANCED,
+    )
+    max_staleness: int | None = Field(
+        None,
+        ge=0,
+        description="the call runs so many train_steps ahead of the training of its role",
+        json_schema_extra=ADVANCED,
+    )
+
+
 class ClusterConfig(Section):
     """The machines."""
 
@@ -342,8 +377,23 @@ class RunConfig(Section):
     generation: GenerationConfig = GenerationConfig()
     algorithm: Any = None
     allocation: AllocationConfig = AllocationConfig()
+    calls: dict[str, CallConfig] = Field(
+        {},
+        description="settings of single calls, in the place of what the run and the algorithm say: "
+        "calls.<call>.n_mbs=2; null takes them back",
+        json_schema_extra=ADVANCED,
+    )
     cluster: ClusterConfig = ClusterConfig()
     save: SaveConfig = SaveConfig()
     eval: EvalConfig = EvalConfig()
     recover: RecoverConfig = RecoverConfig()
     track: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="also send metrics there")
+
+    def staleness_of(self, *calls: str) -> int:
+        """How many train_steps ahead of training a call runs: as `calls` says, or else as `max_staleness` says.
+
+        Of several calls the first decides of which `calls` says it. An algorithm whose maths depends on the lead of a
+        call asks here.
+        """
+        own = (self.calls[call].max_staleness for call in calls if call in self.calls)
+        return next((lead for lead in own if lead is not None), self.max_staleness)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from realrl.config.keys import Declared, Key
 from realrl.config.problems import Problem, show
-from realrl.config.schema import RunConfig
+from realrl.config.schema import CallConfig, RunConfig
 from realrl.errors import did_you_mean
 
 Describe = Callable[[str, object], tuple[str, str]]
@@ -42,13 +42,17 @@ def validate(
 def cross_check(config: RunConfig) -> list[Problem]:
     """What must hold between keys of different sections."""
     problems: list[Problem] = []
-    if config.n_mbs is not None and config.max_tokens_per_mb is not None:
-        problems.append(
-            Problem(
-                f"max_tokens_per_mb={config.max_tokens_per_mb}",
-                f"n_mbs={config.n_mbs} is given too; micro-batches follow one of them, so set the other to null",
+    places: list[tuple[str, RunConfig | CallConfig]] = [("", config)]
+    places += [(f"calls.{name}.", own) for name, own in config.calls.items()]
+    for prefix, section in places:
+        if section.n_mbs is not None and section.max_tokens_per_mb is not None:
+            problems.append(
+                Problem(
+                    f"{prefix}max_tokens_per_mb={section.max_tokens_per_mb}",
+                    f"{prefix}n_mbs={section.n_mbs} is given too; micro-batches follow one of them, so set the other "
+                    "to null",
+                )
             )
-        )
     if config.launcher == "inline" and config.cluster.n_devices > 1:
         problems.append(
             Problem(

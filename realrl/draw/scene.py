@@ -191,6 +191,12 @@ def _notes(mfc: MFCDef, largest: int) -> tuple[str, ...]:
         batch.append(f"streams from {mfc.min_n_seqs}")
     if mfc.n_minibatches > 1:
         batch.append(f"{mfc.n_minibatches} minibatches")
+    if mfc.n_mbs is not None and mfc.n_mbs > 1:
+        batch.append(f"{mfc.n_mbs} micro-batches")
+    if mfc.max_tokens_per_mb is not None:
+        batch.append(f"micro-batches of {mfc.max_tokens_per_mb} tokens")
+    if mfc.balanced_dp:
+        batch.append("equal counts")
     if mfc.may_drop:
         batch.append("may drop samples")
     return (

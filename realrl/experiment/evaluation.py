@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from realrl.config.schema import BUILT_IN, DatasetConfig, GenerationConfig, RunConfig
 from realrl.errors import ConfigError
+from realrl.experiment.call_settings import configured_calls
 from realrl.experiment.declaration import Experiment, Role
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef
@@ -124,7 +125,7 @@ def eval_generation(config: RunConfig) -> GenerationConfig:
 
 def _calls(experiment: Experiment, config: RunConfig) -> dict[str, MFCDef]:
     """Call of the training graph -> the call that evaluation makes of it."""
-    calls = list(experiment.calls(_without_dropping(config)))
+    calls = configured_calls(experiment, _without_dropping(config))
     producers = {key: mfc for mfc in calls for key in mfc.output_keys}
     generating = producers.get("input_ids")
     if generating is not None and generating.interface_type is InterfaceType.GENERATE:
@@ -158,11 +159,16 @@ def _repeated(mfc: MFCDef, read: set[str]) -> MFCDef:
     return replace(mfc, output_keys=outputs, output_key_remap=remap, **_UNHOOKED)
 
 
+def judging_name(call: str) -> str:
+    """Name of the call that judges in the place of one that trains."""
+    return call.removesuffix("_train") + "_judge"
+
+
 def _judging(mfc: MFCDef, metrics: Sequence[str]) -> MFCDef:
     names = {"weight": WEIGHT, **{metric: JUDGED + metric for metric in metrics}}
     return replace(
         mfc,
-        name=mfc.name.removesuffix("_train") + "_judge",
+        name=judging_name(mfc.name),
         interface_type=InterfaceType.INFERENCE,
         output_keys=tuple(names.values()),
         output_key_remap=names,
@@ -177,7 +183,6 @@ _UNHOOKED: dict[str, Any] = {
     "post_hooks": (),
     "max_staleness": 0,
     "may_drop": False,
-    "min_n_seqs": None,
 }
 
 

@@ -56,15 +56,12 @@ def run_ahead(config: RunConfig, calls: Calls) -> Calls:
     Adds a call ``<role>_inf`` for each policy: `old_logprobs` under the version that trains. What generation gave is
     `behavior_logprobs` then, and training reads both.
     """
-    generating = [call for call in calls if call.interface_type is GENERATE]
-    if not is_off_policy(config):
-        return calls
-    ahead = {call.name: replace(call, max_staleness=config.max_staleness) for call in generating}
-    calls = [ahead.get(call.name, call) for call in calls]
     added = []
-    for call in generating:
+    for call in [call for call in calls if call.interface_type is GENERATE]:
+        lag = config.staleness_of(call.name, f"{call.role}_gen")
+        calls = [replace(each, max_staleness=lag) if lag and each is call else each for each in calls]
         old = next((key for key in call.output_keys if key.endswith("old_logprobs")), None)
-        if old is None:
+        if old is None or not is_off_policy(config, call.role):
             continue
         prefix = old.removesuffix("old_logprobs")
         calls = [_with_behavior(each, call.role, prefix) for each in calls]
@@ -126,8 +123,8 @@ def sample_filter(config: RunConfig, calls: Calls) -> Calls:
     keys = tuple(dict.fromkeys(("rewards", *find_piece("filter", options.filter).keys(options))))
     added = MFCDef(
         "filter", "actor", INFERENCE, InterfaceRef("filter", {"name": options.filter}), keys, ("kept_rewards",),
-        output_key_remap={"rewards": "kept_rewards"}, n_seqs=config.n_seqs, max_staleness=config.max_staleness,
-        may_drop=True,
+        output_key_remap={"rewards": "kept_rewards"}, n_seqs=config.n_seqs,
+        max_staleness=config.staleness_of("filter", "actor_gen"), may_drop=True,
     )  # fmt: skip
     last = max(i for i, call in enumerate(calls) if call.role in (REWARD, SCORER, "cost"))
     training = [_renamed(call, "rewards", "kept_rewards") if call.is_train else call for call in calls[last + 1 :]]
@@ -142,7 +139,8 @@ def own_reference(config: RunConfig, calls: Calls) -> Calls:
         policy = policies.get(_prefix_of(call)) if call.role == "ref" else None
         if policy is not None and has_adapter(config, policy):
             interface = InterfaceRef(call.interface.name, {**call.interface.args, "adapter": False})
-            call = replace(call, model_name=policy, interface_impl=interface, max_staleness=config.max_staleness)
+            lag = config.staleness_of(call.name, f"{policy}_gen")
+            call = replace(call, model_name=policy, interface_impl=interface, max_staleness=lag)
         changed.append(call)
     return changed
 
@@ -241,9 +239,9 @@ def has_adapter(config: RunConfig, role: str) -> bool:
     return section is not None and section.lora.rank > 0
 
 
-def is_off_policy(config: RunConfig) -> bool:
-    """Whether old log-probabilities are computed again before training, and tokens weighed by how they changed."""
-    return config.max_staleness > 0 or config.algorithm.importance_cap is not None
+def is_off_policy(config: RunConfig, role: str = "actor") -> bool:
+    """True if old log-probabilities are computed again before training, and tokens weighed by how they changed."""
+    return config.staleness_of(f"{role}_gen") > 0 or config.algorithm.importance_cap is not None
 
 
 def check_policy(config: RunConfig, defaults: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from realrl.config.schema import RunConfig
 from realrl.errors import AllocationError, AssetError, ConfigError, GraphError, did_you_mean
+from realrl.experiment.call_settings import check_leads, check_run_staleness, configured_calls, with_run_settings
 from realrl.experiment.declaration import Experiment, Role
 from realrl.experiment.evaluation import EvalPlan, evaluation_experiment, plan_evaluation
 from realrl.graph.build import build_graph, topological_calls
@@ -126,18 +127,21 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
 
     Raises:
         GraphError: the MFC list is not a valid graph, or names a role that the experiment does not declare.
-        ConfigError: micro-batching is given twice for one call, a role to offload does not exist, or `max_staleness` is
-            set where no call runs ahead; or an evaluation is wanted that cannot be.
+        ConfigError: a setting of a call is impossible or without effect (see `call_settings`), a role to offload does
+            not exist, or `max_staleness` is set where no call runs ahead; or an evaluation is wanted that cannot be.
         AllocationError: a mesh or strategy does not fit the cluster or the call, or hooks contradict each other.
     """
     if config.eval.only:
         experiment = evaluation_experiment(experiment, config)
-    mfcs = tuple(_with_run_settings(mfc, config) for mfc in experiment.calls(config))
+    declared = experiment.calls(config) if config.eval.only else configured_calls(experiment, config)
+    mfcs = tuple(with_run_settings(mfc, config) for mfc in declared)
     roles = experiment.roles_for(config)
     _check_roles(mfcs, experiment.name, roles)
-    _check_staleness(mfcs, config, experiment.name)
+    check_run_staleness(mfcs, config, experiment.name)
     mfcs = _with_offloading(mfcs, config, roles, build_graph(mfcs, experiment.dataset.keys))
     graph = build_graph(mfcs, experiment.dataset.keys)
+    if not config.eval.only:
+        check_leads(graph, config)
     cluster = Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node)
     heads = {name: role.head for name, role in roles.items()}
     allocations = plan_allocations(graph, config.allocation, cluster, heads=heads)
@@ -153,7 +157,7 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
         return plan
 
     def finish(mfc: MFCDef) -> MFCDef:
-        return dataclasses.replace(_with_run_settings(mfc, config), min_n_seqs=None)
+        return dataclasses.replace(with_run_settings(mfc, config), min_n_seqs=None)
 
     evaluation = plan_evaluation(experiment, config, finish, allocations, hooks)
     return dataclasses.replace(plan, evaluation=evaluation)
@@ -209,21 +213,6 @@ def _rank_orders(plan: RunPlan) -> dict[str, tuple[int, ...]]:
     return orders
 
 
-def _with_run_settings(mfc: MFCDef, config: RunConfig) -> MFCDef:
-    """A call that says nothing about micro-batches or streaming takes the run's setting.
-
-    A call that trains, or whose hooks change another role, never streams: its result would depend on timing.
-    """
-    if mfc.n_mbs is not None and mfc.max_tokens_per_mb is not None:
-        raise ConfigError(f"call '{mfc.name}' sets both n_mbs and max_tokens_per_mb", remedy="Keep one of them.")
-    if mfc.min_n_seqs is None and not mfc.is_train and not mfc.reallocs:
-        n_seqs = config.min_n_seqs
-        mfc = dataclasses.replace(mfc, min_n_seqs=None if n_seqs is None else min(n_seqs, mfc.n_seqs))
-    if mfc.n_mbs is not None or mfc.max_tokens_per_mb is not None:
-        return mfc
-    return dataclasses.replace(mfc, n_mbs=config.n_mbs, max_tokens_per_mb=config.max_tokens_per_mb)
-
-
 def _with_offloading(
     mfcs: tuple[MFCDef, ...], config: RunConfig, roles: Mapping[str, Role], graph: nx.DiGraph
 ) -> tuple[MFCDef, ...]:
@@ -242,14 +231,6 @@ def _with_offloading(
         else mfc
         for mfc in mfcs
     )
-
-
-def _check_staleness(mfcs: tuple[MFCDef, ...], config: RunConfig, experiment: str) -> None:
-    if config.max_staleness and not any(mfc.max_staleness for mfc in mfcs):
-        raise ConfigError(
-            f"max_staleness={config.max_staleness} has no effect: no call of experiment '{experiment}' runs ahead",
-            remedy="Leave it out, or give it to a call: MFCDef(..., max_staleness=config.max_staleness).",
-        )
 
 
 def _check_roles(mfcs: tuple[MFCDef, ...], experiment: str, roles: Mapping[str, Role]) -> None:

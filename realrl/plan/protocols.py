@@ -272,3 +272,4 @@ register_protocol("ALL_TO_ALL", _split_as_given, _keep_own)
 register_protocol("3D_ALL_MICRO_DP", _split_over_micro_dp, _keep_on_last_stage)
 register_protocol("3D_PP_ONLY", _give_all, _keep_on_every_stage)
 _BUILT_IN = frozenset(_PROTOCOLS)
+EQUAL_COUNT_PROTOCOLS = frozenset({"ONE_TO_ALL", "ALL_TO_ALL", "3D_PP_ONLY"})  # whatever a call's balanced_dp says

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from realrl import cli
-from realrl.cpu import why_not
 from realrl.cli import doctor_view
+from realrl.cpu import why_not
 
 
 @pytest.fixture(autouse=True)

@@ -118,6 +118,21 @@ def test_dry_run_prints_the_plan(capsys: pytest.CaptureFixture[str], workplace: 
     assert list(workplace.iterdir()) == []
 
 
+def test_dry_run_says_what_is_set_of_single_calls(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("calls.ref_inf.min_n_seqs=8", "calls.ref_inf.balanced_dp=true", "calls.actor_train.n_mbs=4")
+    run = ("run", "ppo", "preset=tiny", "--dry-run", "n_mbs=2", "max_staleness=1")
+    code, out, err = call(capsys, *run, *settings, "calls.actor_train.protocol=DP_PROTO")
+    assert (code, err) == (0, "")
+    table = out.partition("Settings of single calls\n")[2].partition("\n\n")[0]
+    assert [re.split(" {2,}", line) for line in table.splitlines()] == [
+        ["call", "settings"],
+        ["ref_inf", "min_n_seqs=8, balanced_dp=true"],
+        ["actor_train", "n_mbs=4, protocol=DP_PROTO"],
+    ]
+    assert "4 minibatches of 4 micro-batches" in next(line for line in out.splitlines() if line.startswith("actor_tr"))
+    assert "Settings of single calls" not in call(capsys, *run)[1]
+
+
 def test_dry_run_says_which_parameters_move(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("cluster=eight_workers", "allocation=eight_meshes", "allocation.offload=[ref]")
     code, out, err = call(capsys, "run", "ppo", "preset=tiny", "--dry-run", *overrides)
@@ -219,6 +234,27 @@ def test_config_prints_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any(row.startswith("generation") for row in call(capsys, "config", "rw")[1].splitlines())
 
 
+def test_config_lists_what_holds_for_each_call(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("calls.actor_gen.max_staleness=1", "calls.actor_train.n_mbs=4", "min_n_seqs=8")
+    code, out, _ = call(capsys, "config", "ppo", "preset=tiny", *settings)
+    assert code == 0
+    listed, _, table = out.partition("What holds for each call: calls.<call>.KEY\n")
+    keys = {line.split()[0]: re.split(" {2,}", line)[1:3] for line in listed.splitlines() if line}
+    assert keys["calls.<call>.n_mbs"] == ["actor_train: 4", "a whole number >= 1 or null"]
+    assert keys["calls.<call>.balanced_dp"] == ["null", "true or false or null"]
+    names, *rows = [line.split() for line in table.splitlines() if line]
+    assert names == ["call", "n_mbs", "max_tokens_per_mb", "min_n_seqs", "balanced_dp", "protocol", "max_staleness"]
+    assert rows == [
+        ["actor_gen", "null", "null", "8", "false", "3D_PROTO", "1"],
+        ["actor_inf", "null", "null", "8", "false", "3D_PROTO", "0"],
+        ["rew_inf", "-", "-", "8", "false", "3D_PROTO", "-"],
+        ["ref_inf", "null", "null", "8", "false", "3D_PROTO", "-"],
+        ["critic_inf", "null", "null", "8", "false", "3D_PROTO", "0"],
+        ["actor_train", "4", "null", "-", "false", "3D_PROTO", "-"],
+        ["critic_train", "null", "null", "-", "false", "3D_PROTO", "-"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
@@ -252,6 +288,16 @@ def test_config_prints_values(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "ppo", "dataset.max_answer_tokens=1"], ["has no effect: the dataset of 'ppo' holds prompts"]),
         (["run", "ppo", "allocation=splt"], ["splt", "Did you mean 'split'?"]),
         (["run", "ppo", "allocation.calls.actor_gn=d1"], ["there is no call 'actor_gn'", "Did you mean 'actor_gen'"]),
+        (["run", "ppo", "calls.actor_gn.n_mbs=2"], ["there is no call 'actor_gn'", "Did you mean 'actor_gen'"]),
+        (["config", "ppo", "calls.actor_gn.n_mbs=2"], ["there is no call 'actor_gn'", "Did you mean 'actor_gen'"]),
+        (
+            ["eval", "ppo", "preset=tiny", "calls.actor_train.n_mbs=2"],
+            ["calls.actor_train.n_mbs=2: has no effect: an evaluation does without call 'actor_train'"],
+        ),
+        (
+            ["eval", "ppo", "preset=tiny", "calls.actor_gen.max_staleness=1"],
+            ["calls.actor_gen.max_staleness=1: has no effect: an evaluation trains nothing"],
+        ),
         (["run", "ppo", "allocation=d2"], ["d2"]),
         (
             ["run", "ppo", "--dry-run", "cluster=eight_workers", "allocation=p8"],

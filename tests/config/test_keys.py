@@ -18,7 +18,7 @@ from tests.config.declared import experiment
 
 CANDIDATES = (
     *("8", "3", "0.25", "0.5", "2e-4", "true", "false", "text", "module:function", "[0.5,0.25]", "[1,2]"),
-    *("[wandb]", "{name: d1}", "{name: 0.5}", "{name: {function: overlong}}"),
+    *("[wandb]", "{name: d1}", "{name: 0.5}", "{name: {function: overlong}}", "{name: {n_mbs: 3}}"),
     *("rloo", "gae", "grpo", "clip", "reinforce", "equal_rewards", "greedy", "null"),
 )
 

@@ -43,6 +43,21 @@ def errors(*overrides: str, config_dir: Path | None = None) -> str:
         ("generation=3", "generation=3: is a section, not a value; its keys are generation.n_responses, "),
         ("steps.x=3", "steps.x=3: unknown key."),
         ("steps={a: 1}", "steps={a: 1}: must be a whole number >= 1"),
+        ("calls=3", "calls=3: must be a mapping {name: {n_mbs, max_tokens_per_mb, min_n_seqs, balanced_dp, "),
+        ("calls.gen=3", "calls.gen=3: must be a mapping {name: {n_mbs, max_tokens_per_mb, "),
+        ("calls.gen.n_mb=3", "calls.gen.n_mb=3: unknown key. Did you mean 'calls.gen.n_mbs'?"),
+        ("calls.gen.n_mbs=0", "calls.gen.n_mbs=0: must be a whole number >= 1 or null"),
+        ("calls.gen.max_tokens_per_mb=all", "calls.gen.max_tokens_per_mb=all: must be a whole number >= 1 or null"),
+        ("calls.gen.min_n_seqs=0", "calls.gen.min_n_seqs=0: must be a whole number >= 1 or null"),
+        ("calls.gen.max_staleness=-1", "calls.gen.max_staleness=-1: must be a whole number >= 0 or null"),
+        ("calls.gen.max_staleness=true", "calls.gen.max_staleness=true: must be a whole number >= 0 or null"),
+        ("calls.gen.balanced_dp=maybe", "calls.gen.balanced_dp=maybe: must be true or false or null"),
+        ("calls.gen.protocol=''", "calls.gen.protocol='': must be text that is not empty or null"),
+        (
+            "calls={gen: {n_mbs: 2, max_tokens_per_mb: 9}}",
+            "calls.gen.max_tokens_per_mb=9: calls.gen.n_mbs=2 is given too; micro-batches follow one of them, so set "
+            "the other to null",
+        ),
         ("allocation.calls=3", "allocation.calls=3: must be a mapping {name: value}, each value text"),
         # types
         ("steps=many", "steps=many: must be a whole number >= 1"),

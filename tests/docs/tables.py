@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from realrl.config.keys import Key, base_values, known_keys
+from realrl.config.keys import Key, base_values, entry_keys, known_keys
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.discovery import load_experiment
 
@@ -19,13 +20,22 @@ ALGORITHMS = ("ppo", "rw", "sft")
 def key_tables() -> str:
     """One table for all experiments, one for the options of each algorithm."""
     ppo = load_experiment("ppo")
-    common = [key for key in known_keys(ppo).values() if not key.path.startswith("algorithm.")]
+    common = [key for key in _with_calls(known_keys(ppo)) if not key.path.startswith("algorithm.")]
     parts = [_table(ppo, [key for key in common if _is_first_role(key)])]
     for name in ALGORITHMS:
         experiment = load_experiment(name)
         options = [key for key in known_keys(experiment).values() if key.path.startswith("algorithm.")]
         parts.append(f"### Options of `{name}`\n{_table(experiment, options)}")
     return "\n".join(parts)
+
+
+def _with_calls(known: Mapping[str, Key]) -> Iterator[Key]:
+    """The keys; the mapping of calls by the keys of one call."""
+    for key in known.values():
+        if key.path != "calls":
+            yield key
+        else:
+            yield from (replace(inner, path=path) for path, inner in entry_keys("calls.<call>.", known).items())
 
 
 def _is_first_role(key: Key) -> bool:
@@ -38,7 +48,7 @@ def _table(experiment: Experiment, keys: Iterable[Key]) -> str:
     for key in keys:
         value: object = values
         for part in key.path.split("."):
-            value = value[part] if isinstance(value, dict) else None
+            value = value.get(part) if isinstance(value, dict) else None
         path = key.path.replace("models.actor.", "models.<role>.")
         rows.append(f"| `{path}` | `{json.dumps(value)}` | {_cell(key.allowed)} | {_cell(key.description)} |")
     return "\n".join(rows) + "\n"

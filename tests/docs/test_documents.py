@@ -59,7 +59,8 @@ def test_keys_exist(document: Path) -> None:
         inline_code(document) + [text for language in ("sh", "text") for text in blocks(document, language)]
     )
     in_sections = re.findall(
-        r"(?<![\w./])(?:dataset|models|generation|algorithm|allocation|cluster|save|eval|recover)\.[\w.<>*]+", named
+        r"(?<![\w./])(?:dataset|models|calls|generation|algorithm|allocation|cluster|save|eval|recover)\.[\w.<>*]+",
+        named,
     )
     alone = re.findall(r"(?<![\w./<\"'-])([a-z_]+)=[\w./\[{<-]", " ".join(inline_code(document)))
     alone = [key for key in alone if key not in NOT_KEYS]

@@ -187,6 +187,17 @@ def test_html_tells_about_hooks_counts_and_remaps():
     assert found["actor_gen"]["batch"] == ["n_seqs = 128", "max_staleness = 2"]
 
 
+def test_cards_say_what_is_special_about_a_batch():
+    changes = {"ref_inf": {"n_mbs": 4, "balanced_dp": True}, "actor_train": {"max_tokens_per_mb": 512}}
+    changes |= {"critic_inf": {"n_mbs": 1}, "actor_gen": {"min_n_seqs": 8, "protocol": "DP_PROTO"}}
+    shown = texts(
+        svg_of(build_graph([replace(mfc, **changes.get(mfc.name, {})) for mfc in ppo()], DATASET_KEYS["ppo"]))
+    )
+    for note in ("4 micro-batches · equal counts", "micro-batches of 512 tokens", "streams from 8", "DP_PROTO"):
+        assert any(note in text for text in shown), note
+    assert not any("1 micro-batch" in text for text in shown)
+
+
 def test_html_is_self_contained_and_knows_both_modes():
     text = page(PPO)
     assert not re.search(r"""(?:src|href)\s*=|@import|url\(""", text)

@@ -88,6 +88,13 @@ def assert_refused(outcome: tuple[int, str, str], *messages: str) -> None:
             ("cluster.n_devices_per_node=2", "allocation.calls.actor_gen=d1@0:5"),
             ("allocation.calls.actor_gen: mesh '0:5' lies outside the cluster", "The nearest mesh is '0:1'"),
         ),
+        (("calls.actr_gen.n_mbs=2",), ("calls.actr_gen: there is no call 'actr_gen'", "Did you mean 'actor_gen'")),
+        (
+            ("calls.actor_gen.n_mbs=0", "calls.ref_inf.protocol=3"),
+            ("calls.actor_gen.n_mbs=0: must be a whole number >= 1 or null",),
+        ),
+        (("calls.ref_inf.min_n_seqs=9",), ("calls.ref_inf.min_n_seqs=9: is more than the n_seqs=8 of the call",)),
+        (("calls.actor_train.max_staleness=1",), ("calls.actor_train.max_staleness=1: has no effect: a train_step",)),
         (("cluster.n_devices_per_node=2", "allocation.offload=[act]"), ("no role 'act'", "Did you mean 'actor'?")),
         (("resume=auto",), ("resume=auto: continues the run in run_dir: give it with run_dir=PATH",)),
         (("algorithm.reward_function=rewardz.py:f",), ("there is no file 'rewardz.py'",)),

@@ -22,6 +22,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory):
         ("launcher=inline", "max_tokens_per_mb=40"),
         (TWO,),
         (TWO, "allocation.mode=split", "n_mbs=2"),
+        ("launcher=inline", "calls.actor_train.n_mbs=2", "calls.ref_inf.max_tokens_per_mb=40"),
+        (TWO, "calls.critic_inf.min_n_seqs=2", "calls.actor_gen.balanced_dp=true", "calls.ref_inf.protocol=ALL_TO_ALL"),
     ],
     ids=lambda overrides: " ".join(overrides),
 )
