@@ -29,10 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 from realrl.algo.api import ForwardOutput, LossOutput, MicroBatching
-from realrl.config.schema import OptimizerConfig
+from realrl.config.schema import BackendName, OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine import device as devices
-from realrl.engine.backends import BackendName
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import Groups
 from realrl.engine.parallel import parallel_of

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 
+BackendName = Literal["native", "megatron", "deepspeed"]
 BUILT_IN = "tiny"  # path of the random model, its tokenizer and the toy task that are made on the spot
 REASONING_TASKS = "reasoning_gym:"  # start of a dataset path that names tasks instead of a file
 ADVANCED: JsonDict = {"advanced": True}
@@ -88,7 +89,7 @@ class ModelConfigSection(Section):
         min_length=1,
         description="Hugging Face folder, or 'tiny' for a random model made on the spot from the seed",
     )
-    backend: Literal["native", "megatron", "deepspeed"] = Field(
+    backend: BackendName = Field(
         "native", description="what turns gradients into new parameters; the others need extras"
     )
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from realrl.algo.api import ForwardOutput, GenerationResult, LossFn, LossOutput, MicroBatching, TrainResult
-from realrl.config.schema import GenerationConfig, OptimizerConfig
+from realrl.config.schema import BackendName, GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
-from realrl.engine.backends import BackendName, TrainingBackend, make_backend
+from realrl.engine.backends import TrainingBackend, make_backend
 from realrl.engine.backends.base import move
 from realrl.engine.generate import Generator
 from realrl.engine.parallel import Parallel

@@ -18,6 +18,7 @@ class BackendRules:
     """One backend.
 
     Attributes:
+        implementation: ``module:Class``, imported when a role asks for it: some need optional, heavy packages.
         package: what must be importable; empty for none.
         extra: of realrl, that installs it.
         stages: ZeRO stages that it has; the first one is the default.
@@ -25,6 +26,7 @@ class BackendRules:
         offloads: whether it can keep the optimizer in host memory.
     """
 
+    implementation: str
     package: str
     extra: str
     stages: tuple[int, ...]
@@ -33,9 +35,30 @@ class BackendRules:
 
 
 BACKENDS = {
-    "native": BackendRules("", "", (0, 1), ("fp32", "bf16"), offloads=True),
-    "megatron": BackendRules("megatron.core", "megatron", (1,), ("fp32", "bf16", "fp16"), offloads=False),
-    "deepspeed": BackendRules("deepspeed", "deepspeed", (1, 0, 2, 3), ("fp32", "bf16", "fp16"), offloads=True),
+    "native": BackendRules(
+        implementation="realrl.engine.backends.native:NativeBackend",
+        package="",
+        extra="",
+        stages=(0, 1),
+        precisions=("fp32", "bf16"),
+        offloads=True,
+    ),
+    "megatron": BackendRules(
+        implementation="realrl.engine.backends.megatron:MegatronBackend",
+        package="megatron.core",
+        extra="megatron",
+        stages=(1,),
+        precisions=("fp32", "bf16", "fp16"),
+        offloads=False,
+    ),
+    "deepspeed": BackendRules(
+        implementation="realrl.engine.backends.deepspeed:DeepSpeedBackend",
+        package="deepspeed",
+        extra="deepspeed",
+        stages=(1, 0, 2, 3),
+        precisions=("fp32", "bf16", "fp16"),
+        offloads=True,
+    ),
 }
 
 

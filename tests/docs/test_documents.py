@@ -52,6 +52,17 @@ def test_modules_and_names_exist(document: Path) -> None:
             found = getattr(found, part)
 
 
+def test_the_way_of_a_step_names_what_is_there() -> None:
+    rows = re.findall(
+        r"^\| \[([\w/.]+)\]\(\.\./([\w/.]+)\) \| `(\w+)` \|", (ROOT / "docs/one-step.md").read_text(), re.M
+    )
+    assert 20 <= len(rows) <= 25
+    assert len({file for file, _, _ in rows}) == len(rows)
+    for file, target, name in rows:
+        assert file == target
+        assert re.search(rf"^(class|def|async def) {name}\b", (ROOT / file).read_text(), re.MULTILINE), (file, name)
+
+
 @EVERY_DOCUMENT
 def test_keys_exist(document: Path) -> None:
     keys = {path: key for experiment in list_experiments() for path, key in known_keys(experiment).items()}

@@ -34,7 +34,7 @@ def values(planned: RunPlan, key: str) -> dict[str, object]:
 def declaring(name: str, **changes: object) -> Experiment:
     """An experiment whose calls set these fields."""
     experiment = load_experiment(name)
-    return replace(experiment, mfcs=lambda c: [replace(mfc, **changes) for mfc in experiment.mfcs(c)])  # type: ignore[arg-type]
+    return replace(experiment, mfcs=lambda c: [replace(mfc, **changes) for mfc in experiment.calls(c)], adds=())  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- what decides
@@ -234,13 +234,13 @@ def test_what_a_call_cannot_have(overrides: list[str], message: str) -> None:
 
 def test_a_call_whose_hook_changes_a_role_does_not_stream() -> None:
     experiment = load_experiment("ppo_ref_ema")
-    [hook] = next(mfc.post_hooks for mfc in experiment.mfcs(compose(experiment)) if mfc.name == "actor_train")
+    [hook] = next(mfc.post_hooks for mfc in experiment.calls(compose(experiment)) if mfc.name == "actor_train")
 
     def mfcs(config: RunConfig) -> list[MFCDef]:
-        calls = [replace(mfc, post_hooks=()) for mfc in experiment.mfcs(config)]
+        calls = [replace(mfc, post_hooks=()) for mfc in experiment.calls(config)]
         return [replace(mfc, post_hooks=(hook,)) if mfc.name == "actor_gen" else mfc for mfc in calls]
 
-    moved = replace(experiment, mfcs=mfcs)
+    moved = replace(experiment, mfcs=mfcs, adds=())
     with pytest.raises(ConfigError, match=r"calls\.actor_gen\.min_n_seqs=4: has no effect: the call has a hook that "):
         plan_run(compose(moved, ["calls.actor_gen.min_n_seqs=4"]), moved)
 
@@ -267,4 +267,4 @@ def test_what_does_not_fit_the_mesh() -> None:
 def test_a_plan_of_calls_without_settings_is_the_declared_one() -> None:
     ppo = load_experiment("ppo")
     config = compose(ppo)
-    assert configured_calls(ppo, config) == list(ppo.mfcs(config))
+    assert configured_calls(ppo, config) == ppo.calls(config)

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 from realrl.algo.api import MicroBatching, TrainResult
-from realrl.config.schema import GenerationConfig, OptimizerConfig
-from realrl.engine.backends import BackendName
+from realrl.config.schema import BackendName, GenerationConfig, OptimizerConfig
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.parallel import Parallel
 from realrl.engine.tensor_parallel import TensorParallelGroup

@@ -11,10 +11,9 @@ import torch
 
 from realrl.algo.api import ForwardOutput, LossOutput, MicroBatching
 from realrl.algo.packed import response_mask
-from realrl.config.schema import GenerationConfig, OptimizerConfig
+from realrl.config.schema import BackendName, GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.doctor.memory import kernels_of
-from realrl.engine.backends import BackendName
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import Groups
 from realrl.engine.parallel import Parallel, parallel_of

@@ -6,21 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from realrl.config.schema import OptimizerConfig
-from realrl.engine.backends.base import BackendName, OptimizerState, TrainingBackend
+from realrl.config.schema import BackendName, OptimizerConfig
+from realrl.engine.backends.base import OptimizerState, TrainingBackend
 from realrl.engine.parallel import Parallel
 from realrl.experiment.loading import load_object
 from realrl.model.decoder import Decoder
-from realrl.plan.backends import zero_stage_of
+from realrl.plan.backends import BACKENDS, zero_stage_of
 
-__all__ = ["BackendName", "OptimizerState", "TrainingBackend", "make_backend"]
-
-# imported when a role asks for one: the packages of megatron and deepspeed are optional, and heavy
-_CLASSES: dict[BackendName, str] = {
-    "native": "realrl.engine.backends.native:NativeBackend",
-    "megatron": "realrl.engine.backends.megatron:MegatronBackend",
-    "deepspeed": "realrl.engine.backends.deepspeed:DeepSpeedBackend",
-}
+__all__ = ["OptimizerState", "TrainingBackend", "make_backend"]
 
 
 def make_backend(
@@ -44,5 +37,5 @@ def make_backend(
         ConfigError: the backend's package is not installed.
     """
     config = config.model_copy(update={"zero_stage": zero_stage_of(name, config.zero_stage)})
-    backend: Callable[..., TrainingBackend] = load_object(_CLASSES[name])
+    backend: Callable[..., TrainingBackend] = load_object(BACKENDS[name].implementation)
     return backend(decoder, parallel, config, n_total, compute_dtype)

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from realrl.config.schema import OptimizerConfig
 from realrl.engine.schedule import learning_rate
 
-BackendName = Literal["native", "megatron", "deepspeed"]
 OptimizerState = dict[str, Any]
 """The canonical form; see the module."""
 
