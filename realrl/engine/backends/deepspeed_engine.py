@@ -72,19 +72,19 @@ def make_engine(
     adamw = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
     )
-    stage = _Stage(decoder)
-    if config.zero_stage == 3:
-        deepspeed.utils.set_z3_leaf_modules(stage, [Block])
-        if decoder.head is not None:  # used outside of its module, when a loss asks for it
-            deepspeed.zero.register_external_parameter(stage, decoder.head.weight)
-    if isinstance(get_accelerator(), CPU_Accelerator):
-        set_accelerator(_Cpu())
     with (
         _quiet(),
         _local_rank(decoder.device.index or 0),
         # it waits for all ranks of the run
         replaced(deepspeed.comm, barrier=lambda *args, **kwargs: parallel.mesh.barrier()),
     ):
+        if type(get_accelerator()) is CPU_Accelerator:
+            set_accelerator(_Cpu())
+        stage = _Stage(decoder)
+        if config.zero_stage == 3:
+            deepspeed.utils.set_z3_leaf_modules(stage, [Block])
+            if decoder.head is not None:  # used outside of its module, when a loss asks for it
+                deepspeed.zero.register_external_parameter(stage, decoder.head.weight)
         engine, *_ = deepspeed.initialize(
             model=stage, optimizer=adamw, mpu=_mpu(parallel), config=_settings(config, compute_dtype)
         )
