@@ -2,7 +2,8 @@
 
 A file has at most 600 lines and a function at most 100. `torch.distributed` is imported in engine/ alone, `zmq` in
 one file, and the words that choose a device or a collective backend stand in engine/device.py alone, except for the
-layer that maps what megatron-core asks of CUDA to the CPU.
+layer that maps what megatron-core asks of CUDA to the CPU. What CPU this is only cpu/ asks, and others import cpu as a
+whole.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 100
 MAX_EXPERIMENT_LINES = 60
 DEVICE_FILES = ("realrl/engine/device.py", "realrl/engine/backends/megatron_cpu.py")
+CPU_MODULES = {f"realrl.cpu.{path.stem}" for path in (ROOT / "realrl" / "cpu").glob("*.py")}
+CPU_WORDS = re.compile(r"\bmkldnn\b|get_cpu_capability")
 DEVICE_WORDS = re.compile(r"""\.cuda\b|["']nccl["']|["']gloo["']""")
 
 
@@ -52,12 +55,18 @@ def places(path: Path, text: str, tree: ast.Module) -> list[str]:
                 found.append(f"{path}:{node.lineno}: torch.distributed outside realrl/engine")
             if module.split(".")[0] == "zmq" and name != "realrl/runtime/transport/zmq.py":
                 found.append(f"{path}:{node.lineno}: zmq outside realrl/runtime/transport/zmq.py")
+            if module in CPU_MODULES and not name.startswith("realrl/cpu/"):
+                found.append(f"{path}:{node.lineno}: a part of realrl.cpu outside realrl/cpu")
             if module.split(".")[0] == "pickle":
                 found.append(f"{path}:{node.lineno}: pickle")
     if name not in DEVICE_FILES:
         for number, line in enumerate(text.splitlines(), 1):
             if DEVICE_WORDS.search(line):
                 found.append(f"{path}:{number}: device and backend names belong to realrl/engine/device.py")
+    if not name.startswith("realrl/cpu/"):
+        for number, line in enumerate(text.splitlines(), 1):
+            if CPU_WORDS.search(line):
+                found.append(f"{path}:{number}: which CPU this is, only realrl/cpu asks")
     return found
 
 
