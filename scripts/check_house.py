@@ -4,7 +4,8 @@ In realrl/ a folder has at most 15 files, a file at most 500 lines, a function a
 Modules import each other in no circle, not even for types. No function imports from its own package, realrl/<folder>,
 and nothing imports `unittest`. `torch.distributed` is imported in engine/ alone, `zmq` in one file, and the words that
 choose a device or a collective backend stand in engine/device.py alone, except for the layer that maps what
-megatron-core asks of CUDA to the CPU. Scripts and tests may have longer files and functions, experiments shorter files.
+megatron-core asks of CUDA to the CPU. What CPU this is only cpu/ asks, and others import `realrl.cpu` as a whole.
+Scripts and tests may have longer files and functions, experiments shorter files.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ MAX_FOLDER_FILES = 15
 MAX_PARAMETERS = 7
 DEVICE_FILES = ("realrl/engine/device.py", "realrl/engine/backends/megatron_cpu.py")
 DEVICE_WORDS = re.compile(r"""\.cuda\b|["']nccl["']|["']gloo["']""")
+CPU_WORDS = re.compile(r"\bmkldnn\b|get_cpu_capability")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -219,6 +221,10 @@ def misplaced_imports(source: Source) -> Iterator[Violation]:
             yield Violation(source.name, found.line, "torch.distributed outside realrl/engine")
         if top == "zmq" and source.name != "realrl/runtime/transport/zmq.py":
             yield Violation(source.name, found.line, "zmq outside realrl/runtime/transport/zmq.py")
+        if found.name.startswith("realrl.cpu.") and not source.name.startswith("realrl/cpu/"):
+            part = found.name.split(".")[2]
+            if (ROOT / "realrl" / "cpu" / f"{part}.py").is_file():
+                yield Violation(source.name, found.line, "a part of realrl.cpu outside realrl/cpu")
         if top in ("pickle", "unittest"):
             yield Violation(source.name, found.line, f"imports {top}")
 
@@ -258,6 +264,8 @@ def misplaced_words(source: Source) -> Iterator[Violation]:
     for number, line in enumerate(source.text.splitlines(), 1):
         if DEVICE_WORDS.search(line):
             yield Violation(source.name, number, "device and backend names belong to realrl/engine/device.py")
+        if CPU_WORDS.search(line) and not source.name.startswith("realrl/cpu/"):
+            yield Violation(source.name, number, "which CPU this is, only realrl/cpu asks")
 
 
 # ---------------------------------------------------------------- all of it

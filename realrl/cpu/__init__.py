@@ -1,36 +1,39 @@
-"""Kernels of generation on CPUs with AVX2, AVX-512 or a matrix unit (AMX). Everywhere else torch's own are used.
+"""The operations of a decoder, by the fastest kernels that this machine has: the one place that knows which CPU it is.
 
-*.cpp, *.h ──► loader: compiled once per machine, loaded ──► operations: on tensors ──► engine/generate
+With gradient, `linear` and `matmul` are plain functions. Without, `choose_kernels` gives one object whose methods make
+what a step calls: `linear`, `norm`, `attention`, whole `layers`, a `sampler`. Its three kinds agree to rounding.
+
+    TorchKernels ◄── OneDNNKernels     torch's operations on any device; its products from packed weights
+         ▲
+         └────────── CompiledKernels   AVX2, AVX-512 or a matrix unit: kernels/*.cpp ──► loader ──► operations
 """
 
-from realrl.cpu.loader import UnavailableError, describe, why_not
-from realrl.cpu.operations import (
-    HEAD_MULTIPLE,
-    LayerParts,
-    NewTokens,
-    RMSNorm,
-    TiledLayers,
-    TiledLinear,
-    attend,
-    can_attend,
-    can_use,
-    rms_norm,
-    sample,
-)
+from realrl.cpu.attention import CacheAttention, NewTokens
+from realrl.cpu.choice import choose_kernels
+from realrl.cpu.loader import describe
+from realrl.cpu.machine import attention_dtype
+from realrl.cpu.products import linear, matmul
+from realrl.cpu.reference import Rope, activate, rotate, window_mask
+from realrl.cpu.sampler import InvalidLogitsError, SampledTokens, SamplingOp
+from realrl.cpu.torch_kernels import LayerOps, LayersOp, LinearWeights, TorchKernels
 
 __all__ = [
-    "HEAD_MULTIPLE",
-    "LayerParts",
+    "CacheAttention",
+    "InvalidLogitsError",
+    "LayerOps",
+    "LayersOp",
+    "LinearWeights",
     "NewTokens",
-    "RMSNorm",
-    "TiledLayers",
-    "TiledLinear",
-    "UnavailableError",
-    "attend",
-    "can_attend",
-    "can_use",
+    "Rope",
+    "SampledTokens",
+    "SamplingOp",
+    "TorchKernels",
+    "activate",
+    "attention_dtype",
+    "choose_kernels",
     "describe",
-    "rms_norm",
-    "sample",
-    "why_not",
+    "linear",
+    "matmul",
+    "rotate",
+    "window_mask",
 ]

@@ -1,4 +1,4 @@
-"""The kernels on tensors: on the CPU, without gradient, in float32 or bfloat16.
+"""The compiled kernels on tensors: on the CPU, without gradient, in float32 or bfloat16.
 
 The result of a row is the same whatever other rows there are, and however many threads.
 
@@ -10,14 +10,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
 
 from realrl.cpu import loader
+from realrl.cpu.attention import NewTokens
 from realrl.cpu.loader import load, why_not
-from realrl.model.layers.rope import Rope
+from realrl.cpu.reference import Rope
 from realrl.shape import Activation
 
 HEAD_MULTIPLE = 32
@@ -29,7 +30,7 @@ _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2
 
 
 def can_use(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for this device and dtype."""
+    """Whether there are compiled kernels for this device and dtype."""
     return device.type == "cpu" and dtype in _NAMES and why_not() is None
 
 
@@ -113,29 +114,6 @@ def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     return out
 
 
-def can_attend(head_dim: int) -> bool:
-    """Whether `attend` takes heads of this size."""
-    return head_dim % HEAD_MULTIPLE == 0
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """Where new tokens stand in the KV cache.
-
-    Attributes:
-        positions: int64 [T], in the rows; contiguous.
-        rows: int64 [T], contiguous; None for the first T, one token each.
-    """
-
-    positions: torch.Tensor
-    rows: torch.Tensor | None = None
-
-    @cached_property
-    def slots(self) -> torch.Tensor:
-        """`rows`, written out."""
-        return torch.arange(len(self.positions), device=self.positions.device) if self.rows is None else self.rows
-
-
 def attend(
     qkv: torch.Tensor,
     keys: torch.Tensor,
@@ -153,7 +131,7 @@ def attend(
         keys: [rows, K, C, D], contiguous, of this layer; written to.
         values: the same.
         tokens: T of them.
-        rope: of `rope_table`, contiguous, applied to queries and keys; None if nothing is to be rotated.
+        rope: contiguous; applied to queries and keys; None if nothing is to be rotated.
         window: how many tokens, itself included, a token sees; None for all.
         scale: of the scores.
 
@@ -202,7 +180,7 @@ class TiledLayers:
     Args:
         layers: at least one, all of the same type.
         n_kv_heads: K.
-        head_dim: D, one for which `can_attend`.
+        head_dim: D, a multiple of `HEAD_MULTIPLE`.
     """
 
     def __init__(self, layers: Sequence[LayerParts], *, n_kv_heads: int, head_dim: int) -> None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from realrl.config.schema import RunConfig
-from realrl.cpu import HEAD_MULTIPLE, can_use
-from realrl.cpu.fused_linear import packing_pays
+from realrl.cpu import attention_dtype, choose_kernels
 from realrl.doctor.run_under_check import Recompose
 from realrl.engine.device import total_memory_bytes
 from realrl.errors import UsageError
@@ -20,7 +19,6 @@ from realrl.experiment.models import role_configs
 from realrl.experiment.run_plan import RunPlan, plan_run
 from realrl.graph.build import topological_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
-from realrl.model.layers.linear import product_dtype
 from realrl.plan.backends import zero_stage_of
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, RowLengths, load_of, plan_memory
@@ -139,17 +137,16 @@ def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kern
     """How this machine's kernels use memory; on CUDA as the defaults say."""
     if device.type != "cpu":
         return Kernels()
-    computed = product_dtype(device, dtype)
-    has_kernels = can_use(device, computed)
+    kernels = choose_kernels(device, dtype, n_rows=n_rows)
     return Kernels(
         fused_norms=False,
-        float_attention=dtype == torch.bfloat16,
+        float_attention=attention_dtype(device, dtype) != dtype,
         whole_logits=False,
-        float_products=computed != dtype,
-        generation_bytes=computed.itemsize,
-        packs_weights=packing_pays(device, computed, n_rows),
-        fused_products=has_kernels,
-        fused_heads=HEAD_MULTIPLE if has_kernels else None,
+        float_products=kernels.dtype != dtype,
+        generation_bytes=kernels.dtype.itemsize,
+        packs_weights=kernels.packs_weights,
+        fused_products=kernels.fuses_products,
+        fused_heads=kernels.head_multiple,
     )
 
 

@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from realrl.cpu import Rope, activate, rotate
 from realrl.model.build import Builder, leave
-from realrl.model.layers.activation import activate
 from realrl.model.layers.heads import LMHead, ScalarHead
 from realrl.model.layers.moe import LoadBalance, MoE
 from realrl.model.layers.norm import Norm
-from realrl.model.layers.rope import Rope, make_rope, rotate
+from realrl.model.layers.rope import make_rope
 from realrl.model.lora import insert_adapters
 from realrl.model.parallel import UNSHARDED, TensorParallel
 from realrl.plan.parameters.layout import ModelShard, ParameterSpec, slice_of, whole_shard

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from realrl.model.layers.linear import matmul
+from realrl.cpu import matmul
 from realrl.model.parallel import UNSHARDED, TensorParallel
 
 _CHUNK_ELEMENTS = 1 << 26  # logits of one chunk

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from realrl.model.layers.linear import Linear, linear
+from realrl.cpu import linear
+from realrl.model.layers.linear import Linear
 from realrl.plan.parameters.adapters import LORA_A, LoRA, is_adapter
 from realrl.plan.parameters.layout import parameter_specs
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from realrl import cpu as kernels
 from realrl.cpu import loader
 from tests.cpu import test_operations as operations_tests
 
-pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=f"no kernels: {kernels.why_not()}")
+pytestmark = pytest.mark.skipif(loader.why_not() is not None, reason=f"no kernels: {loader.why_not()}")
 
 _FOLDER = Path(__file__).parent
 _VECTORS, _TILES = (f"-include {shlex.quote(str(_FOLDER / name))}_in_software.h" for name in ("avx512", "tiles"))
@@ -23,7 +22,7 @@ VARIANTS = {
 
 
 def lacking() -> list[str]:
-    if kernels.why_not() is not None:
+    if loader.why_not() is not None:
         return []
     return [name for name in VARIANTS if name not in loader._features()]
 

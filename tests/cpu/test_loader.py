@@ -158,7 +158,7 @@ def test_whoever_wants_it_meanwhile_waits(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_they_can_be_turned_off() -> None:
-    code = "from realrl.cpu import why_not; print(why_not())"
+    code = "from realrl.cpu.loader import why_not; print(why_not())"
     said = subprocess.run(
         [sys.executable, "-c", code], env={"REALRL_KERNELS": "0"}, capture_output=True, text=True, check=True
     )

@@ -5,18 +5,17 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from realrl import cpu as kernels
-from realrl.cpu import loader, operations
-from realrl.model.layers.rope import rope_table, rotate
+from realrl.cpu import NewTokens, loader, operations, rotate
+from realrl.model.layers.rope import rope_table
 
-pytestmark = pytest.mark.skipif(kernels.why_not() is not None, reason=f"no kernels: {kernels.why_not()}")
+pytestmark = pytest.mark.skipif(loader.why_not() is not None, reason=f"no kernels: {loader.why_not()}")
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def variants() -> list[tuple[str, ...]]:
     """What this CPU has, and less of it."""
-    if kernels.why_not() is not None:
+    if loader.why_not() is not None:
         return []
     everything = loader._features()
     ends = range(len(loader._AVX512), len(everything) + 1)
@@ -83,15 +82,15 @@ def test_products(dtype, n_rows, n_inputs, n_outputs):
     weight, other = (torch.randn(n_outputs, n_inputs, dtype=dtype) * n_inputs**-0.5 for _ in range(2))
     y = x.double() @ weight.double().T
     z = x.double() @ other.double().T
-    linear, plain = kernels.TiledLinear(weight, bias), kernels.TiledLinear(weight, None)
+    linear, plain = operations.TiledLinear(weight, bias), operations.TiledLinear(weight, None)
     assert_close(plain(x), y, dtype)
     y += bias
     assert_close(linear(x), y, dtype)
     assert_close(linear(x, residual), y + residual, dtype)
-    assert_close(kernels.TiledLinear(weight, bias, activation="silu")(x), F.silu(y), dtype)
-    activated = kernels.TiledLinear(weight, bias, activation="gelu_tanh")
+    assert_close(operations.TiledLinear(weight, bias, activation="silu")(x), F.silu(y), dtype)
+    activated = operations.TiledLinear(weight, bias, activation="gelu_tanh")
     assert_close(activated(x), F.gelu(y, approximate="tanh"), dtype)
-    gated = kernels.TiledLinear(other, torch.cat((bias, -bias)), activation="silu", gate=weight)
+    gated = operations.TiledLinear(other, torch.cat((bias, -bias)), activation="silu", gate=weight)
     assert_close(gated(x), F.silu(y) * (z - bias), dtype)
 
 
@@ -99,10 +98,10 @@ def test_products(dtype, n_rows, n_inputs, n_outputs):
 @pytest.mark.parametrize(("n_rows", "n_inputs"), [(1, 576), (9, 33), (32, 100), (300, 64)])
 def test_a_norm_within_a_product_is_that_before_it(dtype, n_rows, n_inputs):
     x, weight, other = (torch.randn(n, n_inputs, dtype=dtype) for n in (n_rows, 40, 40))
-    norm = kernels.RMSNorm(torch.rand(n_inputs), 1e-3)
-    normed = kernels.rms_norm(x, norm)
-    assert torch.equal(kernels.TiledLinear(weight, None, norm)(x), kernels.TiledLinear(weight, None)(normed))
-    fused, plain = (kernels.TiledLinear(other, None, n, activation="silu", gate=weight) for n in (norm, None))
+    norm = operations.RMSNorm(torch.rand(n_inputs), 1e-3)
+    normed = operations.rms_norm(x, norm)
+    assert torch.equal(operations.TiledLinear(weight, None, norm)(x), operations.TiledLinear(weight, None)(normed))
+    fused, plain = (operations.TiledLinear(other, None, n, activation="silu", gate=weight) for n in (norm, None))
     assert torch.equal(fused(x), plain(normed))
 
 
@@ -113,13 +112,13 @@ def test_float32_products_are_as_exact_as_torchs():
     def error(y):
         return (y - exact).square().mean().sqrt().item()
 
-    assert error(kernels.TiledLinear(weight, None)(x)) < 2 * error(F.linear(x, weight))
+    assert error(operations.TiledLinear(weight, None)(x)) < 2 * error(F.linear(x, weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_its_company(dtype):
     x, weight = torch.randn(300, 576, dtype=dtype), torch.randn(200, 576, dtype=dtype)
-    linear = kernels.TiledLinear(weight, None, kernels.RMSNorm(torch.rand(576), 1e-5))
+    linear = operations.TiledLinear(weight, None, operations.RMSNorm(torch.rand(576), 1e-5))
     alone = torch.cat([linear(row[None]) for row in x])
     assert torch.equal(linear(x), alone)
     assert torch.equal(linear(x[5:25]), alone[5:25])
@@ -127,7 +126,7 @@ def test_a_row_does_not_depend_on_its_company(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_inputs(dtype):
-    wide, linear = torch.randn(5, 2, 64, dtype=dtype), kernels.TiledLinear(torch.randn(48, 64, dtype=dtype), None)
+    wide, linear = torch.randn(5, 2, 64, dtype=dtype), operations.TiledLinear(torch.randn(48, 64, dtype=dtype), None)
     for x in (wide[:, 1], wide.permute(1, 0, 2)[0], wide[:, 0].T.contiguous().T):
         assert torch.equal(linear(x), linear(x.clone(memory_format=torch.contiguous_format)))
 
@@ -137,8 +136,8 @@ def test_strided_inputs(dtype):
 def test_what_is_not_finite_stays_so(dtype, value):
     x = torch.randn(3, 64, dtype=dtype)
     x[1, 7] = value
-    for norm in (None, kernels.RMSNorm(torch.ones(64), 1e-5)):
-        y = kernels.TiledLinear(torch.randn(40, 64, dtype=dtype), None, norm)(x)
+    for norm in (None, operations.RMSNorm(torch.ones(64), 1e-5)):
+        y = operations.TiledLinear(torch.randn(40, 64, dtype=dtype), None, norm)(x)
         assert torch.isfinite(y[[0, 2]]).all()
         assert not torch.isfinite(y[1]).any()
 
@@ -148,7 +147,7 @@ def test_what_is_not_finite_stays_so(dtype, value):
 def test_rms_norm(dtype, shape):
     x, weight = torch.randn(shape, dtype=dtype), torch.randn(shape[1])
     exact = F.rms_norm(x.double(), shape[1:], weight.double(), 1e-5)
-    assert_close(kernels.rms_norm(x, kernels.RMSNorm(weight, 1e-5)), exact, dtype)
+    assert_close(operations.rms_norm(x, operations.RMSNorm(weight, 1e-5)), exact, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -177,8 +176,8 @@ def test_attention(dtype, is_rotated, n_rows, n_heads, n_kv_heads, head_dim, cap
     wanted_keys, wanted_values = keys.clone(), values.clone()
     wanted_keys[rows, :, lengths] = wide_k.to(dtype)
     wanted_values[rows, :, lengths] = v
-    tokens = kernels.NewTokens(lengths)
-    out = kernels.attend(qkv.flatten(1), keys, values, tokens, rope=rope, window=window, scale=head_dim**-0.5)
+    tokens = NewTokens(lengths)
+    out = operations.attend(qkv.flatten(1), keys, values, tokens, rope=rope, window=window, scale=head_dim**-0.5)
     out = out.unflatten(1, (n_heads, head_dim))
     assert torch.equal(values, wanted_values)
     assert_close(keys, wanted_keys.double(), dtype)
@@ -203,11 +202,11 @@ def test_tokens_of_one_row_see_those_before_them(dtype, window, is_rotated):
     rope = rope_table(torch.rand(head_dim // 2), positions, dtype) if is_rotated else None
     together, alone = (torch.full((2, 5, n_kv_heads, 41, head_dim), torch.nan, dtype=dtype) for _ in range(2))
     options = {"window": window, "scale": head_dim**-0.5}
-    out = kernels.attend(qkv, *together, kernels.NewTokens(positions, rows), rope=rope, **options)
+    out = operations.attend(qkv, *together, NewTokens(positions, rows), rope=rope, **options)
     for i in positions.argsort(stable=True):  # one at a time
         x, at = qkv[None, i], positions[None, i]
         angles = None if rope is None else (rope[0][None, i], rope[1][None, i])
-        expected = kernels.attend(x, *alone[:, rows[i], None], kernels.NewTokens(at), rope=angles, **options)
+        expected = operations.attend(x, *alone[:, rows[i], None], NewTokens(at), rope=angles, **options)
         assert torch.equal(out[i], expected[0])
     assert torch.equal(together.isnan(), alone.isnan())
     assert torch.equal(together.nan_to_num(), alone.nan_to_num())
@@ -225,26 +224,29 @@ def test_layers_together_are_their_parts(dtype, window, is_gated, n_rows):
         return torch.randn(n_outputs, n_inputs, dtype=dtype) * n_inputs**-0.5
 
     def layer(inner_size, window):
-        norms = [kernels.RMSNorm(torch.rand(hidden), 1e-5) for _ in range(2)]
-        qkv = kernels.TiledLinear(weight(256, hidden), torch.randn(256, dtype=dtype), norms[0])
-        o, down = kernels.TiledLinear(weight(hidden, 128), None), kernels.TiledLinear(weight(hidden, inner_size), None)
+        norms = [operations.RMSNorm(torch.rand(hidden), 1e-5) for _ in range(2)]
+        qkv = operations.TiledLinear(weight(256, hidden), torch.randn(256, dtype=dtype), norms[0])
+        o, down = (
+            operations.TiledLinear(weight(hidden, 128), None),
+            operations.TiledLinear(weight(hidden, inner_size), None),
+        )
         gate = weight(inner_size, hidden) if is_gated else None
-        inner = kernels.TiledLinear(weight(inner_size, hidden), None, norms[1], activation="gelu_tanh", gate=gate)
-        return kernels.LayerParts(qkv, o, inner, down, window)
+        inner = operations.TiledLinear(weight(inner_size, hidden), None, norms[1], activation="gelu_tanh", gate=gate)
+        return operations.LayerParts(qkv, o, inner, down, window)
 
     layers = [layer(100 + 20 * i, window if i % 2 else None) for i in range(n_layers)]
     x, positions = torch.randn(n_rows, hidden, dtype=dtype), torch.arange(n_rows) // 2
     rope = rope_table(torch.rand(head_dim // 2), positions, dtype)
-    tokens = kernels.NewTokens(positions, torch.arange(n_rows) % 2)
+    tokens = NewTokens(positions, torch.arange(n_rows) % 2)
     keys, values = torch.randn(2, n_layers, 2, n_kv_heads, n_rows, head_dim, dtype=dtype)
     wanted, wanted_keys, wanted_values = x, keys.clone(), values.clone()
     for i, parts in enumerate(layers):
-        attended = kernels.attend(
+        attended = operations.attend(
             parts.qkv(wanted), wanted_keys[i], wanted_values[i], tokens, rope=rope, window=parts.window, scale=scale
         )
         middle = parts.o(attended, wanted)
         wanted = parts.down(parts.inner(middle), middle)
-    together = kernels.TiledLayers(layers, n_kv_heads=n_kv_heads, head_dim=head_dim)
+    together = operations.TiledLayers(layers, n_kv_heads=n_kv_heads, head_dim=head_dim)
     before = x.clone()
     assert torch.equal(together(x, keys, values, tokens, rope), wanted)
     assert torch.equal(keys, wanted_keys)
@@ -256,8 +258,8 @@ def test_layers_together_are_their_parts(dtype, window, is_gated, n_rows):
 def test_a_cache_that_holds_nothing_yet(dtype):
     qkv = torch.randn(2, 8, 32, dtype=dtype)
     keys, values = torch.full((2, 2, 2, 9, 32), torch.nan, dtype=dtype)
-    tokens = kernels.NewTokens(torch.zeros(2, dtype=torch.int64))
-    out = kernels.attend(qkv.flatten(1), keys, values, tokens, rope=None, window=None, scale=1.0)
+    tokens = NewTokens(torch.zeros(2, dtype=torch.int64))
+    out = operations.attend(qkv.flatten(1), keys, values, tokens, rope=None, window=None, scale=1.0)
     assert torch.equal(out, qkv[:, 6:].repeat_interleave(2, 1).flatten(1))
 
 
@@ -271,8 +273,10 @@ def test_attention_that_is_not_finite_stays_so(dtype, value, head, length):
     qkv[1, head] = value
     if value == 3e30:
         qkv[1, :3] = value
-    tokens = kernels.NewTokens(torch.full((2,), length))
-    out = kernels.attend(qkv.flatten(1), keys, values, tokens, rope=None, window=None, scale=1.0).unflatten(1, (2, 32))
+    tokens = NewTokens(torch.full((2,), length))
+    out = operations.attend(qkv.flatten(1), keys, values, tokens, rope=None, window=None, scale=1.0).unflatten(
+        1, (2, 32)
+    )
     assert torch.isfinite(out[0]).all()
     assert out[1, 0].isnan().all()
     assert out[1, 1].isnan().all() == (head == 2 or value == 3e30)
@@ -289,7 +293,7 @@ def test_activations_of_everything(dtype, activation):
     weight[0, 0] = 1.0
     wide = x[:, 0].double()
     exact = F.silu(wide) if activation == "silu" else F.gelu(wide, approximate="tanh")
-    y = kernels.TiledLinear(weight, None, activation=activation)(x)[:, 0]
+    y = operations.TiledLinear(weight, None, activation=activation)(x)[:, 0]
     torch.testing.assert_close(
         y, exact.to(y.dtype), rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=1e-30, equal_nan=True
     )
@@ -302,7 +306,7 @@ def test_sampling(dtype, vocab_size, temperature):
     logits, uniforms = (torch.randn(40, vocab_size) * 3).to(dtype), torch.rand(40, dtype=torch.float64)
     is_early = torch.arange(40) % 2 == (0 if vocab_size > 1 else 2)
     stop_ids = sorted({int(logits[0].argmax()), vocab_size - 1}) if vocab_size > 2 else []
-    tokens, logprobs, policy_logprobs = kernels.sample(
+    tokens, logprobs, policy_logprobs = operations.sample(
         logits, uniforms, temperature=temperature, is_early=is_early, stop_ids=stop_ids
     )
     policy = torch.log_softmax(logits.double() / (temperature or 1.0), dim=-1)
@@ -329,7 +333,7 @@ def test_invalid_logits_give_no_token(place):
     logits = torch.randn(5, 300)
     logits[1, place], logits[2, place], logits[3], logits[4, place] = torch.nan, torch.inf, -torch.inf, -torch.inf
     uniforms, is_early = torch.rand(5, dtype=torch.float64), torch.zeros(5, dtype=torch.bool)
-    tokens, _, _ = kernels.sample(logits, uniforms, temperature=1.0, is_early=is_early, stop_ids=[])
+    tokens, _, _ = operations.sample(logits, uniforms, temperature=1.0, is_early=is_early, stop_ids=[])
     assert (tokens >= 0).tolist() == [True, False, False, False, True]
     assert tokens[4] != place
 
@@ -340,14 +344,14 @@ def test_log_probabilities_of_equal_logits(largest, n_equal):
     logits = (torch.rand(200, 1) * largest).expand(-1, n_equal)
     is_early = torch.zeros(200, dtype=torch.bool)
     uniforms = torch.rand(200, dtype=torch.float64)
-    _, *logprobs = kernels.sample(logits, uniforms, temperature=0.7, is_early=is_early, stop_ids=[])
+    _, *logprobs = operations.sample(logits, uniforms, temperature=0.7, is_early=is_early, stop_ids=[])
     for one in logprobs:
         torch.testing.assert_close(one, torch.full((200,), 1 / n_equal).log(), atol=1e-6, rtol=0.0)
 
 
 def test_torchs_own_kernels_for_the_matrix_unit_still_work_in_between():
     x, weight = torch.randn(32, 512, dtype=torch.bfloat16), torch.randn(256, 512, dtype=torch.bfloat16)
-    linear, expected = kernels.TiledLinear(weight, None), F.linear(x, weight)
+    linear, expected = operations.TiledLinear(weight, None), F.linear(x, weight)
     for _ in range(5):
         ours = linear(x)
         torch.testing.assert_close(F.linear(x, weight), expected, rtol=0, atol=0)

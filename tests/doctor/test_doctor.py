@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from realrl import cpu as kernels
 from realrl.config.compose import compose
+from realrl.cpu.loader import why_not
+from realrl.cpu.machine import has_bf16_kernels
 from realrl.data.tokenizer import load_tokenizer
 from realrl.doctor import Finding, RunUnderCheck, Status, data_checks, examine, machine_checks, model_checks
 from realrl.doctor import memory as doctor_memory
@@ -24,7 +25,6 @@ from realrl.engine.decoder_engine import DecoderEngine
 from realrl.errors import AssetError
 from realrl.experiment.discovery import config_dir, load_experiment
 from realrl.experiment.run_plan import plan_run
-from realrl.model.layers.linear import has_bf16_kernels
 from realrl.shape import tiny_config
 from tests.helpers.assets import edit_json, make_model_folder, write_rows
 
@@ -440,7 +440,7 @@ def test_a_plan_for_devices_that_are_not_here() -> None:
     there = _memory(prepared("ppo", "precision=bf16", "cluster.device=cuda")).calls["actor_gen"][0]
     cache = here.cache if has_bf16_kernels() else here.cache / 2  # else the CPU generates in float32
     n_layers = 4
-    assert there.cache == (cache * (2 * n_layers + 1) / (2 * n_layers) if kernels.why_not() is None else cache)
+    assert there.cache == (cache * (2 * n_layers + 1) / (2 * n_layers) if why_not() is None else cache)
 
 
 def test_what_a_run_refuses_at_its_start_is_a_problem(tmp_path: Path) -> None:

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from realrl.cpu import machine, matmul
 from realrl.model import lm_logprobs as lm_module
 from realrl.model.decoder import Decoder
 from realrl.model.init import random_model
-from realrl.model.layers import linear as linear_module
 from realrl.model.layers.attention import PackedAttention
-from realrl.model.layers.linear import Linear, matmul
+from realrl.model.layers.linear import Linear
 from realrl.model.lm_logprobs import lm_logprobs
 from realrl.shape import DecoderConfig, tiny_config
 
@@ -127,7 +127,7 @@ def test_linear_equals_torch(shape: tuple[int, int, int], bias: bool) -> None:
 
 def test_linear_without_onednn(monkeypatch: pytest.MonkeyPatch, decoder: Decoder, ids: torch.Tensor) -> None:
     fast = run(decoder, SEQLENS, ids)
-    monkeypatch.setattr(linear_module, "_HAS_ONEDNN", False)
+    monkeypatch.setattr(machine, "TRAINS_WITH_ONEDNN", False)
     torch.testing.assert_close(run(decoder, SEQLENS, ids), fast, atol=1e-4, rtol=1e-4)
 
 

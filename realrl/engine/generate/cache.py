@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from realrl.cpu import NewTokens, can_attend, can_use
+from realrl.cpu import NewTokens
 
-# Without the kernel, attention reads rows to their capacity, because batched products are fastest on whole buffers.
+# Attention by batched products reads rows to their capacity, because these are fastest on whole buffers.
 # Capacity then stays close to what is used: it grows by an eighth, and by this many tokens at least.
 _MIN_GROWTH = 32
 
@@ -32,23 +32,22 @@ class CacheShape:
 
 
 class KVCache:
-    """Rows of keys and values whose capacity grows with the longest row, up to a bound.
+    """Rows of keys and values, with capacity up to a bound.
 
-    Growth goes layer by layer, so that at most one layer exists twice. The kernel of attention reads no more than there
-    is: for it rows have all their capacity from the start, of which the system gives memory to what is written.
+    Where capacity grows with the longest row, it does so layer by layer, so that at most one layer exists twice. Where
+    attention reads no more than there is, rows have all their capacity from the start, of which the system gives memory
+    to what is written.
 
     Args:
         shape: bounds; memory never exceeds `shape` x 2 x the size of `dtype`, plus one layer while growing.
         dtype: of keys and values.
         device: where they live.
-        fused: whether attention goes through the kernel; by default where there is one.
+        grows: whether capacity grows.
     """
 
-    def __init__(
-        self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device, fused: bool | None = None
-    ) -> None:
+    def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device, grows: bool) -> None:
         self.shape = shape
-        self.fused = can_use(device, dtype) and can_attend(shape.head_dim) if fused is None else fused
+        self._grows = grows
         self.capacity = 0
         # zeros, not garbage: what is masked is multiplied by a weight of 0, and 0 x NaN is NaN
         empty = torch.zeros(shape.max_rows, shape.n_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
@@ -69,7 +68,7 @@ class KVCache:
             raise ValueError(f"{n_tokens} tokens asked of a KV cache bounded at {self.shape.max_tokens}")
         if n_tokens <= self.capacity:
             return
-        if self.fused:
+        if not self._grows:
             self.capacity = self.shape.max_tokens
             for layers in (self._keys, self._values):
                 layers[:] = [old.new_empty(*old.shape[:2], self.capacity, old.shape[3]) for old in layers]

@@ -19,13 +19,12 @@ import numpy.typing as npt
 import torch
 
 from realrl.algo.api import GenerationResult
-from realrl.engine.generate.attention import DecodeAttention, PrefillAttention
+from realrl.cpu import NewTokens, SampledTokens, SamplingOp
 from realrl.engine.generate.cache import CacheShape, KVCache, SavedRow
 from realrl.engine.generate.network import FusedNetwork
 from realrl.engine.generate.philox import RowUniforms, hash_words, step_key
 from realrl.engine.generate.request import GenerateRequest
 from realrl.engine.generate.responses import Responses
-from realrl.engine.generate.sampler import SampledTokens, Sampler
 from realrl.engine.generate.slot_table import Admission, Entry, SlotTable
 from realrl.errors import CallError
 
@@ -74,7 +73,8 @@ class DecodeBatch:
         self._slots = SlotTable(self._prompt_lengths.tolist(), n_responses=generation.n_responses, max_rows=max_rows)
         max_tokens = int(self._prompt_lengths.max()) + generation.max_new_tokens - 1  # the last token is never read
         shape = CacheShape(network.n_layers, max_rows, network.n_kv_heads, network.config.head_dim, max_tokens)
-        self._cache = KVCache(shape, dtype=network.dtype, device=device)
+        grows = not network.kernels.attends(shape.head_dim)
+        self._cache = KVCache(shape, dtype=network.dtype, device=device, grows=grows)
         self._held: dict[int, tuple[SavedRow, torch.Tensor | None]] = {}
         sample_words = np.array([hash_words(i) for i in request.sample_ids], dtype=np.uint64)
         self._uniforms = RowUniforms(
@@ -82,7 +82,7 @@ class DecodeBatch:
             sample_words.repeat(generation.n_responses, axis=0),
             np.tile(np.arange(generation.n_responses), len(sample_words)),
         )
-        self._sampler: Sampler | None = None
+        self._sampler: SamplingOp | None = None
         self._max_rows = max_rows
 
     @property
@@ -118,7 +118,7 @@ class DecodeBatch:
         """
         generation = self._request.generation
         if self._sampler is None:
-            self._sampler = Sampler(
+            self._sampler = self._network.kernels.sampler(
                 generation,
                 self._request.stop_ids,
                 max_rows=self._max_rows,
@@ -212,10 +212,10 @@ class DecodeBatch:
         samples = [entry.row.sample for entry in entries]
         lengths = self._prompt_lengths[samples]
         self._cache.reserve(int(lengths.max()))
-        attention = PrefillAttention(self._cache, entries[0].slot, lengths.tolist(), self._device)
+        tokens = NewTokens.of_prompts(lengths.tolist(), first_row=entries[0].slot, device=self._device)
         if x is None:
             x = torch.cat([self._request.prompts[sample].to(self._device) for sample in samples])
-        hidden = self._network.hidden(x, attention)
+        hidden = self._network.hidden(x, self._network.kernels.attention(self._cache, tokens))
         if not self._network.has_head:
             return hidden
         ends = torch.from_numpy(lengths.cumsum() - 1).to(self._device)
@@ -229,7 +229,6 @@ class DecodeBatch:
         self._cache.reserve(int(lengths.max()) + 1)
         if x is None:
             x = torch.from_numpy(self._responses.newest(rows)).to(self._device)
-        positions = torch.from_numpy(lengths).to(self._device)
-        attention = DecodeAttention(self._cache, positions, n_heads=network.n_heads, dtype=network.dtype)
-        hidden = network.hidden(x, attention)
+        tokens = NewTokens(torch.from_numpy(lengths).to(self._device))
+        hidden = network.hidden(x, network.kernels.attention(self._cache, tokens))
         return network.logits(hidden) if network.has_head else hidden

@@ -9,6 +9,7 @@ import torch
 
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
+from realrl.cpu import choose_kernels
 from realrl.engine.generate.decode_batch import DecodeBatch
 from realrl.engine.generate.network import FusedNetwork
 from realrl.engine.generate.pipeline import Pipeline
@@ -82,7 +83,8 @@ class Generator:
         generation = request.generation
         longest = max(map(len, shares)) * generation.n_responses
         max_rows = min(longest, generation.max_batch_size // len(shares))
-        network = FusedNetwork(self._decoder, self._head, tp=self._parallel.tp, n_rows=max_rows)
+        kernels = choose_kernels(self._device, self._decoder.config.dtype, n_rows=max_rows)
+        network = FusedNetwork(self._decoder, self._head, kernels, tp=self._parallel.tp)
         batches = [
             DecodeBatch(network, _part(request, share), max_rows=max_rows, device=self._device) for share in shares
         ]

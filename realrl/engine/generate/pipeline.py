@@ -23,9 +23,9 @@ from collections.abc import Sequence
 
 import torch
 
+from realrl.cpu import InvalidLogitsError, SampledTokens
 from realrl.engine.generate.decode_batch import DecodeBatch, PendingStep
 from realrl.engine.generate.network import FusedNetwork
-from realrl.engine.generate.sampler import InvalidLogitsError, SampledTokens
 from realrl.engine.parallel import Parallel
 
 _FIELDS = 3  # token, log-probability, policy log-probability

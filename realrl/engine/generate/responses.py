@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from realrl.algo.api import GenerationResult
-from realrl.engine.generate.sampler import SampledTokens
+from realrl.cpu import SampledTokens
 
 
 class Responses:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from realrl.cpu import attention_dtype, window_mask
+
 CALL_COST = 4_000_000  # multiply-adds of attention, forward and backward, that one more operation per layer is worth
 
 
@@ -102,9 +104,8 @@ class _PaddedGroups:
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
-        dtype = q.dtype
-        if q.device.type == "cpu" and dtype == torch.bfloat16:  # the CPU kernel's bf16 backward is twice as slow
-            q, k, v = q.float(), k.float(), v.float()
+        dtype, computed = q.dtype, attention_dtype(q.device, q.dtype)
+        q, k, v = q.to(computed), k.to(computed), v.to(computed)
         sizes = [n * longest for n, longest in self._shapes]
         parts = zip(self._shapes, *(self._pad(x).split(sizes) for x in (q, k, v)), strict=True)
         outputs = [self._attend_group(shape, qkv, window) for shape, *qkv in parts]
@@ -162,11 +163,6 @@ class UnpadRows(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (row_of,) = ctx.saved_tensors
         return grad.new_zeros(ctx.n_rows, *grad.shape[1:]).index_copy_(0, row_of, grad), None
-
-
-def window_mask(n_tokens: int, window: int, device: torch.device) -> torch.Tensor:
-    """Bool [n_tokens, n_tokens]: whether token i sees token j, which it does for i - window < j <= i."""
-    return torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 def group_by_length(seqlens: Sequence[int], width: int) -> list[list[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from realrl.model.layers.linear import linear
+from realrl.cpu import linear
 
 
 class LMHead(nn.Module):

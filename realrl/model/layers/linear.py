@@ -1,81 +1,11 @@
-"""Matrix products of training on the CPU: which kernel multiplies, and in which precision.
-
-float32: oneDNN where the CPU has AVX-512, because the default BLAS of torch's x86 builds takes a narrower path there on
-processors of other makers than its own, at half the speed or less. With AVX2 alone the default is the faster one.
-
-bfloat16: torch multiplies without vector instructions where the CPU has none for it, many times slower than in float32.
-There the operands are converted, multiplied in float32, and the result is rounded to bfloat16: the same rounding as
-that of a bfloat16 kernel, which also accumulates in float32. Large matrices are converted piece by piece.
-
-Other dtypes and devices go to torch's own kernels, which are already the best there.
-"""
+"""The linear layer of a decoder."""
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Iterator
-from functools import cache
-from typing import Any
-
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-
-_HAS_ONEDNN = (
-    platform.machine().lower() in ("x86_64", "amd64")
-    and torch.backends.mkldnn.is_available()
-    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    and HAS_AVX512
-)
-_WORTH_IT = 1 << 14  # elements of the weight; below, the cost of a call outweighs the arithmetic
-_FEW_ROWS = 256  # without gradient; up to here speed matters little, and torch's own kernel rounds less
-# float32 copies are made in pieces of at most this many elements (16 MB), which the allocator keeps for the next one;
-# larger blocks go back to the system, and clearing their pages costs more than the conversion
-_PIECE_ELEMENTS = 1 << 22
-
-
-@cache
-def has_bf16_kernels() -> bool:
-    """Whether this machine's CPU multiplies bfloat16 matrices with vector instructions."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def product_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which matrices of `dtype` are multiplied on this kind of device."""
-    if device.type == "cpu" and dtype == torch.bfloat16 and not has_bf16_kernels():
-        return torch.float32
-    return dtype
-
-
-def uses_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a product with the matrix `b` goes to oneDNN here."""
-    return (
-        _HAS_ONEDNN
-        and a.device.type == "cpu"
-        and a.dtype == torch.float32
-        and b.dtype == torch.float32
-        and b.numel() >= _WORTH_IT
-        and a.numel() > 0
-    )
-
-
-def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [m, k] @ b [k, n] without gradient, in the dtype of `a`; either may be a transposed view."""
-    return _converted(a, b) if _converts(a, b) else _multiply(a, b)
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, in] @ weight [out, in].T + bias, with gradients."""
-    converts = _converts(x, weight)
-    if not converts and not uses_onednn(x, weight):
-        return F.linear(x, weight, bias)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Linear.apply(x, weight, bias)
-    if not converts and x.shape[0] <= _FEW_ROWS:
-        return F.linear(x, weight, bias)
-    return _linear(x, weight, bias)
+from realrl.cpu import linear
 
 
 class Linear(nn.Linear):
@@ -90,73 +20,3 @@ class Linear(nn.Linear):
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """`forward` without the bias."""
         return linear(x, self.weight)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return _linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        return (
-            matmul(grad, weight) if needs_x else None,
-            matmul(grad.T, x) if needs_weight else None,
-            grad.sum(0) if needs_bias else None,
-        )
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if _converts(x, weight):
-        return _converted(x, weight.T, bias)
-    return _onednn(x, weight, bias)
-
-
-def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return _onednn(a, b.T, None) if uses_onednn(a, b) else a @ b
-
-
-def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-
-
-def _converts(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the product is computed in float32 although the operands are not; never when they differ."""
-    return a.dtype == b.dtype and product_dtype(a.device, a.dtype) != a.dtype
-
-
-def _converted(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """a [m, k] @ b [k, n] + bias [n], accumulated in float32 and rounded once to the dtype of `a`."""
-    (m, k), n = a.shape, b.shape[1]
-    _, middle, largest = sorted((m, k, n))
-    size = max(1, _PIECE_ELEMENTS // max(1, middle))
-    if largest <= size:
-        return _rounded(_multiply(a.float(), b.float()), bias, a.dtype)
-    if largest == k:  # the pieces are summands
-        total = torch.zeros(m, n, dtype=torch.float32, device=a.device)
-        for piece in _pieces(k, size):
-            total += _multiply(a[:, piece].float(), b[piece].float())
-        return _rounded(total, bias, a.dtype)
-    out = a.new_empty(m, n)
-    if largest == n:
-        whole = a.float()
-        for piece in _pieces(n, size):
-            product = _multiply(whole, b[:, piece].float())
-            out[:, piece] = product if bias is None else product.add_(bias[piece])
-    else:
-        whole = b.float()
-        for piece in _pieces(m, size):
-            product = _multiply(a[piece].float(), whole)
-            out[piece] = product if bias is None else product.add_(bias)
-    return out
-
-
-def _rounded(product: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    return (product if bias is None else product.add_(bias)).to(dtype)
-
-
-def _pieces(n: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, n)) for start in range(0, n, size))

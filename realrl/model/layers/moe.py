@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from realrl.model.layers.linear import linear, matmul
+from realrl.cpu import linear, matmul
 from realrl.model.parallel import TensorParallel
 from realrl.shape import MoEConfig
 

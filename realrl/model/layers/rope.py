@@ -6,14 +6,11 @@ Scaled for longer contexts by position interpolation (Chen et al. 2023), as llam
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
 
 import torch
 
+from realrl.cpu import Rope
 from realrl.shape import DecoderConfig, RopeScaling
-
-Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor] | None
-"""(cos, sin) of `rope_table`; None where nothing is rotated."""
 
 
 def inverse_frequencies(config: DecoderConfig, device: torch.device | None = None) -> torch.Tensor:
@@ -88,9 +85,3 @@ def make_rope(
         inv_freq = inverse_frequencies(config, positions.device)
     amplitude = 1.0 if config.rope_scaling is None else config.rope_scaling.amplitude
     return rope_table(inv_freq, positions, dtype, amplitude=amplitude)
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x` [T, heads, head_dim] by the table of `rope_table`."""
-    half = x.shape[-1] // 2
-    return torch.addcmul(x * cos, x.roll(half, dims=-1), sin)

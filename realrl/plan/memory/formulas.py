@@ -23,7 +23,7 @@ from realrl.plan.parameters.layout import ModelShape, ModelShard, ParameterSpec,
 FLOAT32 = 4
 LOGITS_CHUNK = 1 << 26  # elements; `realrl.model.lm_logprobs` computes no more logits at a time
 LOGITS_BLOCK = 1 << 19  # float32 elements that its softmax walks over on the CPU
-PRODUCT_PIECE = 1 << 22  # elements that `realrl.model.layers.linear` converts to float32 at a time
+PRODUCT_PIECE = 1 << 22  # elements that `realrl.cpu.products` converts to float32 at a time
 PREFILL_TOKENS = 4096  # `realrl.engine.generate.decode_batch` computes no more tokens of prompts at a time
 DEEPSPEED_BUCKET = 1 << 24  # elements; `realrl.engine.backends.deepspeed_engine` asks for buffers of this size
 GRADIENT_BUCKET = 128 << 20  # bytes of gradients that one collective of data-parallel ranks adds up

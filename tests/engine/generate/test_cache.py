@@ -7,8 +7,8 @@ from realrl.engine.generate.cache import CacheShape, KVCache
 SHAPE = CacheShape(n_layers=2, max_rows=3, n_kv_heads=2, head_dim=4, max_tokens=100)
 
 
-def make_cache(*, fused=False):
-    return KVCache(SHAPE, dtype=torch.float32, device=torch.device("cpu"), fused=fused)
+def make_cache(*, grows=True):
+    return KVCache(SHAPE, dtype=torch.float32, device=torch.device("cpu"), grows=grows)
 
 
 def filled(cache, slot, n_tokens):
@@ -51,7 +51,7 @@ def test_growth_is_bounded_and_memory_is_what_the_shape_says():
 
 
 def test_for_the_kernel_all_capacity_is_there_from_the_start():
-    cache = make_cache(fused=True)
+    cache = make_cache(grows=False)
     assert cache.size_bytes == 0
     cache.reserve(1)
     assert cache.capacity == SHAPE.max_tokens
@@ -62,9 +62,9 @@ def test_for_the_kernel_all_capacity_is_there_from_the_start():
         cache.reserve(101)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_rows_are_copied_saved_and_loaded(fused):
-    cache = make_cache(fused=fused)
+@pytest.mark.parametrize("grows", [True, False])
+def test_rows_are_copied_saved_and_loaded(grows):
+    cache = make_cache(grows=grows)
     cache.reserve(10)
     written = filled(cache, 0, 7)
     saved = cache.save(0, 7)
@@ -75,9 +75,9 @@ def test_rows_are_copied_saved_and_loaded(fused):
     assert_row(cache, 1, written)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_layers_do_not_share_memory(fused):
-    cache = make_cache(fused=fused)
+@pytest.mark.parametrize("grows", [True, False])
+def test_layers_do_not_share_memory(grows):
+    cache = make_cache(grows=grows)
     cache.reserve(4)
     written = filled(cache, 0, 4)
     cache.write(0, NewTokens(torch.arange(4), torch.zeros(4, dtype=torch.int64)), *torch.randn(2, 4, 2, 4))

@@ -7,6 +7,7 @@ import torch
 
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
+from realrl.cpu import NewTokens
 from realrl.engine.generate import Generator, decode_batch
 from realrl.engine.generate.cache import KVCache
 from realrl.engine.generate.generator import divide
@@ -127,13 +128,13 @@ def test_a_small_prefill_budget_changes_nothing(decoder, prompts, monkeypatch):
 
 def test_responses_of_a_prompt_share_its_prefill(decoder, prompts, monkeypatch):
     computed = []
-    prefill = decode_batch.PrefillAttention
+    of_prompts = NewTokens.of_prompts
 
-    def counting(cache, first_slot, seqlens, device):
+    def counting(seqlens, **options):
         computed.extend(seqlens)
-        return prefill(cache, first_slot, seqlens, device)
+        return of_prompts(seqlens, **options)
 
-    monkeypatch.setattr(decode_batch, "PrefillAttention", counting)
+    monkeypatch.setattr(NewTokens, "of_prompts", counting)
     generate(decoder, prompts, n_responses=5, max_batch_size=3)
     assert sorted(computed) == sorted(PROMPT_LENGTHS)
 

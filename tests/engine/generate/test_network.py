@@ -3,11 +3,10 @@ import dataclasses
 import pytest
 import torch
 
-from realrl.engine.generate.attention import DecodeAttention, PrefillAttention
+from realrl.cpu import NewTokens, TorchKernels, choose_kernels, machine
 from realrl.engine.generate.cache import CacheShape, KVCache
 from realrl.engine.generate.network import FusedNetwork
 from realrl.model.init import random_model
-from realrl.model.layers import linear as linear_module
 from realrl.model.layers.attention import PackedAttention
 from realrl.shape import RopeScaling, tiny_config
 
@@ -25,6 +24,17 @@ def make_model(**changes):
     return decoder
 
 
+def make_cache(network, *, n_rows, max_tokens):
+    kernels, head_dim = network.kernels, network.config.head_dim
+    shape = CacheShape(network.n_layers, n_rows, network.n_kv_heads, head_dim, max_tokens)
+    return KVCache(shape, dtype=network.dtype, device=CPU, grows=not kernels.attends(head_dim))
+
+
+def prefill(network, tokens, cache, seqlens, *, first_row=0):
+    entering = NewTokens.of_prompts(seqlens, first_row=first_row, device=CPU)
+    return network.hidden(tokens, network.kernels.attention(cache, entering))
+
+
 def packed_logits(decoder, sequences):
     seqlens = [len(sequence) for sequence in sequences]
     positions = torch.cat([torch.arange(n) for n in seqlens])
@@ -32,7 +42,9 @@ def packed_logits(decoder, sequences):
     return decoder.head(hidden).split(seqlens)
 
 
-@pytest.mark.parametrize("pack", [False, None])
+@pytest.mark.parametrize(
+    "kernels", [TorchKernels(torch.float32), choose_kernels(CPU, torch.float32)], ids=["torch", "chosen"]
+)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -48,28 +60,25 @@ def packed_logits(decoder, sequences):
     ],
     ids=str,
 )
-def test_prefill_and_decode_give_the_decoders_logits(changes, pack):
+def test_prefill_and_decode_give_the_decoders_logits(changes, kernels):
     torch.manual_seed(0)
     decoder = make_model(**changes)
-    config = decoder.config
     sequences = [torch.randint(0, 99, (n,)) for n in (9, 4, 6)]
     prompt_lengths = [5, 1, 3]
     with torch.inference_mode():
         expected = packed_logits(decoder, sequences)
-        network = FusedNetwork(decoder, decoder.head, pack=pack)
-        shape = CacheShape(config.n_layers, 4, config.n_kv_heads, config.head_dim, 9)
-        cache = KVCache(shape, dtype=config.dtype, device=CPU, fused=pack)
+        network = FusedNetwork(decoder, decoder.head, kernels)
+        cache = make_cache(network, n_rows=4, max_tokens=9)
         cache.reserve(5)
-        prefill = PrefillAttention(cache, 0, prompt_lengths, CPU)
         prompts = torch.cat([sequence[:n] for sequence, n in zip(sequences, prompt_lengths, strict=True)])
-        actual = network.logits(network.hidden(prompts, prefill)).split(prompt_lengths)
+        actual = network.logits(prefill(network, prompts, cache, prompt_lengths)).split(prompt_lengths)
         for part, whole in zip(actual, expected, strict=True):
             torch.testing.assert_close(part, whole[: len(part)], rtol=1e-5, atol=1e-5)
 
         for offset in range(3):  # the rows keep their different lengths
             lengths = torch.tensor(prompt_lengths) + offset
             cache.reserve(int(lengths.max()) + 1)
-            attention = DecodeAttention(cache, lengths, n_heads=config.n_heads, dtype=config.dtype)
+            attention = kernels.attention(cache, NewTokens(lengths))
             tokens = torch.stack([sequence[n] for sequence, n in zip(sequences, lengths, strict=True)])
             logits = network.logits(network.hidden(tokens, attention))
             wanted = torch.stack([whole[n] for whole, n in zip(expected, lengths, strict=True)])
@@ -79,14 +88,12 @@ def test_prefill_and_decode_give_the_decoders_logits(changes, pack):
 def test_a_prefill_into_later_rows_leaves_earlier_ones_alone():
     torch.manual_seed(1)
     decoder = make_model()
-    config = decoder.config
     with torch.inference_mode():
-        network = FusedNetwork(decoder, decoder.head)
-        cache = KVCache(CacheShape(config.n_layers, 3, 2, 32, 8), dtype=config.dtype, device=CPU)
+        network = FusedNetwork(decoder, decoder.head, choose_kernels(CPU, torch.float32))
+        cache = make_cache(network, n_rows=3, max_tokens=8)
         cache.reserve(6)
         for first_slot, seqlens in ((0, [6]), (1, [2, 3])):
-            prefill = PrefillAttention(cache, first_slot, seqlens, CPU)
-            network.hidden(torch.randint(0, 99, (sum(seqlens),)), prefill)
+            prefill(network, torch.randint(0, 99, (sum(seqlens),)), cache, seqlens, first_row=first_slot)
             if first_slot == 0:
                 before = cache.save(0, 6)
         after = cache.save(0, 6)
@@ -97,20 +104,18 @@ def test_a_prefill_into_later_rows_leaves_earlier_ones_alone():
 
 @pytest.mark.parametrize("has_bf16_kernels", [False, True])
 def test_a_bf16_model_computes_in_float32_where_the_cpu_has_no_bf16_arithmetic(has_bf16_kernels, monkeypatch):
-    monkeypatch.setattr(linear_module, "has_bf16_kernels", lambda: has_bf16_kernels)
+    monkeypatch.setattr(machine, "has_bf16_kernels", lambda: has_bf16_kernels)
     torch.manual_seed(2)
     decoder = make_model(attention_bias=True, mlp_bias=True, dtype=torch.bfloat16)
     exact = make_model(attention_bias=True, mlp_bias=True)
     exact.load_state_dict(decoder.state_dict())  # bf16 values in float32
     sequence = torch.randint(0, 99, (7,))
     with torch.inference_mode():
-        network = FusedNetwork(decoder, decoder.head)
+        network = FusedNetwork(decoder, decoder.head, choose_kernels(CPU, torch.bfloat16))
         assert network.dtype == (torch.bfloat16 if has_bf16_kernels else torch.float32)
-        shape = CacheShape(network.n_layers, 1, network.n_kv_heads, network.config.head_dim, 7)
-        cache = KVCache(shape, dtype=network.dtype, device=CPU)
+        cache = make_cache(network, n_rows=1, max_tokens=7)
         cache.reserve(7)
-        prefill = PrefillAttention(cache, 0, [7], CPU)
-        logits = network.logits(network.hidden(sequence, prefill))
+        logits = network.logits(prefill(network, sequence, cache, [7]))
         assert logits.dtype == network.dtype
         if not has_bf16_kernels:
             torch.testing.assert_close(logits, packed_logits(exact, [sequence])[0], rtol=1e-5, atol=1e-5)

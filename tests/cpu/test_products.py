@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from realrl.model.layers import linear as linear_module
-from realrl.model.layers.linear import linear, matmul, product_dtype
+from realrl.cpu import linear, machine, matmul, products
+from realrl.cpu.machine import product_dtype
 from realrl.model.lm_logprobs import lm_logprobs
 
 CPU = torch.device("cpu")
@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(params=[False, True], ids=["float32 products", "bf16 products"])
 def has_bf16_kernels(request, monkeypatch):
     """Both kinds of machine, on any machine."""
-    monkeypatch.setattr(linear_module, "has_bf16_kernels", lambda: request.param)
+    monkeypatch.setattr(machine, "has_bf16_kernels", lambda: request.param)
     return request.param
 
 
@@ -25,8 +25,8 @@ def has_bf16_kernels(request, monkeypatch):
 def onednn(request, monkeypatch):
     if request.param and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this build has no oneDNN")
-    monkeypatch.setattr(linear_module, "_HAS_ONEDNN", request.param)
-    monkeypatch.setattr(linear_module, "_WORTH_IT", 1)
+    monkeypatch.setattr(machine, "TRAINS_WITH_ONEDNN", request.param)
+    monkeypatch.setattr(products, "_WORTH_IT", 1)
 
 
 def test_only_cpus_without_bf16_kernels_multiply_in_another_dtype(has_bf16_kernels):
@@ -37,7 +37,7 @@ def test_only_cpus_without_bf16_kernels_multiply_in_another_dtype(has_bf16_kerne
 
 
 def test_the_decision_is_this_machines_own():
-    assert linear_module.has_bf16_kernels() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert machine.has_bf16_kernels() == torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @pytest.mark.parametrize("n_rows", [1, 33, 300])
@@ -66,8 +66,8 @@ def test_a_bf16_layer_rounds_the_float32_result_once(n_rows, with_bias):
 @pytest.mark.parametrize("piece", [7, 64, 1 << 22])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products_in_pieces_equal_the_whole(shape, piece, with_bias, monkeypatch):
-    monkeypatch.setattr(linear_module, "has_bf16_kernels", lambda: False)
-    monkeypatch.setattr(linear_module, "_PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(machine, "has_bf16_kernels", lambda: False)
+    monkeypatch.setattr(products, "_PIECE_ELEMENTS", piece)
     m, k, n = shape
     torch.manual_seed(0)
     a, weight = torch.randn(m, k).to(BF16), torch.randn(n, k).to(BF16)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from realrl.config.schema import GenerationConfig
-from realrl.engine.generate.sampler import InvalidLogitsError, Sampler
+from realrl.cpu import InvalidLogitsError, choice, choose_kernels
 
 N_DRAWS = 4000
 
@@ -13,11 +13,13 @@ N_DRAWS = 4000
 @pytest.fixture(autouse=True, params=[True, False], ids=["fused", "plain"])
 def fused(request, monkeypatch):
     """Every test twice: with the kernels where this machine has them, and with torch's operations."""
-    monkeypatch.setitem(Sampler.__init__.__kwdefaults__, "fused", request.param)
+    if not request.param:
+        monkeypatch.setattr(choice, "can_use", lambda device, dtype: False)
 
 
 def sample(logits, uniforms, generation, forbidden=None, stop_ids=()):
-    sampler = Sampler(generation, stop_ids, max_rows=len(logits), vocab_size=logits.shape[-1], device=logits.device)
+    kernels, (n_rows, vocab_size) = choose_kernels(logits.device, logits.dtype), logits.shape
+    sampler = kernels.sampler(generation, stop_ids, max_rows=n_rows, vocab_size=vocab_size, device=logits.device)
     is_early = np.zeros(len(logits), dtype=bool) if forbidden is None else forbidden
     return sampler.sample(logits, uniforms, is_early)
 
@@ -192,9 +194,8 @@ def test_rounding_in_the_logits_does_not_change_tokens(filters):
 def test_invalid_rows_are_found(bad):
     logits = torch.zeros(3, 50)
     logits[1, 17] = bad
-    sampler = Sampler(GenerationConfig(), (), max_rows=3, vocab_size=50, device=logits.device)
     with pytest.raises(InvalidLogitsError, match="row 1 are not finite") as caught:
-        sampler.sample(logits, torch.zeros(3, dtype=torch.float64), np.zeros(3, dtype=bool))
+        sample(logits, torch.zeros(3, dtype=torch.float64), GenerationConfig())
     assert caught.value.row == 1
 
 

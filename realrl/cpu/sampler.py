@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from realrl import cpu as kernels
 from realrl.config.schema import GenerationConfig
 
 _BLOCK = 256  # the cumulative sum first runs over blocks of this many tokens, then inside the chosen one
@@ -47,37 +47,8 @@ class InvalidLogitsError(ArithmeticError):
         self.row = row
 
 
-class Sampler:
-    """Chooses one token per row, within buffers that live as long as a generate call.
-
-    Top-k is applied first; top-p then keeps the smallest set of most probable tokens whose renormalised mass reaches
-    `top_p` (Holtzman et al. 2020, nucleus sampling).
-
-    Args:
-        generation: temperature and filters.
-        stop_ids: tokens that rows below the minimum length cannot take.
-        max_rows: the most rows that are sampled at a time.
-        vocab_size: V.
-        device: of the logits.
-        fused: use the kernel for CPUs that have one, where no tokens are left out; by default where there is one.
-    """
-
-    def __init__(
-        self,
-        generation: GenerationConfig,
-        stop_ids: Sequence[int],
-        *,
-        max_rows: int,
-        vocab_size: int,
-        device: torch.device,
-        fused: bool = True,
-    ) -> None:
-        self._generation = generation
-        self._stop_ids = stop_ids
-        keeps_all = generation.top_p == 1.0 and not 0 < generation.top_k < vocab_size
-        self._fused = fused and (keeps_all or generation.temperature == 0.0)
-        # allocated once: blocks of this size go back to the system when freed, and cost a page fault per 4 KiB when new
-        self._scaled, self._probs = torch.empty(2, max_rows, vocab_size, device=device)
+class SamplingOp(Protocol):
+    """Chooses one token per row."""
 
     def sample(self, logits: torch.Tensor, uniforms: torch.Tensor, is_early: npt.NDArray[np.bool_]) -> SampledTokens:
         """One token per row.
@@ -90,8 +61,43 @@ class Sampler:
         Raises:
             InvalidLogitsError: a row with NaN, infinity, or nothing but minus infinity to choose from.
         """
-        if self._fused and kernels.can_use(logits.device, logits.dtype):
-            return self._sample_fused(logits, uniforms, is_early)
+
+
+def keeps_all(generation: GenerationConfig, vocab_size: int) -> bool:
+    """Whether every token of the vocabulary can be drawn."""
+    return generation.top_p == 1.0 and not 0 < generation.top_k < vocab_size
+
+
+class Sampler:
+    """Torch's operations, within buffers that live as long as a generate call.
+
+    Top-k is applied first; top-p then keeps the smallest set of most probable tokens whose renormalised mass reaches
+    `top_p` (Holtzman et al. 2020, nucleus sampling).
+
+    Args:
+        generation: temperature and filters.
+        stop_ids: tokens that rows below the minimum length cannot take.
+        max_rows: the most rows that are sampled at a time.
+        vocab_size: V.
+        device: of the logits.
+    """
+
+    def __init__(
+        self,
+        generation: GenerationConfig,
+        stop_ids: Sequence[int],
+        *,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self._generation = generation
+        self._stop_ids = stop_ids
+        # allocated once: blocks of this size go back to the system when freed, and cost a page fault per 4 KiB when new
+        self._scaled, self._probs = torch.empty(2, max_rows, vocab_size, device=device)
+
+    def sample(self, logits: torch.Tensor, uniforms: torch.Tensor, is_early: npt.NDArray[np.bool_]) -> SampledTokens:
+        """See `SamplingOp`."""
         probs = self._policy_probs(logits)
         invalid = torch.isnan(probs[:, 0])  # the softmax spreads a single NaN or infinity over its row
         if bool(invalid.any()):
@@ -122,21 +128,6 @@ class Sampler:
                 raise InvalidLogitsError(int(rest.isinf().nonzero()[0]))
             probs[stopping] = torch.softmax(scaled, dim=-1)
         return rest
-
-    def _sample_fused(
-        self, logits: torch.Tensor, uniforms: torch.Tensor, is_early: npt.NDArray[np.bool_]
-    ) -> SampledTokens:
-        tokens, logprobs, policy_logprobs = kernels.sample(
-            logits,
-            uniforms,
-            temperature=self._generation.temperature,
-            is_early=torch.from_numpy(is_early),
-            stop_ids=self._stop_ids,
-        )
-        invalid = (tokens < 0).nonzero()
-        if len(invalid):
-            raise InvalidLogitsError(int(invalid[0]))
-        return SampledTokens(tokens, logprobs, policy_logprobs)
 
     def _policy_probs(self, logits: torch.Tensor) -> torch.Tensor:
         """float32 [B, V]: softmax(logits / temperature), with temperature 1 if it is 0."""

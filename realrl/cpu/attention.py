@@ -1,0 +1,169 @@
+"""Attention with the KV cache: whole prompts at once, or one new token per row.
+
+Shapes: B rows, T tokens, N heads, K KV heads, D head size, C capacity of the cache, L tokens of the longest prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+from realrl.cpu.reference import Rope, rotate, window_mask
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Where new tokens stand in the KV cache.
+
+    Attributes:
+        positions: int64 [T], in the rows; contiguous.
+        rows: int64 [T], contiguous; None for the first T, one token each.
+        seqlens: tokens of each prompt, where these are whole prompts in consecutive rows.
+    """
+
+    positions: torch.Tensor
+    rows: torch.Tensor | None = None
+    seqlens: tuple[int, ...] = ()
+
+    @classmethod
+    def of_prompts(cls, seqlens: Sequence[int], *, first_row: int, device: torch.device) -> NewTokens:
+        """Packed prompts that enter rows from the first on."""
+        lengths = torch.tensor(seqlens, device=device)
+        rows = torch.repeat_interleave(torch.arange(len(seqlens), device=device), lengths)
+        starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        return cls(torch.arange(len(rows), device=device) - starts, rows + first_row, tuple(seqlens))
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """`rows`, written out."""
+        return torch.arange(len(self.positions), device=self.positions.device) if self.rows is None else self.rows
+
+
+class Cache(Protocol):
+    """Keys and values of all layers."""
+
+    @property
+    def layers(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Keys and values of every layer, [rows, K, C, D] each and contiguous."""
+
+    def layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of one layer."""
+
+    def write(self, layer_index: int, tokens: NewTokens, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k, v [T, K, D] of the tokens."""
+
+    def view(self, layer_index: int, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B * K, C, D] of the first rows, without copying."""
+
+
+class CacheAttention(Protocol):
+    """Puts the keys and values of new tokens into the cache and lets the tokens see what is there for their row.
+
+    Attributes:
+        cache: with room for the tokens.
+        tokens: where they stand in it.
+    """
+
+    cache: Cache
+    tokens: NewTokens
+
+    def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
+        """Attention [T, N D] of tokens with queries, keys and values qkv [T, (N + 2 K) D], not rotated yet.
+
+        Args:
+            window: how many tokens, itself included, each one sees; None for all earlier ones.
+        """
+
+
+class PrefillAttention:
+    """Whole prompts.
+
+    Only attention sees padding, on the right, where causality hides it from every real token.
+
+    Args:
+        cache: with room for the longest prompt.
+        tokens: of `NewTokens.of_prompts`.
+    """
+
+    def __init__(self, cache: Cache, tokens: NewTokens) -> None:
+        self.cache, self.tokens = cache, tokens
+        self._n_rows, self._longest = len(tokens.seqlens), max(tokens.seqlens)
+        self._is_even = min(tokens.seqlens) == self._longest
+        self._padded = (tokens.slots - tokens.slots[0]) * self._longest + tokens.positions
+        self._masks: dict[int, torch.Tensor] = {}  # by window
+
+    def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
+        """See `CacheAttention`."""
+        q, k, v = _rotated(qkv, rope, self.cache.layer(layer_index)[0])
+        self.cache.write(layer_index, self.tokens, k, v)
+        mask = None
+        if window is not None and window < self._longest:
+            if window not in self._masks:
+                self._masks[window] = window_mask(self._longest, window, q.device)
+            mask = self._masks[window]
+        out = F.scaled_dot_product_attention(
+            self._pad(q), self._pad(k), self._pad(v),
+            attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1],
+        )  # fmt: skip
+        out = out.transpose(1, 2).reshape(self._n_rows * self._longest, -1)
+        return out if self._is_even else out[self._padded]
+
+    def _pad(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, heads, D] -> [B, heads, L, D]."""
+        if not self._is_even:
+            x = x.new_zeros(self._n_rows * self._longest, *x.shape[1:]).index_copy_(0, self._padded, x)
+        return x.unflatten(0, (self._n_rows, self._longest)).transpose(1, 2)
+
+
+class DecodeAttention:
+    """One token for each of the first rows of the cache.
+
+    Args:
+        cache: with room for one more token in every row.
+        tokens: at the ends of the rows.
+    """
+
+    def __init__(self, cache: Cache, tokens: NewTokens) -> None:
+        self.cache, self.tokens = cache, tokens
+        self._n_rows = len(tokens.positions)
+        self._masks: dict[int | None, torch.Tensor] = {}  # by window
+
+    def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
+        """See `CacheAttention`."""
+        q, k, v = _rotated(qkv, rope, self.cache.layer(layer_index)[0])
+        self.cache.write(layer_index, self.tokens, k, v)
+        keys, values = self.cache.view(layer_index, self._n_rows)
+        # the heads that share a KV head stand where query positions would: nothing is repeated
+        queries = q.reshape(len(keys), -1, q.shape[-1])  # [B * K, N / K, D]
+        if window not in self._masks:
+            self._masks[window] = self._mask(window, queries, capacity=keys.shape[1])
+        scores = torch.baddbmm(self._masks[window], queries, keys.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+        return torch.bmm(torch.softmax(scores, dim=-1), values).view(len(q), -1)
+
+    def _mask(self, window: int | None, queries: torch.Tensor, *, capacity: int) -> torch.Tensor:
+        """[B * K, N / K, C]: -inf where a row's new token does not see."""
+        lengths = self.tokens.positions[:, None]
+        columns = torch.arange(capacity, device=lengths.device)
+        is_hidden = columns > lengths
+        if window is not None:
+            is_hidden |= columns <= lengths - window
+        mask = torch.zeros(is_hidden.shape, dtype=queries.dtype, device=lengths.device).masked_fill_(
+            is_hidden, -torch.inf
+        )
+        n_groups = len(queries) // self._n_rows
+        return mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, queries.shape[1], -1).contiguous()
+
+
+def _rotated(qkv: torch.Tensor, rope: Rope, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [T, N, D], k and v [T, K, D], for a cache of such keys [rows, K, C, D]."""
+    _, n_kv_heads, _, head_dim = keys.shape
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    qk, v = heads[:, :-n_kv_heads], heads[:, -n_kv_heads:]
+    if rope is not None:
+        qk = rotate(qk, *rope)
+    return qk[:, :-n_kv_heads], qk[:, -n_kv_heads:], v

@@ -1,0 +1,145 @@
+"""What a decoder's step is computed with where `loader` has compiled kernels; what they do not cover is torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from realrl.config.schema import GenerationConfig
+from realrl.cpu.attention import Cache, CacheAttention, NewTokens
+from realrl.cpu.operations import HEAD_MULTIPLE, LayerParts, RMSNorm, TiledLayers, TiledLinear, attend, rms_norm, sample
+from realrl.cpu.reference import Rope
+from realrl.cpu.sampler import InvalidLogitsError, SampledTokens, SamplingOp, keeps_all
+from realrl.cpu.torch_kernels import (
+    LayerOps,
+    LayersOp,
+    LinearOp,
+    LinearWeights,
+    NormLayer,
+    TorchKernels,
+    UnaryOp,
+    join,
+)
+from realrl.shape import Activation
+
+
+class CompiledKernels(TorchKernels):
+    """realrl's own kernels. An RMS norm is a part of the product that follows it."""
+
+    packs_weights = True
+    fuses_products = True
+    head_multiple = HEAD_MULTIPLE
+
+    def norm(self, norm: NormLayer) -> UnaryOp:
+        if norm.kind != "rms":
+            return super().norm(norm)
+        operand = _operand(norm)
+        return lambda x: rms_norm(x, operand)
+
+    def linear(self, layers: Sequence[LinearWeights], norm: NormLayer | None = None) -> LinearOp:
+        joined = join(layers)
+        within, before = self._place(norm)
+        product = TiledLinear(joined.weight, joined.bias, within)
+        return product if before is None else lambda x, residual: product(before(x), residual)
+
+    def gated(
+        self, gate: LinearWeights, up: LinearWeights, activation: Activation, norm: NormLayer | None = None
+    ) -> UnaryOp:
+        bias = None if gate.bias is None or up.bias is None else torch.cat([gate.bias, up.bias])
+        within, before = self._place(norm)
+        product = TiledLinear(up.weight, bias, within, activation=activation, gate=gate.weight)
+        return product if before is None else lambda x: product(before(x))
+
+    def activated(self, layer: LinearWeights, activation: Activation, norm: NormLayer | None = None) -> UnaryOp:
+        within, before = self._place(norm)
+        product = TiledLinear(layer.weight, layer.bias, within, activation=activation)
+        return product if before is None else lambda x: product(before(x))
+
+    def _place(self, norm: NormLayer | None) -> tuple[RMSNorm | None, UnaryOp | None]:
+        """The norm that a product applies itself, and what is to be done before it."""
+        if norm is None:
+            return None, None
+        return (_operand(norm), None) if norm.kind == "rms" else (None, self.norm(norm))
+
+    def attention(self, cache: Cache, tokens: NewTokens) -> CacheAttention:
+        keys, _ = cache.layer(0)
+        return CompiledAttention(cache, tokens) if self.attends(keys.shape[-1]) else super().attention(cache, tokens)
+
+    def layers(self, layers: Sequence[LayerOps], *, n_kv_heads: int, head_dim: int) -> LayersOp | None:
+        parts = [_parts(layer) for layer in layers]
+        whole = [one for one in parts if one is not None]
+        if len(whole) < len(parts) or not self.attends(head_dim):
+            return None
+        return TiledLayers(whole, n_kv_heads=n_kv_heads, head_dim=head_dim)
+
+    def sampler(
+        self,
+        generation: GenerationConfig,
+        stop_ids: Sequence[int],
+        *,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> SamplingOp:
+        if keeps_all(generation, vocab_size) or generation.temperature == 0.0:
+            return CompiledSampler(generation.temperature, stop_ids)
+        return super().sampler(generation, stop_ids, max_rows=max_rows, vocab_size=vocab_size, device=device)
+
+
+class CompiledAttention:
+    """Attention in one pass; see `CacheAttention`."""
+
+    def __init__(self, cache: Cache, tokens: NewTokens) -> None:
+        self.cache, self.tokens = cache, tokens
+
+    def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
+        """See `CacheAttention`."""
+        keys, values = self.cache.layer(layer_index)
+        return attend(qkv, keys, values, self.tokens, rope=rope, window=window, scale=keys.shape[-1] ** -0.5)
+
+
+class CompiledSampler:
+    """The kernel, for generation without filters.
+
+    Args:
+        temperature: not negative.
+        stop_ids: tokens that rows below the minimum length cannot take.
+    """
+
+    def __init__(self, temperature: float, stop_ids: Sequence[int]) -> None:
+        self._temperature = temperature
+        self._stop_ids = stop_ids
+
+    def sample(self, logits: torch.Tensor, uniforms: torch.Tensor, is_early: npt.NDArray[np.bool_]) -> SampledTokens:
+        """See `SamplingOp`."""
+        tokens, logprobs, policy_logprobs = sample(
+            logits,
+            uniforms,
+            temperature=self._temperature,
+            is_early=torch.from_numpy(is_early),
+            stop_ids=self._stop_ids,
+        )
+        invalid = (tokens < 0).nonzero()
+        if len(invalid):
+            raise InvalidLogitsError(int(invalid[0]))
+        return SampledTokens(tokens, logprobs, policy_logprobs)
+
+
+def _operand(norm: NormLayer) -> RMSNorm:
+    return RMSNorm(norm.weight.detach().float() + float(norm.has_offset), norm.eps)
+
+
+def _parts(layer: LayerOps) -> LayerParts | None:
+    """The layer as one kernel takes it; None unless each product is a kernel with its norm in it."""
+    qkv, o, inner, down = layer.qkv, layer.o, layer.inner, layer.down
+    if (
+        isinstance(qkv, TiledLinear)
+        and isinstance(o, TiledLinear)
+        and isinstance(inner, TiledLinear)
+        and isinstance(down, TiledLinear)
+    ):
+        return LayerParts(qkv, o, inner, down, layer.window)
+    return None

@@ -1,0 +1,178 @@
+"""What a decoder's step is computed with, as torch's operations: the twin of every other set of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+from realrl.config.schema import GenerationConfig
+from realrl.cpu.attention import Cache, CacheAttention, DecodeAttention, NewTokens, PrefillAttention
+from realrl.cpu.reference import Rope, activate
+from realrl.cpu.sampler import Sampler, SamplingOp
+from realrl.shape import Activation, NormKind
+
+UnaryOp = Callable[[torch.Tensor], torch.Tensor]
+LinearOp = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(x [T, in], residual [T, out] or None) -> x W^T + bias (+ residual) [T, out]."""
+LayersOp = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor], NewTokens, Rope], torch.Tensor]
+"""(x [T, H], keys and values of each layer, tokens, rope) -> [T, H]; keys and values are written to."""
+
+
+@dataclass(frozen=True)
+class LinearWeights:
+    """A linear layer without gradient: `weight` [out, in] and `bias` [out] or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+class NormLayer(Protocol):
+    """`realrl.model.layers.norm.Norm`, as far as kernels are concerned."""
+
+    weight: torch.nn.Parameter
+    kind: NormKind
+    eps: float
+    has_offset: bool
+
+    def frozen(self, dtype: torch.dtype) -> UnaryOp:
+        """The norm for activations of `dtype`, without gradient."""
+
+
+@dataclass(frozen=True)
+class LayerOps:
+    """A decoder's layer, put together of what one set of kernels has made.
+
+    Attributes:
+        qkv: queries, keys and values, side by side; with norm.
+        o: of the attention.
+        inner: of the MLP, with norm and activation.
+        down: of the MLP.
+        window: how many tokens, itself included, a token sees; None for all.
+    """
+
+    qkv: LinearOp
+    o: LinearOp
+    inner: UnaryOp
+    down: LinearOp
+    window: int | None
+
+
+class TorchKernels:
+    """Torch's operations, on any device and without gradient.
+
+    Args:
+        dtype: of weights, activations and KV cache.
+
+    Attributes:
+        packs_weights: every weight is copied into a layout of its own, and not only those that are joined.
+        fuses_products: norms and activations are applied while a product is computed.
+        head_multiple: heads whose size is a multiple of this are rotated, cached and attended to in one pass that
+            reads no more of the cache than there is; None if no heads are.
+    """
+
+    packs_weights = False
+    fuses_products = False
+    head_multiple: int | None = None
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    # ---------------------------------------------------------------- norms and products
+
+    def norm(self, norm: NormLayer) -> UnaryOp:
+        """The norm [T, H] -> [T, H]."""
+        return norm.frozen(self.dtype)
+
+    def linear(self, layers: Sequence[LinearWeights], norm: NormLayer | None = None) -> LinearOp:
+        """One operation that computes several layers of equal input, outputs side by side in order.
+
+        Args:
+            layers: all or none with bias; the weight of a single one is aliased where weights are not packed.
+            norm: applied to the input first.
+        """
+        product = self._linear(join(layers))
+        if norm is None:
+            return product
+        before = self.norm(norm)
+        return lambda x, residual: product(before(x), residual)
+
+    def gated(
+        self, gate: LinearWeights, up: LinearWeights, activation: Activation, norm: NormLayer | None = None
+    ) -> UnaryOp:
+        """``activation(gate(x)) * up(x)`` of two layers of equal shape."""
+        return self._after(norm, self._gated(gate, up, activation))
+
+    def activated(self, layer: LinearWeights, activation: Activation, norm: NormLayer | None = None) -> UnaryOp:
+        """``activation(layer(x))``."""
+        return self._after(norm, self._activated(layer, activation))
+
+    def _after(self, norm: NormLayer | None, operation: UnaryOp) -> UnaryOp:
+        if norm is None:
+            return operation
+        before = self.norm(norm)
+        return lambda x: operation(before(x))
+
+    def _linear(self, layer: LinearWeights) -> LinearOp:
+        return PlainLinear(layer)
+
+    def _gated(self, gate: LinearWeights, up: LinearWeights, activation: Activation) -> UnaryOp:
+        joined = PlainLinear(join([gate, up]))
+
+        def operation(x: torch.Tensor) -> torch.Tensor:
+            gated, factor = joined(x).chunk(2, dim=-1)
+            return activate(gated, activation) * factor
+
+        return operation
+
+    def _activated(self, layer: LinearWeights, activation: Activation) -> UnaryOp:
+        plain = PlainLinear(layer)
+        return lambda x: activate(plain(x), activation)
+
+    # ---------------------------------------------------------------- attention, whole layers, sampling
+
+    def attends(self, head_dim: int) -> bool:
+        """Whether heads of this size are attended to in one pass; see `head_multiple`."""
+        return self.head_multiple is not None and head_dim % self.head_multiple == 0
+
+    def attention(self, cache: Cache, tokens: NewTokens) -> CacheAttention:
+        """Attention of new tokens in all layers; the cache has room for them."""
+        return PrefillAttention(cache, tokens) if tokens.seqlens else DecodeAttention(cache, tokens)
+
+    def layers(self, layers: Sequence[LayerOps], *, n_kv_heads: int, head_dim: int) -> LayersOp | None:
+        """Layers as one operation with their attention and residuals; None if these must be called one by one."""
+        return None
+
+    def sampler(
+        self,
+        generation: GenerationConfig,
+        stop_ids: Sequence[int],
+        *,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> SamplingOp:
+        """See `Sampler`."""
+        return Sampler(generation, stop_ids, max_rows=max_rows, vocab_size=vocab_size, device=device)
+
+
+def join(layers: Sequence[LinearWeights]) -> LinearWeights:
+    """Layers of equal input as one, outputs side by side; all or none with bias. A single one stays itself."""
+    if len(layers) == 1:
+        return layers[0]
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    return LinearWeights(torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
+
+
+class PlainLinear:
+    """The reference: `F.linear`."""
+
+    def __init__(self, layer: LinearWeights) -> None:
+        self._weight, self._bias = layer.weight, layer.bias
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        y = F.linear(x, self._weight, self._bias)
+        return y if residual is None else y.add_(residual)
