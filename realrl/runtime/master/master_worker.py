@@ -54,7 +54,6 @@ from realrl.sched.events import (
     WorkerLost,
     WorkerSilent,
 )
-from realrl.sched.master.diagnosis import may_have_lost_peer
 from realrl.sched.master.master_state import MasterState
 from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, Request, RunCall, WorkerFailed
 from realrl.sched.track.readout import Readout
@@ -189,7 +188,7 @@ class MasterWorker:
 
     def _on_failure(self, reply: WorkerFailed) -> None:
         """A worker that fails may do so because another one died, of which the news comes later: that is told first."""
-        lost = self._deaths(_DEATH_NOTICE_S if may_have_lost_peer(reply) else 0.0)
+        lost = self._deaths(_DEATH_NOTICE_S if reply.needs_peers else 0.0)
         events: list[Event] = [reply, *(death for death in lost if death.rank == reply.rank)]
         for event in [*(death for death in lost if death.rank != reply.rank), *events]:
             self._dispatch(event)

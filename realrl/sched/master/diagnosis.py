@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 
-from realrl.errors import CallError, CheckpointError, TransportError, UsageError
+from realrl.errors import CallError, CheckpointError, UsageError
 from realrl.sched.events import Failure, FailureKind, WorkerLost, WorkerSilent
 from realrl.sched.messages import (
     PROTOCOL_VERSION,
@@ -25,21 +25,6 @@ from realrl.sched.messages import (
 )
 from realrl.sched.track.dispatch import Dispatch
 
-# In lower case: what names a process group in a message or a traceback, and how gloo, NCCL and torch's store say that
-# one of its members is gone or does not answer.
-_OF_A_GROUP = ("gloo/", "processgroup", "torch/distributed", "torch.distributed", "tcpstore")
-_IS_GONE = (
-    "closed by peer",
-    "reset by peer",
-    "broken pipe",
-    "connection closed",
-    "connection refused",
-    "connection was likely closed",
-    "pair is not connected",
-    "remote process exited",
-    "socket closed",
-    "timed out",
-)
 _SILENCE_REMEDY = "Its node may be overloaded or swapping. If that is normal here, raise cluster.worker_timeout_s."
 
 
@@ -116,20 +101,8 @@ def worker_failed(reply: WorkerFailed, dispatches: Iterable[Dispatch], request: 
         sample_ids=reply.sample_ids,
         waiting_ranks=ranks,
         waiting_calls=calls,
+        lost_peer=reply.lost_peer,
     )
-
-
-def may_have_lost_peer(failure: WorkerFailed | Failure) -> bool:
-    """Whether a worker failed in what it does with others, so that the death of one of them may be behind it."""
-    told = f"{failure.message}\n{failure.traceback}".lower()
-    return failure.error == TransportError.__name__ or any(mark in told for mark in _OF_A_GROUP)
-
-
-def has_lost_peer(failure: WorkerFailed | Failure) -> bool:
-    """Whether a worker failed because another one left a group or did not answer, or the connection to it broke."""
-    told = f"{failure.message}\n{failure.traceback}".lower()
-    is_gone = failure.error == TransportError.__name__ or any(mark in told for mark in _IS_GONE)
-    return is_gone and may_have_lost_peer(failure)
 
 
 def never_appeared(event: WorkerLost | WorkerSilent) -> Failure:
