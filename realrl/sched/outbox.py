@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
 
 from realrl.sched.messages import (
     CallDone,
@@ -51,6 +52,14 @@ ANSWER_TO: dict[type[Request], type[NumberedReply]] = {
     SaveCheckpoint: CheckpointSaved,
     Shutdown: Goodbye,
 }
+
+
+class Owner(Enum):
+    """Who sends requests and gets the replies."""
+
+    MASTER = "master"
+    MAIN = "main track"
+    EVALUATION = "evaluation"
 
 
 class Outbox:

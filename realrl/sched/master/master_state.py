@@ -81,7 +81,7 @@ from realrl.sched.outbox import NumberedReply, Outbox
 from realrl.sched.story import Story
 from realrl.sched.track.call_phase import Counters
 from realrl.sched.track.dispatch import Dispatch
-from realrl.sched.track.evaluator import Evaluator, held_out_cursor
+from realrl.sched.track.evaluator import Evaluator
 from realrl.sched.track.readout import SampleReader
 from realrl.sched.track.scheduler import Scheduler
 from realrl.sched.track.scores import score
@@ -101,18 +101,17 @@ class MasterState:
         self.plan = plan
         self.phase = RunPhase.CONNECTING
         self._n_events = 0
-        self._outbox = Outbox(plan.n_ranks)
-        self._log = StepLog(plan.calls)
+        self._outbox = Outbox(plan.main.n_ranks)
+        self._log = StepLog(plan.main.calls)
         self._story = Story()
-        evaluating = () if plan.evaluation is None else plan.evaluation.calls
-        self._stories = {call.name: Story() for call in (*plan.calls, *evaluating)}
+        self._stories = {call.name: Story() for track in plan.tracks for call in track.calls}
         self._start: Start | None = None
         self._hellos: dict[int, Hello] = {}
         self._readies: dict[int, Ready] = {}
         self._cursor: DatasetCursor | None = None
         self._scheduler: Scheduler | None = None
         self._checkpoints = CheckpointTracker(1, 0, every_steps=0, at_end=False)
-        self._reader = None if plan.readout is None else SampleReader(plan.readout)
+        self._reader = SampleReader(plan.main.readout)
         self._evaluator: Evaluator | None = None
         self._times = EvaluationTimes(1, 0, every_steps=0, at_start=False)
         self._held_back: ReportStep | None = None  # waits for the evaluation of its step
@@ -171,7 +170,7 @@ class MasterState:
     @property
     def step(self) -> int:
         """The oldest step that is not complete."""
-        return self.plan.first_step if self._scheduler is None else self._scheduler.step
+        return self.plan.main.first_step if self._scheduler is None else self._scheduler.step
 
     @property
     def n_living_samples(self) -> int:
@@ -225,8 +224,8 @@ class MasterState:
         return self._initialize_if_all_there()
 
     def _on_hello(self, reply: Hello) -> list[Instruction]:
-        if not 0 <= reply.rank < self.plan.n_ranks:
-            raise InvalidTransitionError(f"a worker calls itself rank {reply.rank}; there are {self.plan.n_ranks}")
+        if not 0 <= reply.rank < self.plan.main.n_ranks:
+            raise InvalidTransitionError(f"a worker calls itself rank {reply.rank}; there are {self.plan.main.n_ranks}")
         if reply.rank in self._hellos:
             raise InvalidTransitionError(f"worker {reply.rank} said Hello twice")
         self._hellos[reply.rank] = reply
@@ -238,17 +237,17 @@ class MasterState:
         return self._initialize_if_all_there()
 
     def _initialize_if_all_there(self) -> list[Instruction]:
-        if self._start is None or len(self._hellos) < self.plan.n_ranks:
+        if self._start is None or len(self._hellos) < self.plan.main.n_ranks:
             return []
-        self._enter(RunPhase.INITIALIZING, f"all {self.plan.n_ranks} workers said Hello")
-        peers = tuple(self._hellos[rank].data_address for rank in range(self.plan.n_ranks))
+        self._enter(RunPhase.INITIALIZING, f"all {self.plan.main.n_ranks} workers said Hello")
+        peers = tuple(self._hellos[rank].data_address for rank in range(self.plan.main.n_ranks))
         start = self._start
         return [
             self._send(
                 rank,
                 Initialize(self._outbox.next_seq(rank), start.run, peers, start.rendezvous, start.resume_from),
             )
-            for rank in range(self.plan.n_ranks)
+            for rank in range(self.plan.main.n_ranks)
         ]
 
     def _on_ready(self, reply: Ready) -> list[Instruction]:
@@ -256,25 +255,20 @@ class MasterState:
         if self._answered(reply) is None or self._farewell is not None:
             return []
         self._readies[reply.rank] = reply
-        if len(self._readies) < self.plan.n_ranks:
+        if len(self._readies) < self.plan.main.n_ranks:
             return []
         return self._begin_running()
 
     def _begin_running(self) -> list[Instruction]:
-        plan, ready = self.plan, self._readies[self.plan.dataset_rank]
-        start = None if plan.resume is None else plan.resume.cursor
-        row_ids, counters = ready.row_ids, Counters()
+        plan, evaluated = self.plan.main, self.plan.evaluation
+        ready, counters = self._readies[plan.dataset_rank], Counters()
+        row_ids = ready.row_ids
         try:
-            if plan.only_evaluates:
-                self._cursor = held_out_cursor(plan, row_ids)
-            else:
-                self._cursor = DatasetCursor(
-                    row_ids, seed=plan.seed, shuffle=plan.shuffle, start=start, content=ready.content
-                )
+            self._cursor = plan.cursor(row_ids, ready.content)
             last_step = plan.last_step(self._cursor)
-            if plan.evaluation is not None:
+            if evaluated is not None:
                 self._evaluator = Evaluator(
-                    plan.evaluation,
+                    evaluated,
                     ready.held_out_ids,
                     outbox=self._outbox,
                     stories=self._stories,
@@ -282,15 +276,14 @@ class MasterState:
                 )
         except UsageError as err:
             raise Fatal(diagnosis.unusable_dataset(err)) from err
-        is_evaluated_first = plan.eval_at_start and plan.resume is None
-        self._times = EvaluationTimes(
-            plan.first_step, last_step, every_steps=plan.eval_every_steps, at_start=is_evaluated_first
-        )
+        is_evaluated_first = evaluated is not None and plan.config.eval.at_start and plan.resume is None
+        every_steps = 0 if evaluated is None else plan.config.eval.every_steps
+        self._times = EvaluationTimes(plan.first_step, last_step, every_steps=every_steps, at_start=is_evaluated_first)
         self._checkpoints = CheckpointTracker(
             plan.first_step,
             last_step,
-            every_steps=plan.save_every_steps,
-            at_end=plan.save_at_end,
+            every_steps=self.plan.save.every_steps,
+            at_end=self.plan.save.at_end,
             ends_epoch=self._is_saved_epoch,
         )
         self._scheduler = Scheduler(
@@ -377,7 +370,7 @@ class MasterState:
         for step, samples in self._reader.take():
             epoch = self._cursor.epoch_of(self.cursor_state(step).rows_consumed - 1)
             reports.append(ReportSamples(step, epoch, samples))
-            if self.plan.only_evaluates:
+            if self.plan.main.config.eval.only:
                 self._contents += samples
         return reports
 
@@ -391,10 +384,10 @@ class MasterState:
             instructions += self._report(step)
         instructions += [*self._save_if_ready(scheduler), *scheduler.advance()]
         if self._is_complete(scheduler):
-            if self.plan.only_evaluates:
+            if self.plan.main.config.eval.only:
                 columns = [contents.columns for contents in self._contents]
-                metrics = score(columns, pass_threshold=self.plan.pass_threshold)
-                instructions.append(ReportEvaluation(self.plan.first_step - 1, metrics))
+                metrics = score(columns, pass_threshold=self.plan.main.config.eval.pass_threshold)
+                instructions.append(ReportEvaluation(self.plan.main.first_step - 1, metrics))
             instructions += self._close("")
         return instructions
 
@@ -407,7 +400,7 @@ class MasterState:
         """A step is complete: evaluate it when that is due, then report it."""
         assert self._cursor is not None
         position = self.cursor_state(step).rows_consumed
-        versions = self.plan.versions_after(step)
+        versions = self.plan.main.versions_after(step)
         metrics = self._log.finish_step(step, versions)
         self._story.note(self._n_events, f"step {step} is complete")
         report = ReportStep(step, self._cursor.epoch_of(position - 1), metrics, self._log.take_spans())
@@ -462,7 +455,7 @@ class MasterState:
         """Whether one of the epochs after which to save ends in `step`, which has all its samples."""
         assert self._cursor is not None
         first, stop = (self.cursor_state(s).rows_consumed for s in (step - 1, step))
-        return self._cursor.ends_epochs(first, stop, self.plan.save_every_epochs)
+        return self._cursor.ends_epochs(first, stop, self.plan.save.every_epochs)
 
     def _on_save_interval_passed(self, event: SaveIntervalPassed) -> list[Instruction]:
         if self._scheduler is not None and self._farewell is None:
@@ -474,7 +467,7 @@ class MasterState:
         step = self._checkpoints.ready(scheduler.dispatches)
         if step is None:
             return []
-        in_flight, ranks = scheduler.in_flight(step), range(self.plan.n_ranks)
+        in_flight, ranks = scheduler.in_flight(step), range(self.plan.main.n_ranks)
         rows = scheduler.rows_in_flight(in_flight)
         self._checkpoints.begin(step, ranks, in_flight)
         scheduler.wake()
@@ -493,7 +486,7 @@ class MasterState:
         save = self._checkpoints.add_saved(step, reply)
         if save is None:
             return []
-        cursor, versions, told = self.cursor_state(step), self.plan.versions_after(step), (save.files, save.roles)
+        cursor, versions, told = self.cursor_state(step), self.plan.main.versions_after(step), (save.files, save.roles)
         return [CommitCheckpoint(step, request.directory, cursor, versions, save.in_flight, *told, request.is_last)]
 
     def _on_checkpoint_committed(self, event: CheckpointCommitted) -> list[Instruction]:
@@ -576,7 +569,7 @@ class MasterState:
 
     def _answered(self, reply: NumberedReply, *, call: str | None = None) -> Request | None:
         """Return the request that a reply answers; None for a late reply of a run that is being closed."""
-        if not 0 <= reply.rank < self.plan.n_ranks:
+        if not 0 <= reply.rank < self.plan.main.n_ranks:
             raise InvalidTransitionError(f"{type(reply).__name__} came from rank {reply.rank}, which does not exist")
         problem = self._outbox.problem_with(reply)
         if problem is None:

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from realrl.plan.samples.cursor import DatasetCursor
 from realrl.sched.events import Instruction, SampleContents
-from realrl.sched.master.master_plan import MasterPlan
 from realrl.sched.master.saving import CheckpointTracker
 from realrl.sched.messages import (
     CallDone,
@@ -36,20 +34,10 @@ from realrl.sched.track.readout import SampleReader
 from realrl.sched.track.scheduler import Scheduler
 from realrl.sched.track.scores import score
 from realrl.sched.track.step_log import WholeLog
-
-HELD_OUT = "eval"  # what ids of held-out samples begin with, instead of an epoch
+from realrl.sched.track.track_plan import TrackPlan
 
 PartReply = CallDone | RowsMoved | HooksDone
 PartRequest = RunCall | MoveRows | RunHooks
-
-
-def held_out_cursor(plan: MasterPlan, row_ids: Sequence[str]) -> DatasetCursor:
-    """The rows that an evaluation goes over, once, in their order.
-
-    Raises:
-        DataError: there is none.
-    """
-    return DatasetCursor(row_ids[: plan.held_out or None], seed=plan.seed, shuffle=False, name=HELD_OUT)
 
 
 class Evaluator:
@@ -65,7 +53,7 @@ class Evaluator:
 
     def __init__(
         self,
-        plan: MasterPlan,
+        plan: TrackPlan,
         row_ids: Sequence[str],
         *,
         outbox: Outbox,
@@ -74,7 +62,7 @@ class Evaluator:
     ) -> None:
         self.step: int | None = None  # after which the evaluation under way is
         self._plan = plan
-        self._cursor = held_out_cursor(plan, row_ids)
+        self._cursor = plan.cursor(row_ids)
         self._outbox = outbox
         self._stories = stories
         self._counters = counters
@@ -101,7 +89,6 @@ class Evaluator:
     def begin(self, step: int) -> list[Instruction]:
         """Evaluate the parameters as they are after `step`."""
         assert self.step is None
-        assert self._plan.readout is not None
         self.step = step
         self._log, self._contents = WholeLog(self._plan.calls), []
         self._reader = SampleReader(self._plan.readout)
@@ -147,7 +134,9 @@ class Evaluator:
         """The metrics of the evaluation, if it is complete; then it is over."""
         if self._scheduler is None or self._reader is None or not self._scheduler.is_done or not self._reader.is_idle:
             return None
-        scores = score([contents.columns for contents in self._contents], pass_threshold=self._plan.pass_threshold)
+        scores = score(
+            [contents.columns for contents in self._contents], pass_threshold=self._plan.config.eval.pass_threshold
+        )
         recorded = {f"eval/{name}": value for name, value in self._log.recorded().items()}
         self.step = self._scheduler = self._reader = None
         return {**recorded, **scores}

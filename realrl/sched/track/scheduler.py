@@ -41,10 +41,10 @@ from collections.abc import Iterator, Mapping
 
 from realrl.errors import InvalidTransitionError
 from realrl.plan.samples.cursor import DatasetCursor
+from realrl.sched.calls import ScheduledCall
 from realrl.sched.events import Instruction, Send
 from realrl.sched.master.diagnosis import Fatal, bad_load, bad_output, too_many_dropped
 from realrl.sched.master.evaluation_times import EvaluationTimes
-from realrl.sched.master.master_plan import MasterPlan, ScheduledCall
 from realrl.sched.master.saving import CheckpointTracker
 from realrl.sched.messages import (
     CallDone,
@@ -69,6 +69,7 @@ from realrl.sched.track.devices import MAX_QUEUED, DeviceLoad
 from realrl.sched.track.dispatch import Dispatch, Part, PartKind, plan_work
 from realrl.sched.track.readout import SampleReader, plan_reads
 from realrl.sched.track.step_log import StepLog
+from realrl.sched.track.track_plan import TrackPlan
 
 
 class Scheduler:
@@ -89,7 +90,7 @@ class Scheduler:
 
     def __init__(
         self,
-        plan: MasterPlan,
+        plan: TrackPlan,
         *,
         cursor: DatasetCursor,
         last_step: int,
@@ -124,9 +125,9 @@ class Scheduler:
         for record in known:
             log.add_call(record)
         self._trained_step = 0  # the last step of which a call that changes parameters was sent
-        self._last_dropping = max((i for i, call in enumerate(plan.calls) if call.may_drop), default=-1)
+        self._last_dropping = max((i for i, call in enumerate(plan.calls) if call.mfc.may_drop), default=-1)
         self._versions = plan.versions_after(plan.first_step - 1)  # that calls which are sent from now on read
-        self._is_stale_allowed = any(call.max_staleness for call in plan.calls)
+        self._is_stale_allowed = any(call.mfc.max_staleness for call in plan.calls)
         self._has_leads = any(call.leads for call in plan.calls)
         self._phases = [CallPhase.WAITING] * len(plan.calls)
         self._devices = DeviceLoad({call.name: call.extent for call in plan.calls}, plan.n_ranks)
@@ -165,9 +166,9 @@ class Scheduler:
         versions, written = self._plan.versions_after(step), self._plan.written_roles
         found = []
         for dispatch in self.dispatches.values():
-            role, version = dispatch.call.role, dispatch.version
+            role, version = dispatch.call.mfc.role, dispatch.version
             is_older = version is not None and version < versions.get(role, 0)
-            is_unknown = version is None and role in written and dispatch.call.max_staleness > 0
+            is_unknown = version is None and role in written and dispatch.call.mfc.max_staleness > 0
             if dispatch.step > step and (is_older or is_unknown):
                 found.append(dispatch.id)
         return frozenset(found)
@@ -180,7 +181,7 @@ class Scheduler:
         """Rank -> key -> samples: where rows that these dispatches produced lie, each once."""
         rows: dict[int, dict[str, list[str]]] = {}
         for record in in_flight.calls:
-            for key in self._calls[self._position[record.call]].output_keys:
+            for key in self._calls[self._position[record.call]].mfc.output_keys:
                 for sample_id in filter(self._buffer.is_living, record.ids):
                     rank = min(self._buffer.holders(key, sample_id))
                     rows.setdefault(rank, {}).setdefault(key, []).append(sample_id)
@@ -227,7 +228,7 @@ class Scheduler:
         if dispatch.parts[kind].pending:
             return []
         if kind is PartKind.CALL:
-            if not dispatch.call.may_drop:
+            if not dispatch.call.mfc.may_drop:
                 self._check_all_produced(dispatch)
             if dispatch.last_parts:
                 self._note(
@@ -259,9 +260,9 @@ class Scheduler:
     def _finish_batch(self, position: int, step: int, ids: tuple[str, ...]) -> tuple[list[Instruction], int]:
         """A call is done with samples: free what nobody needs any more. Also tells how many it dropped."""
         call = self._calls[position]
-        dropped = self._buffer.unproduced(position, ids) if call.may_drop else frozenset()
+        dropped = self._buffer.unproduced(position, ids) if call.mfc.may_drop else frozenset()
         unneeded = self._buffer.finish(position, ids, dropped)
-        if self._rounds is not None and call.may_drop:
+        if self._rounds is not None and call.mfc.may_drop:
             kept = [sample_id for sample_id in ids if position == self._last_dropping and sample_id not in dropped]
             gone = [sample_id for sample_id in ids if sample_id in dropped]
             if kept or gone:  # its hooks may end when calls after it have settled the step
@@ -309,7 +310,7 @@ class Scheduler:
         if not rounds.is_open:
             self._buffer.close_step()
             self._log.add_dropped(step, rounds.n_dropped, rounds.n_surplus)
-        elif rounds.n_wanted and rounds.n_refills >= self._plan.max_refill_rounds:
+        elif rounds.n_wanted and rounds.n_refills >= self._plan.config.max_refill_rounds:
             n_loaded, n_refills = rounds.n_loaded_in_step, rounds.n_refills
             raise Fatal(too_many_dropped(step, rounds.n_vacant, n_loaded, n_refills, rounds.n_dropped))
         return unneeded
@@ -397,7 +398,7 @@ class Scheduler:
             return []
         rank = self._plan.dataset_rank
         ids, rows = tuple(ref.id for ref in refs), tuple(ref.row for ref in refs)
-        is_held_out = self._plan.held_out is not None
+        is_held_out = self._plan.is_held_out
         return [self._send(rank, LoadSamples(self._outbox.next_seq(rank), ids, rows, is_held_out))]
 
     def _drop_again(self, rounds: Rounds, ids: list[str]) -> None:
@@ -459,8 +460,8 @@ class Scheduler:
         ids, known = self._flight.split(call.name, taken)
         if call.changes_parameters:
             self._trained_step = max(self._trained_step, step)
-        token_counts = self._buffer.token_counts(ids, call.input_keys)
-        placements = self._buffer.placements(call.input_keys)
+        token_counts = self._buffer.token_counts(ids, call.mfc.input_keys)
+        placements = self._buffer.placements(call.mfc.input_keys)
         work, arrivals = plan_work(call, ids, token_counts, placements, self._plan.cluster.node_of)
         self._buffer.begin_arrivals(arrivals)
         number = self._counters.next_dispatch()
@@ -497,17 +498,17 @@ class Scheduler:
     def _note_version(self, dispatch: Dispatch, kind: PartKind) -> None:
         """Parts are executed in the order in which they are sent: what was sent decides which version a call reads."""
         call, position = dispatch.call, self._position[dispatch.call.name]
-        if call.role not in self._versions or kind not in (PartKind.BEFORE, PartKind.CALL):
+        if call.mfc.role not in self._versions or kind not in (PartKind.BEFORE, PartKind.CALL):
             return
         is_brought = call.hooks.home not in (None, call.allocation)  # the parameters come by a hook
         if kind is (PartKind.BEFORE if is_brought else PartKind.CALL):
-            dispatch.version = version = self._versions[call.role]
-            if call.output_keys:
+            dispatch.version = version = self._versions[call.mfc.role]
+            if call.mfc.output_keys:
                 self._buffer.set_version(position, dispatch.ids, version)
-            if call.is_train:
-                self._versions[call.role] += 1
+            if call.mfc.is_train:
+                self._versions[call.mfc.role] += 1
                 if self._is_stale_allowed:
-                    self._log.add_staleness(dispatch.step, self._buffer.n_behind(call.role, dispatch.ids, version))
+                    self._log.add_staleness(dispatch.step, self._buffer.n_behind(call.mfc.role, dispatch.ids, version))
 
     # ------------------------------------------------------------ small things
 
@@ -584,7 +585,7 @@ class Scheduler:
 def _check_output(dispatch: Dispatch, reply: CallDone) -> None:
     """Refuse an output with keys or samples that this rank was not asked for."""
     assert reply.output is not None
-    keys, expected = set(reply.output.seqlens), set(dispatch.call.output_keys)
+    keys, expected = set(reply.output.seqlens), set(dispatch.call.mfc.output_keys)
     for key in sorted(keys ^ expected):
         problem = f"did not produce '{key}'" if key in expected else f"returned '{key}', which it does not declare"
         raise Fatal(bad_output(dispatch, f"{problem} on worker {reply.rank}", rank=reply.rank))

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from realrl.sched.calls import ScheduledCall
 from realrl.sched.events import RankSpan
-from realrl.sched.master.master_plan import ScheduledCall
 from realrl.sched.messages import HooksDone, RowsMoved, Span
 from realrl.sched.samples.in_flight import CallRecord
 
@@ -87,7 +87,7 @@ class StepLog:
 
     def add_dropped(self, step: int, n_dropped: Mapping[str, int], n_surplus: int) -> None:
         """`step` has all its samples: how many each call dropped, and how many survivors were not needed."""
-        counts = {call.name: n_dropped.get(call.name, 0) for call in self._calls if call.may_drop}
+        counts = {call.name: n_dropped.get(call.name, 0) for call in self._calls if call.mfc.may_drop}
         self._entry(step).dropped = {f"dropped/{name}": float(n) for name, n in counts.items()}
         self._entry(step).dropped["dropped/surplus"] = float(n_surplus)
 

@@ -15,6 +15,7 @@ from realrl.runtime.master.master_worker import MasterWorker
 from realrl.runtime.processes.recovery import describe_end
 from realrl.sched.events import Abort, Event, Failure, FailureKind, Instruction, Send, Start, WorkerLost
 from realrl.sched.messages import Shutdown, WorkerFailed
+from realrl.sched.track.readout import NO_READOUT
 
 
 class ScriptedState:
@@ -22,7 +23,7 @@ class ScriptedState:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.plan = SimpleNamespace(readout=None, first_step=1)
+        self.plan = SimpleNamespace(main=SimpleNamespace(readout=NO_READOUT, first_step=1))
 
     def handle(self, event: Event) -> list[Instruction]:
         self.events.append(event)

@@ -7,7 +7,7 @@ from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.sched.events import SampleContents
 from realrl.sched.messages import SamplesRead
-from realrl.sched.track.readout import Readout, SampleReader, generating, plan_readout, plan_reads
+from realrl.sched.track.readout import NO_READOUT, Readout, SampleReader, generating, plan_readout, plan_reads
 
 GENERATE, INFERENCE = InterfaceType.GENERATE, InterfaceType.INFERENCE
 TOKENS = ("input_ids", "prompt_mask")
@@ -85,7 +85,7 @@ def test_generate_calls_are_found_with_their_prefix() -> None:
     graph = build_graph(calls, ["prompt_ids"])
     assert generating(graph) == ({"": "actor", "other_": "other"}, {"": "gen", "other_": "gen2"})
     readout = plan_readout(graph, SaveConfig(n_generations=3, generations_every_steps=2))
-    assert readout is not None
     assert (readout.every_steps, readout.n_samples) == (2, 3)
-    assert plan_readout(graph, SaveConfig(n_generations=0)) is None
-    assert plan_readout(build_graph([MFCDef("inf", "a", INFERENCE, "x", ("x",), ("y",))], ["x"]), SaveConfig()) is None
+    assert plan_readout(graph, SaveConfig(n_generations=0)) == NO_READOUT
+    nothing = build_graph([MFCDef("inf", "a", INFERENCE, "x", ("x",), ("y",))], ["x"])
+    assert plan_readout(nothing, SaveConfig()) == NO_READOUT
