@@ -293,7 +293,7 @@ class Simulation(Checks):
                 self.versions_read[call.name, request.step].add(version)
             at_start = self.plan.versions_after(self.plan.first_step - 1).get(call.mfc.role)
             if at_start is not None:
-                recorded = next(d.version for d in self.master._dispatches() if d.id == request.dispatch_id)
+                recorded = next(d.version for d in self.master.dispatches if d.id == request.dispatch_id)
                 assert recorded == at_start + version, "the master takes it for another"
                 self.versions.update({(call.name, sample_id): recorded for sample_id in ids_of(request)})
         if len(self.entered[part_of(request)]) == 1:

@@ -21,8 +21,8 @@ from realrl.sched.events import (
     Send,
     Start,
 )
-from realrl.sched.master.evaluation_times import EvaluationTimes
 from realrl.sched.master.master_state import MasterState
+from realrl.sched.master.saving import EvaluationTimes
 from realrl.sched.messages import (
     CallDone,
     CheckpointSaved,

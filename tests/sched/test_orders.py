@@ -24,8 +24,7 @@ from realrl.sched.events import (
     decode_event,
     encode,
 )
-from realrl.sched.master.master_state import MasterState
-from realrl.sched.master.run_phase import RunPhase
+from realrl.sched.master.master_state import MasterState, RunPhase
 from realrl.sched.messages import RunCall, WorkerFailed
 from realrl.sched.track.track_plan import ResumePoint
 from tests.sched.plans import make_plan, on_all, plans, ppo, with_resume

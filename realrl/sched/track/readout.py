@@ -103,10 +103,6 @@ class SampleReader:
             for sample_id, row in values.items():
                 contents[sample_id].columns[name] = row
 
-    def expects(self, reply: SamplesRead) -> bool:
-        """Whether the reply answers a request of this reader."""
-        return (reply.rank, reply.seq) in self._pending
-
     def close(self, step: int) -> None:
         """The step is complete: nothing else of it will be read."""
         if step in self._contents:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from realrl.sched.calls import ScheduledCall
-from realrl.sched.events import RankSpan
-from realrl.sched.messages import HooksDone, RowsMoved, Span
+from realrl.sched.messages import HooksDone, RowsMoved
 from realrl.sched.samples.in_flight import CallRecord
 
 
@@ -31,7 +30,7 @@ class _StepEntry:
 
 
 class StepLog:
-    """Collects metrics by step, and spans by arrival.
+    """Collects metrics by step.
 
     A metric that a call returns for several batches of one step is averaged, weighted by samples. Where two calls use
     one name, the later of them counts. What calls record as sums is added over all calls, batches and ranks, in any
@@ -41,16 +40,6 @@ class StepLog:
     def __init__(self, calls: Sequence[ScheduledCall]) -> None:
         self._calls = tuple(calls)
         self._steps: dict[int, _StepEntry] = {}
-        self._spans: list[RankSpan] = []
-
-    def add_spans(self, rank: int, spans: Iterable[Span]) -> None:
-        """Keep spans of one rank for the next report."""
-        self._spans += [RankSpan(rank, span) for span in spans]
-
-    def take_spans(self) -> tuple[RankSpan, ...]:
-        """Return the spans that arrived since this was last called."""
-        spans, self._spans = tuple(self._spans), []
-        return spans
 
     def add_call(self, record: CallRecord) -> None:
         """A dispatch is complete, in this run or before it was resumed."""

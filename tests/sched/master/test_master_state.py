@@ -27,8 +27,7 @@ from realrl.sched.events import (
     decode_instruction,
     encode,
 )
-from realrl.sched.master.master_state import MasterState
-from realrl.sched.master.run_phase import RunPhase
+from realrl.sched.master.master_state import MasterState, RunPhase
 from realrl.sched.messages import (
     CallDone,
     Goodbye,
