@@ -159,6 +159,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         sample_ids: samples concerned.
         waiting_ranks: ranks that cannot go on, because a call of theirs needs `rank`.
         waiting_calls: calls that they wait in.
+        lost_peer: the worker failed because another one was lost.
     """
 
     kind: FailureKind
@@ -173,6 +174,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     sample_ids: tuple[str, ...] = ()
     waiting_ranks: tuple[int, ...] = ()
     waiting_calls: tuple[str, ...] = ()
+    lost_peer: bool = False
 
     def to_error(self) -> Error:
         """Return the exception that the shell ends with; its `exit_code` is the failure's."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 HookTime = Literal["before", "after"]
 """On which side of a call its hooks run."""
@@ -368,17 +368,25 @@ class Goodbye(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
-    """The request could not be completed; the worker executes nothing more but Shutdown."""
+    """The request could not be completed; the worker executes nothing more but Shutdown.
+
+    Attributes:
+        error: class name of the exception.
+        needs_peers: it failed in what it does with others, so that the death of one of them may be behind it.
+        lost_peer: it failed because another one left a group or did not answer, or the connection to it broke.
+    """
 
     rank: int
     seq: int
     call: str | None
     step: int | None
-    error: str  # class name of the exception
+    error: str
     message: str
     traceback: str
     exit_code: int
     sample_ids: tuple[str, ...] = ()
+    needs_peers: bool = False
+    lost_peer: bool = False
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):

@@ -1,9 +1,15 @@
-"""Requests to every worker: numbered without gaps, each answered once by the reply that belongs to it."""
+"""Requests to every worker: numbered without gaps, each answered once by the reply that belongs to it.
+
+A request is remembered with its owner, to whom the reply goes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 
+from realrl.sched.events import Send
 from realrl.sched.messages import (
     CallDone,
     CheckpointSaved,
@@ -53,51 +59,75 @@ ANSWER_TO: dict[type[Request], type[NumberedReply]] = {
 }
 
 
+class Owner(Enum):
+    """Who sends requests and gets the replies."""
+
+    MASTER = "master"
+    MAIN = "main track"
+    EVALUATION = "evaluation"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An open request."""
+
+    request: Request
+    owner: Owner
+
+
 class Outbox:
-    """What each worker was asked and has not answered yet."""
+    """What each worker was asked and has not answered yet; also numbers what tracks send."""
 
     def __init__(self, n_ranks: int) -> None:
         self._next_seq = [0] * n_ranks
-        self._open: list[dict[int, Request]] = [{} for _ in range(n_ranks)]
+        self._open: list[dict[int, Asked]] = [{} for _ in range(n_ranks)]
+        self._n_dispatches = self._n_parts = 0
 
     def next_seq(self, rank: int) -> int:
         """The number that the next request to `rank` must carry."""
         return self._next_seq[rank]
 
-    def add(self, rank: int, request: Request) -> None:
+    def next_dispatch(self) -> int:
+        """A number that no other dispatch has."""
+        self._n_dispatches += 1
+        return self._n_dispatches - 1
+
+    def next_part(self) -> int:
+        """The position of the part that is sent now, in the order of all parts."""
+        self._n_parts += 1
+        return self._n_parts - 1
+
+    def send(self, rank: int, request: Request, owner: Owner = Owner.MASTER) -> Send:
         """Remember that `request`, numbered by `next_seq`, goes out to `rank`."""
         assert request.seq == self._next_seq[rank]
         self._next_seq[rank] += 1
-        self._open[rank][request.seq] = request
+        self._open[rank][request.seq] = Asked(request, owner)
+        return Send(rank, request)
 
     def problem_with(self, reply: NumberedReply) -> str | None:
         """Return why `reply` answers no open request, or None when it does."""
         name, who = type(reply).__name__, f"worker {reply.rank}"
-        request = self._open[reply.rank].get(reply.seq)
-        if request is None:
+        asked = self._open[reply.rank].get(reply.seq)
+        if asked is None:
             known = 0 <= reply.seq < self._next_seq[reply.rank]
             state = "is answered already" if known else "was never sent"
             return f"{who} sent {name} for request {reply.seq}, which {state}"
-        if isinstance(reply, WorkerFailed) or type(reply) is ANSWER_TO[type(request)]:
+        if isinstance(reply, WorkerFailed) or type(reply) is ANSWER_TO[type(asked.request)]:
             return None
-        return f"{who} answered request {reply.seq}, a {type(request).__name__}, with {name}"
+        return f"{who} answered request {reply.seq}, a {type(asked.request).__name__}, with {name}"
 
-    def close(self, rank: int, seq: int) -> Request:
+    def close(self, rank: int, seq: int) -> Asked:
         """Return the open request `seq` of `rank`, which is answered now."""
         return self._open[rank].pop(seq)
 
-    def discard(self, rank: int, seq: int) -> None:
-        """Forget a request that may or may not be open."""
-        self._open[rank].pop(seq, None)
-
     def oldest(self, rank: int) -> Request | None:
         """What `rank` is executing, or will next: all but checkpoints, which are written beside, go in order."""
-        requests = list(self._open[rank].values())
+        requests = [asked.request for asked in self._open[rank].values()]
         return next((r for r in requests if not isinstance(r, SaveCheckpoint)), requests[0] if requests else None)
 
-    def of_rank(self, rank: int) -> Iterator[Request]:
-        """Open requests of one worker, in order."""
-        return iter(self._open[rank].values())
+    def of_rank(self, rank: int, owner: Owner) -> Iterator[Request]:
+        """Open requests of one owner to one worker, in order."""
+        return (asked.request for asked in self._open[rank].values() if asked.owner is owner)
 
     @property
     def is_empty(self) -> bool:

@@ -1,4 +1,4 @@
-"""A bounded account of what happened, for the message of an illegal transition."""
+"""Bounded accounts of what happened, for the message of an illegal transition."""
 
 from __future__ import annotations
 
@@ -24,6 +24,30 @@ class Story:
         """Return the story, oldest line first."""
         told = [f"event {n_events}: {line}" for n_events, line in self._lines]
         return [f"({self._n_dropped} earlier lines left out)", *told] if self._n_dropped else told
+
+
+class Stories:
+    """The story of the run, and that of each call.
+
+    Attributes:
+        n_events: that came so far.
+    """
+
+    def __init__(self, calls: Iterable[str]) -> None:
+        self.n_events = 0
+        self._run = Story()
+        self._calls = {call: Story() for call in calls}
+
+    def __contains__(self, call: str | None) -> bool:
+        return call in self._calls
+
+    def note(self, line: str, call: str | None = None) -> None:
+        """Remember what the event that is being handled brought about, for a call or for the run."""
+        (self._run if call is None else self._calls[call]).note(self.n_events, line)
+
+    def lines(self, call: str | None = None) -> list[str]:
+        """Return the story of a call, or of the run."""
+        return (self._run if call is None else self._calls[call]).lines()
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -5,12 +5,15 @@ import dataclasses
 from hypothesis import reject
 from hypothesis import strategies as st
 
+from realrl.config.schema import RunConfig, SaveConfig
 from realrl.errors import AllocationError, GraphError
 from realrl.graph.build import build_graph, dataset_keys
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy, legal_meshes
 from realrl.plan.hooks import plan_hooks
-from realrl.sched.master.master_plan import MasterPlan, schedule_calls
+from realrl.sched.calls import schedule_calls
+from realrl.sched.master.master_plan import MasterPlan
+from realrl.sched.track.track_plan import TrackPlan
 
 INFERENCE, GENERATE, TRAIN = InterfaceType.INFERENCE, InterfaceType.GENERATE, InterfaceType.TRAIN_STEP
 
@@ -26,14 +29,51 @@ def strategies_of(n_devices, max_dp):
     ]
 
 
-def make_plan(mfcs, allocations, cluster, *, n_steps=3, **settings):
-    """A plan from MFCs that read `prompt_ids`."""
-    graph = build_graph(mfcs, ["prompt_ids"])
-    defaults = {"dataset_rank": 0, "steps": n_steps, "epochs": 1000, "seed": 7}
-    return MasterPlan(
-        calls=schedule_calls(graph, allocations), dataset_keys=dataset_keys(graph), cluster=cluster,
-        **{**defaults, **settings},
+def make_config(
+    cluster, *, n_steps=3, epochs=1000, seed=7, shuffle=True, max_refill_rounds=0, moves_rows=False, eval_section=None
+):
+    """What the master reads of a run's configuration."""
+    return RunConfig(
+        experiment="x", steps=n_steps, epochs=epochs, seed=seed, max_refill_rounds=max_refill_rounds,
+        dataset={"shuffle": shuffle}, eval=eval_section or {},
+        cluster={"n_nodes": cluster.n_nodes, "n_devices_per_node": cluster.n_devices_per_node,
+                 "data_plane": "collective" if moves_rows else "socket"},
     )  # fmt: skip
+
+
+CONFIG_KEYS = ("n_steps", "epochs", "seed", "shuffle", "max_refill_rounds", "moves_rows")
+
+
+def make_track(mfcs, allocations, config, *, hooks=None, dataset_rank=0, **fields):
+    """A track from MFCs that read `prompt_ids`."""
+    graph = build_graph(mfcs, ["prompt_ids"])
+    calls = schedule_calls(graph, allocations, hooks=hooks)
+    return TrackPlan(calls, dataset_keys(graph), config, dataset_rank, **fields)
+
+
+def make_plan(
+    mfcs, allocations, cluster, *, save_every_steps=0, save_every_epochs=0, save_at_end=False,
+    checkpoint_directory="", eval_section=None, evaluation=None, **settings,
+):  # fmt: skip
+    """A plan from MFCs that read `prompt_ids`; `settings` are of the configuration, or fields of the track."""
+    config = make_config(
+        cluster, eval_section=eval_section, **{key: settings.pop(key) for key in CONFIG_KEYS if key in settings}
+    )
+    return MasterPlan(
+        make_track(mfcs, allocations, config, **settings), evaluation,
+        SaveConfig(every_steps=save_every_steps, every_epochs=save_every_epochs, at_end=save_at_end),
+        checkpoint_directory,
+    )  # fmt: skip
+
+
+def saved_every_step(plan):
+    """The same plan with checkpoints."""
+    return dataclasses.replace(plan, save=SaveConfig(every_steps=1, at_end=False))
+
+
+def with_resume(plan, point):
+    """The same plan, continued from a checkpoint."""
+    return dataclasses.replace(plan, main=dataclasses.replace(plan.main, resume=point))
 
 
 def on_all(mfcs, cluster, dp=None):

@@ -52,12 +52,12 @@ class Checks:
             call, steps_before = self.calls[name], step - self.plan.first_step
             self.n_dispatched[name] += 1
             assert self.n_dispatched[name] - self.n_done[name] == 1, "two dispatches of one call are under way"
-            if call.is_train:
+            if call.mfc.is_train:
                 assert self.steps_done(name) >= steps_before
             for wait in call.waits_for:
                 if not self.calls[wait.trainer].feeds_drop:
                     assert self.steps_done(wait.trainer) >= steps_before + 1 - wait.lag, "the weights are too old"
-            if call.min_n_seqs is not None and not self.plan.drops:
+            if call.mfc.min_n_seqs is not None and not self.plan.drops:
                 assert sorted(indices) == self.ready(call, steps_before)[: len(indices)], "not the oldest samples"
             self.taken[name] |= indices
         for rank in range(self.plan.n_ranks):
@@ -68,7 +68,7 @@ class Checks:
 
     def steps_done(self, name):
         """Steps of this run that the master knows a call that does not stream to be done with."""
-        n_seqs = self.calls[name].n_seqs
+        n_seqs = self.calls[name].mfc.n_seqs
         return (self.n_done[name] * n_seqs + len(self.known[name])) // self.plan.step_size
 
     def ready(self, call, steps_before):
@@ -79,7 +79,7 @@ class Checks:
             i
             for i in step
             if i < len(self.order) and i not in self.taken[call.name]
-            and set(call.input_keys) <= self.visible[self.order[i]]
+            and set(call.mfc.input_keys) <= self.visible[self.order[i]]
         ]  # fmt: skip
 
     def check_dispatch(self, request):
@@ -93,14 +93,14 @@ class Checks:
             assert (parts[rank].call, parts[rank].step) == (call.name, request.step)
             assert parts[rank].n_steps == self.start.last_step
         for part in parts.values():
-            assert len(part.minibatches) == call.n_minibatches
+            assert len(part.minibatches) == call.mfc.n_minibatches
             assert all(part.minibatches) or call.feeds_drop, "a rank has no sample in some minibatch"
-        if call.protocol == "3D_PROTO":
+        if call.mfc.protocol == "3D_PROTO":
             for dp_rank in range(call.allocation.strategy.dp):
                 members = [parts[rank].minibatches for rank in call.allocation.dp_group_members(dp_rank)]
                 assert len(set(members)) == 1
         ids = sorted({sample_id for part in parts.values() for sample_id in ids_of(part)})
-        if not call.is_train:
+        if not call.mfc.is_train:
             assert sorted(sample_id for part in parts.values() for sample_id in part.keeps) == ids
         for sample_id in ids:
             assert (call.name, sample_id) not in self.dispatch_of, "a call reads a sample twice"
@@ -117,10 +117,10 @@ class Checks:
             position = len(self.known[name])
             for step, indices in batches[name]:
                 assert {first + index // size for index in indices} == {step}
-                if call.min_n_seqs is None:
-                    assert indices == list(range(position, position + call.n_seqs))
+                if call.mfc.min_n_seqs is None:
+                    assert indices == list(range(position, position + call.mfc.n_seqs))
                 else:
-                    assert call.min_n_seqs <= len(indices) <= call.n_seqs
+                    assert call.mfc.min_n_seqs <= len(indices) <= call.mfc.n_seqs
                 position += len(indices)
             known = [self.index[sample_id] for sample_id in self.known[name]]
             assert sorted([*known, *(i for _, indices in batches[name] for i in indices)]) == list(range(position))
@@ -132,21 +132,21 @@ class Checks:
         assert self.order == [sample_id for loaded, _ in expected for sample_id in loaded]
         dropping = []
         for name, call in self.calls.items():
-            gates = [*(self.calls[other] for other in call.gates), *(dropping if call.may_drop else ())]
-            dropping += [call] if call.may_drop else []
+            gates = [*(self.calls[other] for other in call.gates), *(dropping if call.mfc.may_drop else ())]
+            dropping += [call] if call.mfc.may_drop else []
             for index, (loaded, places) in enumerate(expected):
                 found = [[self.order[i] for i in batch] for step, batch in batches[name] if step == first + index]
                 seen = [sample_id for batch in found for sample_id in batch]
-                assert all(batch and len(batch) <= call.n_seqs for batch in found)
+                assert all(batch and len(batch) <= call.mfc.n_seqs for batch in found)
                 if call.feeds_drop:
                     assert set(seen) <= set(loaded)
                     assert not any(self.is_dropped_by(gate, i) for gate in gates for i in seen)
                     if not self.behind_a_dropping_call(call):
                         assert sorted(seen) == sorted(loaded)
-                        assert seen == loaded or call.min_n_seqs is not None
-                elif call.min_n_seqs is None:
+                        assert seen == loaded or call.mfc.min_n_seqs is not None
+                elif call.mfc.min_n_seqs is None:
                     assert [sorted(b) for b in found] == [
-                        sorted(places[i : i + call.n_seqs]) for i in range(0, size, call.n_seqs)
+                        sorted(places[i : i + call.mfc.n_seqs]) for i in range(0, size, call.mfc.n_seqs)
                     ]
                 else:
                     assert sorted(seen) == sorted(places)
@@ -154,9 +154,12 @@ class Checks:
 
     def behind_a_dropping_call(self, call):
         """Whether some dropping call comes before this one, by data or by an edge of its own."""
-        produced = {key: other for other in self.plan.calls for key in other.output_keys}
-        before = [*(produced[key] for key in call.input_keys if key in produced), *(self.calls[g] for g in call.gates)]
-        return any(other.may_drop or self.behind_a_dropping_call(other) for other in before)
+        produced = {key: other for other in self.plan.calls for key in other.mfc.output_keys}
+        before = [
+            *(produced[key] for key in call.mfc.input_keys if key in produced),
+            *(self.calls[g] for g in call.gates),
+        ]
+        return any(other.mfc.may_drop or self.behind_a_dropping_call(other) for other in before)
 
     def batches(self):
         """Call -> its batches in the order of dispatch, each a step and the sorted numbers of its samples."""
@@ -176,9 +179,9 @@ class Checks:
         """The homes hold exactly what `step` steps made of them."""
         n_steps = step - self.plan.first_step + 1
         for call in self.plan.calls:
-            per_step = self.plan.step_size // call.n_seqs
+            per_step = self.plan.step_size // call.mfc.n_seqs
             targets = [h.target for h in (*call.hooks.before, *call.hooks.after) if not self.is_local(h)]
-            for role in [*targets, *([call.role] if call.is_train else [])]:
+            for role in [*targets, *([call.mfc.role] if call.mfc.is_train else [])]:
                 if rank in self.homes[role].ranks:
                     assert self.ranks[rank].home[role] == n_steps * per_step
 

@@ -15,7 +15,6 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
 from realrl.plan.hooks import Realloc
-from realrl.plan.samples.cursor import DatasetCursor
 from realrl.sched.events import (
     Abort,
     CheckpointCommitted,
@@ -82,14 +81,14 @@ class Simulation(Checks):
     """One run of a plan over `n_rows` dataset rows, in the order that `seed` gives."""
 
     def __init__(self, plan, *, seed, n_rows, validate=True, drop_share=0.3, restored=None):
-        self.plan = plan
+        self.master_plan, self.plan = plan, plan.main
         self.drop_share = drop_share
         self.random = random.Random(seed)
         self.n_rows = n_rows
         self.validate = validate
         self.master = MasterState(plan)
-        self.ranks = [Rank(WorkerState(rank)) for rank in range(plan.n_ranks)]
-        self.calls = {call.name: call for call in plan.calls}
+        self.ranks = [Rank(WorkerState(rank)) for rank in range(plan.main.n_ranks)]
+        self.calls = {call.name: call for call in self.plan.calls}
         self.events, self.instructions = [], []  # the log
         self.reports, self.checkpoints, self.start = [], {}, None
         self.end = None  # Finish or Abort
@@ -98,11 +97,11 @@ class Simulation(Checks):
         self.position = {}  # part -> in the order of sending
         self.sent = defaultdict(dict)  # part -> rank -> request
         self.answered = defaultdict(set)  # part -> ranks whose reply the master has
-        for call in plan.calls:
+        for call in self.plan.calls:
             for rank in () if call.hooks.home is None else call.hooks.home.ranks:
-                self.ranks[rank].home[call.role] = 0
+                self.ranks[rank].home[call.mfc.role] = 0
         self.known = defaultdict(set)  # call -> samples that it was done with before the run was resumed
-        for record in plan.in_flight.calls:
+        for record in self.plan.in_flight.calls:
             self.known[record.call] |= set(record.ids)
         self.restored = restored or {}  # sample -> keys that a checkpoint holds of it
         self.saved_rows = {}  # step -> the same, of the checkpoints of this run
@@ -279,22 +278,22 @@ class Simulation(Checks):
         r = self.ranks[rank]
         for transfer in request.transfers:
             assert transfer.target == rank != transfer.source
-            assert transfer.key in call.input_keys
+            assert transfer.key in call.mfc.input_keys
             for sample_id in transfer.ids:
                 assert transfer.key in self.ranks[transfer.source].store[sample_id], "the source has no such rows"
                 assert transfer.key not in r.store[sample_id], "the target has these rows"
                 r.store[sample_id].add(transfer.key)
         for sample_id in ids_of(request):
-            assert set(call.input_keys) <= r.store[sample_id], "rows are missing"
-        if call.role in self.homes:
+            assert set(call.mfc.input_keys) <= r.store[sample_id], "rows are missing"
+        if call.mfc.role in self.homes:
             is_visiting = call.hooks.home != call.allocation
             assert (call.name in r.visiting) == is_visiting, "parameters are missing, or in the way"
-            version = r.visiting[call.name] if is_visiting else self.use(rank, call.role)
-            if call.role in self.changing_roles:
+            version = r.visiting[call.name] if is_visiting else self.use(rank, call.mfc.role)
+            if call.mfc.role in self.changing_roles:
                 self.versions_read[call.name, request.step].add(version)
-            at_start = self.plan.versions_after(self.plan.first_step - 1).get(call.role)
+            at_start = self.plan.versions_after(self.plan.first_step - 1).get(call.mfc.role)
             if at_start is not None:
-                recorded = next(d.version for d in self.master._dispatches() if d.id == request.dispatch_id)
+                recorded = next(d.version for d in self.master.dispatches if d.id == request.dispatch_id)
                 assert recorded == at_start + version, "the master takes it for another"
                 self.versions.update({(call.name, sample_id): recorded for sample_id in ids_of(request)})
         if len(self.entered[part_of(request)]) == 1:
@@ -303,13 +302,13 @@ class Simulation(Checks):
     @property
     def homes(self):
         """Role -> home, of the roles that have parameters."""
-        return {call.role: call.hooks.home for call in self.plan.calls if call.hooks.home is not None}
+        return {call.mfc.role: call.hooks.home for call in self.plan.calls if call.hooks.home is not None}
 
     @property
     def changing_roles(self):
         """Roles that are trained, or written by a hook."""
         hooks = [h for call in self.plan.calls for h in (*call.hooks.before, *call.hooks.after) if not self.is_local(h)]
-        return {call.role for call in self.plan.calls if call.is_train} | {hook.target for hook in hooks}
+        return {call.mfc.role for call in self.plan.calls if call.mfc.is_train} | {hook.target for hook in hooks}
 
     def use(self, rank, role):
         """The parameters in a home are read or written: they come back from the host if they are there."""
@@ -351,7 +350,7 @@ class Simulation(Checks):
                 assert request.call not in r.visiting
                 r.visiting[request.call] = found.pop()
             else:
-                is_own_training = call.is_train and hook.target == call.role  # one version, with its pulls
+                is_own_training = call.mfc.is_train and hook.target == call.mfc.role  # one version, with its pulls
                 r.home[hook.target] = self.use(rank, hook.target) + (not is_own_training)
                 self.versions_moved[request.call, request.step, hook.target] |= found
         return HooksDone(
@@ -362,13 +361,13 @@ class Simulation(Checks):
         call, r = self.calls[request.call], self.ranks[rank]
         output = self.random.choice([None, SampleMeta((), {}, {})])
         r.visiting.pop(call.name, None)
-        if call.is_train:
+        if call.mfc.is_train:
             assert not request.keeps
-            r.home[call.role] += 1
+            r.home[call.mfc.role] += 1
         elif keeps := [sample_id for sample_id in request.keeps if not self.is_dropped_by(call, sample_id)]:
-            output = meta(keeps, call.output_keys)
+            output = meta(keeps, call.mfc.output_keys)
             for sample_id in keeps:
-                r.store[sample_id] |= set(call.output_keys)
+                r.store[sample_id] |= set(call.mfc.output_keys)
         return CallDone(
             rank=rank,
             seq=request.seq,
@@ -386,7 +385,7 @@ class Simulation(Checks):
 
     def is_dropped_by(self, call, sample_id):
         """What a dropping call decides about a sample."""
-        return call.may_drop and zlib.crc32(f"{call.name} {sample_id}".encode()) < self.drop_share * 2**32
+        return call.mfc.may_drop and zlib.crc32(f"{call.name} {sample_id}".encode()) < self.drop_share * 2**32
 
     def is_dropped(self, sample_id):
         """Whether some call drops a sample that nobody dropped before."""
@@ -416,8 +415,7 @@ class Simulation(Checks):
 
     def refs(self):
         """Ids of the samples in the order of the dataset."""
-        rows, plan = [f"row{i}" for i in range(self.n_rows)], self.plan
-        cursor = DatasetCursor(rows, seed=plan.seed, shuffle=plan.shuffle, start=plan.resume and plan.resume.cursor)
+        cursor = self.plan.cursor([f"row{i}" for i in range(self.n_rows)])
         position = cursor.start
         while True:
             yield cursor.take(position, 1)[0].id

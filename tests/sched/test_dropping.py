@@ -11,9 +11,9 @@ from realrl.graph.build import build_graph, data_graph, drop_feeders, drop_gates
 from realrl.graph.mfc import MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.sched.events import Abort, FailureKind
-from realrl.sched.master.master_plan import ResumePoint
 from realrl.sched.samples.rounds import Rounds
-from tests.sched.plans import GENERATE, INFERENCE, TRAIN, make_plan, on_all, plans
+from realrl.sched.track.track_plan import ResumePoint
+from tests.sched.plans import GENERATE, INFERENCE, TRAIN, make_plan, on_all, plans, with_resume
 from tests.sched.simulator import Simulation
 from tests.sched.test_orders import ROWS, SEEDS, membership, orders
 
@@ -55,9 +55,9 @@ def split_plan(mfcs, **settings):
 def test_any_plan_fills_its_steps_with_the_samples_that_the_rules_say(plan, seed, n_rows, share):
     simulation = Simulation(plan, seed=seed, n_rows=n_rows, drop_share=share).run()
     simulation.check_complete()
-    assert simulation.start.last_step == plan.steps
+    assert simulation.start.last_step == plan.main.steps
     position = 0
-    for report, (loaded, places) in zip(simulation.reports, simulation.expected_steps(plan.steps), strict=True):
+    for report, (loaded, places) in zip(simulation.reports, simulation.expected_steps(plan.main.steps), strict=True):
         position += len(loaded)
         assert simulation.master.cursor_state(report.step).rows_consumed == position
         n_dropped = sum(n for name, n in report.metrics.items() if name.startswith("dropped/"))
@@ -81,9 +81,9 @@ def dropped(report):
 @given(plan=plans(drops=True), seed=SEEDS, n_rows=ROWS, data=st.data())
 def test_resumed_run_continues_with_the_same_samples(plan, seed, n_rows, data):
     whole = Simulation(plan, seed=seed, n_rows=n_rows).run()
-    step = data.draw(st.integers(0, plan.steps - 1))
+    step = data.draw(st.integers(0, plan.main.steps - 1))
     point = ResumePoint(step, whole.master.cursor_state(step))
-    resumed = Simulation(dataclasses.replace(plan, resume=point), seed=seed + 1, n_rows=n_rows).run()
+    resumed = Simulation(with_resume(plan, point), seed=seed + 1, n_rows=n_rows).run()
     resumed.check_complete()
     assert resumed.start.last_step == whole.start.last_step
     assert resumed.order == whole.order[point.cursor.rows_consumed :]
@@ -94,7 +94,7 @@ def test_resumed_run_continues_with_the_same_samples(plan, seed, n_rows, data):
 @pytest.mark.parametrize("sizes", [{}, {"gen_n_seqs": 2}, {"train_n_seqs": 2}, {"n_minibatches": 2}], ids=str)
 def test_refills_are_generated_by_the_parameters_of_their_step(min_n_seqs, sizes):
     plan = split_plan(grpo(min_n_seqs=min_n_seqs, **sizes), save_every_steps=1)
-    per_step = plan.step_size // plan.calls[-1].n_seqs
+    per_step = plan.main.step_size // plan.main.calls[-1].mfc.n_seqs
     for seed in range(6):
         simulation = Simulation(plan, seed=seed, n_rows=7, validate=seed < 2, drop_share=0.5).run()
         simulation.check_complete()

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter, deque
 
 import pytest
 
-from realrl.graph.build import build_graph, dataset_keys
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Cluster
-from realrl.plan.hooks import plan_hooks
 from realrl.sched.events import (
     BeginEvaluation,
     CheckpointCommitted,
@@ -22,9 +21,8 @@ from realrl.sched.events import (
     Send,
     Start,
 )
-from realrl.sched.master.evaluation_times import EvaluationTimes
-from realrl.sched.master.master_plan import MasterPlan, schedule_calls
 from realrl.sched.master.master_state import MasterState
+from realrl.sched.master.saving import EvaluationTimes
 from realrl.sched.messages import (
     CallDone,
     CheckpointSaved,
@@ -49,8 +47,9 @@ from realrl.sched.messages import (
     SaveCheckpoint,
     Shutdown,
 )
+from realrl.sched.outbox import Owner
 from realrl.sched.track.readout import Readout
-from tests.sched.plans import make_plan, on_all, ppo
+from tests.sched.plans import make_plan, make_track, on_all, ppo
 
 GENERATE, INFERENCE = InterfaceType.GENERATE, InterfaceType.INFERENCE
 NUMBER, TOKEN = KeySchema("float32", Per.SEQUENCE), KeySchema("int64", Per.TOKEN)
@@ -59,31 +58,27 @@ ROWS = tuple(f"r{i}" for i in range(20))
 HELD_OUT = tuple(f"h{i}" for i in range(11))
 
 
-def eval_plan(allocations, **settings):
+def eval_track(allocations, config):
     calls = [
         MFCDef("eval_gen", "actor", GENERATE, "x", ("prompt_ids",), ("input_ids", "prompt_mask"), n_seqs=4),
         MFCDef("eval_rew", "reward", INFERENCE, "x", ("input_ids",), ("rewards",), n_seqs=4),
     ]
-    graph = build_graph(calls, ["prompt_ids"])
     allocations = {"eval_gen": allocations["actor_gen"], "eval_rew": allocations["rew_inf"]}
-    return MasterPlan(
-        calls=schedule_calls(graph, allocations, hooks=plan_hooks(graph, allocations)),
-        dataset_keys=dataset_keys(graph), cluster=CLUSTER, dataset_rank=0, steps=10**6, epochs=1, seed=7,
-        shuffle=False, readout=Readout({"": "actor"}, {"": "eval_gen"}), keeps_rest=True, held_out=0,
-        pass_threshold=0.5, **settings,
-    )  # fmt: skip
+    return make_track(
+        calls, allocations, config, owner=Owner.EVALUATION, readout=Readout({"": "actor"}, {"": "eval_gen"})
+    )
 
 
 class Workers:
     """Ranks that answer in a random order; a reward depends on the sample alone."""
 
     def __init__(self, plan, seed, rows=ROWS):
-        self.plan, self.random, self.rows = plan, random.Random(seed), rows
+        self.plan, self.random, self.rows = plan.main, random.Random(seed), rows
         self.master = MasterState(plan)
-        self.calls = {c.name: c for p in (plan, plan.evaluation) if p is not None for c in p.calls}
-        self.inbox = [deque() for _ in range(plan.n_ranks)]
-        self.store = [set() for _ in range(plan.n_ranks)]
-        self.parts = [[] for _ in range(plan.n_ranks)]
+        self.calls = {call.name: call for track in plan.tracks for call in track.calls}
+        self.inbox = [deque() for _ in range(self.plan.n_ranks)]
+        self.store = [set() for _ in range(self.plan.n_ranks)]
+        self.parts = [[] for _ in range(self.plan.n_ranks)]
         self.reports, self.loads, self.taken, self.evaluating = [], [], Counter(), None
         self.n_trained = 0
         self.commits = deque()
@@ -131,7 +126,7 @@ class Workers:
         if isinstance(request, RunCall | RunHooks | MoveRows):
             kind = request.when if isinstance(request, RunHooks) else type(request).__name__
             self.parts[rank].append((request.dispatch_id, kind))
-        if isinstance(request, RunCall) and self.calls[request.call].is_train:
+        if isinstance(request, RunCall) and self.calls[request.call].mfc.is_train:
             assert self.evaluating is None or request.step <= self.evaluating, "the weights change too early"
         if isinstance(request, RunCall) and request.call.startswith("eval_"):
             self.taken.update((request.call, sample_id) for sample_id in request.keeps)
@@ -154,7 +149,7 @@ class Workers:
                 call = self.calls[request.call]
                 for transfer in request.transfers:
                     self.store[rank] |= set(transfer.ids)
-                output = self.put(rank, request.keeps, call.output_keys) if request.keeps else None
+                output = self.put(rank, request.keeps, call.mfc.output_keys) if request.keeps else None
                 return CallDone(rank, request.seq, request.dispatch_id, call.name, request.step, output, {}, ())
             case RunHooks():
                 return HooksDone(rank, request.seq, request.dispatch_id, request.call, request.step, request.when)
@@ -188,11 +183,12 @@ def reward(sample_id):
 def run(seed, *, evaluated=True, **settings):
     mfcs = ppo(4, max_staleness=settings.pop("max_staleness", 0))
     allocations = on_all(mfcs, CLUSTER)
-    times = {"eval_every_steps": 2, "eval_at_start": True, "evaluation": eval_plan(allocations)} if evaluated else {}
     plan = make_plan(
         mfcs, allocations, CLUSTER, n_steps=5, readout=Readout({"": "actor"}, {"": "actor_gen"}, n_samples=3),
-        checkpoint_directory="x", **times, **settings,
+        checkpoint_directory="x", eval_section={"every_steps": 2, "at_start": True}, **settings,
     )  # fmt: skip
+    if evaluated:
+        plan = dataclasses.replace(plan, evaluation=eval_track(allocations, plan.main.config))
     return Workers(plan, seed).run()
 
 
@@ -231,7 +227,7 @@ def test_a_run_without_training_goes_over_every_row(n_rows: int, sizes: list[int
         MFCDef("rew", "reward", INFERENCE, "x", ("input_ids",), ("rewards",), n_seqs=2, min_n_seqs=min_n_seqs),
     ]
     readout = Readout({"": "actor"}, {"": "gen"})
-    plan = make_plan(mfcs, on_all(mfcs, CLUSTER), CLUSTER, n_steps=10**6, epochs=1, shuffle=False, keeps_rest=True,
+    plan = make_plan(mfcs, on_all(mfcs, CLUSTER), CLUSTER, n_steps=10**6, epochs=1, shuffle=False,
                      readout=readout)  # fmt: skip
     rows = tuple(f"r{i}" for i in range(n_rows))
     for seed in range(4):

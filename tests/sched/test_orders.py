@@ -24,11 +24,10 @@ from realrl.sched.events import (
     decode_event,
     encode,
 )
-from realrl.sched.master.master_plan import ResumePoint
-from realrl.sched.master.master_state import MasterState
-from realrl.sched.master.run_phase import RunPhase
+from realrl.sched.master.master_state import MasterState, RunPhase
 from realrl.sched.messages import RunCall, WorkerFailed
-from tests.sched.plans import make_plan, on_all, plans, ppo
+from realrl.sched.track.track_plan import ResumePoint
+from tests.sched.plans import make_plan, on_all, plans, ppo, with_resume
 from tests.sched.simulator import Simulation, Stuck
 
 SEEDS = st.integers(0, 2**32)
@@ -48,7 +47,7 @@ def membership(simulation):
     """(call, step, rank) -> minibatches of every dispatch, for the calls that do not stream."""
     found = {}
     for rank, request in requests(simulation):
-        if isinstance(request, RunCall) and simulation.calls[request.call].min_n_seqs is None:
+        if isinstance(request, RunCall) and simulation.calls[request.call].mfc.min_n_seqs is None:
             found.setdefault((request.call, request.step, rank), []).append(request.minibatches)
     return found
 
@@ -76,11 +75,12 @@ def split_ppo(**settings):
 def test_any_plan_ends_with_everything_done_once(plan, seed, n_rows):
     simulation = Simulation(plan, seed=seed, n_rows=n_rows).run()
     simulation.check_complete()
-    assert simulation.start.last_step == plan.steps
-    expected = DatasetCursor([f"row{i}" for i in range(n_rows)], seed=plan.seed, shuffle=plan.shuffle)
-    assert simulation.order == [ref.id for ref in expected.take(0, plan.steps * plan.step_size)]
-    saved = {s for s in range(1, plan.steps + 1) if plan.save_every_steps and s % plan.save_every_steps == 0}
-    assert set(simulation.checkpoints) == saved | ({plan.steps} if plan.save_at_end else set())
+    assert simulation.start.last_step == plan.main.steps
+    expected = DatasetCursor([f"row{i}" for i in range(n_rows)], seed=7, shuffle=plan.main.config.dataset.shuffle)
+    assert simulation.order == [ref.id for ref in expected.take(0, plan.main.steps * plan.main.step_size)]
+    every = plan.save.every_steps
+    saved = {s for s in range(1, plan.main.steps + 1) if every and s % every == 0}
+    assert set(simulation.checkpoints) == saved | ({plan.main.steps} if plan.save.at_end else set())
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
@@ -150,19 +150,14 @@ def test_a_step_may_straddle_epochs():
 @given(plan=plans(), seed=SEEDS, n_rows=ROWS, data=st.data())
 def test_resumed_run_continues_with_the_same_samples(plan, seed, n_rows, data):
     whole = Simulation(plan, seed=seed, n_rows=n_rows).run()
-    step = data.draw(st.integers(0, plan.steps - 1))
+    step = data.draw(st.integers(0, plan.main.steps - 1))
     point = ResumePoint(step, whole.master.cursor_state(step))
-    resumed = Simulation(_replace(plan, resume=point), seed=seed + 1, n_rows=n_rows).run()
+    resumed = Simulation(with_resume(plan, point), seed=seed + 1, n_rows=n_rows).run()
     resumed.check_complete()
     assert resumed.start.first_step == step + 1
-    assert resumed.order == whole.order[step * plan.step_size :]
+    assert resumed.order == whole.order[step * plan.main.step_size :]
     after = {key: batches for key, batches in membership(whole).items() if key[1] > step}
     assert membership(resumed) == after
-
-
-def _replace(plan, **changes):
-    fields = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
-    return type(plan)(**{**fields, **changes})
 
 
 # ---------------------------------------------------------------- runs that do not
@@ -175,7 +170,7 @@ def test_failure_at_any_point_aborts_at_once_with_the_first_cause(plan, seed, n_
     if simulation.end is not None:
         return
     draw_from = random.Random(seed)
-    rank = draw_from.randrange(plan.n_ranks)
+    rank = draw_from.randrange(plan.main.n_ranks)
     request = simulation.ranks[rank].inbox[0] if simulation.ranks[rank].inbox else None
     if request is not None and draw_from.random() < 0.5:
         call, step = getattr(request, "call", None), getattr(request, "step", None)
@@ -196,7 +191,7 @@ def test_failure_at_any_point_aborts_at_once_with_the_first_cause(plan, seed, n_
     for r in simulation.ranks:  # whatever is still on its way, and more
         for reply in [*r.replies, *r.replies][:late]:
             assert simulation.master.handle(reply) == []
-    assert simulation.master.handle(WorkerLost((rank + 1) % plan.n_ranks, 1, "")) == []
+    assert simulation.master.handle(WorkerLost((rank + 1) % plan.main.n_ranks, 1, "")) == []
     assert simulation.master.handle(Interrupted("SIGINT")) == []
     assert simulation.master.phase is RunPhase.ABORTED
 
@@ -210,7 +205,7 @@ def test_interruption_at_any_point_ends_in_order(plan, seed, n_actions, n_lost):
     simulation.feed(Interrupted("SIGINT"))
     assert simulation.master.phase is RunPhase.CLOSING
     for rank in range(n_lost):
-        if rank < plan.n_ranks:
+        if rank < plan.main.n_ranks:
             lose(simulation, rank)
     while simulation.end is None:
         try:

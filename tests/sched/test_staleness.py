@@ -12,8 +12,8 @@ from realrl.graph.mfc import MFCDef, ModelName, ParamReallocHook
 from realrl.mesh.device_mesh import Cluster
 from realrl.plan.samples.cursor import DatasetCursor
 from realrl.sched.events import Send
-from realrl.sched.master.master_plan import ResumePoint
 from realrl.sched.messages import CallDone, RunCall
+from realrl.sched.track.track_plan import ResumePoint
 from tests.sched.plans import INFERENCE, make_plan, on_all, plans, ppo
 from tests.sched.simulator import Simulation
 from tests.sched.test_dropping import grpo, split_plan

@@ -16,7 +16,9 @@ from realrl.runtime.checkpoints.store import (
     load_manifest,
 )
 from realrl.runtime.output.metrics import FILE_NAME as METRICS_FILE
-from realrl.sched.master.master_plan import STEP_PLACEHOLDER, MasterPlan, ResumePoint, plan_evaluation_of, plan_master
+from realrl.sched.master.master_plan import STEP_PLACEHOLDER, MasterPlan, plan_master
+from realrl.sched.outbox import Owner
+from realrl.sched.track.track_plan import ResumePoint, plan_track
 
 
 def refuse_mixing(config: RunConfig) -> None:
@@ -90,23 +92,23 @@ def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | 
             )
     evaluation = None
     if plan.evaluation is not None:
-        evaluation = plan_evaluation_of(
+        evaluation = plan_track(
             plan.evaluation.graph,
             plan.evaluation.allocations,
             plan.config,
             dataset_rank=plan.dataset_rank,
             hooks=plan.evaluation.hooks,
+            owner=Owner.EVALUATION,
         )
-    return plan_master(
+    main = plan_track(
         plan.graph,
         plan.allocations,
         plan.config,
         dataset_rank=plan.dataset_rank,
-        checkpoint_directory=str(store.root / f".step_{STEP_PLACEHOLDER}.partial"),
-        resume=resume,
         hooks=plan.hooks,
-        evaluation=evaluation,
+        resume=resume,
     )
+    return plan_master(main, evaluation, str(store.root / f".step_{STEP_PLACEHOLDER}.partial"))
 
 
 def _is_filled(file: Path) -> bool:

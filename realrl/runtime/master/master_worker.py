@@ -54,10 +54,8 @@ from realrl.sched.events import (
     WorkerLost,
     WorkerSilent,
 )
-from realrl.sched.master.diagnosis import may_have_lost_peer
 from realrl.sched.master.master_state import MasterState
 from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, Request, RunCall, WorkerFailed
-from realrl.sched.track.readout import Readout
 
 _POLL_S = 0.2
 _STACK_DUMP_S = 0.5
@@ -83,8 +81,8 @@ class MasterWorker:
         self._checkpoints = checkpoints
         self._generations = GenerationsFile(
             Path(plan.config.save.generations_path or session.run_dir / GENERATIONS_FILE),
-            state.plan.readout or Readout(),
-            last_step=state.plan.first_step - 1,
+            state.plan.main.readout,
+            last_step=state.plan.main.first_step - 1,
         )
         self._last_heard_s: dict[int, float] = {}
         self._activity: dict[int, str] = {}
@@ -189,7 +187,7 @@ class MasterWorker:
 
     def _on_failure(self, reply: WorkerFailed) -> None:
         """A worker that fails may do so because another one died, of which the news comes later: that is told first."""
-        lost = self._deaths(_DEATH_NOTICE_S if may_have_lost_peer(reply) else 0.0)
+        lost = self._deaths(_DEATH_NOTICE_S if reply.needs_peers else 0.0)
         events: list[Event] = [reply, *(death for death in lost if death.rank == reply.rank)]
         for event in [*(death for death in lost if death.rank != reply.rank), *events]:
             self._dispatch(event)
@@ -229,7 +227,7 @@ class MasterWorker:
         if eval_s:
             self._session.progress.phase(f"eval {evaluation_line(metrics)}  {eval_s:.1f} s")
         best = self._plan.config.save.keep_best
-        if instruction.step == self.state.plan.first_step and best not in ("", *metrics) and best[:5] != "eval/":
+        if instruction.step == self.state.plan.main.first_step and best not in ("", *metrics) and best[:5] != "eval/":
             told = f"save.keep_best={best}: step {instruction.step} has no such metric."
             self._session.progress.phase(told + did_you_mean(best, metrics))
 
@@ -335,9 +333,9 @@ def run_master(session: Session) -> int:
     master_plan = make_master_plan(plan, store, resume_from)
     rendezvous = f"127.0.0.1:{_free_port()}" if plan.n_workers > 1 else ""
     store.discard_unfinished()
-    for folder in store.set_aside(master_plan.first_step - 1):
+    for folder in store.set_aside(master_plan.main.first_step - 1):
         session.progress.phase(f"{folder} is of a step that is done again")
-    session.metrics.begin_after(-1 if resume_from is None else master_plan.first_step - 1)
+    session.metrics.begin_after(-1 if resume_from is None else master_plan.main.first_step - 1)
     if resume_from is not None:
         session.progress.phase(f"resuming from {resume_from}")
     gc.freeze()  # a full collection over everything imported would stall hundreds of workers for tens of milliseconds

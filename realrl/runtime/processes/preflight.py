@@ -16,7 +16,6 @@ from realrl.errors import AssetError
 from realrl.experiment.backends import check_installed
 from realrl.experiment.evaluation import held_out_data
 from realrl.experiment.run_plan import RunPlan, check_models_fit
-from realrl.plan.samples.cursor import DatasetCursor
 from realrl.runtime.checkpoints.compatibility import check_resume, check_samples
 from realrl.runtime.checkpoints.resume import find_beginning
 from realrl.runtime.checkpoints.store import Resume, load_manifest
@@ -67,17 +66,12 @@ def check_inputs(plan: RunPlan) -> Resume:
         with _naming(f"models.{name}.path"):
             load_tokenizer(path)
     tokenizer = load_tokenizer(config.models[plan.dataset_role].path)
-    resume = master_plan.resume
-    start = None if resume is None else resume.cursor
     for source, is_held_out in [*((source, False) for source in sources), *((source, True) for source in held_out)]:
         dataset = load_dataset(source, plan.experiment.dataset, tokenizer, is_held_out=is_held_out)
         check_vocabularies(plan, dataset, n_tokens=len(tokenizer))
         if not is_held_out:
-            content = dataset.digest
-            cursor = DatasetCursor(
-                dataset.row_ids, seed=config.seed, shuffle=config.dataset.shuffle, start=start, content=content
-            )
-            master_plan.last_step(cursor)
+            main = master_plan.main
+            main.last_step(main.cursor(dataset.row_ids, dataset.digest))
     return found
 
 

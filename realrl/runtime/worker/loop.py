@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol
 
+from realrl.engine.peers import lost_peer, needs_peers
 from realrl.errors import CallError, Error, TransportError
 from realrl.runtime.transport.base import SampleClient
 from realrl.sched.messages import (
@@ -128,6 +129,8 @@ class WorkerLoop:
             traceback="" if cause is None else _printable("".join(traceback.format_exception(cause))),
             exit_code=error.exit_code if isinstance(error, Error) else 1,
             sample_ids=error.sample_ids if isinstance(error, CallError) else (),
+            needs_peers=needs_peers(error),
+            lost_peer=lost_peer(error),
         )
 
     def _handle(self, request: Request) -> list[Reply]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 
-from realrl.errors import CallError, CheckpointError, TransportError, UsageError
+from realrl.errors import CallError, CheckpointError, UsageError
 from realrl.sched.events import Failure, FailureKind, WorkerLost, WorkerSilent
 from realrl.sched.messages import (
     PROTOCOL_VERSION,
@@ -18,37 +18,13 @@ from realrl.sched.messages import (
     Request,
     RunCall,
     RunHooks,
-    SamplesLoaded,
     SaveCheckpoint,
     Shutdown,
     WorkerFailed,
 )
 from realrl.sched.track.dispatch import Dispatch
 
-# In lower case: what names a process group in a message or a traceback, and how gloo, NCCL and torch's store say that
-# one of its members is gone or does not answer.
-_OF_A_GROUP = ("gloo/", "processgroup", "torch/distributed", "torch.distributed", "tcpstore")
-_IS_GONE = (
-    "closed by peer",
-    "reset by peer",
-    "broken pipe",
-    "connection closed",
-    "connection refused",
-    "connection was likely closed",
-    "pair is not connected",
-    "remote process exited",
-    "socket closed",
-    "timed out",
-)
 _SILENCE_REMEDY = "Its node may be overloaded or swapping. If that is normal here, raise cluster.worker_timeout_s."
-
-
-class Fatal(Exception):
-    """Unwinds the handling of an event that ends the run; never leaves the state machine."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
 
 
 def describe_request(request: Request | None) -> str:
@@ -116,20 +92,8 @@ def worker_failed(reply: WorkerFailed, dispatches: Iterable[Dispatch], request: 
         sample_ids=reply.sample_ids,
         waiting_ranks=ranks,
         waiting_calls=calls,
+        lost_peer=reply.lost_peer,
     )
-
-
-def may_have_lost_peer(failure: WorkerFailed | Failure) -> bool:
-    """Whether a worker failed in what it does with others, so that the death of one of them may be behind it."""
-    told = f"{failure.message}\n{failure.traceback}".lower()
-    return failure.error == TransportError.__name__ or any(mark in told for mark in _OF_A_GROUP)
-
-
-def has_lost_peer(failure: WorkerFailed | Failure) -> bool:
-    """Whether a worker failed because another one left a group or did not answer, or the connection to it broke."""
-    told = f"{failure.message}\n{failure.traceback}".lower()
-    is_gone = failure.error == TransportError.__name__ or any(mark in told for mark in _IS_GONE)
-    return is_gone and may_have_lost_peer(failure)
 
 
 def never_appeared(event: WorkerLost | WorkerSilent) -> Failure:
@@ -168,48 +132,6 @@ def wrong_version(hello: Hello) -> Failure:
         message=f"worker {hello.rank} speaks protocol version {hello.protocol_version}, the master {PROTOCOL_VERSION}",
         remedy="install the same version of realrl on every node",
         rank=hello.rank,
-    )
-
-
-def bad_output(dispatch: Dispatch, problem: str, *, rank: int | None = None, sample_id: str | None = None) -> Failure:
-    """A call did not produce what it declares."""
-    return Failure(
-        kind=FailureKind.BAD_OUTPUT,
-        message=f"call '{dispatch.call.name}' of step {dispatch.step} {problem}",
-        remedy="its interface must return every output key of the call, for every sample, and nothing else",
-        rank=rank,
-        call=dispatch.call.name,
-        step=dispatch.step,
-        sample_ids=() if sample_id is None else (sample_id,),
-    )
-
-
-def too_many_dropped(step: int, n_vacant: int, n_loaded: int, n_refills: int, n_dropped: Mapping[str, int]) -> Failure:
-    """A step cannot be filled, though samples were replaced as often as they may."""
-    told = " and ".join(f"call '{call}' dropped {n}" for call, n in n_dropped.items())
-    tries = f"after {n_refills} round{'' if n_refills == 1 else 's'} of replacements " if n_refills else ""
-    return Failure(
-        kind=FailureKind.DROPPED,
-        message=f"step {step} still lacks {n_vacant} samples {tries}({told} of {n_loaded} samples)",
-        remedy="Look at why so few samples stay (data too easy or too hard, too few responses per prompt, a failing "
-        "reward), or raise max_refill_rounds.",
-        call=max(n_dropped, key=lambda call: n_dropped[call]),
-        step=step,
-    )
-
-
-def bad_load(reply: SamplesLoaded, request: LoadSamples, missing: Sequence[str]) -> Failure:
-    """The dataset did not give the samples that were asked for."""
-    if missing:
-        problem = f"without key '{missing[0]}'"
-    else:
-        problem = f"that are not the {len(request.ids)} asked for"
-    return Failure(
-        kind=FailureKind.BAD_OUTPUT,
-        message=f"worker {reply.rank} loaded samples {problem}",
-        remedy="the dataset must give every sample all keys of its kind",
-        rank=reply.rank,
-        sample_ids=reply.meta.ids[:4],
     )
 
 

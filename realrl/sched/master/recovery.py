@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import msgspec
 
 from realrl.sched.events import Failure, FailureKind
-from realrl.sched.master.diagnosis import has_lost_peer
 
 LOSSES_AT_ONE_PLACE = 3
 
@@ -99,6 +98,6 @@ def _diagnose(event: AttemptEnded) -> tuple[bool, str, _Place]:
     failure = event.failure
     if failure is None:
         return event.exit_code < 0, "the master process died", ("master", None, event.step)
-    is_lost = failure.kind in _LOST or (failure.kind is FailureKind.WORKER_FAILED and has_lost_peer(failure))
+    is_lost = failure.kind in _LOST or failure.lost_peer
     step = event.step if failure.step is None else failure.step
     return is_lost, failure.message, (failure.kind.value, failure.call, step)

@@ -1,4 +1,4 @@
-"""Which steps are saved, and how far each checkpoint is.
+"""Which steps are saved or evaluated, how far each checkpoint is, and how both keep training behind them.
 
 a step is complete and due ─► hold: dispatches that read older parameters end ─► begin: every rank is asked
                                                                                     │ their files are written
@@ -81,6 +81,10 @@ class CheckpointTracker:
         """Whether a train_step of `step` would change weights that an earlier step's checkpoint needs."""
         return any(self.is_due(earlier) for earlier in range(self._next, step))
 
+    def explain(self, step: int) -> str:
+        """What a train_step of `step` that is blocked waits for."""
+        return f"the checkpoint of a step before {step}, which needs the old weights"
+
     def pass_by(self, step: int) -> None:
         """`step` is complete, and not due."""
         self._next = step + 1
@@ -124,3 +128,42 @@ class CheckpointTracker:
     def is_any_committing(self) -> bool:
         """Whether the outcome of some checkpoint is not known, but will be."""
         return any(not save.missing for save in self._saves.values())
+
+
+class EvaluationTimes:
+    """Decides when evaluations are due and keeps train_step calls behind them.
+
+    An evaluation after step i sees exactly i steps of training: no train_step of a later step is sent before its end.
+
+    Args:
+        first_step, last_step: of the run.
+        every_steps: 0 means none on the way.
+        at_start: whether to evaluate before the first step.
+    """
+
+    def __init__(self, first_step: int, last_step: int, *, every_steps: int, at_start: bool) -> None:
+        self._last_step = last_step
+        self._every_steps = every_steps
+        self._due = first_step - 1 if at_start else self._due_from(first_step)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to evaluate now that `step` is complete."""
+        return step == self._due
+
+    def blocks_training(self, step: int) -> bool:
+        """Whether a train_step of `step` would change weights that are still to be evaluated."""
+        return self._due is not None and step > self._due
+
+    def explain(self, step: int) -> str:
+        """What a train_step of `step` that is blocked waits for."""
+        return f"the evaluation before step {step}, which needs the old weights"
+
+    def add_done(self, step: int) -> None:
+        """The evaluation after `step` is over."""
+        self._due = self._due_from(step + 1)
+
+    def _due_from(self, step: int) -> int | None:
+        if not self._every_steps:
+            return None
+        due = -(-step // self._every_steps) * self._every_steps
+        return due if due <= self._last_step else None

@@ -16,7 +16,7 @@ from enum import Enum
 from realrl.errors import InvalidTransitionError
 from realrl.plan.samples.cursor import SampleRef
 from realrl.plan.samples.transfer import Arrival, Placement
-from realrl.sched.master.master_plan import ScheduledCall
+from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import KeySchema, Per, SampleMeta
 from realrl.sched.samples.call_queue import CallQueue
 from realrl.sched.samples.round_queue import RoundQueue
@@ -68,28 +68,28 @@ class SampleBuffer:
 
     def __init__(self, calls: Sequence[ScheduledCall], step_size: int, n_total: int | None = None) -> None:
         self._calls = tuple(calls)
-        self._drops = any(call.may_drop for call in self._calls)
+        self._drops = any(call.mfc.may_drop for call in self._calls)
         self._round_queues = {
-            position: RoundQueue(n_seqs=call.n_seqs, min_n_seqs=call.min_n_seqs)
+            position: RoundQueue(n_seqs=call.mfc.n_seqs, min_n_seqs=call.mfc.min_n_seqs)
             for position, call in enumerate(self._calls)
             if call.feeds_drop
         }
         self._late = [position for position, call in enumerate(self._calls) if not call.feeds_drop]
         self.queues: list[CallQueue | RoundQueue] = [
             self._round_queues.get(position)
-            or CallQueue(n_seqs=call.n_seqs, min_n_seqs=call.min_n_seqs, step_size=step_size, n_total=n_total)
+            or CallQueue(n_seqs=call.mfc.n_seqs, min_n_seqs=call.mfc.min_n_seqs, step_size=step_size, n_total=n_total)
             for position, call in enumerate(self._calls)
         ]
         # Besides keys, a call waits for dropping calls before it, or for all of them together.
         n_gates = [len(call.gates) if call.feeds_drop else int(self._drops) for call in self._calls]
-        self._n_inputs = [len(call.input_keys) + n for call, n in zip(self._calls, n_gates)]
+        self._n_inputs = [len(call.mfc.input_keys) + n for call, n in zip(self._calls, n_gates)]
         self._gated: list[list[int]] = [
             [position for position, call in enumerate(self._calls) if call.feeds_drop and gate.name in call.gates]
             for gate in self._calls
         ]
         self._readers: dict[str, list[int]] = {}
         for position, call in enumerate(self._calls):
-            for key in call.input_keys:
+            for key in call.mfc.input_keys:
                 self._readers.setdefault(key, []).append(position)
         self._slots: dict[str, _Slot] = {}
         self._id_at: dict[int, str] = {}  # by place
@@ -301,7 +301,7 @@ class SampleBuffer:
 
     def n_behind(self, role: str, ids: Iterable[str], version: int) -> list[int]:
         """For each sample and call that generated it by `role`: how far it is behind `version`."""
-        generating = [i for i, call in enumerate(self._calls) if call.is_generate and call.role == role]
+        generating = [i for i, call in enumerate(self._calls) if call.is_generate and call.mfc.role == role]
         read = [self._slots[sample_id].versions for sample_id in ids]
         return [version - versions[position] for versions in read for position in generating if position in versions]
 
@@ -314,12 +314,12 @@ class SampleBuffer:
 
     def unproduced(self, position: int, ids: Iterable[str]) -> frozenset[str]:
         """The samples of which nobody holds what the call produces."""
-        placement_of = self._placements.get(self._calls[position].output_keys[0], {})
+        placement_of = self._placements.get(self._calls[position].mfc.output_keys[0], {})
         return frozenset(sample_id for sample_id in ids if sample_id not in placement_of)
 
     def missing_output(self, position: int, ids: Iterable[str]) -> tuple[str, str] | None:
         """Return some (sample id, key) that the call should have produced and nobody holds, or None."""
-        for key in self._calls[position].output_keys:
+        for key in self._calls[position].mfc.output_keys:
             placement_of = self._placements.get(key, {})
             for sample_id in ids:
                 if sample_id not in placement_of:
@@ -399,7 +399,7 @@ class SampleBuffer:
         for sample_id, slot in self._slots.items():
             held = [key for key, placement_of in self._placements.items() if sample_id in placement_of]
             for position, call in enumerate(self._calls):
-                n_missing = sum(key not in held for key in call.input_keys) + self._n_closed_gates(slot, call)
+                n_missing = sum(key not in held for key in call.mfc.input_keys) + self._n_closed_gates(slot, call)
                 is_waiting = slot.phases[position] is SamplePhase.WAITING
                 if slot.is_dropped:
                     continue

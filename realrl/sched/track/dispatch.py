@@ -16,7 +16,7 @@ from functools import cached_property
 from realrl.plan.protocols import divide
 from realrl.plan.samples.partition import split_minibatches
 from realrl.plan.samples.transfer import Arrival, Placement, Share, plan_transfers
-from realrl.sched.master.master_plan import ScheduledCall
+from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import CallDone, MoveRows, RowTransfer, RunCall, RunHooks
 from realrl.sched.samples.in_flight import CallRecord
 from realrl.sched.story import ranks_text
@@ -212,12 +212,12 @@ def plan_work(
     """
     minibatches_of: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
     kept: dict[int, tuple[str, ...]] = {}
-    for minibatch in split_minibatches(token_counts, call.n_minibatches if call.is_train else 1):
+    for minibatch in split_minibatches(token_counts, call.mfc.n_minibatches if call.mfc.is_train else 1):
         members, counts = [ids[i] for i in minibatch], [token_counts[i] for i in minibatch]
-        shares, kept_here = divide(call.protocol, members, counts, call.layout, call=call.name)
+        shares, kept_here = divide(call.mfc.protocol, members, counts, call.layout, call=call.name)
         for share in shares:
             minibatches_of.setdefault(share.ranks, []).append(share.ids)
-        if not call.is_train:
+        if not call.mfc.is_train:
             kept.update(kept_here)
     shares = [
         Share(ranks, tuple([sample_id for minibatch in minibatches for sample_id in minibatch]))

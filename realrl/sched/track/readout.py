@@ -46,6 +46,9 @@ class Readout:
     n_samples: int | None = None
 
 
+NO_READOUT = Readout(n_samples=0)
+
+
 class Holdings(Protocol):
     """What planning needs to know of a sample buffer."""
 
@@ -100,10 +103,6 @@ class SampleReader:
             for sample_id, row in values.items():
                 contents[sample_id].columns[name] = row
 
-    def expects(self, reply: SamplesRead) -> bool:
-        """Whether the reply answers a request of this reader."""
-        return (reply.rank, reply.seq) in self._pending
-
     def close(self, step: int) -> None:
         """The step is complete: nothing else of it will be read."""
         if step in self._contents:
@@ -151,8 +150,8 @@ def plan_reads(holdings: Holdings, readout: Readout, ids: Sequence[str]) -> dict
     return {rank: (_frozen(texts.get(rank, {})), _frozen(keys.get(rank, {}))) for rank in sorted({*texts, *keys})}
 
 
-def plan_readout(graph: nx.DiGraph, save: SaveConfig | None) -> Readout | None:
-    """What goes to ``generations.jsonl``; None where no call generates, or nothing is wanted.
+def plan_readout(graph: nx.DiGraph, save: SaveConfig | None) -> Readout:
+    """What goes to ``generations.jsonl``: nothing where no call generates, or nothing is wanted.
 
     Without `save`: what an evaluation measures, of all samples.
     """
@@ -160,8 +159,8 @@ def plan_readout(graph: nx.DiGraph, save: SaveConfig | None) -> Readout | None:
     if save is None:
         return Readout(roles, calls)
     if save.n_generations == 0:
-        return None
-    return Readout(roles, calls, save.generations_every_steps, save.n_generations) if roles else None
+        return NO_READOUT
+    return Readout(roles, calls, save.generations_every_steps, save.n_generations) if roles else NO_READOUT
 
 
 def generating(graph: nx.DiGraph) -> tuple[dict[str, str], dict[str, str]]:

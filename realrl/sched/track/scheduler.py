@@ -1,4 +1,4 @@
-"""The running part of the master: samples through calls, step after step.
+"""The scheduler of a track: samples through calls, step after step.
 
     load ─► buffer ─a call's inputs, version and devices are there─► MoveRows, RunHooks, RunCall to its ranks
               ▲                                                          │
@@ -24,28 +24,23 @@ Policy:
       parameters of two calls at once; so none of them waits for another one's computation.
     - Hooks after a call follow it at once if only its own mesh takes part; otherwise they are sent when the whole mesh
       is done, so that nobody is kept waiting by a long call.
-    - Samples of a whole step are loaded as soon as the capacity allows, and the request is sent before the calls that
-      become ready by the same event.
+    - Samples are loaded ahead (see `loader`), and the request is sent before the calls that become ready by the same
+      event.
     - Where calls drop samples, a step is filled up in rounds (see `rounds`); the next one is loaded after that, and
       parameters do not change before it.
     - What calls did for later steps before the run was resumed is not done again (see `in_flight`).
-    - A call that may be stale runs a fixed number of steps ahead of the training of its role, never more and never
-      less: training waits until it was sent. At step i it reads what step ``i - 1 - max_staleness`` left (what the run
-      began with, for the first steps, also of a resumed run). The exceptions: what else the call waits for holds it
-      back (see `lead_waits`), and replacements of dropped samples may read later parameters, up to those of step i - 1.
+    - How far calls that may be stale run ahead is fixed (see `waits`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from enum import Enum
 
 from realrl.errors import InvalidTransitionError
 from realrl.plan.samples.cursor import DatasetCursor
-from realrl.sched.events import Instruction, Send
-from realrl.sched.master.diagnosis import Fatal, bad_load, bad_output, too_many_dropped
-from realrl.sched.master.evaluation_times import EvaluationTimes
-from realrl.sched.master.master_plan import MasterPlan, ScheduledCall
-from realrl.sched.master.saving import CheckpointTracker
+from realrl.sched.calls import ScheduledCall
+from realrl.sched.events import Instruction
 from realrl.sched.messages import (
     CallDone,
     FreeSamples,
@@ -53,7 +48,6 @@ from realrl.sched.messages import (
     LoadSamples,
     MoveRows,
     ReadSamples,
-    Request,
     RowsMoved,
     RunCall,
     RunHooks,
@@ -61,72 +55,81 @@ from realrl.sched.messages import (
 )
 from realrl.sched.outbox import Outbox
 from realrl.sched.samples.buffer import SampleBuffer
-from realrl.sched.samples.in_flight import SURPLUS, FlightLog, InFlight
-from realrl.sched.samples.rounds import Rounds
-from realrl.sched.story import Story, ranks_text
-from realrl.sched.track.call_phase import NEXT_CALL_PHASES, CallPhase, Counters
+from realrl.sched.samples.in_flight import FlightLog, InFlight
+from realrl.sched.story import Stories, ranks_text
 from realrl.sched.track.devices import MAX_QUEUED, DeviceLoad
 from realrl.sched.track.dispatch import Dispatch, Part, PartKind, plan_work
+from realrl.sched.track.faults import Fatal, bad_output, check_output
+from realrl.sched.track.loader import SampleLoader
 from realrl.sched.track.readout import SampleReader, plan_reads
 from realrl.sched.track.step_log import StepLog
+from realrl.sched.track.track_plan import TrackPlan
+from realrl.sched.track.versions import Versions
+from realrl.sched.track.waits import Hold, Waits
+
+
+class CallPhase(Enum):
+    """What one call is doing."""
+
+    WAITING = "waiting"  # for samples, a version or devices
+    RUNNING = "running"  # one dispatch is under way, its hooks included
+    DONE = "done"
+
+
+NEXT_CALL_PHASES = {
+    CallPhase.WAITING: {
+        CallPhase.RUNNING,  # a batch had its inputs, version and devices: requests went to every rank it needs
+        CallPhase.DONE,  # the last step has no replacements that it must see, or was done before the run was resumed
+    },
+    CallPhase.RUNNING: {
+        CallPhase.WAITING,  # every rank is done, hooks included, and the run needs the call again
+        CallPhase.DONE,  # every rank is done with the last batch of the last step
+    },
+    CallPhase.DONE: set[CallPhase](),
+}
 
 
 class Scheduler:
     """Decides what every worker does next, from the moment all are ready.
 
     Args:
-        plan: the run.
+        plan: of the track.
         cursor: names the samples.
-        last_step: last step of the run; fewer than `plan.steps` when the epochs end before.
-        checkpoints: keeps train_step calls behind the checkpoints that need their old weights.
-        outbox: numbers the requests.
+        outbox: takes the requests.
         log: collects metrics.
-        stories: call name -> its story.
-        reader: what is read of samples before they are freed; None: nothing.
-        counters: shared with other schedulers; None: there are none.
-        evaluations: keep train_step calls behind the evaluations that need their old weights.
+        reader: says what is read of samples before they are freed.
+        stories: told of what calls do.
+        holds: keep calls from changing parameters that something else still needs.
     """
 
     def __init__(
         self,
-        plan: MasterPlan,
-        *,
+        plan: TrackPlan,
         cursor: DatasetCursor,
-        last_step: int,
-        checkpoints: CheckpointTracker,
+        *,
         outbox: Outbox,
         log: StepLog,
-        stories: Mapping[str, Story],
-        reader: SampleReader | None = None,
-        counters: Counters | None = None,
-        evaluations: EvaluationTimes | None = None,
+        reader: SampleReader,
+        stories: Stories,
+        holds: Sequence[Hold] = (),
     ) -> None:
         self.step = plan.first_step  # the oldest step that is not complete
-        self.last_step = last_step
-        self.n_events = 0  # for the stories
         self.dispatches: dict[int, Dispatch] = {}  # under way
         self._plan = plan
         self._calls = plan.calls
-        self._cursor = cursor
-        self._checkpoints = checkpoints
         self._outbox = outbox
         self._log = log
-        self._stories = stories
         self._reader = reader
-        self._counters = counters or Counters()
-        self._evaluations = evaluations
-        self._n_total = plan.n_samples(cursor, last_step)
-        self._buffer = SampleBuffer(plan.calls, plan.step_size, self._n_total)
-        self._rounds = Rounds(plan.step_size) if plan.drops else None
+        self._stories = stories
         self._position = {call.name: position for position, call in enumerate(plan.calls)}
         known = [record for record in plan.in_flight.calls if record.call in self._position]
-        self._flight = FlightLog(InFlight(tuple(known), plan.in_flight.dropped))
         for record in known:
             log.add_call(record)
-        self._trained_step = 0  # the last step of which a call that changes parameters was sent
-        self._last_dropping = max((i for i, call in enumerate(plan.calls) if call.may_drop), default=-1)
-        self._versions = plan.versions_after(plan.first_step - 1)  # that calls which are sent from now on read
-        self._is_stale_allowed = any(call.max_staleness for call in plan.calls)
+        self._flight = FlightLog(InFlight(tuple(known), plan.in_flight.dropped))
+        self._buffer = SampleBuffer(plan.calls, plan.step_size, plan.n_samples(cursor, plan.last_step(cursor)))
+        self._loader = SampleLoader(plan, cursor, buffer=self._buffer, flight=self._flight, log=log, outbox=outbox)
+        self._versions = Versions(plan, buffer=self._buffer, log=log)
+        self._waits = Waits(plan, buffer=self._buffer, loader=self._loader, holds=holds)
         self._has_leads = any(call.leads for call in plan.calls)
         self._phases = [CallPhase.WAITING] * len(plan.calls)
         self._devices = DeviceLoad({call.name: call.extent for call in plan.calls}, plan.n_ranks)
@@ -134,6 +137,11 @@ class Scheduler:
         self._has_completed = False  # a dispatch was completed since a step was last found complete or not
         self._has_news = True  # something changed that may let a call start
         self._lacking_devices: list[tuple[str, int]] = []  # call that had all else, and how deep its queues may be
+
+    @property
+    def last_step(self) -> int:
+        """The last step of the run; before the one that was asked for, where the epochs end before."""
+        return self._loader.last_step
 
     @property
     def is_done(self) -> bool:
@@ -148,29 +156,17 @@ class Scheduler:
     @property
     def step_to_save(self) -> int:
         """The first step of whose parameters nothing is lost yet: a checkpoint of it can still be wanted."""
-        return max(self.step, self._trained_step)
+        return max(self.step, self._versions.trained_step)
 
     def n_consumed(self, step: int) -> int:
         """Samples that this run takes from the dataset up to `step`, which must have all of them."""
-        n_steps = step - self._plan.first_step + 1
-        if self._rounds is not None:
-            return self._rounds.loaded_at_end(n_steps)
-        n_samples = n_steps * self._plan.step_size
-        return n_samples if self._n_total is None else min(n_samples, self._n_total)
+        return self._loader.n_consumed(step)
 
     # ------------------------------------------------------------ what a checkpoint needs
 
     def reading_before(self, step: int) -> frozenset[int]:
         """Dispatches of later steps under way that read older parameters than those after `step`."""
-        versions, written = self._plan.versions_after(step), self._plan.written_roles
-        found = []
-        for dispatch in self.dispatches.values():
-            role, version = dispatch.call.role, dispatch.version
-            is_older = version is not None and version < versions.get(role, 0)
-            is_unknown = version is None and role in written and dispatch.call.max_staleness > 0
-            if dispatch.step > step and (is_older or is_unknown):
-                found.append(dispatch.id)
-        return frozenset(found)
+        return self._versions.reading_before(step, self.dispatches.values())
 
     def in_flight(self, step: int) -> InFlight:
         """What complete dispatches did for steps after `step`."""
@@ -180,7 +176,7 @@ class Scheduler:
         """Rank -> key -> samples: where rows that these dispatches produced lie, each once."""
         rows: dict[int, dict[str, list[str]]] = {}
         for record in in_flight.calls:
-            for key in self._calls[self._position[record.call]].output_keys:
+            for key in self._calls[self._position[record.call]].mfc.output_keys:
                 for sample_id in filter(self._buffer.is_living, record.ids):
                     rank = min(self._buffer.holders(key, sample_id))
                     rows.setdefault(rank, {}).setdefault(key, []).append(sample_id)
@@ -190,19 +186,7 @@ class Scheduler:
 
     def handle_loaded(self, reply: SamplesLoaded, request: LoadSamples) -> None:
         """Samples are there."""
-        missing = sorted(set(self._plan.dataset_keys) - reply.meta.seqlens.keys())
-        if reply.meta.ids != request.ids or missing:
-            raise Fatal(bad_load(reply, request, missing))
-        self._buffer.add_loaded(reply.rank, reply.meta)
-        for meta in reply.restored:
-            self._buffer.add_rows(reply.rank, meta)
-        for sample_id in reply.meta.ids:
-            for call, version in self._flight.done_before(sample_id).items():
-                lost = self._buffer.missing_output(self._position[call], (sample_id,))
-                if lost is not None:
-                    raise Fatal(bad_load(reply, request, [lost[1]]))
-                if version is not None:
-                    self._buffer.restore_version(sample_id, call, version)
+        self._loader.add_loaded(reply, request)
 
     def handle_call_done(self, reply: CallDone, request: RunCall) -> list[Instruction]:
         """One rank is done with its share of a call."""
@@ -210,7 +194,7 @@ class Scheduler:
         self._devices.remove(reply.rank)
         dispatch.replies[reply.rank] = reply
         if reply.output is not None and reply.output.ids:
-            _check_output(dispatch, reply)
+            check_output(dispatch, reply)
             self._buffer.add_rows(reply.rank, reply.output)
         self._has_news |= any(self._devices.of_call(name) <= depth for name, depth in self._lacking_devices)
         return self._answer(dispatch, PartKind.CALL, reply.rank)
@@ -227,7 +211,7 @@ class Scheduler:
         if dispatch.parts[kind].pending:
             return []
         if kind is PartKind.CALL:
-            if not dispatch.call.may_drop:
+            if not dispatch.call.mfc.may_drop:
                 self._check_all_produced(dispatch)
             if dispatch.last_parts:
                 self._note(
@@ -258,66 +242,44 @@ class Scheduler:
 
     def _finish_batch(self, position: int, step: int, ids: tuple[str, ...]) -> tuple[list[Instruction], int]:
         """A call is done with samples: free what nobody needs any more. Also tells how many it dropped."""
-        call = self._calls[position]
-        dropped = self._buffer.unproduced(position, ids) if call.may_drop else frozenset()
+        may_drop = self._calls[position].mfc.may_drop
+        dropped = self._buffer.unproduced(position, ids) if may_drop else frozenset()
         unneeded = self._buffer.finish(position, ids, dropped)
-        if self._rounds is not None and call.may_drop:
-            kept = [sample_id for sample_id in ids if position == self._last_dropping and sample_id not in dropped]
-            gone = [sample_id for sample_id in ids if sample_id in dropped]
-            if kept or gone:  # its hooks may end when calls after it have settled the step
-                unneeded += self._decide(self._rounds, step, call.name, kept, gone)
+        if may_drop:
+            unneeded += self._loader.settle(position, step, ids, dropped)
         self._end_calls()
         self._has_completed = self._has_news = True
         if not unneeded:
             return [], len(dropped)
         trained = [sample_id for sample_id in unneeded if not self._buffer.is_dropped(sample_id)]
         self._log.add_samples(step, self._buffer.token_counts(trained))
-        reads = [] if self._reader is None else self._read(self._reader, trained)
+        reads = self._read(trained)
         frees = [
-            self._send(rank, FreeSamples(self._outbox.next_seq(rank), freed))
+            self._outbox.send(rank, FreeSamples(self._outbox.next_seq(rank), freed), self._plan.owner)
             for rank, freed in self._buffer.free(unneeded).items()
         ]
         return [*reads, *frees], len(dropped)
 
-    def _read(self, reader: SampleReader, ids: list[str]) -> list[Instruction]:
+    def _read(self, ids: list[str]) -> list[Instruction]:
         """Ask for the contents of those samples, about to be freed, of which they are wanted."""
-        size = self._plan.step_size
+        reader, size = self._reader, self._plan.step_size
         instructions: list[Instruction] = []
-        for step, wanted in reader.select(
-            {i: divmod(place, size) for i, place in self._buffer.places(ids).items()}, self._plan.first_step
-        ).items():
+        places = {i: divmod(place, size) for i, place in self._buffer.places(ids).items()}
+        for step, wanted in reader.select(places, self._plan.first_step).items():
             versions = {sample_id: self._buffer.versions(sample_id) for sample_id in wanted}
             reader.expect(step, wanted, versions)
             for rank, (texts, keys) in plan_reads(self._buffer, reader.readout, list(wanted)).items():
                 seq = self._outbox.next_seq(rank)
                 roles = {prefix: reader.readout.roles[prefix] for prefix in texts}
                 reader.asked(step, rank, seq)
-                instructions.append(self._send(rank, ReadSamples(seq, step, texts, roles, keys)))
+                request = ReadSamples(seq, step, texts, roles, keys)
+                instructions.append(self._outbox.send(rank, request, self._plan.owner))
         return instructions
-
-    def _decide(self, rounds: Rounds, step: int, call: str, kept: list[str], gone: list[str]) -> list[str]:
-        """The fate of some samples is known; return those that are left over and can be freed.
-
-        Raises:
-            Fatal: samples are still missing, and were replaced as often as they may.
-        """
-        self._flight.add_dropped(step, call, gone)
-        decision = rounds.decide(call, kept=self._buffer.numbers(kept), dropped=self._buffer.numbers(gone))
-        self._buffer.give_places(decision.places)
-        self._flight.add_dropped(step, SURPLUS, self._buffer.ids_of(decision.surplus))
-        unneeded = self._buffer.drop(decision.surplus)
-        if not rounds.is_open:
-            self._buffer.close_step()
-            self._log.add_dropped(step, rounds.n_dropped, rounds.n_surplus)
-        elif rounds.n_wanted and rounds.n_refills >= self._plan.max_refill_rounds:
-            n_loaded, n_refills = rounds.n_loaded_in_step, rounds.n_refills
-            raise Fatal(too_many_dropped(step, rounds.n_vacant, n_loaded, n_refills, rounds.n_dropped))
-        return unneeded
 
     def _end_calls(self) -> None:
         """Waiting calls that are done with the last step are done."""
         for position, phase in enumerate(self._phases):
-            if phase is CallPhase.WAITING and self._finished_step(position) == self.last_step:
+            if phase is CallPhase.WAITING and self._waits.finished_step(position) == self.last_step:
                 self._enter(position, CallPhase.DONE)
 
     # ------------------------------------------------------------ what to do next
@@ -327,7 +289,7 @@ class Scheduler:
         step = self.step
         if not self._has_completed or self.is_done:
             return None
-        if any(self._finished_step(position) < step for position in range(len(self._calls))):
+        if any(self._waits.finished_step(position) < step for position in range(len(self._calls))):
             self._has_completed = False
             return None
         self.step += 1
@@ -348,9 +310,10 @@ class Scheduler:
         instructions: list[Instruction] = []
         passed: list[Instruction] | None = []
         while passed is not None:  # what is passed may make room
-            while n_samples := self._n_loadable():
-                passed += self._load(n_samples)
-            instructions += passed
+            instructions += [*passed, *self._loader.load()]
+            if self._loader.has_dropped:
+                self._loader.has_dropped = False
+                self._has_completed = self._has_news = True
             passed = self._pass_known()
         while started := self._start_calls():
             instructions += self._send_all(started)
@@ -376,42 +339,6 @@ class Scheduler:
                 held_back.append(call)
         return started
 
-    def _n_loadable(self) -> int:
-        """Samples to load now: those of the next step, or replacements."""
-        rounds, size = self._rounds, self._plan.step_size
-        if rounds is not None and rounds.is_open:
-            return rounds.n_wanted if len(self._buffer) + rounds.n_wanted <= self._plan.max_living else 0
-        n_begun = self._buffer.n_loaded // size if rounds is None else rounds.n_settled
-        has_room = len(self._buffer) + size <= self._plan.capacity * size
-        size = size if self._n_total is None else min(size, self._n_total - self._buffer.n_loaded)
-        return size if has_room and self._plan.first_step + n_begun <= self.last_step else 0
-
-    def _load(self, n_samples: int) -> list[Instruction]:
-        refs = self._cursor.take(self._cursor.start + self._buffer.n_loaded, n_samples)
-        self._buffer.expect(refs)
-        if self._rounds is not None:
-            self._rounds.open_round()
-            self._drop_again(self._rounds, [ref.id for ref in refs if self._flight.was_dropped(ref.id)])
-            refs = [ref for ref in refs if self._buffer.is_living(ref.id)]
-        if not refs:
-            return []
-        rank = self._plan.dataset_rank
-        ids, rows = tuple(ref.id for ref in refs), tuple(ref.row for ref in refs)
-        is_held_out = self._plan.held_out is not None
-        return [self._send(rank, LoadSamples(self._outbox.next_seq(rank), ids, rows, is_held_out))]
-
-    def _drop_again(self, rounds: Rounds, ids: list[str]) -> None:
-        """Samples that were dropped before the run was resumed need not be loaded."""
-        step = self._settled_step(rounds) + 1
-        unneeded = self._buffer.drop(self._buffer.numbers(ids))
-        for call, dropped in self._flight.take_drops(ids).items():
-            if call == SURPLUS:
-                self._decide(rounds, step, self._calls[self._last_dropping].name, dropped, [])
-            else:
-                self._decide(rounds, step, call, [], dropped)
-        self._buffer.free(unneeded)
-        self._has_completed = self._has_news = True
-
     def _pass_known(self) -> list[Instruction] | None:
         """Let a call pass a batch that it was done with before the run was resumed; None if there is none."""
         for position, call in enumerate(self._calls):
@@ -419,7 +346,7 @@ class Scheduler:
             if is_waiting and self._flight.knows(call.name) and self._buffer.queues[position].batch_size():
                 if not self._flight.knows_all(call.name, self._buffer.peek(position)):
                     continue
-                step = self._next_step(position)
+                step = self._waits.next_step(position)
                 _, ids = self._buffer.take(position)
                 self._flight.split(call.name, ids)
                 self._note(call, f"step {step}: {len(ids)} samples were done before the run was resumed")
@@ -429,43 +356,22 @@ class Scheduler:
     def _startable(self) -> Iterator[tuple[int, bool, int]]:
         """Yield (step, whether hooks need no devices of others, position) of every call that lacks at most devices."""
         for position in range(len(self._calls)):
-            if self._phases[position] is CallPhase.WAITING and self._lack(position) is None:
-                yield self._next_step(position), not self._needs_others[position], position
-
-    def _lack(self, position: int) -> str | None:
-        """Return what a waiting call waits for besides devices, or None."""
-        call, step = self._calls[position], self._next_step(position)
-        if not self._buffer.queues[position].batch_size():
-            return f"samples of step {step}"
-        for wait in call.waits_for:
-            if self._finished_step(self._position[wait.trainer]) < step - wait.lag:
-                return f"'{wait.trainer}' to finish step {step - wait.lag}"
-        for lead in call.leads:
-            ahead, reader = min(step + lead.lead, self.last_step), self._position[lead.reader]
-            if (self._finished_step(reader) if lead.is_done else self._begun_step(reader)) < ahead:
-                return f"'{lead.reader}' to read the same parameters at step {ahead}"
-        if call.changes_parameters and self._rounds is not None and self._settled_step(self._rounds) < step:
-            return f"replacements of dropped samples of step {step}"
-        if call.changes_parameters and self._checkpoints.blocks_training(step):
-            return f"the checkpoint of a step before {step}, which needs the old weights"
-        if call.changes_parameters and self._evaluations is not None and self._evaluations.blocks_training(step):
-            return f"the evaluation before step {step}, which needs the old weights"
-        return None
+            if self._phases[position] is CallPhase.WAITING and self._waits.lack(position) is None:
+                yield self._waits.next_step(position), not self._needs_others[position], position
 
     def _start(self, position: int) -> Dispatch:
         """Take a batch of a call and occupy its devices; its requests are still to be sent."""
-        call, step = self._calls[position], self._next_step(position)
+        call, step = self._calls[position], self._waits.next_step(position)
         _, taken = self._buffer.take(position)
         ids, known = self._flight.split(call.name, taken)
-        if call.changes_parameters:
-            self._trained_step = max(self._trained_step, step)
-        token_counts = self._buffer.token_counts(ids, call.input_keys)
-        placements = self._buffer.placements(call.input_keys)
+        token_counts = self._buffer.token_counts(ids, call.mfc.input_keys)
+        placements = self._buffer.placements(call.mfc.input_keys)
         work, arrivals = plan_work(call, ids, token_counts, placements, self._plan.cluster.node_of)
         self._buffer.begin_arrivals(arrivals)
-        number = self._counters.next_dispatch()
+        number = self._outbox.next_dispatch()
         dispatch = Dispatch(number, call, step, ids, work, arrivals, self._plan.moves_rows, known)
         self.dispatches[dispatch.id] = dispatch
+        self._versions.add_started(dispatch)
         for rank in call.ranks:
             self._devices.add(rank)
         self._enter(position, CallPhase.RUNNING)
@@ -489,25 +395,10 @@ class Scheduler:
         return [send for dispatch, kind in (*first, *then) for send in self._send_part(dispatch, kind)]
 
     def _send_part(self, dispatch: Dispatch, kind: PartKind) -> list[Instruction]:
-        self._note_version(dispatch, kind)
+        self._versions.add_sent(dispatch, kind)
         requests = dispatch.requests(kind, self._outbox.next_seq, self.last_step)
-        dispatch.parts[kind] = Part(self._counters.next_part(), set(requests))
-        return [self._send(rank, request) for rank, request in requests.items()]
-
-    def _note_version(self, dispatch: Dispatch, kind: PartKind) -> None:
-        """Parts are executed in the order in which they are sent: what was sent decides which version a call reads."""
-        call, position = dispatch.call, self._position[dispatch.call.name]
-        if call.role not in self._versions or kind not in (PartKind.BEFORE, PartKind.CALL):
-            return
-        is_brought = call.hooks.home not in (None, call.allocation)  # the parameters come by a hook
-        if kind is (PartKind.BEFORE if is_brought else PartKind.CALL):
-            dispatch.version = version = self._versions[call.role]
-            if call.output_keys:
-                self._buffer.set_version(position, dispatch.ids, version)
-            if call.is_train:
-                self._versions[call.role] += 1
-                if self._is_stale_allowed:
-                    self._log.add_staleness(dispatch.step, self._buffer.n_behind(call.role, dispatch.ids, version))
+        dispatch.parts[kind] = Part(self._outbox.next_part(), set(requests))
+        return [self._outbox.send(rank, request, self._plan.owner) for rank, request in requests.items()]
 
     # ------------------------------------------------------------ small things
 
@@ -519,38 +410,18 @@ class Scheduler:
         if self._phases[position] is CallPhase.RUNNING:
             dispatch = next(d for d in self.dispatches.values() if d.call.name == name)
             return dispatch.explain()
-        return f"waits for {self._lack(position) or 'devices'}"
-
-    def _next_step(self, position: int) -> int:
-        """The step that the call takes samples of next."""
-        return self._plan.first_step + self._buffer.queues[position].steps_taken
-
-    def _begun_step(self, position: int) -> int:
-        """The last step of which the call was sent all samples but replacements."""
-        return self._plan.first_step - 1 + self._buffer.queues[position].steps_begun
-
-    def _settled_step(self, rounds: Rounds) -> int:
-        """The last step that has all its samples."""
-        return self._plan.first_step - 1 + rounds.n_settled
-
-    def _finished_step(self, position: int) -> int:
-        """The last step that the call is done with."""
-        return self._plan.first_step - 1 + self._buffer.queues[position].steps_finished
-
-    def _send(self, rank: int, request: Request) -> Instruction:
-        self._outbox.add(rank, request)
-        return Send(rank, request)
+        return f"waits for {self._waits.lack(position) or 'devices'}"
 
     def _enter(self, position: int, phase: CallPhase) -> None:
         call, old = self._calls[position], self._phases[position]
         if phase not in NEXT_CALL_PHASES[old]:
             raise InvalidTransitionError(
-                f"call '{call.name}' cannot go from {old.value} to {phase.value}", self._stories[call.name].lines()
+                f"call '{call.name}' cannot go from {old.value} to {phase.value}", self._stories.lines(call.name)
             )
         self._phases[position] = phase
 
     def _note(self, call: ScheduledCall, line: str) -> None:
-        self._stories[call.name].note(self.n_events, line)
+        self._stories.note(line, call.name)
 
     def validate(self) -> None:
         """Check what must hold between any two events.
@@ -566,8 +437,8 @@ class Scheduler:
         if running != phases:
             raise InvalidTransitionError(f"calls {phases} are running, but dispatches of {running} are under way")
         for rank in range(self._plan.n_ranks):
-            parts = [r for r in self._outbox.of_rank(rank) if isinstance(r, RunCall | RunHooks | MoveRows)]
-            asked = [request for request in parts if request.call in self._position]
+            requests = self._outbox.of_rank(rank, self._plan.owner)
+            asked = [request for request in requests if isinstance(request, RunCall | RunHooks | MoveRows)]
             found = {(r.dispatch_id, PartKind.of(r)) for r in asked}
             known = {(d.id, k) for d in self.dispatches.values() for k, p in d.parts.items() if rank in p.pending}
             n_calls = sum(isinstance(r, RunCall) for r in asked)
@@ -579,21 +450,3 @@ class Scheduler:
         if not self.is_done and self._outbox.is_empty:
             told = "; ".join(f"'{call.name}' {self.explain(call.name)}" for call in self._calls)
             raise InvalidTransitionError(f"step {self.step} is stuck, no worker has anything to do: {told}")
-
-
-def _check_output(dispatch: Dispatch, reply: CallDone) -> None:
-    """Refuse an output with keys or samples that this rank was not asked for."""
-    assert reply.output is not None
-    keys, expected = set(reply.output.seqlens), set(dispatch.call.output_keys)
-    for key in sorted(keys ^ expected):
-        problem = f"did not produce '{key}'" if key in expected else f"returned '{key}', which it does not declare"
-        raise Fatal(bad_output(dispatch, f"{problem} on worker {reply.rank}", rank=reply.rank))
-    kept = set(dispatch.work[reply.rank].keeps)
-    for sample_id in reply.output.ids:
-        if sample_id not in kept:
-            problem = f"returned sample '{sample_id}', which worker {reply.rank} was not to keep"
-            raise Fatal(bad_output(dispatch, problem, rank=reply.rank, sample_id=sample_id))
-    for key, seqlens in reply.output.seqlens.items():
-        if len(seqlens) != len(reply.output.ids):
-            problem = f"returned '{key}' with {len(seqlens)} lengths for {len(reply.output.ids)} samples"
-            raise Fatal(bad_output(dispatch, f"{problem} on worker {reply.rank}", rank=reply.rank))

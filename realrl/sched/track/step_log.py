@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from realrl.sched.events import RankSpan
-from realrl.sched.master.master_plan import ScheduledCall
-from realrl.sched.messages import HooksDone, RowsMoved, Span
+from realrl.sched.calls import ScheduledCall
+from realrl.sched.messages import HooksDone, RowsMoved
 from realrl.sched.samples.in_flight import CallRecord
 
 
@@ -31,7 +30,7 @@ class _StepEntry:
 
 
 class StepLog:
-    """Collects metrics by step, and spans by arrival.
+    """Collects metrics by step.
 
     A metric that a call returns for several batches of one step is averaged, weighted by samples. Where two calls use
     one name, the later of them counts. What calls record as sums is added over all calls, batches and ranks, in any
@@ -41,16 +40,6 @@ class StepLog:
     def __init__(self, calls: Sequence[ScheduledCall]) -> None:
         self._calls = tuple(calls)
         self._steps: dict[int, _StepEntry] = {}
-        self._spans: list[RankSpan] = []
-
-    def add_spans(self, rank: int, spans: Iterable[Span]) -> None:
-        """Keep spans of one rank for the next report."""
-        self._spans += [RankSpan(rank, span) for span in spans]
-
-    def take_spans(self) -> tuple[RankSpan, ...]:
-        """Return the spans that arrived since this was last called."""
-        spans, self._spans = tuple(self._spans), []
-        return spans
 
     def add_call(self, record: CallRecord) -> None:
         """A dispatch is complete, in this run or before it was resumed."""
@@ -87,7 +76,7 @@ class StepLog:
 
     def add_dropped(self, step: int, n_dropped: Mapping[str, int], n_surplus: int) -> None:
         """`step` has all its samples: how many each call dropped, and how many survivors were not needed."""
-        counts = {call.name: n_dropped.get(call.name, 0) for call in self._calls if call.may_drop}
+        counts = {call.name: n_dropped.get(call.name, 0) for call in self._calls if call.mfc.may_drop}
         self._entry(step).dropped = {f"dropped/{name}": float(n) for name, n in counts.items()}
         self._entry(step).dropped["dropped/surplus"] = float(n_surplus)
 

@@ -15,6 +15,7 @@ from realrl.runtime.master.master_worker import MasterWorker
 from realrl.runtime.processes.recovery import describe_end
 from realrl.sched.events import Abort, Event, Failure, FailureKind, Instruction, Send, Start, WorkerLost
 from realrl.sched.messages import Shutdown, WorkerFailed
+from realrl.sched.track.readout import NO_READOUT
 
 
 class ScriptedState:
@@ -22,7 +23,7 @@ class ScriptedState:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.plan = SimpleNamespace(readout=None, first_step=1)
+        self.plan = SimpleNamespace(main=SimpleNamespace(readout=NO_READOUT, first_step=1))
 
     def handle(self, event: Event) -> list[Instruction]:
         self.events.append(event)
@@ -109,24 +110,27 @@ def test_a_connection_that_is_gone_is_told_as_the_death_behind_it(
     assert reports == ["error: a worker is gone"]
 
 
-GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44091"
-ENFORCED = "File torch/distributed/distributed_c10d.py, in recv\nRuntimeError: something that nobody has seen yet"
 LOST = WorkerLost(1, -9, "killed by SIGKILL")
 
 
-def failed(traceback: str) -> WorkerFailed:
-    return WorkerFailed(0, 3, "actor_train", 2, "CallError", "it failed", traceback, 1)
+def failed(*, needs_peers: bool, lost_peer: bool = False) -> WorkerFailed:
+    trace = "Traceback"
+    return WorkerFailed(0, 3, "actor_train", 2, "CallError", "it failed", trace, 1, (), needs_peers, lost_peer)
+
+
+GLOO = failed(needs_peers=True, lost_peer=True)
+ENFORCED, MINE = failed(needs_peers=True), failed(needs_peers=False)
 
 
 @pytest.mark.parametrize(
-    ("traceback", "ended", "news_after", "blamed"),
+    ("failure", "ended", "news_after", "blamed"),
     [
         (GLOO, [(1, -9)], 2, LOST),
         (ENFORCED, [(1, -9)], 2, LOST),
-        (GLOO, [], 0, failed(GLOO)),
-        ("ValueError: mine", [(1, -9)], 0, LOST),
-        ("ValueError: mine", [(1, -9)], 2, failed("ValueError: mine")),
-        (GLOO, [(0, -6)], 2, failed(GLOO)),
+        (GLOO, [], 0, GLOO),
+        (MINE, [(1, -9)], 0, LOST),
+        (MINE, [(1, -9)], 2, MINE),
+        (GLOO, [(0, -6)], 2, GLOO),
         (GLOO, [(0, -6), (1, -9)], 2, LOST),
     ],
     ids=[
@@ -142,11 +146,11 @@ def failed(traceback: str) -> WorkerFailed:
 def test_a_failure_is_blamed_on_the_worker_that_died_before(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    traceback: str,
+    failure: WorkerFailed,
     ended: list[tuple[int, int]],
     news_after: int,
     blamed: Event,
 ) -> None:
     launcher = Launcher(ended, news_after)
-    state, _ = run_to_the_end(FailingTransport(failed(traceback)), launcher, tmp_path, monkeypatch)
+    state, _ = run_to_the_end(FailingTransport(failure), launcher, tmp_path, monkeypatch)
     assert state.events[1:] == [blamed]

@@ -1,5 +1,6 @@
 """What the master is given: calls in the order of data, waits, limits, and what is refused before anything starts."""
 
+import dataclasses
 import subprocess
 import sys
 
@@ -11,12 +12,15 @@ from realrl.graph.build import build_graph
 from realrl.graph.mfc import MFCDef
 from realrl.mesh.device_mesh import Cluster
 from realrl.plan.samples.cursor import CursorState, DatasetCursor
-from realrl.sched.master.master_plan import MasterPlan, ResumePoint, VersionWait, plan_master, schedule_calls
+from realrl.sched.calls import VersionWait, schedule_calls
+from realrl.sched.master.master_plan import MasterPlan, plan_master
 from realrl.sched.master.saving import CheckpointTracker
 from realrl.sched.messages import CheckpointSaved, SavedFile
+from realrl.sched.outbox import Owner
 from realrl.sched.samples.in_flight import InFlight
 from realrl.sched.story import ranks_text
-from tests.sched.plans import INFERENCE, TRAIN, on_all, ppo
+from realrl.sched.track.track_plan import ResumePoint, TrackPlan, plan_track
+from tests.sched.plans import INFERENCE, TRAIN, make_config, on_all, ppo
 
 CLUSTER = Cluster(1, 2)
 CURSOR = CursorState(80, 1, 1, 0)
@@ -27,8 +31,7 @@ def scheduled(mfcs):
 
 
 def plan(calls, **settings):
-    defaults = {"dataset_rank": 0, "steps": 5, "epochs": 1, "seed": 1}
-    return MasterPlan(calls=calls, dataset_keys=("prompt_ids",), cluster=CLUSTER, **{**defaults, **settings})
+    return TrackPlan(calls, ("prompt_ids",), make_config(CLUSTER, n_steps=5, epochs=1, seed=1), 0, **settings)
 
 
 def test_calls_are_ordered_by_data_and_know_what_they_wait_for():
@@ -49,17 +52,31 @@ def test_a_configuration_becomes_a_plan():
         dataset={"shuffle": False}, save={"every_steps": 4, "at_end": False},
     )  # fmt: skip
     resume = ResumePoint(10, CURSOR)
-    found = plan_master(
-        build_graph(mfcs, ["prompt_ids"]), on_all(mfcs, CLUSTER), config,
-        dataset_rank=1, checkpoint_directory="x/{step}", resume=resume,
-    )  # fmt: skip
-    assert found == MasterPlan(
-        calls=scheduled(mfcs), dataset_keys=("prompt_ids",), cluster=CLUSTER, dataset_rank=1, steps=12, epochs=3,
-        seed=9, shuffle=False, resume=resume, save_every_steps=4, save_at_end=False, checkpoint_directory="x/{step}",
-        max_refill_rounds=10, pass_threshold=0.5,
-    )  # fmt: skip
-    assert (found.first_step, found.step_size, found.n_ranks) == (11, 8, 2)
+    main = plan_track(build_graph(mfcs, ["prompt_ids"]), on_all(mfcs, CLUSTER), config, dataset_rank=1, resume=resume)
+    assert main == TrackPlan(scheduled(mfcs), ("prompt_ids",), config, dataset_rank=1, resume=resume)
+    assert (main.cluster, main.steps, main.epochs, main.keeps_rest) == (CLUSTER, 12, 3, False)
+    assert (main.first_step, main.step_size, main.n_ranks) == (11, 8, 2)
+    found = plan_master(main, None, "x/{step}")
+    assert found == MasterPlan(main, None, config.save, "x/{step}")
     assert found.checkpoint_directory_of(12) == "x/12"
+
+
+def test_what_trains_nothing_is_not_saved():
+    inference = MFCDef("i", "a", INFERENCE, "x", ("prompt_ids",), ("k",), n_seqs=4)
+    main = plan(scheduled([inference]))
+    assert main.config.save.at_end
+    assert not plan_master(main, None, "").save.at_end
+
+
+def test_an_evaluation_goes_over_its_rows_once_as_they_stand():
+    config = make_config(CLUSTER, eval_section={"n_seqs": 3}, epochs=2)
+    mfcs = [MFCDef("i", "a", INFERENCE, "x", ("prompt_ids",), ("k",), n_seqs=2)]
+    graph, allocations = build_graph(mfcs, ["prompt_ids"]), on_all(mfcs, CLUSTER)
+    track = plan_track(graph, allocations, config, dataset_rank=0, owner=Owner.EVALUATION)
+    cursor = track.cursor(["a", "b", "c", "d"])
+    assert track.last_step(cursor) == 2
+    assert [ref.id for ref in cursor.take(0, 3)] == ["eval/a", "eval/b", "eval/c"]
+    assert track.n_samples(cursor, 2) == 3
 
 
 @pytest.mark.parametrize(("max_staleness", "capacity"), [(0, 2), (1, 3), (2, 4)])
@@ -72,8 +89,7 @@ def test_capacity(max_staleness, capacity):
 
 def call_with(**changes):
     (call,) = scheduled([MFCDef("c", "a", INFERENCE, "x", ("prompt_ids",), ("k",), n_seqs=4)])
-    fields = {name: getattr(call, name) for name in call.__dataclass_fields__}
-    return type(call)(**{**fields, **changes})
+    return dataclasses.replace(call, mfc=dataclasses.replace(call.mfc, **changes))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +102,7 @@ def call_with(**changes):
         ),
         (lambda: plan((call_with(), call_with(name="d", n_seqs=3))), GraphError, "'d' has n_seqs=3, which does not"),
         (lambda: plan((call_with(min_n_seqs=5),)), GraphError, "min_n_seqs=5 and n_seqs=4"),
-        (lambda: plan((call_with(min_n_seqs=2, is_train=True),)), GraphError, "'c' trains and has min_n_seqs=2"),
+        (lambda: plan((call_with(min_n_seqs=2, interface_type=TRAIN),)), GraphError, "'c' trains and has min_n_seqs=2"),
         (lambda: plan((call_with(),), capacity_steps=0), ConfigError, "capacity_steps=0"),
     ],
 )

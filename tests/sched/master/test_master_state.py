@@ -27,9 +27,7 @@ from realrl.sched.events import (
     decode_instruction,
     encode,
 )
-from realrl.sched.master.master_plan import ResumePoint
-from realrl.sched.master.master_state import MasterState
-from realrl.sched.master.run_phase import RunPhase
+from realrl.sched.master.master_state import MasterState, RunPhase
 from realrl.sched.messages import (
     CallDone,
     Goodbye,
@@ -46,6 +44,7 @@ from realrl.sched.messages import (
     WorkerFailed,
 )
 from realrl.sched.track.dispatch import PartKind
+from realrl.sched.track.track_plan import ResumePoint
 from tests.sched.plans import INFERENCE, TRAIN, make_plan, on_all, ppo
 from tests.sched.simulator import Simulation, meta
 
@@ -68,7 +67,7 @@ def until(simulation, is_there):
 def both_in_call(plan, seed=0):
     """A run whose two ranks have just entered the first call."""
     simulation = Simulation(plan, seed=seed, n_rows=20)
-    return until(simulation, lambda: len(simulation.entered[0, PartKind.CALL]) == plan.n_ranks)
+    return until(simulation, lambda: len(simulation.entered[0, PartKind.CALL]) == plan.main.n_ranks)
 
 
 def abort_of(instructions):
@@ -88,9 +87,9 @@ def connected(plan):
     """A master that all workers said Hello to, and what it answered last."""
     master = MasterState(plan)
     assert master.handle(Start(b"run", "host:1", "checkpoints/step_3")) == []
-    for rank in range(plan.n_ranks - 1):
+    for rank in range(plan.main.n_ranks - 1):
         assert master.handle(Hello(rank, 7, f"address {rank}")) == []
-    return master, master.handle(Hello(plan.n_ranks - 1, 7, "last"))
+    return master, master.handle(Hello(plan.main.n_ranks - 1, 7, "last"))
 
 
 def test_initialize_goes_to_all_when_the_last_worker_says_hello():
@@ -116,13 +115,13 @@ def test_first_samples_are_loaded_when_the_last_worker_is_ready():
 def test_worker_of_another_version():
     master = MasterState(ppo_plan())
     failure = abort_of(master.handle(Hello(1, 7, "", protocol_version=99)))
-    assert failure.message == "worker 1 speaks protocol version 99, the master 5"
+    assert failure.message == "worker 1 speaks protocol version 99, the master 6"
     assert failure.kind is FailureKind.PROTOCOL
 
 
 def ready_with(plan, n_rows):
     master, _ = connected(plan)
-    for rank in range(plan.n_ranks):
+    for rank in range(plan.main.n_ranks):
         rows = tuple(f"row{i}" for i in range(n_rows)) if rank == 0 else ()
         instructions = master.handle(Ready(rank, 0, rows, 0, ()))
     return instructions

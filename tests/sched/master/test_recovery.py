@@ -93,21 +93,7 @@ def test_without_retries_nothing_is_tried_again():
     assert Recovery(0).handle(lost(3)) == GiveUp()
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "traceback", "is_lost"),
-    [
-        ("TransportError", "cannot pull", "", True),
-        ("RuntimeError", "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44091", "", True),
-        ("CallError", "it failed", "File torch/distributed/x.py\nRuntimeError: Socket closed 10.0.0.2", True),
-        ("CallError", "it failed", "gloo/transport/tcp/pair.cc: Pair is not connected (10.0.0.1 <--> 10.0.0.2)", True),
-        ("CallError", "it failed", "gloo/transport/tcp/unbound_buffer.cc: Timed out waiting 60000ms for recv", True),
-        ("CallError", "it failed", "File torch/distributed/x.py\nValueError: shapes differ", False),
-        ("CallError", "it failed", "File urllib/request.py\nConnectionResetError: Connection reset by peer", False),
-        ("ValueError", "mine", "", False),
-    ],
-)
-def test_a_broken_connection_is_a_loss_even_if_nobody_died(error, message, traceback, is_lost):
-    failure = Failure(
-        kind=FailureKind.WORKER_FAILED, message=message, call="gen", step=2, error=error, traceback=traceback
-    )
-    assert Recovery(1).handle(AttemptEnded(1, failure, 1)) == (Restart(1, message) if is_lost else GiveUp())
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_broken_connection_is_a_loss_even_if_nobody_died(is_lost):
+    failure = Failure(kind=FailureKind.WORKER_FAILED, message="it failed", call="gen", step=2, lost_peer=is_lost)
+    assert Recovery(1).handle(AttemptEnded(1, failure, 1)) == (Restart(1, "it failed") if is_lost else GiveUp())

@@ -25,7 +25,7 @@ def make_buffer(**first):
         MFCDef("first", "a", INFERENCE, "x", ("prompt_ids",), ("k",), n_seqs=4, **first),
         MFCDef("second", "b", INFERENCE, "x", ("prompt_ids", "k"), ("l",), n_seqs=2),
     ]
-    buffer = SampleBuffer(make_plan(mfcs, on_all(mfcs, CLUSTER), CLUSTER).calls, 4)
+    buffer = SampleBuffer(make_plan(mfcs, on_all(mfcs, CLUSTER), CLUSTER).main.calls, 4)
     buffer.expect([SampleRef(f"1/{i}", i) for i in range(4)])
     return buffer
 

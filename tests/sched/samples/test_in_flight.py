@@ -1,7 +1,5 @@
 """A run that continues from a checkpoint does what the uninterrupted one does; what ran ahead is not done again."""
 
-import dataclasses
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -9,10 +7,10 @@ from hypothesis import strategies as st
 
 from realrl.mesh.device_mesh import Cluster
 from realrl.sched.events import CommitCheckpoint, SaveIntervalPassed, Send
-from realrl.sched.master.master_plan import ResumePoint
 from realrl.sched.messages import RunCall, SaveCheckpoint
 from realrl.sched.samples.in_flight import SURPLUS, CallRecord, FlightLog, InFlight
-from tests.sched.plans import make_plan, on_all, plans, ppo
+from realrl.sched.track.track_plan import ResumePoint
+from tests.sched.plans import make_plan, on_all, plans, ppo, saved_every_step, with_resume
 from tests.sched.simulator import Simulation
 from tests.sched.test_dropping import dropped, grpo, split
 from tests.sched.test_orders import ROWS, SEEDS, membership, orders, split_ppo
@@ -26,7 +24,7 @@ def resume(whole, step, **settings):
     commit = whole.checkpoints[step]
     commit = msgspec.json.decode(msgspec.json.encode(commit), type=CommitCheckpoint)
     point = ResumePoint(step, commit.cursor, commit.versions, commit.in_flight)
-    plan = dataclasses.replace(whole.plan, resume=point)
+    plan = with_resume(whole.master_plan, point)
     restored = whole.saved_rows.get(step, {})
     return Simulation(plan, n_rows=whole.n_rows, drop_share=whole.drop_share, restored=restored, **settings)
 
@@ -88,42 +86,42 @@ def test_a_resumed_run_is_saved_and_resumed_again():
 @orders(60)
 @given(plan=plans(), seed=SEEDS, n_rows=ROWS, data=st.data())
 def test_any_plan_continues_with_every_sample_once(plan, seed, n_rows, data):
-    plan = dataclasses.replace(plan, save_every_steps=1)
+    plan = saved_every_step(plan)
     whole = Simulation(plan, seed=seed, n_rows=n_rows).run()
-    step = data.draw(st.integers(1, plan.steps))
-    if step == plan.steps:
+    step = data.draw(st.integers(1, plan.main.steps))
+    if step == plan.main.steps:
         assert whole.checkpoints[step].in_flight == InFlight()
         return
     resumed = resume(whole, step, seed=seed + 1).run()
     resumed.check_complete()
-    assert resumed.order == whole.order[step * plan.step_size :]
+    assert resumed.order == whole.order[step * plan.main.step_size :]
 
 
 def reads_settled_versions(plan):
     """Whether timing has no part in which version a call reads: a trained role's other calls all lead to its training,
     which is one call a step."""
-    producers = {key: call for call in plan.calls for key in call.output_keys}
+    producers = {key: call for call in plan.main.calls for key in call.mfc.output_keys}
 
     def before(call):
-        found = {producers[key].name: producers[key] for key in call.input_keys if key in producers}
+        found = {producers[key].name: producers[key] for key in call.mfc.input_keys if key in producers}
         return found.keys() | {name for producer in found.values() for name in before(producer)}
 
-    trains = {call.role: call for call in plan.calls if call.is_train}
+    trains = {call.mfc.role: call for call in plan.main.calls if call.mfc.is_train}
     return all(
-        call.is_train
-        or call.role not in trains
-        or (call.name in before(trains[call.role]) and trains[call.role].n_seqs == plan.step_size)
-        for call in plan.calls
+        call.mfc.is_train
+        or call.mfc.role not in trains
+        or (call.name in before(trains[call.mfc.role]) and trains[call.mfc.role].mfc.n_seqs == plan.main.step_size)
+        for call in plan.main.calls
     )
 
 
 @orders(25)
 @given(plan=plans(max_staleness=0, drops=True).filter(reads_settled_versions), seed=SEEDS, n_rows=ROWS, data=st.data())
 def test_runs_that_drop_samples_continue_exactly(plan, seed, n_rows, data):
-    plan = dataclasses.replace(plan, save_every_steps=1)
+    plan = saved_every_step(plan)
     whole = Simulation(plan, seed=seed, n_rows=n_rows).run()
-    step = data.draw(st.integers(1, plan.steps))
-    if step == plan.steps:
+    step = data.draw(st.integers(1, plan.main.steps))
+    if step == plan.main.steps:
         return
     resumed = resume(whole, step, seed=seed + 1).run()
     resumed.check_complete_after_resume()
@@ -166,7 +164,7 @@ def test_a_run_that_is_killed_at_any_moment_ends_the_same(max_staleness):
         if not in_place:
             continue
         if hurt.checkpoints[max(in_place)].is_last:  # a restart finds nothing to do
-            assert max(in_place) == plan.steps
+            assert max(in_place) == plan.main.steps
             continue
         n_actions += 1
         resumed = resume(hurt, max(in_place), seed=moment, validate=False).run()
@@ -177,7 +175,7 @@ def test_a_run_that_is_killed_at_any_moment_ends_the_same(max_staleness):
 
 def test_a_checkpoint_waits_for_calls_that_read_older_parameters():
     """No dispatch under way when the ranks are asked reads parameters older than those of the checkpoint."""
-    waited, plan = 0, dataclasses.replace(overlap_plan(), save_every_steps=1)
+    waited, plan = 0, saved_every_step(overlap_plan())
     for seed in range(10):
         simulation = Simulation(plan, seed=seed, n_rows=9)
         while simulation.end is None:

@@ -9,7 +9,7 @@ from realrl.graph.mfc import MFCDef
 from realrl.mesh.device_mesh import Cluster
 from realrl.plan.hooks import plan_hooks
 from realrl.plan.samples.transfer import Placement
-from realrl.sched.master.master_plan import schedule_calls
+from realrl.sched.calls import schedule_calls
 from realrl.sched.messages import CallDone, Span
 from realrl.sched.samples.in_flight import CallRecord
 from realrl.sched.track.dispatch import Dispatch, plan_work
@@ -32,7 +32,7 @@ def calls_on(dp, *, weightless=(), protocol="3D_PROTO"):
 
 
 def dispatch(call, number=0, ids=IDS):
-    placements = {key: dict.fromkeys(ids, Placement(frozenset((0,)))) for key in call.input_keys}
+    placements = {key: dict.fromkeys(ids, Placement(frozenset((0,)))) for key in call.mfc.input_keys}
     work, arrivals = plan_work(call, ids, [1] * len(ids), placements, lambda rank: 0)
     return Dispatch(number, call, 1, ids, work, arrivals)
 

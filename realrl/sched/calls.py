@@ -1,0 +1,126 @@
+"""The calls of a graph as scheduling sees them: in the order of data, with what each of them waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from realrl.graph.build import (
+    LeadWait,
+    drop_feeders,
+    drop_gates,
+    lead_waits,
+    topological_calls,
+    version_edges,
+    writer_waits,
+)
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.mesh.device_mesh import Allocation
+from realrl.plan.hooks import CallHooks, plan_hooks
+from realrl.plan.protocols import CallLayout
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+
+@dataclass(frozen=True)
+class VersionWait:
+    """A call at step i waits until the call `trainer` has finished step ``i - lag``.
+
+    With lag 0 the call itself trains, and `trainer` is one that still has to read the parameters before that.
+    """
+
+    trainer: str
+    lag: int
+
+
+@dataclass(frozen=True)
+class ScheduledCall:
+    """A declared call, and what follows for it from the graph and from the plan of the run.
+
+    Attributes:
+        mfc: the call as it was declared.
+        allocation: where it runs.
+        hooks: what happens around every dispatch.
+        waits_for: what must be finished before it.
+        leads: readers that must run ahead before it changes what they read.
+        feeds_drop: it is a call that drops samples, or comes before one: it sees samples that are dropped later.
+        gates: dropping calls that must have kept a sample before this call, which feeds another one, may have it.
+    """
+
+    mfc: MFCDef
+    allocation: Allocation
+    hooks: CallHooks
+    waits_for: tuple[VersionWait, ...] = ()
+    leads: tuple[LeadWait, ...] = ()
+    feeds_drop: bool = False
+    gates: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.mfc.name
+
+    @cached_property
+    def layout(self) -> CallLayout:
+        """What transfer protocols need to know."""
+        return CallLayout(self.allocation, self.hooks.home, self.mfc.balanced_dp)
+
+    @cached_property
+    def extent(self) -> tuple[int, ...]:
+        """Global ranks that the call needs to start: its mesh, and whoever takes part in the hooks before it."""
+        return tuple(sorted({*self.ranks, *self.hooks.before_ranks}))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks of the mesh."""
+        return self.allocation.ranks
+
+    @cached_property
+    def changes_parameters(self) -> bool:
+        """Whether it trains, or a hook of it writes into a role."""
+        return bool(self.mfc.changed_roles)
+
+    @property
+    def is_generate(self) -> bool:
+        return self.mfc.interface_type is InterfaceType.GENERATE
+
+    @property
+    def reports_metrics(self) -> bool:
+        """Whether what the call returns goes to the log."""
+        return self.mfc.is_train or self.mfc.log_return_value
+
+
+def schedule_calls(
+    graph: nx.DiGraph,
+    allocations: Mapping[str, Allocation],
+    *,
+    hooks: Mapping[str, CallHooks] | None = None,
+) -> tuple[ScheduledCall, ...]:
+    """What scheduling needs of a graph from `build_graph`, producers before consumers.
+
+    Args:
+        graph: from `build_graph`.
+        allocations: call name -> mesh and strategy.
+        hooks: from `plan_hooks`; None: for roles that all have parameters.
+    """
+    waits: dict[str, list[VersionWait]] = {}
+    for edge in version_edges(graph):
+        waits.setdefault(edge.reader, []).append(VersionWait(edge.trainer, edge.lag))
+    for wait in writer_waits(graph):
+        waits.setdefault(wait.writer, []).append(VersionWait(wait.reader, wait.lag))
+    leads, gates, feeders = lead_waits(graph), drop_gates(graph), drop_feeders(graph)
+    hooks = plan_hooks(graph, allocations) if hooks is None else hooks
+    return tuple(
+        ScheduledCall(
+            mfc,
+            allocations[mfc.name],
+            hooks[mfc.name],
+            waits_for=tuple(waits.get(mfc.name, ())),
+            leads=tuple(wait for wait in leads if wait.writer == mfc.name),
+            feeds_drop=mfc.name in feeders,
+            gates=gates[mfc.name],
+        )
+        for mfc in topological_calls(graph)
+    )

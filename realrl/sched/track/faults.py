@@ -1,0 +1,77 @@
+"""Answers of workers that end a run: undeclared outputs, samples that nobody asked for, too few samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from realrl.sched.events import Failure, FailureKind
+from realrl.sched.messages import CallDone, LoadSamples, SamplesLoaded
+from realrl.sched.track.dispatch import Dispatch
+
+
+class Fatal(Exception):
+    """Unwinds the handling of an event that ends the run; never leaves the state machine."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def check_output(dispatch: Dispatch, reply: CallDone) -> None:
+    """Refuse an output with keys or samples that this rank was not asked for."""
+    assert reply.output is not None
+    keys, expected = set(reply.output.seqlens), set(dispatch.call.mfc.output_keys)
+    for key in sorted(keys ^ expected):
+        problem = f"did not produce '{key}'" if key in expected else f"returned '{key}', which it does not declare"
+        raise Fatal(bad_output(dispatch, f"{problem} on worker {reply.rank}", rank=reply.rank))
+    kept = set(dispatch.work[reply.rank].keeps)
+    for sample_id in reply.output.ids:
+        if sample_id not in kept:
+            problem = f"returned sample '{sample_id}', which worker {reply.rank} was not to keep"
+            raise Fatal(bad_output(dispatch, problem, rank=reply.rank, sample_id=sample_id))
+    for key, seqlens in reply.output.seqlens.items():
+        if len(seqlens) != len(reply.output.ids):
+            problem = f"returned '{key}' with {len(seqlens)} lengths for {len(reply.output.ids)} samples"
+            raise Fatal(bad_output(dispatch, f"{problem} on worker {reply.rank}", rank=reply.rank))
+
+
+def bad_output(dispatch: Dispatch, problem: str, *, rank: int | None = None, sample_id: str | None = None) -> Failure:
+    """A call did not produce what it declares."""
+    return Failure(
+        kind=FailureKind.BAD_OUTPUT,
+        message=f"call '{dispatch.call.name}' of step {dispatch.step} {problem}",
+        remedy="its interface must return every output key of the call, for every sample, and nothing else",
+        rank=rank,
+        call=dispatch.call.name,
+        step=dispatch.step,
+        sample_ids=() if sample_id is None else (sample_id,),
+    )
+
+
+def too_many_dropped(step: int, n_vacant: int, n_loaded: int, n_refills: int, n_dropped: Mapping[str, int]) -> Failure:
+    """A step cannot be filled, though samples were replaced as often as they may."""
+    told = " and ".join(f"call '{call}' dropped {n}" for call, n in n_dropped.items())
+    tries = f"after {n_refills} round{'' if n_refills == 1 else 's'} of replacements " if n_refills else ""
+    return Failure(
+        kind=FailureKind.DROPPED,
+        message=f"step {step} still lacks {n_vacant} samples {tries}({told} of {n_loaded} samples)",
+        remedy="Look at why so few samples stay (data too easy or too hard, too few responses per prompt, a failing "
+        "reward), or raise max_refill_rounds.",
+        call=max(n_dropped, key=lambda call: n_dropped[call]),
+        step=step,
+    )
+
+
+def bad_load(reply: SamplesLoaded, request: LoadSamples, missing: Sequence[str]) -> Failure:
+    """The dataset did not give the samples that were asked for."""
+    if missing:
+        problem = f"without key '{missing[0]}'"
+    else:
+        problem = f"that are not the {len(request.ids)} asked for"
+    return Failure(
+        kind=FailureKind.BAD_OUTPUT,
+        message=f"worker {reply.rank} loaded samples {problem}",
+        remedy="the dataset must give every sample all keys of its kind",
+        rank=reply.rank,
+        sample_ids=reply.meta.ids[:4],
+    )

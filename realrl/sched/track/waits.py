@@ -1,0 +1,77 @@
+"""What calls wait for besides devices: samples, other calls, replacements, checkpoints and evaluations.
+
+A call that may be stale runs a fixed number of steps ahead of the training of its role, never more and never less:
+training waits until it was sent. At step i it reads what step ``i - 1 - max_staleness`` left (what the run began with,
+for the first steps, also of a resumed run). The exceptions: what else the call waits for holds it back (see
+`lead_waits`), and replacements of dropped samples may read later parameters, up to those of step i - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from realrl.sched.samples.buffer import SampleBuffer
+from realrl.sched.track.loader import SampleLoader
+from realrl.sched.track.track_plan import TrackPlan
+
+
+class Hold(Protocol):
+    """Something outside of the track that needs old parameters."""
+
+    def blocks_training(self, step: int) -> bool:
+        """Whether no call of `step` may change parameters yet."""
+
+    def explain(self, step: int) -> str:
+        """What a call that would change parameters at `step` waits for."""
+
+
+class Waits:
+    """How far each call is, in steps, and what it waits for; calls are meant by their position.
+
+    Args:
+        plan: of the track.
+        buffer: knows which samples calls have taken.
+        loader: knows which steps have all their samples.
+        holds: keep calls from changing parameters.
+    """
+
+    def __init__(
+        self, plan: TrackPlan, *, buffer: SampleBuffer, loader: SampleLoader, holds: Sequence[Hold] = ()
+    ) -> None:
+        self._calls = plan.calls
+        self._before = plan.first_step - 1
+        self._queues = buffer.queues
+        self._loader = loader
+        self._holds = tuple(holds)
+        self._position = {call.name: position for position, call in enumerate(plan.calls)}
+
+    def next_step(self, position: int) -> int:
+        """The step that the call takes samples of next."""
+        return self._before + 1 + self._queues[position].steps_taken
+
+    def begun_step(self, position: int) -> int:
+        """The last step of which the call was sent all samples but replacements."""
+        return self._before + self._queues[position].steps_begun
+
+    def finished_step(self, position: int) -> int:
+        """The last step that the call is done with."""
+        return self._before + self._queues[position].steps_finished
+
+    def lack(self, position: int) -> str | None:
+        """Return what a waiting call waits for besides devices, or None."""
+        call, step = self._calls[position], self.next_step(position)
+        if not self._queues[position].batch_size():
+            return f"samples of step {step}"
+        for wait in call.waits_for:
+            if self.finished_step(self._position[wait.trainer]) < step - wait.lag:
+                return f"'{wait.trainer}' to finish step {step - wait.lag}"
+        for lead in call.leads:
+            ahead, reader = min(step + lead.lead, self._loader.last_step), self._position[lead.reader]
+            if (self.finished_step(reader) if lead.is_done else self.begun_step(reader)) < ahead:
+                return f"'{lead.reader}' to read the same parameters at step {ahead}"
+        if not call.changes_parameters:
+            return None
+        if not self._loader.is_settled(step):
+            return f"replacements of dropped samples of step {step}"
+        return next((hold.explain(step) for hold in self._holds if hold.blocks_training(step)), None)
