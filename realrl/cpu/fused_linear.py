@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from realrl.cpu import RMSNorm, TiledLinear, can_use, rms_norm
 from realrl.model.layers.activation import activate
 from realrl.model.layers.linear import HAS_AVX512
+from realrl.model.layers.lora import effective_weight
 from realrl.model.layers.norm import Norm
-from realrl.model.lora import effective_weight
 from realrl.shape import Activation
 
 LinearOp = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]

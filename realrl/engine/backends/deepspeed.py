@@ -35,6 +35,7 @@ from realrl.engine.train.gradients import TIED, is_counted_here, is_tied
 from realrl.engine.train.pipeline import propagate
 from realrl.engine.train.precision import TrainedParameters
 from realrl.model.decoder import Block, Decoder
+from realrl.plan.memory.buffers import DEEPSPEED_BUCKET
 
 with warnings.catch_warnings():  # it says at length what it finds and what is not there
     warnings.simplefilter("ignore")
@@ -51,7 +52,6 @@ partitioned_param_coordinator.assert_ints_same_as_other_ranks = lambda ints: Non
 
 _FIRST_LOSS_SCALE_POWER = 16
 _LOSS_SCALE_WINDOW = 1000
-_BUCKET_ELEMENTS = 1 << 24
 _SHARED_MEMORY_OP = "deepspeed_shm_comm"
 
 
@@ -420,8 +420,8 @@ class DeepSpeedBackend(LearningRate):
             },
             "zero_optimization": {
                 "stage": stage,
-                "reduce_bucket_size": _BUCKET_ELEMENTS,
-                "allgather_bucket_size": _BUCKET_ELEMENTS,
+                "reduce_bucket_size": DEEPSPEED_BUCKET,
+                "allgather_bucket_size": DEEPSPEED_BUCKET,
                 "stage3_param_persistence_threshold": 0,
                 **({"offload_optimizer": {"device": "cpu"}} if self.config.offload else {}),
             },

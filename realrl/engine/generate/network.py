@@ -24,10 +24,10 @@ from realrl.engine.groups import ALONE, Communicator
 from realrl.model.decoder import MLP, Block, Decoder
 from realrl.model.layers.heads import LMHead
 from realrl.model.layers.linear import product_dtype
+from realrl.model.layers.lora import effective_weight
 from realrl.model.layers.moe import MoE
 from realrl.model.layers.norm import Norm
 from realrl.model.layers.rope import Rope, inverse_frequencies, make_rope
-from realrl.model.lora import effective_weight
 
 
 class FusedNetwork:
@@ -59,7 +59,7 @@ class FusedNetwork:
         pack: bool | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        device, stored = decoder.device, decoder.config.dtype
+        device, stored = decoder.device, decoder.dtype
         self.config = decoder.config
         self.dtype = product_dtype(device, stored) if dtype is None else dtype
         self._tp = tp

@@ -28,7 +28,7 @@ from realrl.experiment.models import role_configs
 from realrl.experiment.run_plan import RunPlan
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.files.hf import weights_digest
-from realrl.plan.parameters.layout import parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.restore import Coordinate, SavedSlice, coordinates, model_digest, plan_restore
 from realrl.runtime.checkpoints.state_file import StateFile, load_state, save_state
 from realrl.runtime.checkpoints.store import Manifest

@@ -13,7 +13,8 @@ from realrl.config.schema import BUILT_IN
 from realrl.errors import AssetError
 from realrl.experiment.backends import check_installed
 from realrl.experiment.evaluation import held_out_data
-from realrl.experiment.run_plan import RunPlan, check_models_fit
+from realrl.experiment.planning import check_models_fit
+from realrl.experiment.run_plan import RunPlan
 from realrl.plan.samples.cursor import DatasetCursor
 from realrl.runtime.checkpoints.resume import find_beginning
 from realrl.runtime.checkpoints.store import Resume, load_manifest
@@ -101,7 +102,7 @@ def check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> Non
         AssetError: a role knows fewer.
     """
     from realrl.data.tiny import VOCAB_SIZE
-    from realrl.model.files.hf import read_config
+    from realrl.model.files.config_file import read_config
 
     reader = plan.dataset_role
     for name, role in plan.roles.items():

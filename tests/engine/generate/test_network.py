@@ -6,6 +6,7 @@ import torch
 from realrl.engine.generate.attention import DecodeAttention, PrefillAttention
 from realrl.engine.generate.cache import CacheShape, KVCache
 from realrl.engine.generate.network import FusedNetwork
+from realrl.model.dtypes import torch_dtype
 from realrl.model.init import random_model
 from realrl.model.layers import linear as linear_module
 from realrl.model.layers.attention import PackedAttention
@@ -58,7 +59,7 @@ def test_prefill_and_decode_give_the_decoders_logits(changes, pack):
         expected = packed_logits(decoder, sequences)
         network = FusedNetwork(decoder, decoder.head, pack=pack)
         shape = CacheShape(config.n_layers, 4, config.n_kv_heads, config.head_dim, 9)
-        cache = KVCache(shape, dtype=config.dtype, device=CPU, fused=pack)
+        cache = KVCache(shape, dtype=torch_dtype(config.dtype), device=CPU, fused=pack)
         cache.reserve(5)
         prefill = PrefillAttention(cache, 0, prompt_lengths, CPU)
         prompts = torch.cat([sequence[:n] for sequence, n in zip(sequences, prompt_lengths, strict=True)])
@@ -69,7 +70,7 @@ def test_prefill_and_decode_give_the_decoders_logits(changes, pack):
         for offset in range(3):  # the rows keep their different lengths
             lengths = torch.tensor(prompt_lengths) + offset
             cache.reserve(int(lengths.max()) + 1)
-            attention = DecodeAttention(cache, lengths, n_heads=config.n_heads, dtype=config.dtype)
+            attention = DecodeAttention(cache, lengths, n_heads=config.n_heads, dtype=torch_dtype(config.dtype))
             tokens = torch.stack([sequence[n] for sequence, n in zip(sequences, lengths, strict=True)])
             logits = network.logits(network.hidden(tokens, attention))
             wanted = torch.stack([whole[n] for whole, n in zip(expected, lengths, strict=True)])
@@ -82,7 +83,7 @@ def test_a_prefill_into_later_rows_leaves_earlier_ones_alone():
     config = decoder.config
     with torch.inference_mode():
         network = FusedNetwork(decoder, decoder.head)
-        cache = KVCache(CacheShape(config.n_layers, 3, 2, 32, 8), dtype=config.dtype, device=CPU)
+        cache = KVCache(CacheShape(config.n_layers, 3, 2, 32, 8), dtype=torch_dtype(config.dtype), device=CPU)
         cache.reserve(6)
         for first_slot, seqlens in ((0, [6]), (1, [2, 3])):
             prefill = PrefillAttention(cache, first_slot, seqlens, CPU)
