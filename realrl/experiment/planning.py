@@ -20,7 +20,6 @@ from realrl.plan.allocation import check_shapes, plan_allocations
 from realrl.plan.hooks import check_realloc_shapes, plan_hooks, role_homes
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.layout import parameter_layout
-from realrl.plan.parameters.rank_order import order_for
 from realrl.plan.protocols import CallLayout, slices_of
 
 if TYPE_CHECKING:
@@ -94,6 +93,8 @@ def _with_rank_orders(
         strategy = allocation.strategy
         if roles[mfc.role].head == "none" or home == allocation or strategy.tp == strategy.pp == 1:
             continue
+        from realrl.plan.parameters.rank_order import order_for  # brings numpy, which few runs need to be planned
+
         try:
             model = role_config(config, mfc.role, roles[mfc.role])
             assert model is not None
