@@ -31,7 +31,7 @@ MODELS = (
     DecoderConfig(
         *(23, 16, 4, 4, 2, 4, 19),
         head="value",
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
         norm="layer",
         learned_positions=True,
         max_positions=13,
