@@ -1,4 +1,4 @@
-"""The shape of a decoder, independent of any checkpoint format."""
+"""The shape of a decoder, independent of any checkpoint format. Imports no torch: dtypes are names."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from realrl.plan.parameters.adapters import LoRA
-
+DType = Literal["float64", "float32", "bfloat16", "float16"]
 HeadKind = Literal["lm", "value", "reward"]
 NormKind = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -81,6 +78,28 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class LoRA:
+    """The adapters of one model.
+
+    Attributes:
+        rank: inner size.
+        alpha: they count alpha / rank.
+        targets: names of the layers that have one, such as ("q", "v").
+        base: folder of the frozen model, for readers of a saved adapter; decides nothing.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    base: str = ""
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """A pre-norm decoder. What the defaults say is a llama: RMSNorm, rotary positions, grouped KV heads, SwiGLU.
 
@@ -126,7 +145,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
     head: HeadKind = "lm"
-    dtype: torch.dtype = torch.float32
+    dtype: DType = "float32"
     family: str = "llama"
     o_bias: bool = False
     norm: NormKind = "rms"
@@ -180,7 +199,7 @@ class DecoderConfig:
         return self.sliding_window if is_windowed else None
 
 
-def tiny_config(vocab_size: int, *, head: HeadKind = "lm", dtype: torch.dtype = torch.float32) -> DecoderConfig:
+def tiny_config(vocab_size: int, *, head: HeadKind = "lm", dtype: DType = "float32") -> DecoderConfig:
     """A decoder of about half a million parameters for tests and the toy task (with a byte-level vocabulary)."""
     return DecoderConfig(
         vocab_size=vocab_size,

@@ -41,7 +41,7 @@ from realrl.mesh.notation import parse_strategy
 from realrl.model.init import random_model
 from realrl.plan.backends import BACKENDS
 from realrl.plan.groups import process_groups
-from realrl.plan.parameters.layout import shard_of
+from realrl.plan.parameters.shards import shard_of
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import DecoderConfig
 

@@ -26,46 +26,27 @@ from rich.console import Console
 from rich.table import Table
 
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.parameters.adapters import LoRA
-from realrl.plan.parameters.layout import ParameterLayout, ParameterSpec, parameter_layout, parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
 from realrl.plan.parameters.rank_order import best_rank_order
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
+from realrl.plan.parameters.specs import ParameterSpec
+from realrl.shape import DecoderConfig
 
 N_DEVICES_PER_NODE = 8
 TIME_LIMITS_S = {128: 2.0, 1024: 20.0}  # number of ranks -> time for layout, rank order and plan
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A llama shape; see `realrl.plan.parameters.layout.ModelShape`."""
-
-    hidden_size: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    intermediate_size: int
-    vocab_size: int = 32000
-    head_dim: int = 128
-    tied_embeddings: bool = False
-    attention_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    gated_mlp: bool = True
-    norm_bias: bool = False
-    qk_norm: bool = False
-    learned_positions: bool = False
-    max_positions: int = 2048
-    moe: None = None
-    head: str = "lm"
-    dtype: str = "bfloat16"
-    lora: LoRA | None = None
+def llama(size: int, n_layers: int, n_heads: int, n_kv_heads: int, inner: int) -> DecoderConfig:
+    """The shape of a llama in bfloat16."""
+    return DecoderConfig(32000, size, n_layers, n_heads, n_kv_heads, 128, inner, dtype="bfloat16")
 
 
 SHAPES = {
-    "7B": Shape(4096, 32, 32, 32, 11008),
-    "13B": Shape(5120, 40, 40, 40, 13824),
-    "34B": Shape(8192, 48, 64, 8, 22016),
-    "70B": Shape(8192, 80, 64, 8, 28672),
+    "7B": llama(4096, 32, 32, 32, 11008),
+    "13B": llama(5120, 40, 40, 40, 13824),
+    "34B": llama(8192, 48, 64, 8, 22016),
+    "70B": llama(8192, 80, 64, 8, 28672),
 }
 
 

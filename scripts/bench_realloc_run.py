@@ -35,9 +35,11 @@ from realrl.engine.groups import Communicator, Groups
 from realrl.engine.parameters.realloc import Reallocator
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.mesh.notation import parse_strategy
+from realrl.model.dtypes import dtype_name
 from realrl.model.files.hf import load_model
 from realrl.plan.groups import GroupKind, group_of, process_groups
-from realrl.plan.parameters.layout import ParameterLayout, parameter_layout, parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
 from realrl.shape import DecoderConfig
 
@@ -164,7 +166,7 @@ def _take_turns(ways: Mapping[str, Callable[[], object]], world: Communicator, r
 
 
 def _layout(text: str, whole: Tensors, dtype: torch.dtype) -> ParameterLayout:
-    config = DecoderConfig(**{**vars(SMOLLM2), "dtype": dtype})
+    config = DecoderConfig(**{**vars(SMOLLM2), "dtype": dtype_name(dtype)})
     specs = parameter_specs(config)
     assert {s.name: s.shape for s in specs} == {name: tuple(t.shape) for name, t in whole.items()}
     strategy = parse_strategy(text)

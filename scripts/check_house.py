@@ -23,16 +23,10 @@ import networkx as nx
 
 KNOWN = frozenset(
     {
-        "realrl/experiment/run_plan.py: check_models_fit imports realrl.experiment.backends of its own package",
-        "realrl/experiment/run_plan.py: check_models_fit imports realrl.experiment.models of its own package",
-        "realrl/experiment/run_plan.py: _rank_orders imports realrl.experiment.models of its own package",
         "realrl/model/decoder.py: imports go in a circle: "
         "realrl.model.decoder -> realrl.model.lora -> realrl.model.decoder",
-        "realrl/model/lora.py: add_adapters imports realrl.model.init of its own package",
-        "realrl/plan/memory/formulas.py: optimizer_bytes has more than 7 parameters",
         "realrl/plan/parameters/adapters.py: imports go in a circle: "
         "realrl.plan.parameters.adapters -> realrl.plan.parameters.layout -> realrl.plan.parameters.adapters",
-        "realrl/plan/parameters/layout.py: more than 500 lines",
     }
 )
 """Violations that are still to be corrected, as `Violation.key` writes them."""

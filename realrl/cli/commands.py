@@ -88,7 +88,7 @@ class Loaded:
         Raises:
             UsageError: see `plan_run`.
         """
-        from realrl.experiment.run_plan import plan_run
+        from realrl.experiment.planning import plan_run
 
         plan = plan_run(self.config, self.experiment)
         check_used(self.overrides, plan)
@@ -149,7 +149,7 @@ def _start(loaded: Loaded, *, dry_run: bool) -> int:
     plan = loaded.plan()
     check_paths(loaded.config, cache_dir=cache_dir().absolute())
     if dry_run:
-        from realrl.experiment.run_plan import check_models_fit
+        from realrl.experiment.planning import check_models_fit
         from realrl.runtime.checkpoints.resume import find_beginning, refuse_mixing
 
         refuse_mixing(loaded.config)

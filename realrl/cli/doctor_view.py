@@ -15,7 +15,8 @@ from realrl.errors import UsageError
 if TYPE_CHECKING:
     from realrl.doctor import Report
     from realrl.experiment.run_plan import RunPlan
-    from realrl.plan.memory.plan import Load, Usage
+    from realrl.plan.memory.load import Load
+    from realrl.plan.memory.plan import Usage
 
 _BAR = 40
 _MOST_ALTERNATIVES = 6

@@ -140,7 +140,8 @@ def _print_hooks(plan: RunPlan) -> None:
         return
     reallocs = None
     if any(isinstance(hook, Realloc) for _, _, hook in planned):
-        from realrl.experiment.models import Reallocs, role_configs
+        from realrl.experiment.models import role_configs
+        from realrl.runtime.worker.reallocs import Reallocs
 
         reallocs = Reallocs(plan, role_configs(plan))
     rows = []

@@ -20,12 +20,12 @@ from torch.nn import functional as F
 
 from realrl.cpu import machine
 from realrl.cpu.machine import product_dtype
+from realrl.plan.memory.buffers import PRODUCT_PIECE
 
 _WORTH_IT = 1 << 14  # elements of the weight; below, the cost of a call outweighs the arithmetic
 _FEW_ROWS = 256  # without gradient; up to here speed matters little, and torch's own kernel rounds less
 # float32 copies are made in pieces of at most this many elements (16 MB), which the allocator keeps for the next one;
 # larger blocks go back to the system, and clearing their pages costs more than the conversion
-_PIECE_ELEMENTS = 1 << 22
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ def _converted(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = Non
     """a [m, k] @ b [k, n] + bias [n], accumulated in float32 and rounded once to the dtype of `a`."""
     (m, k), n = a.shape, b.shape[1]
     _, middle, largest = sorted((m, k, n))
-    size = max(1, _PIECE_ELEMENTS // max(1, middle))
+    size = max(1, PRODUCT_PIECE // max(1, middle))
     if largest <= size:
         return _rounded(_multiply(a.float(), b.float()), bias, a.dtype)
     if largest == k:  # the pieces are summands

@@ -20,7 +20,7 @@ from realrl.doctor.findings import Finding, Status
 from realrl.doctor.run_under_check import RunUnderCheck
 from realrl.experiment.evaluation import held_out_data
 from realrl.graph.mfc import InterfaceType
-from realrl.plan.memory.plan import RowLengths
+from realrl.plan.memory.load import RowLengths
 from realrl.runtime.processes.preflight import check_vocabularies
 
 ROUND_TRIPS = ("The quick brown fox, 3.14!", "  two  spaces\n\tand a tab", "Größe, 大小, размер, 🙂")

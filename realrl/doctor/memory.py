@@ -16,12 +16,15 @@ from realrl.engine.device import total_memory_bytes
 from realrl.errors import UsageError
 from realrl.experiment.evaluation import eval_generation
 from realrl.experiment.models import role_configs
-from realrl.experiment.run_plan import RunPlan, plan_run
+from realrl.experiment.planning import plan_run
+from realrl.experiment.run_plan import RunPlan
 from realrl.graph.build import topological_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.model.dtypes import torch_dtype
 from realrl.plan.backends import zero_stage_of
 from realrl.plan.memory.formulas import Kernels
-from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, RowLengths, load_of, plan_memory
+from realrl.plan.memory.load import RowLengths, load_of
+from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, plan_memory
 from realrl.shape import DecoderConfig
 
 MARGIN = 0.9  # of a device's memory; allocators and kernels need some of the rest
@@ -76,7 +79,7 @@ def memory_plan(
     roles = role_states(plan, models)
     calls = call_states(plan, rows)
     n_rows = max((call.load.n_rows for call in calls), default=1)
-    dtype = next(iter(models.values())).dtype if models else torch.float32
+    dtype = torch_dtype(next(iter(models.values())).dtype) if models else torch.float32
     return plan_memory(roles, calls, kernels=kernels_of(device, dtype, n_rows=max(n_rows, 1)))
 
 

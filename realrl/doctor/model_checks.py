@@ -21,13 +21,13 @@ from realrl.engine import device as devices
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.weightless import WeightlessEngine
 from realrl.errors import ConfigError
-from realrl.experiment.run_plan import check_models_fit
+from realrl.experiment.planning import check_models_fit
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName
 from realrl.model.decoder import Decoder
 from realrl.model.files.hf import check_model, load_model
 from realrl.model.init import random_model
 from realrl.plan.memory.plan import show_bytes
-from realrl.plan.parameters.layout import parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.rewards.interface import WeightedRewards
 from realrl.sched.messages import KeySchema, Per
 

@@ -17,6 +17,7 @@ from realrl.engine import device as devices
 from realrl.experiment.evaluation import held_out_data
 from realrl.experiment.models import DTYPES, role_configs
 from realrl.experiment.run_plan import RunPlan
+from realrl.model.dtypes import torch_dtype
 from realrl.runtime.worker.roles import role_tokenizer
 from realrl.shape import DecoderConfig
 
@@ -53,7 +54,7 @@ class RunUnderCheck:
     @cached_property
     def dtype(self) -> torch.dtype:
         """Of computation."""
-        return DTYPES[self.config.precision]
+        return torch_dtype(DTYPES[self.config.precision])
 
     @cached_property
     def device(self) -> torch.device:

@@ -36,7 +36,8 @@ from realrl.engine.train.pipeline import Chunk, run_stage
 from realrl.errors import CallError
 from realrl.model.decoder import Decoder
 from realrl.model.layers.heads import LMHead
-from realrl.model.lora import is_trained, without_adapters
+from realrl.model.lora import without_adapters
+from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.pipeline import Schedule, Step, inference, one_f_one_b
 
 Work = tuple[SequenceSample, Callable[[DecoderOutput, SequenceSample], torch.Tensor | None]]
@@ -350,7 +351,7 @@ class DecoderEngine:
 
         def received(step: Step) -> tuple[tuple[int, ...], torch.dtype]:
             n_rows = self.decoder.parallel.n_local_rows(packings[step.micro_batch].n_rows)
-            return (n_rows, self.decoder.config.hidden_size), self.decoder.config.dtype
+            return (n_rows, self.decoder.config.hidden_size), self.decoder.dtype
 
         chunk = Chunk(compute, received)
         optimizer = self._optimizer

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from realrl.engine.groups import Communicator
 from realrl.model.decoder import Decoder
-from realrl.plan.parameters.layout import slice_of, units_of
+from realrl.plan.parameters.specs import slice_of, units_of
 
 _BUCKET_ELEMENTS = 1 << 24  # of gradients that one collective adds up
 

@@ -105,6 +105,12 @@ def build_graph(mfcs: Sequence[MFCDef], dataset_keys: Iterable[str]) -> nx.DiGra
     return graph
 
 
+def replace_calls(graph: nx.DiGraph, mfcs: Iterable[MFCDef]) -> None:
+    """Give calls of a graph other definitions, in place; they read, produce and change the same as before."""
+    for mfc in mfcs:
+        graph.nodes[mfc.name]["mfc"] = mfc
+
+
 # ---------------------------------------------------------------- questions to a graph
 
 

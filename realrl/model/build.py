@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from realrl.model.dtypes import torch_dtype
 from realrl.model.layers.linear import Linear
 from realrl.model.layers.norm import Norm
 from realrl.model.parallel import TensorParallel
-from realrl.plan.parameters.layout import ModelShard, parameter_specs, slice_of
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.shards import ModelShard
+from realrl.plan.parameters.specs import slice_of
 from realrl.shape import DecoderConfig
 
 
@@ -28,7 +31,8 @@ class Builder:
         self.config = config
         self.shard = shard
         self.device = device
-        self.specs = {spec.name: spec for spec in parameter_specs(config) if any(map(shard.has, spec.layers))}
+        self._dtype = torch_dtype(config.dtype)
+        self.specs = {spec.name: spec for spec in parameter_specs(config) if shard.holds(spec)}
 
     def place(self, name: str) -> tuple[tuple[int, int], ...]:
         """(start, stop) in each dim of the whole parameter."""
@@ -40,13 +44,13 @@ class Builder:
 
     def parameter(self, name: str) -> nn.Parameter:
         """This rank's part of a parameter."""
-        return nn.Parameter(torch.empty(self.shape(name), dtype=self.config.dtype, device=self.device))
+        return nn.Parameter(torch.empty(self.shape(name), dtype=self._dtype, device=self.device))
 
     def linear(self, name: str) -> Linear:
         """The layer with ``{name}.weight`` and, where the model has it, ``{name}.bias``."""
         out_size, in_size = self.shape(f"{name}.weight")
         has_bias = f"{name}.bias" in self.specs
-        return Linear(in_size, out_size, bias=has_bias, dtype=self.config.dtype, device=self.device)
+        return Linear(in_size, out_size, bias=has_bias, dtype=self._dtype, device=self.device)
 
     def norm(self, name: str) -> Norm:
         """The norm with ``{name}.weight`` and, where the model has it, ``{name}.bias``."""

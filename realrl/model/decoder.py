@@ -19,13 +19,15 @@ from torch.utils.checkpoint import checkpoint
 
 from realrl.cpu import Rope, activate, rotate
 from realrl.model.build import Builder, leave
+from realrl.model.dtypes import torch_dtype
 from realrl.model.layers.heads import LMHead, ScalarHead
+from realrl.model.layers.lora import insert_adapters
 from realrl.model.layers.moe import LoadBalance, MoE
 from realrl.model.layers.norm import Norm
 from realrl.model.layers.rope import make_rope
-from realrl.model.lora import insert_adapters
 from realrl.model.parallel import UNSHARDED, TensorParallel
-from realrl.plan.parameters.layout import ModelShard, ParameterSpec, slice_of, whole_shard
+from realrl.plan.parameters.shards import ModelShard, whole_shard
+from realrl.plan.parameters.specs import ParameterSpec, slice_of
 from realrl.shape import DecoderConfig
 
 PartialKind = Literal["kv", "tp", "sp"]
@@ -225,7 +227,7 @@ class Decoder(nn.Module):
         self.norm: Norm | None = build.norm("norm") if shard.has_head else None
         self.head: LMHead | ScalarHead | None = self._make_head(build) if shard.has_head else None
         if config.lora is not None:
-            insert_adapters(self)
+            insert_adapters(self, self.specs, config.lora)
 
     def _make_embedding(self, build: Builder, name: str) -> Embedding:
         return Embedding(build.parameter(name), build.place(name)[0][0], is_whole=self.shard.tp_size == 1)
@@ -233,7 +235,7 @@ class Decoder(nn.Module):
     def _make_head(self, build: Builder) -> LMHead | ScalarHead:
         config = self.config
         if config.is_scalar:
-            return ScalarHead(config.hidden_size, dtype=config.dtype, device=build.device)
+            return ScalarHead(config.hidden_size, dtype=self.dtype, device=build.device)
         name = "embedding.weight" if config.tied_embeddings else "head.weight"
         is_shared = config.tied_embeddings and self.embedding is not None
         weight = self.embedding.weight if is_shared and self.embedding is not None else build.parameter(name)
@@ -243,6 +245,11 @@ class Decoder(nn.Module):
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and activations; adapters are float32."""
+        return torch_dtype(self.config.dtype)
 
     # ------------------------------------------------------------ computing
 

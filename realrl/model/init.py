@@ -9,7 +9,7 @@ import torch
 from realrl.model.decoder import Decoder
 from realrl.model.parallel import UNSHARDED, TensorParallel
 from realrl.plan.parameters.adapters import LORA_A, LORA_B
-from realrl.plan.parameters.layout import ModelShard
+from realrl.plan.parameters.shards import ModelShard
 from realrl.shape import DecoderConfig
 
 _STD = 0.02  # GPT-2 (Radford et al. 2019)

@@ -23,9 +23,7 @@ import torch
 
 from realrl.cpu import matmul
 from realrl.model.parallel import UNSHARDED, TensorParallel
-
-_CHUNK_ELEMENTS = 1 << 26  # logits of one chunk
-_BLOCK_ELEMENTS = 1 << 19  # float32 logits of one block on the CPU: 2 MB
+from realrl.plan.memory.buffers import LOGITS_BLOCK, LOGITS_CHUNK
 
 
 def lm_logprobs(
@@ -200,15 +198,15 @@ def _logits_gradient(
 
 
 def _chunks(n_rows: int, n_vocab: int) -> list[slice]:
-    """Equal slices of the rows, each of at most `_CHUNK_ELEMENTS` logits (or a single row)."""
-    most = max(1, _CHUNK_ELEMENTS // n_vocab)
+    """Equal slices of the rows, each of at most `LOGITS_CHUNK` logits (or a single row)."""
+    most = max(1, LOGITS_CHUNK // n_vocab)
     size = math.ceil(n_rows / max(1, math.ceil(n_rows / most)))
     return [slice(start, start + size) for start in range(0, n_rows, max(1, size))]
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
     n_rows, n_vocab = logits.shape
-    size = max(1, _BLOCK_ELEMENTS // n_vocab) if logits.device.type == "cpu" else n_rows
+    size = max(1, LOGITS_BLOCK // n_vocab) if logits.device.type == "cpu" else n_rows
     return (slice(start, start + size) for start in range(0, n_rows, max(1, size)))
 
 

@@ -45,8 +45,12 @@ from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes, nearest_strategy
 from realrl.mesh.notation import parse_allocation, parse_strategy
 from realrl.plan.hooks import plan_hooks, role_homes
-from realrl.plan.parameters.layout import ModelShape, ParameterSpec, check_tp, parameter_specs, stages_of
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.shards import check_tp
+from realrl.plan.parameters.specs import ParameterSpec
+from realrl.plan.parameters.stages import stages_of
 from realrl.plan.protocols import CallLayout, slices_of
+from realrl.shape import DecoderConfig
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -199,7 +203,7 @@ def check_n_seqs(graph: nx.DiGraph, allocations: Mapping[str, Allocation]) -> No
                 )
 
 
-def check_shapes(graph: nx.DiGraph, allocations: Mapping[str, Allocation], shapes: Mapping[str, ModelShape]) -> None:
+def check_shapes(graph: nx.DiGraph, allocations: Mapping[str, Allocation], shapes: Mapping[str, DecoderConfig]) -> None:
     """Check that the models can be cut as the strategies want it.
 
     Args:

@@ -27,7 +27,7 @@ from realrl.errors import AllocationError
 from realrl.graph.build import calls, data_graph, home_calls, writer_waits
 from realrl.graph.mfc import Hook, MFCDef, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation
-from realrl.plan.parameters.layout import ModelShape
+from realrl.shape import DecoderConfig
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -185,7 +185,7 @@ def plan_hooks(
     return plan
 
 
-def check_realloc_shapes(graph: nx.DiGraph, shapes: Mapping[str, ModelShape]) -> None:
+def check_realloc_shapes(graph: nx.DiGraph, shapes: Mapping[str, DecoderConfig]) -> None:
     """Check that every hook that moves parameters between two roles has models of one shape at its ends.
 
     Args:
@@ -215,7 +215,7 @@ def check_realloc_shapes(graph: nx.DiGraph, shapes: Mapping[str, ModelShape]) ->
                     )
 
 
-def _value_of(shape: ModelShape, field: str) -> object:
+def _value_of(shape: DecoderConfig, field: str) -> object:
     """What decides parameters of a field of a model's shape: the longest sequence may differ, positions may not."""
     if field == "max_positions" and not shape.learned_positions:
         return None

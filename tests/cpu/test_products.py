@@ -67,7 +67,7 @@ def test_a_bf16_layer_rounds_the_float32_result_once(n_rows, with_bias):
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products_in_pieces_equal_the_whole(shape, piece, with_bias, monkeypatch):
     monkeypatch.setattr(machine, "has_bf16_kernels", lambda: False)
-    monkeypatch.setattr(products, "_PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(products, "PRODUCT_PIECE", piece)
     m, k, n = shape
     torch.manual_seed(0)
     a, weight = torch.randn(m, k).to(BF16), torch.randn(n, k).to(BF16)

@@ -24,7 +24,7 @@ from realrl.doctor.findings import Check, run_checks
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.errors import AssetError
 from realrl.experiment.discovery import config_dir, load_experiment
-from realrl.experiment.run_plan import plan_run
+from realrl.experiment.planning import plan_run
 from realrl.shape import tiny_config
 from tests.helpers.assets import edit_json, make_model_folder, write_rows
 

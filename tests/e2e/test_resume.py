@@ -15,7 +15,7 @@ from realrl.config.compose import compose
 from realrl.errors import ConfigError
 from realrl.experiment.backends import check_backends, check_installed
 from realrl.experiment.discovery import config_dir, list_experiments, load_experiment
-from realrl.experiment.run_plan import plan_run
+from realrl.experiment.planning import plan_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import NOISE, assert_same_numbers, read_metrics
 

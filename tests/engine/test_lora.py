@@ -16,11 +16,12 @@ from realrl.data.sample import SequenceSample
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.errors import CallError
 from realrl.model.decoder import Decoder
+from realrl.model.dtypes import dtype_name
 from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
-from realrl.plan.parameters.adapters import LoRA, is_adapter
+from realrl.plan.parameters.adapters import is_adapter
 from realrl.sched.messages import KeySchema, Per
-from realrl.shape import HeadKind
+from realrl.shape import HeadKind, LoRA
 from tests.helpers.adapters import LORA, fill_adapters, merged
 from tests.helpers.training import CONFIG, OPTIMIZER, make_batch, masked_nll, n_masked
 
@@ -30,7 +31,9 @@ ONE = MicroBatching()
 def make_decoder(
     head: HeadKind = "lm", lora: LoRA | None = LORA, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Decoder:
-    decoder = random_model(replace(CONFIG, o_bias=True, head=head, lora=lora, dtype=dtype, **changes), seed=1)
+    decoder = random_model(
+        replace(CONFIG, o_bias=True, head=head, lora=lora, dtype=dtype_name(dtype), **changes), seed=1
+    )
     for name, p in decoder.named_parameters():
         if p.dim() > 1 and not is_adapter(name):
             p.data.mul_(5)  # a trained model's activations, not the near-zero ones of initialisation

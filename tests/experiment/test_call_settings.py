@@ -15,7 +15,8 @@ from realrl.errors import AllocationError, ConfigError
 from realrl.experiment.call_settings import KEYS, configured_calls
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.discovery import load_experiment
-from realrl.experiment.run_plan import RunPlan, plan_run
+from realrl.experiment.planning import plan_run
+from realrl.experiment.run_plan import RunPlan
 from realrl.graph.build import lead_waits
 from realrl.graph.mfc import MFCDef
 

@@ -8,7 +8,8 @@ from realrl.config.compose import compose
 from realrl.errors import ConfigError
 from realrl.experiment.discovery import load_experiment
 from realrl.experiment.evaluation import eval_generation, evaluation_experiment
-from realrl.experiment.run_plan import RunPlan, plan_run
+from realrl.experiment.planning import plan_run
+from realrl.experiment.run_plan import RunPlan
 
 TWO = ("cluster.n_devices_per_node=2",)
 

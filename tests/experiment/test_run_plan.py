@@ -13,13 +13,14 @@ from realrl.config.schema import ModelConfigSection, RunConfig
 from realrl.errors import AllocationError, AssetError, ConfigError, GraphError
 from realrl.experiment.declaration import Experiment, Role
 from realrl.experiment.discovery import load_experiment
-from realrl.experiment.models import Reallocs, notes_of_heads, role_configs
-from realrl.experiment.run_plan import check_models_fit, plan_run
+from realrl.experiment.models import notes_of_heads, role_configs
+from realrl.experiment.planning import check_models_fit, plan_run
 from realrl.graph.mfc import MFCDef
 from realrl.plan.groups import GroupKind
 from realrl.plan.hooks import Realloc
 from realrl.plan.protocols import CallLayout, register_protocol, transfer_protocol
 from realrl.plan.samples.transfer import Share
+from realrl.runtime.worker.reallocs import Reallocs
 
 
 def config(experiment: Experiment, **settings: object) -> RunConfig:

@@ -10,7 +10,8 @@ from realrl.config.compose import compose
 from realrl.errors import ConfigError
 from realrl.experiment.backends import check_installed, needs_library_groups, trained_roles
 from realrl.experiment.discovery import load_experiment
-from realrl.experiment.run_plan import RunPlan, check_models_fit, plan_run
+from realrl.experiment.planning import check_models_fit, plan_run
+from realrl.experiment.run_plan import RunPlan
 
 
 def plan_of(*overrides: str) -> RunPlan:

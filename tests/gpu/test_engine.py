@@ -91,7 +91,7 @@ def test_more_workers_than_devices() -> None:
 
 
 def test_value_head_in_bf16_scores_in_float32() -> None:
-    config = replace(tiny_config(VOCAB_SIZE, head="value"), dtype=torch.bfloat16)
+    config = replace(tiny_config(VOCAB_SIZE, head="value"), dtype="bfloat16")
     engine = DecoderEngine(random_model(config, seed=1, device=devices.resolve_device("cuda")), role="critic")
     batch = make_batch()
     scores = engine.forward(batch, lambda out, _: out.scores(), micro_batching=MicroBatching(n_mbs=2))

@@ -11,7 +11,8 @@ from realrl.engine.groups import ALONE
 from realrl.engine.parameters.offload import Offloader
 from realrl.engine.parameters.realloc import Reallocator
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.parameters.layout import parameter_layout, parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import parameter_layout
 from realrl.plan.parameters.realloc import plan_realloc
 from realrl.shape import tiny_config
 
@@ -70,7 +71,7 @@ def test_what_is_computed_just_before_leaves_with_it() -> None:
 
 def test_one_device_aliases_copies_and_averages() -> None:
     device = resolve_device("cuda")
-    specs = parameter_specs(tiny_config(64, dtype=torch.bfloat16))
+    specs = parameter_specs(tiny_config(64, dtype="bfloat16"))
     only = parameter_layout(specs, ParallelStrategy(), (0,))
     realloc = Reallocator(plan_realloc(only, only), ALONE, 0, device)
     source = {s.name: torch.randn(s.shape, device=device, dtype=torch.bfloat16) for s in specs}

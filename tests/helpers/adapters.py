@@ -8,7 +8,8 @@ import torch
 
 from realrl.model.decoder import Decoder
 from realrl.model.lora import merged_shards
-from realrl.plan.parameters.adapters import LORA_B, LoRA
+from realrl.plan.parameters.adapters import LORA_B
+from realrl.shape import LoRA
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 LORA = LoRA(3, 6.0, ALL)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,57 +12,56 @@ from hypothesis import strategies as st
 
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.parameters.adapters import LoRA
-from realrl.plan.parameters.layout import ParameterLayout, ParameterSpec, Slice, check_tp, parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import ParameterLayout
 from realrl.plan.parameters.realloc import ReallocPlan
+from realrl.plan.parameters.shards import check_tp
+from realrl.plan.parameters.specs import ParameterSpec, Slice
+from realrl.shape import DecoderConfig, MoEConfig
 
 Array = npt.NDArray[np.int64]
 MAX_RANKS = 64
+EXPERTS = MoEConfig(n_experts=3, top_k=2, intermediate_size=13)
+SHAPE = DecoderConfig(
+    vocab_size=16,
+    hidden_size=4,
+    n_layers=4,
+    n_heads=4,
+    n_kv_heads=4,
+    head_dim=2,
+    intermediate_size=16,
+    max_positions=16,
+    dtype="float64",
+)
 
 
-@dataclass(frozen=True)
-class Experts:
-    """What decides the parameters of a mixture of experts; see `realrl.plan.parameters.layout.ExpertsShape`."""
-
-    n_experts: int = 3
-    top_k: int = 2
-    intermediate_size: int = 13
-    dense_layers: tuple[int, ...] = ()
+def make_shape(**changes: Any) -> DecoderConfig:
+    """`SHAPE` with changes."""
+    return replace(SHAPE, **changes)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What decides a model's parameters; see `realrl.plan.parameters.layout.ModelShape`."""
-
-    n_layers: int = 4
-    n_heads: int = 4
-    n_kv_heads: int = 4
-    vocab_size: int = 16
-    intermediate_size: int = 16
-    hidden_size: int = 4
-    head_dim: int = 2
-    tied_embeddings: bool = False
-    attention_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    gated_mlp: bool = True
-    norm_bias: bool = False
-    qk_norm: bool = False
-    learned_positions: bool = False
-    max_positions: int = 16
-    moe: Experts | None = None
-    head: str = "lm"
-    dtype: str = "float64"
-    lora: LoRA | None = None
+LLAMA_70B = make_shape(
+    n_layers=80,
+    n_heads=64,
+    n_kv_heads=8,
+    vocab_size=32000,
+    intermediate_size=28672,
+    hidden_size=8192,
+    head_dim=128,
+    dtype="bfloat16",
+)
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> Shape:
+def shapes(draw: st.DrawFn) -> DecoderConfig:
     """Models with up to 6 layers and 12 heads."""
     n_kv_heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
     n_heads = n_kv_heads * draw(st.integers(1, 12 // n_kv_heads))
-    return Shape(
-        n_layers=draw(st.integers(1, 6)),
+    n_layers, is_gated = draw(st.integers(1, 6)), draw(st.booleans())
+    norm, qk_norm = draw(st.sampled_from([("rms", False), ("rms", True), ("layer", False)]))
+    mixtures = [EXPERTS, replace(EXPERTS, dense_layers=(0,))] if n_layers > 1 else [EXPERTS]
+    return make_shape(
+        n_layers=n_layers,
         n_heads=n_heads,
         n_kv_heads=n_kv_heads,
         vocab_size=draw(st.integers(12, 19)),
@@ -71,11 +71,11 @@ def shapes(draw: st.DrawFn) -> Shape:
         attention_bias=draw(st.booleans()),
         o_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
-        gated_mlp=draw(st.booleans()),
-        norm_bias=draw(st.booleans()),
-        qk_norm=draw(st.booleans()),
+        gated_mlp=is_gated,
+        norm=norm,
+        qk_norm=qk_norm,
         learned_positions=draw(st.booleans()),
-        moe=draw(st.sampled_from([None, None, Experts(), Experts(dense_layers=(0,))])),
+        moe=draw(st.sampled_from([None, None, *mixtures])) if is_gated else None,
         head=draw(st.sampled_from(["lm", "lm", "value", "reward"])),
     )
 
@@ -93,7 +93,7 @@ def legal_tps(specs: tuple[ParameterSpec, ...], at_most: int) -> list[int]:
 
 
 @st.composite
-def strategies(draw: st.DrawFn, shape: Shape, max_ranks: int = MAX_RANKS) -> ParallelStrategy:
+def strategies(draw: st.DrawFn, shape: DecoderConfig, max_ranks: int = MAX_RANKS) -> ParallelStrategy:
     """Any legal strategy of a model for up to `max_ranks` ranks."""
     tp = draw(st.sampled_from(legal_tps(parameter_specs(shape), min(12, max_ranks))))
     pp = draw(st.integers(1, min(shape.n_layers, max_ranks // tp)))

@@ -13,7 +13,7 @@ from realrl.model.decoder import Decoder
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
 from realrl.model.parallel import UNSHARDED, TensorParallel
-from realrl.plan.parameters.layout import shard_of
+from realrl.plan.parameters.shards import shard_of
 from realrl.shape import DecoderConfig, MoEConfig
 
 SEQLENS = (6, 1, 0, 11, 4, 5)  # 27 tokens: no tensor-parallel size divides them

@@ -147,8 +147,8 @@ def naive(
 def test_lm_logprobs_and_gradients(
     chunk_rows: int, block_rows: int, temperature: float, with_entropy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lm_module, "_CHUNK_ELEMENTS", 37 * chunk_rows)
-    monkeypatch.setattr(lm_module, "_BLOCK_ELEMENTS", 37 * block_rows)
+    monkeypatch.setattr(lm_module, "LOGITS_CHUNK", 37 * chunk_rows)
+    monkeypatch.setattr(lm_module, "LOGITS_BLOCK", 37 * block_rows)
     torch.manual_seed(0)
     hidden = torch.randn(11, 16, requires_grad=True)
     weight = torch.randn(37, 16, requires_grad=True)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from realrl.errors import AssetError
 from realrl.model.decoder import Decoder
 from realrl.model.families import FAMILIES
-from realrl.model.files.hf import check_model, load_model, read_config, save_model
+from realrl.model.files.config_file import read_config
+from realrl.model.files.hf import check_model, load_model, save_model
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
 from realrl.shape import DecoderConfig

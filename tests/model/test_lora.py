@@ -15,9 +15,9 @@ from realrl.model.files.adapter_files import save_adapters
 from realrl.model.files.hf import load_model, save_model
 from realrl.model.init import random_model
 from realrl.model.lora import add_adapters, trained_parameters, without_adapters
-from realrl.plan.parameters.adapters import LORA_A, LORA_B, LoRA, is_adapter
-from realrl.plan.parameters.layout import shard_of
-from realrl.shape import DecoderConfig
+from realrl.plan.parameters.adapters import LORA_A, LORA_B, is_adapter
+from realrl.plan.parameters.shards import shard_of
+from realrl.shape import DecoderConfig, LoRA
 from tests.helpers.adapters import ALL, LORA, fill_adapters, merged
 from tests.helpers.sharded import CONFIGS, backward, results_of, run_stages, whole_model
 
@@ -132,7 +132,7 @@ def test_only_adapters_and_scalar_heads_are_trained(model: str, n_heads_trained:
 
 
 def test_bf16_activations_keep_float32_adapters() -> None:
-    config = replace(CONFIGS["biases"], dtype=torch.bfloat16, lora=LORA)
+    config = replace(CONFIGS["biases"], dtype="bfloat16", lora=LORA)
     decoder = random_model(config, 1)
     dtypes = {is_adapter(name): p.dtype for name, p in decoder.named_shards()}
     assert dtypes == {False: torch.bfloat16, True: torch.float32}

@@ -11,7 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from realrl.errors import AssetError
-from realrl.model.files.hf import load_model, read_config, save_model
+from realrl.model.files.config_file import read_config
+from realrl.model.files.hf import load_model, save_model
 from realrl.model.files.tensor_file import stored_names
 from tests.helpers.assets import edit_json
 from tests.helpers.families import CASES, hf_config, hf_model

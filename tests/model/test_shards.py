@@ -15,9 +15,12 @@ from realrl.engine.groups import Communicator
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.decoder import Decoder
-from realrl.model.files.hf import load_model, read_model_config, save_index, save_model, save_stage
+from realrl.model.dtypes import dtype_name
+from realrl.model.files.config_file import read_model_config
+from realrl.model.files.hf import load_model, save_index, save_model, save_stage
 from realrl.model.init import random_model
-from realrl.plan.parameters.layout import ModelShard, shard_of, stage_layers
+from realrl.plan.parameters.shards import ModelShard, shard_of
+from realrl.plan.parameters.stages import stage_layers
 from realrl.shape import DecoderConfig
 from tests.helpers.sharded import (
     CONFIG,
@@ -188,7 +191,7 @@ def test_every_shard_of_a_new_value_head_is_the_same(tmp_path: Path) -> None:
 def test_stages_saved_one_by_one_are_read_by_transformers(
     config: DecoderConfig, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    whole = whole_model(replace(config, dtype=dtype))
+    whole = whole_model(replace(config, dtype=dtype_name(dtype)))
     stages = stages_of(whole, pp=3)
     for pp_rank in (2, 0, 1):
         tensors = (
@@ -236,7 +239,7 @@ def test_tensors_in_another_order_or_dtype_are_not_saved(tmp_path: Path) -> None
     with pytest.raises(
         ValueError, match=r"'model.embed_tokens.weight' is torch.float32 \[61, 32\], not torch.bfloat16"
     ):
-        save_stage(replace(CONFIG, dtype=torch.bfloat16), tmp_path, named)
+        save_stage(replace(CONFIG, dtype="bfloat16"), tmp_path, named)
     with pytest.raises(ValueError, match="shorter"):
         save_stage(CONFIG, tmp_path, named[:-1])
     assert list(tmp_path.iterdir()) == []

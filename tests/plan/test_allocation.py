@@ -1,7 +1,6 @@
 """Which devices each call gets."""
 
 import dataclasses
-import types
 
 import pytest
 from hypothesis import given
@@ -20,6 +19,7 @@ from realrl.plan.allocation import (
     plan_allocations,
     split_roles,
 )
+from realrl.shape import DecoderConfig
 from tests.graph.examples import DATASET_KEYS, ppo, seventeen, sft
 
 PPO = build_graph(ppo(), ["prompt_ids"])
@@ -245,12 +245,17 @@ def test_hook_of_a_role_without_parameters():
         plan_allocations(build_graph(mfcs, ["prompt_ids"]), config("data"), NODE, heads={"reward": "none"})
 
 
-SHAPE = types.SimpleNamespace(
-    vocab_size=40, hidden_size=24, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=4, intermediate_size=48,
-    tied_embeddings=True, attention_bias=False, mlp_bias=False, head="lm", dtype="float32",
-    o_bias=False, gated_mlp=True, norm_bias=False, qk_norm=False, learned_positions=False, max_positions=64,
-    moe=None, lora=None,
-)  # fmt: skip
+SHAPE = DecoderConfig(
+    vocab_size=40,
+    hidden_size=24,
+    n_layers=3,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=4,
+    intermediate_size=48,
+    tied_embeddings=True,
+    max_positions=64,
+)
 
 
 @pytest.mark.parametrize(
@@ -283,9 +288,7 @@ def test_models_that_cannot_be_cut_so(strategy, message, nearest):
     st.integers(1, 6), st.sampled_from([1, 2, 3, 4, 6, 8]), st.sampled_from([1, 2, 3, 8]), st.sampled_from([2, 4, 8])
 )
 def test_the_suggested_cut_is_legal(n_layers, n_kv_heads, groups, n_devices):
-    shape = types.SimpleNamespace(
-        **{**vars(SHAPE), "n_layers": n_layers, "n_heads": n_kv_heads * groups, "n_kv_heads": n_kv_heads}
-    )
+    shape = dataclasses.replace(SHAPE, n_layers=n_layers, n_heads=n_kv_heads * groups, n_kv_heads=n_kv_heads)
     cluster = Cluster(1, n_devices)
     for strategy in (f"t{n_devices}", f"p{n_devices}", f"t{n_devices // 2}p2"):
         plan = plan_allocations(PPO, config("data", ref_inf=strategy), cluster)

@@ -1,7 +1,8 @@
 """What moves around each call: exactly the invariants that the module states, and every refusal."""
 
 import dataclasses
-import types
+import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, reject
@@ -13,8 +14,9 @@ from realrl.graph.mfc import ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, legal_meshes
 from realrl.mesh.notation import parse_allocation
 from realrl.plan.hooks import CallHooks, Offload, Realloc, check_realloc_shapes, plan_hooks, role_homes
+from realrl.shape import DecoderConfig, LoRA
 from tests.graph.examples import ppo
-from tests.helpers.layouts import Experts
+from tests.helpers.layouts import EXPERTS
 from tests.sched.plans import strategies_of, with_hooks
 
 NODE = Cluster(1, 8)
@@ -173,32 +175,35 @@ def test_frozen_roles_wait_in_host_memory():
     assert plan_hooks(graph_with(), alone, offload_frozen=True)["ref_inf"].after == ()
 
 
-SHAPE = {
-    "vocab_size": 40, "hidden_size": 24, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "head_dim": 4,
-    "intermediate_size": 48, "tied_embeddings": True, "attention_bias": False, "mlp_bias": False, "head": "lm",
-    "dtype": "float32", "o_bias": False, "gated_mlp": True, "norm_bias": False, "qk_norm": False,
-    "learned_positions": False, "max_positions": 64, "moe": None, "lora": None,
-}  # fmt: skip
+SHAPE = DecoderConfig(
+    vocab_size=40,
+    hidden_size=24,
+    n_layers=3,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=4,
+    intermediate_size=48,
+    tied_embeddings=True,
+    max_positions=64,
+)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("n_layers", 4), ("head", "value"), ("lora", "adapters"), ("tied_embeddings", False)]
+    ("field", "value"), [("n_layers", 4), ("head", "value"), ("lora", LoRA(2, 4.0, ("q",))), ("tied_embeddings", False)]
 )
 def test_models_at_both_ends_have_one_shape(field, value):
     graph = graph_with(actor_train={"post_hooks": (ParamReallocHook(target=ModelName("ref"), eta=0.1),)})
-    shape, other = types.SimpleNamespace(**SHAPE), types.SimpleNamespace(**{**SHAPE, field: value})
+    shape, other = SHAPE, replace(SHAPE, **{field: value})
     check_realloc_shapes(graph, {"actor": shape, "ref": shape, "critic": other})
     check_realloc_shapes(graph, {"actor": shape})
-    difference = f"{field} is {SHAPE[field]} and {value}"
+    difference = re.escape(f"{field} is {getattr(SHAPE, field)} and {value}")
     with pytest.raises(AllocationError, match=rf"'actor_train' .* 'actor' to role 'ref', but .* differ: {difference}"):
         check_realloc_shapes(graph, {"actor": shape, "ref": other})
 
 
 def test_roles_with_different_heads_are_told_so():
     graph = graph_with(actor_train={"post_hooks": (ParamReallocHook(target=ModelName("ref"), eta=0.1),)})
-    shapes = {
-        role: types.SimpleNamespace(**{**SHAPE, "head": head}) for role, head in (("actor", "lm"), ("ref", "value"))
-    }
+    shapes = {role: replace(SHAPE, head=head) for role, head in (("actor", "lm"), ("ref", "value"))}
     with pytest.raises(AllocationError, match=r"declare both roles with one head: Role\(..., head=...\)"):
         check_realloc_shapes(graph, shapes)
 
@@ -207,18 +212,16 @@ def test_experts_and_learned_positions_at_both_ends_are_the_same():
     graph = graph_with(actor_train={"post_hooks": (ParamReallocHook(target=ModelName("ref"), eta=0.1),)})
 
     def check(here, there):
-        check_realloc_shapes(
-            graph, {role: types.SimpleNamespace(**{**SHAPE, **c}) for role, c in (("actor", here), ("ref", there))}
-        )
+        check_realloc_shapes(graph, {"actor": replace(SHAPE, **here), "ref": replace(SHAPE, **there)})
 
     check({"max_positions": 64}, {"max_positions": 128})
-    check({"moe": Experts()}, {"moe": Experts()})
+    check({"moe": EXPERTS}, {"moe": EXPERTS})
     with pytest.raises(AllocationError, match="moe is 3 experts of size 13, 2 a token and None"):
-        check({"moe": Experts()}, {})
+        check({"moe": EXPERTS}, {})
     with pytest.raises(
         AllocationError, match=r"moe is 3 experts .* and 3 experts of size 13, 1 a token, but in layers 0"
     ):
-        check({"moe": Experts()}, {"moe": Experts(top_k=1, dense_layers=(0,))})
+        check({"moe": EXPERTS}, {"moe": replace(EXPERTS, top_k=1, dense_layers=(0,))})
     learned = {"learned_positions": True}
     with pytest.raises(AllocationError, match="max_positions is 64 and 128"):
         check(learned, {**learned, "max_positions": 128})

@@ -28,8 +28,8 @@ from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.init import random_model
 from realrl.model.lora import add_adapters
 from realrl.plan.backends import TrainedRole, check_backend
-from realrl.plan.parameters.adapters import LoRA
-from realrl.plan.parameters.layout import shard_of
+from realrl.plan.parameters.shards import shard_of
+from realrl.shape import LoRA
 from scripts.plan_table import LIMIT, largest_difference, run_plan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import SMALL, read_metrics, realrl
@@ -80,7 +80,7 @@ def make_engine(
     case: Case, parallel: Parallel, backend: BackendName | None = None, weights: Mapping[str, np.ndarray] | None = None
 ) -> DecoderEngine:
     """An engine of new parameters, or of those that a saved model has."""
-    config = replace(CONFIGS[case.model], dtype=torch.float32)
+    config = replace(CONFIGS[case.model], dtype="float32")
     shard = shard_of(config, case.strategy, parallel.mesh_rank)
     tensor_parallel = TensorParallelGroup(parallel.tp, sp=case.strategy.sp)
     decoder = random_model(config, seed=1, shard=shard, parallel=tensor_parallel)

@@ -27,7 +27,7 @@ from realrl.model import shared_prefix
 from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from realrl.plan.groups import process_groups
-from realrl.plan.parameters.layout import shard_of
+from realrl.plan.parameters.shards import shard_of
 from realrl.shape import DecoderConfig, MoEConfig
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import VOCAB_SIZE, make_batch, masked_nll, n_masked

@@ -49,7 +49,7 @@ def _compare(rank: int, world_size: int, models: dict[str, DecoderConfig]) -> No
     """In float64, because gradients of models that scale what they compute are large; the head stays float32."""
     group = Communicator(dist.group.WORLD, world_size, rank)
     for name, config in models.items():
-        config = replace(config, dtype=torch.float64)
+        config = replace(config, dtype="float64")
         whole = whole_model(config)
         expected = results_of(run_stages([whole], config.vocab_size), config)
         backward(expected)

@@ -21,7 +21,7 @@ from realrl.model.decoder import Decoder
 from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from realrl.plan.parameters.adapters import is_adapter
-from realrl.plan.parameters.layout import shard_of
+from realrl.plan.parameters.shards import shard_of
 from realrl.shape import DecoderConfig
 from tests.helpers.adapters import LORA, fill_adapters, merged
 from tests.helpers.ranks import run_ranks

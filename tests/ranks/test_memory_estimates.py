@@ -20,13 +20,17 @@ from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
+from realrl.model.dtypes import torch_dtype
 from realrl.model.init import random_model
 from realrl.model.parallel import UNSHARDED
 from realrl.plan.groups import process_groups
 from realrl.plan.hooks import CallHooks
-from realrl.plan.memory.formulas import held_specs, optimizer_bytes
-from realrl.plan.memory.plan import CallState, RoleState, RowLengths, Usage, load_of, plan_memory
-from realrl.plan.parameters.layout import parameter_specs, shard_of
+from realrl.plan.memory.load import RowLengths, load_of
+from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes
+from realrl.plan.memory.plan import CallState, RoleState, Usage, plan_memory
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.shards import shard_of
+from realrl.plan.parameters.specs import DTYPE_BYTES
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import DecoderConfig, tiny_config
 from tests.helpers.live_memory import LiveMemory
@@ -93,7 +97,7 @@ def score_loss(out: ForwardOutput, part: SequenceSample) -> LossOutput:
 def engine_of(case: Case, parallel: Parallel) -> DecoderEngine:
     is_trained = case.kind is TRAIN
     decoder = random_model(
-        replace(case.model, dtype=torch.float32) if is_trained else case.model,
+        replace(case.model, dtype="float32") if is_trained else case.model,
         seed=1,
         shard=shard_of(case.model, case.strategy, parallel.mesh_rank),
         parallel=TensorParallelGroup(parallel.tp, sp=case.strategy.sp) if case.strategy.tp > 1 else UNSHARDED,
@@ -105,7 +109,7 @@ def engine_of(case: Case, parallel: Parallel) -> DecoderEngine:
         parallel=parallel,
         optimizer=OptimizerConfig(zero_stage=case.zero_stage, offload=case.offload) if is_trained else None,
         total_optimizer_steps=10,
-        compute_dtype=case.model.dtype,
+        compute_dtype=torch_dtype(case.model.dtype),
         backend=case.backend,
     )
 
@@ -149,7 +153,7 @@ def planned(case: Case, rank: int) -> Usage:
         checkpoints_activations=case.checkpointing,
     )
     call = CallState("call", "actor", case.kind, case.allocation, CallHooks(), load)
-    kernels = kernels_of(CPU, case.model.dtype, n_rows=max(load.n_rows, 1))
+    kernels = kernels_of(CPU, torch_dtype(case.model.dtype), n_rows=max(load.n_rows, 1))
     return plan_memory({"actor": role}, [call], kernels=kernels).calls["call"][rank]
 
 
@@ -166,13 +170,13 @@ ALONE = [
     Case(TRAIN, checkpointing=True),
     Case(TRAIN, replace(LARGER, head="value")),
     Case(TRAIN, replace(LARGER, tied_embeddings=True, gated_mlp=False, norm="layer", activation="gelu_tanh")),
-    Case(TRAIN, replace(LARGER, dtype=torch.bfloat16)),
+    Case(TRAIN, replace(LARGER, dtype="bfloat16")),
     Case(INFERENCE, TINY, n_seqs=64, prompt=9, response=16),
     Case(INFERENCE),
-    Case(INFERENCE, replace(LARGER, dtype=torch.bfloat16)),
+    Case(INFERENCE, replace(LARGER, dtype="bfloat16")),
     Case(GENERATE, TINY, n_seqs=64, prompt=9, response=16),
     Case(GENERATE),
-    Case(GENERATE, replace(LARGER, dtype=torch.bfloat16)),
+    Case(GENERATE, replace(LARGER, dtype="bfloat16")),
 ]  # fmt: skip
 
 
@@ -233,25 +237,27 @@ def test_every_call_on_two_devices() -> None:
 
 def kept(case: Case, rank: int) -> int:
     """What the planner says that a trained role keeps, in whichever memory."""
-    strategy, width = case.strategy, case.model.dtype.itemsize
+    strategy, width = case.strategy, DTYPE_BYTES[case.model.dtype]
     shard = shard_of(case.model, strategy, rank)
-    sizes = [n for _, n in held_specs(parameter_specs(case.model), shard)]
+    sizes = [shard.n_elements_of(spec) for spec in parameter_specs(case.model)]
     n_elements = sum(sizes)
     state = optimizer_bytes(
         n_elements,
         element_bytes=width,
-        backend=case.backend,
-        zero_stage=case.zero_stage,
-        dp=strategy.dp,
-        on_host=case.offload,
-        whole_gradients=strategy.tp > 1 or strategy.pp > 1,
+        sharing=OptimizerSharing(
+            case.backend,
+            case.zero_stage,
+            dp=strategy.dp,
+            on_host=case.offload,
+            whole_gradients=strategy.tp > 1 or strategy.pp > 1,
+        ),
         largest=max(sizes),
     )
     held = state.gradients + state.buffers if state.holds_gradients else 0
     return int(state.parameters * width * n_elements) + state.masters + state.moments + held + state.host
 
 
-HALF = replace(LARGER, dtype=torch.bfloat16)
+HALF = replace(LARGER, dtype="bfloat16")
 KEPT = [
     Case(TRAIN, model, strategy, n_seqs=4, n_mbs=2, backend=backend, zero_stage=stage, offload=offload)
     for backend, stage, offload in (

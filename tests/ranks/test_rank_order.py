@@ -12,11 +12,12 @@ import torch
 
 from realrl.engine.groups import Groups
 from realrl.experiment.discovery import load_run
-from realrl.experiment.models import Reallocs, role_configs
-from realrl.experiment.run_plan import plan_run
+from realrl.experiment.models import role_configs
+from realrl.experiment.planning import plan_run
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.plan.groups import GroupKind, group_of, process_groups
 from realrl.plan.hooks import Realloc
+from realrl.runtime.worker.reallocs import Reallocs
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import assert_same_numbers, read_metrics, realrl
 

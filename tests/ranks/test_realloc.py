@@ -14,10 +14,11 @@ from realrl.engine.groups import ALONE, Communicator
 from realrl.engine.parameters.realloc import Reallocator
 from realrl.errors import AllocationError, RunError
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.parameters.adapters import LoRA
-from realrl.plan.parameters.layout import ParameterLayout, ParameterSpec, parameter_layout, parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
 from realrl.plan.parameters.realloc import plan_realloc
-from realrl.shape import DecoderConfig, MoEConfig
+from realrl.plan.parameters.specs import ParameterSpec
+from realrl.shape import DecoderConfig, LoRA, MoEConfig
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -30,7 +31,7 @@ MODELS = (
     DecoderConfig(
         *(23, 16, 4, 4, 2, 4, 19),
         head="value",
-        dtype=torch.bfloat16,
+        dtype="bfloat16",
         norm="layer",
         learned_positions=True,
         max_positions=13,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.engine.parameters.realloc_rounds import Message, Round, rounds_of
-from realrl.plan.parameters.layout import Slice
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
+from realrl.plan.parameters.specs import Slice
 from tests.ranks.test_realloc import MODELS, parameter_specs, random_layout
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}

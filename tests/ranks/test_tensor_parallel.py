@@ -82,7 +82,7 @@ def _compute_nothing(rank: int, world_size: int) -> None:
 
 
 def _compute_in_bf16(rank: int, world_size: int) -> None:
-    config = replace(CONFIGS["tied"], dtype=torch.bfloat16)
+    config = replace(CONFIGS["tied"], dtype="bfloat16")
     whole = random_model(config, seed=1)
     expected = results_of(run_stages([whole], config.vocab_size), config)
     backward(expected)

@@ -10,7 +10,8 @@ import pytest
 
 from realrl.cli import main
 from realrl.data.tiny import tiny_tokenizer
-from realrl.model.files.hf import read_config, save_model
+from realrl.model.files.config_file import read_config
+from realrl.model.files.hf import save_model
 from realrl.model.init import random_model
 from realrl.shape import MoEConfig, tiny_config
 from tests.helpers.assets import make_model_folder

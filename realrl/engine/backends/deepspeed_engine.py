@@ -23,6 +23,7 @@ from realrl.engine.backends.replaced import replaced
 from realrl.engine.groups import all_gather_single, reduce_scatter_single
 from realrl.engine.parallel import Parallel
 from realrl.model.decoder import Block, Decoder
+from realrl.plan.memory.buffers import DEEPSPEED_BUCKET
 
 with warnings.catch_warnings():  # it says at length what it finds and what is not there
     warnings.simplefilter("ignore")
@@ -47,7 +48,6 @@ __all__ = [
 
 LOSS_SCALE_WINDOW = 1000
 _FIRST_LOSS_SCALE_POWER = 16
-_BUCKET_ELEMENTS = 1 << 24
 
 
 def make_engine(
@@ -162,8 +162,8 @@ def _settings(config: OptimizerConfig, compute_dtype: torch.dtype) -> dict[str, 
         },
         "zero_optimization": {
             "stage": stage,
-            "reduce_bucket_size": _BUCKET_ELEMENTS,
-            "allgather_bucket_size": _BUCKET_ELEMENTS,
+            "reduce_bucket_size": DEEPSPEED_BUCKET,
+            "allgather_bucket_size": DEEPSPEED_BUCKET,
             "stage3_param_persistence_threshold": 0,
             **({"offload_optimizer": {"device": "cpu"}} if config.offload else {}),
         },

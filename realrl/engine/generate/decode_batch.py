@@ -27,8 +27,7 @@ from realrl.engine.generate.request import GenerateRequest
 from realrl.engine.generate.responses import Responses
 from realrl.engine.generate.slot_table import Admission, Entry, SlotTable
 from realrl.errors import CallError
-
-_PREFILL_TOKENS = 4096  # bounds the activations of one prefill pass
+from realrl.plan.memory.buffers import PREFILL_TOKENS
 
 RowIndices = npt.NDArray[np.int64]
 
@@ -199,7 +198,7 @@ class DecodeBatch:
         n_tokens = 0
         for entry in entries:
             length = int(self._prompt_lengths[entry.row.sample])
-            if chunk and n_tokens + length > _PREFILL_TOKENS:
+            if chunk and n_tokens + length > PREFILL_TOKENS:
                 yield chunk
                 chunk, n_tokens = [], 0
             chunk.append(entry)

@@ -83,7 +83,7 @@ class Generator:
         generation = request.generation
         longest = max(map(len, shares)) * generation.n_responses
         max_rows = min(longest, generation.max_batch_size // len(shares))
-        kernels = choose_kernels(self._device, self._decoder.config.dtype, n_rows=max_rows)
+        kernels = choose_kernels(self._device, self._decoder.dtype, n_rows=max_rows)
         network = FusedNetwork(self._decoder, self._head, kernels, tp=self._parallel.tp)
         batches = [
             DecodeBatch(network, _part(request, share), max_rows=max_rows, device=self._device) for share in shares

@@ -15,10 +15,10 @@ from realrl.engine.generate.experts import FusedExperts
 from realrl.engine.groups import ALONE, Communicator
 from realrl.model.decoder import MLP, Block, Decoder
 from realrl.model.layers.heads import LMHead
+from realrl.model.layers.lora import effective_weight
 from realrl.model.layers.moe import MoE
 from realrl.model.layers.norm import Norm
 from realrl.model.layers.rope import inverse_frequencies, make_rope
-from realrl.model.lora import effective_weight
 
 
 class FusedNetwork:

@@ -12,8 +12,11 @@ from realrl.engine.groups import Communicator
 from realrl.model.decoder import Decoder
 from realrl.model.files.adapter_files import save_adapters
 from realrl.model.files.hf import save_index, save_stage
-from realrl.model.lora import is_trained, merged_shards, trained_parameters
-from realrl.plan.parameters.layout import Layer, ParameterSpec, Slice, parameter_specs, slice_of, stage_layers
+from realrl.model.lora import merged_shards, trained_parameters
+from realrl.plan.parameters.adapters import is_trained
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.specs import Layer, ParameterSpec, Slice, slice_of
+from realrl.plan.parameters.stages import stage_layers
 from realrl.shape import DecoderConfig
 
 Copy = Callable[[str, torch.Tensor], torch.Tensor]

@@ -18,11 +18,11 @@ import torch
 from realrl.engine.groups import Communicator, Pending
 from realrl.engine.parameters.realloc_rounds import Message, Round, rounds_of
 from realrl.errors import RunError
-from realrl.plan.parameters.layout import ParameterLayout, Slice
+from realrl.model.dtypes import torch_dtype
+from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_ROUNDS
+from realrl.plan.parameters.layout import ParameterLayout
 from realrl.plan.parameters.realloc import Keep, ReallocPlan
-
-_BUCKET_BYTES = 64 << 20
-_ROUNDS_UNDER_WAY = 2  # one travels while the other is packed or unpacked
+from realrl.plan.parameters.specs import Slice
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Reallocator:
         rank: int,
         device: torch.device,
         *,
-        bucket_bytes: int = _BUCKET_BYTES,
+        bucket_bytes: int = REALLOC_BUCKET,
     ) -> None:
         self.plan = plan
         self._world = world
@@ -133,7 +133,7 @@ class Reallocator:
                 if alias and keep is not None and keep.is_whole_target:
                     shards.target[name] = _view(held[name], kept.pop(name).source_slice)
                     continue
-                shards.target[name] = torch.empty(shape, dtype=_dtype(self._dtypes[name]), device=self._device)
+                shards.target[name] = torch.empty(shape, dtype=torch_dtype(self._dtypes[name]), device=self._device)
                 shards.account(shards.target[name].nbytes)
                 if adopt and source is not None and keep is not None and _covers(keep.source_slice, held[name]):
                     shards.adopt(source[name], kept.pop(name))
@@ -154,7 +154,7 @@ class Reallocator:
             if tensor is None:
                 raise RunError(f"worker {self._rank} has no {side} tensor {name!r} to reallocate", worker=self._rank)
             given = (tuple(tensor.shape), tensor.dtype, tensor.device.type)
-            planned = (shape, _dtype(self._dtypes[name]), self._device.type)
+            planned = (shape, torch_dtype(self._dtypes[name]), self._device.type)
             if given != planned:
                 raise RunError(
                     f"{side} tensor {name!r} of worker {self._rank} is {_described(*given)}, "
@@ -177,7 +177,7 @@ class Reallocation:
         self._waiting = deque(rounds)
         self._under_way: deque[_UnderWay] = deque()
         self._bytes_sent = self._bytes_received = 0
-        for _ in range(_ROUNDS_UNDER_WAY):
+        for _ in range(REALLOC_ROUNDS):
             self._send_next()
 
     @torch.no_grad()
@@ -299,12 +299,6 @@ def _shapes(layout: ParameterLayout, rank: int) -> dict[str, tuple[int, ...]]:
     if rank not in layout:
         return {}
     return {name: tuple(stop - start for start, stop in slices) for name, slices in layout.slices_of(rank).items()}
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
 
 
 def _described(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> str:

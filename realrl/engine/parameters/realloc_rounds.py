@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import prod
 
-from realrl.plan.parameters.layout import Slice
 from realrl.plan.parameters.realloc import ReallocPlan, SliceTransfer
+from realrl.plan.parameters.specs import Slice
 
 _LARGE_BYTES = 1 << 20  # below, a copy into a shared message costs less than a message
 _SMALLEST_SHARE = 64

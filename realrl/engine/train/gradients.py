@@ -18,9 +18,9 @@ from realrl.engine.groups import Communicator
 from realrl.engine.parallel import Parallel
 from realrl.engine.tensor_parallel import sync_partial_gradients
 from realrl.model.decoder import Decoder
-from realrl.plan.parameters.layout import ParameterSpec, units_of
+from realrl.plan.memory.buffers import GRADIENT_BUCKET
+from realrl.plan.parameters.specs import ParameterSpec, units_of
 
-_BUCKET_BYTES = 128 << 20
 TIED = "embedding.weight"
 
 
@@ -97,12 +97,12 @@ def _by_holders(decoder: Decoder, gradients: Mapping[str, torch.Tensor]) -> list
 
 
 def _buckets(classes: Iterable[Sequence[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
-    """Neighbouring tensors of a class, of about `_BUCKET_BYTES` together."""
+    """Neighbouring tensors of a class, of about `GRADIENT_BUCKET` together."""
     for tensors in classes:
         bucket: list[torch.Tensor] = []
         n_bytes = 0
         for tensor in tensors:
-            if bucket and n_bytes + tensor.nbytes > _BUCKET_BYTES:
+            if bucket and n_bytes + tensor.nbytes > GRADIENT_BUCKET:
                 yield bucket
                 bucket, n_bytes = [], 0
             bucket.append(tensor)

@@ -33,7 +33,7 @@ class Packing:
         input_ids = micro_batch[TOKENS]
         self._seqlens = micro_batch.flat_seqlens(TOKENS)
         self._shared: SharedPrefixes | None = None
-        if config.moe is None and (input_ids.device.type == "cpu" or config.dtype == torch.float32):
+        if config.moe is None and (input_ids.device.type == "cpu" or config.dtype == "float32"):
             shared = SharedPrefixes(input_ids, micro_batch.seqlens[TOKENS], config.hidden_size)
             self._shared = None if shared.is_trivial else shared
         if self._shared is None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from realrl.model.decoder import Decoder
+from realrl.model.dtypes import dtype_name
 from realrl.model.lora import trained_parameters
 from realrl.plan.parameters.adapters import is_adapter
 
@@ -62,7 +63,7 @@ class TrainedParameters:
         for p in self._decoder.parameters():
             if not p.requires_grad:
                 p.data = p.data.to(self.compute_dtype)
-        self._decoder.config = replace(self._decoder.config, dtype=self.compute_dtype)
+        self._decoder.config = replace(self._decoder.config, dtype=dtype_name(self.compute_dtype))
 
     def gradients(self) -> list[torch.Tensor]:
         """float32 gradients in the order of `names`; zeros for a parameter that none reached."""

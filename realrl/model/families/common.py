@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from realrl.errors import AssetError
 from realrl.model.families.format import StoredTensor, renamed
 from realrl.shape import DecoderConfig, RopeScaling
@@ -76,7 +74,7 @@ def read_ends(raw: Mapping[str, Any]) -> dict[str, Any]:
         "eos_token_ids": () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
         "pad_token_id": raw.get("pad_token_id"),
         "head": "reward" if any(map(is_classifier, raw.get("architectures") or ())) else "lm",
-        "dtype": {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name, torch.float32),
+        "dtype": name if name in ("bfloat16", "float16") else "float32",
     }
 
 
@@ -238,7 +236,7 @@ def write_ends(config: DecoderConfig) -> dict[str, Any]:
         "bos_token_id": config.bos_token_id,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
         "pad_token_id": config.pad_token_id,
-        "dtype": str(config.dtype).removeprefix("torch."),
+        "dtype": config.dtype,
     }
     if config.is_scalar:
         raw |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

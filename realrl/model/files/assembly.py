@@ -10,7 +10,8 @@ import torch
 
 from realrl.model.decoder import Decoder
 from realrl.model.families.format import Family, Part, StoredTensor
-from realrl.plan.parameters.layout import Layer, parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.specs import DTYPE_BYTES, Layer
 from realrl.shape import DecoderConfig
 
 
@@ -28,7 +29,7 @@ class Assembly:
 
     def __init__(self, family: Family, config: DecoderConfig, *, without: Collection[str] = ()) -> None:
         self._family = family
-        self._dtype = config.dtype
+        self._element_bytes = DTYPE_BYTES[config.dtype]
         self._specs = {spec.name: spec for spec in parameter_specs(config) if spec.name not in without}
         self._place = {name: place for place, name in enumerate(self._specs)}
         forms = [
@@ -52,7 +53,7 @@ class Assembly:
 
     def num_bytes_of(self, tensor: StoredTensor) -> int:
         """In the file."""
-        return math.prod(self.shape_of(tensor)) * self._dtype.itemsize
+        return math.prod(self.shape_of(tensor)) * self._element_bytes
 
     def layer_of(self, tensor: StoredTensor) -> Layer:
         """The block, or the end of the model, whose parameters it holds."""

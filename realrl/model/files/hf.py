@@ -6,23 +6,25 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from realrl.errors import AssetError
 from realrl.model.decoder import Decoder
-from realrl.model.families import FAMILIES, find_family
-from realrl.model.families.format import Family, StoredTensor
+from realrl.model.dtypes import dtype_name, torch_dtype
+from realrl.model.families.format import StoredTensor
 from realrl.model.files.assembly import Assembly
+from realrl.model.files.config_file import check_head, config_to_hf, family_of, read_json, read_stored
 from realrl.model.files.tensor_file import read_tensors, renamed, stored_names, write_tensors
 from realrl.model.init import init_parameter
 from realrl.model.lora import merged_shards
 from realrl.model.parallel import UNSHARDED, TensorParallel
-from realrl.plan.parameters.layout import Layer, ModelShard, stage_layers
+from realrl.plan.parameters.shards import ModelShard
+from realrl.plan.parameters.specs import Layer
+from realrl.plan.parameters.stages import stage_layers
 from realrl.shape import DecoderConfig, HeadKind
 
 _N_PIECES, _PIECE_BYTES = 256, 1 << 12
@@ -32,15 +34,6 @@ _MAX_SHARD_BYTES = 5_000_000_000
 
 
 _log = logging.getLogger(__name__)
-
-
-def read_config(folder: str | Path) -> DecoderConfig:
-    """Return the configuration in `folder`; `head` and `dtype` are those of the checkpoint.
-
-    Raises:
-        AssetError: the folder or its config.json is missing, unreadable or of an unsupported architecture.
-    """
-    return _read_config(Path(folder))[0]
 
 
 def check_model(folder: str | Path, *, head: HeadKind = "lm", makes_head: bool = False) -> None:
@@ -53,8 +46,8 @@ def check_model(folder: str | Path, *, head: HeadKind = "lm", makes_head: bool =
         AssetError: the configuration or a tensor file is missing, truncated or unsupported, or the head does not fit.
     """
     folder = Path(folder)
-    stored, _ = _read_config(folder)
-    _check_head(folder, stored, head)
+    stored, _ = read_stored(folder)
+    check_head(folder, stored, head)
     if head != "lm" and not stored.is_scalar and not makes_head:
         raise AssetError(
             f"{folder} holds a language model, which has no {head} head",
@@ -62,20 +55,6 @@ def check_model(folder: str | Path, *, head: HeadKind = "lm", makes_head: bool =
         )
     for file in _tensor_files(folder):
         stored_names(file)
-
-
-def read_model_config(
-    folder: str | Path, *, head: HeadKind = "lm", dtype: torch.dtype = torch.float32
-) -> DecoderConfig:
-    """The configuration of the decoder that `load_model` would return.
-
-    Raises:
-        AssetError: as `load_model`, for what config.json alone can say.
-    """
-    folder = Path(folder)
-    stored, _ = _read_config(folder)
-    _check_head(folder, stored, head)
-    return replace(stored, head=head, dtype=dtype)
 
 
 def weights_digest(folder: str | Path) -> str:
@@ -118,9 +97,9 @@ def load_model(
         AssetError: something in `folder` is missing, truncated, unsupported or of the wrong shape.
     """
     folder = Path(folder)
-    stored, family = _read_config(folder)
-    _check_head(folder, stored, head)
-    config = replace(stored, head=head, dtype=dtype)
+    stored, family = read_stored(folder)
+    check_head(folder, stored, head)
+    config = replace(stored, head=head, dtype=dtype_name(dtype))
     decoder = Decoder(config, shard=shard, parallel=parallel, device=device)
     parameters = dict(decoder.named_shards())
     makes_head = config.is_scalar and not stored.is_scalar
@@ -201,12 +180,12 @@ def save_stage(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    assembly = Assembly(_family_of(config), config)
+    assembly = Assembly(family_of(config), config)
     files = [file for file in _plan_files(assembly, config, pp_size, max_shard_bytes) if file.pp_rank == pp_rank]
     assembled = assembly.assemble([tensor for file in files for tensor in file.tensors], iter(tensors))
     for file in files:
         shapes = {tensor.name: assembly.shape_of(tensor) for tensor in file.tensors}
-        write_tensors(folder / file.name, shapes, config.dtype, islice(assembled, len(shapes)))
+        write_tensors(folder / file.name, shapes, torch_dtype(config.dtype), islice(assembled, len(shapes)))
     return [folder / file.name for file in files]
 
 
@@ -221,7 +200,7 @@ def save_index(
         OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
     """
     folder = Path(folder)
-    assembly = Assembly(_family_of(config), config)
+    assembly = Assembly(family_of(config), config)
     files = _plan_files(assembly, config, pp_size, max_shard_bytes)
     if len(files) > 1:
         index = {
@@ -231,35 +210,12 @@ def save_index(
         with renamed(folder / _INDEX_FILE) as temporary:
             temporary.write_text(json.dumps(index, indent=2))
     with renamed(folder / "config.json") as temporary:
-        temporary.write_text(json.dumps(_config_to_hf(config, str(folder)), indent=2))
+        temporary.write_text(json.dumps(config_to_hf(config, str(folder)), indent=2))
     current = {file.name for file in files} | ({_INDEX_FILE} if len(files) > 1 else set())
     for pattern in (_SINGLE_FILE, _INDEX_FILE, "model-*-of-*.safetensors"):
         for stale in folder.glob(pattern):
             if stale.name not in current:
                 stale.unlink()
-
-
-def _config_to_hf(config: DecoderConfig, where: str) -> dict[str, Any]:
-    """`config.json` of a model.
-
-    Raises:
-        ValueError: its family's format cannot say what the model is.
-    """
-    family = _family_of(config)
-    raw = family.config_to_hf(config)
-    read_back = replace(family.config_from_hf(raw, where), head=config.head, dtype=config.dtype)
-    different = [
-        field.name for field in fields(config) if getattr(read_back, field.name) != getattr(config, field.name)
-    ]
-    if different:
-        raise ValueError(f"the format of family {config.family!r} cannot express {', '.join(different)} of {config}")
-    return raw
-
-
-def _family_of(config: DecoderConfig) -> Family:
-    if config.family not in FAMILIES:
-        raise ValueError(f"there is no family {config.family!r}; known are {', '.join(FAMILIES)}")
-    return FAMILIES[config.family]
 
 
 @dataclass(frozen=True)
@@ -294,35 +250,6 @@ def _plan_files(assembly: Assembly, config: DecoderConfig, pp_size: int, max_sha
 # ---------------------------------------------------------------- reading
 
 
-def _check_head(folder: Path, stored: DecoderConfig, head: HeadKind) -> None:
-    if head == "lm" and stored.is_scalar:
-        raise AssetError(
-            f"{folder} holds a reward or value model, which cannot predict tokens",
-            remedy="Give this role the folder of a language model.",
-        )
-
-
-def _read_config(folder: Path) -> tuple[DecoderConfig, Family]:
-    if not folder.is_dir():
-        raise AssetError(f"model folder {folder} does not exist", remedy="Check models.<role>.path.")
-    path = folder / "config.json"
-    if not path.is_file():
-        raise AssetError(f"{folder} has no config.json", remedy="It must be a Hugging Face model folder.")
-    raw = _read_json(path)
-    family = find_family(raw, str(path))
-    return family.config_from_hf(raw, str(path)), family
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise AssetError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise AssetError(f"{path} is not a JSON object")
-    return raw
-
-
 def _tensor_files(folder: Path) -> list[Path]:
     index = folder / _INDEX_FILE
     if not index.is_file():
@@ -332,7 +259,7 @@ def _tensor_files(folder: Path) -> list[Path]:
                 remedy="Only safetensors checkpoints are read; convert other formats first.",
             )
         return [folder / _SINGLE_FILE]
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise AssetError(f"{index} has no weight_map")
     return [folder / file for file in sorted(set(weight_map.values()))]

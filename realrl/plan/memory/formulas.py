@@ -1,4 +1,4 @@
-"""Bytes that one rank needs for one role: optimizer state, activations, KV cache, weights packed for generation.
+"""Bytes that one rank computes with in a call: activations, KV cache, weights packed for generation.
 
 Shapes: T tokens of a micro-batch on this rank, H hidden, Q and K the sizes of this rank's queries and of its keys, I
 its part of the MLP's inner size, V its part of the vocabulary, L its blocks; b bytes of an element.
@@ -7,26 +7,18 @@ Everything is a count of the tensors that the decoder and the engine of this rep
 up, workspaces of kernels and the program itself are not in it.
 
 Invariants:
-- no function gives less for more tokens, rows or layers, nor more for a higher degree of sharding;
-- a division over n ranks gives each rank at least 1 / n of the whole, and less than one element more.
+- no function gives less for more tokens, rows or layers, nor more for a higher degree of sharding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from realrl.plan.parameters.adapters import is_adapter
-from realrl.plan.parameters.layout import ModelShape, ModelShard, ParameterSpec, units_of
-
-FLOAT32 = 4
-LOGITS_CHUNK = 1 << 26  # elements; `realrl.model.lm_logprobs` computes no more logits at a time
-LOGITS_BLOCK = 1 << 19  # float32 elements that its softmax walks over on the CPU
-PRODUCT_PIECE = 1 << 22  # elements that `realrl.cpu.products` converts to float32 at a time
-PREFILL_TOKENS = 4096  # `realrl.engine.generate.decode_batch` computes no more tokens of prompts at a time
-DEEPSPEED_BUCKET = 1 << 24  # elements; `realrl.engine.backends.deepspeed_engine` asks for buffers of this size
-GRADIENT_BUCKET = 128 << 20  # bytes of gradients that one collective of data-parallel ranks adds up
+from realrl.plan.memory.buffers import FLOAT32, LOGITS_BLOCK, LOGITS_CHUNK, PRODUCT_PIECE
+from realrl.plan.parameters.shards import ModelShard
+from realrl.plan.parameters.specs import units_of
+from realrl.shape import DecoderConfig
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,7 @@ class Kernels:
     fused_products: bool = False
     fused_heads: int | None = None
 
-    def fuses_attention(self, model: ModelShape) -> bool:
+    def fuses_attention(self, model: DecoderConfig) -> bool:
         """Whether that kernel takes this model's heads."""
         return self.fused_heads is not None and model.head_dim % self.fused_heads == 0
 
@@ -75,7 +67,7 @@ class LocalShape:
         has_embedding, has_head: of the stage.
     """
 
-    model: ModelShape
+    model: DecoderConfig
     layers: range
     hidden: int
     n_heads: int
@@ -99,7 +91,7 @@ class LocalShape:
         return _part(moe.intermediate_size, self.tp_rank, self.tp_size)
 
 
-def local_shape(model: ModelShape, shard: ModelShard, *, sp: bool, element_bytes: int) -> LocalShape:
+def local_shape(model: DecoderConfig, shard: ModelShard, *, sp: bool, element_bytes: int) -> LocalShape:
     """The sizes of a shard."""
     tp_rank, tp_size = shard.tp_rank, shard.tp_size
     n_heads = _part(model.n_heads, tp_rank, tp_size)
@@ -121,109 +113,6 @@ def local_shape(model: ModelShape, shard: ModelShard, *, sp: bool, element_bytes
         tp_rank=tp_rank,
         tp_size=tp_size,
     )
-
-
-def is_trained(model: ModelShape, name: str) -> bool:
-    """Whether the optimizer of a trained role updates a parameter: with adapters these alone, and a scalar head."""
-    return model.lora is None or is_adapter(name) or (model.head != "lm" and name == "head.weight")
-
-
-# ---------------------------------------------------------------- optimizer
-
-
-@dataclass(frozen=True)
-class OptimizerBytes:
-    """What AdamW needs of one rank.
-
-    Attributes:
-        masters: float32 parameters beside those that compute.
-        moments: both.
-        gradients: from the first backward of a minibatch to the optimizer's step.
-        holds_gradients: the memory of gradients and buffers is never given back.
-        buffers: of messages, as long as gradients.
-        host: gradients and copies of an offloaded optimizer, in host memory beside masters and moments.
-        parameters: share of the parameters that the rank keeps.
-    """
-
-    masters: int
-    moments: int
-    gradients: int
-    holds_gradients: bool = False
-    buffers: int = 0
-    host: int = 0
-    parameters: float = 1.0
-
-
-def optimizer_bytes(
-    n_elements: int,
-    *,
-    element_bytes: int,
-    backend: str = "native",
-    zero_stage: int = 0,
-    dp: int = 1,
-    on_host: bool = False,
-    whole_gradients: bool = False,
-    largest: int = 0,
-) -> OptimizerBytes:
-    """The state that training `n_elements` parameters of one rank takes.
-
-    AdamW has two float32 moments, 8 bytes a parameter. In half precision there are float32 masters, 4 bytes.
-
-    native      float32 gradients, 4 bytes; `zero_stage` 1 divides moments and masters over the dp ranks (ZeRO:
-                Rajbhandari et al. 2020, section 5.1)
-    megatron    its distributed optimizer: with gradients (float32, in one buffer that stays) and parameters, a bf16
-                model takes 6 + 12 / dp bytes a parameter, a float32 one 8 + 8 / dp (Megatron-LM, docs/source/api-guide/
-                dist_optimizer.md)
-    deepspeed   gradients in the model's precision; stage 1 divides moments and masters over the dp ranks, stage 2
-                gradients too, stage 3 parameters too (Rajbhandari et al. 2020, figure 1); with any of them there are
-                masters in float32 as well. Divided gradients are added up in float32; those of stage 3 stay. An
-                offloaded optimizer has float32 gradients in host memory too and, but with stage 3, a copy of its share
-                of the parameters, two buffers for the largest gradient and, where float32 gradients are divided, those
-                of the micro-batches so far
-
-    Args:
-        n_elements: parameters of this rank that are trained.
-        element_bytes: of a parameter that computes.
-        backend: "native", "megatron" or "deepspeed".
-        zero_stage: 0 to 3.
-        dp: data-parallel ranks.
-        on_host: masters and moments are in host memory, where a float32 parameter has a master as well.
-        whole_gradients: other ranks hold copies of parameters, or stages follow, so that gradients are not divided.
-        largest: elements of the largest parameter.
-
-    Raises:
-        ValueError: an unknown backend.
-    """
-    if backend not in ("native", "megatron", "deepspeed"):
-        raise ValueError(f"unknown training backend {backend!r}")
-    is_deepspeed = backend == "deepspeed"
-    has_masters = element_bytes < FLOAT32 or on_host or (is_deepspeed and zero_stage > 0)
-    divided = _share(n_elements, dp if zero_stage > 0 else 1)
-    divides_gradients = is_deepspeed and (zero_stage == 3 or (zero_stage == 2 and not whole_gradients))
-    gradient_elements = _share(n_elements, dp) if divides_gradients else n_elements
-    gradient_bytes = element_bytes if is_deepspeed and not divides_gradients else FLOAT32
-    host = 0
-    if is_deepspeed and on_host:
-        host = FLOAT32 * divided
-        if zero_stage < 3:
-            host += element_bytes * (divided + 2 * largest)
-            host += FLOAT32 * divided if divides_gradients and element_bytes == FLOAT32 else 0
-    return OptimizerBytes(
-        masters=FLOAT32 * divided if has_masters else 0,
-        moments=2 * FLOAT32 * divided,
-        gradients=gradient_bytes * gradient_elements,
-        holds_gradients=backend == "megatron" or zero_stage == 3,
-        buffers=(FLOAT32 if zero_stage == 3 else element_bytes) * DEEPSPEED_BUCKET
-        if is_deepspeed and zero_stage
-        else 0,
-        host=host,
-        parameters=1 / dp if is_deepspeed and zero_stage >= 3 else 1.0,
-    )
-
-
-def reduction_bytes(gradient_bytes: int, largest: int, *, dp: int) -> int:
-    """The flat copy of gradients that data-parallel ranks add up at a time; `largest` is that of one parameter."""
-    return 0 if dp == 1 else min(gradient_bytes, GRADIENT_BUCKET + largest)
 
 
 # ---------------------------------------------------------------- activations
@@ -435,21 +324,6 @@ def _packed_weights(local: LocalShape, b: int, kernels: Kernels) -> int:
     return n_elements * b
 
 
-# ---------------------------------------------------------------- parameters
-
-
-def held_specs(specs: Sequence[ParameterSpec], shard: ModelShard) -> Iterator[tuple[ParameterSpec, int]]:
-    """The parameters of a shard, and how many elements of each it holds."""
-    for spec in specs:
-        if any(map(shard.has, spec.layers)):
-            start, stop = (0, 1) if spec.sharded_dim is None else units_of(spec.n_units, shard.tp_rank, shard.tp_size)
-            yield spec, (stop - start) * spec.n_elements // spec.n_units
-
-
 def _part(n_units: int, tp_rank: int, tp_size: int) -> int:
     start, stop = units_of(n_units, tp_rank, tp_size)
     return stop - start
-
-
-def _share(n_elements: int, n_ranks: int) -> int:
-    return math.ceil(n_elements / n_ranks)

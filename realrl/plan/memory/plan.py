@@ -3,8 +3,7 @@
     roles, their homes ──► parameters, optimizer state, gradients          there between calls, unless offloaded
     calls, their loads ──► copies, KV cache, activations                   there while the call runs
 
-A device runs one call at a time. While it does, it holds what its roles keep there, and what the call takes. Loads are
-the worst case: the longest rows of the dataset in one batch, and every response as long as it may be.
+A device runs one call at a time. While it does, it holds what its roles keep there, and what the call takes.
 
 Invariants of `plan_memory`:
 - every rank of a call has a `Usage` for it, and no other rank has;
@@ -21,27 +20,28 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from realrl.config.schema import GenerationConfig
-from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.graph.mfc import InterfaceType
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.hooks import CallHooks, Offload, Realloc
+from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_ROUNDS
 from realrl.plan.memory.formulas import (
-    PREFILL_TOKENS,
     Kernels,
     LocalShape,
     generation_bytes,
-    held_specs,
     inference_activations,
-    is_trained,
     local_shape,
-    optimizer_bytes,
-    reduction_bytes,
     training_activations,
 )
-from realrl.plan.parameters.layout import ModelShape, ParameterLayout, parameter_layout, parameter_specs
+from realrl.plan.memory.load import Load
+from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
+from realrl.plan.parameters.adapters import is_trained
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
 from realrl.plan.parameters.realloc import plan_realloc
+from realrl.plan.parameters.specs import DTYPE_BYTES
+from realrl.shape import DecoderConfig
 
-_MESSAGES = 2 * (64 << 20)  # bytes a direction that a reallocation has under way: see `engine.parameters.realloc`
+_MESSAGES = REALLOC_ROUNDS * REALLOC_BUCKET  # bytes a direction that a reallocation has under way
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class RoleState:
         checkpoints_activations: blocks are computed again in the backward pass.
     """
 
-    model: ModelShape
+    model: DecoderConfig
     home: Allocation
     is_trained: bool
     is_changed: bool = False
@@ -66,37 +66,6 @@ class RoleState:
     zero_stage: int = 0
     offloads_optimizer: bool = False
     checkpoints_activations: bool = False
-
-
-@dataclass(frozen=True)
-class RowLengths:
-    """Tokens of the dataset's rows: of each prompt, and of all sequences of the row."""
-
-    prompts: Sequence[int]
-    rows: Sequence[int]
-    sequences: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Load:
-    """What one data-parallel rank computes in a call, in the worst case.
-
-    Attributes:
-        n_seqs: samples of its share of one minibatch; of the call, if it does not train.
-        n_tokens: of the largest micro-batch.
-        n_scored: tokens of it whose logits are computed.
-        n_mbs: micro-batches of a minibatch.
-        n_runs, n_rows, longest_row, prefill_tokens: of generation, see `generation_bytes`.
-    """
-
-    n_seqs: int
-    n_tokens: int = 0
-    n_scored: int = 0
-    n_mbs: int = 1
-    n_runs: int = 0
-    n_rows: int = 0
-    longest_row: int = 0
-    prefill_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -204,74 +173,6 @@ def plan_memory(
     return MemoryPlan(found, kept, {call.name: call.load for call in calls})
 
 
-# ---------------------------------------------------------------- what a call computes
-
-
-def load_of(
-    mfc: MFCDef, allocation: Allocation, rows: RowLengths, *, generation: GenerationConfig, n_responses: int
-) -> Load:
-    """The worst case of a call on one data-parallel rank.
-
-    Args:
-        mfc: the call.
-        allocation: where it runs.
-        rows: of the dataset.
-        generation: of the run.
-        n_responses: what a generate call makes of a prompt, or of the generate call whose tokens are read; 0 for
-            sequences that are those of the dataset.
-    """
-    dp, pp = allocation.strategy.dp, allocation.strategy.pp
-    n_seqs = math.ceil(mfc.n_seqs / mfc.n_minibatches / dp)
-    if mfc.interface_type is InterfaceType.GENERATE:
-        return _generation_load(n_seqs, rows, generation, n_responses, pp)
-    new = generation.max_new_tokens
-    if n_responses:
-        n_tokens = n_responses * (_largest(rows.prompts, n_seqs) + n_seqs * new)
-        longest, n_scored = max(rows.prompts, default=0) + new, n_seqs * n_responses * new
-        whole = n_responses * longest
-    else:
-        n_tokens = _largest(rows.rows, n_seqs)
-        longest, n_scored = max(rows.sequences, default=0), n_tokens
-        whole = max(rows.rows, default=0)
-    n_mbs, per_mb = _micro_batches(mfc, n_seqs, n_tokens, whole, pp)
-    return Load(n_seqs, per_mb, min(n_scored, math.ceil(n_scored * per_mb / max(n_tokens, 1))), n_mbs, 0, 0, longest)
-
-
-def _micro_batches(mfc: MFCDef, n_seqs: int, n_tokens: int, whole: int, pp: int) -> tuple[int, int]:
-    """How many there are, and the tokens of the largest; a sample, of at most `whole` tokens, is never cut."""
-    if mfc.max_tokens_per_mb is not None:
-        per_mb = min(n_tokens, max(mfc.max_tokens_per_mb, whole))
-        return max(1, math.ceil(n_tokens / max(per_mb, 1))), per_mb
-    default = (2 * pp if mfc.is_train else pp) if pp > 1 else 1  # what the engine takes where the call says nothing
-    n_mbs = max(1, min(mfc.n_mbs or default, n_seqs))
-    return n_mbs, min(n_tokens, max(math.ceil(n_tokens / n_mbs), whole))
-
-
-def _generation_load(n_seqs: int, rows: RowLengths, generation: GenerationConfig, n_responses: int, pp: int) -> Load:
-    """As `realrl.engine.generate.generator` divides the prompts, and `Run` prefills them."""
-    longest = max(rows.prompts, default=0)
-    n_runs = max(1, min(pp, n_seqs, generation.max_batch_size))
-    n_rows = min(math.ceil(n_seqs / n_runs) * n_responses, generation.max_batch_size // n_runs)
-    n_prompts = math.ceil(n_rows / n_responses)
-    return Load(
-        n_seqs,
-        n_tokens=_largest(rows.prompts, n_seqs) + n_seqs * n_responses * generation.max_new_tokens,
-        n_runs=n_runs,
-        n_rows=n_rows,
-        longest_row=longest + generation.max_new_tokens - 1,
-        prefill_tokens=min(_largest(rows.prompts, n_prompts), max(PREFILL_TOKENS, longest)),
-    )
-
-
-def _largest(lengths: Sequence[int], n: int) -> int:
-    """Tokens of the n longest rows; rows come again where there are fewer."""
-    ordered = sorted(lengths, reverse=True)
-    if not ordered:
-        return 0
-    turns, rest = divmod(n, len(ordered))
-    return turns * sum(ordered) + sum(ordered[:rest])
-
-
 # ---------------------------------------------------------------- what roles keep
 
 
@@ -311,21 +212,26 @@ def _kept(role: RoleState, layout: ParameterLayout, rank: int) -> _Kept:
         return _Kept(n_bytes, 0, 0, False, 0, 0, 0, 0)
     sizes: dict[int, int] = {}
     largest = 0
-    for spec, n_elements in held_specs(layout.specs, layout.shard_of(rank)):
-        if is_trained(role.model, spec.name):
+    shard = layout.shard_of(rank)
+    for spec in layout.specs:
+        n_elements = shard.n_elements_of(spec)
+        if n_elements and is_trained(role.model, spec.name):
             width = spec.num_bytes // spec.n_elements
             sizes[width] = sizes.get(width, 0) + n_elements
             largest = max(largest, 4 * n_elements)
     strategy = role.home.strategy
+    sharing = OptimizerSharing(
+        role.backend,
+        role.zero_stage,
+        dp=strategy.dp,
+        on_host=role.offloads_optimizer,
+        whole_gradients=strategy.tp > 1 or strategy.pp > 1,
+    )
     parts = [
         optimizer_bytes(
             n,
             element_bytes=width,
-            backend=role.backend,
-            zero_stage=role.zero_stage,
-            dp=strategy.dp,
-            on_host=role.offloads_optimizer,
-            whole_gradients=strategy.tp > 1 or strategy.pp > 1,
+            sharing=sharing,
             largest=largest // 4,
         )
         for width, n in sizes.items()
@@ -400,7 +306,7 @@ def _own_usage(
     for rank in call.allocation.ranks:
         pp_rank, _, tp_rank = layout.coordinates_of(rank)
         if (pp_rank, tp_rank) not in found:
-            width = max(1, _element_bytes(role.model))
+            width = DTYPE_BYTES[role.model.dtype]
             local = local_shape(role.model, layout.shard_of(rank), sp=call.allocation.strategy.sp, element_bytes=width)
             found[pp_rank, tp_rank] = _computed(call, role, local, keeps[call.role].get(rank), pp_rank, kernels)
         usages[rank] = usages.get(rank, Usage()) + found[pp_rank, tp_rank]
@@ -483,13 +389,8 @@ def checkpoint_bytes(role: RoleState) -> int:
     return total
 
 
-def _layout(model: ModelShape, allocation: Allocation) -> ParameterLayout:
+def _layout(model: DecoderConfig, allocation: Allocation) -> ParameterLayout:
     return parameter_layout(parameter_specs(model), allocation.strategy, allocation.ranks)
-
-
-def _element_bytes(model: ModelShape) -> int:
-    spec = parameter_specs(model)[0]
-    return spec.num_bytes // spec.n_elements
 
 
 def show_bytes(number: int) -> str:

@@ -13,13 +13,11 @@ Invariants of `with_adapters`:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from realrl.errors import ConfigError, did_you_mean
-
-if TYPE_CHECKING:
-    from realrl.plan.parameters.layout import ParameterSpec
+from realrl.plan.parameters.specs import ParameterSpec
+from realrl.shape import DecoderConfig, LoRA
 
 LORA_A, LORA_B = ".lora_a", ".lora_b"
 ALL_LINEAR = "all-linear"
@@ -29,31 +27,17 @@ _HF_NAMES: dict[str, tuple[str, ...]] = {f"{layer}_proj": (layer,) for layer in 
 _HF_NAMES |= {"c_attn": ("q", "k", "v"), "c_fc": ("up",), "c_proj": ("o", "down")}  # GPT-2's names
 
 
-@dataclass(frozen=True)
-class LoRA:
-    """The adapters of one model.
-
-    Attributes:
-        rank: inner size.
-        alpha: they count alpha / rank.
-        targets: names of the layers that have one, such as ("q", "v").
-        base: folder of the frozen model, for readers of a saved adapter; decides nothing.
-    """
-
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    base: str = ""
-
-    @property
-    def scale(self) -> float:
-        """The factor of B A."""
-        return self.alpha / self.rank
-
-
 def is_adapter(name: str) -> bool:
     """Whether a parameter is a part of an adapter."""
     return name.endswith((LORA_A, LORA_B))
+
+
+def is_trained(config: DecoderConfig, name: str) -> bool:
+    """Whether the optimizer of a trained role updates a parameter: with adapters these alone, and a scalar head.
+
+    A head that scores has no pretrained weights, and no adapter could take its place.
+    """
+    return config.lora is None or is_adapter(name) or (config.is_scalar and name == "head.weight")
 
 
 def resolve_targets(wanted: Sequence[str], specs: Sequence[ParameterSpec], *, role: str) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
-from realrl.plan.parameters.layout import ParameterLayout, ParameterSpec, Slice, slice_of, units_of
+from realrl.plan.parameters.layout import ParameterLayout
 from realrl.plan.parameters.rank_order import best_rank_order as best_rank_order
 from realrl.plan.parameters.realloc_portions import (
     Matrix,
@@ -35,6 +35,7 @@ from realrl.plan.parameters.realloc_portions import (
     part_of,
     portions_of,
 )
+from realrl.plan.parameters.specs import ParameterSpec, Slice, slice_of, units_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from realrl.errors import AllocationError
-from realrl.plan.parameters.layout import Layer, ParameterLayout, ParameterSpec, units_of
+from realrl.plan.parameters.layout import ParameterLayout
+from realrl.plan.parameters.specs import Layer, ParameterSpec, units_of
 
 Matrix = npt.NDArray[np.int64]
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.parameters.layout import ParameterLayout, ParameterSpec, Slice, parameter_layout
+from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
+from realrl.plan.parameters.specs import ParameterSpec, Slice
 
 Coordinate = tuple[int, int]
 """``(pp_rank, tp_rank)``."""

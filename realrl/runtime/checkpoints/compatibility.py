@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from realrl.config.schema import BUILT_IN
 from realrl.errors import AssetError
 from realrl.experiment.run_plan import RunPlan
-from realrl.plan.parameters.layout import parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.restore import model_digest
 from realrl.runtime.checkpoints.state_header import names_in
 from realrl.runtime.checkpoints.store import Manifest, is_sample_file

@@ -25,7 +25,7 @@ from realrl.engine.parameters.gather_parameters import ModelCopy
 from realrl.errors import AssetError
 from realrl.experiment.run_plan import RunPlan
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.parameters.layout import parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.restore import Coordinate, SavedSlice, coordinates, plan_restore
 from realrl.runtime.checkpoints.state_file import StateFile, load_state, save_state
 from realrl.runtime.checkpoints.store import Manifest

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from realrl.errors import CheckpointError, TransportError, did_you_mean
 from realrl.experiment.discovery import load_run
-from realrl.experiment.run_plan import RunPlan, plan_run
+from realrl.experiment.planning import plan_run
+from realrl.experiment.run_plan import RunPlan
 from realrl.runtime.checkpoints.resume import make_master_plan
 from realrl.runtime.checkpoints.store import CHECKPOINTS, CheckpointStore, checkpoint_store
 from realrl.runtime.output import failure_report as report

@@ -15,7 +15,8 @@ from realrl.data.tokenizer import load_tokenizer
 from realrl.errors import AssetError
 from realrl.experiment.backends import check_installed
 from realrl.experiment.evaluation import held_out_data
-from realrl.experiment.run_plan import RunPlan, check_models_fit
+from realrl.experiment.planning import check_models_fit
+from realrl.experiment.run_plan import RunPlan
 from realrl.runtime.checkpoints.compatibility import check_resume, check_samples
 from realrl.runtime.checkpoints.resume import find_beginning
 from realrl.runtime.checkpoints.store import Resume, load_manifest
@@ -92,7 +93,7 @@ def check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> Non
     Raises:
         AssetError: a role knows fewer.
     """
-    from realrl.model.files.hf import read_config
+    from realrl.model.files.config_file import read_config
 
     reader = plan.dataset_role
     for name, role in plan.roles.items():

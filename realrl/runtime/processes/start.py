@@ -13,7 +13,7 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import dump_config
 from realrl.errors import ConfigError
 from realrl.experiment.declaration import Experiment
-from realrl.experiment.run_plan import plan_run
+from realrl.experiment.planning import plan_run
 from realrl.runtime.checkpoints.resume import newest, refuse_mixing
 from realrl.runtime.checkpoints.store import CHECKPOINTS, checkpoint_store
 from realrl.runtime.processes.preflight import check_inputs

@@ -17,11 +17,11 @@ import torch
 from realrl.engine import device as devices
 from realrl.engine.groups import Communicator
 from realrl.engine.parameters.realloc import Reallocator, ReallocResult
-from realrl.experiment.models import Reallocs
 from realrl.experiment.run_plan import RunPlan
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.hooks import Offload, PlannedHook, Realloc
 from realrl.runtime.checkpoints.state_file import decode_state, encode_state
+from realrl.runtime.worker.reallocs import Reallocs
 from realrl.runtime.worker.roles import HostedRole
 from realrl.sched.messages import HooksDone, RunHooks, Span
 

@@ -34,8 +34,9 @@ from realrl.errors import RunError
 from realrl.experiment.backends import needs_library_groups
 from realrl.experiment.discovery import load_run
 from realrl.experiment.evaluation import held_out_data
-from realrl.experiment.models import Reallocs, notes_of_heads, role_configs
-from realrl.experiment.run_plan import RunPlan, plan_run
+from realrl.experiment.models import notes_of_heads, role_configs
+from realrl.experiment.planning import plan_run
+from realrl.experiment.run_plan import RunPlan
 from realrl.plan.groups import GroupKind
 from realrl.runtime.checkpoints.roles import restore_roles
 from realrl.runtime.checkpoints.samples import RestoredSamples
@@ -44,6 +45,7 @@ from realrl.runtime.checkpoints.writer import CheckpointWriter
 from realrl.runtime.transport.base import SampleClient
 from realrl.runtime.worker.call_runner import CallRunner
 from realrl.runtime.worker.hook_runner import HookRunner
+from realrl.runtime.worker.reallocs import Reallocs
 from realrl.runtime.worker.roles import HostedRole, build_roles, role_tokenizer
 from realrl.runtime.worker.sample_text import read_samples
 from realrl.sched.messages import (

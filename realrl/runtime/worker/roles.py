@@ -29,11 +29,12 @@ from realrl.experiment.run_plan import RunPlan
 from realrl.graph.mfc import MFCDef, ModelName
 from realrl.mesh.device_mesh import Allocation
 from realrl.model.decoder import Decoder
+from realrl.model.dtypes import torch_dtype
 from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from realrl.model.lora import add_adapters
 from realrl.model.parallel import UNSHARDED, TensorParallel
-from realrl.plan.parameters.layout import shard_of
+from realrl.plan.parameters.shards import shard_of
 from realrl.shape import DecoderConfig
 
 
@@ -232,7 +233,7 @@ class _Builder:
             role=self._name,
             parallel=parallel,
             optimizer=self._section.optimizer if is_trainable else None,
-            compute_dtype=DTYPES[self._plan.config.precision],
+            compute_dtype=torch_dtype(DTYPES[self._plan.config.precision]),
             backend=self._section.backend,
         )
 
@@ -241,7 +242,7 @@ class _Builder:
         # adapters stand in the checkpoint's state, and the model that they belong to where the run began
         resume_from = self._resume_from if config.lora is None else None
         path = self._section.path if resume_from is None else str(resume_from / self._name)
-        dtype = torch.float32 if role.trainable and config.lora is None else DTYPES[run.precision]
+        dtype = "float32" if role.trainable and config.lora is None else DTYPES[run.precision]
         shard = shard_of(config, allocation.strategy, allocation.ranks.index(rank))
         if path == BUILT_IN:
             config = replace(config, dtype=dtype)
@@ -249,7 +250,7 @@ class _Builder:
         decoder = load_model(
             path,
             head=config.head,
-            dtype=dtype,
+            dtype=torch_dtype(dtype),
             shard=shard,
             parallel=parallel,
             device=self._device,

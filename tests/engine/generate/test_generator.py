@@ -122,7 +122,7 @@ def test_seed_and_step_change_the_tokens(decoder, prompts):
 
 def test_a_small_prefill_budget_changes_nothing(decoder, prompts, monkeypatch):
     reference = generate(decoder, prompts)
-    monkeypatch.setattr(decode_batch, "_PREFILL_TOKENS", 8)
+    monkeypatch.setattr(decode_batch, "PREFILL_TOKENS", 8)
     assert tokens(generate(decoder, prompts)) == tokens(reference)
 
 
@@ -193,7 +193,7 @@ def test_the_cache_is_freed_after_the_call(decoder, prompts, monkeypatch):
 
 
 def test_bfloat16(prompts):
-    decoder = random_model(tiny_config(VOCAB_SIZE, dtype=torch.bfloat16), seed=1)
+    decoder = random_model(tiny_config(VOCAB_SIZE, dtype="bfloat16"), seed=1)
     result = generate(decoder, prompts, max_batch_size=5)
     assert all(torch.isfinite(logprobs).all() for logprobs in result.logprobs)
 

@@ -15,10 +15,11 @@ import transformers
 
 from realrl.errors import AssetError
 from realrl.model.decoder import Decoder
-from realrl.model.files.hf import load_model, read_config, save_model
+from realrl.model.files.config_file import read_config
+from realrl.model.files.hf import load_model, save_model
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
-from realrl.shape import DecoderConfig, tiny_config
+from realrl.shape import DecoderConfig, DType, tiny_config
 
 SEQLENS = (7, 1, 12)
 
@@ -123,14 +124,14 @@ def test_language_model_checkpoint_gets_a_seeded_scalar_head(tmp_path: Path) -> 
     assert 0 < one.abs().max() < 0.02
 
 
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
-def test_source_dtype_is_converted(stored: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+def test_source_dtype_is_converted(stored: DType, tmp_path: Path) -> None:
     model = random_model(tiny_config(61, dtype=stored), seed=1)
     save_model(model, tmp_path)
     assert read_config(tmp_path).dtype == stored
     for dtype in (torch.float32, torch.bfloat16):
         loaded = load_model(tmp_path, dtype=dtype)
-        assert loaded.config.dtype == dtype
+        assert loaded.dtype == dtype
         for name, p in loaded.named_parameters():
             assert torch.equal(p, model.get_parameter(name).to(dtype))
 

@@ -17,9 +17,9 @@ from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
 from realrl.model.layers.moe import LoadBalance, MoE, grouped_linear, mix_experts, route
 from realrl.model.lora import add_adapters
-from realrl.plan.parameters.adapters import LoRA, is_adapter, resolve_targets
-from realrl.plan.parameters.layout import parameter_specs
-from realrl.shape import DecoderConfig, MoEConfig
+from realrl.plan.parameters.adapters import is_adapter, resolve_targets
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.shape import DecoderConfig, LoRA, MoEConfig
 
 HIDDEN, INNER = 12, 7
 MOE = MoEConfig(n_experts=5, top_k=2, intermediate_size=INNER, aux_loss_coef=0.1)

@@ -14,31 +14,21 @@ from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Cluster
 from realrl.mesh.notation import parse_allocation
 from realrl.plan.hooks import CallHooks, Offload, Realloc
+from realrl.plan.memory.buffers import GRADIENT_BUCKET
 from realrl.plan.memory.formulas import (
-    GRADIENT_BUCKET,
     Kernels,
     generation_bytes,
     inference_activations,
     kept_by_block,
     local_shape,
-    optimizer_bytes,
-    reduction_bytes,
     training_activations,
 )
-from realrl.plan.memory.plan import (
-    CallState,
-    Load,
-    RoleState,
-    RowLengths,
-    Usage,
-    checkpoint_bytes,
-    load_of,
-    plan_memory,
-    show_bytes,
-)
-from realrl.plan.parameters.adapters import LoRA
-from realrl.plan.parameters.layout import parameter_specs, whole_shard
-from realrl.shape import DecoderConfig
+from realrl.plan.memory.load import Load, RowLengths, load_of
+from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
+from realrl.plan.memory.plan import CallState, RoleState, Usage, checkpoint_bytes, plan_memory, show_bytes
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.shards import whole_shard
+from realrl.shape import DecoderConfig, LoRA
 
 GENERATE, INFERENCE, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
 NODE = Cluster(1, 8)
@@ -75,7 +65,7 @@ def local(model=MODEL, **changes):
 def test_zero_stages_are_those_of_the_paper(stage, gigabytes):
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters in half precision on 64 ranks, and gradients too."""
     n = 7_500_000_000
-    state = optimizer_bytes(n, element_bytes=2, backend="deepspeed", zero_stage=stage, dp=64)
+    state = optimizer_bytes(n, element_bytes=2, sharing=OptimizerSharing("deepspeed", stage, dp=64))
     total = 2 * n * state.parameters + state.masters + state.moments + state.gradients
     total -= 2 * n // 64 if stage > 1 else 0  # divided gradients are float32 here
     assert round(total / 1e9, 1) == gigabytes
@@ -83,7 +73,7 @@ def test_zero_stages_are_those_of_the_paper(stage, gigabytes):
 
 @pytest.mark.parametrize(("element_bytes", "fixed", "divided"), [(2, 6, 12), (4, 8, 8)])
 def test_megatron_takes_what_its_documents_say(element_bytes, fixed, divided):
-    state = optimizer_bytes(1000, element_bytes=element_bytes, backend="megatron", zero_stage=1, dp=4)
+    state = optimizer_bytes(1000, element_bytes=element_bytes, sharing=OptimizerSharing("megatron", 1, dp=4))
     total = element_bytes * 1000 + state.masters + state.moments + state.gradients
     assert total == 1000 * (fixed + divided / 4)
     assert state.holds_gradients
@@ -94,10 +84,10 @@ def test_native_optimizer():
     assert (fp32.masters, fp32.moments, fp32.gradients) == (0, 80, 40)
     bf16 = optimizer_bytes(10, element_bytes=2)
     assert (bf16.masters, bf16.moments, bf16.gradients) == (40, 80, 40)
-    shared = optimizer_bytes(10, element_bytes=2, zero_stage=1, dp=4)
+    shared = optimizer_bytes(10, element_bytes=2, sharing=OptimizerSharing(zero_stage=1, dp=4))
     assert (shared.masters, shared.moments, shared.gradients) == (12, 24, 40)  # 3 of 10 elements, rounded up
     with pytest.raises(ValueError, match="unknown training backend 'fsdp'"):
-        optimizer_bytes(10, element_bytes=2, backend="fsdp")
+        optimizer_bytes(10, element_bytes=2, sharing=OptimizerSharing("fsdp"))
 
 
 def test_gradients_of_one_rank_are_reduced_in_place():

@@ -7,12 +7,16 @@ from dataclasses import replace
 import pytest
 
 from realrl.errors import ConfigError
-from realrl.plan.parameters.adapters import LoRA, is_adapter, resolve_targets, with_adapters
-from realrl.plan.parameters.layout import check_tp, parameter_specs, slice_of, stages_of
-from tests.helpers.layouts import Shape, legal_tps
+from realrl.plan.parameters.adapters import is_adapter, resolve_targets, with_adapters
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.shards import check_tp
+from realrl.plan.parameters.specs import slice_of
+from realrl.plan.parameters.stages import stages_of
+from realrl.shape import LoRA
+from tests.helpers.layouts import legal_tps, make_shape
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
-SHAPE = Shape(n_layers=3, n_heads=4, n_kv_heads=2, hidden_size=8, dtype="bfloat16", attention_bias=True)
+SHAPE = make_shape(n_layers=3, n_heads=4, n_kv_heads=2, hidden_size=8, dtype="bfloat16", attention_bias=True)
 ADAPTED = replace(SHAPE, lora=LoRA(3, 6.0, ALL))
 SPECS = {spec.name: spec for spec in parameter_specs(ADAPTED)}
 

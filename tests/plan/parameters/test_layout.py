@@ -6,25 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.decoder import Decoder
-from realrl.plan.parameters.layout import (
-    check_tp,
-    micro_dp_groups,
-    parameter_layout,
-    parameter_specs,
-    shard_of,
-    slice_of,
-    stage_layers,
-    stages_of,
-    units_of,
-    whole_shard,
-)
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import micro_dp_groups, parameter_layout
+from realrl.plan.parameters.shards import check_tp, shard_of, whole_shard
+from realrl.plan.parameters.specs import slice_of, units_of
+from realrl.plan.parameters.stages import stage_layers, stages_of
 from realrl.shape import DecoderConfig
 
 CONFIG = DecoderConfig(
@@ -42,7 +34,7 @@ CONFIG = DecoderConfig(
         {"norm": "layer", "learned_positions": True, "tied_embeddings": False},
         {"head": "value", "tied_embeddings": True},
         {"head": "reward", "attention_bias": True},
-        {"dtype": torch.bfloat16},
+        {"dtype": "bfloat16"},
     ],
     ids=str,
 )
@@ -271,7 +263,7 @@ def test_ranks_must_fit_the_strategy() -> None:
 
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(AllocationError, match="parameters of dtype int8"):
-        parameter_specs(replace(CONFIG, dtype=torch.int8))
+        parameter_specs(replace(CONFIG, dtype="int8"))
 
 
 @pytest.mark.parametrize("strategy", [ParallelStrategy(2, 2, 1), ParallelStrategy(1, 2, 2)], ids=str)

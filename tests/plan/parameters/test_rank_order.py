@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.parameters.layout import ParameterLayout, micro_dp_groups, parameter_layout, parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import ParameterLayout, micro_dp_groups, parameter_layout
 from realrl.plan.parameters.rank_order import best_rank_order, order_for
 from realrl.plan.parameters.realloc import plan_realloc
 from realrl.plan.parameters.realloc_assignment import transport
-from tests.helpers.layouts import Shape, shapes, strategies
+from realrl.shape import DecoderConfig
+from tests.helpers.layouts import LLAMA_70B, make_shape, shapes, strategies
 
-EIGHT_HEADS = Shape(n_layers=8, n_heads=8, n_kv_heads=8)
+EIGHT_HEADS = make_shape(n_layers=8, n_heads=8, n_kv_heads=8)
 
 
-def layout(shape: Shape, p_t_d: tuple[int, int, int], first: int = 0) -> ParameterLayout:
+def layout(shape: DecoderConfig, p_t_d: tuple[int, int, int], first: int = 0) -> ParameterLayout:
     pp, tp, dp = p_t_d
     strategy = ParallelStrategy(dp=dp, tp=tp, pp=pp)
     return parameter_layout(parameter_specs(shape), strategy, range(first, first + strategy.n_devices))
@@ -38,7 +40,7 @@ def moved(source: ParameterLayout, target: ParameterLayout) -> int:
 
 @pytest.mark.parametrize("first", [0, 1, 24])
 def test_nested_tensor_sizes_give_the_grouping_of_the_hybrid_engine(first: int) -> None:
-    source = layout(Shape(), (1, 4, 2), first)
+    source = layout(make_shape(), (1, 4, 2), first)
     target = best(source, (1, 2, 4))
     assert [[rank - first for rank in group] for group in target.tp_groups()] == [[0, 2], [1, 3], [4, 6], [5, 7]]
     groups = micro_dp_groups(source, target)
@@ -70,7 +72,9 @@ def test_replicas_of_one_source_replica_are_adjacent(
 
 
 @given(shape=shapes(), data=st.data())
-def test_an_order_that_saves_nothing_keeps_what_the_plain_order_gives(shape: Shape, data: st.DataObject) -> None:
+def test_an_order_that_saves_nothing_keeps_what_the_plain_order_gives(
+    shape: DecoderConfig, data: st.DataObject
+) -> None:
     source_strategy, target_strategy = (data.draw(strategies(shape, 16)) for _ in range(2))
     specs, start = parameter_specs(shape), data.draw(st.sampled_from([0, 3, 64]))
     source = parameter_layout(specs, source_strategy, range(source_strategy.n_devices))
@@ -84,7 +88,7 @@ def test_an_order_that_saves_nothing_keeps_what_the_plain_order_gives(shape: Sha
 
 
 @given(shape=shapes(), data=st.data())
-def test_the_order_for_a_call_saves_bytes_or_is_plain(shape: Shape, data: st.DataObject) -> None:
+def test_the_order_for_a_call_saves_bytes_or_is_plain(shape: DecoderConfig, data: st.DataObject) -> None:
     source_strategy, target_strategy = (data.draw(strategies(shape, 16)) for _ in range(2))
     node_size = data.draw(st.sampled_from([2, 4, 64]))
     specs = parameter_specs(shape)
@@ -101,7 +105,7 @@ def test_the_order_for_a_call_saves_bytes_or_is_plain(shape: Shape, data: st.Dat
 
 def test_tensor_groups_that_would_span_nodes_are_not_worth_it() -> None:
     """Nodes of two: what each rank has in common with tp=2 of four ranks lies on two nodes."""
-    source, generation = layout(Shape(), (1, 4, 1)), ParallelStrategy(dp=2, tp=2)
+    source, generation = layout(make_shape(), (1, 4, 1)), ParallelStrategy(dp=2, tp=2)
     for node_size, order in ((4, (0, 2, 1, 3)), (2, (0, 1, 2, 3))):
         assert order_for(source, generation, range(4), node_of=lambda rank, n=node_size: rank // n) == order
 
@@ -140,7 +144,7 @@ def test_tensor_groups_stay_inside_nodes_where_that_costs_no_bytes() -> None:
 def test_tensor_groups_are_near_where_stages_overlap_unevenly(
     training: tuple[int, int, int], generation: tuple[int, int, int]
 ) -> None:
-    source = layout(Shape(n_layers=35, n_heads=8, n_kv_heads=8), training)
+    source = layout(make_shape(n_layers=35, n_heads=8, n_kv_heads=8), training)
     target = best(source, generation, source.ranks[: math.prod(generation)])
     assert max(len({rank // 8 for rank in group}) for group in target.tp_groups()) <= 2
 
@@ -197,7 +201,7 @@ def test_transport_is_exact(data: st.DataObject) -> None:
     [((1, 8, 128), (1, 2, 512)), ((8, 4, 32), (4, 8, 32)), ((5, 32, 6), (12, 8, 10)), ((16, 16, 4), (32, 32, 1))],
 )
 def test_a_thousand_ranks_are_ordered_in_time(training: tuple[int, int, int], generation: tuple[int, int, int]) -> None:
-    shape = Shape(80, 64, 8, 32000, 28672, hidden_size=8192, head_dim=128, dtype="bfloat16")
+    shape = LLAMA_70B
     source = layout(shape, training)
     pp, tp, dp = generation
     ranks = range(pp * tp * dp)

@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.parameters.layout import ParameterLayout, micro_dp_groups, parameter_layout, parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import ParameterLayout, micro_dp_groups, parameter_layout
 from realrl.plan.parameters.realloc import ReallocPlan, SliceTransfer, best_rank_order, plan_realloc
+from realrl.shape import DecoderConfig
 from scripts.realloc_baselines import deepspeed_chat, hybrid_engine, hybridflow_v
 from tests.helpers.layouts import (
+    LLAMA_70B,
     MAX_RANKS,
     Array,
-    Shape,
+    make_shape,
     perform,
     shapes,
     shards_of,
@@ -31,20 +34,10 @@ from tests.helpers.layouts import (
 ELEMENT_BYTES = 8
 MAX_BRUTE_FORCE = 6
 SPLIT = tuple(f".{name}.weight" for name in ("q", "k", "v", "o", "gate", "up", "down"))
-LLAMA_70B = Shape(
-    n_layers=80,
-    n_heads=64,
-    n_kv_heads=8,
-    vocab_size=32000,
-    intermediate_size=28672,
-    hidden_size=8192,
-    head_dim=128,
-    dtype="bfloat16",
-)
 
 
 @given(shape=shapes(), n_per_node=st.integers(1, 8), data=st.data())
-def test_realloc_between_any_two_layouts(shape: Shape, n_per_node: int, data: st.DataObject) -> None:
+def test_realloc_between_any_two_layouts(shape: DecoderConfig, n_per_node: int, data: st.DataObject) -> None:
     specs = parameter_specs(shape)
     max_ranks = data.draw(st.sampled_from([6, 12, MAX_RANKS]))
     source_strategy, target_strategy = (data.draw(strategies(shape, max_ranks)) for _ in range(2))
@@ -89,7 +82,9 @@ def test_sizes_that_do_not_divide_each_other(
     (pp, tp, dp), (pp_g, tp_g, dp_g) = training, generation
     if any(size % n_kv_heads and n_kv_heads % size for size in (tp, tp_g)):
         n_kv_heads = 12
-    shape = Shape(5, 12, n_kv_heads, vocab_size=17, intermediate_size=19, tied_embeddings=tied)
+    shape = make_shape(
+        n_layers=5, n_heads=12, n_kv_heads=n_kv_heads, vocab_size=17, intermediate_size=19, tied_embeddings=tied
+    )
     specs = parameter_specs(shape)
     a = parameter_layout(specs, ParallelStrategy(dp=dp, tp=tp, pp=pp), range(dp * tp * pp))
     b = parameter_layout(specs, ParallelStrategy(dp=dp_g, tp=tp_g, pp=pp_g), range(1, dp_g * tp_g * pp_g + 1))
@@ -220,7 +215,7 @@ def check_order(plan: ReallocPlan) -> None:
 
 
 def hybrid_example() -> tuple[ParameterLayout, ParameterLayout]:
-    source = parameter_layout(parameter_specs(Shape()), ParallelStrategy(dp=2, tp=4), range(1, 9))
+    source = parameter_layout(parameter_specs(make_shape()), ParallelStrategy(dp=2, tp=4), range(1, 9))
     return source, best_rank_order(source, ParallelStrategy(dp=4, tp=2), range(1, 9))
 
 
@@ -256,7 +251,7 @@ def test_hybrid_engine_bytes() -> None:
 def test_nested_strategies_cost_what_the_hybrid_engine_costs(sizes: tuple[int, int, int, int, int]) -> None:
     """With stages of one size: the value head is replicated, and the embedding too small to matter."""
     pp, tp, dp, pp_g, tp_g = sizes
-    shape = Shape(n_layers=8, n_heads=8, n_kv_heads=8, head="value")
+    shape = make_shape(n_layers=8, n_heads=8, n_kv_heads=8, head="value")
     specs = parameter_specs(shape)
     training = ParallelStrategy(dp=dp, tp=tp, pp=pp)
     generation = ParallelStrategy(dp=pp * tp * dp // (pp_g * tp_g), tp=tp_g, pp=pp_g)
@@ -284,7 +279,7 @@ def test_baselines_follow_their_formulas() -> None:
 
 
 def test_senders_share_the_work() -> None:
-    specs = parameter_specs(Shape(n_layers=12))
+    specs = parameter_specs(make_shape(n_layers=12))
     source = parameter_layout(specs, ParallelStrategy(dp=3), range(3))
     target = parameter_layout(specs, ParallelStrategy(dp=5), range(3, 8))
     plan = plan_realloc(source, target)
@@ -298,7 +293,7 @@ def test_senders_share_the_work() -> None:
 
 
 def test_a_node_helps_itself_first() -> None:
-    specs = parameter_specs(Shape())
+    specs = parameter_specs(make_shape())
     source = parameter_layout(specs, ParallelStrategy(dp=2), (0, 4))
     target = parameter_layout(specs, ParallelStrategy(dp=4), (1, 2, 3, 5))
     plan = plan_realloc(source, target, node_of=lambda rank: rank // 4)
@@ -308,7 +303,7 @@ def test_a_node_helps_itself_first() -> None:
 
 
 def test_far_targets_go_to_the_senders_with_the_least_to_do_at_home() -> None:
-    specs = parameter_specs(Shape())
+    specs = parameter_specs(make_shape())
     source = parameter_layout(specs, ParallelStrategy(dp=2), (0, 4))
     target = parameter_layout(specs, ParallelStrategy(dp=3), (1, 8, 9))
     plan = plan_realloc(source, target, node_of=lambda rank: rank // 4)
@@ -318,7 +313,7 @@ def test_far_targets_go_to_the_senders_with_the_least_to_do_at_home() -> None:
 
 
 def test_the_same_layout_moves_nothing() -> None:
-    layout = parameter_layout(parameter_specs(Shape()), ParallelStrategy(dp=2, tp=2, pp=2), range(8))
+    layout = parameter_layout(parameter_specs(make_shape()), ParallelStrategy(dp=2, tp=2, pp=2), range(8))
     plan = plan_realloc(layout, layout)
     assert plan.total_bytes == 0
     assert plan.transfers == ()
@@ -375,7 +370,7 @@ def test_planning_time(dp: int, limit_s: float) -> None:
     ids=str,
 )
 def test_layouts_of_different_models_are_refused(changes: dict[str, object], what: str) -> None:
-    shape = Shape()
+    shape = make_shape()
     source = parameter_layout(parameter_specs(shape), ParallelStrategy(), (0,))
     other = parameter_layout(parameter_specs(replace(shape, **changes)), ParallelStrategy(), (1,))  # type: ignore[arg-type]
     with pytest.raises(AllocationError, match=f"different models: parameter {what}") as caught:
@@ -385,7 +380,7 @@ def test_layouts_of_different_models_are_refused(changes: dict[str, object], wha
 
 
 def test_specs_in_another_order_are_refused() -> None:
-    specs = parameter_specs(Shape())
+    specs = parameter_specs(make_shape())
     source = parameter_layout(specs, ParallelStrategy(), (0,))
     other = parameter_layout([*specs[1:], specs[0]], ParallelStrategy(), (1,))
     with pytest.raises(AllocationError, match="in a different order"):
@@ -393,7 +388,7 @@ def test_specs_in_another_order_are_refused() -> None:
 
 
 def test_equal_specs_need_not_be_the_same_object() -> None:
-    a, b = (parameter_layout(parameter_specs(Shape()), ParallelStrategy(), (rank,)) for rank in (0, 1))
+    a, b = (parameter_layout(parameter_specs(make_shape()), ParallelStrategy(), (rank,)) for rank in (0, 1))
     assert plan_realloc(a, b).total_bytes == a.model_bytes
     assert [t.parameter for t in plan_realloc(a, b).transfers] == [spec.name for spec in a.specs]
 

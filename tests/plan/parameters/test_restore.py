@@ -1,58 +1,38 @@
 """A state that was saved in one layout is read in any other: every element once, from a file that has it."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.parameters.adapters import LoRA
-from realrl.plan.parameters.layout import parameter_layout, parameter_specs
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import parameter_layout
 from realrl.plan.parameters.restore import coordinates, model_digest, plan_restore
+from realrl.shape import DecoderConfig, LoRA, MoEConfig
 
-
-@dataclass(frozen=True)
-class Experts:
-    n_experts: int = 4
-    top_k: int = 2
-    intermediate_size: int = 6
-    dense_layers: tuple[int, ...] = (0,)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A small model; rows of the vocabulary and of the MLP that nothing divides."""
-
-    vocab_size: int = 11
-    hidden_size: int = 8
-    n_layers: int = 5
-    n_heads: int = 4
-    n_kv_heads: int = 2
-    head_dim: int = 2
-    intermediate_size: int = 9
-    tied_embeddings: bool = False
-    attention_bias: bool = True
-    o_bias: bool = True
-    mlp_bias: bool = False
-    gated_mlp: bool = True
-    norm_bias: bool = False
-    qk_norm: bool = True
-    learned_positions: bool = False
-    max_positions: int = 16
-    moe: object = None
-    head: str = "lm"
-    dtype: str = "float32"
-    lora: object = None
-
-
+# rows of the vocabulary and of the MLP that nothing divides
+SHAPE = DecoderConfig(
+    vocab_size=11,
+    hidden_size=8,
+    n_layers=5,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=2,
+    intermediate_size=9,
+    attention_bias=True,
+    o_bias=True,
+    qk_norm=True,
+    max_positions=16,
+)
 MODELS = {
-    "plain": Shape(),
-    "tied": Shape(tied_embeddings=True),
-    "one KV head": Shape(n_kv_heads=1),
-    "experts": Shape(moe=Experts()),
-    "adapters": Shape(lora=LoRA(2, 4.0, ("q", "v", "o", "down"))),
-    "value head": Shape(head="value", learned_positions=True, norm_bias=True),
+    "plain": SHAPE,
+    "tied": replace(SHAPE, tied_embeddings=True),
+    "one KV head": replace(SHAPE, n_kv_heads=1),
+    "experts": replace(SHAPE, moe=MoEConfig(4, 2, 6, dense_layers=(0,))),
+    "adapters": replace(SHAPE, lora=LoRA(2, 4.0, ("q", "v", "o", "down"))),
+    "value head": replace(SHAPE, head="value", learned_positions=True, norm="layer", qk_norm=False),
 }
 STRATEGIES = [
     ParallelStrategy(dp, tp, pp) for dp, tp, pp in [(1, 1, 1), (2, 2, 1), (1, 4, 1), (1, 1, 2), (1, 2, 3), (1, 1, 5)]
@@ -113,10 +93,10 @@ def test_the_same_layout_reads_its_own_file_alone(model, strategy):
 
 
 def test_fewer_files_are_read_than_there_are():
-    plan = plan_restore(parameter_specs(Shape()), ParallelStrategy(1, 1, 5), ParallelStrategy(1, 1, 5), (2, 0))
+    plan = plan_restore(parameter_specs(SHAPE), ParallelStrategy(1, 1, 5), ParallelStrategy(1, 1, 5), (2, 0))
     assert plan.sources == ((2, 0),)
     halves = plan_restore(
-        parameter_specs(Shape(head="value")), ParallelStrategy(1, 4, 1), ParallelStrategy(1, 2, 1), (0, 1)
+        parameter_specs(replace(SHAPE, head="value")), ParallelStrategy(1, 4, 1), ParallelStrategy(1, 2, 1), (0, 1)
     )
     assert halves.sources == ((0, 1), (0, 2), (0, 3))  # what is replicated comes from the reader's own coordinate
 
@@ -124,4 +104,4 @@ def test_fewer_files_are_read_than_there_are():
 def test_a_digest_tells_models_apart():
     digests = {model_digest(parameter_specs(shape)) for shape in MODELS.values()}
     assert len(digests) == len(MODELS)
-    assert model_digest(parameter_specs(Shape())) == model_digest(parameter_specs(Shape(dtype="bfloat16")))
+    assert model_digest(parameter_specs(SHAPE)) == model_digest(parameter_specs(replace(SHAPE, dtype="bfloat16")))

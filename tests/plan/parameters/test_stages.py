@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.parameters.layout import ParameterLayout, parameter_layout, parameter_specs, slice_of, stages_of
-from realrl.plan.parameters.stages import split_by_cost
-from tests.helpers.layouts import Experts, Shape
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
+from realrl.plan.parameters.specs import slice_of
+from realrl.plan.parameters.stages import split_by_cost, stages_of
+from tests.helpers.layouts import EXPERTS, make_shape
 
 
 def costs(stages: Sequence[range], blocks: Sequence[int], head: int) -> list[int]:
@@ -36,17 +38,17 @@ def test_no_split_is_cheaper_or_as_cheap_and_more_even(blocks: list[int], head: 
 
 def test_experts_that_compute_no_token_cost_nothing() -> None:
     """Of a hundred experts of 10 inner units two compute a token: they are cheaper than a plain MLP of 150 units."""
-    experts = Experts(n_experts=100, intermediate_size=10, dense_layers=(0, 1))
-    specs = parameter_specs(Shape(n_layers=6, vocab_size=1, intermediate_size=150, moe=experts))
+    experts = replace(EXPERTS, n_experts=100, intermediate_size=10, dense_layers=(0, 1))
+    specs = parameter_specs(make_shape(n_layers=6, vocab_size=1, intermediate_size=150, moe=experts))
     assert stages_of(specs, 2) == (range(2), range(2, 6))
-    specs = parameter_specs(Shape(n_layers=6, vocab_size=1, moe=replace(experts, dense_layers=())))
+    specs = parameter_specs(make_shape(n_layers=6, vocab_size=1, moe=replace(experts, dense_layers=())))
     assert stages_of(specs, 2) == (range(3), range(3, 6))
 
 
 def test_experts_are_cut_between_inner_units_and_the_router_is_not() -> None:
-    shape = Shape(n_heads=3, n_kv_heads=3, moe=Experts(n_experts=6, intermediate_size=10))
+    shape = make_shape(n_heads=3, n_kv_heads=3, moe=replace(EXPERTS, n_experts=6, intermediate_size=10))
     specs = {spec.name: spec for spec in parameter_specs(shape)}
-    size = Shape().hidden_size
+    size = make_shape().hidden_size
     assert slice_of(specs["blocks.0.mlp.router.weight"], 1, 3) == ((0, 6), (0, size))
     assert slice_of(specs["blocks.0.mlp.experts.gate"], 1, 3) == ((0, 6), (3, 6), (0, size))
     assert slice_of(specs["blocks.0.mlp.experts.down"], 2, 3) == ((0, 6), (0, size), (6, 10))

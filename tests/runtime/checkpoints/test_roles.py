@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.parameters.adapters import LoRA, is_adapter
-from realrl.plan.parameters.layout import parameter_layout, parameter_specs
+from realrl.plan.parameters.adapters import is_adapter
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import parameter_layout
 from realrl.plan.parameters.restore import coordinates, model_digest
 from realrl.runtime.checkpoints.roles import HostCopies, RoleCopy, _OptimizerReader, optimizer_file
 from realrl.runtime.checkpoints.state_file import save_state
 from realrl.sched.messages import SavedRole
-from realrl.shape import DecoderConfig, MoEConfig
+from realrl.shape import DecoderConfig, LoRA, MoEConfig
 
 PLAIN = DecoderConfig(11, 8, 3, 4, 2, 2, 9)
 MODELS = {

@@ -14,7 +14,7 @@ from realrl.data.sample import SequenceSample
 from realrl.data.tiny import tiny_tokenizer
 from realrl.errors import RunError
 from realrl.experiment.discovery import load_experiment
-from realrl.experiment.run_plan import plan_run
+from realrl.experiment.planning import plan_run
 from realrl.runtime.output.evaluation_file import evaluation_line, evaluation_table, write_evaluation
 from realrl.runtime.output.generations import GenerationsFile
 from realrl.runtime.worker.sample_text import read_samples

@@ -1,0 +1,146 @@
+"""From a resolved configuration to everything that is decided before a process starts. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from realrl.config.schema import RunConfig
+from realrl.errors import AllocationError, AssetError, ConfigError, GraphError, did_you_mean
+from realrl.experiment.backends import check_backends
+from realrl.experiment.call_settings import check_leads, check_run_staleness, configured_calls, with_run_settings
+from realrl.experiment.declaration import Experiment, Role
+from realrl.experiment.evaluation import evaluation_experiment, plan_evaluation
+from realrl.experiment.models import role_config, role_configs
+from realrl.experiment.run_plan import RunPlan
+from realrl.graph.build import build_graph, calls, replace_calls, topological_calls
+from realrl.graph.mfc import MFCDef, OffloadHook
+from realrl.mesh.device_mesh import Allocation, Cluster
+from realrl.plan.allocation import check_shapes, plan_allocations
+from realrl.plan.hooks import check_realloc_shapes, plan_hooks, role_homes
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.layout import parameter_layout
+from realrl.plan.protocols import CallLayout, slices_of
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+
+def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
+    """Build the calls, their graph, their allocations and what moves between them; those of the evaluation too.
+
+    Raises:
+        GraphError: the MFC list is not a valid graph, or names a role that the experiment does not declare.
+        ConfigError: a setting of a call is impossible or without effect (see `call_settings`), a role to offload does
+            not exist, or `max_staleness` is set where no call runs ahead; or an evaluation is wanted that cannot be.
+        AllocationError: a mesh or strategy does not fit the cluster or the call, or hooks contradict each other.
+    """
+    if config.eval.only:
+        experiment = evaluation_experiment(experiment, config)
+    declared = experiment.calls(config) if config.eval.only else configured_calls(experiment, config)
+    mfcs = tuple(with_run_settings(mfc, config) for mfc in declared)
+    roles = experiment.roles_for(config)
+    _check_roles(mfcs, experiment.name, roles)
+    check_run_staleness(mfcs, config, experiment.name)
+    graph = build_graph(mfcs, experiment.dataset.keys)
+    replace_calls(graph, _offloading_calls(graph, config, roles))
+    if not config.eval.only:
+        check_leads(graph, config)
+    cluster = Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node)
+    heads = {name: role.head for name, role in roles.items()}
+    allocations = plan_allocations(graph, config.allocation, cluster, heads=heads)
+    allocations = _with_rank_orders(allocations, graph, config, roles)
+    weightless = [name for name, role in roles.items() if role.head == "none"]
+    hooks = plan_hooks(graph, allocations, weightless=weightless, offload_frozen=config.allocation.offload_frozen)
+    plan = RunPlan(config, experiment, calls(graph), graph, allocations, cluster, hooks)
+    if not config.eval.is_on or config.eval.only:
+        return plan
+
+    def finish(mfc: MFCDef) -> MFCDef:
+        return dataclasses.replace(with_run_settings(mfc, config), min_n_seqs=None)
+
+    evaluation = plan_evaluation(experiment, config, finish, allocations, hooks)
+    return dataclasses.replace(plan, evaluation=evaluation)
+
+
+def check_models_fit(plan: RunPlan) -> None:
+    """Check every role's model against the strategies of its calls and its adapters; others need no check.
+
+    Raises:
+        AllocationError: tp or pp does not fit a model, or a hook moves parameters between models that differ.
+        AssetError: config.json or a tokenizer cannot be used.
+        ConfigError: an adapter's target matches no layer of the role's model, one without experts has a
+            load-balancing loss, or a training backend cannot do what is asked of it.
+    """
+    check_backends(plan)
+    is_sharded = any(a.strategy.tp > 1 or a.strategy.pp > 1 for a in plan.allocations.values())
+    sections = [plan.config.models[role] for role in plan.roles]
+    depends_on_model = any(s.lora.rank or s.router_aux_loss_coef is not None for s in sections)
+    if is_sharded or depends_on_model or any(mfc.reallocs for mfc in plan.mfcs):
+        shapes = role_configs(plan)
+        check_shapes(plan.graph, plan.allocations, shapes)
+        check_realloc_shapes(plan.graph, shapes)
+
+
+def _with_rank_orders(
+    allocations: Mapping[str, Allocation], graph: nx.DiGraph, config: RunConfig, roles: Mapping[str, Role]
+) -> dict[str, Allocation]:
+    """The same allocations, with an order of the mesh's ranks for calls that get shards from another layout.
+
+    Homes keep the plain order, so that a checkpoint does not depend on how other calls run. A model that cannot be read
+    or cut has no order: `check_inputs` refuses it before anything starts.
+    """
+    homes, ordered = role_homes(graph, allocations), dict(allocations)
+    for mfc in calls(graph):
+        home, allocation = homes[mfc.role], allocations[mfc.name]
+        strategy = allocation.strategy
+        if roles[mfc.role].head == "none" or home == allocation or strategy.tp == strategy.pp == 1:
+            continue
+        from realrl.plan.parameters.rank_order import order_for  # brings numpy, which few runs need to be planned
+
+        try:
+            model = role_config(config, mfc.role, roles[mfc.role])
+            assert model is not None
+            source = parameter_layout(parameter_specs(model), home.strategy, home.ranks)
+            order = order_for(source, strategy, allocation.ranks, node_of=allocation.mesh.cluster.node_of)
+            best = dataclasses.replace(allocation, order=order)
+            slices_of(mfc.protocol, CallLayout(best, home, mfc.balanced_dp))
+        except (AssetError, AllocationError):
+            continue
+        ordered[mfc.name] = best
+    return ordered
+
+
+def _offloading_calls(graph: nx.DiGraph, config: RunConfig, roles: Mapping[str, Role]) -> list[MFCDef]:
+    """The last call of each role of `allocation.offload` in a step with a hook after it, unless it has one already."""
+    last = {mfc.role: mfc for mfc in topological_calls(graph)}
+    for role in config.allocation.offload:
+        if role not in roles:
+            raise ConfigError(
+                f"allocation.offload={role}: there is no role '{role}'",
+                remedy=f"The roles are {', '.join(roles)}.{did_you_mean(role, roles)}",
+            )
+    wanted = [last[role] for role in dict.fromkeys(config.allocation.offload)]
+    return [
+        dataclasses.replace(mfc, post_hooks=(*mfc.post_hooks, OffloadHook()))
+        for mfc in wanted
+        if OffloadHook() not in mfc.post_hooks
+    ]
+
+
+def _check_roles(mfcs: tuple[MFCDef, ...], experiment: str, roles: Mapping[str, Role]) -> None:
+    trained = {mfc.role for mfc in mfcs if mfc.is_train}
+    for mfc in mfcs:
+        if mfc.role not in roles:
+            raise GraphError(
+                f"call '{mfc.name}' runs role '{mfc.role}', which experiment '{experiment}' does not declare."
+                + did_you_mean(mfc.role, roles),
+                call=mfc.name,
+            )
+    for name, role in roles.items():
+        if name not in {mfc.role for mfc in mfcs}:
+            raise GraphError(f"role '{name}' of experiment '{experiment}' has no call")
+        if role.trainable != (name in trained):
+            state = "trainable, but no train_step call" if role.trainable else "frozen, but a train_step call"
+            raise GraphError(f"role '{name}' of experiment '{experiment}' is {state} uses it")
