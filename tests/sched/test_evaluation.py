@@ -20,6 +20,7 @@ from realrl.sched.events import (
     ReportStep,
     Send,
     Start,
+    WorkerLost,
 )
 from realrl.sched.master.master_state import MasterState
 from realrl.sched.master.saving import EvaluationTimes
@@ -236,6 +237,37 @@ def test_a_run_without_training_goes_over_every_row(n_rows: int, sizes: list[int
         assert [len(report.samples) for report in reports] == sizes
         assert [contents.id for report in reports for contents in report.samples] == [f"1/{row}" for row in rows]
         assert [r.metrics["n_samples"] for r in done.reports if isinstance(r, ReportStep)] == sizes
+
+
+def test_a_run_that_only_evaluates_measures_what_it_went_over() -> None:
+    mfcs = [
+        MFCDef("gen", "actor", GENERATE, "x", ("prompt_ids",), ("input_ids", "prompt_mask"), n_seqs=4),
+        MFCDef("rew", "reward", INFERENCE, "x", ("input_ids",), ("rewards",), n_seqs=4),
+    ]
+    plan = make_plan(
+        mfcs, on_all(mfcs, CLUSTER), CLUSTER, readout=Readout({"": "actor"}, {"": "gen"}),
+        eval_section={"only": True, "n_seqs": 7},
+    )  # fmt: skip
+    done = Workers(plan, seed=1).run()
+    [report] = [report for report in done.reports if isinstance(report, ReportEvaluation)]
+    assert (report.step, report.metrics["eval/n_samples"]) == (0, 7)
+    assert report.metrics["eval/reward/mean"] == pytest.approx(sum(reward(f"eval/{row}") for row in ROWS[:7]) / 7)
+    assert done.reports.index(report) == len(done.reports) - 2, "only Finish comes after it"
+
+
+def test_a_worker_that_is_lost_in_an_evaluation_is_named_with_its_call() -> None:
+    mfcs = ppo(4)
+    allocations = on_all(mfcs, CLUSTER)
+    plan = make_plan(mfcs, allocations, CLUSTER, eval_section={"at_start": True})
+    workers = Workers(dataclasses.replace(plan, evaluation=eval_track(allocations, plan.main.config)), seed=2)
+    for event in (Start(b"run"), *(Hello(rank, rank, "") for rank in range(2))):
+        workers.feed(event)
+    while not workers.taken:
+        rank = workers.random.choice([rank for rank, inbox in enumerate(workers.inbox) if inbox])
+        workers.feed(workers.answer(rank, workers.inbox[rank].popleft()))
+    (abort,) = workers.master.handle(WorkerLost(1, -9, "killed"))
+    assert abort.failure.message == "worker 1 ended (killed) in call 'eval_gen' of step 1"
+    assert (abort.failure.waiting_ranks, abort.failure.waiting_calls) == ((0,), ("eval_gen",))
 
 
 def test_evaluations_are_due_at_multiples_and_hold_training_back() -> None:

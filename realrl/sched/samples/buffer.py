@@ -18,8 +18,7 @@ from realrl.plan.samples.cursor import SampleRef
 from realrl.plan.samples.transfer import Arrival, Placement
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import KeySchema, Per, SampleMeta
-from realrl.sched.samples.call_queue import CallQueue
-from realrl.sched.samples.round_queue import RoundQueue
+from realrl.sched.samples.call_queue import CallQueue, RoundQueue
 
 
 class SamplePhase(Enum):
@@ -353,6 +352,15 @@ class SampleBuffer:
         """Ranks that hold rows of a living sample."""
         placement = self._placements.get(key, {}).get(sample_id)
         return frozenset() if placement is None else placement.held
+
+    def rows_of(self, batches: Iterable[tuple[int, Iterable[str]]]) -> dict[int, dict[str, tuple[str, ...]]]:
+        """Rank -> key -> living samples: where the rows lie that calls produced for batches, each once."""
+        rows: dict[int, dict[str, list[str]]] = {}
+        for position, ids in batches:
+            for key in self._calls[position].mfc.output_keys:
+                for sample_id in filter(self.is_living, ids):
+                    rows.setdefault(min(self.holders(key, sample_id)), {}).setdefault(key, []).append(sample_id)
+        return {rank: {key: tuple(members) for key, members in keys.items()} for rank, keys in rows.items()}
 
     def begin_arrivals(self, arrivals: Iterable[Arrival]) -> None:
         """Rows will be fetched before a call that is being dispatched."""

@@ -5,6 +5,13 @@ next one. A call that does not stream takes fixed windows: its j-th batch is the
 ``(j + 1) * n_seqs - 1``, whatever the order in which they become ready. A streaming call takes the oldest samples that
 are ready, between `min_n_seqs` and `n_seqs` of them, and leaves no rest of a step that could not be taken like that.
 Where the number of all samples is given, the last window, and with it the last step, may be smaller.
+
+A call that comes before a dropping one also reads what is going to be dropped, and has another queue. A step has one
+round or more for it: its first samples, then replacements for those that were dropped. A round is complete when all its
+samples are taken, or dropped before that. A call that does not stream takes fixed windows of `n_seqs` samples of a
+round, the last of which may be smaller, less the samples that an earlier call dropped; a window that lost all its
+samples is left out. A streaming call takes the oldest samples that are ready, between `min_n_seqs` and `n_seqs` of
+them, and fewer only where the rest of a round cannot be taken otherwise.
 """
 
 from __future__ import annotations
@@ -41,7 +48,7 @@ class CallQueue:
 
     @property
     def steps_begun(self) -> int:
-        """The same as `steps_taken`: no replacements come later (see `round_queue`)."""
+        """The same as `steps_taken`: no replacements come later (see `RoundQueue`)."""
         return self.steps_taken
 
     def add_ready(self, index: int) -> bool:
@@ -113,6 +120,115 @@ class CallQueue:
             if is_sum_of_batches(rest - size, min_n_seqs, self._n_seqs):
                 return size
         return 0
+
+
+class RoundQueue:
+    """The ready and the taken samples of a call before a dropping one; the costs are those of `CallQueue`."""
+
+    def __init__(self, *, n_seqs: int, min_n_seqs: int | None) -> None:
+        self._n_seqs = n_seqs
+        self._min_n_seqs = min_n_seqs
+        self._start = self._end = 0  # of the round
+        self._n_left = 0  # samples of the round that are neither taken nor dropped
+        self._n_rounds = 0  # of the step
+        self._ready: list[int] = []  # heap
+        self._window = 0  # in the round
+        self._n_ready_in: dict[int, int] = {}  # window -> samples; these two without streaming only
+        self._n_dropped_in: dict[int, int] = {}
+        self._n_steps = 0
+        self._n_under_way = 0
+        self._n_of_closed_step = 0  # of those under way
+
+    @property
+    def steps_taken(self) -> int:
+        """Whole steps of samples taken, of which no replacements will come any more."""
+        return self._n_steps
+
+    @property
+    def steps_finished(self) -> int:
+        """Whole steps of samples that the call is done with."""
+        return self._n_steps - 1 if self._n_of_closed_step else self._n_steps
+
+    @property
+    def steps_begun(self) -> int:
+        """Steps of which all samples but the replacements are taken."""
+        is_begun = self._n_rounds > 1 or (self._n_rounds == 1 and self._n_left == 0)
+        return self._n_steps + is_begun
+
+    def open(self, size: int) -> None:
+        """The next `size` samples make a round; all earlier ones are taken, or dropped."""
+        assert self._n_left == 0
+        self._start, self._end = self._end, self._end + size
+        self._n_left = size
+        self._n_rounds += 1
+        self._window = 0
+        self._n_ready_in.clear()
+        self._n_dropped_in.clear()
+
+    def close_step(self) -> None:
+        """The step needs no further round."""
+        assert self._n_left == 0
+        assert self._n_rounds > 0
+        self._n_rounds = 0
+        self._n_steps += 1
+        self._n_of_closed_step = self._n_under_way
+
+    def add_ready(self, index: int) -> bool:
+        """All inputs of the sample exist; return whether that may have made a batch complete."""
+        heapq.heappush(self._ready, index)
+        self._count(self._n_ready_in, index)
+        return self.batch_size() > 0
+
+    def add_dropped(self, index: int) -> bool:
+        """The sample, which was not ready, never will be; return whether that may have made a batch complete."""
+        self._n_left -= 1
+        self._count(self._n_dropped_in, index)
+        return self.batch_size() > 0
+
+    def batch_size(self) -> int:
+        """Samples that the call could take now, or 0."""
+        if self._min_n_seqs is not None:
+            return self._streamed_batch_size(self._min_n_seqs)
+        while self._start + self._window * self._n_seqs < self._end:
+            size = min(self._n_seqs, self._end - self._start - self._window * self._n_seqs)
+            n_dropped = self._n_dropped_in.get(self._window, 0)
+            if n_dropped < size:
+                is_complete = self._n_ready_in.get(self._window, 0) + n_dropped == size
+                return size - n_dropped if is_complete else 0
+            self._window += 1
+        return 0
+
+    def peek(self) -> list[int]:
+        """The next batch: indices, oldest first. Only after `batch_size` said that there is one."""
+        return heapq.nsmallest(self.batch_size(), self._ready)
+
+    def take(self) -> list[int]:
+        """Take the next batch, as `peek` tells it."""
+        size = self.batch_size()
+        if self._min_n_seqs is None:
+            # Later windows may be ready before this one, but their samples are younger.
+            self._window += 1
+        indices = [heapq.heappop(self._ready) for _ in range(size)]
+        self._n_left -= size
+        self._n_under_way += size
+        return indices
+
+    def finish(self, size: int) -> None:
+        """The batch taken last, of `size` samples, is done."""
+        self._n_under_way -= size
+        self._n_of_closed_step = 0
+
+    def _count(self, n_in: dict[int, int], index: int) -> None:
+        window = (index - self._start) // self._n_seqs
+        n_in[window] = n_in.get(window, 0) + 1
+
+    def _streamed_batch_size(self, min_n_seqs: int) -> int:
+        largest = min(len(self._ready), self._n_seqs)
+        for size in range(largest, min_n_seqs - 1, -1):
+            if is_sum_of_batches(self._n_left - size, min_n_seqs, self._n_seqs):
+                return size
+        # What was dropped is missing in the sum: the last batches of the round are then smaller.
+        return largest if len(self._ready) == self._n_left else 0
 
 
 def is_sum_of_batches(rest: int, min_n_seqs: int, n_seqs: int) -> bool:

@@ -35,6 +35,13 @@ def check_output(dispatch: Dispatch, reply: CallDone) -> None:
             raise Fatal(bad_output(dispatch, f"{problem} on worker {reply.rank}", rank=reply.rank))
 
 
+def check_all_produced(dispatch: Dispatch, missing: tuple[str, str] | None) -> None:
+    """Refuse a call that left out some (sample id, key)."""
+    if missing is not None:
+        sample_id, key = missing
+        raise Fatal(bad_output(dispatch, f"did not produce '{key}' of sample '{sample_id}'", sample_id=sample_id))
+
+
 def bad_output(dispatch: Dispatch, problem: str, *, rank: int | None = None, sample_id: str | None = None) -> Failure:
     """A call did not produce what it declares."""
     return Failure(

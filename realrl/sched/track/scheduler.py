@@ -43,11 +43,9 @@ from realrl.sched.calls import ScheduledCall
 from realrl.sched.events import Instruction
 from realrl.sched.messages import (
     CallDone,
-    FreeSamples,
     HooksDone,
     LoadSamples,
     MoveRows,
-    ReadSamples,
     RowsMoved,
     RunCall,
     RunHooks,
@@ -59,9 +57,10 @@ from realrl.sched.samples.in_flight import FlightLog, InFlight
 from realrl.sched.story import Stories, ranks_text
 from realrl.sched.track.devices import MAX_QUEUED, DeviceLoad
 from realrl.sched.track.dispatch import Dispatch, Part, PartKind, plan_work
-from realrl.sched.track.faults import Fatal, bad_output, check_output
+from realrl.sched.track.faults import check_all_produced, check_output
 from realrl.sched.track.loader import SampleLoader
-from realrl.sched.track.readout import SampleReader, plan_reads
+from realrl.sched.track.readout import SampleReader
+from realrl.sched.track.release import SampleRelease
 from realrl.sched.track.step_log import StepLog
 from realrl.sched.track.track_plan import TrackPlan
 from realrl.sched.track.versions import Versions
@@ -119,7 +118,6 @@ class Scheduler:
         self._calls = plan.calls
         self._outbox = outbox
         self._log = log
-        self._reader = reader
         self._stories = stories
         self._position = {call.name: position for position, call in enumerate(plan.calls)}
         known = [record for record in plan.in_flight.calls if record.call in self._position]
@@ -128,6 +126,7 @@ class Scheduler:
         self._flight = FlightLog(InFlight(tuple(known), plan.in_flight.dropped))
         self._buffer = SampleBuffer(plan.calls, plan.step_size, plan.n_samples(cursor, plan.last_step(cursor)))
         self._loader = SampleLoader(plan, cursor, buffer=self._buffer, flight=self._flight, log=log, outbox=outbox)
+        self._release = SampleRelease(plan, buffer=self._buffer, log=log, reader=reader, outbox=outbox)
         self._versions = Versions(plan, buffer=self._buffer, log=log)
         self._waits = Waits(plan, buffer=self._buffer, loader=self._loader, holds=holds)
         self._has_leads = any(call.leads for call in plan.calls)
@@ -174,13 +173,7 @@ class Scheduler:
 
     def rows_in_flight(self, in_flight: InFlight) -> dict[int, dict[str, tuple[str, ...]]]:
         """Rank -> key -> samples: where rows that these dispatches produced lie, each once."""
-        rows: dict[int, dict[str, list[str]]] = {}
-        for record in in_flight.calls:
-            for key in self._calls[self._position[record.call]].mfc.output_keys:
-                for sample_id in filter(self._buffer.is_living, record.ids):
-                    rank = min(self._buffer.holders(key, sample_id))
-                    rows.setdefault(rank, {}).setdefault(key, []).append(sample_id)
-        return {rank: {key: tuple(ids) for key, ids in keys.items()} for rank, keys in rows.items()}
+        return self._buffer.rows_of((self._position[record.call], record.ids) for record in in_flight.calls)
 
     # ------------------------------------------------------------ what happened
 
@@ -212,19 +205,14 @@ class Scheduler:
             return []
         if kind is PartKind.CALL:
             if not dispatch.call.mfc.may_drop:
-                self._check_all_produced(dispatch)
+                position = self._position[dispatch.call.name]
+                check_all_produced(dispatch, self._buffer.missing_output(position, dispatch.ids))
             if dispatch.last_parts:
                 self._note(
                     dispatch.call, f"step {dispatch.step}, dispatch {dispatch.id}: the mesh is done, hooks follow"
                 )
                 return [send for part in dispatch.last_parts for send in self._send_part(dispatch, part)]
         return [] if dispatch.pending else self._complete(dispatch)
-
-    def _check_all_produced(self, dispatch: Dispatch) -> None:
-        missing = self._buffer.missing_output(self._position[dispatch.call.name], dispatch.ids)
-        if missing is not None:
-            sample_id, key = missing
-            raise Fatal(bad_output(dispatch, f"did not produce '{key}' of sample '{sample_id}'", sample_id=sample_id))
 
     def _complete(self, dispatch: Dispatch) -> list[Instruction]:
         """Every rank is done, hooks included."""
@@ -249,32 +237,7 @@ class Scheduler:
             unneeded += self._loader.settle(position, step, ids, dropped)
         self._end_calls()
         self._has_completed = self._has_news = True
-        if not unneeded:
-            return [], len(dropped)
-        trained = [sample_id for sample_id in unneeded if not self._buffer.is_dropped(sample_id)]
-        self._log.add_samples(step, self._buffer.token_counts(trained))
-        reads = self._read(trained)
-        frees = [
-            self._outbox.send(rank, FreeSamples(self._outbox.next_seq(rank), freed), self._plan.owner)
-            for rank, freed in self._buffer.free(unneeded).items()
-        ]
-        return [*reads, *frees], len(dropped)
-
-    def _read(self, ids: list[str]) -> list[Instruction]:
-        """Ask for the contents of those samples, about to be freed, of which they are wanted."""
-        reader, size = self._reader, self._plan.step_size
-        instructions: list[Instruction] = []
-        places = {i: divmod(place, size) for i, place in self._buffer.places(ids).items()}
-        for step, wanted in reader.select(places, self._plan.first_step).items():
-            versions = {sample_id: self._buffer.versions(sample_id) for sample_id in wanted}
-            reader.expect(step, wanted, versions)
-            for rank, (texts, keys) in plan_reads(self._buffer, reader.readout, list(wanted)).items():
-                seq = self._outbox.next_seq(rank)
-                roles = {prefix: reader.readout.roles[prefix] for prefix in texts}
-                reader.asked(step, rank, seq)
-                request = ReadSamples(seq, step, texts, roles, keys)
-                instructions.append(self._outbox.send(rank, request, self._plan.owner))
-        return instructions
+        return self._release.release(step, unneeded), len(dropped)
 
     def _end_calls(self) -> None:
         """Waiting calls that are done with the last step are done."""

@@ -11,8 +11,7 @@ from realrl.plan.samples.cursor import SampleRef
 from realrl.plan.samples.transfer import Arrival, Placement
 from realrl.sched.messages import KeySchema, Per, SampleMeta
 from realrl.sched.samples.buffer import SampleBuffer
-from realrl.sched.samples.call_queue import CallQueue
-from realrl.sched.samples.round_queue import RoundQueue
+from realrl.sched.samples.call_queue import CallQueue, RoundQueue
 from tests.sched.plans import INFERENCE, make_plan, on_all
 from tests.sched.simulator import meta
 

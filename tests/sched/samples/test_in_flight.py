@@ -180,13 +180,13 @@ def test_a_checkpoint_waits_for_calls_that_read_older_parameters():
         simulation = Simulation(plan, seed=seed, n_rows=9)
         while simulation.end is None:
             simulation.run(stop_after=1)
-            scheduler = simulation.master._scheduler
-            if scheduler is None or not simulation.instructions:
+            run = simulation.master._run
+            if run is None or not simulation.instructions:
                 continue
             for instruction in simulation.instructions[-1]:
                 if isinstance(instruction, Send) and isinstance(instruction.request, SaveCheckpoint):
-                    assert not scheduler.reading_before(instruction.request.step)
-            waited += simulation.master._checkpoints._held is not None
+                    assert not run.main.scheduler.reading_before(instruction.request.step)
+            waited += run._checkpoints._held is not None
     assert waited
 
 
