@@ -106,7 +106,7 @@ def test_a_prefill_into_later_rows_leaves_earlier_ones_alone():
 def test_a_bf16_model_computes_in_float32_where_the_cpu_has_no_bf16_arithmetic(has_bf16_kernels, monkeypatch):
     monkeypatch.setattr(machine, "has_bf16_kernels", lambda: has_bf16_kernels)
     torch.manual_seed(2)
-    decoder = make_model(attention_bias=True, mlp_bias=True, dtype=torch.bfloat16)
+    decoder = make_model(attention_bias=True, mlp_bias=True, dtype="bfloat16")
     exact = make_model(attention_bias=True, mlp_bias=True)
     exact.load_state_dict(decoder.state_dict())  # bf16 values in float32
     sequence = torch.randint(0, 99, (7,))
