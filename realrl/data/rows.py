@@ -171,13 +171,12 @@ class SampleStore:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors that are held."""
         with self._lock:
             return self._size_bytes
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Ids of the samples of which some row is here, oldest first."""
+        """Ids of the samples with at least one row here, oldest first."""
         with self._lock:
             return tuple(self._rows)
 

@@ -88,7 +88,7 @@ def parse_allocation(text: str, cluster: Cluster) -> Allocation:
 
 
 def format_allocation(allocation: Allocation) -> str:
-    """The text that `parse_allocation` reads back to the same allocation."""
+    """Text that `parse_allocation` reads. It leaves out the rank order."""
     return str(allocation)
 
 
