@@ -1,6 +1,6 @@
-"""Rows of samples in a checkpoint's state folder: what calls produced for steps after the checkpoint's own.
+"""Rows of samples in a checkpoint: outputs of calls for steps after the checkpoint's own.
 
-state/samples-<rank>.safetensors     what one rank held: key -> ids, schema, lengths, packed tensor
+state/samples-<rank>.safetensors     rows of one rank: key -> ids, schema, lengths, packed tensor
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def sample_file(rank: int) -> str:
 
 
 def rows_state(store: SampleStore, rows: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """What `save_state` is to write of these rows (key -> samples).
+    """Convert rows (key -> sample ids) to a state for `save_state`.
 
     Raises:
         SampleError: a row is not in the store.
@@ -43,13 +43,13 @@ def rows_state(store: SampleStore, rows: Mapping[str, Sequence[str]]) -> dict[st
 def check_samples(
     folder: Path, files: Iterable[str], in_flight: InFlight, outputs: Mapping[str, Sequence[str]]
 ) -> None:
-    """Refuse rows of later steps that this run's calls would have produced otherwise.
+    """Refuse rows of later steps without the keys that this run's calls produce.
 
     Args:
         outputs: call -> keys that it produces.
 
     Raises:
-        AssetError: a file is damaged, or a key is missing of samples that a call was done with.
+        AssetError: a file is damaged, or an output key of a finished call is missing.
     """
     known: set[str] = set()
     for name in (name for name in files if name.startswith(_PREFIX)):
@@ -68,7 +68,7 @@ class RestoredSamples:
     """Rows that a checkpoint holds, until their samples are loaded.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint.
         files: paths inside it.
 
     Raises:
@@ -94,7 +94,7 @@ class RestoredSamples:
                     self._keys_of.setdefault(sample_id, []).append(key)
 
     def take(self, ids: Iterable[str]) -> list[SequenceSample]:
-        """What there is of these samples, a batch for each set of keys; it is given once."""
+        """Remove and return the rows of these samples, one batch for each set of keys."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for sample_id in ids:
             keys = self._keys_of.pop(sample_id, None)
