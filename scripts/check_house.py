@@ -62,7 +62,7 @@ def places(path: Path, text: str, tree: ast.Module) -> list[str]:
 
 
 def main() -> int:
-    """Print every violation; 1 when there is one."""
+    """Print every violation; returns 1 if there is one."""
     found: list[str] = []
     for folder in ("realrl", "experiments", "scripts", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
