@@ -155,7 +155,7 @@ def problems(
     plain: ReallocPlan,
     plan_s: float,
 ) -> Iterator[str]:
-    """Violations of a plan's limits. Replicated parameters are added to the 3D-HybridEngine's formula, which lacks them."""
+    """Violations of a plan's limits. The 3D-HybridEngine's formula lacks replicated parameters: they are added."""
     n_ranks, model_bytes = case.training.n_devices, source.model_bytes
     flow = hybridflow_v(model_bytes, case.training)
     if max(plan.bytes_received(rank) for rank in plan.ranks) > flow.bytes_received:

@@ -42,9 +42,9 @@ LIMIT_S = 1200.0  # for a run
 END_LIMIT_S = 60.0  # for a run that was asked to stop
 MEASURED = ("time_s/", "perf/", "memory_gb/")
 FILES = ("metrics.jsonl", "generations.jsonl")
-# Two recordings of one commit differ here. Which rows a worker still lacks depends on which call was there first:
+# Two recordings of one commit differ here. The rows that a worker still lacks depend on the call that came first:
 BYTES_VARY = ("plan-eight", "plan-eight-all")
-# Which samples a call takes together depends on which workers have generated theirs:
+# The samples that a call takes together depend on the workers that have generated theirs:
 ROUNDING_VARIES = ("plan-eight-all",)
 RELATIVE, FLOOR = 1e-5, 1e-6  # differences that rounding may leave
 RUN_DIR = "run"  # in the folder in which a run happens

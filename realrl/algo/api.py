@@ -201,7 +201,7 @@ class CallContext:
 
     Attributes:
         minibatches: this rank's sample ids per minibatch; a single tuple unless the call trains.
-        algorithm: options of the experiment.
+        algorithm: the configuration's ``algorithm`` section.
         metrics: the interface adds sums for the log to it.
     """
 

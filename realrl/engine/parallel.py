@@ -79,7 +79,7 @@ def parallel_of(groups: Groups, planned: Sequence[ProcessGroup], allocation: All
 
     Args:
         groups: created from `planned`.
-        planned: from `realrl.plan.groups.process_groups` over all allocations of the run.
+        planned: result of `realrl.plan.groups.process_groups` for all allocations of the run.
 
     Raises:
         LookupError: the groups were not planned for this allocation, or the rank is not on its mesh.

@@ -117,7 +117,7 @@ def sync_partial_gradients(decoder: Decoder, group: Communicator, gradients: Map
 class _Partial:
     gradient: torch.Tensor
     whole_shape: tuple[int, ...]
-    place: tuple[slice, ...]  # of the gradient in the whole parameter
+    place: tuple[slice, ...]  # the gradient's place in the whole parameter
 
 
 def _add_up(bucket: Sequence[_Partial], group: Communicator) -> None:

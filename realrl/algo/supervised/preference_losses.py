@@ -53,7 +53,7 @@ def dpo_loss(
         label_smoothing: e; sigmoid only.
 
     Stats: loss, accuracy (margin above 0), margin, chosen_reward and rejected_reward, which are beta times log-ratios
-    (sums, whatever the kind).
+    (sums for every kind).
     """
     rewards = (beta * logratios.detach()).view(-1, 2)
     terms = logratios / counts.clamp(min=1) if kind == "ipo" else logratios

@@ -93,7 +93,7 @@ def build_reviews(sdist: Path, target: Path) -> None:
 
 
 def make_pairs(snippets: Sequence[Snippet]) -> list[dict[str, Any]]:
-    """Preference rows: each snippet is paired with the first unpaired one before it that is rated `MIN_GAP` apart."""
+    """Preference rows: each snippet pairs with the earliest unpaired one that is rated at least `MIN_GAP` apart."""
     waiting: list[Snippet] = []
     rows = []
     for snippet in snippets:

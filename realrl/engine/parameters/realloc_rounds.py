@@ -163,7 +163,7 @@ def _unstacked(transfer: SliceTransfer, limit: int) -> Iterator[SliceTransfer]:
 
 
 def _row_dim(transfer: SliceTransfer) -> int:
-    """The dim along which a transfer is cut: 1, the rows, for a single matrix of a stack."""
+    """The dim along which a transfer is cut: 0, or 1 for a single matrix of a stack."""
     return 1 if len(transfer.source_slice) > 2 and _extent(transfer, 0) == 1 else 0
 
 

@@ -183,7 +183,7 @@ def _given(plan: RunPlan, name: str, config: DecoderConfig) -> str:
 def restore_roles(
     roles: Mapping[str, HostedRole], rank: int, folder: Path, manifest: Manifest, configs: Mapping[str, DecoderConfig]
 ) -> None:
-    """Restore versions, interface states and optimizers. The models are loaded from the checkpoint before.
+    """Restore versions, interface states and optimizers of roles whose models are loaded already.
 
     Raises:
         AssetError: a state file is missing or damaged, or does not fit the run.

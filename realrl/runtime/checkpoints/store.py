@@ -224,7 +224,7 @@ class CheckpointStore:
         for folder in folders:
             try:
                 score = load_manifest(folder).score
-            except AssetError:  # of another version: it has no score
+            except AssetError:  # a manifest of another version has no score
                 continue
             if score is not None:
                 scores.append((sign * score, folder))

@@ -6,7 +6,7 @@
     samples: ROUTER in a thread of the producer, one DEALER per producer at the puller
 
 Keys are made for one run. The master's public key proves the master to a worker, the worker key proves a worker to the
-master and to other workers; whoever lacks them can neither send, read nor pose as the master.
+master and to other workers. Without the keys a process can neither send, nor read, nor pose as the master.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class _GuardedRouter:
         self.socket.curve_publickey = public
         self.socket.curve_secretkey = secret
         self.socket.zap_domain = _DOMAIN
-        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate nobody gets in
+        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no client gets in
         self.socket.router_mandatory = True
         self.socket.router_handover = True  # a worker that reconnects takes its old place
         _prepare(self.socket)
