@@ -144,7 +144,7 @@ class GenerationResult:
     Attributes:
         responses: int64 tokens of each response, the stop token included when there is one.
         logprobs: float32, of the distribution that was sampled from (temperature, top-k, top-p, minimum length).
-        policy_logprobs: float32, of softmax(logits / temperature) alone: what training recomputes.
+        policy_logprobs: float32, of softmax(logits / temperature) alone, as training recomputes them.
         truncated: True where a response ended without a stop token.
     """
 

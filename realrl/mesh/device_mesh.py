@@ -225,7 +225,7 @@ def nearest_mesh(cluster: Cluster, ranks: tuple[int, ...]) -> DeviceMesh:
 
 
 def nearest_strategy(strategy: ParallelStrategy, n_devices: int) -> ParallelStrategy:
-    """The strategy of `n_devices` devices that keeps tp and pp, or changes them the least; dp is what remains."""
+    """The strategy of `n_devices` devices that keeps tp and pp, or changes them the least; dp takes the rest."""
 
     def distance(candidate: ParallelStrategy) -> tuple[int, int]:
         changes = (abs(candidate.tp - strategy.tp), abs(candidate.pp - strategy.pp))

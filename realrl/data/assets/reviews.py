@@ -37,7 +37,7 @@ _SOURCES = {
     "tweet": ("tweets", 4_200),
     "editorial": ("nytEditorialSnippets", 5_190),
 }
-# Shares of the movie snippets, in this order, of a seeded shuffle; what is left is held out.
+# Shares of the movie snippets, in this order, of a seeded shuffle; the rest is held out.
 _PAIR_SHARE, _PROMPT_SHARE = 0.5, 0.3
 
 PAIRS_TRAIN, PAIRS_HELDOUT = "reviews_pairs_train.jsonl", "reviews_pairs_heldout.jsonl"

@@ -214,7 +214,7 @@ def encode_start(start: SessionStart) -> bytes:
 
 
 def decode_start(data: bytes) -> SessionStart:
-    """Parse what follows the length prefix. Raises `TransportError` if that is not a `SessionStart`."""
+    """Parse the message after the length prefix. Raises `TransportError` if it is no `SessionStart`."""
     try:
         return msgspec.msgpack.decode(data, type=SessionStart)
     except msgspec.MsgspecError as error:

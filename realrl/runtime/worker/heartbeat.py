@@ -1,4 +1,4 @@
-"""A thread that tells the master at a fixed interval what the worker does, beside the computation."""
+"""A thread beside the computation that reports the worker's activity to the master at a fixed interval."""
 
 from __future__ import annotations
 
