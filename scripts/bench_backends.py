@@ -71,7 +71,7 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all variants; the exit code."""
+    """Run all variants; returns the exit code."""
     args = _parse(argv)
     strategy = parse_strategy(args.strategy)
     variants = list(_variants(strategy, args.precision))
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _variants(strategy: ParallelStrategy, precision: str) -> list[Variant]:
-    """All that are installed and fit, native without ZeRO first."""
+    """Variants that are installed and fit, native without ZeRO first."""
     variants = [Variant("native", 0), Variant("native", 1), Variant("native", 1, offload=True)]
     if find_spec("megatron") is not None:
         variants.append(Variant("megatron", 1))
@@ -110,7 +110,7 @@ def _variants(strategy: ParallelStrategy, precision: str) -> list[Variant]:
 
 
 def _run(variant: Variant, strategy: ParallelStrategy, args: argparse.Namespace) -> Measured | None:
-    """Train in processes of its own."""
+    """Train one variant in processes of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     context = multiprocessing.get_context("forkserver")

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: the time that training stands still for it, against the time to copy the same bytes.
+"""Cost of a checkpoint: the time that training stands still for it, against the time to copy the same bytes.
 
     python scripts/bench_checkpoint.py [--hidden 512] [--layers 8] [--saves 5] [--out bench_checkpoint.json]
 
@@ -69,14 +69,14 @@ class Worker:
         return time.perf_counter() - start_s
 
     def save(self, step: int, folder: Path) -> tuple[float, Future[Reply]]:
-        """Ask for a checkpoint: seconds that it held the worker up, and the answer to come."""
+        """Ask for a checkpoint; returns the seconds that it held the worker up, and its future reply."""
         folder.mkdir(parents=True)
         start_s = time.perf_counter()
         (answer,) = self._worker.handle(SaveCheckpoint(self._next(), step, str(folder)))
         return time.perf_counter() - start_s, answer
 
     def copy(self) -> tuple[float, int]:
-        """Seconds to copy what a checkpoint holds into memory that is there, and its bytes."""
+        """Seconds to copy a checkpoint's tensors into existing memory, and their bytes."""
         sources = list(self._worker._writer._copies._memory.values())
         targets = [torch.zeros_like(source) for source in sources]
         start_s = time.perf_counter()
@@ -108,7 +108,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         writes.append(time.perf_counter() - start_s)
         copy_s, n_bytes = worker.copy()
         copies.append(copy_s)
-    first_s, stands, copies = stands[0], stands[1:], copies[1:]  # the first save gets its memory
+    first_s, stands, copies = stands[0], stands[1:], copies[1:]  # the first save allocates memory
     stand_s, copy_s = statistics.median(stands), statistics.median(copies)
     return {
         "megabytes": n_bytes / 1e6,

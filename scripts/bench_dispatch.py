@@ -1,4 +1,4 @@
-"""How long a call takes on its way: master to worker and back, over the encrypted socket transport.
+"""Latency of a call: master to worker and back, over the encrypted socket transport.
 
     one worker      the round trip of one call to one worker process, less the work that the worker does
     all workers     sending one call to each of N simulated workers until the last reply is in; the simulated workers
@@ -50,7 +50,7 @@ _WARM_UP = 50
 
 
 class EchoHost:
-    """Answers a call as a generation does: lengths of what it made, a metric, a span; says how long it worked."""
+    """Answers a call as a generation does: lengths of its output, a metric, a span; reports the time that it worked."""
 
     def __init__(self, rank: int, client: SampleClient) -> None:
         self.rank = rank

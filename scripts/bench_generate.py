@@ -145,7 +145,7 @@ def bench_dtype(folder: Path, dtype: str, args: argparse.Namespace) -> list[Outc
 
 
 def bench_case(case: Case, decoder: Decoder, reference: Any, args: argparse.Namespace) -> Outcome:
-    """Interleaved pairs of one case, after a short warm-up of both."""
+    """Run interleaved pairs of one case, after a short warm-up of both."""
     rng = torch.Generator().manual_seed(case.batch)
     prompts = torch.randint(5, decoder.config.vocab_size, (case.batch, args.prompt_tokens), generator=rng)
     eos_id = decoder.config.eos_token_ids[0]

@@ -1,4 +1,4 @@
-"""What moving parameters between layouts costs: as planned, and as measured.
+"""Cost of moving parameters between layouts, as planned and as measured.
 
     plan    planned bytes per rank, peak memory and planning time for llama shapes on up to 1,024 ranks of 8 per node,
             against the formulas of other systems; fails if a plan moves more than HybridFlow's or takes too long
@@ -136,7 +136,7 @@ def problems(
     plain: ReallocPlan,
     plan_s: float,
 ) -> Iterator[str]:
-    """What a plan must not do. The 3D-HybridEngine's formula leaves out replicated parameters: they are added."""
+    """Violations of a plan's limits. The 3D-HybridEngine's formula lacks replicated parameters: they are added."""
     n_ranks, model_bytes = case.training.n_devices, source.model_bytes
     flow = hybridflow_v(model_bytes, case.training)
     if max(plan.bytes_received(rank) for rank in plan.ranks) > flow.bytes_received:
@@ -155,12 +155,11 @@ def problems(
 
 
 def node_of(rank: int) -> int:
-    """The node of a rank."""
     return rank // N_DEVICES_PER_NODE
 
 
 def strategy_text(strategy: ParallelStrategy) -> str:
-    """``p-t-d``."""
+    """Text of a strategy as ``p-t-d``."""
     return f"{strategy.pp}-{strategy.tp}-{strategy.dp}"
 
 
@@ -192,7 +191,7 @@ def show(rows: Sequence[Row]) -> None:
 
 
 def plan_section(out: Path | None) -> int:
-    """Measure, print and check all cases; the exit code."""
+    """Measure, print and check all cases; returns the exit code."""
     rows = [measure(case) for case in cases()]
     show(rows)
     if out is not None:

@@ -69,7 +69,7 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all cases; the exit code."""
+    """Run all cases; returns the exit code."""
     args = _parse(argv)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -152,7 +152,7 @@ def _measure(case: str, whole: Tensors, dtype: torch.dtype, world: Communicator,
 
 
 def _take_turns(ways: Mapping[str, Callable[[], object]], world: Communicator, repeats: int) -> dict[str, float]:
-    """Median seconds of each way from the moment all ranks start it until all are done."""
+    """Median seconds of each way, from its start on all ranks until all are done."""
     times_s: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, run in ways.items():

@@ -45,7 +45,7 @@ POLL_S = 0.25
 
 @dataclass(frozen=True)
 class Task:
-    """What one run is to do.
+    """Settings of one run.
 
     Attributes:
         model: Hugging Face folder.
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over the steps after the first, which warms up."""
+        """Throughput over the steps after the first, which warms up."""
         timed = self.steps[1:]
         return sum(s.n_tokens for s in timed) / sum(s.seconds for s in timed)
 
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def bench(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Everything that was asked for; prints as it goes."""
+    """Run all comparisons that the options select, and print their results."""
     model = find_model() if args.model is None else args.model
     prompts, replay = write_prompts(scratch, model, args)
     shapes = (str(model), str(prompts), args.n_prompts, args.n_responses, args.new_tokens)
@@ -126,7 +126,7 @@ def bench(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def compare_speed(task: Task, scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Interleaved runs; prints a line for each and a table."""
+    """Run both sides in turns; prints a line for each run and a table."""
     names = [f"realrl ({launcher})" for launcher in args.launchers]
     runs: dict[str, list[Run]] = {name: [] for name in ("trl", *names)}
     for pair in range(1, args.pairs + 1):
@@ -158,7 +158,7 @@ def print_run(pair: int, name: str, run: Run) -> None:
 
 
 def compare_losses(task: Task, scratch: Path, threads: int) -> list[dict[str, float]]:
-    """Two steps on the same responses; the second one follows an update, and no longer sees the same policy.
+    """Compare two steps on the same responses; the second follows an update, so its policy is not the sampling one.
 
     Raises:
         SystemExit: they do not agree.
@@ -237,7 +237,7 @@ def given_responses() -> list[dict[str, Any]]:
 
 
 def start_realrl(task: Task, launcher: str, run_dir: Path, threads: int) -> Run:
-    """`realrl run grpo`, in a process of its own or, with launcher=local, in several."""
+    """Run `realrl run grpo` in a process of its own or, with launcher=local, in several."""
     here = Path(__file__).resolve()
     settings: dict[str, Any] = {
         "steps": task.n_steps,
@@ -320,7 +320,7 @@ def replay(model: Any, prompts: Any, ctx: Any) -> Any:
 
 
 def start_trl(task: Task, report: Path, threads: int) -> Run:
-    """This file again, in a process that imports TRL and nothing of realrl."""
+    """Run this file again, in a process that imports TRL and nothing of realrl."""
     command = [sys.executable, __file__, "--side", json.dumps(vars(task)), "--report", str(report)]
     memory_gb = watch(command, threads, {REPLAY: task.replay})
     steps = json.loads(report.read_text(encoding="utf-8"))
@@ -328,7 +328,7 @@ def start_trl(task: Task, report: Path, threads: int) -> Run:
 
 
 def run_trl(task: Task, report: Path) -> None:
-    """All steps of TRL's trainer, in this process."""
+    """Run all steps of TRL's trainer in this process."""
     import datasets
     from transformers import TrainerCallback
     from trl import GRPOTrainer
@@ -376,7 +376,7 @@ def run_trl(task: Task, report: Path) -> None:
 
 
 def trl_config(task: Task, folder: str) -> Any:
-    """The settings that realrl's run has; for the rest the fastest ones on a CPU."""
+    """The settings of realrl's run; the others are those that are fastest on a CPU."""
     from trl import GRPOConfig
 
     n_rows = task.n_prompts * task.n_responses
@@ -409,7 +409,7 @@ def trl_config(task: Task, folder: str) -> Any:
 
 
 def given_rollout(prompts: Sequence[str], _: Any) -> Mapping[str, Any]:
-    """What TRL asks of a rollout: the k-th time that a prompt comes, its k-th response."""
+    """Rollout function for TRL: a prompt's k-th occurrence gets its k-th given response."""
     rows = {row["prompt"]: row for row in given_responses()}
     n_seen: dict[str, int] = {}
     prompt_ids, completion_ids = [], []
@@ -418,7 +418,7 @@ def given_rollout(prompts: Sequence[str], _: Any) -> Mapping[str, Any]:
         n_seen[prompt] = k + 1
         prompt_ids.append(row["prompt_ids"])
         completion_ids.append(row["responses"][k])
-    logprobs = [[0.0] * len(ids) for ids in completion_ids]  # of no use where generation and training do not differ
+    logprobs = [[0.0] * len(ids) for ids in completion_ids]  # not used: generation and training do not differ
     return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
 
 

@@ -39,12 +39,12 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 3
 LIMIT_S = 1200.0  # for a run
-END_LIMIT_S = 60.0  # for one that was asked to stop
+END_LIMIT_S = 60.0  # for a run that was asked to stop
 MEASURED = ("time_s/", "perf/", "memory_gb/")
 FILES = ("metrics.jsonl", "generations.jsonl")
-# Two recordings of one commit differ here. Which rows a worker still lacks depends on which call was there first:
+# Two recordings of one commit differ here. The rows that a worker still lacks depend on the call that came first:
 BYTES_VARY = ("plan-eight", "plan-eight-all")
-# Which samples a call takes together depends on which workers have generated theirs:
+# The samples that a call takes together depend on the workers that have generated theirs:
 ROUNDING_VARIES = ("plan-eight-all",)
 RELATIVE, FLOOR = 1e-5, 1e-6  # differences that rounding may leave
 RUN_DIR = "run"  # in the folder in which a run happens
@@ -71,9 +71,9 @@ class Case:
     """A run to record.
 
     Attributes:
-        arguments: what follows ``realrl run``.
+        arguments: arguments of ``realrl run``.
         files: texts of files in the folder in which it runs.
-        stop_after: it is stopped when so many steps are in its metrics; None lets it end by itself.
+        stop_after: number of steps in its metrics after which it is stopped; None lets it end by itself.
     """
 
     name: str
@@ -120,7 +120,7 @@ VARIANTS = (
     ),
     Case("safe_rlhf-answers", ("safe_rlhf", *TINY, *SMALL, "dataset.path=rows.jsonl", "algorithm.ptx_coef=1.0"), ROWS),
 )
-# The learning rate depends on the number of steps, which therefore stays.
+# The number of steps stays as it is, because the learning rate depends on it.
 QUICKSTART = Case("quickstart-rw", ("rw", "preset=quickstart", "save.at_end=false"), stop_after=STEPS)
 
 
@@ -150,12 +150,12 @@ def select(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two recordings of a run have in common.
+    """Result of comparing two recordings of a run.
 
     Attributes:
-        n_steps: steps in the metrics of both.
-        n_metrics: metrics whose values were compared.
-        difference: the first one, in words; empty where all is equal.
+        n_steps: number of steps that both have.
+        n_metrics: number of metrics whose values were compared.
+        difference: description of the first difference; empty if all is equal.
     """
 
     n_steps: int = 0
@@ -173,7 +173,7 @@ def compare_rows(
     """Compare step by step: the names of all metrics, and the values of those that do not begin as in `left_out`.
 
     Args:
-        is_rounded: whether numbers may differ as much as rounding may leave.
+        is_rounded: True allows differences that rounding may leave.
     """
     compared: set[str] = set()
     n_steps = min(len(ours), len(theirs))
@@ -199,7 +199,7 @@ def _are_close(a: Any, b: Any) -> bool:
 
 
 def compare_runs(ours: Path, theirs: Path) -> Comparison:
-    """Compare the files of two recordings of a run, whose name is that of both folders."""
+    """Compare the files of two recordings of a run; both folders have the run's name."""
     left_out = (*MEASURED, "bytes/data") if ours.name in BYTES_VARY else MEASURED
     result = Comparison()
     for file in FILES:
@@ -220,7 +220,7 @@ def compare_runs(ours: Path, theirs: Path) -> Comparison:
 
 
 def compare(ours: Path, theirs: Path) -> int:
-    """Print a table of all runs that either folder has; 1 when anything differs or is missing."""
+    """Print a table of all runs in either folder; returns 1 if anything differs or is missing."""
     recorded = [_recorded(folder) for folder in (ours, theirs)]
     table = Table(title=f"A = {ours}, B = {theirs}")
     table.add_column("run", no_wrap=True)
@@ -248,7 +248,7 @@ def _equal(name: str) -> str:
 
 
 def record(cases: Sequence[Case], python: Path, out: Path, *, n_jobs: int) -> int:
-    """Record what is not recorded yet; 1 when any run failed."""
+    """Record the runs that `out` lacks; returns 1 if any run failed."""
     missing = [case for case in cases if case.name not in _recorded(out)]
     print(f"{len(cases) - len(missing)} of {len(cases)} runs are recorded already", flush=True)
     if QUICKSTART in missing:
@@ -272,10 +272,10 @@ def record(cases: Sequence[Case], python: Path, out: Path, *, n_jobs: int) -> in
 
 
 def record_case(case: Case, python: Path, out: Path) -> float:
-    """One run, and its files in `out`; returns the seconds it took.
+    """Run one case and keep its files in `out`; returns the seconds that it took.
 
     Raises:
-        RuntimeError: it failed; the message is what it printed.
+        RuntimeError: the run failed; the message is its output.
     """
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as text:
@@ -309,7 +309,7 @@ def _run(case: Case, python: Path, folder: Path) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], metrics: Path, stop_after: int | None) -> str:
-    """Wait for the end, or stop it after `stop_after` steps; what went wrong, if anything."""
+    """Wait for the end, or stop the run after `stop_after` steps; returns the problem, or an empty text."""
     limit_s = time.monotonic() + LIMIT_S
     try:
         while process.poll() is None:
@@ -336,7 +336,7 @@ def _environment() -> dict[str, str]:
 
 
 def _ask(python: Path, *arguments: str) -> str:
-    """What the interpreter prints, started away from any checkout."""
+    """Output of the interpreter, started away from any checkout."""
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [python, *arguments], cwd=folder, env=_environment(), capture_output=True, text=True, check=False

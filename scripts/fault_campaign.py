@@ -43,10 +43,10 @@ from realrl.runtime.processes.lifeline import find_leftovers
 ROOT = Path(__file__).resolve().parent.parent
 MOMENTS = ("generation", "transfer", "realloc", "optimizer step", "checkpoint writing")
 WORKERS_AND_MASTER = ("worker 0", "worker 1", "master")
-REWARDS = ("reward server", "reward worker")  # the one that forks the others, and one of those
+REWARDS = ("reward server", "reward worker")  # the process that forks the others, and one of the others
 STEPS_PER_KILL = 3
-PATIENCE_STEPS = 2  # to wait for a moment; then the kill happens wherever the processes are
-LIMIT_S = 600.0  # for a run to go on after a kill
+PATIENCE_STEPS = 2  # steps to wait for a moment; then the kill happens at any moment
+LIMIT_S = 600.0  # for a run to continue after a kill
 END_LIMIT_S = 30.0  # for all processes to end after the death of their supervisor
 MARK = "REALRL_CAMPAIGN"
 BY_HAND = "\nrestart by hand: the supervisor was killed;\n"
@@ -103,7 +103,7 @@ if "realrl.runtime.processes.main" in sys.orig_argv and "--rank" in sys.orig_arg
 
 @dataclass(frozen=True)
 class Scenario:
-    """What runs, and the pairs of victim and moment that are drawn from."""
+    """A run, and the pairs of victim and moment that kills are drawn from."""
 
     experiment: str
     overrides: tuple[str, ...]
@@ -127,7 +127,7 @@ SCENARIOS = {
     "grpo": Scenario("grpo", GRPO, KILLS + tuple((victim, "rewards") for victim in REWARDS) * 3),
     "supervisor": Scenario("ppo", PPO, tuple(("supervisor", moment) for moment in MOMENTS)),
 }
-# What the stacks tell, most telling first: a part of a file's name, and of a function's after " in ".
+# Moments by their stacks, most telling first: a part of a file's name, and of a function's after " in ".
 SIGNS = (
     ("checkpoint writing", "checkpoints/writer.py", "_write"),
     ("checkpoint writing", "checkpoints/writer.py", "save"),
@@ -213,7 +213,7 @@ class Run:
 
     @property
     def errors(self) -> str:
-        """What it complained of."""
+        """Error output of the run."""
         return self._errors.read_text()
 
     @property
@@ -230,7 +230,7 @@ class Run:
 
     @property
     def attempts(self) -> list[str]:
-        """What every attempt printed."""
+        """Output of every attempt."""
         return self._output.read_text().split("\nrestart ")
 
     def pid(self, who: str) -> int | None:
@@ -247,7 +247,7 @@ class Run:
         return None
 
     def moments(self) -> dict[str, str]:
-        """What each worker is at; workers that are not up are left out."""
+        """Current moment of each worker; workers that are not up are left out."""
         found = {}
         for rank in (0, 1):
             try:
@@ -265,7 +265,7 @@ class Run:
 
 
 def _role(pid: int) -> str:
-    """Which of a run's processes this is."""
+    """Role of a process in its run."""
     words = _command_line(pid)
     if "realrl.rewards.server" in words:
         return "reward worker" if "realrl.rewards.server" in _command_line(_parent(pid)) else "reward server"
@@ -289,7 +289,7 @@ def _parent(pid: int) -> int:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process is there, and no zombie."""
+    """True if a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -297,7 +297,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def strike(run: Run, kill: Kill, armed_after: int) -> None:
-    """Wait until the run is that far and at the wanted moment, then kill."""
+    """Wait until the run is at the kill's step and moment, then kill."""
     while run.step < armed_after and not run.is_over:
         time.sleep(0.02)
     seen: dict[str, str] = {}
@@ -366,7 +366,7 @@ def main() -> int:
 
 
 def campaign(folder: Path, options: argparse.Namespace) -> int:
-    """A quiet run, then those that are hurt."""
+    """Do a quiet run, then the runs with kills."""
     scenario, overrides = SCENARIOS[options.what], list(options.overrides)
     for package in ("realrl", "experiments", "configs"):
         shutil.copytree(ROOT / package, folder / "code" / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -403,7 +403,7 @@ def campaign(folder: Path, options: argparse.Namespace) -> int:
 
 
 def hurt(number: int, run: Run, n_steps: int, kills: Sequence[Kill], expected: dict[str, str]) -> bool:
-    """One run with its kills; whether it ended by itself with the right weights."""
+    """Do one run with its kills; True if it ended by itself with the right weights."""
     try:
         for place, kill in enumerate(kills):
             n_attempts = len(run.attempts)

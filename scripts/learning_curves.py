@@ -28,7 +28,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 40
-TAIL = 5  # steps that the end is a mean of
+TAIL = 5  # number of last steps whose mean is the end
 MIN_GAIN, MIN_ERRORS = 0.3, 5.0
 FALLEN = 0.5
 REWARD, OPPONENT, COST, REVERSE_KL = "reward/mean", "opponent_reward/mean", "cost/mean", "distill/reverse_kl"
@@ -36,7 +36,7 @@ ALGORITHMS = (
     "ppo", "ppo_ref_ema", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "remax", "reinforce_pp", "self_play", "safe_rlhf",
     "distill",
 )  # fmt: skip
-TEACHER = "teacher"  # folder of the run that makes what distill learns from
+TEACHER = "teacher"  # folder of the run that trains distill's teacher
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Curve:
 
     Attributes:
         values: a mean over the responses of each step.
-        errors: its standard errors; empty where the run does not say how much responses differ.
+        errors: its standard errors; empty if the run does not log how much responses differ.
     """
 
     name: str
@@ -79,13 +79,13 @@ class Curve:
 
 @dataclass(frozen=True)
 class Result:
-    """What one algorithm did.
+    """Outcome of one algorithm.
 
     Attributes:
-        curves: the first one is what the algorithm is judged by.
-        limit: of the mean cost, where there is one.
-        failures: what was wanted and did not happen.
-        time_s: of all steps.
+        curves: the first one decides if the algorithm learned.
+        limit: limit of the mean cost, if any.
+        failures: expectations that were not met.
+        time_s: time of all steps.
     """
 
     algorithm: str
@@ -148,7 +148,7 @@ def _rows(folder: Path) -> list[dict[str, float]]:
 
 
 def judge(name: str, folder: Path) -> Result:
-    """Read a run's metrics and hold them against what the algorithm promises."""
+    """Compare a run's metrics with what the algorithm must reach."""
     rows, config = _rows(folder), json.loads((folder / "config.json").read_text(encoding="utf-8"))
     n_responses = config["n_seqs"] * config["generation"]["n_responses"]
     names = {"distill": [REVERSE_KL], "self_play": [REWARD, OPPONENT], "safe_rlhf": [REWARD, COST]}.get(name, [REWARD])
@@ -177,14 +177,13 @@ def _failures(curve: Curve, limit: float | None) -> list[str]:
 
 
 def as_json(result: Result) -> dict[str, object]:
-    """Numbers of a result, for a file."""
+    """Convert a result to numbers for a file."""
     ends = [{"start": asdict(curve.start), "end": asdict(curve.end)} for curve in result.curves]
     curves = [{**asdict(curve), **both} for curve, both in zip(result.curves, ends, strict=True)]
     return {**asdict(result), "curves": curves, "learned": not result.failures}
 
 
 def print_results(results: Sequence[Result]) -> None:
-    """The table."""
     table = Table(title="\nmean ± standard error over responses; the end is a mean of five steps", title_justify="left")
     for column in ("algorithm", "metric", "start", "end", "training time", "learned"):
         table.add_column(column, justify="right" if column in ("start", "end", "training time") else "left")
@@ -209,7 +208,7 @@ COLOURS = {REWARD: BLUE, OPPONENT: ORANGE, COST: ORANGE, REVERSE_KL: GREEN}
 
 
 def draw(results: Sequence[Result], path: Path) -> None:
-    """One panel an algorithm; all but that of the reverse KL have the same axes."""
+    """Draw one panel per algorithm; all but that of the reverse KL have the same axes."""
     import matplotlib
 
     matplotlib.use("Agg")

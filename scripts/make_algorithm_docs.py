@@ -33,7 +33,7 @@ GRAPH = ("cluster.n_devices_per_node=1",)  # so that pictures do not depend on t
 
 
 def main(names: list[str]) -> int:
-    """Write pictures and pages; all of them by default."""
+    """Write the pictures and pages of these experiments, by default of all."""
     for name in names or experiment_names():
         draw(name, FOLDER / f"{name}.svg")
         page = FOLDER / f"{name}.md"
@@ -43,7 +43,7 @@ def main(names: list[str]) -> int:
 
 
 def draw(name: str, out: Path) -> None:
-    """The picture of an experiment's graph.
+    """Draw the picture of an experiment's graph.
 
     Raises:
         SystemExit: `realrl graph` refuses.
@@ -126,7 +126,7 @@ def _options(experiment: Experiment, config: RunConfig) -> Iterator[str]:
     unread = _unread(config)
     values = config.algorithm.model_dump(mode="json")
     keys = known_keys(experiment)
-    for path in sorted(keys, key=lambda path: path not in changed):  # what it sets comes first
+    for path in sorted(keys, key=lambda path: path not in changed):  # options that the experiment sets come first
         name, key = path.removeprefix("algorithm."), keys[path]
         if path.startswith("algorithm.") and name not in shared | unread:
             yield f"| `algorithm.{name}` | `{_value(values[name])}` | {_cell(key.description)} |"
@@ -139,7 +139,7 @@ def _options(experiment: Experiment, config: RunConfig) -> Iterator[str]:
 
 
 def _unread(config: RunConfig) -> set[str]:
-    """Options that only pieces read which are not chosen by default."""
+    """Options that are read only by pieces that are not chosen by default."""
     if not isinstance(config.algorithm, PolicyOptions):
         return set()
     chosen = {option for piece in chosen_pieces(config.algorithm) for option in piece.options}

@@ -111,10 +111,10 @@ def _names(row: Mapping[str, Any]) -> set[str]:
 
 
 def run_plan(run_dir: Path, overrides: Iterable[str], *, steps: int) -> tuple[list[dict[str, Any]], float]:
-    """One run in processes of its own; returns its metrics and the seconds it took.
+    """Run one plan in processes of its own; returns its metrics and the seconds that it took.
 
     Raises:
-        RuntimeError: it failed; the message is what it printed.
+        RuntimeError: the run failed; the message is its output.
     """
     command = [sys.executable, "-m", "realrl", "run", "ppo", "preset=tiny", *SIZE, f"steps={steps}"]
     start_s = time.monotonic()

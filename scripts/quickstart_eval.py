@@ -60,7 +60,7 @@ class Continuations:
 
 @dataclass
 class Report:
-    """Everything that the quickstart ends with."""
+    """Final numbers and texts of the quickstart."""
 
     accuracy_before: float
     accuracy_after: float
@@ -165,7 +165,7 @@ def continue_prompts(
 
 
 def print_report(report: Report, *, n_shown: int) -> None:
-    """The table, the sample continuations and the paths."""
+    """Print the table, the sample continuations and the paths."""
     console = Console(width=None if Console().is_terminal else 118)
     n = len(report.prompts)
     table = Table(title=f"\nheld-out: {report.n_pairs} human pairs rated 1.5 apart, {n} prompts", title_justify="left")

@@ -1,4 +1,4 @@
-"""What reallocation costs in other systems, to compare a plan with.
+"""Cost of reallocation in other systems, as baselines for a plan.
 
 Formulas of HybridFlow (Sheng et al. 2024, table 2), with M the bytes of the model, training p-t-d and generation
 p_g-t_g. They take all parameters as split evenly; replicated ones (norms) and unequal stages are ignored.
@@ -24,9 +24,8 @@ class Baseline:
     """Cost of one rank in bytes, rounded up.
 
     Attributes:
-        name: of the system.
         bytes_received: from other ranks.
-        peak_bytes: the most parameter bytes held.
+        peak_bytes: largest number of parameter bytes held.
         redundant_bytes: parameter bytes that are held twice during generation.
     """
 
@@ -49,7 +48,7 @@ def hybridflow_v(model_bytes: int, training: ParallelStrategy) -> Baseline:
 
 
 def hybrid_engine(model_bytes: int, training: ParallelStrategy, generation: ParallelStrategy) -> Baseline:
-    """Every rank gathers inside its micro data-parallel group what its generation slice lacks.
+    """Every rank gathers the missing parts of its generation slice inside its micro data-parallel group.
 
     Meant for nested strategies: p_g divides p and t_g divides t.
     """

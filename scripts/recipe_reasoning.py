@@ -34,8 +34,8 @@ class Answers:
     """A model's answers to the held-out questions of one task.
 
     Attributes:
-        rewards: of each question, by the task's verifier; 1 is right.
-        texts: what the model said.
+        rewards: score of each answer by the task's verifier; 1 is right.
+        texts: the answers.
     """
 
     task: str
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def _config(overrides: Sequence[str]) -> dict[str, Any]:
-    """The configuration that training will have."""
+    """The configuration of the training run."""
     from realrl.config.compose import compose
     from realrl.data.assets.store import cache_dir
     from realrl.experiment.discovery import config_dir, load_experiment
@@ -90,7 +90,7 @@ def _steps_done(run_dir: Path) -> int:
 
 
 def _evaluated(model: str, config: dict[str, Any], path: Path, n_questions: int) -> list[Answers]:
-    """The model's answers, from the file if they are there already."""
+    """The model's answers, read from the file if it has them already."""
     if not path.exists():
         print(f"{model} on {n_questions} held-out questions of each task", flush=True)
         answers = evaluate(model, config, n_questions)
@@ -103,8 +103,8 @@ def evaluate(model: str, config: dict[str, Any], n_questions: int) -> list[Answe
 
     Args:
         model: folder in Hugging Face format.
-        config: of the run; says tasks, limits and sampling.
-        n_questions: of each task.
+        config: configuration of the run, with tasks, limits and sampling.
+        n_questions: number of questions of each task.
     """
     import torch
 
@@ -136,8 +136,8 @@ def held_out(path: str, n_questions: int) -> dict[str, list[dict[str, Any]]]:
     """Task -> rows with questions that training does not have.
 
     Args:
-        path: of the training data, ``reasoning_gym:...``.
-        n_questions: of each task, fewer if there are fewer.
+        path: path of the training data, ``reasoning_gym:...``.
+        n_questions: number of questions of each task; fewer if there are fewer.
     """
     from realrl.data.reasoning_tasks import task_rows
 
@@ -158,7 +158,7 @@ def held_out(path: str, n_questions: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def print_answers(before: Sequence[Answers], after: Sequence[Answers]) -> None:
-    """The table, and some answers."""
+    """Print the table and some answers."""
     console = Console(width=None if Console().is_terminal else 118)
     table = Table(title="\nreward on held-out questions, mean ± standard error", title_justify="left")
     for column in ("task", "questions", "before", "after", "gain", "right before", "right after"):

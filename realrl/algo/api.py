@@ -1,4 +1,4 @@
-"""What an algorithm sees of a model: the `Engine` protocol, `Model`, and the `ModelInterface` it implements.
+"""The contract between algorithms and engines: `Engine` and `Model`, and the `ModelInterface` of an algorithm.
 
 Nothing here knows meshes, ranks or layouts. An interface receives its rank's share of the samples; sums over the whole
 batch go through `Engine.all_reduce`.
@@ -30,7 +30,7 @@ class ForwardOutput(Protocol):
     def logprobs_and_entropy(
         self, temperature: float = 1.0, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """float32 [T - S] each; the entropy carries gradient."""
+        """Log-probabilities and entropies, float32 [T - S] each, both with gradient."""
 
     def logprobs_of(self, tokens: torch.Tensor, temperature: float, mask: torch.Tensor) -> torch.Tensor:
         """float32 [N, K]: log-probabilities of `tokens` (int64 [N, K]) after the N selected transitions' prefixes."""
@@ -62,9 +62,13 @@ LossFn = Callable[[ForwardOutput, SequenceSample], LossOutput]
 
 @dataclass(frozen=True)
 class TrainResult:
-    """One minibatch: reduced stats, and whether the optimizer stepped.
+    """Outcome of one minibatch.
 
-    `grad_norm` is the global norm before clipping; `lr` the learning rate used.
+    Attributes:
+        stats: reduced over micro-batches and ranks.
+        grad_norm: global norm before clipping.
+        lr: learning rate used.
+        stepped: False if the optimizer step was left out.
     """
 
     stats: Mapping[str, float]
@@ -101,7 +105,7 @@ class Engine(Protocol):
         Args:
             minibatch: must hold `input_ids`; passed to `loss_fn` micro-batch by micro-batch.
             normaliser: tokens or sequences of the whole minibatch over all ranks; the loss is sum / normaliser.
-            skip_step: decides from the reduced stats whether this minibatch's optimizer step is left out.
+            skip_step: given the reduced stats, returns True to leave this minibatch's optimizer step out.
         """
 
     def forward(
@@ -130,7 +134,7 @@ class Engine(Protocol):
         """Sample `generation.n_responses` responses for each sample's `prompt_ids`."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """ "sum" or "max" over the ranks that hold different samples; returns a new tensor."""
+        """Reduce by "sum" or "max" over the ranks that hold different samples; returns a new tensor."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,8 @@ class GenerationResult:
     Attributes:
         responses: int64 tokens of each response, the stop token included when there is one.
         logprobs: float32, of the distribution that was sampled from (temperature, top-k, top-p, minimum length).
-        policy_logprobs: float32, of softmax(logits / temperature) alone: what training recomputes.
-        truncated: whether the response ended without a stop token.
+        policy_logprobs: float32, of softmax(logits / temperature) alone, as training recomputes them.
+        truncated: True where a response ended without a stop token.
     """
 
     responses: list[torch.Tensor]
@@ -161,10 +165,10 @@ class Model:
 
 
 class MetricSums:
-    """What one call on one rank has to say for the log, as sums: any method of an interface may add to it.
+    """Sums for the log from one call on one rank; any method of an interface may add to them.
 
-    The log gets total / count of everything that was added under a name in a step: by all calls and batches of calls,
-    and by all ranks that hold different samples. Ranks that hold the same samples must add the same, and count once.
+    The log shows total / count per name and step, over all calls, their batches, and all ranks that hold different
+    samples. Ranks that hold the same samples must add the same values, which count once.
 
     Attributes:
         sums: name -> (total, count).
@@ -181,22 +185,24 @@ class MetricSums:
         self.sums[name] = (old_total + float(total), old_count + float(count))
 
     def add_values(self, name: str, values: Iterable[float]) -> None:
-        """Add single values; logged are their mean and their standard deviation, ``<name>/mean`` and ``<name>/std``."""
+        """Add single values; the log shows ``<name>/mean`` and the standard deviation ``<name>/std``."""
         values = list(values)
         self.add(f"{name}/mean", sum(values), len(values))
         self.add(f"{name}/mean_square", sum(value * value for value in values), len(values))
 
     def add_max(self, name: str, value: float) -> None:
-        """Log the largest of all values that are given under this name in a step."""
+        """Log the largest of all values given under this name in a step."""
         self.maxima[name] = max(float(value), self.maxima.get(name, float(value)))
 
 
 @dataclass(frozen=True)
 class CallContext:
-    """What an interface may know about the call it serves.
+    """The call that an interface serves.
 
-    `minibatches` are this rank's sample ids per minibatch (one tuple only, unless the call trains). `metrics` takes
-    what the call wants logged.
+    Attributes:
+        minibatches: this rank's sample ids per minibatch; a single tuple unless the call trains.
+        algorithm: the configuration's ``algorithm`` section.
+        metrics: the interface adds sums for the log to it.
     """
 
     call: str
@@ -215,8 +221,8 @@ class ModelInterface:
     `generate` and `inference` return a `SequenceSample` with the ids of `batch` and the call's output keys;
     `train_step` returns metrics that are equal on all ranks.
 
-    Where a call runs on other devices than its role's parameters live on, the interface's state comes with the
-    parameters before the call; what the call changes in it there is not sent back.
+    A call may run on other devices than those where its role's parameters live. The interface's state is then sent
+    along with the parameters before the call. Changes that the call makes to it are not sent back.
     """
 
     def generate(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
@@ -229,14 +235,14 @@ class ModelInterface:
         raise NotImplementedError(f"{type(self).__name__} cannot train")
 
     def evaluate(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
-        """Judge held-out samples without training: float32 per sample, ``weight`` and the experiment's `eval_metrics`.
+        """Evaluate held-out samples; returns float32 per sample: ``weight`` and the experiment's `eval_metrics`.
 
         A metric of the evaluation is sum(weight * metric) / sum(weight) over all samples.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot evaluate")
 
     def optimizer_steps_per_call(self, n_minibatches: int, algorithm: Any) -> int:
-        """Optimizer steps that one train_step call takes: what learning-rate schedules are counted in."""
+        """Number of optimizer steps in one train_step call; learning-rate schedules count these."""
         return n_minibatches
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an interface returned, checked before anybody else reads it."""
+"""Checks of what an interface returned, before any other call reads it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ def check_output(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, result: A
     """The call's output in the graph's names, with `mfc.output_keys` and nothing else.
 
     Args:
-        ctx: of the call.
-        mfc: its definition.
-        batch: what the interface was given.
-        result: what its `generate` or `inference` returned, in its own names. Keys that the graph does not ask for are
-            dropped.
+        batch: input of the interface.
+        result: return value of its `generate` or `inference`, with the interface's own key names. Keys that the graph
+            does not ask for are dropped.
 
     Raises:
         CallError: not a `SequenceSample`, other ids than `batch` (fewer are right where the call may drop samples, if
@@ -49,7 +47,7 @@ def check_output(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, result: A
 
 
 def check_metrics(ctx: CallContext, mfc: MFCDef, metrics: Any) -> dict[str, float]:
-    """What `train_step` returned, as plain floats.
+    """Convert the metrics that `train_step` returned to floats.
 
     Raises:
         CallError: not a mapping from names to numbers, or a number that is NaN or infinite.
@@ -68,7 +66,7 @@ def check_metrics(ctx: CallContext, mfc: MFCDef, metrics: Any) -> dict[str, floa
 
 
 def check_recorded(ctx: CallContext, mfc: MFCDef) -> None:
-    """Look at what the call added to `ctx.metrics`.
+    """Check the sums and maxima in `ctx.metrics`.
 
     Raises:
         CallError: a total, count or maximum is NaN or infinite, or a count is negative.
@@ -82,10 +80,10 @@ def check_recorded(ctx: CallContext, mfc: MFCDef) -> None:
 
 
 def explain(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, error: Exception) -> Error:
-    """The error to raise for one that came out of an interface: it names role, call and step.
+    """Turn an exception from an interface into the error to raise, which has the call and step.
 
-    What the interface did not raise deliberately becomes a `CallError` about the samples that it had, with the original
-    as its cause.
+    An `Error` keeps its kind. A `SampleError`, and any foreign exception, becomes a `CallError` with the original as
+    its cause and the sample ids concerned, all of `batch` if they are not known.
     """
     if isinstance(error, Error) and not isinstance(error, SampleError):
         if isinstance(error, CallError) and error.call is None:  # an engine knows its role only
@@ -130,7 +128,7 @@ def _check_ids(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, result: Seq
 
 
 def _token_lengths(batch: SequenceSample, result: SequenceSample) -> Sequence[Sequence[int]] | None:
-    """Tokens per sequence that the output has to fit, None if no key tells."""
+    """Tokens per sequence that the output must match; None if neither batch has `input_ids`."""
     for sample in (result, batch):
         if "input_ids" in sample.keys:
             return sample.seqlens["input_ids"]

@@ -1,7 +1,7 @@
 """Losses as sums over selected rows, with the sums of their statistics; the caller divides by its normaliser.
 
 All inputs that have a row per transition are [N] with `mask` bool [N]. Unselected rows are dropped before any
-arithmetic, so whatever they hold (NaN included) reaches neither the loss nor a gradient. Computed in float32.
+arithmetic, so their values (NaN included) reach neither the loss nor a gradient. Computed in float32.
 """
 
 from __future__ import annotations

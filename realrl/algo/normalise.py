@@ -32,7 +32,7 @@ class Moments:
 
     @classmethod
     def of(cls, x: torch.Tensor, all_reduce: AllReduce) -> Moments:
-        """Over all elements of `x` on all ranks. Two passes, so that a large mean does not eat the variance."""
+        """Moments of all elements of `x` on all ranks. Two passes keep the variance accurate when the mean is large."""
         x = x.double()
         count, total = all_reduce(torch.stack([x.new_tensor(float(x.numel())), x.sum()])).tolist()
         if count == 0:
@@ -64,8 +64,8 @@ class ValueNorm:
     """Exponential moving mean and mean square of returns, without the bias of their start at zero.
 
     mean = beta mean + (1 - beta) batch_mean, likewise the mean square; both are divided by the weight 1 - beta^t
-    (Kingma and Ba 2015, section 3). Before the first update nothing is changed. The standard deviation is at least 0.1,
-    so that a first batch of equal returns does not blow up the next one.
+    (Kingma and Ba 2015, section 3). Before the first update the mean is 0 and the standard deviation 1. The standard
+    deviation is at least 0.1, so that a first batch of equal returns does not blow up the next one.
     """
 
     def __init__(self) -> None:
@@ -75,18 +75,16 @@ class ValueNorm:
 
     @property
     def mean(self) -> float:
-        """Debiased mean; 0 before the first update."""
         return self._mean / self._weight if self._weight else 0.0
 
     @property
     def std(self) -> float:
-        """Debiased standard deviation; 1 before the first update."""
         if not self._weight:
             return 1.0
         return math.sqrt(max(self._mean_square / self._weight - self.mean**2, MIN_VARIANCE))
 
     def update(self, moments: Moments, beta: float) -> None:
-        """Take in a batch's returns; `moments` are over all ranks. An empty batch changes nothing."""
+        """Account for a batch whose returns have these `moments` over all ranks. An empty batch changes nothing."""
         if moments.count == 0:
             return
         self._mean = beta * self._mean + (1.0 - beta) * moments.mean
@@ -102,11 +100,9 @@ class ValueNorm:
         return (x.double() * self.std + self.mean).float()
 
     def state_dict(self) -> dict[str, float]:
-        """For an exact continuation."""
         return {"value_mean": self._mean, "value_mean_square": self._mean_square, "value_weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore what `state_dict` gave."""
         self._mean = float(state["value_mean"])
         self._mean_square = float(state["value_mean_square"])
         self._weight = float(state["value_weight"])

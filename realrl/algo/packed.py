@@ -1,7 +1,7 @@
 """Index arithmetic on packed sequences: T tokens in S sequences, T - S transitions, offsets `cu_seqlens` [S + 1].
 
-Transition t of a sequence is about predicting its token t + 1. An *action* is a transition whose predicted token
-belongs to the response; every loss and every reward lives on actions only.
+Transition t of a sequence predicts its token t + 1. An *action* is a transition whose predicted token belongs to the
+response. Losses and rewards are defined on actions only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def to_transitions(per_sequence: torch.Tensor, batch: SequenceSample) -> torch.T
 
 
 def action_mask(prompt_mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """bool [T - S]: which transitions predict a response token.
+    """bool [T - S]: True where a transition predicts a response token.
 
     Args:
         prompt_mask: bool [T], True on prompt tokens.
@@ -37,7 +37,7 @@ def action_mask(prompt_mask: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Te
 
 
 def before_transition(per_token: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """[T - S]: the row of the token that each transition starts from, out of `per_token` [T]."""
+    """[T - S]: rows of `per_token` [T] at the tokens that transitions start from."""
     starts = torch.ones(per_token.shape[0], dtype=torch.bool, device=per_token.device)
     starts[cu_seqlens[1:].long() - 1] = False
     return per_token[starts]
@@ -50,13 +50,13 @@ def last_token(per_token: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tenso
 
 @dataclass(frozen=True)
 class Actions:
-    """Where the R actions of a packed batch are.
+    """Indices of the R actions of a packed batch.
 
     Attributes:
         transition: int64 [R], index among the T - S transitions, increasing.
-        token: int64 [R], index among the T tokens of the state that the action is taken in.
-        sequence: int64 [R], number of the sequence.
-        remaining: int64 [R], actions that follow in the same sequence; 0 on its last action.
+        token: int64 [R], index among the T tokens of the token before the predicted one.
+        sequence: int64 [R], index of the sequence.
+        remaining: int64 [R], number of later actions in the same sequence.
         counts: int64 [S], actions per sequence.
     """
 

@@ -1,4 +1,4 @@
-"""From the interface that an MFC names to an instance of it."""
+"""Instances of the interfaces that calls name."""
 
 from __future__ import annotations
 

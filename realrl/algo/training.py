@@ -17,12 +17,12 @@ SkipRule = Callable[[Mapping[str, float]], bool]
 
 @dataclass(frozen=True)
 class TrainSummary:
-    """All minibatches of one train_step, equal on all ranks.
+    """Summary of all minibatches of one train_step, equal on all ranks.
 
     Attributes:
         stats: means over the counted units of all minibatches and passes, skipped ones included.
         grad_norm: mean over the minibatches that stepped; 0 if none did.
-        lr: of the last minibatch.
+        lr: learning rate of the last minibatch.
         n_skipped: minibatches whose optimizer step was left out.
         n_units: counted units (tokens, pairs) of one pass over all ranks.
     """
@@ -34,7 +34,7 @@ class TrainSummary:
     n_units: float
 
     def metrics(self, role: str) -> dict[str, float]:
-        """What a train_step can return: statistics, `grad_norm` and `lr` under ``<role>/<name>``."""
+        """Metrics for train_step to return: statistics, `grad_norm` and `lr` under ``<role>/<name>``."""
         named = {**self.stats, "grad_norm": self.grad_norm, "lr": self.lr}
         return {f"{role}/{name}": value for name, value in named.items()}
 
@@ -52,13 +52,13 @@ def train_minibatches(
     """One optimizer step per minibatch and pass.
 
     Args:
-        model: trained; its engine's device holds `batch`.
+        model: its engine's device must hold `batch`.
         batch: this rank's samples with the keys that `loss_fn` reads.
-        ctx: names the minibatches; there are equally many on all ranks, a rank's share may be empty.
+        ctx: names the minibatches; all ranks have equally many, and a rank's share may be empty.
         loss_fn: sums over a micro-batch.
         count: units of a minibatch on this rank; their global sum is its loss normaliser.
-        passes: over the whole batch.
-        skip: from a minibatch's means, whether its optimizer step is left out.
+        passes: number of passes over the whole batch.
+        skip: given a minibatch's means, returns True to leave its optimizer step out.
 
     Raises:
         CallError: a loss or statistic is not finite; raised on all ranks before the optimizer steps.

@@ -1,4 +1,4 @@
-"""What a `SequenceSample` refuses: the error type and the checks of its constructors."""
+"""Checks of a `SequenceSample`'s constructors, and the error that they raise."""
 
 from __future__ import annotations
 

@@ -51,9 +51,9 @@ _SCHEMAS = {
 class _Row:
     """A checked row: `prompt` as text after the chat template, and the 0 to 2 `answers` of its kind.
 
-    The answers of a row that `is_complete` end with an end-of-sequence token. `label`: whether the answer of an
-    unpaired row is good, False for other kinds. `metadata`: the JSON object of a prompt's other fields, empty for other
-    kinds.
+    The answers of a row that `is_complete` end with an end-of-sequence token. `label` is True if the answer of an
+    unpaired row is good, and False for other kinds. `metadata` is the JSON object of a prompt's other fields, empty for
+    other kinds.
     """
 
     row_id: str
@@ -69,12 +69,11 @@ class Dataset:
     """Tokenised rows, packed.
 
     Attributes:
-        kind: what a row holds.
         row_ids: names of the usable rows.
         prompt_lens: tokens of each row's prompt.
         seqlens: tokens of each row's sequences; a sequence is the prompt with one of its answers, or alone.
-        n_dropped: rows left out because they are too long.
-        notes: what the user should know, e.g. "3 of 512 prompts longer than 128 tokens were dropped".
+        n_dropped: number of rows left out because they are too long.
+        notes: messages for the user, e.g. "3 of 512 prompts longer than 128 tokens were dropped".
     """
 
     def __init__(
@@ -87,9 +86,12 @@ class Dataset:
         labels: Sequence[bool] = (),
         metadata: Sequence[bytes] = (),
     ) -> None:
-        """`sequences`: row id -> token ids of the prompt and of the answers, as many as the kind has.
+        """Pack the rows.
 
-        `labels`: of each row, if the kind is unpaired. `metadata`: of each row, a JSON object, if it is a prompt.
+        Args:
+            sequences: row id -> token ids of the prompt and of each answer.
+            labels: one for each unpaired row, none for other kinds.
+            metadata: a JSON object for each prompt; empty stands for empty objects.
         """
         self.kind = kind
         self.row_ids = tuple(sequences)
@@ -116,7 +118,7 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """Of what the rows hold, as this tokenizer reads them."""
+        """Hex digest of the tokenised rows with their labels and metadata."""
         digest = hashlib.blake2b(repr((self.kind.name, self.prompt_lens, self.seqlens)).encode(), digest_size=8)
         packed = [*self._columns.values(), *([] if self._labels is None else [self._labels])]
         for part in (*(tensor.numpy().tobytes() for tensor in packed), *self._metadata):
@@ -125,15 +127,14 @@ class Dataset:
 
     @property
     def max_token_id(self) -> int:
-        """The largest token id of any row."""
         return max(int(packed.max()) for packed in self._columns.values() if packed.dtype == torch.int64)
 
     def samples(self, ids: Sequence[str], rows: Sequence[int]) -> SequenceSample:
         """Rows as samples with the keys of the dataset's kind; ``ids[i]`` is made from row ``rows[i]``.
 
-        A row may be asked for several times, under different ids. A preference pair gives two sequences per sample,
-        chosen then rejected. So does an unpaired row: its prompt with its own answer, then with that of another row,
-        always the same one (`other_rows`).
+        A row may be asked for several times, under different ids. A preference pair gives two sequences per sample:
+        chosen, then rejected. An unpaired row gives two as well: its prompt with its own answer, then with the answer
+        of its partner (`other_rows`).
         """
         seqlens = tuple(self.seqlens[row] for row in rows)
         data = {
@@ -163,10 +164,9 @@ def load_dataset(config: DatasetConfig, kind: DatasetKind, tokenizer: Any, *, is
     end-of-sequence token counts), are dropped and counted.
 
     Args:
-        config: path, limits, chat template.
-        kind: what each row must hold.
+        kind: decides the fields that each row must have.
         tokenizer: a `transformers` fast tokenizer with an end-of-sequence token.
-        is_held_out: of the toy task, take rows with other prompts than those that it otherwise has.
+        is_held_out: take rows of the toy task whose prompts its training rows do not have.
 
     Raises:
         DataError: a file or row is unusable, ids repeat, or every row is too long.
@@ -213,7 +213,7 @@ def _metadata(row: RawRow) -> bytes:
 
 
 def _prompt(row: RawRow, kind: DatasetKind, config: DatasetConfig, tokenizer: Any) -> tuple[str, bool]:
-    """The prompt's text, and whether a chat template made it."""
+    """The prompt's text, and True if a chat template made it."""
     prompt = row.fields.get("prompt")
     if kind is DatasetKind.PREFERENCE_PAIR and (prompt is None or prompt == ""):
         if config.chat_template:
@@ -360,7 +360,7 @@ def _tokenise(rows: Sequence[_Row], kind: DatasetKind, config: DatasetConfig, to
 
 
 def _with_other_answers(sequences: Mapping[str, list[list[int]]], path: str) -> dict[str, list[list[int]]]:
-    """Each row's prompt and answer, and the answer of its row of `other_rows`."""
+    """Append to each row the answer of its partner in `other_rows`."""
     if len(sequences) < 2:
         raise DataError(
             f"{path} has a single usable row",
@@ -372,17 +372,17 @@ def _with_other_answers(sequences: Mapping[str, list[list[int]]], path: str) -> 
 
 
 def other_rows(prompts: Sequence[object]) -> list[int]:
-    """For each row the next one, around the end, whose prompt differs; just the next one if all prompts are equal.
+    """Partner of each row: the next row, cyclically, whose prompt differs; the next row if all prompts are equal.
 
     Ethayarajh et al. 2024, "KTO: model alignment as prospect theoretic optimization", section 4, pairs each prompt of a
-    batch with the next one's answer. Here partners follow from the dataset alone, so that they are the same whatever
-    the order of samples, the batch and the ranks are.
+    batch with the next one's answer. Here partners follow from the dataset alone, so they do not depend on the order of
+    samples, the batch or the ranks.
     """
     n = len(prompts)
     others = [(i + 1) % n for i in range(n)]
     if all(prompt == prompts[0] for prompt in prompts):
         return others
-    for _ in range(2):  # the second time around, the first rows' partners are known to the last ones
+    for _ in range(2):  # the second pass carries the first rows' partners around the end
         for i in reversed(range(n)):
             if prompts[i] == prompts[(i + 1) % n]:
                 others[i] = others[(i + 1) % n]

@@ -1,4 +1,4 @@
-"""Kinds of datasets: what a row holds, and the keys that it becomes. Imports no torch."""
+"""Kinds of datasets. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from enum import Enum
 
 
 class DatasetKind(Enum):
-    """What one dataset row holds, and which keys it becomes."""
+    """Content of one dataset row, and the keys that it becomes."""
 
     PROMPT = "prompt"  # prompt_ids; metadata, per sample: the row's other fields as the bytes of a JSON object
     PROMPT_ANSWER = "prompt_answer"  # input_ids, prompt_mask
     PREFERENCE_PAIR = "preference_pair"  # input_ids with two sequences per sample: chosen, rejected; prompt_mask
-    UNPAIRED = "unpaired"  # as a pair: the row's own answer, another row's; label, per sample: whether its own is good
+    UNPAIRED = "unpaired"  # as a pair: the row's own answer, another row's; label, per sample: True if its own is good
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from realrl.errors import DataError, did_you_mean
 
 @dataclass(frozen=True)
 class RawRow:
-    """One object of a dataset file, and where it stands ("train.jsonl, line 17")."""
+    """One object of a dataset file, and its place in messages ("train.jsonl, line 17")."""
 
     fields: Mapping[str, Any]
     where: str
@@ -92,7 +92,7 @@ def _read_json(file: Path) -> Iterator[RawRow]:
 
 
 def _not_json(file: Path, content: bytes, error: Exception) -> DataError:
-    """Finds the line, which the fast parser does not tell."""
+    """Find the line of the error, which msgspec does not report, with a second parser."""
     where, reason = str(file), str(error)
     try:
         json.loads(content)

@@ -1,13 +1,12 @@
-"""Tasks of the package reasoning-gym as a dataset: questions made on the spot, each with what its verifier needs.
+"""Tasks of the package reasoning-gym as a dataset: generated questions, each with the entry that its verifier reads.
 
     dataset.path=reasoning_gym:chain_sum
     dataset.path=reasoning_gym:chain_sum?size=500&seed=1&min_terms=2&max_terms=3
     dataset.path=reasoning_gym:chain_sum+leg_counting?size=500&chain_sum.max_terms=2
 
 `size` (rows of each task, 500), `seed` (0) and `instruction` (text below every question, in percent encoding or with +
-for spaces) are for all tasks, or for one as ``task.size``; anything else is a setting of the task, with several tasks
-written ``task.setting``.
-The rows are a function of the path alone.
+for spaces) apply to all tasks, or to one if written ``task.size``. Any other name is a setting of the task, written
+``task.setting`` where there are several tasks. The rows are a function of the path alone.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def task_rows(path: str) -> list[RawRow]:
             instruction = parsed.own_instructions.get(task, parsed.instruction)
             try:
                 rows.append(RawRow(_row(dataset, task, settings, index, instruction), where))
-            except Exception as error:  # what a task does with settings that it did not check
+            except Exception as error:  # a task may raise anything for settings that it did not check
                 raise DataError(f"{where} cannot be made: {type(error).__name__}: {error}") from error
     return rows
 
@@ -114,10 +113,10 @@ def parse_task_path(path: str) -> TaskPath:
 
 
 def task_entry(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The task's dataset, which scores answers, and the entry that a row was made of.
+    """The task's dataset, which scores answers, and the entry that a row was made from.
 
     Args:
-        row: what `task_rows` put into the field `reasoning_gym`.
+        row: content of the field `reasoning_gym` in a row of `task_rows`.
     """
     dataset = _dataset(row["task"], json.dumps(row["settings"], sort_keys=True))
     return dataset, _unpack(row["entry"]) if "entry" in row else _entry(dataset, row["task"], row["index"])
@@ -126,14 +125,14 @@ def task_entry(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 def _row(dataset: Any, task: str, settings: Mapping[str, Any], index: int, instruction: str) -> dict[str, Any]:
     entry = _entry(dataset, task, index)
     made: dict[str, Any] = {"task": task, "settings": dict(settings), "index": index}
-    with contextlib.suppress(TypeError):  # what JSON cannot hold is made again when it is needed
+    with contextlib.suppress(TypeError):  # an entry that JSON cannot hold is made again when needed
         made["entry"] = _pack(entry)
     prompt = f"{entry['question']}\n{instruction}" if instruction else entry["question"]
     return {"id": f"{task}/{index}", "prompt": prompt, "answer": entry["answer"], FIELD: made}
 
 
 def _entry(dataset: Any, task: str, index: int) -> dict[str, Any]:
-    """Entry `index`. Some tasks draw from the global generator too, which is put back as it was."""
+    """Entry `index`. The global generator is seeded and then restored, because some tasks draw from it."""
     state = random.getstate()
     random.seed(f"{task}/{dataset.seed}/{index}")
     try:

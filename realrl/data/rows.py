@@ -114,8 +114,8 @@ class _Rows:
 class SampleStore:
     """The rows that one worker holds, by (sample id, key).
 
-    Rows are copied in, so that freeing a sample frees its memory whatever batch it came from. Safe to use from several
-    threads: a server thread may read while the main thread writes.
+    Rows are copied in, because views would keep the memory of their whole batch alive after `free`. Safe to use from
+    several threads: a server thread may read while the main thread writes.
     """
 
     def __init__(self) -> None:
@@ -171,13 +171,12 @@ class SampleStore:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors that are held."""
         with self._lock:
             return self._size_bytes
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """Ids of the samples of which some row is here, oldest first."""
+        """Ids of the samples with at least one row here, oldest first."""
         with self._lock:
             return tuple(self._rows)
 

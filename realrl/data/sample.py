@@ -316,7 +316,7 @@ class SequenceSample:
         )
 
     def meta(self) -> SequenceSample:
-        """The same without tensors."""
+        """This batch without tensors."""
         return SequenceSample(self.ids, self.schemas, self.seqlens, dict.fromkeys(self.schemas))
 
     def describe(self) -> SampleMeta:
@@ -324,7 +324,7 @@ class SequenceSample:
         return SampleMeta(self.ids, self.schemas, self.seqlens)
 
     def to(self, device: torch.device) -> SequenceSample:
-        """The same with every tensor on `device`."""
+        """This batch with every tensor on `device`."""
         data = {key: None if tensor is None else tensor.to(device) for key, tensor in self.data.items()}
         return SequenceSample(self.ids, self.schemas, self.seqlens, data)
 

@@ -1,4 +1,4 @@
-"""The tiny preset's data, made on the spot: a byte-level tokenizer and a toy task whose reward is a rule.
+"""Generated data of the tiny preset: a byte-level tokenizer and a toy task whose reward is a rule.
 
 The task: answer in lower-case letters. A response is worth the fraction of its tokens that are bytes ``a`` to ``z``,
 so a random policy starts near 26 / 260 and a perfect one earns 1. Prompts are upper-case words; the model answer

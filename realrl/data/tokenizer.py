@@ -14,7 +14,7 @@ from realrl.errors import AssetError, did_you_mean
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-# Files from one of which a tokenizer can be made; the first is read directly, the others are converted.
+# A folder needs one of these files: the first is read directly, the others are converted.
 _FAST_FILE = "tokenizer.json"
 _OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -22,7 +22,7 @@ _OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a Hugging Face folder without network; ``"tiny"`` gives the built-in byte-level one.
 
-    The padding token, where there is none, becomes the end-of-sequence token.
+    The end-of-sequence token takes the place of a missing padding token.
 
     Args:
         path: folder with ``tokenizer.json`` (or files that `transformers` converts to it), or ``"tiny"``.
@@ -51,7 +51,7 @@ def encode_batch(tokenizer: Any, texts: Sequence[str], *, with_start: bool) -> l
     Args:
         tokenizer: a `transformers` fast tokenizer.
         texts: any strings, possibly empty.
-        with_start: prepend the start token, for tokenizers that have the habit.
+        with_start: prepend the start token if the tokenizer does so by default.
     """
     if not texts:
         return []

@@ -1,4 +1,4 @@
-"""The only place that knows devices by name: what there is, how it communicates, what it remembers."""
+"""Devices by name: their choice, their collective backend, their memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TRIM_BYTES = 512 << 20
 
 
 def resolve_device(kind: str, local_rank: int = 0) -> torch.device:
-    """Return the device of one worker, and make it this process's own.
+    """Return the device of one worker, and make it the process's current one.
 
     Args:
         kind: "auto" (CUDA when it is there), "cpu" or "cuda".
-        local_rank: the worker's number on its node.
+        local_rank: index of the worker on its node.
 
     Raises:
         ConfigError: CUDA was asked for and is absent, or the node has too few devices.
@@ -47,11 +47,11 @@ def resolve_device(kind: str, local_rank: int = 0) -> torch.device:
 
 
 def reuse_host_memory() -> None:
-    """Let the C library keep freed blocks for the next tensor, where it is glibc.
+    """Let glibc keep freed blocks for the next tensor; does nothing under other C libraries.
 
-    By default it maps and unmaps tensors that are larger than any freed before, and gives the end of the heap back
-    early; the kernel then clears the same pages again and again. Larger tensors are still mapped one by one: kept in
-    the heap, which cannot move them, they would leave holes, and a long run would grow without end.
+    By default glibc maps each tensor that is larger than any freed before, and returns the end of the heap early, so
+    the kernel clears the same pages again and again. Tensors above `_MMAP_BYTES` are still mapped one by one: in the
+    heap, which cannot move them, they would leave holes, and a long run would grow without end.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -92,16 +92,16 @@ def total_memory_bytes(device: torch.device) -> int:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give memory that no tensor uses back to the device, where the allocator keeps it."""
+    """Return unused memory that the CUDA allocator keeps to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def to_host(tensor: torch.Tensor, *, into: torch.Tensor | None = None) -> torch.Tensor:
-    """A contiguous copy in host memory, pinned where that speeds up transfers.
+    """A contiguous copy in host memory, pinned if it comes from CUDA.
 
     Args:
-        into: memory of an earlier copy of the same shape and dtype. A copy from CUDA into it is complete after
+        into: an earlier copy of the same shape and dtype, to be overwritten. A copy from CUDA into it is complete after
             `synchronize`.
     """
     if into is not None:
@@ -111,7 +111,7 @@ def to_host(tensor: torch.Tensor, *, into: torch.Tensor | None = None) -> torch.
 
 
 class CopyLane:
-    """Copies between a device and host memory beside what the device computes; on the CPU they are done at once.
+    """Copies between a device and host memory that overlap with computation; on the CPU they complete at once.
 
     Copies happen in the order of the calls, and after everything queued on the device before them.
     """
@@ -135,7 +135,7 @@ class CopyLane:
         """A copy on the device; usable after `join`."""
         if self._stream is None:
             return host.clone()
-        tensor = torch.empty_like(host, device=self._device)  # of the current stream's memory, which later frees it
+        tensor = torch.empty_like(host, device=self._device)  # allocated by the current stream, which later frees it
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             tensor.copy_(host, non_blocking=True)
@@ -143,7 +143,7 @@ class CopyLane:
         return tensor
 
     def join(self) -> None:
-        """Let later work on the current stream see all copies done."""
+        """Make later work on the current stream wait for all copies."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 

@@ -22,7 +22,7 @@ class Parallel:
         pp: the stages of this rank's pipeline, in order.
         tied: first and last stage of the pipeline, which both hold a tied embedding; a group of one elsewhere.
         mesh: all ranks of the layout, in ascending order of their global ranks.
-        strategy: sizes of the axes, and whether rows are split over `tp` (sequence parallel).
+        strategy: sizes of the axes; `sp` splits rows over `tp` too.
     """
 
     dp: Communicator = ALONE
@@ -44,32 +44,28 @@ class Parallel:
 
     @property
     def dp_rank(self) -> int:
-        """Which part of a batch this rank computes."""
         return self.dp.rank
 
     @property
     def tp_rank(self) -> int:
-        """Which slice of each layer this rank holds."""
         return self.tp.rank
 
     @property
     def pp_rank(self) -> int:
-        """Which stage of the pipeline this rank is."""
         return self.pp.rank
 
     @property
     def mesh_rank(self) -> int:
-        """This rank's place in the mesh of the layout."""
         return self.strategy.mesh_rank(pp_rank=self.pp_rank, dp_rank=self.dp_rank, tp_rank=self.tp_rank)
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank reads tokens."""
+        """True if this rank reads tokens."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank has the head."""
+        """True if this rank has the head."""
         return self.pp_rank == self.strategy.pp - 1
 
     @property
@@ -83,7 +79,7 @@ def parallel_of(groups: Groups, planned: Sequence[ProcessGroup], allocation: All
 
     Args:
         groups: created from `planned`.
-        planned: from `realrl.plan.groups.process_groups` over all allocations of the run.
+        planned: result of `realrl.plan.groups.process_groups` for all allocations of the run.
 
     Raises:
         LookupError: the groups were not planned for this allocation, or the rank is not on its mesh.

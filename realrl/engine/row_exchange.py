@@ -2,8 +2,8 @@
 
     store ──encode──► one message per peer ──exchange──► decode ──► store
 
-Both ends derive the messages from the same list of transfers: one per (source, target), in two rounds. The first tells
-how many bytes follow, the second brings them. A message holds its transfers' rows in the order of the list::
+Both ends derive the messages from the same list of transfers: one per (source, target), in two rounds. The first sends
+sizes, the second the messages. A message holds its transfers' rows in the order of the list::
 
     number of bytes (uint64, little endian) of each block | blocks as `encode_rows` writes them, padded to 16 bytes
 """
@@ -39,15 +39,18 @@ class RowTransfer(Protocol):
 def exchange_rows(
     transfers: Sequence[RowTransfer], *, store: SampleStore, world: Communicator, device: torch.device
 ) -> int:
-    """Send what others lack, receive what this rank lacks into its store; returns the bytes of the rows received.
+    """Send rows that others lack, and receive those that this rank lacks into its store.
 
-    Every rank that occurs in `transfers` calls this at the same position of its requests. The bytes counted are those
-    of the same rows over the socket.
+    Every rank that occurs in `transfers` calls this at the same position of its requests.
 
     Args:
-        transfers: in one order on all ranks. Those of other ranks may be left out; those without samples are ignored.
+        transfers: in the same order on all ranks. Those between other ranks may be left out; those without samples are
+            ignored.
         world: the group of all ranks.
-        device: where the group's backend wants its tensors.
+        device: where the group's backend needs its tensors.
+
+    Returns:
+        Bytes of the rows received, counted as over the socket.
 
     Raises:
         TransportError: a transfer is from a rank to itself, or rows came that were not planned.

@@ -8,15 +8,15 @@ from realrl.config.schema import OptimizerConfig
 
 
 def n_warmup_steps(config: OptimizerConfig, n_total: int) -> int:
-    """Optimizer steps before the learning rate is at its peak."""
+    """Number of optimizer steps before the learning rate is at its peak."""
     return math.ceil(config.warmup_fraction * n_total)
 
 
 def learning_rate(config: OptimizerConfig, n_taken: int, n_total: int) -> float:
     """Return the rate of the optimizer step that follows `n_taken` earlier ones.
 
-    It rises linearly over ceil(warmup_fraction * n_total) steps, the first of which is not zero, and then follows the
-    schedule, which is exactly at ``lr * min_lr_fraction`` when `n_total` steps are taken, and stays there.
+    The rate rises linearly over ceil(warmup_fraction * n_total) steps, and is above zero in the first. Then it follows
+    the schedule: one that decays is exactly at ``lr * min_lr_fraction`` after `n_total` steps, and stays there.
     """
     n_warmup = n_warmup_steps(config, n_total)
     if n_taken < n_warmup:

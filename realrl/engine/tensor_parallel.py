@@ -1,7 +1,7 @@
 """Tensor and sequence parallelism over a group of ranks: `realrl.model.parallel` with torch.distributed.
 
-Each operation is its own inverse's gradient: what gathers forward scatters backward. In the backward pass every rank
-meets them in the same order, because every rank records the same graph.
+An operation that gathers in the forward pass scatters in the backward pass, and the other way round. All ranks run the
+collectives of the backward pass in the same order, because they record the same graph.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from realrl.engine.groups import Communicator
 from realrl.model.decoder import Decoder
 from realrl.plan.parameters.specs import slice_of, units_of
 
-_BUCKET_ELEMENTS = 1 << 24  # of gradients that one collective adds up
+_BUCKET_ELEMENTS = 1 << 24  # gradient elements per collective
 
 
 class TensorParallelGroup:
@@ -35,16 +35,14 @@ class TensorParallelGroup:
 
     @property
     def tp_rank(self) -> int:
-        """This rank's place in the group."""
         return self._communicator.rank
 
     @property
     def tp_size(self) -> int:
-        """Ranks of the group."""
         return self._communicator.n_ranks
 
     def n_local_rows(self, n_rows: int) -> int:
-        """How many rows, padding included, each rank holds of `n_rows`."""
+        """Rows that each rank holds of `n_rows`, padding included."""
         return -(-n_rows // self.tp_size) if self.is_sequence_parallel else n_rows
 
     def enter(self, x: torch.Tensor, n_rows: int) -> torch.Tensor:
@@ -68,11 +66,11 @@ class TensorParallelGroup:
         return _GatherRows.apply(x, n_rows, self._communicator, False) if self.is_sequence_parallel else x
 
     def reduce_max(self, x: torch.Tensor) -> torch.Tensor:
-        """Element by element, in place, without gradient."""
+        """Elementwise maximum over the group, in place, without gradient."""
         return self._communicator.all_reduce_(x, "max")
 
     def reduce_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Element by element, in place, without gradient."""
+        """Elementwise sum over the group, in place, without gradient."""
         return self._communicator.all_reduce_(x)
 
     def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -88,13 +86,14 @@ class TensorParallelGroup:
 
 
 def sync_partial_gradients(decoder: Decoder, group: Communicator, gradients: Mapping[str, torch.Tensor]) -> None:
-    """Complete in place the gradients of which each rank of the group has computed a part.
+    """Add up, in place, the gradients that each rank of the group has computed in part.
 
-    These are parameters that see only some rows on each rank (sequence parallelism), and KV heads that several ranks
-    hold and use for different query heads. The latter are added up in a buffer of all KV heads, own ones filled in.
+    They belong to parameters that see only some rows on each rank (sequence parallelism), and to KV heads that several
+    ranks hold for different query heads. The latter are added up in a buffer of all KV heads, where each rank fills in
+    its own.
 
     Args:
-        decoder: says which they are; see `Decoder.tp_partial_gradients`.
+        decoder: names the gradients, see `Decoder.tp_partial_gradients`.
         group: the tensor-parallel ranks; all of them call this.
         gradients: by global parameter name; must hold the partial ones, all of one dtype.
     """
@@ -118,7 +117,7 @@ def sync_partial_gradients(decoder: Decoder, group: Communicator, gradients: Map
 class _Partial:
     gradient: torch.Tensor
     whole_shape: tuple[int, ...]
-    place: tuple[slice, ...]  # of the gradient in the whole parameter
+    place: tuple[slice, ...]  # the gradient's place in the whole parameter
 
 
 def _add_up(bucket: Sequence[_Partial], group: Communicator) -> None:
@@ -166,7 +165,7 @@ class _AddAndScatterRows(torch.autograd.Function):
 
 
 class _GatherRows(torch.autograd.Function):
-    """Backward keeps this rank's rows of the gradient, of the sum over the group where the ranks' gradients differ."""
+    """Backward keeps this rank's rows of the gradient, summed over the group first if `is_partial`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, n_rows: int, group: Communicator, is_partial: bool) -> torch.Tensor:
@@ -182,6 +181,6 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _pad_rows(x: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Zeros at the end of dim 0 up to a multiple."""
+    """Append zeros to dim 0 up to a multiple."""
     missing = -x.shape[0] % multiple
     return x if missing == 0 else torch.cat((x, x.new_zeros(missing, *x.shape[1:])))

@@ -15,7 +15,7 @@ class WeightlessEngine:
 
     Args:
         role: for messages.
-        device: where the role's calls put what they return.
+        device: where the role's calls put their outputs.
         parallel: this rank's place in the role's layout.
     """
 

@@ -1,1 +1,1 @@
-"""Devices, rectangles of them, how a call is spread over one, and the text notation of all that."""
+"""Clusters, device meshes, parallel strategies, allocations, and their text notation."""

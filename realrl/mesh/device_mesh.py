@@ -1,7 +1,7 @@
-"""Devices of the cluster, rectangles of them, and how a call is spread over one.
+"""Clusters, device meshes, parallel strategies and allocations.
 
-Rank order inside a mesh is (pp, dp, tp) with tp fastest: ``mesh_rank = (pp_rank * dp + dp_rank) * tp + tp_rank``. Which
-global rank has which mesh rank is up to the allocation: in the plain order both ascend together.
+Rank order inside a mesh is (pp, dp, tp) with tp fastest: ``mesh_rank = (pp_rank * dp + dp_rank) * tp + tp_rank``. The
+allocation maps mesh ranks to global ranks; in the plain order both ascend together.
 
 A mesh is legal when it is
 - 1, 2, 4, ... consecutive devices of one node that start at a multiple of their number, or
@@ -34,11 +34,9 @@ class Cluster:
 
     @property
     def n_devices(self) -> int:
-        """All devices of all nodes."""
         return self.n_nodes * self.n_devices_per_node
 
     def node_of(self, global_rank: int) -> int:
-        """The node that a rank's device is in."""
         return global_rank // self.n_devices_per_node
 
     def __str__(self) -> str:
@@ -72,37 +70,35 @@ class DeviceMesh:
 
     @classmethod
     def whole(cls, cluster: Cluster) -> DeviceMesh:
-        """All devices."""
+        """The mesh of all devices."""
         return cls(cluster, tuple(range(cluster.n_devices)))
 
     @classmethod
     def of_nodes(cls, cluster: Cluster, first: int, last: int) -> DeviceMesh:
-        """All devices of the nodes `first` to `last`."""
+        """All devices of the nodes `first` to `last`, both included."""
         size = cluster.n_devices_per_node
         return cls(cluster, tuple(range(first * size, (last + 1) * size)))
 
     @classmethod
     def of_devices(cls, cluster: Cluster, node: int, first: int, last: int) -> DeviceMesh:
-        """Devices `first` to `last` of one node."""
+        """Devices `first` to `last` of one node, both included."""
         start = node * cluster.n_devices_per_node
         return cls(cluster, tuple(range(start + first, start + last + 1)))
 
     @property
     def n_devices(self) -> int:
-        """Number of devices."""
         return len(self.ranks)
 
     @property
     def nodes(self) -> range:
-        """The nodes that the mesh has devices in."""
         return range(self.cluster.node_of(self.ranks[0]), self.cluster.node_of(self.ranks[-1]) + 1)
 
     def overlaps(self, other: DeviceMesh) -> bool:
-        """Whether the two meshes share a device."""
+        """True if the two meshes share a device."""
         return not set(self.ranks).isdisjoint(other.ranks)
 
     def contains(self, other: DeviceMesh) -> bool:
-        """Whether every device of the other mesh is one of this."""
+        """True if every device of `other` is in this mesh."""
         return set(self.ranks).issuperset(other.ranks)
 
     def __str__(self) -> str:
@@ -133,7 +129,6 @@ class ParallelStrategy:
 
     @property
     def n_devices(self) -> int:
-        """Devices that the strategy needs."""
         return self.dp * self.tp * self.pp
 
     def coordinates(self, mesh_rank: int) -> tuple[int, int, int]:
@@ -143,7 +138,7 @@ class ParallelStrategy:
         return pp_rank, dp_rank, tp_rank
 
     def mesh_rank(self, *, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
-        """The mesh rank of three coordinates; the inverse of `coordinates`."""
+        """Inverse of `coordinates`."""
         return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
 
     def __str__(self) -> str:
@@ -152,13 +147,11 @@ class ParallelStrategy:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Where one call runs and how it is spread there. Prints as ``d4t1p2@0:0-7``, whatever its rank order.
+    """Mesh and strategy of a call. Prints as ``d4t1p2@0:0-7``, without the rank order.
 
     Args:
-        mesh: the devices.
-        strategy: the sizes of the axes.
-        order: the mesh's global ranks, ``order[mesh_rank]`` at the coordinate of `mesh_rank`; None, the plain order, is
-            ascending, and a plain order that is given becomes None. Only a plan chooses another one, to save bytes.
+        order: ``order[mesh_rank]`` is a global rank. None is the plain order, which is ascending; an ascending tuple
+            becomes None. Only planning chooses another order, to save bytes.
 
     Raises:
         AllocationError: the strategy needs another number of devices than the mesh has.
@@ -218,9 +211,9 @@ def legal_meshes(cluster: Cluster) -> Iterator[DeviceMesh]:
 
 
 def nearest_mesh(cluster: Cluster, ranks: tuple[int, ...]) -> DeviceMesh:
-    """The legal mesh that differs from `ranks` in the fewest devices; the larger, then the first, of several.
+    """The legal mesh that differs from `ranks` in the fewest devices; ties go to the larger mesh, then to the first.
 
-    One of as many devices, which the strategy still fits, comes before all others if it shares a device with `ranks`.
+    A mesh of the same size that shares a device with `ranks` comes before all others, because the strategy fits it.
     """
     wanted = set(ranks)
 
@@ -232,7 +225,7 @@ def nearest_mesh(cluster: Cluster, ranks: tuple[int, ...]) -> DeviceMesh:
 
 
 def nearest_strategy(strategy: ParallelStrategy, n_devices: int) -> ParallelStrategy:
-    """The strategy of `n_devices` devices that keeps tp and pp, or changes them the least; dp is what remains."""
+    """The strategy of `n_devices` devices that keeps tp and pp, or changes them the least; dp takes the rest."""
 
     def distance(candidate: ParallelStrategy) -> tuple[int, int]:
         changes = (abs(candidate.tp - strategy.tp), abs(candidate.pp - strategy.pp))
@@ -251,7 +244,7 @@ def nearest_strategy(strategy: ParallelStrategy, n_devices: int) -> ParallelStra
 
 
 def _problem(cluster: Cluster, ranks: tuple[int, ...]) -> str | None:
-    """Why the ranks are not a legal mesh, or None."""
+    """Reason why the ranks are not a legal mesh, or None."""
     if not ranks:
         return "it has no device"
     first, last, size = ranks[0], ranks[-1], cluster.n_devices_per_node

@@ -2,8 +2,8 @@
 
     batch ──pieces──► advantages (weighted sum, whitened) ──► minibatches ──► loss per action ──► mean ──► step
 
-Which advantage, loss and sampler are the options' choice: see `realrl.experiment.pieces`. Every method moves what it
-reads to `engine.device`; what it returns lies there too.
+The options choose advantage, loss and sampler; see `realrl.experiment.pieces`. Every method moves its inputs to
+`engine.device` and leaves its outputs there.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class PolicyActor(RolloutInterface):
     """generate: `prompt_ids` -> `input_ids`, `prompt_mask`, `old_logprobs`, `behavior_logprobs`, `truncated`.
 
     inference: `input_ids`, `prompt_mask` -> `logprobs`. train_step: `input_ids`, `prompt_mask`, `old_logprobs`,
-    `truncated` and what the chosen pieces read; `behavior_logprobs` too, where tokens are weighed by how much likelier
-    they have become since they were generated.
+    `truncated`, the keys that the chosen pieces read, and `behavior_logprobs` if losses get `importance_weights`.
 
     Args:
         greedy: generate the likeliest response instead of sampling.
         adapter: False infers with the base model, without the role's low-rank adapters.
-        prefix: of the names of batch metrics such as `reward/mean`, where a graph trains several policies.
-        top_k: inference also gives the likeliest next tokens, `top_tokens` and `top_logprobs`.
+        prefix: stands before names of batch metrics such as `reward/mean`, where a graph trains several policies. Each
+            prefix draws its own random numbers.
+        top_k: inference also gives this many of the likeliest next tokens, `top_tokens` and `top_logprobs`.
     """
 
     def __init__(self, *, greedy: bool = False, adapter: bool = True, prefix: str = "", top_k: int = 0) -> None:
@@ -59,13 +59,12 @@ class PolicyActor(RolloutInterface):
     def generate(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
         """Sample responses.
 
-        `old_logprobs` are of softmax(logits / temperature), not of the distribution that was sampled from: the loss
-        compares them with new log-probabilities that training recomputes, which know neither top-k, top-p nor a
-        minimum length. So the ratio is 1 before the first optimizer step whatever the sampling filters are.
-        `behavior_logprobs` are of the distribution that was sampled from. Both are 0 on prompt transitions.
+        `old_logprobs` come from softmax(logits / temperature), as the log-probabilities that training recomputes do.
+        So the ratio is 1 before the first optimizer step, even with top-k, top-p or a minimum length.
+        `behavior_logprobs` come from the filtered distribution that was sampled from. Both are 0 on prompt transitions.
         """
         prompts = batch.select(batch.ids, ("prompt_ids",)).to(model.engine.device)
-        ctx = replace(ctx, seed=ctx.seed ^ zlib.crc32(self._prefix.encode()))  # each player draws its own numbers
+        ctx = replace(ctx, seed=ctx.seed ^ zlib.crc32(self._prefix.encode()))
         sampler = ctx.algorithm.sampler if isinstance(ctx.algorithm, PolicyOptions) else "sample"
         sampler = "greedy" if self._greedy else sampler
         result = find_piece("sampler", sampler).load()(model, prompts, ctx)
@@ -110,7 +109,7 @@ class PolicyActor(RolloutInterface):
             return torch.cat([chosen[:, None].double(), *top(out, mask)], dim=1) if self._top_k else chosen
 
         def top(out: ForwardOutput, mask: torch.Tensor) -> list[torch.Tensor]:
-            """Tokens and log-probabilities, [T - S, k] each in float64, which holds both exactly."""
+            """Tokens and log-probabilities, [T - S, k] each, in float64, which represents both exactly."""
             found = [part.double() for part in out.top_logprobs(self._top_k, temperature, mask)]
             return [part.new_zeros(len(mask), part.shape[1]).index_put((mask,), part) for part in found]
 
@@ -127,7 +126,7 @@ class PolicyActor(RolloutInterface):
         return batch.derive("input_ids", columns)
 
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
-        """Work out the whole batch, then `ppo_epochs` passes over its minibatches."""
+        """Compute advantages over the whole batch, then make `ppo_epochs` passes over its minibatches."""
         options: PolicyOptions = ctx.algorithm
         engine, role = model.engine, model.name.role
         optional = (BEHAVIOR,) if BEHAVIOR in batch else ()
@@ -168,19 +167,18 @@ class PolicyObjective:
 
         sum over actions of  weight * (importance * loss + kl_loss_coef * KL - entropy_coef * entropy)
 
-    With `ptx_coef`, plus that times the negative log-likelihood of answers: see `realrl.algo.policy.pretraining`.
-    Weights are those of `loss_weights` and importance those of `importance_weights`, 1 where the batch has none.
+    `weight` comes from `loss_weights` and `importance` from `importance_weights`; each is 1 where the batch has none.
+    `ptx_coef` adds the negative log-likelihood of answers, see `realrl.algo.policy.pretraining`.
 
     Stats, as means over actions: ratio, approx_kl = ratio - 1 - log ratio (the k3 estimator of
-    http://joschu.net/blog/kl-approx.html), entropy, and what the loss adds; pg_loss and kl_loss with the weights, as
-    they are in the loss; ptx_loss, a mean over answer tokens.
+    http://joschu.net/blog/kl-approx.html), entropy, and the stats of the policy loss; pg_loss and kl_loss, weighted as
+    in the loss; ptx_loss, a mean over answer tokens.
 
     Args:
-        options: of the algorithm.
-        temperature: of all log-probabilities.
+        temperature: divides the logits.
 
     Attributes:
-        keys: of the batch that it reads, besides tokens and those above.
+        keys: batch keys that it reads besides tokens, advantages and weights.
     """
 
     def __init__(self, options: PolicyOptions, temperature: float) -> None:
@@ -192,7 +190,6 @@ class PolicyObjective:
         self._temperature = temperature
 
     def __call__(self, out: ForwardOutput, mb: SequenceSample) -> LossOutput:
-        """The sums of one micro-batch."""
         o, mask = self._options, response_mask(mb)
         logprobs, entropy = out.logprobs_and_entropy(self._temperature, mask=mask)
 
@@ -247,13 +244,13 @@ def mixed_advantages(rollout: Rollout) -> torch.Tensor:
 
 
 def loss_weights(rollout: Rollout, ctx: CallContext, engine: Engine) -> torch.Tensor:
-    """float32 [T - S]: what each action counts, so that a sum over the actions of a minibatch, over their number, is
+    """float32 [T - S]: weights of actions. The weighted sum over a minibatch's actions, divided by their number, is
 
     - "sequences": the mean over responses of their means over actions (DeepSeekMath, equation 3);
     - "constant": the sum over responses times `generation.max_new_tokens` (Liu et al. 2025, "Understanding
       R1-Zero-like training", section 3.2).
 
-    Both are of the whole minibatch, over all ranks.
+    Both cover the whole minibatch, over all ranks.
     """
     place = {sample_id: i for i, ids in enumerate(ctx.minibatches) for sample_id in ids}
     samples = torch.tensor([place[i] for i in rollout.batch.ids], dtype=torch.int64, device=rollout.mask.device)
@@ -270,9 +267,9 @@ def loss_weights(rollout: Rollout, ctx: CallContext, engine: Engine) -> torch.Te
 def importance_weights(rollout: Rollout, engine: Engine) -> torch.Tensor:
     """float32 [T - S]: min(pi_old / pi_behavior, importance_cap) of each action, 0 elsewhere; adds to the metrics.
 
-    Truncated importance sampling: Ionides 2008, "Truncated importance sampling", and with the policy that the step
-    began with between generation and training, as in Hilton et al. 2022, "Batch size-invariance for policy
-    optimization", section 2. Log-ratios are cut at +-20.
+    Truncated importance sampling: Ionides 2008, "Truncated importance sampling". pi_old, the policy at the start of
+    the step, lies between the generating and the trained policy, as in Hilton et al. 2022, "Batch size-invariance for
+    policy optimization", section 2. Log-ratios are clipped at +-20.
     """
     at = rollout.actions.transition
     logratio = rollout.batch["old_logprobs"][at].double() - rollout.batch[BEHAVIOR][at].double()
@@ -292,7 +289,7 @@ def training_temperature(generation: GenerationConfig) -> float:
 
 
 def is_too_far(stats: Mapping[str, float], options: PolicyOptions) -> bool:
-    """Whether a minibatch's mean ratio or approximate KL forbids its optimizer step."""
+    """True if a minibatch's mean ratio or approximate KL exceeds its limit, which skips the optimizer step."""
     far_ratio = options.early_stop_ratio is not None and stats["ratio"] > options.early_stop_ratio
     far_kl = options.early_stop_kl is not None and stats["approx_kl"] > options.early_stop_kl
     return far_ratio or far_kl

@@ -1,7 +1,7 @@
-"""How much better than expected each action was: the advantages that ``algorithm.advantage`` chooses.
+"""Advantage estimators, chosen by ``algorithm.advantage``.
 
-Each is a function of a `Rollout` and returns float32 [T - S], 0 off the actions. Whitening over the batch, and the
-weighted sum of several, are done by who calls them.
+Each maps a `Rollout` to float32 [T - S], 0 off the actions. The caller adds up several with their weights, and whitens
+the sum over the batch.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def dr_grpo(rollout: Rollout) -> torch.Tensor:
 
 
 def rloo(rollout: Rollout) -> torch.Tensor:
-    """r - mean of the others of its group, r less kl_coef times the response's KL to the reference.
+    """r - mean r of the other responses in its group, where r = reward - kl_coef * KL of the response to the reference.
 
     Ahmadian et al. 2024, "Back to basics: revisiting REINFORCE style optimization for learning from human feedback in
-    LLMs", equation 8; the KL penalty of a whole response as in equation 3. A response without others has 0.
+    LLMs", equation 8; the KL penalty of a whole response as in equation 3. A response alone in its group gets 0.
     """
     scores = rollout.scores.double()
     if rollout.sequence_kl is not None:
@@ -56,7 +56,7 @@ def rloo(rollout: Rollout) -> torch.Tensor:
 
 
 def remax(rollout: Rollout) -> torch.Tensor:
-    """Discounted token rewards from here on, less the reward of the greedy response to the same prompt.
+    """Discounted sum of token rewards from each action on, minus the reward of the greedy response to the same prompt.
 
     Li et al. 2024, "ReMax: a simple, effective, and efficient reinforcement learning method for aligning large language
     models", section 4.1. With gamma 1 and no KL penalty: r(sampled) - r(greedy). Reads the first greedy response of
@@ -82,7 +82,7 @@ def reverse_kl(rollout: Rollout) -> torch.Tensor:
     """log pi_teacher - log pi_old of each sampled token: minus the one-sample estimate of KL(student || teacher).
 
     Agarwal et al. 2024, "On-policy distillation of language models: learning from self-generated mistakes", equation 3,
-    with reverse KL, whose policy gradient this is when each token answers for itself.
+    with reverse KL. This is its policy gradient if each token is credited with its own term only.
     """
     at = rollout.actions.transition
     gap = rollout.batch["teacher_logprobs"][at].double() - rollout.batch["old_logprobs"][at].double()

@@ -28,8 +28,8 @@ class PPOCritic(RolloutInterface):
     are in reward units. An instance that only infers must be given the `state_dict` of the one that trains.
 
     Args:
-        kl_weight: factor of `kl_coef` in the token rewards that it learns.
-        shaped: whether rewards are shifted, scaled and clipped as the options say.
+        kl_weight: factor of `kl_coef` in the token rewards.
+        shaped: True shifts, scales and clips rewards as the options say.
     """
 
     def __init__(self, *, kl_weight: float = 1.0, shaped: bool = True) -> None:
@@ -45,10 +45,10 @@ class PPOCritic(RolloutInterface):
         return batch.derive("input_ids", {"values": (PER_TOKEN, self._norm.denormalise(raw))})
 
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
-        """Work out the whole batch, update the value statistics, then `ppo_epochs` passes over its minibatches.
+        """Compute returns of the whole batch, update the value statistics, then train for `ppo_epochs` passes.
 
-        Values are clipped around what the head put out when it inferred, which the statistics before the update give
-        back; the targets are normalised with the statistics after it.
+        New values are clipped around the head's outputs at inference. The statistics before the update recover those
+        from `values`; the statistics after it normalise the targets.
         """
         options: PPOOptions = ctx.algorithm
         engine, role = model.engine, model.name.role

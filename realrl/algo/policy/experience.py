@@ -1,7 +1,7 @@
-"""Advantages and returns of a whole batch under a critic, worked out before it is cut into minibatches.
+"""Advantages and returns of a whole batch under a critic, computed before the batch is cut into minibatches.
 
-The actor's and the critic's train_step both do this from the same inputs, each over its own ranks, and so agree without
-talking to each other.
+The train steps of actor and critic compute them from the same inputs, each over its own ranks, so they agree without
+communicating.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from realrl.algo.policy.rollout import Rollout
 
 @dataclass(frozen=True)
 class Experience:
-    """What generalised advantage estimation makes of a rollout; all float32 [T - S], in reward units.
+    """Result of generalised advantage estimation; all float32 [T - S], in reward units.
 
     Attributes:
-        values: critic's values of the states that transitions start from.
+        values: the critic's value before each transition.
         advantages: not normalised; 0 off the actions.
         returns: 0 off the actions.
     """
@@ -36,9 +36,9 @@ def generalised(rollout: Rollout, rewards: torch.Tensor, values: torch.Tensor) -
     """Advantages and returns with the options' gamma and gae_lambda.
 
     Args:
-        rollout: of the batch; needs `truncated`.
+        rollout: its batch needs `truncated`.
         rewards: [T - S], token rewards.
-        values: [T], critic's value of each prefix.
+        values: [T], the critic's value of each prefix.
     """
     o, truncated = rollout.options, rollout.batch["truncated"]
     advantages, returns = gae(rewards, values, rollout.mask, rollout.cu_seqlens, truncated, o.gamma, o.gae_lambda)
@@ -46,10 +46,10 @@ def generalised(rollout: Rollout, rewards: torch.Tensor, values: torch.Tensor) -
 
 
 def batch_metrics(rollout: Rollout) -> Mapping[str, float]:
-    """Metrics of a batch as a policy reports them, over all ranks.
+    """Metrics of a policy's batch over all ranks.
 
-    Lengths are in tokens, `kl/mean` is a sum over a response in nats, `reward/*` are rewards as they came. `kl/*` and
-    `reward/*` are there if the batch has reference log-probabilities and rewards.
+    Lengths are in tokens. `kl/mean` is a sum over a response, in nats; absent without reference log-probabilities.
+    `reward/*` are rewards before shaping; absent without rewards.
     """
     lengths = rollout.cu_seqlens.diff().double()
     responses = rollout.actions.counts.double()

@@ -1,6 +1,6 @@
-"""Which samples are trained on: the filters that ``algorithm.filter`` chooses, and the call that applies them.
+"""Filters of training samples, chosen by ``algorithm.filter``, and the interface that applies them.
 
-What a filter drops is replaced within the step by other samples of the dataset, so that training always has its batch.
+Other samples of the dataset replace the dropped ones within the step, so that training always gets a full batch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ def equal_rewards(batch: SequenceSample, options: PolicyOptions) -> Sequence[boo
 
 
 class Filter(ModelInterface):
-    """inference: what the filter reads, `rewards` among it -> `rewards` of the samples that stay.
-
-    Args:
-        name: of the filter.
-    """
+    """inference: the keys that the filter reads, with `rewards` -> `rewards` of the samples that stay."""
 
     def __init__(self, name: str) -> None:
         self._filter = find_piece("filter", name).load()

@@ -3,8 +3,8 @@
 Schulman et al. 2016, "High-dimensional continuous control using generalized advantage estimation", equations 11 and 16:
 delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum_k (gamma lambda)^k delta_{t+k}, return_t = A_t + V_t.
 
-Only actions take part: the next state of an action is the state of the sequence's next action, so prompt tokens, and
-tokens that an environment put between two responses, neither count as time nor leak their values.
+Only actions are time steps: the next state of an action is the state of the sequence's next action. Prompt tokens, and
+tokens that an environment put between two responses, are skipped with their values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def discounted_suffix_sums(x: torch.Tensor, remaining: torch.Tensor, discount: f
 
     Args:
         x: [R], segments one after the other.
-        remaining: int64 [R], elements that follow in the same segment.
+        remaining: int64 [R], number of later elements in the same segment.
         discount: in [0, 1].
     """
     if x.numel() == 0:

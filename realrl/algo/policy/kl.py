@@ -1,4 +1,4 @@
-"""KL to the reference policy: penalty in the token rewards, and the controllers of its weight.
+"""KL to the reference policy: the penalty in the token rewards, and the controllers of its weight.
 
 Ziegler et al. 2019, "Fine-tuning language models from human preferences", section 2.2: token rewards
 -kl_coef (log pi - log ref)_t with the score on the last action, and the proportional controller of kl_coef.
@@ -31,7 +31,7 @@ class FixedKL:
         self.coef = coef
 
     def update(self, kl: float, n_sequences: int) -> None:
-        """Nothing to adapt."""
+        """Keep the weight."""
 
 
 class AdaptiveKL:
@@ -74,7 +74,6 @@ def token_rewards(
         old_logprobs: [T - S].
         ref_logprobs: [T - S].
         scores: [S], already scaled and clipped.
-        actions: of the batch.
         kl_coef: weight of the penalty.
     """
     at = actions.transition

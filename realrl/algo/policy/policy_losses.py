@@ -1,9 +1,9 @@
-"""What a policy minimises for each action: the losses that ``algorithm.policy_loss`` chooses.
+"""Policy losses, chosen by ``algorithm.policy_loss``.
 
-Each gives one number per action; normalising, KL term and entropy bonus are `realrl.algo.policy.actor`'s. A loss of a
-whole response stands on each of its actions, so that its mean over a response's actions is the response's loss.
+Each gives one number per action; `realrl.algo.policy.actor` normalises, and adds the KL term and the entropy bonus. The
+loss of a whole response is repeated on each of its actions, so that its mean over them is the response's loss.
 
-Log-ratios are cut at +-20: beyond it the ratio says nothing more, and an infinite one would make the loss NaN.
+Log-ratios are clipped at +-20, because an infinite ratio would make the loss NaN.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ class ActionBatch:
     """The R actions of a micro-batch; all float32 [R], in the order of the transitions.
 
     Attributes:
-        batch: the micro-batch, with `input_ids`, `prompt_mask` and what the piece declared.
-        logprobs: of the policy that is trained, with gradient.
-        old_logprobs: of the policy that the step began with.
-        advantages: of each action.
-        logprobs_of: int64 [R, K] tokens in the actions' places -> float32 [R, K] log-probabilities under the policy
-            that is trained, with gradient; a second pass through the language-model head.
+        batch: the micro-batch, with `input_ids`, `prompt_mask` and the keys that the piece declared.
+        logprobs: under the trained policy, with gradient.
+        old_logprobs: under the policy at the start of the step.
+        logprobs_of: int64 [R, K] tokens in the actions' places -> float32 [R, K] log-probabilities under the trained
+            policy, with gradient. Costs a second pass through the language-model head.
     """
 
     batch: SequenceSample
@@ -44,16 +43,15 @@ class ActionBatch:
 
     @cached_property
     def actions(self) -> Actions:
-        """Where the actions are in the micro-batch."""
         return Actions.find(response_mask(self.batch), self.batch.cu_seqlens("input_ids"))
 
     @cached_property
     def logratio(self) -> torch.Tensor:
-        """log pi - log pi_old of each action, with gradient, cut at +-20."""
+        """log pi - log pi_old of each action, with gradient, clipped at +-20."""
         return _cut(self.logprobs - self.old_logprobs)
 
     def rows(self, key: str) -> torch.Tensor:
-        """[R, ...]: what a key per transition holds of the actions."""
+        """[R, ...]: rows of a per-transition key at the actions."""
         return self.batch[key][response_mask(self.batch)]
 
     def response_sums(self, values: torch.Tensor) -> torch.Tensor:
@@ -68,7 +66,7 @@ class ActionBatch:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A number per action.
+    """Losses and statistics per action.
 
     Attributes:
         losses: [R], with gradient.
@@ -133,7 +131,7 @@ def reinforce(actions: ActionBatch, options: PolicyOptions) -> PolicyLoss:
 def teacher_kl(actions: ActionBatch, options: PolicyOptions) -> PolicyLoss:
     """KL(pi || teacher) of the next token, with all tokens but the teacher's likeliest `teacher_top_k` taken as one.
 
-    sum over the top tokens of p log(p / q), plus the same for what remains of both; never more than the KL of the whole
+    sum over the top tokens of p log(p / q), plus the same for the remaining mass of both. At most the KL of the whole
     distributions (log-sum inequality), and equal to it when `teacher_top_k` is the size of the vocabulary. Agarwal et
     al. 2024, "On-policy distillation of language models", equation 3, with reverse KL. Advantages are not read.
     """
@@ -146,7 +144,7 @@ def teacher_kl(actions: ActionBatch, options: PolicyOptions) -> PolicyLoss:
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: Literal["k1", "k2", "k3"]) -> torch.Tensor:
-    """Estimates of KL(pi || ref) from one sample each, [R], with d = log ref - log pi, cut at +-20.
+    """Estimates of KL(pi || ref) from one sample each, [R], with d = log ref - log pi, clipped at +-20.
 
     k1 = -d; k2 = d^2 / 2; k3 = exp(d) - d - 1, which is never negative (http://joschu.net/blog/kl-approx.html).
     """

@@ -1,9 +1,9 @@
-"""The dataset's own answers beside a policy's responses, so that it keeps to them: the pretraining loss.
+"""Pretraining loss: a policy also learns the dataset's own answers.
 
 Ouyang et al. 2022, "Training language models to follow instructions with human feedback", equation 2: the policy's loss
-plus `ptx_coef` times the mean negative log-likelihood of other text, here of the answers of the prompts at hand.
+plus `ptx_coef` times the mean negative log-likelihood of other text, here the answers to the batch's prompts.
 
-An answer is one more sequence of its sample. All its tokens count as prompt, so that nothing takes them for a response;
+An answer is one more sequence of its sample. All its tokens are marked as prompt, so that no other loss includes them;
 `ANSWER_WEIGHTS` marks its transitions.
 """
 
@@ -29,13 +29,13 @@ def with_answers(data: SequenceSample, metadata: SequenceSample, model: Model, c
 
     Args:
         data: `input_ids`, `prompt_mask` and keys per token, transition, sequence or sample; 0 on the answers.
-        metadata: the same samples' `metadata`, which has the answer of their row.
+        metadata: `metadata` of the same samples, which holds the answer of their row.
         model: its tokenizer encodes answers.
         ctx: names the minibatches.
 
     Returns:
-        Weights are 0 off the answers' tokens, and such that a sum over a minibatch's answer tokens, over the number of
-        its actions, is the mean over its answer tokens; all ranks together.
+        `answer_weights` are 0 off the answers. The weighted sum over a minibatch's answer tokens, divided by its number
+        of actions, is the mean over its answer tokens, both over all ranks.
 
     Raises:
         CallError: a row has no answer; names the sample.
@@ -60,7 +60,7 @@ def with_answers(data: SequenceSample, metadata: SequenceSample, model: Model, c
 
 
 def _extra(key: str, per: Per, like: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
-    """What a key holds of an answer; None for a key per sample."""
+    """Rows of a key for an answer; None for a per-sample key."""
     if key == "input_ids":
         return tokens
     if key == "prompt_mask":
@@ -91,7 +91,7 @@ def _answers(metadata: SequenceSample, model: Model, ctx: CallContext) -> list[l
 
 
 def _weights(data: SequenceSample, answers: list[list[int]], model: Model, ctx: CallContext) -> list[float]:
-    """For each sample, what a token of its answer weighs: actions over answer tokens of its minibatch."""
+    """Weight of each sample's answer tokens: actions / answer tokens of its minibatch, over all ranks."""
     place = {sample_id: i for i, ids in enumerate(ctx.minibatches) for sample_id in ids}
     totals = torch.zeros(2, len(ctx.minibatches), dtype=torch.float64, device=model.engine.device)
     for i, ids in enumerate(ctx.minibatches):

@@ -1,4 +1,4 @@
-"""What an advantage reads: a rank's share of a batch of responses, and what several advantages need of it."""
+"""The input of advantages: a rank's share of a batch of responses, and quantities that several advantages need."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GRANULARITY = {
 
 
 def check_granularity(batch: SequenceSample) -> None:
-    """Refuse a key whose rows are not what the formulas take them for.
+    """Refuse a key with another granularity than the formulas assume.
 
     Raises:
         SampleError: names the key.
@@ -55,13 +55,12 @@ class Rollout:
     A group is what one sample holds: the responses to one prompt. It is never spread over ranks.
 
     Attributes:
-        batch: with the keys that the piece declared; `key in rollout.batch` tells whether an optional one is there.
-        options: under ``algorithm.``.
-        all_reduce: sum over the ranks that hold other samples.
+        batch: holds the keys that the piece declared; `key in rollout.batch` is False for an absent optional one.
+        options: the configuration's ``algorithm`` section.
+        all_reduce: sum over the ranks that hold different samples.
         kl_coef: weight of the KL penalty in the token rewards of this batch.
-        state: numbers that a piece keeps from step to step; checkpoints hold them. Equal on all ranks, if what is put
-            in is.
-        metrics: what a piece wants logged; numbers that are equal on all ranks.
+        state: numbers that a piece keeps from step to step and checkpoints save. All ranks must write the same.
+        metrics: numbers that a piece logs. All ranks must write the same.
     """
 
     batch: SequenceSample
@@ -83,7 +82,6 @@ class Rollout:
 
     @cached_property
     def actions(self) -> Actions:
-        """Where the actions are."""
         return Actions.find(self.mask, self.cu_seqlens)
 
     @cached_property
@@ -94,7 +92,7 @@ class Rollout:
 
     @cached_property
     def group(self) -> torch.Tensor:
-        """int64 [S]: number of each response's sample."""
+        """int64 [S]: index of each response's sample."""
         numbers = torch.arange(len(self.batch), device=self.mask.device)
         return torch.repeat_interleave(numbers, self.group_sizes)
 
@@ -104,13 +102,13 @@ class Rollout:
         return self.shaped(self.batch["rewards"], self.batch["truncated"])
 
     def shaped(self, rewards: torch.Tensor, truncated: torch.Tensor) -> torch.Tensor:
-        """float32 [S]: any rewards, treated as those of `scores` are."""
+        """float32 [S]: rewards, shifted, scaled and clipped like `scores`."""
         o = self.options
         return shape_scores(rewards, truncated, o.reward_scaling, o.reward_bias, o.reward_clip, o.score_truncated)
 
     @cached_property
     def sequence_kl(self) -> torch.Tensor | None:
-        """float64 [S]: log pi_old - log pi_ref summed over each response; None where nobody computed the reference."""
+        """float64 [S]: log pi_old - log pi_ref summed over each response; None without `ref_logprobs`."""
         if "ref_logprobs" not in self.batch:
             return None
         return sequence_kl(self.batch["old_logprobs"], self.batch["ref_logprobs"], self.actions)

@@ -1,4 +1,4 @@
-"""What the interfaces that train on rollouts share: the KL controller, and the state that pieces keep."""
+"""Base class of the interfaces that train on rollouts: the KL controller, and the state that pieces keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RolloutInterface(ModelInterface):
         return n_minibatches * algorithm.ppo_epochs
 
     def rollout(self, engine: Engine, batch: SequenceSample, options: PolicyOptions) -> Rollout:
-        """The batch with this step's weight of the KL penalty.
+        """Combine a batch with the current KL coefficient and the state of pieces.
 
         Raises:
             SampleError: a key has another granularity than the formulas need.
@@ -38,7 +38,7 @@ class RolloutInterface(ModelInterface):
         return Rollout(batch, options, engine.all_reduce, self._controller.coef, self._piece_state)
 
     def follow_kl(self, rollout: Rollout) -> None:
-        """Let the controller see the KL of a batch; once per batch."""
+        """Update the KL controller with the KL of a batch; call once per batch."""
         if self._controller is not None and rollout.sequence_kl is not None:
             kl = rollout.moments(rollout.sequence_kl)
             self._controller.update(kl.mean, int(kl.count))

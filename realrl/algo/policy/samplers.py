@@ -1,4 +1,4 @@
-"""How responses come about: the samplers that ``algorithm.sampler`` chooses."""
+"""Samplers of responses, chosen by ``algorithm.sampler``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def sample(model: Model, prompts: SequenceSample, ctx: CallContext) -> Generatio
 
 
 def greedy(model: Model, prompts: SequenceSample, ctx: CallContext) -> GenerationResult:
-    """The likeliest token at each position, and so a single response."""
+    """A single response, of the likeliest token at each position."""
     generation = ctx.generation.model_copy(update={"temperature": 0.0, "n_responses": 1})
     return model.engine.generate(prompts, generation, seed=ctx.seed, step=ctx.step, eos_id=model.tokenizer.eos_token_id)

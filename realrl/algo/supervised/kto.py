@@ -92,7 +92,7 @@ def _train(model: Model, batch: SequenceSample, ctx: CallContext, options: KTOOp
 
 
 def _join(parts: Sequence[TrainSummary]) -> TrainSummary:
-    """The summary of all minibatches from one of each."""
+    """Combine the summaries of single minibatches."""
     n_units = math.fsum(part.n_units for part in parts)
     return TrainSummary(
         stats={name: math.fsum(p.stats[name] * p.n_units for p in parts) / n_units for name in parts[0].stats},
@@ -104,7 +104,7 @@ def _join(parts: Sequence[TrainSummary]) -> TrainSummary:
 
 
 def _stats(summary: TrainSummary) -> dict[str, float]:
-    """What `kto_loss` sums over good and over bad answers, as means over answers of that kind."""
+    """Convert the statistics of `kto_loss` to means over good and over bad answers."""
     stats = {"loss": summary.stats["loss"]}
     for kind in ("good", "bad"):
         share = summary.stats[kind]

@@ -1,4 +1,4 @@
-"""Losses on whole answers: what preference algorithms make of log pi(answer) - log ref(answer), the log-ratio.
+"""Preference losses on whole answers: functions of the log-ratio, log pi(answer) - log ref(answer).
 
 As in `realrl.algo.losses`, losses and statistics are sums over a micro-batch, in float32; the caller divides by the
 pairs or answers of the whole minibatch.
@@ -22,8 +22,8 @@ def answer_sums(values: torch.Tensor, batch: SequenceSample) -> tuple[torch.Tens
     """Sums over each sequence's answer tokens.
 
     Args:
-        values: [T - S], per transition; what it holds off the answers (NaN included) does not matter.
-        batch: with `input_ids` and `prompt_mask`.
+        values: [T - S], per transition; not read off the answers.
+        batch: holds `input_ids` and `prompt_mask`.
 
     Returns:
         float32 [S] sums, 0 for a sequence without answer, and int64 [S] answer tokens.
@@ -48,12 +48,12 @@ def dpo_loss(
     Args:
         logratios: [2 P], chosen, rejected, chosen, rejected, ...
         counts: [2 P], answer tokens.
-        kind: of f.
+        kind: name of f.
         beta: see above; ipo's tau.
-        label_smoothing: e; of sigmoid only.
+        label_smoothing: e; sigmoid only.
 
     Stats: loss, accuracy (margin above 0), margin, chosen_reward and rejected_reward, which are beta times log-ratios
-    (sums, whatever the kind).
+    (sums for every kind).
     """
     rewards = (beta * logratios.detach()).view(-1, 2)
     terms = logratios / counts.clamp(min=1) if kind == "ipo" else logratios
@@ -96,9 +96,6 @@ def kto_loss(
         logratios: [S].
         is_good: bool [S].
         kl: the reference point, at least 0; a constant.
-        beta: see above.
-        desirable_weight: see above.
-        undesirable_weight: see above.
 
     Stats: loss; good and bad, the numbers of answers; good_reward and bad_reward, sums of beta times log-ratio over
     these.

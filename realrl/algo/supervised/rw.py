@@ -24,8 +24,7 @@ class RewardModel(ModelInterface):
     def inference(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
         """`rewards`, float32 per sequence, on the engine's device.
 
-        A sequence that was cut off is scored as if it ended there, at an end-of-sequence token put after it: training
-        has seen no score anywhere else.
+        A truncated sequence is scored with an end-of-sequence token appended, because training reads the score there.
         """
         batch = batch.select(batch.ids, ("input_ids",)).to(model.engine.device)
         closed = with_end(batch, model.tokenizer.eos_token_id)
@@ -61,12 +60,11 @@ class RewardModel(ModelInterface):
 def pair_metrics(
     batch: SequenceSample, stats: Sequence[Mapping[str, torch.Tensor]], margins: Sequence[float]
 ) -> SequenceSample:
-    """What evaluating pairs returns.
+    """Evaluation metrics of a batch of pairs.
 
     Args:
-        batch: of the pairs.
-        stats: loss and accuracy of each.
-        margins: of each.
+        stats: `loss` and `accuracy` of each pair.
+        margins: margin of each pair.
     """
     columns = {
         "weight": [1.0] * len(stats),

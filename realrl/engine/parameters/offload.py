@@ -3,7 +3,7 @@
     resident ──offload──► offloaded ──prefetch──► returning ──wait──► resident
 
 The parameter objects stay; their data is empty unless they are resident, so that using them fails instead of reading
-stale numbers. On CUDA both copies run beside the computation; on the CPU, the twin makes the same moves at once.
+stale numbers. On CUDA both copies overlap with computation; on the CPU they complete at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from realrl.errors import InvalidTransitionError
 
 
 class Residence(Enum):
-    """Where the parameters are."""
+    """Location of the parameters."""
 
     RESIDENT = "resident"
     OFFLOADED = "offloaded"
@@ -28,7 +28,7 @@ class Residence(Enum):
 
 @dataclass(frozen=True)
 class _View:
-    """How a tensor lies in a block of memory that it may share with others, in elements."""
+    """Place of a tensor in a block of memory that it may share with others, in elements."""
 
     tensor: torch.Tensor
     size: torch.Size
@@ -47,16 +47,15 @@ class _Block:
 class Offloader:
     """Moves tensors between a device and host memory; they come back bit for bit, sharing the memory that they shared.
 
-    The device's memory is free once nothing else refers to it: views of the tensors that are not given here (another
-    layout that aliases them, say) keep it alive and must be dropped first. While the tensors are away, no optimizer may
-    touch them.
+    Other views of the tensors, such as a layout that aliases them, keep the device's memory alive and must be dropped
+    first. No optimizer may touch the tensors while they are away.
 
     Args:
-        tensors: parameters by name; several names may mean one tensor. What they hold is read at each `offload`, so
-            they may be re-pointed or updated in between, while resident.
+        tensors: parameters by name; several names may mean one tensor. Each `offload` reads their current data, so they
+            may be re-pointed or updated while resident.
         device: where they are when resident.
-        keeps_host_copy: for parameters that nobody ever changes (a frozen role): the host copy is made once and stays,
-            so that every later `offload` is free.
+        keeps_host_copy: True, for parameters that never change (a frozen role), makes the host copy once and keeps it,
+            so that every later `offload` copies nothing.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Offloader:
         self.residence = Residence.RETURNING
 
     def wait(self) -> None:
-        """Return when the tensors can be used, fetching them now if nobody did; at once when they are resident."""
+        """Make the tensors resident, with a `prefetch` if there was none yet; returns when they can be used."""
         if self.residence is Residence.RESIDENT:
             return
         if self.residence is Residence.OFFLOADED:

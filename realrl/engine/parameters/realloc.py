@@ -1,10 +1,10 @@
-"""Parameters from one layout to another: executes a `ReallocPlan` on one rank.
+"""Execution of a `ReallocPlan` on one rank: parameters move from one layout to another.
 
     source shards ──pack──► messages ──round by round──► unpack ──► target shards
          └───────── what the rank keeps itself: aliased, or copied ────────┘
 
-Two rounds of messages exist at a time, so that a reallocation needs little memory beyond the two layouts; and of these,
-the target aliases the source where it can.
+At most two rounds of messages exist at a time, so a reallocation needs little memory beyond the two layouts. The target
+aliases the source where it can.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from realrl.plan.parameters.specs import Slice
 
 @dataclass(frozen=True)
 class ReallocResult:
-    """What a rank has after a reallocation.
+    """Result of a reallocation on one rank.
 
     Attributes:
         parameters: this rank's shard of the target layout, by global name; empty where the target layout has no shard.
-        bytes_received, bytes_sent: of parameters, from and to other ranks.
-        peak_bytes: the most that source shard, new tensors and messages under way took together.
+        bytes_received, bytes_sent: parameter bytes from and to other ranks.
+        peak_bytes: largest sum of source shard, new tensors and messages under way.
         adopted: source tensors that are views of `parameters`.
     """
 
@@ -43,9 +43,9 @@ class ReallocResult:
     adopted: tuple[torch.Tensor, ...] = ()
 
     def release(self) -> None:
-        """Forget the parameters, and give adopted source tensors memory of their own again, one by one.
+        """Drop the parameters, and give adopted source tensors memory of their own again, one by one.
 
-        Whoever else uses `parameters`, a decoder say, must have dropped them for their memory to be freed.
+        Memory is freed only if nothing else, such as a decoder, refers to the parameters any more.
         """
         self.parameters.clear()
         for tensor in self.adopted:
@@ -53,13 +53,12 @@ class ReallocResult:
 
 
 class Reallocator:
-    """Moves parameters as planned, as often as wanted; keeps no tensor in between.
+    """Executes a plan, any number of times; keeps no tensor in between.
 
     Args:
         plan: the same on every rank.
-        world: the group of all ranks: the plan's ranks are places in it.
-        rank: this rank.
-        device: of all tensors.
+        world: the group of all ranks; the plan's ranks are places in it.
+        device: where all tensors are.
         bucket_bytes: limit of the messages of one round and direction; twice as much may be under way. The same on
             every rank.
     """
@@ -91,7 +90,7 @@ class Reallocator:
         alias: bool = True,
         adopt: bool = False,
     ) -> ReallocResult:
-        """`start`, and wait for the end."""
+        """Start, and wait for the end."""
         return self.start(source, target=target, eta=eta, alias=alias, adopt=adopt).wait()
 
     @torch.no_grad()
@@ -104,9 +103,9 @@ class Reallocator:
         alias: bool = True,
         adopt: bool = False,
     ) -> Reallocation:
-        """Send the first messages and copy what the rank keeps; every rank of either layout calls this in one order.
+        """Send the first messages and copy what the rank keeps; all ranks of both layouts call this in the same order.
 
-        Nobody may write to the source before `Reallocation.wait` has returned.
+        The source must not be written before `Reallocation.wait` has returned.
 
         Args:
             source: this rank's shard of the source layout by global name, parameters or other tensors; ignored where
@@ -114,9 +113,9 @@ class Reallocator:
             target: write ``eta * source + (1 - eta) * target`` into these tensors, which lie apart from the source's;
                 None makes new ones.
             alias: let a target shard that is a part of the source shard be a view of it, contiguous or not.
-            adopt: where, the other way round, a source shard is a part of the target shard, re-point the given source
-                tensor into the target tensor, so that nothing exists twice, until `ReallocResult.release`. The source
-                tensors may not be trained or offloaded in between.
+            adopt: where a source shard is a part of the target shard, re-point the given source tensor into the target
+                tensor until `ReallocResult.release`, so that nothing exists twice. Adopted source tensors must not be
+                trained or offloaded in between.
 
         Raises:
             RunError: a tensor is missing, or its shape, dtype or device is not the plan's.
@@ -147,7 +146,7 @@ class Reallocator:
     def _checked(
         self, side: str, tensors: Mapping[str, torch.Tensor] | None, shapes: Mapping[str, tuple[int, ...]]
     ) -> dict[str, torch.Tensor]:
-        """The tensors that the plan speaks of, or the reason why they cannot be used."""
+        """The plan's tensors, detached; raises `RunError` if one is missing or unfit."""
         shard = {}
         for name, shape in shapes.items():
             tensor = None if tensors is None else tensors.get(name)
@@ -184,7 +183,7 @@ class Reallocation:
     def wait(self) -> ReallocResult:
         """Return when this rank's target shard is complete and nothing reads its source tensors any more.
 
-        On CUDA: when all later work on the current stream will find it so.
+        On CUDA this holds for all later work on the current stream.
         """
         while self._under_way:
             self._finish(self._under_way.popleft())
@@ -220,7 +219,7 @@ class Reallocation:
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A round that was sent: what it brings for unpacking, and the memory it takes."""
+    """A round under way: its messages to unpack, and the memory that it takes."""
 
     pending: Pending
     unpack: tuple[tuple[Message, torch.Tensor], ...]
@@ -228,9 +227,9 @@ class _UnderWay:
 
 
 class _Shards:
-    """This rank's tensors on both sides, and how messages are made from them and written to them.
+    """This rank's source and target tensors, from which messages are made and to which they are written.
 
-    `peak_bytes` is the most memory that they and the messages took so far.
+    `peak_bytes` is the most memory that the tensors and the messages took so far.
     """
 
     def __init__(self, source: dict[str, torch.Tensor], target: dict[str, torch.Tensor], eta: float = 1.0) -> None:
@@ -251,7 +250,7 @@ class _Shards:
         self.account(-view.nbytes)
 
     def outgoing(self, message: Message) -> tuple[torch.Tensor, bool]:
-        """The message's elements [n], and whether they are a copy."""
+        """The message's elements [n], and True if they are a copy."""
         views = [_view(self.source[piece.parameter], piece.slices) for piece in message.pieces]
         if len(views) == 1 and views[0].is_contiguous():
             return views[0].view(-1), False
@@ -260,7 +259,7 @@ class _Shards:
         return flat, True
 
     def incoming(self, message: Message) -> tuple[torch.Tensor, bool]:
-        """Where to receive the message's elements [n], and whether they must be written to the target afterwards."""
+        """A buffer for the message's elements [n], and True if they must be written to the target afterwards."""
         if len(message.pieces) == 1 and self._eta == 1.0:
             (piece,) = message.pieces
             view = _view(self.target[piece.parameter], piece.slices)
@@ -295,7 +294,7 @@ def _split(message: Message, flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _shapes(layout: ParameterLayout, rank: int) -> dict[str, tuple[int, ...]]:
-    """Of the rank's shard, by parameter; empty where the layout has none on it."""
+    """Shapes of the rank's shard by parameter; empty if the layout has none on it."""
     if rank not in layout:
         return {}
     return {name: tuple(stop - start for start, stop in slices) for name, slices in layout.slices_of(rank).items()}

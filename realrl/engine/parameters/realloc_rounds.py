@@ -1,12 +1,12 @@
-"""In which messages, and in which order, a rank sends and receives the slices of a reallocation.
+"""Messages of a reallocation on one rank, and the rounds in which they travel.
 
 Invariants of `rounds_of`:
     - every transfer of the rank lies in its messages exactly once, whole or cut into rows;
-    - two ranks derive the same messages for each other, and put the n-th ones of a pair into the n-th round: ranks that
-      go through their rounds in order meet in each, and no round waits for a later one;
-    - the messages of one rank in one round and direction hold at most `bucket_bytes`, and for each peer one row of a
-      matrix (stacked ones are cut inside too) or the smallest share worth a message (a 64th of the bucket) more;
-    - a message holds one dtype; small slices share one, a large slice has its own and can travel without a copy.
+    - two ranks derive the same messages for each other, and put the n-th messages of a pair into the n-th round. So
+      ranks that go through their rounds in order never wait for a later one;
+    - the messages of one rank in one round and direction hold at most `bucket_bytes`, plus for each peer one row of a
+      matrix (stacked matrices are cut inside too) or the smallest share worth a message (a 64th of the bucket);
+    - a message holds one dtype; small slices share a message, a large slice has its own and can travel without a copy.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ _SMALLEST_SHARE = 64
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A part of a parameter: where it lies in this rank's own shard."""
+    """Slice of a parameter, in coordinates of this rank's own shard."""
 
     parameter: str
     slices: Slice
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
         return tuple(stop - start for start, stop in self.slices)
 
     @property
     def num_elements(self) -> int:
-        """Of the part."""
         return prod(self.shape)
 
 
@@ -51,26 +49,25 @@ class Message:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all pieces."""
         return sum(piece.num_elements for piece in self.pieces)
 
 
 @dataclass(frozen=True)
 class Round:
-    """What a rank sends and receives at one time."""
+    """Messages that a rank sends and receives together."""
 
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
 
 
 def rounds_of(plan: ReallocPlan, rank: int, dtypes: Mapping[str, str], *, bucket_bytes: int) -> tuple[Round, ...]:
-    """The rounds of one rank; it has nothing to do in later ones.
+    """Rounds of one rank, which has nothing to do in later ones.
 
     All pairs of ranks spread their bytes evenly over as many rounds as the rank with the most bytes needs.
 
     Args:
-        dtypes: of the parameters, by name.
-        bucket_bytes: how much a rank has under way in one round, in each direction; the same on every rank.
+        dtypes: parameter name -> dtype.
+        bucket_bytes: limit of one round in each direction; the same on every rank.
     """
     busiest = max(max(plan.bytes_received(peer), plan.bytes_sent(peer)) for peer in plan.ranks)
     n_rounds = max(-(-busiest // bucket_bytes), 1)
@@ -88,13 +85,13 @@ def rounds_of(plan: ReallocPlan, rank: int, dtypes: Mapping[str, str], *, bucket
 
 
 def _limit(transfers: Sequence[SliceTransfer], n_rounds: int, bucket_bytes: int) -> int:
-    """Bytes from one rank to another in one round."""
+    """Limit, in bytes, of one round from one rank to another."""
     num_bytes = sum(transfer.num_bytes for transfer in transfers)
     return max(-(-num_bytes // n_rounds), bucket_bytes // _SMALLEST_SHARE, 1)
 
 
 def _grouped(transfers: Sequence[SliceTransfer], *, by_target: bool) -> dict[int, list[SliceTransfer]]:
-    """By peer, peers ascending."""
+    """Transfers by peer, peers ascending."""
     groups: dict[int, list[SliceTransfer]] = {}
     for transfer in transfers:
         groups.setdefault(transfer.target if by_target else transfer.source, []).append(transfer)
@@ -104,7 +101,7 @@ def _grouped(transfers: Sequence[SliceTransfer], *, by_target: bool) -> dict[int
 def _messages(
     transfers: Sequence[SliceTransfer], peer: int, dtypes: Mapping[str, str], limit: int
 ) -> list[list[Message]]:
-    """Per round, the messages for the transfers with one peer."""
+    """Messages of the transfers with one peer, per round."""
     is_sender = transfers[0].target == peer
     rounds: list[list[Message]] = []
     parts: list[tuple[SliceTransfer, int, int]] = []
@@ -151,7 +148,7 @@ def _piece(transfer: SliceTransfer, start: int, stop: int, is_sender: bool) -> S
 
 
 def _unstacked(transfer: SliceTransfer, limit: int) -> Iterator[SliceTransfer]:
-    """Stacked matrices, such as those of experts, one by one if a single one exceeds `limit`; the rest as it is."""
+    """Split stacked matrices, such as those of experts, if a single one exceeds `limit`; keep other transfers whole."""
     n_matrices = _extent(transfer, 0)
     if len(transfer.source_slice) < 3 or transfer.num_bytes <= limit * n_matrices:
         yield transfer
@@ -166,7 +163,7 @@ def _unstacked(transfer: SliceTransfer, limit: int) -> Iterator[SliceTransfer]:
 
 
 def _row_dim(transfer: SliceTransfer) -> int:
-    """The dim along which a transfer is cut: that of matrices where there is only one of a stack."""
+    """The dim along which a transfer is cut: 0, or 1 for a single matrix of a stack."""
     return 1 if len(transfer.source_slice) > 2 and _extent(transfer, 0) == 1 else 0
 
 

@@ -1,10 +1,10 @@
-"""Gradients after the backward pass: completed over the ranks of a layout, and measured.
+"""Reduction of gradients over the ranks of a layout, and their norm.
 
     partial over tp ──► summed over dp ──► a tied embedding's two added ──► norm over tp and pp, each parameter once
 
-Copies of one parameter must stay equal for ever, so they are reduced alike: what tensor ranks hold in common fills
-buckets of its own (the order in which ranks add up depends on the place in a bucket), and the sum of the two gradients
-of a tied embedding comes last.
+Copies of one parameter must stay bit-equal, so their gradients are reduced alike. Gradients that tensor ranks have in
+common fill buckets of their own, because the order of additions depends on the place in a bucket. The two gradients of
+a tied embedding are added last.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def reduce_gradients(decoder: Decoder, gradients: Mapping[str, torch.Tensor], pa
     """Complete the gradients in place and return their global norm, equal on all ranks; all of them call this.
 
     Args:
-        decoder: whose gradients they are.
-        gradients: float32, of every parameter of this rank that is trained, by global name.
-        parallel: this rank's place.
+        gradients: global name -> float32 gradient of each trained parameter of this rank.
     """
     sync_partial_gradients(decoder, parallel.tp, gradients)
     if parallel.dp.n_ranks > 1:
@@ -54,7 +52,7 @@ def _global_norm(decoder: Decoder, gradients: Mapping[str, torch.Tensor], parall
 
 
 def is_copied(decoder: Decoder, parallel: Parallel, name: str) -> bool:
-    """Whether other ranks of the same data-parallel rank hold the same slice of a parameter as this one."""
+    """True if another rank of the same data-parallel replica holds the same slice of a parameter."""
     if name == TIED and parallel.tied.n_ranks > 1 and is_tied(decoder):
         return True
     spec, tp_size = decoder.specs[name], decoder.shard.tp_size
@@ -62,12 +60,12 @@ def is_copied(decoder: Decoder, parallel: Parallel, name: str) -> bool:
 
 
 def is_tied(decoder: Decoder) -> bool:
-    """Whether the head's weight is the embedding's."""
+    """True if the head's weight is the embedding's."""
     return decoder.config.tied_embeddings and not decoder.config.is_scalar
 
 
 def is_counted_here(decoder: Decoder, name: str) -> bool:
-    """Whether this rank is the first of those that hold the same slice."""
+    """True if this rank is the first of those that hold the same slice."""
     if name == TIED and decoder.has_tied_copy:
         return False
     tp_rank = decoder.shard.tp_rank
@@ -82,7 +80,7 @@ def _first_unit(decoder: Decoder, name: str, tp_rank: int) -> int:
 
 
 def _by_holders(decoder: Decoder, gradients: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Gradients that other tensor ranks hold too, apart from those that are this rank's only."""
+    """Gradients in groups with equally many holders among the tensor ranks."""
     tp_size = decoder.shard.tp_size
     if tp_size == 1:
         return [list(gradients.values())]

@@ -1,7 +1,7 @@
 """The load-balancing loss of a minibatch: one normaliser for all micro-batches, ranks and stages, and its statistics.
 
-Every rank counts the same sequences whatever the layout is, so each router's auxiliary gradient has its final weight
-where it is made (`realrl.model.layers.moe.LoadBalance`), and only statistics travel.
+The normaliser counts the sequences of the whole minibatch, so each router's auxiliary gradient has its final weight
+where it is computed (`realrl.model.layers.moe.LoadBalance`), and only statistics are reduced.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class MinibatchBalance:
     """The auxiliary losses of all micro-batches of one minibatch.
 
     Args:
-        decoder: one with experts.
-        parallel: its place; all ranks of the layout make this together.
+        decoder: must have experts.
+        parallel: all ranks of the layout construct this together.
         minibatch: this rank's share.
-        factor: of the gradient alone; what the loss itself is multiplied by before the backward pass.
+        factor: scale of the gradient, equal to that of the loss before the backward pass; statistics are not scaled.
     """
 
     def __init__(self, decoder: Decoder, parallel: Parallel, minibatch: SequenceSample, *, factor: float = 1.0) -> None:
@@ -41,13 +41,13 @@ class MinibatchBalance:
         self._parts: list[LoadBalance] = []
 
     def of(self, seqlens: Sequence[int]) -> LoadBalance:
-        """The part of one micro-batch, for its forward pass."""
+        """Auxiliary loss of one micro-batch, for its forward pass."""
         weight = self._factor * self._moe.aux_loss_coef / (self._n_sequences * len(self._layers))
         self._parts.append(LoadBalance(self._moe, seqlens, weight=weight, device=self._device))
         return self._parts[-1]
 
     def stats(self) -> dict[str, float]:
-        """Of the whole minibatch, the same on all ranks; all of them call this, after the last forward pass.
+        """Statistics of the whole minibatch, equal on all ranks; all of them call this after the last forward pass.
 
         `aux_loss` is the loss before its coefficient, k where all experts are used equally. `expert_load_max` is the
         load of the busiest expert of all layers, relative to that of equal use: 1 at best, n_experts / k at worst.

@@ -18,7 +18,7 @@ def split_balanced(batch: SequenceSample, micro_batching: MicroBatching, *, defa
     With fewer samples than `n_mbs` there are as many micro-batches as samples; none is empty.
 
     Args:
-        default: how many where `micro_batching` leaves it open.
+        default: number of micro-batches if `micro_batching` sets none.
     """
     weights = _weights(batch)
     if micro_batching.max_tokens_per_mb is not None:
@@ -28,10 +28,10 @@ def split_balanced(batch: SequenceSample, micro_batching: MicroBatching, *, defa
 
 
 def split_in_order(batch: SequenceSample, micro_batching: MicroBatching, *, default: int = 1) -> list[SequenceSample]:
-    """Micro-batches of neighbouring samples: results concatenate to the order of `batch`, whatever their rows are.
+    """Micro-batches of neighbouring samples, whose results concatenate to the order of `batch`.
 
     Args:
-        default: how many where `micro_batching` leaves it open.
+        default: number of micro-batches if `micro_batching` sets none.
     """
     if len(batch) == 0:
         return [batch]

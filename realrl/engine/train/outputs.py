@@ -1,4 +1,4 @@
-"""`ForwardOutput`: what a loss or an inference call can ask of one forward pass."""
+"""Results of one forward pass, for losses and inference calls: implements `realrl.algo.api.ForwardOutput`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from realrl.model.lm_logprobs import lm_logprobs, top_logprobs
 
 
 class DecoderOutput:
-    """Hidden states of a packed micro-batch, with the head applied only where and when it is asked for.
+    """Hidden states of a packed micro-batch; the head is applied on demand, to the selected rows.
 
     Args:
-        decoder: its head is used; all ranks of its tensor-parallel group ask for the same things in the same order.
-        hidden: [T, H], what the decoder, or its last stage, returned.
+        decoder: its head is used. All ranks of its tensor-parallel group must call the same methods in the same order.
+        hidden: [T, H], output of the decoder or of its last stage.
         input_ids: int64 [T].
         seqlens: tokens of each of the S sequences.
         role: for messages.
@@ -137,7 +137,7 @@ class DecoderOutput:
         return self._head
 
     def _rows(self, mask: torch.Tensor | None) -> torch.Tensor:
-        """Tokens that the selected transitions start from."""
+        """Indices of the tokens that the selected transitions start from."""
         rows = self._has_next.nonzero()[:, 0]
         if mask is None:
             return rows

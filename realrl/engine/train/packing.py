@@ -1,4 +1,4 @@
-"""What of a micro-batch is computed: each token, or once only what the sequences of a sample have in common."""
+"""Choice of the tokens of a micro-batch that are computed: all of them, or shared prefixes only once."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from realrl.shape import DecoderConfig
 class Packing:
     """Tokens of one micro-batch as the decoder gets them.
 
-    Beginnings that sequences of one sample share are computed once, see `realrl.model.shared_prefix`; but not with
-    experts, whose load is counted token by token, nor in half precision on a GPU, whose kernel takes whole sequences.
+    A prefix that sequences of one sample share is computed once, see `realrl.model.shared_prefix`. Exceptions are
+    experts, whose load is counted per token, and half precision on a GPU, whose kernel takes whole sequences.
 
     Args:
         micro_batch: holds `input_ids`, T tokens.
-        config: of the decoder.
 
     Attributes:
         input_ids: int64 [rows], the tokens that are computed.
-        positions: int64 [rows], of each in its sequence.
+        positions: int64 [rows], position of each in its sequence.
     """
 
     def __init__(self, micro_batch: SequenceSample, config: DecoderConfig) -> None:
@@ -43,11 +42,11 @@ class Packing:
 
     @property
     def n_rows(self) -> int:
-        """Tokens that are computed."""
+        """Number of tokens that are computed."""
         return len(self.input_ids)
 
     def attention(self) -> AttentionOp:
-        """For one forward pass over them, and its backward pass."""
+        """Attention of one forward pass and its backward pass."""
         return PackedAttention(self._seqlens) if self._shared is None else self._shared.attention()
 
     def expand(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Running one stage's list of pipeline steps: computations through callbacks, messages point to point.
+"""Execution of one stage's pipeline steps: computations through callbacks, messages point to point.
 
     receive ──► inbox ──► forward ──► outbox ──► send          a batch of messages is posted at once and waited for
     receive ──► inbox ──► backward ─► outbox ──► send          when a computation needs one of them
 
-Knows lists, chunks and tensors, no models: the chunks of a list may belong to several. What autograd needs of a forward
-is kept until its backward, per (micro-batch, chunk, round).
+The executor knows steps, chunks and tensors, but no models: chunks of one list may belong to several models. Input and
+output of a forward are kept until its backward, per (micro-batch, chunk, round).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _MOST_PENDING = 4  # batches of messages whose tensors are kept alive; waiting e
 
 
 Backward = Callable[[torch.Tensor | None, torch.Tensor | None, bool], None]
-"""(output, its gradient, is this the last) -> gradients in the leaves of the output's graph."""
+"""``backward(output, gradient, is_last)`` adds gradients to the leaves of the output's graph."""
 
 
 def propagate(output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
-    """Let autograd add up gradients."""
+    """Add gradients to the leaves through autograd; does nothing without a graph."""
     if output is not None and output.requires_grad:
         torch.autograd.backward(output, gradient)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What the executor must know of one chunk.
+    """Callbacks of one chunk.
 
     Attributes:
-        forward: computes a step from what the previous chunk made (None for the first chunk); returns what the next
-            chunk needs. From the last chunk of a training list: a scalar loss, or None for nothing to propagate.
-        received: shape and dtype of what the previous chunk sends for a step; unused by a chunk that receives nothing.
-        backward: propagates the gradient (None for a loss) of what `forward` returned, and is told whether this is the
+        forward: computes a step from the previous chunk's output (None for the first chunk). The last chunk of a
+            training list returns a scalar loss, or None for nothing to propagate.
+        received: shape and dtype of the previous chunk's message for a step; unused by a chunk that receives nothing.
+        backward: propagates the gradient of `forward`'s output (None for a loss); its last argument is True in the
             chunk's last backward of the list.
     """
 
@@ -52,15 +52,15 @@ class Chunk:
 def run_stage(
     steps: Sequence[Step], chunks: Mapping[int, Chunk], stages: Communicator, *, device: torch.device
 ) -> None:
-    """Do the steps in order.
+    """Execute the steps in order.
 
-    A message of no elements is not sent. Gradients accumulate in the parameters, as autograd does it.
+    A message without elements is not sent. Gradients accumulate in the parameters, as in autograd.
 
     Args:
         steps: this stage's list of a schedule that `realrl.plan.pipeline_simulator` accepts.
         chunks: every chunk number of the list.
         stages: the pipeline; its ranks are the stages of the schedule.
-        device: of received tensors.
+        device: where received tensors are put.
     """
     run = _Run(steps, chunks, stages, device)
     for is_message, group in groupby(steps, key=lambda step: step.kind.is_message):
@@ -73,7 +73,7 @@ def run_stage(
 
 
 class _Run:
-    """One list on its way."""
+    """State of one `run_stage`."""
 
     def __init__(
         self, steps: Sequence[Step], chunks: Mapping[int, Chunk], stages: Communicator, device: torch.device
@@ -85,11 +85,11 @@ class _Run:
         self._trained = {step.computation[1:] for step in backwards}
         self._last_backward = {step.chunk: step for step in backwards}
         received = {step.computation for step in steps if step.kind.is_receive}
-        # results that somebody takes
+        # results that a message or another computation takes
         self._wanted: set[Computation | None] = {step.computation for step in steps if step.kind.is_send}
         self._wanted |= {s.source for s in steps if not s.kind.is_message and s.computation not in received}
         self._pending: deque[Pending] = deque()
-        self._n_waited = 0  # batches of messages that are through
+        self._n_waited = 0  # completed batches of messages
         self._inbox: dict[Computation, tuple[torch.Tensor, int]] = {}  # tensor, batch
         self._outbox: dict[Computation, torch.Tensor] = {}
         # input and output of a forward, for its backward
@@ -114,7 +114,7 @@ class _Run:
         )
 
     def compute(self, step: Step) -> None:
-        """A forward or a backward, once what feeds it is there."""
+        """Run a forward or a backward; waits for its input."""
         if step.kind is StepKind.FORWARD:
             self._forward(step)
         else:
@@ -152,7 +152,7 @@ class _Run:
         return torch.empty_like(output, memory_format=torch.contiguous_format, requires_grad=False)
 
     def _take(self, step: Step) -> torch.Tensor | None:
-        """What feeds a computation: received, or made by another chunk of this stage."""
+        """Input of a computation: received, or made by another chunk of this stage."""
         if step.source is None:
             return None
         if step.computation not in self._inbox:

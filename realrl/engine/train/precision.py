@@ -1,8 +1,8 @@
 """The trained parameters of a decoder that may compute in bf16 or fp16, and their float32 gradients.
 
-With adapters these and a scalar head are trained, while the rest of the module is frozen in its compute dtype. Adapters
-are float32 in any case. A working parameter in half precision hands each gradient over as soon as autograd has finished
-it, so that micro-batches accumulate in float32 and no half-precision gradient of the whole model ever exists.
+With adapters, only they and a scalar head are trained; the rest of the module is frozen in the compute dtype. Adapters
+are always float32. A half-precision gradient is added to a float32 sum as soon as autograd has finished it, so that
+micro-batches accumulate in float32 and no half-precision gradient of the whole model ever exists.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from realrl.plan.parameters.adapters import is_adapter
 
 
 class TrainedParameters:
-    """What an optimizer updates, by global name.
+    """Parameters that an optimizer updates, by global name.
 
-    Until `convert`, the parameters have the values that the decoder was given, from which masters can be made.
+    Until `convert`, the parameters keep the dtype that the decoder was given, so that masters can be made from them.
 
     Args:
         decoder: its trained parameters (`realrl.model.lora.trained_parameters`) get gradients, the others none.
-        compute_dtype: of the decoder's forward and backward pass.
+        compute_dtype: dtype of the decoder's forward and backward pass.
 
     Attributes:
-        names: of the parameters.
-        parameters: the decoder's own, in the order of `names`.
-        is_in_saved_model: whether a model saved from the decoder holds their masters exactly: in float32, without
+        names: global names of the parameters.
+        parameters: the decoder's own parameters, in the order of `names`.
+        is_in_saved_model: True if a model saved from the decoder holds their masters exactly: in float32, without
             adapters.
     """
 
@@ -47,7 +47,7 @@ class TrainedParameters:
         self.is_in_saved_model = decoder.config.lora is None and compute_dtype == torch.float32
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """Of the working parameter."""
+        """Dtype of the working parameter."""
         return torch.float32 if is_adapter(name) else self.compute_dtype
 
     def convert(self, *, accumulate: bool = True) -> None:
@@ -80,7 +80,6 @@ class TrainedParameters:
         return found
 
     def clear_gradients(self) -> None:
-        """Forget all gradients."""
         self._gradients.clear()
         for p in self.parameters:
             p.grad = None

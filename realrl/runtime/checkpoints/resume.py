@@ -1,4 +1,4 @@
-"""Where a run begins: in a folder that no other run has filled, at the first step or after that of a checkpoint."""
+"""Start of a run: at the first step or after a checkpoint, in a folder without results of another run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from realrl.sched.track.track_plan import ResumePoint, plan_track
 
 
 def refuse_mixing(config: RunConfig) -> None:
-    """A folder or file with the results of a run takes those of another one only when that one resumes it.
+    """Refuse to write results where those of another run are, unless this run resumes it.
 
     Raises:
         ConfigError: names the key.
@@ -45,7 +45,7 @@ def refuse_mixing(config: RunConfig) -> None:
 
 
 def find_beginning(plan: RunPlan) -> tuple[Resume, MasterPlan]:
-    """Where the run begins, and what its master makes of that, without a look at models and data.
+    """Find the checkpoint to continue from and make the master's plan, without reading models and data.
 
     Raises:
         AssetError: a file of the checkpoint is missing or torn.
@@ -57,9 +57,9 @@ def find_beginning(plan: RunPlan) -> tuple[Resume, MasterPlan]:
 
 
 def newest(store: CheckpointStore, first: Resume) -> Resume:
-    """The newest whole checkpoint of a run, or where it began.
+    """The newest whole checkpoint of a run, or else the one that it began from.
 
-    A run that continues from another folder may find older ones in its own, which an earlier run left.
+    If a run continues from another folder, its own may hold older checkpoints of an earlier run; they do not count.
 
     Raises:
         AssetError: there are checkpoints, and none of them is whole.
@@ -74,7 +74,7 @@ def newest(store: CheckpointStore, first: Resume) -> Resume:
 
 
 def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | None) -> MasterPlan:
-    """What the state machine needs of a run plan and the checkpoint that it continues from.
+    """Plan the master's state machine for a run plan and the checkpoint that it continues from.
 
     Raises:
         ConfigError: the checkpoint holds samples of steps of another size, or has no step left to do.
@@ -112,5 +112,5 @@ def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | 
 
 
 def _is_filled(file: Path) -> bool:
-    """An empty file is what a run leaves that failed before its first step."""
+    """True if the file has content; a run that fails before its first step leaves an empty one."""
     return file.exists() and file.stat().st_size > 0

@@ -1,12 +1,12 @@
-"""The roles' share of a checkpoint: models in Hugging Face format, and what an exact continuation needs beside them.
+"""The roles' share of a checkpoint: models in Hugging Face format, and the state that an exact continuation needs.
 
-<role>/                                       every role that something changes; ranks of one replica write it together
-state/<role>.safetensors                      version, and what interfaces remember
-state/<role>-optimizer-pp0-tp1.safetensors    of a trained role: the optimizer's state of one (pp, tp) coordinate
+<role>/                                       model of a changed role; ranks of one replica write it together
+state/<role>.safetensors                      version and interface state
+state/<role>-optimizer-pp0-tp1.safetensors    optimizer state of one (pp, tp) coordinate of a trained role
 
-A save has two parts: `copy_roles` copies to host memory what belongs to the checkpoint, all ranks together, and
-`RoleCopy.write` writes it, each rank by itself, while training goes on. A restoring rank reads the slices that its own
-layout needs, whatever layout wrote them (see `realrl.plan.parameters.restore`).
+A save has two parts. `copy_roles` copies the share to host memory, all ranks together. `RoleCopy.write` writes it, each
+rank by itself, while training goes on. A restoring rank reads the slices that its own layout needs from the files of
+any other layout (see `realrl.plan.parameters.restore`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _PARAMETERS = "parameters"
 
 
 def role_file(role: str) -> str:
-    """Path inside a checkpoint of what a role has but once."""
+    """Path inside a checkpoint of a role's version and interface state."""
     return f"state/{role}.safetensors"
 
 
 def optimizer_file(role: str, coordinate: Coordinate) -> str:
-    """Path inside a checkpoint of the optimizer's state of one coordinate; data-parallel ranks have the same."""
+    """Path inside a checkpoint of the optimizer state of one coordinate, which data-parallel ranks share."""
     return f"state/{role}-optimizer-pp{coordinate[0]}-tp{coordinate[1]}.safetensors"
 
 
@@ -50,9 +50,9 @@ def optimizer_file(role: str, coordinate: Coordinate) -> str:
 
 
 class HostCopies:
-    """Copies of tensors in host memory that is used again by the next copy of the same name.
+    """Copies of tensors in host memory; the next copy of the same name reuses the memory.
 
-    The first copy of a checkpoint gets new memory; later ones cost what copying the bytes costs.
+    So only the first checkpoint pays for new memory.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class HostCopies:
         self._nothing_changes = False
 
     def begin(self, *, nothing_changes: bool) -> None:
-        """The next checkpoint; where nothing changes afterwards, tensors in host memory need no copy."""
+        """Begin the next checkpoint; with `nothing_changes`, tensors in host memory are not copied."""
         self.copied_bytes = 0
         self._nothing_changes = nothing_changes
 
@@ -76,7 +76,7 @@ class HostCopies:
         return self._memory[name]
 
     def copy_state(self, name: str, state: Any) -> Any:
-        """The same nested state with copies for tensors."""
+        """A nested state with its tensors copied."""
         if isinstance(state, torch.Tensor):
             return self.copy(name, state)
         if isinstance(state, Mapping):
@@ -86,11 +86,11 @@ class HostCopies:
 
 @dataclass(frozen=True)
 class RoleCopy:
-    """What one rank writes of one role, in host memory.
+    """One rank's share of one role's files, in host memory.
 
     Attributes:
-        model: its share of the model's files; None if it writes none.
-        tokenizer: to be written beside the model, by one rank.
+        model: share of the model's files; None if the rank writes none.
+        tokenizer: written beside the model; None on all ranks but one.
         states: path inside the checkpoint -> nested state.
     """
 
@@ -100,7 +100,7 @@ class RoleCopy:
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> list[Path]:
-        """Write everything into a checkpoint's folder; returns the large files.
+        """Write everything into a checkpoint's folder; returns the files of model and state.
 
         Raises:
             OSError: the disk is full or the folder cannot be written.
@@ -125,7 +125,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def copy_roles(plan: RunPlan, roles: Mapping[str, HostedRole], rank: int, copies: HostCopies) -> list[RoleCopy]:
-    """This rank's part of all roles; every rank that hosts roles calls this, for they may have to gather."""
+    """Copy this rank's share of all roles; every rank that hosts roles calls this, because some gather together."""
     first = {name: plan.role_ranks(name)[0] for name in roles}
     return [_copy_role(name, hosted, rank, copies, rank == first[name]) for name, hosted in roles.items()]
 
@@ -160,7 +160,7 @@ def _copy_role(name: str, hosted: HostedRole, rank: int, copies: HostCopies, is_
 def restore_roles(
     roles: Mapping[str, HostedRole], rank: int, folder: Path, manifest: Manifest, configs: Mapping[str, DecoderConfig]
 ) -> None:
-    """Continue where `copy_roles` was called, with the models that it saved, on ranks that are in some home.
+    """Restore versions, interface states and optimizers of roles whose models are loaded already.
 
     Raises:
         AssetError: a state file is missing or damaged, or does not fit the run.
@@ -168,7 +168,7 @@ def restore_roles(
     for name, hosted in roles.items():
         engine, home, path = hosted.home_engine, hosted.home, folder / role_file(name)
         if (engine is None and home is not None) or role_file(name) not in manifest.files:
-            continue  # a call elsewhere gets what it needs from the home; or there was nothing to remember
+            continue  # ranks outside the home get the state from the home; or nothing was saved
         state = load_state(path)
         try:
             hosted.version = state["version"]
@@ -187,7 +187,7 @@ def restore_roles(
 
 
 class _OptimizerReader:
-    """Reads the optimizer's state of a role in any layout."""
+    """Reads the optimizer state of a role for any layout."""
 
     def __init__(self, folder: Path, role: str, saved: SavedRole, config: DecoderConfig) -> None:
         self._folder = folder
@@ -205,7 +205,7 @@ class _OptimizerReader:
             parameters = {
                 name: _read_parameter(files, name, plan.shapes[name], pieces)
                 for name, pieces in plan.pieces.items()
-                if name in entries[pieces[0].source]  # what is frozen has no state
+                if name in entries[pieces[0].source]  # frozen parameters have no state
             }
             common = next(iter(files.values())).without(_PARAMETERS)
         return {**common, _PARAMETERS: parameters}
@@ -217,7 +217,7 @@ class _OptimizerReader:
 def _read_parameter(
     files: Mapping[Coordinate, StateFile], name: str, shape: tuple[int, ...], pieces: tuple[SavedSlice, ...]
 ) -> dict[str, Any]:
-    """The state of one parameter, put together from pieces."""
+    """Optimizer state of one parameter, assembled from pieces."""
     state: dict[str, Any] = {}
     for key, value in files[pieces[0].source].entries(_PARAMETERS, name).items():
         if value is not True:  # not a tensor

@@ -1,6 +1,6 @@
-"""Rows of samples in a checkpoint's state folder: what calls produced for steps after the checkpoint's own.
+"""Rows of samples in a checkpoint: outputs of calls for steps after the checkpoint's own.
 
-state/samples-<rank>.safetensors     what one rank held: key -> ids, schema, lengths, packed tensor
+state/samples-<rank>.safetensors     rows of one rank: key -> ids, schema, lengths, packed tensor
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from realrl.sched.messages import KeySchema
 
 
 def rows_state(store: SampleStore, rows: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """What `save_state` is to write of these rows (key -> samples).
+    """Convert rows (key -> sample ids) to a state for `save_state`.
 
     Raises:
         SampleError: a row is not in the store.
@@ -37,7 +37,7 @@ class RestoredSamples:
     """Rows that a checkpoint holds, until their samples are loaded.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint.
         files: paths inside it.
 
     Raises:
@@ -63,7 +63,7 @@ class RestoredSamples:
                     self._keys_of.setdefault(sample_id, []).append(key)
 
     def take(self, ids: Iterable[str]) -> list[SequenceSample]:
-        """What there is of these samples, a batch for each set of keys; it is given once."""
+        """Remove and return the rows of these samples, one batch for each set of keys."""
         groups: dict[tuple[str, ...], list[str]] = {}
         for sample_id in ids:
             keys = self._keys_of.pop(sample_id, None)

@@ -47,7 +47,7 @@ def save_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Read what `save_state` wrote; tensors on the CPU.
+    """Read a file of `save_state`; tensors are on the CPU.
 
     Raises:
         AssetError: the file is missing or damaged.
@@ -58,7 +58,7 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 class StateFile:
-    """A file of `save_state` that is open, mapped: what is not looked at is not read from disk.
+    """An open, memory-mapped file of `save_state`: only tensors that are used are read from disk.
 
     Raises:
         AssetError: the file is missing or damaged; by all methods.
@@ -77,7 +77,7 @@ class StateFile:
         self._file.__exit__(None, None, None)
 
     def restore(self, *keys: str) -> Any:
-        """The state below these keys; all of it without any."""
+        """The state below these keys, or all of it if there are none."""
         value = self._tree
         with explained(self._path):
             for key in keys:
@@ -90,7 +90,7 @@ class StateFile:
             return {k: _restore(v, self._file.get_tensor) for k, v in self._tree.items() if k != key}
 
     def entries(self, *keys: str) -> Mapping[str, Any]:
-        """The names below these keys: of a tensor True, of anything else its value."""
+        """Names below these keys -> True for a tensor, else the value."""
         value = self._tree
         with explained(self._path):
             for key in keys:
@@ -105,7 +105,7 @@ class StateFile:
 
 
 def encode_state(state: Mapping[str, Any]) -> bytes:
-    """The same as `save_state` writes, for another process.
+    """Serialise a state for another process, as `save_state` does for a file.
 
     Raises:
         TypeError: a value is neither dict, list, tuple, tensor, number, string, bool nor None.
@@ -116,7 +116,7 @@ def encode_state(state: Mapping[str, Any]) -> bytes:
 
 
 def decode_state(message: bytes) -> dict[str, Any]:
-    """What `encode_state` was given; tensors on the CPU.
+    """Inverse of `encode_state`; tensors are on the CPU.
 
     Raises:
         TransportError: the message is cut off or is something else.
@@ -143,7 +143,7 @@ def _strip(value: Any, name: str, tensors: dict[str, torch.Tensor], taken: set[i
 
 
 def _own(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
-    """The tensor itself where it owns all of its memory, else a copy: optimizer state is too large to exist twice."""
+    """The tensor itself if it owns all of its memory, else a copy: optimizer state is too large to exist twice."""
     tensor = tensor.detach().to("cpu").contiguous()
     storage = tensor.untyped_storage()
     if storage.nbytes() != tensor.nbytes or storage.data_ptr() in taken:

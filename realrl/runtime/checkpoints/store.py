@@ -1,4 +1,4 @@
-"""Checkpoints on disk, as the master sees them: a folder that appears whole or not at all.
+"""Checkpoints on disk, as the master sees them: each folder appears whole or not at all.
 
 checkpoints/
   .step_40.partial/      being written; never read
@@ -44,19 +44,19 @@ _log = logging.getLogger(__name__)
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Attributes:
         experiment: name of the algorithm that wrote it.
-        step: steps completed.
-        cursor: loader position after these steps, as the master's state gives it.
+        step: number of completed steps.
+        cursor: loader position after these steps.
         versions: role -> train_step calls done.
-        n_seqs: samples of a step.
-        roles: how each role was saved.
-        in_flight: what was done for later steps; its rows are among the files.
-        is_last: no step of the run that wrote it was left.
-        score: of this step, the metric that `save.keep_best` names; None where there is none.
-        files: path inside the checkpoint -> file; all but this one.
+        n_seqs: samples per step.
+        roles: layout and digests of each saved role.
+        in_flight: progress on later steps; its rows are among the files.
+        is_last: True if the run that wrote it had no step left.
+        score: this step's value of the metric that `save.keep_best` names, if any.
+        files: path inside the checkpoint -> file, for all files but the manifest.
     """
 
     experiment: str
@@ -88,11 +88,11 @@ class Damaged(AssetError):
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a run begins.
+    """Starting point of a run.
 
     Attributes:
-        folder: the checkpoint to continue from, whose files are what was written; None: at the beginning.
-        notes: what the user should know: checkpoints that could not be used.
+        folder: the verified checkpoint to continue from; None for the first step.
+        notes: messages for the user about checkpoints that could not be used.
     """
 
     folder: Path | None = None
@@ -104,8 +104,8 @@ class CheckpointStore:
     """The `checkpoints/` folder of one run of `experiment`; keeps the newest `keep` checkpoints.
 
     Attributes:
-        n_seqs: samples of a step.
-        best: which scores are better, where the checkpoint with the best one is kept too.
+        n_seqs: samples per step.
+        best: "max" or "min" also keeps the checkpoint with the best score; None does not.
     """
 
     root: Path
@@ -123,7 +123,7 @@ class CheckpointStore:
         return folder
 
     def commit(self, saved: CommitCheckpoint, score: float | None = None) -> Path:
-        """Make the partial folder the newest checkpoint, then delete those that need not stay.
+        """Make the partial folder the newest checkpoint, then delete all but the newest `keep` and the best.
 
         Raises:
             CheckpointError: the folder could not be completed; earlier checkpoints are untouched.
@@ -160,9 +160,9 @@ class CheckpointStore:
         return final
 
     def set_aside(self, after: int) -> list[Path]:
-        """Rename checkpoints of steps after `after`, which the run does again, to ``void_step_<N>``; returns them.
+        """Rename checkpoints of steps after `after` to ``void_step_<N>``; returns the new paths.
 
-        They would count as newer than what the run writes.
+        The run repeats these steps, and the old checkpoints would count as newer than its own.
 
         Raises:
             CheckpointError: the folder cannot be changed.
@@ -187,7 +187,7 @@ class CheckpointStore:
         return sorted(renamed)
 
     def discard_unfinished(self) -> None:
-        """Remove what was written of checkpoints that failed, here or in an earlier run that was killed."""
+        """Remove partial folders of checkpoints that failed, here or in an earlier run that was killed."""
         for folder in self.root.glob(".step_*.partial"):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -201,11 +201,11 @@ class CheckpointStore:
         return [folder for folder in self.folders() if (folder / MANIFEST).is_file()]
 
     def folders(self) -> list[Path]:
-        """What is named after a step, oldest first, whole or not; other names, as copies have, are not ours."""
+        """Folders named ``step_<N>``, oldest first, whole or not. Other names, such as those of copies, are ignored."""
         return sorted((path for path in self.root.glob("step_*") if _step_of(path) >= 0), key=_step_of)
 
     def save_failed(self, err: OSError, step: int) -> CheckpointError:
-        """The error that a full disk or an unwritable folder becomes."""
+        """The error for a full disk or an unwritable folder."""
         previous = self.latest()
         kept = f"The previous checkpoint {previous} is whole." if previous else "There is no earlier checkpoint."
         where = err.filename or "unknown file"
@@ -229,13 +229,13 @@ class CheckpointStore:
                 _delete(old)
 
     def _best_of(self, folders: list[Path]) -> Path | None:
-        """The folder with the best score, the newest of equals."""
+        """The folder with the best score; the newest if several have it."""
         sign = -1.0 if self.best == "min" else 1.0
         scores = []
         for folder in folders:
             try:
                 score = load_manifest(folder).score
-            except AssetError:  # of another version: it has no score
+            except AssetError:  # a manifest of another version has no score
                 continue
             if score is not None:
                 scores.append((sign * score, folder))
@@ -250,17 +250,16 @@ class CheckpointStore:
 
 
 def checkpoint_store(plan: RunPlan, root: Path) -> CheckpointStore:
-    """The checkpoints of a run of this plan."""
     save = plan.config.save
     best = save.best_is if save.keep_best else None
     return CheckpointStore(root, save.keep, plan.experiment.name, plan.samples_per_step, best)
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint that need not stay; that it cannot be deleted is no reason to end a run.
+    """Delete a checkpoint; a failure is only logged, because it is no reason to end a run.
 
-    It goes under the name of an unfinished one: if this process is killed, nobody takes the rest for a checkpoint, and
-    the next run removes it.
+    The folder first gets the name of an unfinished checkpoint. If this process is killed, the rest is not taken for a
+    checkpoint, and the next run removes it.
     """
     doomed = folder.with_name(f".{folder.name}.partial")
     try:
@@ -271,7 +270,7 @@ def _delete(folder: Path) -> None:
 
 
 def seal(path: Path) -> SavedFile:
-    """Let a file reach the disk; its size and digest.
+    """Sync a file to disk; returns its size and digest.
 
     Raises:
         OSError: it cannot be read, or the disk refused it.
@@ -286,7 +285,7 @@ def seal(path: Path) -> SavedFile:
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """A checkpoint's manifest.
+    """Read a checkpoint's manifest, without verifying the files.
 
     Raises:
         AssetError: it is of another version.
@@ -315,7 +314,7 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def _encode(manifest: Manifest) -> str:
-    """JSON with a digest of the rest, and with NaN, which metrics in flight may be."""
+    """JSON with a digest of the other fields. NaN is allowed, because metrics in flight may be NaN."""
     tree = msgspec.to_builtins(manifest, str_keys=True)
     return json.dumps({**tree, "digest": _tree_digest(tree)}, indent=1)
 
@@ -347,7 +346,7 @@ def read_manifest(folder: Path, experiment: str) -> Manifest:
 
 
 def _verify(folder: Path, files: Mapping[str, SavedFile]) -> None:
-    """All sizes first: they tell most of what can be wrong, and at once."""
+    """Compare all sizes first, because that is fast and finds most damage; then the digests."""
     for name, expected in files.items():
         size = _read(folder, name, lambda file: file.stat().st_size if file.is_file() else None)
         if size != expected.size_bytes:
@@ -374,7 +373,7 @@ def _digest_file(file: Path) -> SavedFile:
 
 
 def find_resume(resume: str, store: CheckpointStore) -> Resume:
-    """Where `resume=never|auto|PATH` lets the run begin.
+    """Starting point of a run with `resume=never|auto|PATH`.
 
     Raises:
         AssetError: the checkpoint cannot be used, or none of several is whole.
@@ -410,7 +409,7 @@ def find_resume(resume: str, store: CheckpointStore) -> Resume:
 
 
 def _step_of(folder: Path) -> int:
-    """The step that a checkpoint's folder is named after; -1 where it has another name."""
+    """The step that a checkpoint's folder is named after; -1 for other names."""
     named = _STEP.fullmatch(folder.name)
     return -1 if named is None else int(named[1])
 

@@ -1,4 +1,4 @@
-"""A worker's share of checkpoints: copied to host memory between two requests, written by a thread beside the others.
+"""A worker's share of checkpoints: copied to host memory between two requests, then written by a background thread.
 
 SaveCheckpoint ─► wait for the writer ─► copy: roles, rows ─► the next request
                                             │
@@ -29,10 +29,9 @@ class CheckpointWriter:
     """Writes one checkpoint at a time: a second one waits for the first, so that host memory holds one copy.
 
     Args:
-        plan: of the run.
-        roles: that this rank hosts.
-        store: of this rank.
-        device: of the parameters.
+        roles: the roles that this rank hosts.
+        store: this rank's rows.
+        device: where the parameters are.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class CheckpointWriter:
         self._writing: Future[Reply] | None = None
 
     def save(self, request: SaveCheckpoint) -> Future[Reply]:
-        """Copy what belongs to the checkpoint; returns the answer to the request, which comes when all is written."""
+        """Copy this rank's share to host memory; the returned reply is ready when all files are written."""
         start_s = time.time()
         if self._writing is not None:
             wait([self._writing])
@@ -67,7 +66,7 @@ class CheckpointWriter:
         return self._writing
 
     def close(self) -> None:
-        """Return when everything is written and answered."""
+        """Wait until everything is written and answered."""
         self._thread.shutdown(wait=True)
 
     def _write(self, request: SaveCheckpoint, copies: list[RoleCopy], span: Span) -> Reply:

@@ -1,4 +1,4 @@
-"""What the master expects of a launcher, whatever starts the workers."""
+"""The protocol of launchers, which start and end workers for the master."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Launcher(Protocol):
         """End all workers: ask, wait up to `grace_s`, then kill; reaps everything. May be called twice."""
 
     def dump_stack(self, rank: int) -> None:
-        """Let worker `rank` write the stack of all its threads to its log, if it can still be reached.
+        """Make worker `rank` write the stacks of its threads to its log, if it can still be reached.
 
-        Only for one that is given up: faulthandler reads stacks as they are, and crashes where they are just changing.
+        Only for a worker that is given up: faulthandler may crash it, because it reads stacks while they change.
         """
 
     def log_path(self, rank: int) -> Path | None:
-        """Where the output of worker `rank` goes, if it can be read from here."""
+        """Log file of worker `rank`; None if it cannot be read from here."""
 
 
 def available_cores() -> int:

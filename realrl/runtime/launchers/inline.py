@@ -16,7 +16,7 @@ class InlineLauncher:
 
     Args:
         transport: the master's transport; its `receive` executes the requests.
-        make_host: returns the factory of what each worker hosts; called on a worker's first request.
+        make_host: returns the factory of a worker's host; called on a worker's first request.
     """
 
     def __init__(self, transport: InprocMaster, make_host: Callable[[], HostFactory]) -> None:
@@ -26,7 +26,7 @@ class InlineLauncher:
         self._servers: list[InprocSampleServer] = []
 
     def start(self, n_workers: int, address: str, environment: Mapping[str, str]) -> None:
-        """`address` and `environment` have no meaning inside one process."""
+        """Attach the workers. `address` and `environment` have no meaning inside one process."""
         for rank in range(n_workers):
             loop = WorkerLoop(rank, self._samples.client(), self._make_host, post=self._transport.deliver)
             server = self._samples.serve(loop.fetch)
@@ -35,7 +35,7 @@ class InlineLauncher:
             self._transport.deliver(Hello(rank, os.getpid(), server.address))
 
     def poll(self) -> list[tuple[int, int]]:
-        """Nothing: a worker cannot end before its master here."""
+        """Return nothing: a worker cannot end before its master here."""
         return []
 
     def stop(self, grace_s: float = 2.0) -> None:
@@ -44,8 +44,8 @@ class InlineLauncher:
         self._servers.clear()
 
     def dump_stack(self, rank: int) -> None:
-        """Nothing: the worker runs on the caller's own stack."""
+        """Do nothing: the worker runs on the caller's own stack."""
 
     def log_path(self, rank: int) -> Path | None:
-        """None: everything goes to the master's own output."""
+        """Return None: everything goes to the master's own output."""
         return None

@@ -29,7 +29,7 @@ class LocalLauncher:
     Args:
         run_dir: folder of the run; logs go below it.
         run_id: id of the run, carried in the environment of all its processes.
-        host: dotted path ``package.module:factory`` of what a worker hosts.
+        host: dotted path ``package.module:factory`` of a worker's host.
     """
 
     def __init__(self, run_dir: Path, run_id: str, *, host: str = DEFAULT_HOST) -> None:
@@ -74,7 +74,6 @@ class LocalLauncher:
         return log_path(self._run_dir, rank)
 
     def pid(self, rank: int) -> int:
-        """Process id of worker `rank`."""
         return self._processes[rank].pid
 
     def _spawn(self, rank: int, address: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -1,4 +1,4 @@
-"""What an evaluation found, as a line, as a table and as ``eval.json``."""
+"""Results of an evaluation as a line, as a table and as ``eval.json``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The failure report: the first thing a user reads, on one screen.
+"""The failure report, on one screen.
 
-What happened and to whom, who waits for it, the end of the traceback or of the dead worker's log, and a remedy.
+It names the failure, the workers that wait for it, the end of the traceback or of the dead worker's log, and a remedy.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _MAX_FOOT_LINES = 8
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Why a run stopped.
+    """Cause of a run's failure.
 
     Attributes:
-        headline: one sentence: who, what, in which call and step.
-        message: what the exception says; "" when there is none.
+        headline: one sentence with the process, the failure, the call and the step.
+        message: text of the exception, or "".
         sample_ids: the samples concerned, where known.
-        waiting: global rank -> what it waits for, or does.
+        waiting: global rank -> its activity, for ranks that wait.
         traceback: the worker's traceback, or "".
-        log: the log that tells more.
-        quotes_log: show the last lines of `log`.
-        remedy: what the user can do, or "".
+        log: log file with more.
+        quotes_log: True shows the last lines of `log`.
+        remedy: advice for the user, or "".
         exit_code: exit code of the run.
     """
 
@@ -55,7 +55,7 @@ class FailureReport:
 
 
 def signal_name(exit_code: int) -> str:
-    """How a process ended, from its exit code: "killed by SIGKILL", "exited with code 3"."""
+    """Text for an exit code: "killed by SIGKILL", "exited with code 3"."""
     if exit_code >= 0:
         return f"exited with code {exit_code}"
     try:
@@ -65,7 +65,7 @@ def signal_name(exit_code: int) -> str:
 
 
 def master_died(pid: int, exit_code: int, *, log: Path | None = None) -> FailureReport:
-    """The master process ended without having reported anything."""
+    """Report of a master process that ended without a report of its own."""
     return FailureReport(
         headline=f"the master process ({pid}) died: {signal_name(exit_code)}; its workers were stopped",
         log=log,
@@ -75,7 +75,7 @@ def master_died(pid: int, exit_code: int, *, log: Path | None = None) -> Failure
 
 
 def from_failure(failure: events.Failure, *, log: Path | None = None) -> FailureReport:
-    """What the master's state machine decided to be the first cause."""
+    """Report of the first cause, as the master's state machine found it."""
     usage = failure.exit_code == UsageError.exit_code
     calls = " and ".join(failure.waiting_calls)
     return FailureReport(
@@ -91,7 +91,7 @@ def from_failure(failure: events.Failure, *, log: Path | None = None) -> Failure
 
 
 def from_error(error: Error, *, log: Path | None = None) -> FailureReport:
-    """A deliberate error raised in this process: one sentence and a remedy, no traceback."""
+    """Report of a deliberate error raised in this process: one sentence and a remedy, no traceback."""
     where = _where(error.call, error.step)
     return FailureReport(
         headline=f"{error.message}{where}",
@@ -102,7 +102,7 @@ def from_error(error: Error, *, log: Path | None = None) -> FailureReport:
 
 
 def from_bug(error: BaseException, *, log: Path | None = None) -> FailureReport:
-    """An exception that realrl did not expect."""
+    """Report of an exception that realrl did not expect."""
     return FailureReport(
         headline=f"realrl itself failed: {type(error).__name__}",
         message=str(error),
@@ -131,7 +131,7 @@ def render(failure: FailureReport, *, max_lines: int = MAX_LINES) -> str:
 
 
 def _body(failure: FailureReport, room: int) -> list[str]:
-    """End of the traceback, or else of the log, with a title; nothing when there is no room for a few lines."""
+    """End of the traceback, or else of the log, with a title; empty if fewer than 3 lines are left."""
     if room < 3:
         return []
     if failure.traceback:
@@ -148,7 +148,7 @@ def _body(failure: FailureReport, room: int) -> list[str]:
 
 
 def _waiting_lines(waiting: Mapping[int, str]) -> list[str]:
-    """One line per thing that others wait for: "waiting for it: workers 1, 2 (actor_train)"."""
+    """One line per activity of waiting workers: "waiting for it: workers 1, 2 (actor_train)"."""
     ranks_by_activity: dict[str, list[int]] = {}
     for rank, activity in sorted(waiting.items()):
         ranks_by_activity.setdefault(activity, []).append(rank)
@@ -167,7 +167,7 @@ def _where(call: str | None, step: int | None) -> str:
 
 
 def _wrapped(lines: Iterable[str], max_lines: int) -> list[str]:
-    """Long lines are folded, not cut: their ends name samples and remedies."""
+    """Fold long lines instead of cutting them, because their ends name samples and remedies."""
     folded: list[str] = []
     for line in lines:
         indent = " " * (len(line) - len(line.lstrip()) + 2)

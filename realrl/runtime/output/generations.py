@@ -1,4 +1,4 @@
-"""``generations.jsonl``: what the policy said, one JSON object a response.
+"""``generations.jsonl``: responses of the policy, one JSON object each.
 
     {"step": 3, "epoch": 1, "sample": "1/17", "response_index": 0, "role": "actor", "version": 2,
      "prompt": "...", "response": "...", "response_tokens": 9, "truncated": false, "rewards": 0.5}
@@ -27,12 +27,9 @@ class GenerationsFile:
     """Appends the responses of one step after another.
 
     Args:
-        path: of the file; it is made with the first line.
-        readout: what the samples' columns are.
-        last_step: step that the run continues after: lines of later steps, which an earlier attempt wrote, are removed.
-
-    Attributes:
-        path: of the file.
+        path: created with the first line.
+        readout: roles and calls of the samples' columns.
+        last_step: the run continues after this step. Lines of later steps, which an earlier attempt wrote, are removed.
 
     Raises:
         RunError: the file cannot be written.
@@ -47,7 +44,7 @@ class GenerationsFile:
             raise self._failed(error) from error
 
     def write(self, report: ReportSamples) -> None:
-        """Append the responses of one step; the lines are on disk as a whole or, if that fails, an error is raised."""
+        """Append the responses of one step. Raises `RunError` if they cannot be written."""
         lines = [line for sample in report.samples for line in self._lines(report, sample)]
         text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
         if not text:

@@ -10,7 +10,7 @@ from realrl.errors import RunError
 
 
 def cut_after(path: Path, last_step: int) -> None:
-    """Remove the lines of steps after `last_step`, which an earlier attempt wrote, and one that a crash cut short.
+    """Remove lines of steps after `last_step`, which an earlier attempt wrote, and a line that a crash cut short.
 
     Raises:
         OSError: the file cannot be rewritten; it is then as it was.

@@ -22,7 +22,7 @@ def log_path(run_dir: Path, rank: int | None) -> Path:
 def logging_to(path: Path | None) -> Iterator[None]:
     """Send this process's log records to `path` (appended), or to stderr for None, inside a ``with`` block.
 
-    realrl's own records from REALRL_LOG_LEVEL (default INFO) on, those of libraries from WARNING on.
+    The least level is REALRL_LOG_LEVEL (default INFO) for realrl's own records, and WARNING for those of libraries.
     """
     handler: logging.Handler
     if path is None:
@@ -37,12 +37,12 @@ def logging_to(path: Path | None) -> Iterator[None]:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-        with contextlib.suppress(OSError):  # what it still holds does not fit on the disk
+        with contextlib.suppress(OSError):  # closing flushes, and the disk may be full
             handler.close()
 
 
 class _LogFile(logging.FileHandler):
-    """A disk that is full costs lines of the log; it does not fill the screen with tracebacks."""
+    """Log file that loses lines on a full disk, instead of filling the screen with tracebacks."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

@@ -1,4 +1,4 @@
-"""Where a run's metrics go: ``metrics.jsonl`` always, tensorboard and wandb on request."""
+"""Sinks of a run's metrics: ``metrics.jsonl`` always, tensorboard and wandb on request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MetricsSink(Protocol):
     """Takes the metrics of one step after another."""
 
     def begin_after(self, step: int) -> None:
-        """The run begins after `step`: what an earlier attempt recorded for later steps is void."""
+        """Begin after `step`: records of later steps, from an earlier attempt, are void."""
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         """Record one step. Raises `RunError` when that is impossible (disk full)."""
@@ -88,7 +88,7 @@ class TensorboardSink:
         self._writer = writer.EventFileWriter(str(run_dir / "tensorboard"))
 
     def begin_after(self, step: int) -> None:
-        """Later events of a step supersede earlier ones when they are shown."""
+        """Do nothing: viewers show the latest events of a step."""
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         values = [
@@ -116,7 +116,7 @@ class WandbSink:
         self._is_open = True
 
     def begin_after(self, step: int) -> None:
-        """Every attempt is a run of its own."""
+        """Do nothing: every attempt is a run of its own."""
 
     def write(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"epoch": epoch, **metrics}, step=step)

@@ -1,4 +1,4 @@
-"""What the user watches while a run goes on: a live display on a terminal, one plain line a step elsewhere."""
+"""Progress of a run for the user: a live display on a terminal, one plain line a step elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _FIRST = ("reward/mean", "kl/mean")
 _QUALITY = ("loss", "accuracy", "reward", "margin")  # last part of a metric's name
-_COUNTERS = ("version/", "time_s/", "eval/")  # what follows is a name, of a role or a call; or has a line of its own
+_COUNTERS = ("version/", "time_s/", "eval/")  # a name of a role or call follows, or a metric with a line of its own
 _THROUGHPUT = "perf/tokens_per_s"
 _MAX_HEADLINES = 4
 _HISTORY = 24
@@ -25,42 +25,42 @@ _REFRESH_PER_S = 4
 
 
 class Progress(Protocol):
-    """Tells the user how a run is doing. `activity` is safe from any thread."""
+    """Display of a run's progress. `activity` is safe from any thread."""
 
     def started(self, title: str, n_steps: int, run_dir: str, notes: Sequence[str] = ()) -> None:
-        """The run exists: its title, number of the last step, folder, and what the user should know."""
+        """Show the run's title, number of the last step, folder, and notes for the user."""
 
     def phase(self, text: str) -> None:
-        """What the run as a whole is doing while no step is: "waiting for 2 workers", "loading models"."""
+        """Show what the whole run does outside of steps: "waiting for 2 workers", "loading models"."""
 
     def activity(self, rank: int, text: str) -> None:
-        """What one worker is doing now."""
+        """Show what one worker does now."""
 
     def step_done(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        """A step is complete."""
+        """Show a completed step."""
 
     def finished(self, summary: Mapping[str, str]) -> None:
-        """All steps are done; `summary` is shown as names and values."""
+        """Show `summary` as names and values, when all steps are done."""
 
     def failed(self, report: str) -> None:
-        """The run stopped; `report` says why."""
+        """Show the report of a run that failed."""
 
     def close(self) -> None:
         """Leave the terminal as it was. May be called twice."""
 
 
 def make_progress(*, live: bool | None = None, out: TextIO | None = None, err: TextIO | None = None) -> Progress:
-    """The live display when `out` (default stdout) is a terminal, plain lines otherwise; `live` decides when given."""
+    """The live display if `out` (default stdout) is a terminal, else plain lines; `live` overrides this."""
     out, err = out or sys.stdout, err or sys.stderr
     is_live = out.isatty() if live is None else live
     return LiveProgress(out, err) if is_live else PlainProgress(out, err)
 
 
 def headline_metrics(metrics: Mapping[str, float]) -> list[str]:
-    """Names of the few metrics that say whether training works, most telling first.
+    """Names of the few metrics that show if training works, most telling first.
 
-    Reward and KL where the algorithm has them; otherwise whatever is called a loss, an accuracy, a reward or a margin.
-    Shares of reward functions that failed come last, where there are any: their responses count 0.
+    These are reward and KL if the algorithm has them, else metrics named loss, accuracy, reward or margin. Nonzero
+    shares of responses whose reward function failed come last.
     """
     failed = sorted(name for name, value in metrics.items() if name.endswith("/failed") and value > 0)
     chosen = [name for name in _FIRST if name in metrics]
@@ -78,7 +78,7 @@ def _quality(name: str) -> int:
 
 
 class Pace:
-    """Time left, from the steps done lately; the first step is slower and counts only while it is the only one."""
+    """Estimate of the time left from recent steps. The first step, a slow one, counts only while it is the only one."""
 
     def __init__(self, n_steps: int, *, now_s: float) -> None:
         self._n_steps = n_steps
@@ -86,7 +86,7 @@ class Pace:
         self._done: deque[tuple[int, float]] = deque(maxlen=20)
 
     def step_done(self, step: int, *, now_s: float) -> None:
-        """Step `step` was completed at `now_s`."""
+        """Record that `step` was completed at `now_s`."""
         self._done.append((step, now_s))
 
     def left_s(self) -> float | None:
@@ -120,7 +120,7 @@ class PlainProgress:
             self._out.line(text)
 
     def activity(self, rank: int, text: str) -> None:
-        """Not shown: a log file would drown in it."""
+        """Do nothing: a log file would drown in it."""
 
     def step_done(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
         parts = [f"step {step}/{self._n_steps}", *_metric_texts(metrics)]
@@ -138,11 +138,11 @@ class PlainProgress:
         self._err.line(report)
 
     def close(self) -> None:
-        """Nothing to restore."""
+        """Do nothing: there is nothing to restore."""
 
 
 class LiveProgress:
-    """A display that stays in place: step bar, headline metrics with their history, what each worker does."""
+    """A display that stays in place: step bar, headline metrics with their history, activity of each worker."""
 
     def __init__(self, out: TextIO, err: TextIO) -> None:
         from rich.console import Console
@@ -270,7 +270,7 @@ class LiveProgress:
 
 
 class _Quiet(io.TextIOBase):
-    """A stream that may vanish (a closed pipe, a lost terminal) without taking the run with it."""
+    """A stream that may vanish (a closed pipe, a lost terminal) without ending the run."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream: TextIO | None = stream

@@ -1,4 +1,4 @@
-"""``trace.json``: what every worker did when, for https://ui.perfetto.dev or chrome://tracing.
+"""``trace.json``: timeline of all workers, for https://ui.perfetto.dev or chrome://tracing.
 
 The Trace Event Format (JSON array form) may stay without its closing bracket, so the file of a killed run still loads;
 `close` makes it valid JSON. One process, one track per worker (tid = rank) and one for the master, above them.
@@ -34,7 +34,7 @@ _COLOURS = {
 
 
 class TraceWriter:
-    """Appends events as they come; a disk that is full ends the trace, never the run.
+    """Appends events as they come; a full disk ends the trace, never the run.
 
     Args:
         path: file to write; an earlier trace there is kept under the next free name, ``trace-1.json``, ...
@@ -51,7 +51,7 @@ class TraceWriter:
         self._write([self._metadata("process_name", 0, {"name": "realrl"})])
 
     def spans(self, rank: int | None, spans: Iterable[Span]) -> None:
-        """Add what worker `rank` did (None: the master)."""
+        """Add spans of worker `rank`, or of the master for None."""
         tid = MASTER_TID if rank is None else rank
         events = self._track_name(tid)
         for span in spans:
@@ -120,12 +120,12 @@ class TraceWriter:
 
 
 def _json_args(args: Mapping[str, str | int | float]) -> dict[str, str | int | float]:
-    """JSON knows no NaN and no infinity; as text they are still readable in the viewer."""
+    """Write NaN and infinities, which JSON lacks, as text that viewers show."""
     return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in args.items()}
 
 
 def _close_quietly(file: TextIO) -> None:
-    """Closing flushes again, and fails again on a full disk."""
+    """Close the file, although flushing may fail again on a full disk."""
     try:
         file.close()
     except OSError as error:

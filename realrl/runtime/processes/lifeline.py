@@ -1,9 +1,9 @@
-"""How a child process ends with its parent, and how leftovers of a run are found.
+"""Lifelines, by which a child process ends with its parent, and the search for leftovers of a run.
 
 A child's stdin is a pipe whose other end only the parent holds: end of file means that the parent is gone, on every
 system. On Linux the kernel also signals the child when its parent dies, so that a child stuck in native code ends too.
-Every process of a run carries the run's id in its environment (`RUN_ID`, below a worker also `WORKERS_OF`), where
-`kill_leftovers` finds what neither reached: children of a killed worker, for example.
+Every process of a run carries the run's id in its environment (`RUN_ID`, below a worker also `WORKERS_OF`). By that id
+`kill_leftovers` finds processes that neither reached, such as children of a killed worker.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def die_with_parent(lifeline: int, *, death_signal: signal.Signals, on_parent_go
 def kill_leftovers(mark: str, run_id: str) -> list[int]:
     """Kill every process but this one whose environment says ``mark=run_id``; returns their pids.
 
-    Linux only, elsewhere nothing.
+    Does nothing outside Linux.
     """
     killed: list[int] = []
     deadline_s = time.monotonic() + _LEFTOVER_PATIENCE_S

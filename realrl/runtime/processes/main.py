@@ -56,7 +56,7 @@ def master_main() -> int:
 
 
 def worker_main(rank: int, address: str, host: str) -> int:
-    """A worker process: receive, execute, reply, until it said goodbye; killed as soon as its master is gone."""
+    """A worker process: receives, executes and replies until its goodbye; killed as soon as its master is gone."""
     die_with_parent(take_stdin(), death_signal=signal.SIGKILL, on_parent_gone=_kill_own_group)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master decides what a Ctrl-C means
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -111,7 +111,7 @@ def _stop_orphaned_master(run_id: str) -> None:
 
 
 def _kill_own_group() -> None:
-    """The worker leads its process group: what it started ends with it."""
+    """End the worker together with the processes that it started: it leads its process group."""
     os.killpg(0, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Restarts of a run: what the master leaves behind when it fails, and what the supervisor makes of it."""
+"""Restarts of a run: the failure file of the master, and the supervisor's view of an ended attempt."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recover:
-    """How a run is restarted.
+    """Restart policy of a run.
 
     Attributes:
-        retries: restarts at most.
-        find_checkpoint: where a restarted run begins.
+        retries: largest number of restarts.
+        find_checkpoint: returns the starting point of a restart.
     """
 
     retries: int = 0
@@ -36,7 +36,7 @@ class Recover:
 
 
 def write_failure(run_dir: Path, failure: Failure) -> None:
-    """Leave word of why the run ends; without it, the supervisor starts nothing again."""
+    """Write the cause of the end, by which the supervisor decides on a restart."""
     path = run_dir / FAILURE_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,13 +46,13 @@ def write_failure(run_dir: Path, failure: Failure) -> None:
 
 
 def forget_failure(run_dir: Path) -> None:
-    """A new attempt begins."""
+    """Remove the failure file of an earlier attempt."""
     with contextlib.suppress(OSError):
         (run_dir / FAILURE_FILE).unlink()
 
 
 def describe_end(run_dir: Path, exit_code: int, *, is_interrupted: bool) -> AttemptEnded:
-    """What is known of an attempt that ended."""
+    """Describe an ended attempt from its exit code, failure file and metrics."""
     try:
         failure = msgspec.json.decode((run_dir / FAILURE_FILE).read_bytes(), type=Failure)
     except (OSError, msgspec.MsgspecError):
@@ -65,10 +65,10 @@ def describe_end(run_dir: Path, exit_code: int, *, is_interrupted: bool) -> Atte
 
 
 def describe_restart(restart: Restart, retries: int, resume: Resume, done: int) -> str:
-    """What the user is told: what was lost, where the run goes on, and what is done again.
+    """Message about a restart: the loss, the place where the run continues, and the steps that it repeats.
 
     Args:
-        done: the last step that was complete.
+        done: the last complete step.
     """
     begin = 0 if resume.folder is None else load_manifest(resume.folder).step
     where = "the beginning" if resume.folder is None else f"the checkpoint of step {begin}"

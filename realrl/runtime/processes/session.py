@@ -1,6 +1,6 @@
-"""What surrounds a `MasterWorker`: the parts it is given, and how an error or a signal becomes an exit code.
+"""The session of a `MasterWorker`: its parts, and the exit codes of errors and signals.
 
-`run_session` is the one way in, for the master process of ``launcher=local`` and for ``launcher=inline`` alike.
+`run_session` is the only entry, for the master process of ``launcher=local`` and for ``launcher=inline`` alike.
 Whatever happens, the workers are stopped and every file is closed before it returns.
 """
 
@@ -40,18 +40,18 @@ _log = logging.getLogger(__name__)
 
 
 class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What the master process needs to begin; travels from the supervisor through the master's stdin.
+    """Start message of the master process; the supervisor sends it through the master's stdin.
 
     Attributes:
         run: the resolved run, as `Initialize.run` carries it.
         run_dir: absolute path of the run folder.
-        run_id: mark of the run's processes.
+        run_id: mark in the environment of the run's processes.
         track: extra metric sinks: "tensorboard", "wandb".
         port: port of the master on loopback; 0 takes a free one.
         program: dotted path of ``program(session) -> exit code``.
-        host: dotted path of what each worker hosts.
-        resume_from: the checkpoint to continue from, whose files are whole; empty: begin at the beginning.
-        notes: what the user should know before the run begins.
+        host: dotted path of the factory of each worker's host.
+        resume_from: the verified checkpoint to continue from; empty for the first step.
+        notes: messages for the user before the run begins.
     """
 
     run: bytes
@@ -67,10 +67,10 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that a master program is given.
+    """Argument of a master program.
 
     Attributes:
-        address, environment: what `launcher.start` wants: where workers find the master, and the keys they need.
+        address, environment: arguments of `launcher.start`: the master's address, and the keys that workers need.
         resume_from: see `SessionStart`.
     """
 
@@ -118,7 +118,7 @@ class InterruptGuard:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
 
     def disarm(self) -> None:
-        """From now on signals change nothing."""
+        """Ignore signals from now on."""
         self._is_armed = False
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
@@ -214,7 +214,7 @@ def encode_start(start: SessionStart) -> bytes:
 
 
 def decode_start(data: bytes) -> SessionStart:
-    """Parse what follows the length prefix. Raises `TransportError` if that is not a `SessionStart`."""
+    """Parse the message after the length prefix. Raises `TransportError` if it is no `SessionStart`."""
     try:
         return msgspec.msgpack.decode(data, type=SessionStart)
     except msgspec.MsgspecError as error:

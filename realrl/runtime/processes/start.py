@@ -1,4 +1,4 @@
-"""From a resolved configuration to a running experiment: the run folder, the checks, the launcher."""
+"""Start of a run from a resolved configuration: checks, run folder, launcher."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _check_checkpoints(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _reserved(folder: Path) -> Iterator[None]:
-    """Keep other runs out of the folder while this one lasts; the lock ends with this process, however that ends."""
+    """Lock the folder against other runs; the lock ends with this process, however that ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -37,7 +37,7 @@ def run_supervised(start: SessionStart, recover: Recover | None = None) -> int:
     Must be called from the main thread: it handles signals until it returns.
 
     Args:
-        recover: how to start the run again when processes of it were lost; None: not at all.
+        recover: restart policy after lost processes; None never restarts.
 
     Raises:
         RunError: the master process cannot be started.
@@ -86,7 +86,7 @@ class _Supervisor:
                 self._end(self._master)
 
     def _attempt(self, blocked: Iterable[int]) -> int:
-        """Run a master to its end; returns its exit code, after having said how it died, if it could not."""
+        """Run a master to its end and return its exit code; prints a report if the master was killed."""
         forget_failure(self._run_dir)
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         if self._received is not None:  # between two attempts
@@ -103,7 +103,7 @@ class _Supervisor:
         return exit_code
 
     def _next_attempt(self, exit_code: int) -> SessionStart | int:
-        """How to start again; or the exit code of the run, if it is over."""
+        """The start message of the next attempt, or the exit code if the run is over."""
         died = min(exit_code, 0)
         if died:
             exit_code = 1 if self._received is None else 128 + self._received
@@ -158,7 +158,7 @@ class _Supervisor:
             self._master.send_signal(signum)
 
     def _explain(self, master: subprocess.Popen[bytes], exit_code: int) -> None:
-        """Say how a master ended that could not say so itself."""
+        """Report the end of a master that could not report it itself."""
         _restore_cursor()
         if self._received is not None:
             name = signal.Signals(self._received).name
@@ -180,6 +180,6 @@ class _Supervisor:
 
 
 def _restore_cursor() -> None:
-    """A killed master cannot leave the terminal as it was."""
+    """Show the cursor again, which a killed master may have left hidden."""
     if sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)

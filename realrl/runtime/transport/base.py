@@ -1,4 +1,4 @@
-"""What master and workers expect of a transport, whatever the medium.
+"""Protocols of the transport between master and workers, for any medium.
 
 master                              worker
 MasterTransport.send  --request-->  WorkerTransport.receive
@@ -48,7 +48,7 @@ class SampleServer(Protocol):
 
     @property
     def address(self) -> str:
-        """Where a `SampleClient` finds this server."""
+        """Address for `SampleClient.pull`."""
 
     def close(self) -> None:
         """Stop serving. May be called twice."""
@@ -58,7 +58,7 @@ class SampleClient(Protocol):
     """Pulls rows from other workers' stores."""
 
     def pull(self, address: str, key: str, ids: Sequence[str]) -> bytes:
-        """What the producer's fetch returns for `key` and `ids`.
+        """Encoded rows of `key` and `ids`, as the producer's fetch returns them.
 
         Raises:
             TransportError: the producer does not answer, or its fetch raised; names key, ids and address.

@@ -1,7 +1,8 @@
 """The in-process transport: master and workers take turns in one thread.
 
 A request is executed inside `InprocMaster.receive`, on the caller's stack, so a breakpoint in a reward function stops
-there. Messages still pass through the codec: what works here works over sockets, and nobody can share a mutable object.
+there. Messages still pass through the codec, so that encoding fails here as it does over sockets, and no mutable object
+is shared.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     master: ROUTER, identity -> worker      a gate thread admits only clients that hold the run's worker key
     worker: DEALER "3" for requests and the replies of the main thread,
-            DEALER "3/beside" for what other threads send (heartbeats)
+            DEALER "3/beside" for messages of other threads (heartbeats)
     samples: ROUTER in a thread of the producer, one DEALER per producer at the puller
 
 Keys are made for one run. The master's public key proves the master to a worker, the worker key proves a worker to the
-master and to other workers; whoever lacks them can neither send, read nor pose as the master.
+master and to other workers. Without the keys a process can neither send, nor read, nor pose as the master.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ _log = logging.getLogger(__name__)
 
 
 def new_context() -> Context:
-    """A context of its own, to be ended with ``term()`` when all its sockets are closed."""
+    """A new context; end it with ``term()`` when all its sockets are closed."""
     return zmq.Context()
 
 
 @dataclass(frozen=True)
 class WorkerKeys:
-    """What a worker holds: the master's public key and the key pair that all workers of the run share (Z85 text)."""
+    """Keys of a worker: the master's public key and the key pair that all workers of the run share (Z85 text)."""
 
     master_public: bytes
     worker_public: bytes
@@ -88,7 +88,6 @@ class RunKeys:
 
     @classmethod
     def new(cls) -> RunKeys:
-        """Fresh random keys."""
         master_public, master_secret = zmq.curve_keypair()
         return cls(master_secret, WorkerKeys(master_public, *zmq.curve_keypair()))
 
@@ -278,7 +277,7 @@ class _GuardedRouter:
         self.socket.curve_publickey = public
         self.socket.curve_secretkey = secret
         self.socket.zap_domain = _DOMAIN
-        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate nobody gets in
+        self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no client gets in
         self.socket.router_mandatory = True
         self.socket.router_handover = True  # a worker that reconnects takes its old place
         _prepare(self.socket)
@@ -330,7 +329,7 @@ def _dealer(
 
 
 def _prepare(socket: zmq.Socket[bytes]) -> None:
-    """No limit on queued messages: the scheduler bounds what is in flight, and a send must never block."""
+    """Set options. Queues are unlimited: the scheduler bounds what is in flight, and a send must never block."""
     socket.sndhwm = 0
     socket.rcvhwm = 0
     socket.tcp_keepalive = 1

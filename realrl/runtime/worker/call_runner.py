@@ -1,4 +1,4 @@
-"""One call on one rank: fetch the rows it lacks, run the interface, check and keep what it returns."""
+"""One call on one rank: fetch missing rows, run the interface, check and keep its output."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ class CallRunner:
     """Runs calls against the roles that this rank hosts.
 
     Args:
-        plan: of the run.
-        roles: that this rank hosts.
-        store: of this rank.
+        roles: the roles that this rank hosts.
+        store: this rank's rows.
         world: the group of all ranks.
-        client: how rows are pulled from other stores; None where there is a single worker.
+        client: pulls rows from other stores; None if there is a single worker.
         peers: data-server address of every rank.
         device: where calls compute.
     """
@@ -124,9 +123,9 @@ class CallRunner:
         )
 
     def _parameters_of(self, mfc: MFCDef, is_at_home: bool) -> AbstractContextManager[None]:
-        """Parameters that ranks share out between calls are whole during a call, also on a rank without a sample of it.
+        """Gather, for the duration of a call, parameters that the backend shards between calls.
 
-        A call that trains gathers them block by block.
+        Ranks without samples take part. A training call gathers them block by block itself.
         """
         engine = self._roles[mfc.role].home_engine
         return nullcontext() if mfc.is_train or not is_at_home or engine is None else engine.whole_parameters()
@@ -179,7 +178,7 @@ class CallRunner:
         return kept.describe(), {}
 
     def _pull(self, request: RunCall, spans: list[Span]) -> int:
-        """Fetch the rows that the plan says this rank lacks; one request per (source, key). Returns bytes received."""
+        """Fetch the planned rows that this rank lacks, one request per transfer. Returns the bytes received."""
         by_source: dict[int, list[RowTransfer]] = defaultdict(list)
         for transfer in request.transfers:
             if transfer.target != self.rank:
@@ -202,7 +201,7 @@ class CallRunner:
 
 
 def _record_responses(metrics: MetricSums, result: SequenceSample) -> None:
-    """Where no train_step reports them: means of the rewards, lengths and cut-off responses that a call produced."""
+    """Add means of rewards, lengths and truncated responses, for runs without a train_step that reports them."""
     if "rewards" in result:
         metrics.add_values("reward", result["rewards"].double().tolist())
     if "prompt_mask" in result:

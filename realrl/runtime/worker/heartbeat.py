@@ -1,4 +1,4 @@
-"""A thread beside the computation that tells the master at a fixed interval what the worker does."""
+"""A thread beside the computation that reports the worker's activity to the master at a fixed interval."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HeartbeatThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; when it returns, nothing more is sent."""
+        """Stop the thread; nothing is sent after this returns."""
         self._stopped.set()
         self._thread.join()
 

@@ -1,8 +1,8 @@
 """Hooks around a call, on one rank: parameters move between layouts and roles, or to host memory.
 
-What a hook writes into a trained role goes through its training backend, whose optimizer goes on from there.
-What interfaces remember goes with the parameters: a critic that infers on other devices than it trains on needs the
-statistics of returns that training keeps. Ranks that are not in the home get it from the home's first rank.
+Hooks write into a trained role through its training backend, so that the optimizer continues from the new values.
+Interface state moves with the parameters: a critic that infers on other devices than it trains on needs the return
+statistics that training keeps. Ranks outside the home get the state from the home's first rank.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ class HookRunner:
     """Runs this rank's part of planned hooks.
 
     Args:
-        plan: of the run.
-        roles: that this rank hosts.
-        reallocs: plans what moves.
+        roles: the roles that this rank hosts.
+        reallocs: plans of the reallocations.
         world: the group of all ranks.
-        device: of the parameters.
+        device: where the parameters are.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class HookRunner:
         self._reallocators: dict[Realloc, tuple[Reallocator, ...]] = {}
 
     def run(self, request: RunHooks) -> HooksDone:
-        """Take part in the hooks on one side of a call, in their order."""
+        """Run this rank's part of the hooks before or after a call, in their order."""
         planned = self._plan.hooks_of(request.call)
         hooks = [hook for hook in getattr(planned, request.when) if self.rank in hook.ranks]
         self._prefetch(hooks)
@@ -88,7 +87,7 @@ class HookRunner:
         )
 
     def _prefetch(self, hooks: Sequence[PlannedHook]) -> None:
-        """All parameters that these hooks read or write start their way back at once."""
+        """Start to bring back all parameters that these hooks read or write."""
         for hook in hooks:
             for name in (hook.source, hook.target) if isinstance(hook, Realloc) else ():
                 if name in self._roles:
@@ -119,7 +118,7 @@ class HookRunner:
         return sum(n_bytes)
 
     def _reallocate(self, hook: Realloc) -> Iterator[ReallocResult]:
-        """What each part of a reallocation brings, before the next part begins."""
+        """Run the parts of a reallocation, and yield each result before the next part begins."""
         target = None
         if not hook.is_implied and not self._is_followed(hook):
             target = self._home_shards(hook.target, hook.target_allocation)
@@ -129,21 +128,21 @@ class HookRunner:
             with self._present(hook, names):
                 source = self._home_shards(hook.source, hook.source_allocation)
                 part = None if target is None else {name: t for name, t in target.items() if name in names}
-                # what is gathered for this reallocation only must not be kept
+                # an alias would keep parameters that were gathered for this part only
                 may_alias = len(reallocators) == 1 or not hook.is_implied
                 yield reallocator.run(source, target=part, eta=hook.eta, alias=may_alias)
 
     def _is_followed(self, hook: Realloc) -> bool:
-        """Whether an optimizer must go on from what a hook between roles writes."""
+        """True if the target has an optimizer, which must continue from the values that a hook writes."""
         return self._plan.roles[hook.target].trainable
 
     def _present(self, hook: Realloc, names: Collection[str]) -> AbstractContextManager[None]:
-        """These parameters of the source are on the ranks of its home within the block."""
+        """Gather these source parameters on the ranks of their home within the block."""
         engine = self._roles[hook.source].home_engine if self.rank in hook.source_allocation.ranks else None
         return nullcontext() if engine is None else engine.whole_parameters(names)
 
     def _home_shards(self, role: str, home: Allocation) -> dict[str, torch.Tensor] | None:
-        """This rank's parameters of a role, ready; None if it is not in the role's home."""
+        """This rank's resident parameters of a role; None if it is not in the role's home."""
         if self.rank not in home.ranks:
             return None
         hosted = self._roles[role]

@@ -100,7 +100,7 @@ class ModelWorker:
         return encode_rows(self.store.get(ids, [key]))
 
     def handle(self, request: Request) -> list[Reply | Future[Reply]]:
-        """Execute one request and return its reply, that to a checkpoint later; raises whatever goes wrong in it."""
+        """Execute one request and return its reply, for a checkpoint a future; exceptions pass through."""
         start_s = time.time()
         reply = self._execute(request, start_s)
         self._idle_since_s = time.time()
@@ -142,7 +142,7 @@ class ModelWorker:
         experiment, config = load_run(request.run)
         plan = plan_run(config, experiment)
         device = devices.resolve_device(config.cluster.device, self.rank % config.cluster.n_devices_per_node)
-        torch.manual_seed(config.seed)  # nothing may depend on it; it makes an oversight repeatable
+        torch.manual_seed(config.seed)  # nothing should depend on it, but an oversight is then repeatable
         planned = plan.process_groups
         self._groups = Groups.create(
             planned,
@@ -181,7 +181,7 @@ class ModelWorker:
         )
 
     def _open_datasets(self, plan: RunPlan) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
-        """Row ids, number of dropped rows and notes of what the run goes over."""
+        """Load the datasets; returns row ids, number of dropped rows and notes of the one that the run goes through."""
         config, kind, tokenizer = plan.config, plan.experiment.dataset, role_tokenizer(plan)
         if plan.evaluation is not None or config.eval.only:
             self._held_out = load_dataset(held_out_data(config), kind, tokenizer, is_held_out=True)
@@ -194,7 +194,7 @@ class ModelWorker:
         return self._dataset.row_ids, self._dataset.n_dropped, (*self._dataset.notes, *notes)
 
     def _load(self, request: LoadSamples) -> tuple[SampleMeta, tuple[SampleMeta, ...]]:
-        """Samples from the dataset, and what a checkpoint holds of them besides."""
+        """Put samples of the dataset into the store, with the rows that a checkpoint holds of them; describes both."""
         dataset = self._held_out if request.is_held_out else self._dataset
         if dataset is None:
             raise RunError(f"worker {self.rank} holds no dataset, but was asked for samples", worker=self.rank)

@@ -46,10 +46,10 @@ class HostedRole:
         models: allocation -> model, for each allocation of the role's calls whose mesh holds this rank.
         home: the allocation that the parameters live in; None for a role without any.
         interfaces: call -> interface. Calls of one role that name the same interface with the same arguments share one
-            instance, and with it what the interface remembers (value statistics, KL controller). Like the parameters,
-            that lives in the home layout, and a call elsewhere gets it from there.
-        offloader: of the parameters, on a rank of the home.
-        is_changed: whether some call or hook changes the parameters, so that a checkpoint must hold them.
+            instance and its state (value statistics, KL controller). The state lives in the home layout, like the
+            parameters; a call elsewhere gets it from there.
+        offloader: moves the parameters; None on a rank outside the home.
+        is_changed: True if a call or hook changes the parameters, so that a checkpoint must hold them.
     """
 
     role: Role
@@ -65,7 +65,7 @@ class HostedRole:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there is a model behind it, and not only a tokenizer."""
+        """True if the role has a model, and not only a tokenizer."""
         return self.home is not None
 
     @property
@@ -79,12 +79,11 @@ class HostedRole:
 
     @property
     def tokenizer(self) -> Any:
-        """The role's tokenizer."""
         return next(iter(self.models.values())).tokenizer
 
     @property
     def version(self) -> int:
-        """train_step calls that the parameters have been through."""
+        """Number of train_step calls that the parameters have been through."""
         return next(iter(self.models.values())).version
 
     @version.setter
@@ -99,7 +98,7 @@ class HostedRole:
         return engine.decoder
 
     def set_schedule_end(self, n_steps: int) -> None:
-        """Let the learning-rate schedule end with the run's last step."""
+        """Make the learning-rate schedule end with the run's last step."""
         engine = self.home_engine
         if n_steps == self._n_steps or engine is None:
             return
@@ -119,12 +118,12 @@ class HostedRole:
     # ------------------------------------------------------------ host memory
 
     def prefetch(self) -> None:
-        """Let the parameters of the home start their way back, if they are in host memory."""
+        """Start to bring the home's parameters back, if they are in host memory."""
         if self.offloader is not None and self.offloader.residence is Residence.OFFLOADED:
             self.offloader.prefetch()
 
     def wait_resident(self) -> None:
-        """Return when the parameters of the home, if this rank has any, can be used."""
+        """Wait until the home's parameters, if this rank has any, can be used."""
         if self.offloader is not None:
             self.offloader.wait()
 
@@ -146,10 +145,11 @@ def build_roles(
     configs: Mapping[str, DecoderConfig],
     resume_from: Path | None = None,
 ) -> dict[str, HostedRole]:
-    """Build every role of which some call runs on `rank`; the parameters from a checkpoint folder when one is given.
+    """Build every role with a call on `rank`.
 
     Args:
-        configs: role -> its model, for roles that have one.
+        configs: role -> configuration of its model, for roles that have one.
+        resume_from: checkpoint folder that holds the parameters of changed roles; None for their initial weights.
 
     Raises:
         AssetError: a model or tokenizer folder, or the checkpoint, cannot be used.
@@ -239,7 +239,7 @@ class _Builder:
 
     def _load(self, config: DecoderConfig, allocation: Allocation, rank: int, parallel: TensorParallel) -> Decoder:
         role, run = self._plan.roles[self._name], self._plan.config
-        # adapters stand in the checkpoint's state, and the model that they belong to where the run began
+        # the checkpoint's state holds the adapters; their base model is where it was when the run began
         resume_from = self._resume_from if config.lora is None else None
         path = self._section.path if resume_from is None else str(resume_from / self._name)
         dtype = "float32" if role.trainable and config.lora is None else DTYPES[run.precision]

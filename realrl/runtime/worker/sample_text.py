@@ -1,4 +1,4 @@
-"""What one worker tells of samples in its store: decoded text and single numbers."""
+"""Readable contents of samples in a worker's store: decoded text and single numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ def read_samples(store: SampleStore, request: ReadSamples, tokenizer: Callable[[
     """The columns that `SamplesRead` carries.
 
     Args:
-        store: holds the rows.
-        request: names them.
         tokenizer: role -> its tokenizer.
     """
     columns: Columns = {}
