@@ -9,7 +9,7 @@ import pytest
 
 from realrl import cli
 from realrl.cli import doctor_view
-from realrl.cpu import why_not
+from realrl.cpu.loader import why_not
 
 
 @pytest.fixture(autouse=True)
