@@ -26,8 +26,8 @@ class Error(Exception):
     """Base of all deliberate errors: one sentence, then a remedy.
 
     Args:
-        message: what is wrong, naming the call, key or file.
-        remedy: what the user can do about it; appended to the message.
+        message: the problem in one sentence, naming the call, key or file.
+        remedy: advice to the user; appended to the message.
         call: name of the call that was running.
         step: step at which it happened, from 1.
         worker: global rank of the worker concerned.
@@ -62,7 +62,7 @@ class UsageError(Error):
 
 
 class ConfigError(UsageError):
-    """A configuration key, type or value."""
+    """A configuration key, type or value that cannot be used."""
 
 
 class GraphError(UsageError):
@@ -74,7 +74,7 @@ class AllocationError(UsageError):
 
 
 class DataError(UsageError):
-    """A dataset file, or a sample in it."""
+    """A dataset file, or a sample in it, that cannot be used."""
 
 
 class AssetError(UsageError):
@@ -86,7 +86,7 @@ class RunError(Error):
 
 
 class CallError(RunError):
-    """An interface raised, or returned a wrong key, a wrong length or NaN; `sample_ids` are to blame, if known."""
+    """An interface raised, or returned a wrong key, a wrong length or NaN; `sample_ids` names the cause, if known."""
 
     sample_ids: tuple[str, ...] = ()
 
@@ -104,7 +104,7 @@ class CheckpointError(RunError):
 
 
 class InvalidTransitionError(Error):
-    """A state machine received an event that its state does not allow; carries the story so far."""
+    """A state machine received an event that its state does not allow; `story` lists the events before it."""
 
     def __init__(self, message: str, story: Iterable[str] = ()) -> None:
         lines = list(story)

@@ -2,9 +2,9 @@
 
 In realrl/ a folder has at most 15 files, a file at most 500 lines, a function at most 80 lines and 7 parameters.
 Modules import each other in no circle, not even for types. No function imports from its own package, realrl/<folder>,
-and nothing imports `unittest`. `torch.distributed` is imported in engine/ alone, `zmq` in one file, and the words that
-choose a device or a collective backend stand in engine/device.py alone, except for the layer that maps what
-megatron-core asks of CUDA to the CPU. What CPU this is only cpu/ asks, and others import `realrl.cpu` as a whole.
+and nothing imports `pickle` or `unittest`. Only engine/ imports `torch.distributed`, and only one file `zmq`. The words
+that choose a device or a collective backend stand in engine/device.py alone, except for the layer that maps
+megatron-core's calls of CUDA to the CPU. Only cpu/ asks for the kind of CPU, and others import `realrl.cpu` as a whole.
 Scripts and tests may have longer files and functions, experiments shorter files.
 """
 
@@ -36,7 +36,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Limits:
-    """How many lines a file and a function may have."""
+    """Largest number of lines of a file and of a function."""
 
     file: int
     function: int
@@ -55,8 +55,9 @@ class Violation:
     """One rule broken in one place.
 
     Attributes:
-        file: its path from the root; or the folder.
-        what: the sentence; it names things, so that it stays the same where lines are added above.
+        file: path of the file or folder from the root.
+        line: number of the line; 0 for the file as a whole.
+        what: description of the fault by names, which stays the same if lines are added above.
     """
 
     file: str
@@ -65,7 +66,7 @@ class Violation:
 
     @property
     def key(self) -> str:
-        """What `KNOWN` calls it."""
+        """The violation's name in `KNOWN`."""
         return f"{self.file}: {self.what}"
 
     def __str__(self) -> str:
@@ -77,7 +78,7 @@ class Source:
     """A parsed file.
 
     Attributes:
-        name: its path from the root, with slashes.
+        name: path from the root, with slashes.
     """
 
     name: str
@@ -86,27 +87,26 @@ class Source:
 
     @classmethod
     def of(cls, name: str, text: str) -> Source:
-        """Parse `text`."""
         return cls(name, text, ast.parse(text, name))
 
     @property
     def folder(self) -> str:
-        """The first part of the path."""
+        """The top folder of the path."""
         return self.name.partition("/")[0]
 
     @property
     def module(self) -> str:
-        """The name that it is imported by."""
+        """The name for imports of the file."""
         return self.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 @dataclass(frozen=True)
 class Import:
-    """Something that a file imports.
+    """An import in a file.
 
     Attributes:
         name: a module, or a name in one.
-        function: the innermost one around it; empty at module level.
+        function: name of the innermost function around the import; empty at module level.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Import:
 
 
 def long_files_and_functions(source: Source) -> Iterator[Violation]:
-    """Files and functions with too many lines."""
+    """Find files and functions with too many lines."""
     limits = LIMITS[source.folder]
     n_lines = source.text.count("\n")
     if n_lines > limits.file:
@@ -130,7 +130,7 @@ def long_files_and_functions(source: Source) -> Iterator[Violation]:
 
 
 def long_signatures(source: Source) -> Iterator[Violation]:
-    """Functions of realrl with too many parameters; `self` and `cls` are none."""
+    """Find functions of realrl with too many parameters; `self` and `cls` do not count."""
     if source.folder != "realrl":
         return
     for function in _functions(source.tree):
@@ -142,10 +142,10 @@ def long_signatures(source: Source) -> Iterator[Violation]:
 
 
 def full_folders(names: Iterable[str]) -> Iterator[Violation]:
-    """Folders of realrl with too many files, those in folders inside not counted.
+    """Find folders of realrl with too many files, not counting those in subfolders.
 
     Args:
-        names: of all files, Python or not.
+        names: paths of all files, Python or not.
     """
     n_files = Counter(str(PurePosixPath(name).parent) for name in names if name.startswith("realrl/"))
     for folder, n in sorted(n_files.items()):
@@ -161,14 +161,14 @@ def _functions(tree: ast.Module) -> Iterator[Function]:
 
 
 def imports(source: Source) -> Iterator[Import]:
-    """Everything that a file imports, in functions and for types too."""
+    """Find all imports of a file, in functions and for types too."""
     for node, function in _import_nodes(source.tree, ""):
         base = f"{_base(node, source)}." if isinstance(node, ast.ImportFrom) else ""
         yield from (Import(f"{base}{alias.name}", node.lineno, function) for alias in node.names)
 
 
 def circles(sources: Iterable[Source]) -> Iterator[Violation]:
-    """Modules of realrl that import each other at module level, also through others; one circle of each such group."""
+    """Find modules of realrl that import each other at module level, also through others; one circle of each group."""
     files = {source.module: source for source in sources if source.folder == "realrl"}
     graph = nx.DiGraph()
     for module, source in files.items():
@@ -183,10 +183,10 @@ def circles(sources: Iterable[Source]) -> Iterator[Violation]:
 
 
 def hidden_imports(source: Source, modules: Container[str]) -> Iterator[Violation]:
-    """Imports inside a function of realrl from the same package, the first folder below realrl.
+    """Find imports inside a function of realrl from the same package, the first folder below realrl.
 
     Args:
-        modules: of realrl.
+        modules: names of all modules.
     """
     for found in imports(source):
         if found.function and source.folder == "realrl" and _package_of(found.name) == _package_of(source.module):
@@ -195,7 +195,7 @@ def hidden_imports(source: Source, modules: Container[str]) -> Iterator[Violatio
 
 
 def misplaced_imports(source: Source) -> Iterator[Violation]:
-    """Imports of realrl outside of the one place where they belong, or of what has none."""
+    """Find imports in realrl outside of the one place where they belong, and forbidden ones."""
     if source.folder != "realrl":
         return
     for found in imports(source):
@@ -233,7 +233,7 @@ def _module_of(name: str, modules: Container[str]) -> str:
 
 
 def _package_of(name: str) -> str:
-    """``realrl.cli`` for everything in it."""
+    """The package of a module: its first two parts, like ``realrl.cli``."""
     return ".".join(name.split(".")[:2])
 
 
@@ -241,7 +241,7 @@ def _package_of(name: str) -> str:
 
 
 def misplaced_words(source: Source) -> Iterator[Violation]:
-    """Names of devices and collective backends in another file of realrl than the one that chooses them."""
+    """Find names of devices, collective backends and CPUs in realrl outside of the places that choose them."""
     if source.folder != "realrl" or source.name in DEVICE_FILES:
         return
     for number, line in enumerate(source.text.splitlines(), 1):
@@ -255,7 +255,7 @@ def misplaced_words(source: Source) -> Iterator[Violation]:
 
 
 def violations(texts: Mapping[str, str], names: Iterable[str]) -> list[Violation]:
-    """Every rule that is broken.
+    """Check all rules.
 
     Args:
         texts: path from the root -> content of all Python files.
@@ -271,14 +271,14 @@ def violations(texts: Mapping[str, str], names: Iterable[str]) -> list[Violation
 
 
 def repository_files() -> list[str]:
-    """Paths of all files that git does not ignore."""
+    """Paths of the files in `FOLDERS` that git does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *FOLDERS]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
     return sorted({name for name in names if (ROOT / name).is_file()})
 
 
 def main() -> int:
-    """Print every violation that is not known; 1 when there is one."""
+    """Print every violation that is not known; returns 1 if there is one."""
     names = repository_files()
     texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in names if name.endswith(".py")}
     found = violations(texts, names)

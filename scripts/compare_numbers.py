@@ -38,18 +38,18 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 3
-LIMIT_S = 1200.0  # for a run
-END_LIMIT_S = 60.0  # for a run that was asked to stop
+LIMIT_S = 1200.0  # time limit of a run
+END_LIMIT_S = 60.0  # time limit of a run's end after the request to stop
 MEASURED = ("time_s/", "perf/", "memory_gb/")
 FILES = ("metrics.jsonl", "generations.jsonl")
-# Two recordings of one commit differ here. The rows that a worker still lacks depend on the call that came first:
+# Two recordings of one commit differ here: the rows that a worker still lacks depend on the call that came first.
 BYTES_VARY = ("plan-eight", "plan-eight-all")
-# The samples that a call takes together depend on the workers that have generated theirs:
+# And here: the samples that a call takes together depend on the workers that have generated theirs.
 ROUNDING_VARIES = ("plan-eight-all",)
 RELATIVE, FLOOR = 1e-5, 1e-6  # differences that rounding may leave
 RUN_DIR = "run"  # in the folder in which a run happens
 _POLL_S = 0.2
-_WIDTH = 160  # of the table, also where the output is no terminal
+_WIDTH = 160  # least width of the table
 
 TINY = ("preset=tiny", f"steps={STEPS}", "save.at_end=false")
 SMALL = ("n_seqs=4", "generation.max_new_tokens=6")
@@ -72,7 +72,7 @@ class Case:
 
     Attributes:
         arguments: arguments of ``realrl run``.
-        files: texts of files in the folder in which it runs.
+        files: name -> text of files in the folder of the run.
         stop_after: number of steps in its metrics after which it is stopped; None lets it end by itself.
     """
 
@@ -125,7 +125,7 @@ QUICKSTART = Case("quickstart-rw", ("rw", "preset=quickstart", "save.at_end=fals
 
 
 def cases_of(experiments: Iterable[str], plans: Mapping[str, Sequence[str]], size: Sequence[str]) -> list[Case]:
-    """All runs: of `experiments`, their variants, of `plans` with the overrides `size`, and the quickstart's."""
+    """Make all cases: of `experiments`, their variants, of `plans` with the overrides `size`, and the quickstart's."""
     plan = ("ppo", "preset=tiny", *size, f"steps={STEPS}")
     return [
         *(Case(name, (name, *TINY, *MORE_OPTIONS.get(name, ())), REWARD) for name in experiments),

@@ -46,8 +46,8 @@ WORKERS_AND_MASTER = ("worker 0", "worker 1", "master")
 REWARDS = ("reward server", "reward worker")  # the process that forks the others, and one of the others
 STEPS_PER_KILL = 3
 PATIENCE_STEPS = 2  # steps to wait for a moment; then the kill happens at any moment
-LIMIT_S = 600.0  # for a run to continue after a kill
-END_LIMIT_S = 30.0  # for all processes to end after the death of their supervisor
+LIMIT_S = 600.0  # time in which a run must continue after a kill
+END_LIMIT_S = 30.0  # time in which all processes must end after the death of their supervisor
 MARK = "REALRL_CAMPAIGN"
 BY_HAND = "\nrestart by hand: the supervisor was killed;\n"
 SLOW_REWARD = """
@@ -127,7 +127,7 @@ SCENARIOS = {
     "grpo": Scenario("grpo", GRPO, KILLS + tuple((victim, "rewards") for victim in REWARDS) * 3),
     "supervisor": Scenario("ppo", PPO, tuple(("supervisor", moment) for moment in MOMENTS)),
 }
-# Moments by their stacks, most telling first: a part of a file's name, and of a function's after " in ".
+# Moments by their stacks, most telling first: a part of a file's path, and of the text " in " and a function's name.
 SIGNS = (
     ("checkpoint writing", "checkpoints/writer.py", "_write"),
     ("checkpoint writing", "checkpoints/writer.py", "save"),
@@ -195,9 +195,9 @@ class Run:
             )
 
     def continue_by_hand(self) -> float | None:
-        """After the death of the supervisor: wait for the rest to end, then continue.
+        """Wait for all processes to end after the death of the supervisor, then continue the run.
 
-        Returns the seconds that it took; None if something did not end.
+        Returns the seconds until they had ended; None if some did not.
         """
         self.process.wait()
         start_s = time.monotonic()
@@ -213,7 +213,6 @@ class Run:
 
     @property
     def errors(self) -> str:
-        """Error output of the run."""
         return self._errors.read_text()
 
     @property
@@ -222,7 +221,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """The last step in metrics.jsonl; -1 while that is being rewritten."""
+        """The last step in metrics.jsonl; -1 while that file is being rewritten."""
         try:
             return last_step(self.run_dir / "metrics.jsonl")
         except (OSError, Error):
@@ -234,7 +233,7 @@ class Run:
         return self._output.read_text().split("\nrestart ")
 
     def pid(self, who: str) -> int | None:
-        """Process id of a victim."""
+        """Process id of a victim; None while it is not up."""
         if who == "supervisor":
             return self.process.pid
         known = self._pids.get(who)
@@ -345,7 +344,7 @@ def digest(run_dir: Path) -> dict[str, str]:
 
 
 def main() -> int:
-    """Run the campaign; 0 if every run finished with the right weights."""
+    """Run the campaign; returns 0 if every run finished with the right weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--per-run", type=int, default=6)

@@ -31,7 +31,7 @@ from realrl.runtime.output.metrics import FILE_NAME
 LIMIT = 1e-4
 FLOOR = 1e-6  # absolute difference that rounding may leave where a metric is about zero
 SIZE = ("n_seqs=16", "generation.max_new_tokens=8", "algorithm.n_minibatches=2", "save.at_end=false")
-_WIDTH = 110  # of the table, also where the output is no terminal
+_WIDTH = 110  # least width of the table
 DEPENDS_ON_THE_PLAN = ("time_s/", "perf/", "memory_gb/", "bytes/")
 
 
@@ -76,7 +76,7 @@ PLANS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest relative difference between two runs; `metric` and `step` are where it is."""
+    """The largest relative difference between two runs, with its metric and step."""
 
     relative: float = 0.0
     metric: str = ""

@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _run_stage(run_dir: Path, experiment: str, overrides: list[str]) -> list[str]:
-    """The command of a training stage; empty when its last step is saved already."""
+    """The command of a training stage; empty if its last step is saved already."""
     manifest, config = run_dir / "checkpoints/latest/state/manifest.json", run_dir / "config.json"
     if manifest.exists() and json.loads(manifest.read_text())["step"] == json.loads(config.read_text())["steps"]:
         return []

@@ -1,7 +1,7 @@
-"""The operations of a decoder, by the fastest kernels that this machine has: the one place that knows which CPU it is.
+"""The operations of a decoder, by the fastest kernels of this machine: the one place that knows the CPU.
 
 With gradient, `linear` and `matmul` are plain functions. Without, `choose_kernels` gives one object whose methods make
-what a step calls: `linear`, `norm`, `attention`, whole `layers`, a `sampler`. Its three kinds agree to rounding.
+the operations of a step: `linear`, `norm`, `attention`, whole `layers`, a `sampler`. Its three kinds agree to rounding.
 
     TorchKernels ◄── OneDNNKernels     torch's operations on any device; its products from packed weights
          ▲

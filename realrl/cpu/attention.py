@@ -18,12 +18,12 @@ from realrl.cpu.reference import Rope, rotate, window_mask
 
 @dataclass(frozen=True)
 class NewTokens:
-    """Where new tokens stand in the KV cache.
+    """Places of new tokens in the KV cache.
 
     Attributes:
-        positions: int64 [T], in the rows; contiguous.
-        rows: int64 [T], contiguous; None for the first T, one token each.
-        seqlens: tokens of each prompt, where these are whole prompts in consecutive rows.
+        positions: int64 [T], positions in the rows; contiguous.
+        rows: int64 [T], contiguous; None for the first T rows, one token each.
+        seqlens: length of each prompt if the tokens are whole prompts in consecutive rows; else empty.
     """
 
     positions: torch.Tensor
@@ -32,7 +32,7 @@ class NewTokens:
 
     @classmethod
     def of_prompts(cls, seqlens: Sequence[int], *, first_row: int, device: torch.device) -> NewTokens:
-        """Packed prompts that enter rows from the first on."""
+        """Make the places of packed prompts in consecutive rows from `first_row` on."""
         lengths = torch.tensor(seqlens, device=device)
         rows = torch.repeat_interleave(torch.arange(len(seqlens), device=device), lengths)
         starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
@@ -40,7 +40,7 @@ class NewTokens:
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """`rows`, written out."""
+        """`rows` as a tensor, also where it is None."""
         return torch.arange(len(self.positions), device=self.positions.device) if self.rows is None else self.rows
 
 
@@ -52,21 +52,21 @@ class Cache(Protocol):
         """Keys and values of every layer, [rows, K, C, D] each and contiguous."""
 
     def layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of one layer."""
+        """Keys and values [rows, K, C, D] of one layer."""
 
     def write(self, layer_index: int, tokens: NewTokens, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v [T, K, D] of the tokens."""
+        """Store the tokens' k and v [T, K, D]."""
 
     def view(self, layer_index: int, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B * K, C, D] of the first rows, without copying."""
 
 
 class CacheAttention(Protocol):
-    """Puts the keys and values of new tokens into the cache and lets the tokens see what is there for their row.
+    """Puts the keys and values of new tokens into the cache and attends to the tokens of their rows there.
 
     Attributes:
-        cache: with room for the tokens.
-        tokens: where they stand in it.
+        cache: a cache with room for the tokens.
+        tokens: places of the new tokens.
     """
 
     cache: Cache
@@ -76,18 +76,18 @@ class CacheAttention(Protocol):
         """Attention [T, N D] of tokens with queries, keys and values qkv [T, (N + 2 K) D], not rotated yet.
 
         Args:
-            window: how many tokens, itself included, each one sees; None for all earlier ones.
+            window: number of tokens, itself included, that each one sees; None for all earlier ones.
         """
 
 
 class PrefillAttention:
-    """Whole prompts.
+    """Attention of whole prompts.
 
-    Only attention sees padding, on the right, where causality hides it from every real token.
+    Padding exists inside of attention only, on the right, where causality hides it from every real token.
 
     Args:
-        cache: with room for the longest prompt.
-        tokens: of `NewTokens.of_prompts`.
+        cache: a cache with room for the longest prompt.
+        tokens: places from `NewTokens.of_prompts`.
     """
 
     def __init__(self, cache: Cache, tokens: NewTokens) -> None:
@@ -114,18 +114,18 @@ class PrefillAttention:
         return out if self._is_even else out[self._padded]
 
     def _pad(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, heads, D] -> [B, heads, L, D]."""
+        """Pad [T, heads, D] to [B, heads, L, D]."""
         if not self._is_even:
             x = x.new_zeros(self._n_rows * self._longest, *x.shape[1:]).index_copy_(0, self._padded, x)
         return x.unflatten(0, (self._n_rows, self._longest)).transpose(1, 2)
 
 
 class DecodeAttention:
-    """One token for each of the first rows of the cache.
+    """Attention of one token for each of the first rows of the cache.
 
     Args:
-        cache: with room for one more token in every row.
-        tokens: at the ends of the rows.
+        cache: a cache with room for one more token in every row.
+        tokens: places at the ends of the rows.
     """
 
     def __init__(self, cache: Cache, tokens: NewTokens) -> None:
@@ -146,7 +146,7 @@ class DecodeAttention:
         return torch.bmm(torch.softmax(scores, dim=-1), values).view(len(q), -1)
 
     def _mask(self, window: int | None, queries: torch.Tensor, *, capacity: int) -> torch.Tensor:
-        """[B * K, N / K, C]: -inf where a row's new token does not see."""
+        """The mask [B * K, N / K, C]: 0 where a row's new token sees, -inf elsewhere."""
         lengths = self.tokens.positions[:, None]
         columns = torch.arange(capacity, device=lengths.device)
         is_hidden = columns > lengths
@@ -160,7 +160,7 @@ class DecodeAttention:
 
 
 def _rotated(qkv: torch.Tensor, rope: Rope, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [T, N, D], k and v [T, K, D], for a cache of such keys [rows, K, C, D]."""
+    """Split qkv into q [T, N, D], k and v [T, K, D] as `keys` [rows, K, C, D] are shaped, and rotate q and k."""
     _, n_kv_heads, _, head_dim = keys.shape
     heads = qkv.unflatten(-1, (-1, head_dim))
     qk, v = heads[:, :-n_kv_heads], heads[:, -n_kv_heads:]

@@ -1,4 +1,4 @@
-"""Which kernels a decoder's step is computed with: the one place that decides."""
+"""Choice of the kernels of a decoder's step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MOST_ROWS_WITH_AVX2 = 24  # SmolLM2-135M: packed a fifth faster with 8 rows, as
 
 
 def choose_kernels(device: torch.device, dtype: torch.dtype, *, n_rows: int = 1) -> TorchKernels:
-    """The fastest kernels without gradient for weights of `dtype`, and in which dtype they compute.
+    """Make the fastest kernels without gradient for weights of `dtype`.
 
     Where the CPU has no bfloat16 arithmetic, bfloat16 weights are multiplied in float32. The first call may compile,
     which takes some seconds.
 
     Args:
-        n_rows: what a decode step computes at a time.
+        n_rows: rows that a decode step computes at a time.
     """
     dtype = product_dtype(device, dtype)
     if can_use(device, dtype):

@@ -1,4 +1,4 @@
-"""What a decoder's step is computed with where `loader` has compiled kernels; what they do not cover is torch's."""
+"""A decoder's step by the compiled kernels of `loader`; torch computes whatever they do not cover."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CompiledKernels(TorchKernels):
         return product if before is None else lambda x: product(before(x))
 
     def _place(self, norm: NormLayer | None) -> tuple[RMSNorm | None, UnaryOp | None]:
-        """The norm that a product applies itself, and what is to be done before it."""
+        """The norm that a product applies itself, and the operation to run before the product."""
         if norm is None:
             return None, None
         return (_operand(norm), None) if norm.kind == "rms" else (None, self.norm(norm))
@@ -102,7 +102,7 @@ class CompiledAttention:
 
 
 class CompiledSampler:
-    """The kernel, for generation without filters.
+    """Sampling by the kernel, for generation without filters.
 
     Args:
         temperature: not negative.
@@ -133,7 +133,7 @@ def _operand(norm: NormLayer) -> RMSNorm:
 
 
 def _parts(layer: LayerOps) -> LayerParts | None:
-    """The layer as one kernel takes it; None unless each product is a kernel with its norm in it."""
+    """The layer as the kernel of whole layers takes it; None if a product is not a kernel with its norm in it."""
     qkv, o, inner, down = layer.qkv, layer.o, layer.inner, layer.down
     if (
         isinstance(qkv, TiledLinear)

@@ -1,4 +1,4 @@
-"""The compiled kernels: made with the machine's C++ compiler when they are first wanted, kept in the cache folder.
+"""The compiled kernels: built with the machine's C++ compiler at their first use, kept in the cache folder.
 
 Their threads are those of torch's own OpenMP runtime. With a second runtime in the process, the threads of either would
 wait for work actively while those of the other compute.
@@ -29,7 +29,7 @@ _FOLDER = Path(__file__).parent / "kernels"
 _MAIN = "kernels.cpp"
 # a product and a sum are rounded as they are written: the compiler may not choose differently from place to place
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off")
-_AVX2 = ("avx2", "fma")  # of the CPU, as Linux names them; one of these two it must have
+_AVX2 = ("avx2", "fma")  # features as Linux names them; the CPU must have all of these, or all of the next ones
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")
 _BF16 = "avx512_bf16"
 _AMX = ("amx_tile", "amx_bf16")
@@ -54,7 +54,7 @@ DTYPES = ("fp32", "bf16")
 
 
 class Product(ctypes.Structure):
-    """As product.h has it."""
+    """The struct of product.h."""
 
     _fields_ = (
         *((name, _pointer) for name in ("norm", "w", "bias")),
@@ -65,7 +65,7 @@ class Product(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """As layers.h has it."""
+    """The struct of layers.h."""
 
     _fields_ = (
         *((name, Product) for name in ("qkv", "o", "inner", "down")),
@@ -75,11 +75,11 @@ class Layer(ctypes.Structure):
 
 
 class UnavailableError(Exception):
-    """There are no kernels here; says why."""
+    """There are no kernels here; the message gives the reason."""
 
 
 def why_not() -> str | None:
-    """Why there are no kernels here, in words; None if there are."""
+    """The reason why there are no kernels here, in words; None if there are."""
     try:
         load()
     except UnavailableError as error:
@@ -88,7 +88,7 @@ def why_not() -> str | None:
 
 
 def describe() -> str:
-    """Which kernels generation uses on CPUs here, and by which instructions or why not, in words."""
+    """The kernels that generation uses on this CPU, in words, with their instructions or why there are none."""
     if reason := why_not():
         return f"torch's kernels ({reason})"
     features = _features()
@@ -122,7 +122,7 @@ def _load() -> ctypes.CDLL | str:
 
 
 def cache_folder() -> Path:
-    """Where the kernels are kept; raises UnavailableError if there is no home."""
+    """The folder of the kernels; raises UnavailableError if there is no home."""
     try:
         return cache_dir() / "kernels"
     except RuntimeError as error:  # there is no home
@@ -138,7 +138,7 @@ def _features() -> tuple[str, ...]:
 
 
 def cpu_features(system: str, machine: str, cpu_info: Path) -> list[str]:
-    """The features of this CPU that the kernels use; raises UnavailableError unless it is one that they are for."""
+    """The features of this CPU that the kernels use; raises UnavailableError if they cannot run on it."""
     if (system, machine) != ("Linux", "x86_64"):
         raise UnavailableError(f"realrl's are for Linux on x86_64, this is {system} on {machine}")
     try:
@@ -167,14 +167,14 @@ def _have_tiles(features: Sequence[str]) -> bool:
 
 
 def _may_use_tiles() -> bool:
-    """Whether the system gives this process the right to use the matrix unit, for which a process has to ask."""
+    """Ask the system for the right to use the matrix unit; True if it is given."""
     ask = ctypes.CDLL(None).syscall
     ask.argtypes, ask.restype = (_long, _long, _long), _long
     return not ask(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA)
 
 
 def build(folder: Path, features: Sequence[str]) -> Path:
-    """The compiled library in `folder`, made if it is not there, whole, for this source, compiler and CPU.
+    """Find the library for this source, compiler and CPU in `folder`, or compile it there.
 
     Raises:
         UnavailableError: no compiler, one that fails, or a folder that cannot be used.
@@ -201,12 +201,12 @@ def build(folder: Path, features: Sequence[str]) -> Path:
 
 
 def _option(feature: str) -> str:
-    """avx512_bf16 is -mavx512bf16 to a compiler, amx_tile is -mamx-tile."""
+    """The compiler's option for a feature: avx512_bf16 is -mavx512bf16, amx_tile is -mamx-tile."""
     return "-m" + feature.replace("avx512_", "avx512").replace("_", "-")
 
 
 def _find(folder: Path, name: str) -> Path | None:
-    """The library by the digests of its sources and of itself: to load half a file would be the end of the process."""
+    """Find the library by the digests of its sources and of itself: loading half a file would end the process."""
     for path in folder.glob(f"kernels-{name}-*.so"):
         if path.stem.rpartition("-")[2] == _digest(path.read_bytes()):
             return path

@@ -1,4 +1,4 @@
-"""Facts about this machine's CPU as torch's own kernels see it; `loader` asks what the compiled ones need."""
+"""Facts about this machine's CPU as torch's own kernels see it; `loader` finds those of the compiled ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-"""Whether torch lets oneDNN be called by name."""
+"""True if torch lets oneDNN be called by name."""
 TRAINS_WITH_ONEDNN = HAS_ONEDNN and HAS_AVX512 and platform.machine().lower() in ("x86_64", "amd64")
-"""Whether oneDNN is faster than the default BLAS of torch's builds; see `products`."""
+"""True if oneDNN is faster than the default BLAS of torch's builds; see `products`."""
 
 
 @cache
 def has_bf16_kernels() -> bool:
-    """Whether this machine's CPU multiplies bfloat16 matrices with vector instructions."""
+    """True if this machine's CPU multiplies bfloat16 matrices with vector instructions."""
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

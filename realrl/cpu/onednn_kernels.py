@@ -16,14 +16,14 @@ _ROWS_HINT = 32  # the packed layout is chosen for about this many rows; others 
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether oneDNN multiplies packed matrices of this device and dtype."""
+    """True if oneDNN multiplies packed matrices of this device and dtype."""
     if device.type != "cpu" or not HAS_ONEDNN:
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16_kernels())
 
 
 class OneDNNKernels(TorchKernels):
-    """Torch's operations, but for products."""
+    """Torch's operations, with products by oneDNN."""
 
     packs_weights = True
 
@@ -52,10 +52,10 @@ class PackedLinear:
         return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
 
     def activated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """activation(x W^T + bias)."""
+        """Compute activation(x W^T + bias)."""
         kernel, algorithm = ("swish", "") if activation == "silu" else ("gelu", "tanh")
         return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, kernel, [], algorithm)
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """(x W^T + bias) * factor [T, out]."""
+        """Compute (x W^T + bias) * factor [T, out]."""
         return torch.ops.mkldnn._linear_pointwise.binary(x, factor, self._weight, self._bias, "mul")

@@ -24,19 +24,19 @@ from realrl.shape import Activation
 HEAD_MULTIPLE = 32
 """`attend` takes heads whose size is a multiple of this."""
 _ALIGNMENT = 64  # bytes
-_MOST_TOKENS_AT_ONCE = 256  # of more, a call is one layer: a process answers signals between its calls
+_MOST_TOKENS_AT_ONCE = 256  # with more tokens a call is one layer: a process answers signals between its calls
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _ACTIVATIONS: dict[Activation | None, int] = {None: 0, "silu": 1, "gelu_tanh": 2}
 
 
 def can_use(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are compiled kernels for this device and dtype."""
+    """True if there are compiled kernels for this device and dtype."""
     return device.type == "cpu" and dtype in _NAMES and why_not() is None
 
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """x / rms(x) * weight.
+    """The norm x / rms(x) * weight.
 
     Attributes:
         weight: float32 [size].
@@ -48,17 +48,17 @@ class RMSNorm:
 
 
 class TiledLinear:
-    """activation(x W^T + bias) with its own copy of the weight.
+    """The layer activation(x W^T + bias) with its own copy of the weight.
 
     Sums are in float32.
 
     Args:
         weight: [out, in].
         bias: [out] or None.
-        norm: applied to x first.
+        norm: norm of x before the product.
         activation: None for the identity.
         gate: another weight [out, in]: the result is activation(x G^T + bias) * (x W^T + bias), computed in one pass
-            over both. The bias is then [2 * out], of the gate and then of the other.
+            over both. The bias is then [2 * out], first the gate's part.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TiledLinear:
             first.data_ptr(), _address(second), first.stride(0), self.n_outputs, self.n_inputs,
             packed.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        self._kept = packed, bias, norm  # what the addresses are of
+        self._kept = packed, bias, norm  # their addresses are in the product
         norm_weight, eps = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
         self.product = loader.Product(
             norm_weight, packed.data_ptr(), _address(bias), self.n_inputs, self.n_outputs, eps,
@@ -91,7 +91,7 @@ class TiledLinear:
         self._multiply = _kernel("multiply", weight.dtype)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """[T, out] from x [T, in]; plus the residual [T, out], which is not for gated ones."""
+        """Map x [T, in] to [T, out], and add the residual [T, out], which gated layers do not take."""
         if x.stride(1) != 1:
             x = x.contiguous()
         if residual is not None and residual.stride(1) != 1:
@@ -106,7 +106,7 @@ class TiledLinear:
 
 
 def rms_norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
-    """The norm of x [T, size]."""
+    """Apply the norm to x [T, size]."""
     x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     _kernel("rms_norm", x.dtype)(
         x.data_ptr(), *x.shape, norm.weight.data_ptr(), norm.eps, out.data_ptr(), torch.get_num_threads()
@@ -128,12 +128,12 @@ def attend(
 
     Args:
         qkv: [T, (N + 2 K) D].
-        keys: [rows, K, C, D], contiguous, of this layer; written to.
-        values: the same.
-        tokens: T of them.
-        rope: contiguous; applied to queries and keys; None if nothing is to be rotated.
-        window: how many tokens, itself included, a token sees; None for all.
-        scale: of the scores.
+        keys: keys of this layer [rows, K, C, D], contiguous; written to.
+        values: values, like `keys`.
+        tokens: places of the T tokens.
+        rope: rotation of queries and keys, contiguous.
+        window: number of tokens, itself included, that a token sees; None for all.
+        scale: factor of the scores.
 
     Returns:
         [T, N D].
@@ -159,10 +159,10 @@ class LayerParts:
 
     Attributes:
         qkv: queries, keys and values, side by side; with norm.
-        o: of the attention.
-        inner: of the MLP, with norm and activation.
-        down: of the MLP.
-        window: how many tokens, itself included, a token sees; None for all.
+        o: output product of the attention.
+        inner: first product of the MLP, with norm and activation.
+        down: last product of the MLP.
+        window: number of tokens, itself included, that a token sees; None for all.
     """
 
     qkv: TiledLinear
@@ -175,7 +175,7 @@ class LayerParts:
 class TiledLayers:
     """Layers of a decoder, each attention and MLP with the norm before it and the residual after it.
 
-    A step of few tokens is one call: the interpreter needs some 45 us between two, its code being out of the caches.
+    A step of few tokens is one call: between two calls the interpreter needs some 45 us, its code out of the caches.
 
     Args:
         layers: at least one, all of the same type.
@@ -184,7 +184,7 @@ class TiledLayers:
     """
 
     def __init__(self, layers: Sequence[LayerParts], *, n_kv_heads: int, head_dim: int) -> None:
-        self._kept = layers  # what the addresses in their products are of
+        self._kept = layers  # they own the memory that their products point to
         self._layers = (loader.Layer * len(layers))(
             *(
                 loader.Layer(
@@ -207,11 +207,11 @@ class TiledLayers:
         tokens: NewTokens,
         rope: Rope,
     ) -> torch.Tensor:
-        """[T, H] from x [T, H]; the new tokens' keys and values are put into the cache.
+        """Compute [T, H] from x [T, H]; the new tokens' keys and values are put into the cache.
 
         Args:
-            keys: of each layer; see `attend`.
-            values: the same.
+            keys: keys of each layer; see `attend`.
+            values: values of each layer.
         """
         x = x.contiguous()
         n_tokens, n_layers = len(x), len(self._layers)
@@ -237,18 +237,20 @@ def sample(
     is_early: torch.Tensor,
     stop_ids: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One token per row from softmax(logits / temperature), by inverse CDF in vocabulary order; the largest if it is 0.
+    """Draw one token per row from softmax(logits / temperature), by inverse CDF in vocabulary order.
+
+    Temperature 0 takes the largest logit.
 
     Args:
         logits: [B, V].
         uniforms: float64 [B] in [0, 1).
         temperature: not negative.
-        is_early: bool [B], rows that cannot take one of `stop_ids`.
+        is_early: bool [B], True for rows that cannot take one of `stop_ids`.
         stop_ids: distinct tokens.
 
     Returns:
-        Tokens int64 [B], -1 for a row with NaN, infinity or nothing but minus infinity to choose from; float32 [B]
-        log-probabilities under the distribution that was sampled from, 0 with temperature 0; and under
+        Tokens int64 [B], -1 for a row with NaN, infinity or nothing but minus infinity to choose from. Their float32
+        log-probabilities [B] under the distribution that was sampled from, 0 with temperature 0. Those under
         softmax(logits / temperature) of all tokens, with temperature 1 if it is 0.
     """
     logits, uniforms, is_early = logits.contiguous(), uniforms.contiguous(), is_early.contiguous()

@@ -29,12 +29,12 @@ _FEW_ROWS = 256  # without gradient; up to here speed matters little, and torch'
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [m, k] @ b [k, n] without gradient, in the dtype of `a`; either may be a transposed view."""
+    """Compute a [m, k] @ b [k, n] without gradient, in the dtype of `a`; either may be a transposed view."""
     return _converted(a, b) if _converts(a, b) else _multiply(a, b)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [T, in] @ weight [out, in].T + bias, with gradients."""
+    """Compute x [T, in] @ weight [out, in].T + bias, with gradients."""
     converts = _converts(x, weight)
     if not converts and not _uses_onednn(x, weight):
         return F.linear(x, weight, bias)
@@ -73,7 +73,7 @@ def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _uses_onednn(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether a product with the matrix `b` goes to oneDNN here."""
+    """True if a product with the matrix `b` goes to oneDNN here."""
     return (
         machine.TRAINS_WITH_ONEDNN
         and a.device.type == "cpu"
@@ -89,12 +89,12 @@ def _onednn(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def _converts(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the product is computed in float32 although the operands are not; never when they differ."""
+    """True if the product of operands of one dtype is computed in another, float32."""
     return a.dtype == b.dtype and product_dtype(a.device, a.dtype) != a.dtype
 
 
 def _converted(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """a [m, k] @ b [k, n] + bias [n], accumulated in float32 and rounded once to the dtype of `a`."""
+    """Compute a [m, k] @ b [k, n] + bias [n], accumulated in float32 and rounded once to the dtype of `a`."""
     (m, k), n = a.shape, b.shape[1]
     _, middle, largest = sorted((m, k, n))
     size = max(1, PRODUCT_PIECE // max(1, middle))

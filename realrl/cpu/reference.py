@@ -1,4 +1,4 @@
-"""Elementary operations as formulas: model code computes with them, and the kernels are held to them."""
+"""Elementary operations as formulas: model code computes with them, and the kernels must agree with them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rope: TypeAlias = tuple[torch.Tensor, torch.Tensor] | None
 
 
 def activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
-    """silu(x) = x sigmoid(x), or the tanh approximation of GELU (Hendrycks and Gimpel 2016), element by element."""
+    """Apply silu(x) = x sigmoid(x), or the tanh approximation of GELU (Hendrycks and Gimpel 2016), to each element."""
     return F.silu(x) if kind == "silu" else F.gelu(x, approximate="tanh")
 
 
@@ -25,5 +25,5 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def window_mask(n_tokens: int, window: int, device: torch.device) -> torch.Tensor:
-    """Bool [n_tokens, n_tokens]: whether token i sees token j, which it does for i - window < j <= i."""
+    """Bool [n_tokens, n_tokens]: True where token i sees token j, which is i - window < j <= i."""
     return torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=device).tril_().triu_(1 - window)

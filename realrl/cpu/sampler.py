@@ -1,4 +1,4 @@
-"""From logits and one uniform number per row to a token and its log-probabilities.
+"""Sampling of a token per row from logits and one uniform number, with its log-probabilities.
 
 Inverse-CDF sampling in vocabulary order: rows do not see each other, and a logit that differs by rounding between two
 batch shapes changes the token only if the uniform lands within rounding distance of a boundary.
@@ -30,7 +30,7 @@ class SampledTokens:
 
     Attributes:
         tokens: int64 [B].
-        logprobs: float32 [B] under the distribution that was sampled from; 0 when it is a single point (temperature 0).
+        logprobs: float32 [B] under the distribution that was sampled from; 0 if it is a single point (temperature 0).
         policy_logprobs: float32 [B] under softmax(logits / temperature) alone; with temperature 1 if it is 0.
     """
 
@@ -51,12 +51,12 @@ class SamplingOp(Protocol):
     """Chooses one token per row."""
 
     def sample(self, logits: torch.Tensor, uniforms: torch.Tensor, is_early: npt.NDArray[np.bool_]) -> SampledTokens:
-        """One token per row.
+        """Choose one token per row.
 
         Args:
             logits: [B, V], any floating-point type.
             uniforms: float64 [B] in [0, 1).
-            is_early: bool [B], rows that cannot stop yet.
+            is_early: bool [B], True for rows that cannot stop yet.
 
         Raises:
             InvalidLogitsError: a row with NaN, infinity, or nothing but minus infinity to choose from.
@@ -64,12 +64,12 @@ class SamplingOp(Protocol):
 
 
 def keeps_all(generation: GenerationConfig, vocab_size: int) -> bool:
-    """Whether every token of the vocabulary can be drawn."""
+    """True if every token of the vocabulary can be drawn."""
     return generation.top_p == 1.0 and not 0 < generation.top_k < vocab_size
 
 
 class Sampler:
-    """Torch's operations, within buffers that live as long as a generate call.
+    """Sampling by torch's operations, within buffers that live as long as a generate call.
 
     Top-k is applied first; top-p then keeps the smallest set of most probable tokens whose renormalised mass reaches
     `top_p` (Holtzman et al. 2020, nucleus sampling).
@@ -77,9 +77,9 @@ class Sampler:
     Args:
         generation: temperature and filters.
         stop_ids: tokens that rows below the minimum length cannot take.
-        max_rows: the most rows that are sampled at a time.
+        max_rows: largest number of rows at a time.
         vocab_size: V.
-        device: of the logits.
+        device: device of the logits.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class Sampler:
         """Take the stop tokens out of some rows of the policy's probabilities.
 
         Returns:
-            float32 [B]: what to add to the logarithm of a row's new probabilities for the policy's. Where the policy
-            all but stops, those of the other tokens are scaled up, for many of them would be 0 in float32.
+            float32 [B]: the summand that turns a row's new log-probabilities into the policy's. It is 0 unless the
+            policy all but stops: there the other tokens' probabilities are scaled up, many being 0 in float32.
         """
         stops = torch.tensor(self._stop_ids, device=probs.device)
         rest = torch.zeros(len(probs), device=probs.device)
@@ -130,7 +130,7 @@ class Sampler:
         return rest
 
     def _policy_probs(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32 [B, V]: softmax(logits / temperature), with temperature 1 if it is 0."""
+        """Compute softmax(logits / temperature), float32 [B, V], with temperature 1 if it is 0."""
         temperature = self._generation.temperature or 1.0
         if temperature != 1.0 or logits.dtype != torch.float32:
             scaled = self._scaled[: len(logits)].copy_(logits)
@@ -158,9 +158,13 @@ def _pick(values: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _invert_cdf(weights: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first index of [B, M] non-negative weights whose cumulative sum exceeds the target, and what remains of it.
+    """Find the first index whose cumulative weight exceeds the target; returns it and the target's rest in it.
 
     A target at or beyond the total (rounding) falls on the last index with weight.
+
+    Args:
+        weights: [B, M], not negative.
+        targets: float64 [B].
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     below_total = torch.nextafter(cumulative[:, -1], cumulative.new_zeros(()))
@@ -171,7 +175,7 @@ def _invert_cdf(weights: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Ten
 
 
 def _draw_any(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B] and the total mass [B]; one pass over V, then one over a single block."""
+    """Draw tokens [B], and return the total mass [B] too; one pass over V, then one over a single block."""
     n_missing = -probs.shape[-1] % _BLOCK
     blocks = (F.pad(probs, (0, n_missing)) if n_missing else probs).unflatten(-1, (-1, _BLOCK))
     sums = blocks.sum(dim=-1)
@@ -184,7 +188,7 @@ def _draw_any(probs: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor
 def _draw_top_k(
     probs: torch.Tensor, uniforms: torch.Tensor, top_k: int, top_p: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B] and the mass [B] of the tokens kept."""
+    """Draw tokens [B], and return the mass [B] of the tokens kept."""
     kept, tokens = probs.topk(top_k, dim=-1)
     if top_p < 1.0:
         kept = _nucleus(kept, top_p * kept.sum(dim=-1, dtype=torch.float64))
@@ -192,7 +196,7 @@ def _draw_top_k(
 
 
 def _draw_top_p(probs: torch.Tensor, uniforms: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B] and the mass [B] of the tokens kept.
+    """Draw tokens [B], and return the mass [B] of the tokens kept.
 
     Sorting the vocabulary is slow and rarely needed: only rows whose nucleus is larger than the candidates try more.
     """
@@ -215,7 +219,7 @@ def _draw_top_p(probs: torch.Tensor, uniforms: torch.Tensor, top_p: float) -> tu
 
 
 def _nucleus(probs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-    """Zero what comes after the mass [B] is reached in descending probabilities [B, M]; the first always stays."""
+    """Zero descending probabilities [B, M] after the mass [B] is reached; the first always stays."""
     before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
     dropped = before >= mass[:, None]
     dropped[:, 0] = False
@@ -225,10 +229,10 @@ def _nucleus(probs: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
 def _draw_candidate(
     kept: torch.Tensor, tokens: torch.Tensor, uniforms: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw among candidates [B, M] with weights `kept`, in vocabulary order; also their mass [B].
+    """Draw among candidates [B, M] with weights `kept`, in vocabulary order, and return their mass [B] too.
 
-    In descending order two tokens of nearly equal probability could swap places between batch shapes, and with them
-    everything that the uniform number points at.
+    In descending order two tokens of nearly equal probability could swap places between batch shapes, and the same
+    uniform number would give another token.
     """
     tokens, order = tokens.sort(dim=-1)
     kept = kept.gather(-1, order)

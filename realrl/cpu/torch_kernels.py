@@ -1,4 +1,4 @@
-"""What a decoder's step is computed with, as torch's operations: the twin of every other set of kernels."""
+"""A decoder's step by torch's operations: the twin of every other set of kernels."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from realrl.shape import Activation, NormKind
 
 UnaryOp = Callable[[torch.Tensor], torch.Tensor]
 LinearOp = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""(x [T, in], residual [T, out] or None) -> x W^T + bias (+ residual) [T, out]."""
+"""Function (x [T, in], residual [T, out] or None) -> x W^T + bias (+ residual) [T, out]."""
 LayersOp = Callable[[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor], NewTokens, Rope], torch.Tensor]
-"""(x [T, H], keys and values of each layer, tokens, rope) -> [T, H]; keys and values are written to."""
+"""Function (x [T, H], keys and values of each layer, tokens, rope) -> [T, H]; keys and values are written to."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LinearWeights:
 
 
 class NormLayer(Protocol):
-    """`realrl.model.layers.norm.Norm`, as far as kernels are concerned."""
+    """The part of `realrl.model.layers.norm.Norm` that kernels use."""
 
     weight: torch.nn.Parameter
     kind: NormKind
@@ -39,19 +39,19 @@ class NormLayer(Protocol):
     has_offset: bool
 
     def frozen(self, dtype: torch.dtype) -> UnaryOp:
-        """The norm for activations of `dtype`, without gradient."""
+        """A copy for activations of `dtype`, without gradient."""
 
 
 @dataclass(frozen=True)
 class LayerOps:
-    """A decoder's layer, put together of what one set of kernels has made.
+    """A decoder's layer as operations of one set of kernels.
 
     Attributes:
         qkv: queries, keys and values, side by side; with norm.
-        o: of the attention.
-        inner: of the MLP, with norm and activation.
-        down: of the MLP.
-        window: how many tokens, itself included, a token sees; None for all.
+        o: output product of the attention.
+        inner: first product of the MLP, with norm and activation.
+        down: last product of the MLP.
+        window: number of tokens, itself included, that a token sees; None for all.
     """
 
     qkv: LinearOp
@@ -65,13 +65,13 @@ class TorchKernels:
     """Torch's operations, on any device and without gradient.
 
     Args:
-        dtype: of weights, activations and KV cache.
+        dtype: dtype of weights, activations and KV cache.
 
     Attributes:
-        packs_weights: every weight is copied into a layout of its own, and not only those that are joined.
-        fuses_products: norms and activations are applied while a product is computed.
+        packs_weights: True if every weight is copied into a layout of its own, not only those that are joined.
+        fuses_products: True if norms and activations are applied while a product is computed.
         head_multiple: heads whose size is a multiple of this are rotated, cached and attended to in one pass that
-            reads no more of the cache than there is; None if no heads are.
+            reads only the filled part of the cache; None if no heads are.
     """
 
     packs_weights = False
@@ -84,15 +84,15 @@ class TorchKernels:
     # ---------------------------------------------------------------- norms and products
 
     def norm(self, norm: NormLayer) -> UnaryOp:
-        """The norm [T, H] -> [T, H]."""
+        """Make the operation [T, H] -> [T, H] of a norm."""
         return norm.frozen(self.dtype)
 
     def linear(self, layers: Sequence[LinearWeights], norm: NormLayer | None = None) -> LinearOp:
-        """One operation that computes several layers of equal input, outputs side by side in order.
+        """Make one operation of several layers of equal input, outputs side by side in order.
 
         Args:
-            layers: all or none with bias; the weight of a single one is aliased where weights are not packed.
-            norm: applied to the input first.
+            layers: layers that all have a bias, or none; a single one's weight is aliased where weights are not packed.
+            norm: norm of the input before the product.
         """
         product = self._linear(join(layers))
         if norm is None:
@@ -103,11 +103,11 @@ class TorchKernels:
     def gated(
         self, gate: LinearWeights, up: LinearWeights, activation: Activation, norm: NormLayer | None = None
     ) -> UnaryOp:
-        """``activation(gate(x)) * up(x)`` of two layers of equal shape."""
+        """Make the operation ``activation(gate(x)) * up(x)`` of two layers of equal shape."""
         return self._after(norm, self._gated(gate, up, activation))
 
     def activated(self, layer: LinearWeights, activation: Activation, norm: NormLayer | None = None) -> UnaryOp:
-        """``activation(layer(x))``."""
+        """Make the operation ``activation(layer(x))``."""
         return self._after(norm, self._activated(layer, activation))
 
     def _after(self, norm: NormLayer | None, operation: UnaryOp) -> UnaryOp:
@@ -135,15 +135,15 @@ class TorchKernels:
     # ---------------------------------------------------------------- attention, whole layers, sampling
 
     def attends(self, head_dim: int) -> bool:
-        """Whether heads of this size are attended to in one pass; see `head_multiple`."""
+        """True if heads of this size are attended to in one pass; see `head_multiple`."""
         return self.head_multiple is not None and head_dim % self.head_multiple == 0
 
     def attention(self, cache: Cache, tokens: NewTokens) -> CacheAttention:
-        """Attention of new tokens in all layers; the cache has room for them."""
+        """Make the attention of new tokens in all layers; the cache has room for them."""
         return PrefillAttention(cache, tokens) if tokens.seqlens else DecodeAttention(cache, tokens)
 
     def layers(self, layers: Sequence[LayerOps], *, n_kv_heads: int, head_dim: int) -> LayersOp | None:
-        """Layers as one operation with their attention and residuals; None if these must be called one by one."""
+        """Make one operation of whole layers, with attention and residuals; None if layers are called one by one."""
         return None
 
     def sampler(
@@ -160,7 +160,7 @@ class TorchKernels:
 
 
 def join(layers: Sequence[LinearWeights]) -> LinearWeights:
-    """Layers of equal input as one, outputs side by side; all or none with bias. A single one stays itself."""
+    """Join layers of equal input into one, outputs side by side; all or none with bias. A single one stays itself."""
     if len(layers) == 1:
         return layers[0]
     biases = [layer.bias for layer in layers if layer.bias is not None]
@@ -168,7 +168,7 @@ def join(layers: Sequence[LinearWeights]) -> LinearWeights:
 
 
 class PlainLinear:
-    """The reference: `F.linear`."""
+    """A linear layer by `F.linear`, the reference."""
 
     def __init__(self, layer: LinearWeights) -> None:
         self._weight, self._bias = layer.weight, layer.bias

@@ -1,12 +1,12 @@
-"""The engine of one role's decoder, or of this rank's shard of it: computes with torch, steps with a training backend.
+"""The engine of one role's decoder, or of one rank's shard: computes with torch, steps with a training backend.
 
     train_batch:  minibatch ──split──► micro-batches ──► pipeline of forward, loss sum / normaliser, backward
                   ──► stats summed over data-parallel ranks, told to all stages
                   ──► backend: gradients completed over ranks ──► skip? ──► clip, AdamW, schedule
 
 Every (pp, tp) coordinate of a data-parallel rank has the same samples and cuts them alike, so that all stages know all
-shapes. Losses and results are computed where the head is, on the last stage.
-Nothing here depends on how a minibatch is cut: losses and stats are sums, divided by one normaliser.
+shapes. Losses and results are computed on the last stage, which has the head.
+No result depends on the cut of a minibatch: losses and stats are sums, divided by one normaliser.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.pipeline import Schedule, Step, inference, one_f_one_b
 
 Work = tuple[SequenceSample, Callable[[DecoderOutput, SequenceSample], torch.Tensor | None]]
-"""A micro-batch, and what is made of its hidden states."""
+"""A micro-batch, and the function that turns its hidden states into a loss, or keeps a result and returns None."""
 
 
 class DecoderEngine:
@@ -50,16 +50,16 @@ class DecoderEngine:
     Args:
         decoder: this rank's shard, taken over; a trained one is converted to `compute_dtype`, a frozen one computes in
             its own dtype.
-        role: for messages.
-        parallel: this rank's place in the layout; that which the decoder was built for.
+        role: name of the role, for messages.
+        parallel: this rank's place in the layout that the decoder was built for.
         optimizer: None for a frozen role.
-        total_optimizer_steps: where the learning-rate schedule ends; see `set_total_optimizer_steps`.
-        compute_dtype: of a trained decoder; masters and gradients are float32 either way.
-        backend: what turns a trained decoder's gradients into new parameters.
+        total_optimizer_steps: length of the learning-rate schedule; see `set_total_optimizer_steps`.
+        compute_dtype: dtype of a trained decoder; masters and gradients are float32 either way.
+        backend: name of the training backend of a trained decoder.
 
     Raises:
         ConfigError: the backend's package is not installed.
-        ValueError: the decoder is another shard than that of this place.
+        ValueError: the decoder's shard belongs to another place.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class DecoderEngine:
         return self.decoder.device
 
     def set_total_optimizer_steps(self, n_total: int) -> None:
-        """Say where the learning-rate schedule ends, once the length of the run is known."""
+        """Set the end of the learning-rate schedule, once the length of the run is known."""
         self._require_optimizer().n_total = n_total
 
     # ------------------------------------------------------------ calls
@@ -112,14 +112,14 @@ class DecoderEngine:
         A model with experts is trained on their load-balancing loss too, with the coefficient of its configuration:
         see `realrl.model.layers.moe.LoadBalance`, and `realrl.engine.train.load_balance` for its statistics.
 
-        A skipped step leaves parameters and moments alone but advances the learning-rate schedule; so does one whose
-        gradient overflowed where the backend scales the loss.
+        A skipped step leaves parameters and moments alone but advances the learning-rate schedule. Where the backend
+        scales the loss, so does a step whose gradient overflowed.
 
         Args:
-            minibatch: must hold `input_ids`, and at least one sample.
-            loss_fn: called micro-batch by micro-batch; returns sums.
-            normaliser: tokens or sequences of the whole minibatch over all ranks.
-            skip_step: decides from the reduced stats whether the optimizer step is left out.
+            minibatch: this rank's share; must hold `input_ids`, and at least one sample.
+            loss_fn: loss of a micro-batch, as sums.
+            normaliser: number of tokens or sequences of the whole minibatch over all ranks.
+            skip_step: function of the reduced stats that returns True to leave the optimizer step out.
 
         Raises:
             CallError: the role is frozen, the share is empty, or the loss or the gradient is not finite.
@@ -148,7 +148,7 @@ class DecoderEngine:
             return loss_fn(out, micro_batch).loss * 0.0
 
         work: list[Work] = [(micro_batch, loss_of) for micro_batch in micro_batches]
-        if optimizer.needs_equal_passes:  # of some ranks, one sample goes through again, for nothing
+        if optimizer.needs_equal_passes:  # ranks with fewer micro-batches send one sample through again, for nothing
             n_passes = int(self.all_reduce(torch.tensor([len(work)]), "max"))
             work += [(micro_batches[0].select(micro_batches[0].ids[:1]), nothing_of)] * (n_passes - len(work))
         self._run(one_f_one_b, work, balance=None if balance is None else (balance, len(micro_batches)))
@@ -190,7 +190,7 @@ class DecoderEngine:
             adapter: False computes with the base model; a scalar head that is trained has no base and stays as it is.
 
         Raises:
-            CallError: the role has no adapters that `adapter` could leave out.
+            CallError: `adapter` is False, and the role has no adapters.
         """
         if not adapter and self.decoder.config.lora is None:
             raise CallError(
@@ -231,24 +231,24 @@ class DecoderEngine:
         return self._parallel.dp.all_reduce_(tensor.detach().to(self.device, copy=True), op)
 
     def whole_parameters(self, names: Collection[str] | None = None) -> AbstractContextManager[None]:
-        """The decoder's parameters are on this rank within the block, where a backend shards them between calls.
+        """Gather, for the block, parameters that the backend shards between calls.
 
         All ranks of the layout enter it together.
 
         Args:
-            names: of those that are needed; all by default.
+            names: names of the parameters to gather; all by default.
         """
         return nullcontext() if self._optimizer is None else self._optimizer.whole_parameters(names)
 
     @torch.no_grad()
     def move_parameters(self, values: Iterable[tuple[str, torch.Tensor]], eta: float) -> None:
-        """Trained parameters become ``eta * value + (1 - eta) * parameter``, and the optimizer goes on from there.
+        """Set parameters to ``eta * value + (1 - eta) * parameter``; the optimizer goes on from there.
 
         All ranks of the layout call this together.
 
         Args:
-            values: by global name, all of them or some, of the shapes of this rank's shard; used before the next one is
-                asked for.
+            values: (global name, value) of all parameters or some, in the shapes of this rank's shard. Each is used
+                before the next is asked for.
             eta: above 0, up to 1.
         """
         optimizer = self._require_optimizer()
@@ -266,11 +266,11 @@ class DecoderEngine:
     # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """What an exact continuation needs beside the saved model; empty for a frozen role.
+        """The state that an exact continuation needs beside the saved model; empty for a frozen role.
 
-        Moments, counters and, unless the decoder itself is float32 and without adapters, master weights, in the form
-        of `realrl.engine.backends.base` whatever the backend is. All ranks of the layout call this together; ranks at
-        the same place of different replicas get the same.
+        It holds moments, counters and, unless the decoder itself is float32 and without adapters, master weights. Its
+        form is that of `realrl.engine.backends.base`, whatever the backend. All ranks of the layout call this together;
+        ranks at the same place of different replicas get the same.
         """
         return {} if self._optimizer is None else self._optimizer.state_dict()
 
@@ -287,7 +287,7 @@ class DecoderEngine:
     def save_hf(self, folder: str | Path) -> None:
         """Write the model in Hugging Face format; all ranks of one data-parallel rank call this together.
 
-        Adapters are merged into it, and stand in the sub-folder `adapter` by themselves, in PEFT's format.
+        Adapters are merged into the model, and also written to the sub-folder `adapter`, in PEFT's format.
 
         Raises:
             OSError: the disk is full or the folder cannot be written.
@@ -296,13 +296,13 @@ class DecoderEngine:
             save_sharded(self.decoder, folder, tp=self._parallel.tp, pp=self._parallel.pp)
 
     def copy_hf(self, copy: Copy) -> ModelCopy | None:
-        """What `save_hf` would write, in host memory; all ranks of the layout call this together.
+        """Copy the model that `save_hf` would write to host memory; all ranks of the layout call this together.
 
         Args:
             copy: see `copy_sharded`.
 
         Returns:
-            What this rank must write: nothing but on the first replica.
+            The part that this rank must write; None on other replicas than the first.
         """
         with self.whole_parameters():
             if self._parallel.dp_rank != 0:
@@ -317,7 +317,7 @@ class DecoderEngine:
         return self._optimizer
 
     def _n_mbs(self, *, training: bool) -> int:
-        """Micro-batches where the call leaves them open: enough to keep a pipeline busy."""
+        """The default number of micro-batches: enough to keep a pipeline busy."""
         n_stages = self._parallel.strategy.pp
         return 2 * n_stages if training and n_stages > 1 else n_stages
 
@@ -328,10 +328,10 @@ class DecoderEngine:
         *,
         balance: tuple[MinibatchBalance, int] | None = None,
     ) -> None:
-        """Send micro-batches through the pipeline; what is made of the last stage's output is its result.
+        """Send micro-batches through the pipeline, and call each one's function on the last stage.
 
         Args:
-            balance: the load-balancing loss, and how many micro-batches have it: the first ones.
+            balance: the load-balancing loss, and the number of micro-batches, from the first, that have it.
         """
         micro_batches = [micro_batch for micro_batch, _ in work]
         self._check_lengths(micro_batches)
@@ -372,10 +372,10 @@ class DecoderEngine:
             )
 
     def _reduce_stats(self, losses: Sequence[LossOutput], normaliser: float) -> dict[str, float]:
-        """Reduced stats, the same on all ranks.
+        """Reduce the stats over ranks; all get the same.
 
         Raises:
-            CallError: the loss is not finite; on all ranks alike.
+            CallError: the loss is not finite; raised on all ranks alike.
         """
         payload = b""
         if self._parallel.is_last_stage:
@@ -391,7 +391,7 @@ class DecoderEngine:
         return stats
 
     def _sum_up(self, losses: Sequence[LossOutput], normaliser: float) -> tuple[float, dict[str, float]]:
-        """Sum and maximise over micro-batches and data-parallel ranks: the loss, and the stats."""
+        """Reduce loss and stats over micro-batches and data-parallel ranks, by sums or maxima."""
         names, max_names = list(losses[0].stats), list(losses[0].maxima)
         dp = self._parallel.dp
         sums = torch.stack([_to_row([r.loss, *(r.stats[name] for name in names)]) for r in losses]).sum(0)

@@ -1,4 +1,4 @@
-"""Process groups, created from the planned list in one order on every rank, and what the engines do with them."""
+"""Process groups, created from the planned list in one order on every rank, and their collectives."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Communicator:
 
     Attributes:
         handle: the torch.distributed group.
-        n_ranks: members.
+        n_ranks: number of members.
         rank: this rank's place in the group; peers and roots below are places in the group too.
         order: place in the group -> rank in the handle, where these differ: torch sorts the members of its groups.
-        library_handle: what other libraries are given: the handle, or one of a group of one if the run needs it.
+        library_handle: group for other libraries: the handle, or that of a group of one if the run needs it.
     """
 
     handle: dist.ProcessGroup | None = None
@@ -44,7 +44,7 @@ class Communicator:
 
     @classmethod
     def of(cls, group: ProcessGroup, rank: int, handle: dist.ProcessGroup | None) -> Communicator:
-        """The membership of a global rank in a planned group, over a handle with the same members."""
+        """Make the membership of a global rank in a planned group, over a handle with the same members."""
         ascending = sorted(group.ranks)
         order = None if ascending == list(group.ranks) else tuple(map(ascending.index, group.ranks))
         own = None if group.n_ranks == 1 else handle
@@ -83,7 +83,7 @@ class Communicator:
         return tensor
 
     def broadcast_bytes(self, payload: bytes, root: int, device: torch.device) -> bytes:
-        """The root's bytes on every member; what the others pass is ignored."""
+        """Return the root's bytes on every member; the payload of other members is ignored."""
         if self.handle is None:
             return payload
         size = self.broadcast_(torch.tensor([len(payload)], device=device), root)
@@ -93,7 +93,7 @@ class Communicator:
         return self.broadcast_(buffer, root).cpu().numpy().tobytes()
 
     def broadcast_unknown(self, tensor: torch.Tensor | None, root: int, device: torch.device) -> torch.Tensor:
-        """The root's tensor on every member, whose shape and dtype the others need not know: they pass None."""
+        """Return the root's tensor on every member; the others pass None and need not know its shape and dtype."""
         if self.handle is None:
             assert tensor is not None
             return tensor
@@ -114,11 +114,11 @@ class Communicator:
     ) -> Pending:
         """Start sending and receiving point to point: (peer, contiguous tensor) each.
 
-        The n-th tensor sent to a peer meets the n-th one that the peer receives from here. Between two ranks everything
-        must be posted in one order on both sides.
+        The n-th tensor sent to a peer meets the n-th one that the peer receives from here. Two ranks must post the
+        messages between them in the same order.
 
         Raises:
-            ValueError: a tensor is for this rank itself, or is not contiguous.
+            ValueError: a tensor's peer is this rank itself, or the tensor is not contiguous.
         """
         for peer, tensor in (*sends, *receives):
             if peer == self.rank or not tensor.is_contiguous():
@@ -141,7 +141,7 @@ class Communicator:
         return place if self.order is None else self.order[place]
 
     def _chunks_moved(self, tensor: torch.Tensor, sources: Sequence[int] | None) -> torch.Tensor:
-        """The tensor with chunk ``sources[i]`` of its `n_ranks` equal chunks of dim 0 as chunk i; None: as it is."""
+        """Permute the tensor's `n_ranks` equal chunks of dim 0: chunk i is then ``sources[i]``; None moves none."""
         if sources is None:
             return tensor
         chunks = tensor.chunk(self.n_ranks)
@@ -156,7 +156,7 @@ class Pending:
     tensors: tuple[torch.Tensor, ...]
 
     def wait(self) -> None:
-        """Return when all of them are done (on CUDA: when later work on the current stream sees them done)."""
+        """Wait until all transfers are done (on CUDA: until later work on the current stream sees them done)."""
         for work in self.works:
             work.wait()
 
@@ -189,10 +189,10 @@ class Groups:
         worker meets nobody.
 
         Args:
-            planned: from `realrl.plan.groups.process_groups`, in its order.
+            planned: groups from `realrl.plan.groups.process_groups`, in its order.
             rendezvous: "host:port" that rank 0 listens on; unused by a single worker.
             timeout_s: limit of the meeting and of every collective.
-            for_libraries: give groups of one rank a `library_handle`, and a single worker a world of its own.
+            for_libraries: True gives groups of one rank a `library_handle`, and a single worker a world of its own.
 
         Raises:
             TransportError: the address cannot be bound or reached, or some rank did not come in time.
@@ -229,7 +229,7 @@ class Groups:
         return self._communicators[group]
 
     def destroy(self) -> None:
-        """Leave all groups; gives up after a few seconds when other members are gone."""
+        """Leave all groups; give up after a few seconds if other members are gone."""
         self._communicators.clear()
         if not self._owns_world:
             return
@@ -240,7 +240,7 @@ class Groups:
 
 
 def _make_store(rendezvous: str, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """The key-value store of the meeting; rank 0 listens on the given host only, not on every interface."""
+    """Make the key-value store of the meeting; rank 0 listens on the given host only, not on every interface."""
     host, _, port = rendezvous.rpartition(":")
     if rank != 0:
         return dist.TCPStore(host, int(port), world_size, is_master=False, timeout=timeout)

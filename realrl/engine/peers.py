@@ -1,6 +1,6 @@
-"""Whether an error comes from the loss of another worker, by what gloo, NCCL and torch's store say of it.
+"""Signs in the messages of gloo, NCCL and torch's store that an error comes from the loss of another worker.
 
-Imports no torch: a worker that cannot even import it asks too.
+Imports no torch: a worker that cannot even import it uses this too.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import traceback
 
 from realrl.errors import Error, TransportError
 
-# In lower case: what names a process group in a message or a traceback, and how one says that a member of it is gone or
-# does not answer.
+# In lower case: words for a process group in a message or a traceback, and words for a member that is gone or does not
+# answer.
 _OF_A_GROUP = ("gloo/", "processgroup", "torch/distributed", "torch.distributed", "tcpstore")
 _IS_GONE = (
     "closed by peer",
@@ -27,12 +27,12 @@ _IS_GONE = (
 
 
 def needs_peers(error: BaseException) -> bool:
-    """Whether a worker failed in what it does with others, so that the death of one of them may be behind it."""
+    """True if a worker failed in an operation with others, so that the death of one of them may be the cause."""
     return isinstance(error, TransportError) or _tells(error, _OF_A_GROUP)
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether a worker failed because another one left a group or did not answer, or the connection to it broke."""
+    """True if a worker failed because another one left a group or did not answer, or the connection to it broke."""
     return isinstance(error, TransportError) or (_tells(error, _IS_GONE) and _tells(error, _OF_A_GROUP))
 
 

@@ -1,4 +1,4 @@
-"""What layers are built from: the parameters of one shard, of the sizes that the shard has."""
+"""Construction of a shard's layers and parameters, in the sizes that the shard has."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from realrl.shape import DecoderConfig
 
 
 class Builder:
-    """Knows the parameters of one shard, and makes layers of their sizes; nothing is initialised.
+    """Makes the layers of one shard, their parameters uninitialised.
 
     Args:
-        config: of the whole model.
+        config: the whole model.
         shard: the layers and slices to build.
         device: "meta" gives shapes without memory.
 
     Attributes:
-        specs: what the whole model says of each parameter of the shard, by global name.
+        specs: the whole model's specification of each parameter of the shard, by global name.
     """
 
     def __init__(self, config: DecoderConfig, shard: ModelShard, device: torch.device | None) -> None:
@@ -35,11 +35,11 @@ class Builder:
         self.specs = {spec.name: spec for spec in parameter_specs(config) if shard.holds(spec)}
 
     def place(self, name: str) -> tuple[tuple[int, int], ...]:
-        """(start, stop) in each dim of the whole parameter."""
+        """This rank's (start, stop) in each dim of the whole parameter."""
         return slice_of(self.specs[name], self.shard.tp_rank, self.shard.tp_size)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of this rank's part of a parameter."""
+        """The shape of this rank's part of a parameter."""
         return tuple(stop - start for start, stop in self.place(name))
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -65,7 +65,7 @@ class Builder:
 
 
 def leave(layer: Linear, x: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-    """A layer cut by columns, summed over the group; its bias is whole on every rank, and added once."""
+    """Apply a layer cut by columns and sum over the group; its bias is whole on every rank, and added once."""
     if parallel.tp_size == 1:
         return layer(x)
     y = parallel.leave(layer.product(x))

@@ -1,10 +1,10 @@
 """A plain pre-norm decoder over packed tokens, or one rank's shard of it.
 
 Shapes: T tokens of all sequences back to back, H hidden, N heads, K KV heads, D head size, V vocabulary. No token is
-padded here; what a token may attend to is the business of the injected `AttentionOp`, and parallelism is applied from
-outside: `ModelShard` says which blocks and which slices of their parameters are built, `TensorParallel` where ranks
-must exchange activations. In a tensor-parallel group N, K and V are those of this rank; with sequence parallelism, the
-[T, H] between blocks is [rows, H], this rank's rows.
+padded here. The injected `AttentionOp` decides which tokens see which. Parallelism is applied from outside:
+`ModelShard` says which blocks and which slices of their parameters are built, `TensorParallel` exchanges activations
+between ranks. In a tensor-parallel group N, K and V count this rank's part; with sequence parallelism, the [T, H]
+between blocks is [rows, H], this rank's rows.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from realrl.plan.parameters.specs import ParameterSpec, slice_of
 from realrl.shape import DecoderConfig
 
 PartialKind = Literal["kv", "tp", "sp"]
-"""Why a rank's gradient is only a part: ranks share a KV head, or each uses it for its own slice of the activations,
-or each sees some rows only."""
+"""The reason why a rank's gradient is only a part: ranks share a KV head, or each uses the parameter for its own slice
+of the activations, or each sees some rows only."""
 
 
 class AttentionOp(Protocol):
-    """Knows which tokens see which: packed sequences in training, a KV cache in generation."""
+    """Attention over the tokens that each token may see: packed sequences in training, a KV cache in generation."""
 
     def attend(
         self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None = None
@@ -44,7 +44,7 @@ class AttentionOp(Protocol):
         """Scaled dot-product attention of q [T, N, D] over k, v [T, K, D] (positions applied); returns [T, N, D].
 
         Args:
-            window: how many tokens, itself included, each one sees; None for all earlier ones.
+            window: number of tokens, itself included, that each one sees; None for all earlier ones.
         """
 
 
@@ -53,8 +53,8 @@ class Embedding(nn.Module):
 
     Args:
         weight: [V, H], or this rank's rows of it.
-        first_row: the number of the first of them.
-        is_whole: they are all.
+        first_row: number of this rank's first row.
+        is_whole: True if this rank has all rows.
     """
 
     def __init__(self, weight: nn.Parameter, first_row: int, *, is_whole: bool) -> None:
@@ -116,7 +116,7 @@ class MLP(nn.Module):
 
 
 def make_mlp(build: Builder, layer_index: int, parallel: TensorParallel) -> MLP | MoE:
-    """What stands between the second norm of a block and its residual: takes [rows, H] and the rows of all ranks."""
+    """Make a block's dense MLP, or its mixture of experts where the configuration has one."""
     name, experts = f"blocks.{layer_index}.mlp", build.config.experts_of(layer_index)
     if experts is None:
         return MLP(build, name, parallel)
@@ -144,14 +144,14 @@ class Block(nn.Module):
         n_rows: int,
         balance: LoadBalance | None = None,
     ) -> torch.Tensor:
-        """The next [rows, H]; `n_rows` are those of all ranks, sequence parallelism or not."""
+        """Return the block's output [rows, H]; `n_rows` counts the rows of all ranks, sequence parallelism or not."""
         x = x + self.attention(self.attention_norm(x), rope, attention, self.layer_index, n_rows)
         inner = self.mlp_norm(x)
         return x + (self.mlp(inner, n_rows, balance) if isinstance(self.mlp, MoE) else self.mlp(inner, n_rows))
 
 
 class Blocks(nn.Module):
-    """Consecutive blocks, named by their place in the whole model: the first need not be 0."""
+    """Consecutive blocks, named by their index in the whole model: the first need not be 0."""
 
     def __init__(self, build: Builder, parallel: TensorParallel) -> None:
         super().__init__()
@@ -169,15 +169,15 @@ class Blocks(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, final norm and the head (`lm`, `value` or `reward`), or what one rank holds of them.
+    """Embedding, blocks, final norm and the head (`lm`, `value` or `reward`), or one rank's shard of them.
 
     Parameters are uninitialised: load a checkpoint (`realrl.model.files.hf`) or call `realrl.model.init.random_model`.
-    Parameter names: ``embedding.weight``, ``position_embedding.weight``, ``blocks.{i}.attention_norm.{weight,bias}``,
+    Parameter names, as far as the configuration calls for them:
+    ``embedding.weight``, ``position_embedding.weight``, ``blocks.{i}.attention_norm.{weight,bias}``,
     ``blocks.{i}.attention.{q,k,v,o}.{weight,bias}``, ``blocks.{i}.attention.{q_norm,k_norm}.weight``,
     ``blocks.{i}.mlp_norm.{weight,bias}``, ``blocks.{i}.mlp.{gate,up,down}.{weight,bias}`` or, with experts,
     ``blocks.{i}.mlp.router.weight`` and ``blocks.{i}.mlp.experts.{gate,up,down}``, ``norm.{weight,bias}`` and,
-    unless tied, ``head.weight``, and ``{layer}.{lora_a,lora_b}`` of layers with an adapter; those that the
-    configuration calls for.
+    unless tied, ``head.weight``, and ``{layer}.{lora_a,lora_b}`` of layers with an adapter.
 
     Args:
         config: shapes and head of the whole model.
@@ -190,10 +190,10 @@ class Decoder(nn.Module):
         embedding: None where `shard` has none.
         position_embedding: None where `shard` has none, or positions are not learned.
         norm, head: None where `shard` has none.
-        specs: what the whole model says of each parameter of this shard, by global name.
+        specs: the whole model's specification of each parameter of this shard, by global name.
 
     Raises:
-        ValueError: `parallel` is another place than `shard` is for.
+        ValueError: `parallel` and `shard` differ in tensor-parallel rank or size.
     """
 
     def __init__(
@@ -243,12 +243,11 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations; adapters are float32."""
+        """Dtype of parameters and activations; adapters are float32."""
         return torch_dtype(self.config.dtype)
 
     # ------------------------------------------------------------ computing
@@ -261,7 +260,7 @@ class Decoder(nn.Module):
         Args:
             input_ids: int64 [T].
             positions: integers [T], each token's position in its own sequence.
-            attention: which tokens see which.
+            attention: decides which tokens see which.
         """
         assert self.shard.has_embedding, "a later pipeline stage takes hidden states"
         assert self.shard.has_head, "an earlier pipeline stage has no final hidden states"
@@ -278,11 +277,11 @@ class Decoder(nn.Module):
         """Compute the layers of this shard.
 
         Args:
-            x: int64 [T], the tokens, where the embedding is; elsewhere what the stage before returned, [rows, H] with
+            x: int64 [T], the tokens, where the embedding is; elsewhere the result of the stage before, [rows, H] with
                 ``parallel.n_local_rows(T)`` rows.
             positions: integers [T], each token's position in its own sequence.
-            attention: which tokens see which.
-            balance: of experts, in training: their auxiliary loss, whose gradient joins the backward pass in here.
+            attention: decides which tokens see which.
+            balance: auxiliary loss of the experts in training; its gradient joins the backward pass in here.
 
         Returns:
             [rows, H] for the next stage. Where the head is, final hidden states [T, H] as `forward` returns them, on
@@ -324,11 +323,11 @@ class Decoder(nn.Module):
 
     @property
     def has_tied_copy(self) -> bool:
-        """Whether the head's weight is a copy of an embedding that another pipeline stage holds."""
+        """True if the head's weight is a copy of an embedding that another pipeline stage holds."""
         return self.embedding is None and isinstance(self.head, LMHead) and self.config.tied_embeddings
 
     def named_shards(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once with its name in the whole model: a tied copy in the head is ``embedding.weight``."""
+        """Yield each parameter once, by global name: a tied copy in the head is ``embedding.weight``."""
         for name, parameter in self.named_parameters():
             yield ("embedding.weight" if name == "head.weight" and self.has_tied_copy else name), parameter
 
@@ -338,10 +337,13 @@ class Decoder(nn.Module):
         return tuple(slice(start, stop) for start, stop in place)
 
     def tp_partial_gradients(self) -> list[tuple[str, nn.Parameter, PartialKind]]:
-        """Trained parameters whose gradient on this rank is a part, to be added up over the group: (name, it, why).
+        """Trained parameters whose gradient on this rank is a part, to be added up over the group.
 
-        "kv": KV heads that several ranks hold; the ranks that hold the same one add up. "tp": whole on every rank, and
-        used for that rank's slice of the activations. "sp": each rank saw its rows.
+        "kv": KV heads that several ranks hold; the ranks that hold the same one add up. "tp": parameters that are whole
+        on every rank, and used for that rank's slice of the activations. "sp": each rank saw its rows.
+
+        Returns:
+            (global name, parameter, reason) of each.
         """
         tp_size = self.shard.tp_size
         partial: list[tuple[str, nn.Parameter, PartialKind]] = []
@@ -358,15 +360,15 @@ class Decoder(nn.Module):
         return partial
 
     def set_parameters(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Let the parameters be these tensors themselves, without a copy.
+        """Make the parameters share memory with these tensors.
 
         A parameter stays the same object unless its device changes, as from "meta".
 
         Args:
-            tensors: by global name, of this rank's shapes.
+            tensors: tensors of this rank's shapes, by global name.
 
         Raises:
-            ValueError: a parameter is missing, or has another shape, or a name is not of this shard.
+            ValueError: a parameter is missing or has another shape, or the shard has none of a name.
         """
         if tensors.keys() != self.specs.keys():
             names = sorted(tensors.keys() ^ self.specs.keys())

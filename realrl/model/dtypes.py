@@ -1,4 +1,4 @@
-"""Dtypes as a `DecoderConfig` names them, and as torch does."""
+"""Translation between the dtype names of `DecoderConfig` and torch's dtypes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ _NAMES = {dtype: name for name, dtype in _BY_NAME.items()}
 
 
 def torch_dtype(name: DType) -> torch.dtype:
-    """The dtype of a name."""
     return _BY_NAME[name]
 
 
 def dtype_name(dtype: torch.dtype) -> DType:
-    """The name of a dtype.
+    """The configuration's name of a torch dtype.
 
     Raises:
-        KeyError: no model is of that dtype.
+        KeyError: models cannot have this dtype.
     """
     return _NAMES[dtype]

@@ -27,7 +27,7 @@ def random_model(
     """Return a decoder with normal(0, 0.02) weights, norms that multiply by one, and zero biases.
 
     Args:
-        shard: what to build, see `Decoder`; its numbers are those that the whole model has there.
+        shard: layers and slices to build, see `Decoder`; its numbers are the whole model's at that place.
     """
     decoder = Decoder(config, shard=shard, parallel=parallel, device=device)
     for name, parameter in decoder.named_shards():
@@ -40,8 +40,8 @@ def init_parameter(decoder: Decoder, name: str, parameter: torch.Tensor, *, seed
     """Fill one parameter of the decoder in place; the same seed and name give the same whole parameter on every rank.
 
     Args:
-        name: in the whole model.
-        parameter: this rank's part of it.
+        name: name in the whole model.
+        parameter: this rank's part.
     """
     if name.endswith("norm.weight"):
         parameter.fill_(0.0 if decoder.config.norm_offset else 1.0)

@@ -7,8 +7,8 @@ those of several are computed again.
 With z = (hidden @ weight.T) / temperature, p = softmax(z), target y, and gradients g of the log-probability and e of
 the entropy S = -sum p log p:  d/dz = g * (onehot(y) - p) - e * p * (log p + S). Several targets add up.
 
-Over a tensor-parallel group, each rank r has the logits of its part of the vocabulary, and with them L_r, the log sum
-exp of its part, and S_r, the entropy of the softmax of its part. The whole follows from three numbers per row:
+Over a tensor-parallel group, each rank r has the logits of its part of the vocabulary, and from them L_r, the log sum
+exp of its part, and S_r, the entropy of the softmax of its part. The whole follows from a few numbers per row:
 L = log sum_r exp L_r  and  S = sum_r w_r (S_r + L - L_r)  with w_r = exp(L_r - L).
 """
 
@@ -38,15 +38,15 @@ def lm_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return float32 log-probabilities of `targets`, in their shape, and, on request, float32 [N] entropies (nats).
 
-    Both carry gradient to `hidden` and `weight`. Over a group, the results are equal on all ranks, and the gradient of
-    `hidden` is what this rank's part of the vocabulary adds to it: `parallel.enter` before this adds the parts up.
+    Both carry gradient to `hidden` and `weight`. Over a group, the results are equal on all ranks. The gradient of
+    `hidden` is the summand of this rank's part of the vocabulary: `parallel.enter` before this adds the summands up.
 
     Args:
         hidden: [N, H], equal on all ranks of the group.
         weight: [V, H], the language-model head, or this rank's rows of it.
         targets: int64 [N], or [N, K] for K tokens at a time, numbered over the whole vocabulary.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
-        vocab_start: the token of the first row of `weight`.
+        vocab_start: token of the first row of `weight`.
         parallel: the group that shares the vocabulary.
     """
     scale = 1.0 / temperature if temperature > 0 else 1.0
@@ -58,7 +58,7 @@ def lm_logprobs(
 
 @dataclass(frozen=True)
 class _Place:
-    """Where this rank's rows of the head are in the vocabulary."""
+    """The place of this rank's rows of the head in the vocabulary."""
 
     start: int
     parallel: TensorParallel
@@ -68,7 +68,7 @@ class _Place:
         return self.parallel.tp_size == 1
 
     def local(self, targets: torch.Tensor, n_rows: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Targets as rows of this rank's weight, any row for those elsewhere, and which those are."""
+        """Targets as rows of this rank's weight, and a mask of those on other ranks, which get row 0."""
         if self.is_whole:
             return targets, None
         rows = targets - self.start
@@ -175,11 +175,12 @@ def _logits_gradient(
     g: torch.Tensor,
     extra: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """scale * (sum of g_k onehot(target_k) - g * p - e * p * (log p + S)) in the dtype of `logits`, g the sum of g_k.
+    """Compute scale * (sum of g_k onehot(target_k) - g * p - e * p * (log p + S)), in the dtype of `logits`.
 
     Args:
-        chosen: targets [n, K], and g_k where the target is one of these logits, 0 where it is not.
-        extra: (e, S) where the entropy was asked for.
+        chosen: targets [n, K], and g_k [n, K], set to 0 where another rank has the target's logit.
+        g: [n], the sum of g_k over all targets.
+        extra: (e, S) if the entropy has a gradient.
     """
     targets, g_chosen = chosen
     grad_logits = torch.empty_like(logits)
@@ -198,7 +199,7 @@ def _logits_gradient(
 
 
 def _chunks(n_rows: int, n_vocab: int) -> list[slice]:
-    """Equal slices of the rows, each of at most `LOGITS_CHUNK` logits (or a single row)."""
+    """Divide the rows into equal slices of at most `LOGITS_CHUNK` logits each (or a single row)."""
     most = max(1, LOGITS_CHUNK // n_vocab)
     size = math.ceil(n_rows / max(1, math.ceil(n_rows / most)))
     return [slice(start, start + size) for start in range(0, n_rows, max(1, size))]
@@ -227,7 +228,7 @@ def top_logprobs(
         weight: [V, H], or this rank's rows of it.
         k: at most `vocab_size`.
         temperature: divides the logits; 0 counts as 1.
-        vocab_size: of the whole vocabulary.
+        vocab_size: size of the whole vocabulary.
         parallel: the group that shares the vocabulary; the results are equal on all its ranks.
     """
     scale = 1.0 / temperature if temperature > 0 else 1.0

@@ -1,4 +1,4 @@
-"""Decoders with low-rank adapters; `realrl.model.layers.lora` is one layer of them."""
+"""Decoders with low-rank adapters; see `realrl.model.layers.lora` for one layer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from realrl.shape import LoRA
 
 
 def add_adapters(decoder: Decoder, lora: LoRA, *, seed: int) -> None:
-    """Turn a decoder without adapters into one with new ones; what it computes does not change.
+    """Give a decoder without adapters new ones; its outputs do not change.
 
     Args:
-        lora: which layers.
-        seed: A follows from it and the layer's name, the same on every rank; see `init_parameter`.
+        lora: rank, scale and adapted layers.
+        seed: determines A together with the layer's name, the same on every rank; see `init_parameter`.
     """
     decoder.config = replace(decoder.config, lora=lora)
     specs = parameter_specs(decoder.config)
@@ -34,7 +34,7 @@ def add_adapters(decoder: Decoder, lora: LoRA, *, seed: int) -> None:
 
 
 def trained_parameters(decoder: Decoder) -> list[tuple[str, nn.Parameter]]:
-    """What an optimizer updates, by global name; see `is_trained`."""
+    """The parameters that an optimizer updates, by global name; see `is_trained`."""
     return [(name, p) for name, p in decoder.named_shards() if is_trained(decoder.config, name)]
 
 
@@ -47,7 +47,7 @@ def adapted_layers(decoder: Decoder) -> Iterator[tuple[str, LoRALinear]]:
 
 @contextmanager
 def without_adapters(decoder: Decoder) -> Iterator[None]:
-    """Let the decoder compute as its base model for a while."""
+    """Let the decoder compute as its base model within the block."""
     layers = [layer for _, layer in adapted_layers(decoder)]
     for layer in layers:
         layer.is_on = False
@@ -59,7 +59,7 @@ def without_adapters(decoder: Decoder) -> Iterator[None]:
 
 
 def merged_shards(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    """Global name and values of each parameter of an equal model without adapters, one at a time, in its order."""
+    """Yield (global name, values) of the parameters of an equal model without adapters, in the model's order."""
     adapted = {f"{name}.weight": layer for name, layer in adapted_layers(decoder)}
     for name, parameter in decoder.named_shards():
         if name in adapted:

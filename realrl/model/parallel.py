@@ -1,4 +1,4 @@
-"""What the decoder asks of tensor parallelism: the seam where collectives are put in from outside.
+"""The decoder's interface to tensor parallelism: collectives are injected here.
 
 Shapes: T tokens, H hidden, N heads, I the inner size of the MLP, n the ranks of the tensor-parallel group. A block cuts
 its matrices twice: q, k, v, gate and up by rows (each rank computes some heads and inner units), o and down by columns
@@ -31,70 +31,63 @@ class TensorParallel(Protocol):
 
     @property
     def is_sequence_parallel(self) -> bool:
-        """Whether norms and residuals hold only this rank's rows."""
+        """True if norms and residuals hold only this rank's rows."""
 
     def n_local_rows(self, n_rows: int) -> int:
-        """How many rows, padding included, each rank holds of `n_rows`: what pipeline stages hand on."""
+        """The rows, padding included, that each rank holds of `n_rows`; pipeline stages hand on as many."""
 
     def enter(self, x: torch.Tensor, n_rows: int) -> torch.Tensor:
-        """All `n_rows` rows from this rank's [rows, H], before layers cut by rows; backward adds the ranks' gradients.
+        """Return all `n_rows` rows from this rank's [rows, H], before layers cut by rows; backward sums over ranks.
 
         All-reduce of the gradient; sequence-parallel: all-gather, and reduce-scatter of the gradient.
         """
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the sum over the group of x [T, H], after a layer cut by columns; overwrites `x`.
+        """Sum x [T, H] over the group after a layer cut by columns, and return this rank's rows; overwrites `x`.
 
         All-reduce; sequence-parallel: reduce-scatter, and all-gather of the gradient.
         """
 
     def gather_rows(self, x: torch.Tensor, n_rows: int) -> torch.Tensor:
-        """All `n_rows` rows from this rank's, before what all ranks compute alike; backward keeps this rank's."""
+        """Return all `n_rows` rows, before a computation that all ranks do alike; backward keeps this rank's rows."""
 
     def reduce_max(self, x: torch.Tensor) -> torch.Tensor:
-        """Element by element over the group, without gradient; may overwrite `x`."""
+        """The elementwise maximum over the group, without gradient; may overwrite `x`."""
 
     def reduce_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Element by element over the group, without gradient; may overwrite `x`."""
+        """The elementwise sum over the group, without gradient; may overwrite `x`."""
 
     def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Logits [T, V] of the whole vocabulary from every rank's [T, its part of V], without gradient."""
+        """Gather logits [T, V] of the whole vocabulary from each rank's part of V, without gradient."""
 
 
 @dataclass(frozen=True)
 class Unsharded:
-    """No group: every operation is the identity."""
+    """A group of one rank: every operation is the identity."""
 
     tp_rank: int = 0
     tp_size: int = 1
     is_sequence_parallel: bool = False
 
     def n_local_rows(self, n_rows: int) -> int:
-        """All of them."""
         return n_rows
 
     def enter(self, x: torch.Tensor, n_rows: int) -> torch.Tensor:
-        """`x`."""
         return x
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`."""
         return x
 
     def gather_rows(self, x: torch.Tensor, n_rows: int) -> torch.Tensor:
-        """`x`."""
         return x
 
     def reduce_max(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`."""
         return x
 
     def reduce_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`."""
         return x
 
     def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """`logits`."""
         return logits
 
 

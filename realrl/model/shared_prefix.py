@@ -1,10 +1,10 @@
-"""Sequences of one sample that begin alike: what they share is computed once, in training as in inference.
+"""Sequences of one sample that begin alike: their common prefix is computed once, in training as in inference.
 
 The responses to a prompt, or the two answers of a pair, differ from each other only after the prompt. The hidden states
 of the prompt are the same in all of them, so one copy is kept, and every response attends to it:
 
     sequences    p p p a a   p p p b b b        T tokens
-    kept         p p p  |  a a  b b b           heads, then tails; what is not shared is a head without tails
+    kept         p p p  |  a a  b b b           heads, then tails; a sequence that shares nothing is a head
     hidden[row]  0 1 2 3 4   0 1 2 5 6 7        `expand` gives each of the T tokens its row
 
 Gradients of a shared token add up over the sequences that it stands for, as they would over its copies.
@@ -32,9 +32,9 @@ class Fork:
     """Sequences that begin alike.
 
     Attributes:
-        n_shared: tokens that all of them begin with.
-        start: where the shared tokens are among the kept ones.
-        tails: tokens of each sequence after those; may be 0.
+        n_shared: length of the common prefix.
+        start: index of the first shared token among the kept ones.
+        tails: length of each sequence after the prefix; may be 0.
     """
 
     n_shared: int
@@ -43,17 +43,17 @@ class Fork:
 
 
 class SharedPrefixes:
-    """Which tokens of a packed batch are computed, and where each token's hidden state is afterwards.
+    """Selection of the tokens of a packed batch to compute, and the way back to all of them.
 
     Args:
         input_ids: int64 [T].
-        seqlens: of each sample, tokens of each of its sequences.
-        hidden_size: of the model; the larger, the shorter a prefix is worth sharing.
+        seqlens: lengths of the sequences, by sample.
+        hidden_size: the model's; the larger, the shorter a prefix is worth sharing.
 
     Attributes:
-        tokens: int64 [kept], which of the T tokens are computed.
-        positions: int64 [kept], in their sequences.
-        expand: int64 [T], the row of each token among those that are computed.
+        tokens: int64 [kept], indices of the computed tokens among the T.
+        positions: int64 [kept], their positions in their sequences.
+        expand: int64 [T], the row of each token's hidden state among the computed ones.
     """
 
     def __init__(self, input_ids: torch.Tensor, seqlens: Sequence[Sequence[int]], hidden_size: int) -> None:
@@ -82,16 +82,16 @@ class SharedPrefixes:
 
     @property
     def is_trivial(self) -> bool:
-        """Nothing is shared."""
+        """True if nothing is shared."""
         return not self._forks
 
     def attention(self) -> PrefixAttention:
-        """For one forward pass over the kept tokens, and its backward pass."""
+        """Make the attention of one forward pass over the kept tokens, and its backward pass."""
         return PrefixAttention(self._heads, self._forks)
 
 
 class _Padding:
-    """Between tails back to back and the same padded on the right to the longest of them."""
+    """Conversion between packed tails and tails padded on the right to the longest."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         longest = max(lengths)
@@ -115,8 +115,8 @@ class PrefixAttention:
     Heads attend like any packed sequences. Queries of a tail attend to the shared tokens and to the tail itself.
 
     Args:
-        heads: tokens of each head, in the order of the kept tokens; tails follow, fork by fork.
-        forks: in the same order.
+        heads: length of each head, in the order of the kept tokens; tails follow, fork by fork.
+        forks: forks in the same order.
     """
 
     def __init__(self, heads: Sequence[int], forks: Sequence[Fork]) -> None:
@@ -133,7 +133,7 @@ class PrefixAttention:
         """Attention of q [kept, N, D] over k, v [kept, K, D]; returns [kept, N, D].
 
         Args:
-            window: how many tokens, itself included, each one sees; None for all earlier ones.
+            window: number of tokens, itself included, that each one sees; None for all earlier ones.
         """
         if not self._paddings:
             self._paddings = [_Padding(fork.tails, q.device) for fork in self._forks]
@@ -156,7 +156,7 @@ class PrefixAttention:
         shared: Sequence[torch.Tensor],
         window: int | None,
     ) -> torch.Tensor:
-        """[tokens of the tails, N, D]; the query heads of one KV head stand as rows beside each other."""
+        """Return [tokens of the tails, N, D]; query heads of one KV head are computed as further rows."""
         n, longest = len(fork.tails), max(fork.tails)
         q, k, v = (padding.pad(x).unflatten(0, (n, longest)) for x in tails)  # [n, R, heads, D]
         k, v = (
@@ -171,7 +171,7 @@ class PrefixAttention:
         return padding.unpad(out.flatten(0, 1))
 
     def _mask(self, fork: Fork, n_groups: int, window: int | None, like: torch.Tensor) -> torch.Tensor:
-        """[N / K * R, P + R]: 0 where a token of a tail sees, -inf elsewhere; the same for all tails and layers."""
+        """The mask [N / K * R, P + R] of all tails in all layers: 0 where a tail's token sees, -inf elsewhere."""
         longest = max(fork.tails)
         key = (fork.n_shared, longest, n_groups, window)
         if key not in self._masks:
@@ -192,7 +192,7 @@ def _sequence_starts(seqlens: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _shared_lengths(input_ids: torch.Tensor, seqlens: Sequence[Sequence[int]], hidden_size: int) -> list[int]:
-    """Tokens that all sequences of a sample begin with; 0 where computing them once is not worth the trouble."""
+    """The length of each sample's common prefix; 0 where computing it once is not worth the trouble."""
     found = []
     parts = input_ids.split([sum(lengths) for lengths in seqlens]) if len(seqlens) else ()
     for lengths, part in zip(seqlens, parts, strict=True):
@@ -205,12 +205,12 @@ def _shared_lengths(input_ids: torch.Tensor, seqlens: Sequence[Sequence[int]], h
 
 
 def is_worth_sharing(n_shared: int, lengths: Sequence[int], hidden_size: int) -> bool:
-    """Whether the tokens saved outweigh what attention costs more, with padded tails, dense masks and more calls.
+    """True if the tokens saved outweigh the cost of padded tails, dense masks and more attention calls.
 
     Args:
-        n_shared: tokens that the sequences begin with.
-        lengths: of the sequences, these included.
-        hidden_size: of the model.
+        n_shared: length of the common prefix.
+        lengths: lengths of the sequences, prefix included.
+        hidden_size: the model's.
     """
     longest = max(lengths)
     n_scores = (longest - n_shared) * longest

@@ -1,4 +1,4 @@
-"""One reward function as it is called: what it wants to be given, and what its answer is worth.
+"""Calls of one reward function: its traits, and checks of its answer.
 
 ``function(prompt, response)`` or ``function(prompt, response, row)`` returns a number. A function whose second
 parameter is called ``responses`` or ``responses_ids`` gets all responses to a prompt and returns a list of as many
@@ -18,20 +18,20 @@ from typing import Any, Literal
 from realrl.experiment.loading import load_object
 
 MAX_ERROR_CHARS = 2000
-MAX_REWARD = 3.4028234663852886e38  # the largest float32: what rewards are kept in
+MAX_REWARD = 3.4028234663852886e38  # the largest float32, the dtype of rewards
 _GROUP_NAMES = ("responses", "responses_ids")
 _ROW_NAMES = ("row", "metadata")
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What a function wants.
+    """Kinds of a function's arguments and result.
 
     Attributes:
         reads: token ids or text.
-        takes_row: it has a third parameter: the other fields of the dataset's row.
-        is_group: it scores all responses to a prompt at once.
-        is_async: it returns an awaitable.
+        takes_row: True if it has a third parameter, the other fields of the dataset's row.
+        is_group: True if it scores all responses to a prompt at once.
+        is_async: True if it returns an awaitable.
     """
 
     reads: Literal["ids", "text"]
@@ -44,13 +44,13 @@ class RewardFunction:
     """A loaded function.
 
     Args:
-        function: its name, as for `load_object`.
+        function: its name, in the form of `load_object`.
         reads: "ids", "text", or "auto": ids if its first two parameters are named ``*_ids``.
         options: keyword arguments.
 
     Raises:
         ConfigError: there is no such function.
-        TypeError: it is no function, or cannot be called with a prompt and a response.
+        TypeError: the object is no function, or cannot be called with a prompt and a response.
     """
 
     def __init__(self, function: str, reads: str = "auto", options: Mapping[str, Any] | None = None) -> None:
@@ -62,14 +62,14 @@ class RewardFunction:
         self.traits = _traits(self._function, function, reads)
 
     def evaluate(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """``{"rewards": [...]}`` for the request's response or responses, or ``{"error": text}``."""
+        """Return ``{"rewards": [...]}`` for the request's response or responses, or ``{"error": text}``."""
         try:
             return self._checked(self._call(request), request)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is reported to its owner
             return _raised(error)
 
     async def evaluate_async(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """As `evaluate`, or ``{"timeout": true}`` when it is not done in time."""
+        """Like `evaluate`, for async functions; returns ``{"timeout": True}`` if the time is over."""
         import asyncio
 
         limit = asyncio.timeout(timeout_s)

@@ -28,7 +28,7 @@ METADATA = "metadata"
 
 @dataclass(frozen=True)
 class _Part:
-    """One reward of several; the fields are those of `realrl.config.reward_options.RewardPart`, all given."""
+    """One reward of several, with the fields of `realrl.config.reward_options.RewardPart`."""
 
     name: str
     function: str
@@ -46,18 +46,18 @@ class _Part:
 class WeightedRewards(ModelInterface):
     """inference: `input_ids`, `prompt_mask` -> `rewards`, the weighted sum of several rewards.
 
-    Reads `metadata` (the dataset row's other fields, JSON) where it is given, for functions that want it, and
-    `model_rewards` if one part is the reward model. Of the model, only the tokenizer is used, and only for text.
-    Samples that a function with ``on_failure="drop"`` failed for are left out of the result. Logged of each part,
-    before weighting, are ``<metrics>/<name>/mean`` and ``/std``, and as ``<metrics>/<name>/failed`` the share of
-    responses that a function failed for, unless that ends the run.
+    It reads `metadata` (the dataset row's other fields, JSON) if there is any, for functions that take a row, and
+    `model_rewards` if one part is the reward model. It uses only the model's tokenizer, and that only for text.
+    The result lacks samples for which a function with ``on_failure="drop"`` failed. Each part logs
+    ``<metrics>/<name>/mean`` and ``/std`` before weighting. ``<metrics>/<name>/failed`` is the share of responses for
+    which a function failed, unless that ends the run.
 
     Args:
         parts: name -> fields of `RewardPart`.
-        concurrency: processes for all functions together; a function need not be thread-safe.
-        async_concurrency: responses that an async function has in hand at a time in each process.
-        in_process: call functions in this thread, where a debugger can stop; then nothing can interrupt them.
-        metrics: what the names of metrics begin with.
+        concurrency: number of processes for all functions together; a function need not be thread-safe.
+        async_concurrency: number of responses that an async function has in hand at a time in each process.
+        in_process: True calls functions in this thread, where a debugger can stop; then nothing can interrupt them.
+        metrics: prefix of the metrics' names.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class WeightedRewards(ModelInterface):
         )
 
     def inference(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
-        """`rewards`, float32 per sequence, on the device of `input_ids`; possibly for some of the samples only.
+        """Return `rewards`, float32 per sequence, on the device of `input_ids`; without the samples to drop.
 
         Raises:
             CallError: a function failed for a response and its `on_failure` is "error"; names the sample.
@@ -106,20 +106,20 @@ class WeightedRewards(ModelInterface):
         return result.select([i for i in batch.ids if i not in dropped]) if dropped else result
 
     def close(self) -> None:
-        """End the processes now; otherwise they end with this one. `inference` starts new ones."""
+        """End the processes now, not with this one; `inference` starts new ones."""
         self._pool.close()
 
     def _value(self, part: _Part, responses: _Responses, ctx: CallContext) -> torch.Tensor:
-        """float64 [S]: a reward that no function gives."""
+        """Compute a reward that needs no function, float64 [S]."""
         if part.function == REWARD_MODEL:
             return responses.batch[MODEL_REWARDS].double()
         options = {"max_tokens": ctx.generation.max_new_tokens, **part.options}
         return overlong_penalty(responses.lengths, **options)
 
     def _run(self, responses: _Responses, dropped: set[str], model: Model, ctx: CallContext) -> dict[str, torch.Tensor]:
-        """float64 [S] for each function; a failed response has 0, and its sample may be added to `dropped`."""
+        """Call all functions; returns float64 [S] by part, 0 for a failed response. Adds samples to `dropped`."""
         requests: list[Request] = []
-        scored: list[Sequence[int]] = []  # request -> the responses that it is about
+        scored: list[Sequence[int]] = []  # request -> its responses
         for number, traits in enumerate(self._pool.traits()):
             groups: Sequence[Sequence[int]] = responses.samples if traits.is_group else responses.singles
             for owned in groups:
@@ -182,7 +182,7 @@ class FunctionReward(WeightedRewards):
     Args:
         function: "module:function" or "file.py:function", called as ``function(prompt, response) -> float``, or with
             the dataset row's other fields as third argument (`realrl.rewards.call`). A response includes its stop
-            token; as text, special tokens are left out.
+            token; text leaves special tokens out.
         reads: "ids" (lists of int), "text", or "auto": ids if the first two parameters are named ``*_ids``.
         timeout_s: time limit for one response.
         concurrency, async_concurrency, in_process: see `WeightedRewards`.
@@ -210,16 +210,17 @@ class FunctionReward(WeightedRewards):
         return f"{self._metrics}/{what}"
 
     def _log_values(self, part: _Part, values: torch.Tensor, ctx: CallContext) -> None:
-        """The sum of one reward is logged as `reward/mean` by whoever trains on it."""
+        """Log nothing: the call that trains on the only reward logs it as `reward/mean`."""
 
 
 class _Responses:
-    """A batch as reward functions see it; text and rows are made when some function wants them.
+    """A batch in the form for reward functions; text and rows are made at their first use.
 
     Attributes:
-        owners: (sample id, number of the response in it) of every response.
-        samples: the numbers of the responses of each sample; `singles`: each number for itself.
-        lengths: int64 [S], tokens of each response.
+        owners: (sample id, number of the response in the sample) of every response.
+        samples: the numbers of the responses of each sample.
+        singles: the number of each response in a list of its own.
+        lengths: int64 [S], length of each response.
     """
 
     def __init__(self, batch: SequenceSample, tokenizer: Any) -> None:
@@ -232,7 +233,7 @@ class _Responses:
         self.singles = [[n] for n in range(len(self.owners))]
 
     def request(self, part: int, owned: Sequence[int], traits: Traits) -> Request:
-        """What function number `part` is asked about the responses `owned`, all of one sample."""
+        """Make the request to function number `part` for the responses `owned`, all of one sample."""
         pairs = self._ids if traits.reads == "ids" else self._text
         responses = [pairs[n][1] for n in owned]
         row = self._rows[self.owners[owned[0]][0]] if traits.takes_row else None

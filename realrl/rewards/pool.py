@@ -32,7 +32,7 @@ MAX_RESTARTS = 3
 
 @dataclass(frozen=True)
 class FunctionSpec:
-    """A function to run: its name, what it reads ("auto", "ids", "text"), seconds per response, keyword arguments."""
+    """A function to run: its name, the form that it reads ("auto", "ids", "text"), seconds per response, options."""
 
     function: str
     reads: str
@@ -42,7 +42,7 @@ class FunctionSpec:
 
 @dataclass(frozen=True)
 class Request:
-    """Something to score with function number `part`; `response` is a list of all responses for a group function."""
+    """A response to score with function number `part`; for a group function, the list of a prompt's responses."""
 
     part: int
     prompt: Text
@@ -52,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rewards of request number `index`, one for each of its responses, or why there are none."""
+    """The rewards of request number `index`, one for each of its responses, or the failure as text."""
 
     index: int
     rewards: Sequence[float] = ()
@@ -63,17 +63,17 @@ class RewardPool(Protocol):
     """Runs functions on requests."""
 
     def traits(self) -> Sequence[Traits]:
-        """What each function wants to be given; loads them."""
+        """Load the functions, and return the traits of each."""
 
     def score(self, requests: Sequence[Request]) -> Iterator[Outcome]:
-        """One outcome per request, in the order in which they get ready."""
+        """Yield one outcome per request as each gets ready."""
 
     def close(self) -> None:
         """End all processes; the other methods may start new ones."""
 
 
 class InProcessPool:
-    """Runs functions in the calling thread, where a debugger can stop. Cannot interrupt a slow one, and says so.
+    """Runs functions in the calling thread, where a debugger can stop. It cannot interrupt a slow one, and logs that.
 
     Async functions wait together, `async_concurrency` at a time, and are cancelled when their time is over.
     """
@@ -88,7 +88,7 @@ class InProcessPool:
 
         Raises:
             ConfigError: there is no such function.
-            RunError: it is no function of a prompt and a response.
+            RunError: the object is no function of a prompt and a response.
         """
         if not self._functions:
             self._functions = [_load(spec) for spec in self._specs]
@@ -153,7 +153,7 @@ class ProcessPool:
         """See `RewardPool`.
 
         Raises:
-            RunError: a function cannot be imported, or is none of a prompt and a response.
+            RunError: a function cannot be imported, or does not take a prompt and a response.
         """
         n_lost = 0
         while True:
@@ -165,7 +165,7 @@ class ProcessPool:
                 self._replace(lost, n_lost)
 
     def score(self, requests: Sequence[Request]) -> Iterator[Outcome]:
-        """See `RewardPool`. When the server is lost, what it did not answer is asked of a new one.
+        """See `RewardPool`. If the server is lost, a new one gets the requests without an answer.
 
         Raises:
             RunError: the server was lost more than `MAX_RESTARTS` times.
@@ -206,12 +206,12 @@ class ProcessPool:
         if self._connection is None:
             try:
                 self._connection = _Connection(self._specs, self._concurrency, self._async_concurrency)
-            except _Silent as silent:  # it would take as long again
+            except _Silent as silent:  # another attempt would take as long again
                 self._report(silent, 1)
         return self._connection
 
     def _replace(self, lost: _Lost, n_times: int) -> None:
-        """Make way for another server, unless one was lost too often in a call."""
+        """Close the connection, so that the next use starts another server; give up if too many were lost."""
         self.close()
         if n_times > MAX_RESTARTS:
             self._report(lost, n_times)
@@ -227,11 +227,11 @@ class ProcessPool:
 
 
 class _Lost(Exception):
-    """The server is of no use any more; completes the sentence "the process ..."."""
+    """The server is of no use any more; the message completes the sentence "the process ..."."""
 
 
 class _Silent(_Lost):
-    """It lives, but does not answer."""
+    """The server lives, but does not answer."""
 
 
 class _Connection:
@@ -265,7 +265,7 @@ class _Connection:
         self.traits = [Traits(**traits) for traits in ready["functions"]]
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Hand over a request, and take in replies while the pipe is full: the server may be waiting for that."""
+        """Send a request, and read replies while the pipe is full: the server may be waiting for that."""
         data = json.dumps(message).encode() + b"\n"
         while data:
             try:

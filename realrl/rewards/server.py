@@ -3,19 +3,19 @@
     owner --requests--> server --requests--> worker 1..n      (all pipes, one JSON object a line)
           <--replies---        <--results---
 
-The server imports the functions once and forks workers from itself, so that a worker which hung or died is replaced in
+The server imports the functions once and forks workers from itself, so that it replaces a hung or dead worker in
 milliseconds. After the import it runs no user code: it always notices a time limit, a dead worker and the end of its
 owner (end of file on its input), and then kills its workers.
 
-A worker has one request at a time, or many of async functions. It watches the time of those itself; when one of them
-keeps the whole process busy, or ends it, the others that the worker had are tried again, each in a worker of its own.
+A worker has one request at a time, or many of async functions. It watches the time of async requests itself. If one of
+them keeps the whole process busy, or ends it, all requests of the worker are tried again, each in a worker of its own.
 A worker may also die by no fault of its request (the system is out of memory, somebody kills it), so a request whose
 worker died is tried once more before it counts as failed.
 
 SPEC: ``{"functions": [{"function", "reads", "options", "timeout_s"}], "concurrency", "async_concurrency"}``.
 Requests: ``{"id", "part", "prompt", "response", "row"}``; `part` is the number of the function. First reply:
 ``{"ready": true, "functions": [traits]}`` or ``{"failed": text, "part"}``; then ``{"id", "rewards"}``,
-``{"id", "error"}`` or ``{"id", "timeout": true}`` for each request. What functions print goes to stderr.
+``{"id", "error"}`` or ``{"id", "timeout": true}`` for each request. The functions' own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ _PR_SET_PDEATHSIG = 1
 
 
 def time_limit_s(timeout_s: float, request: Mapping[str, Any], *, is_group: bool) -> float:
-    """How long a request may take: `timeout_s` for each of its responses."""
+    """The time limit of a request: `timeout_s` for each of its responses."""
     return timeout_s * (len(request["response"]) if is_group else 1)
 
 
 def hard_limit_s(limit_s: float, *, is_async: bool) -> float:
-    """When the server stops waiting for a worker, which should have noticed `limit_s` itself if it runs a loop."""
+    """The server's own time limit: longer for async functions, whose worker should notice `limit_s` itself."""
     return 1.5 * limit_s + ASYNC_GRACE_S if is_async else limit_s
 
 
 class Lines:
-    """Whole lines out of a pipe."""
+    """Reader of whole lines from a pipe."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._rest = b""
 
     def read(self) -> list[bytes] | None:
-        """Complete lines that a single read brings; None at the end of the file."""
+        """Read once, and return the lines that are complete; None at the end of the file."""
         chunk = os.read(self.fd, CHUNK_BYTES)
         if not chunk:
             return None
@@ -79,7 +79,7 @@ def write_line(fd: int, message: Mapping[str, Any]) -> None:
 
 
 def _die_with_parent() -> None:
-    """Where the system can do it (Linux), a worker that hangs does not outlive a server that was killed."""
+    """Let the system (Linux) kill this worker when the server dies, even if the worker hangs."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -140,8 +140,8 @@ class Job:
     """A request on its way.
 
     Attributes:
-        alone: it shares its worker with no other.
-        is_suspect: a worker died that had nothing else to do.
+        alone: True if it must not share its worker.
+        is_suspect: True if a worker died that had no other job.
     """
 
     request: Mapping[str, Any]
@@ -177,39 +177,38 @@ class Worker:
 
     @property
     def fds(self) -> set[int]:
-        """The server's ends of the pipes."""
+        """The server's ends of the worker's pipes."""
         return {self.request_fd, self.results.fd}
 
     @property
     def has_unsent(self) -> bool:
-        """Whether the pipe was too full for a request."""
+        """True if the pipe was too full for a request."""
         return bool(self._unsent)
 
     @property
     def deadline_s(self) -> float:
-        """When the server gives it up; infinity if it is idle."""
+        """The time at which the server gives the worker up; infinity if it is idle."""
         return min((job.deadline_s for job in self.jobs.values()), default=math.inf)
 
     def can_take(self, job: Job, async_concurrency: int) -> bool:
-        """Whether it is idle, or job and worker are busy with nothing but waiting."""
+        """True if the worker is idle, or the job and all of its jobs are async and may share it."""
         if not self.jobs:
             return True
         shares = all(other.is_async and not other.alone for other in (job, *self.jobs.values()))
         return shares and len(self.jobs) < async_concurrency
 
     def give(self, job: Job, now_s: float) -> None:
-        """Start a job."""
         self.jobs[job.request["id"]] = replace(job, deadline_s=now_s + job.limit_s)
         self._unsent += json.dumps(job.request).encode() + b"\n"
         self.send()
 
     def send(self) -> None:
-        """Write as much as the pipe takes; a worker that is gone is noticed when its results end."""
+        """Write as much as the pipe takes; the end of its results will tell that a worker is gone."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             self._unsent = self._unsent[os.write(self.request_fd, self._unsent) :]
 
     def end(self) -> int:
-        """Kill the process and what it started; returns its exit status (negative: the signal)."""
+        """Kill the process and its children; returns its exit status (negative: the signal)."""
         for fd in self.fds:
             os.close(fd)
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -220,7 +219,7 @@ class Worker:
 
 
 class Server:
-    """The event loop: hands requests to workers, watches their time, replaces those that failed."""
+    """The event loop: hands requests to workers, watches their time, replaces failed ones."""
 
     def __init__(self, functions: Sequence[RewardFunction], spec: Mapping[str, Any], replies_fd: int) -> None:
         self._functions = functions
@@ -233,7 +232,7 @@ class Server:
         self._workers: list[Worker] = []
 
     def serve(self) -> None:
-        """Until the owner closes the input; no worker is left afterwards."""
+        """Serve until the owner closes the input; no worker is left afterwards."""
         try:
             while self._turn():
                 pass
@@ -249,7 +248,7 @@ class Server:
                 if lines is None:
                     return False
                 self._queue.extend(self._job(json.loads(line)) for line in lines)
-            elif worker in self._workers:  # what was read from it just now may have ended it
+            elif worker in self._workers:  # an earlier event of this turn may have ended it
                 if events & selectors.EVENT_WRITE:
                     worker.send()
                 else:
@@ -261,7 +260,7 @@ class Server:
         return True
 
     def _wait(self) -> list[tuple[Worker | None, int]]:
-        """The workers that can be read or written, and None for the owner, once there is one or a deadline passed."""
+        """Wait for an event or a deadline; returns (worker, event mask) of each event, None for the owner."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._requests.fd, selectors.EVENT_READ, None)
             for worker in self._workers:
@@ -303,7 +302,7 @@ class Server:
                 write_line(self._replies_fd, result)
 
     def _give_up(self, worker: Worker, outcome: Mapping[str, Any], *, is_final: bool) -> None:
-        """Answer for a worker that was ended: which of several jobs is to blame, each must show by itself."""
+        """Answer the only job of an ended worker; several jobs, or one to be tried again, queue to run alone."""
         jobs = list(worker.jobs.values())
         if len(jobs) == 1 and is_final:
             write_line(self._replies_fd, {"id": jobs[0].request["id"], **outcome})

@@ -1,4 +1,4 @@
-"""The built-in reward `math_verify`: is the response's mathematical answer the one of the dataset's row?
+"""The built-in reward `math_verify`: compares the response's mathematical answer with that of the dataset's row.
 
 Needs the extra ``rewards``. Imported by reward processes before they are forked, so that no response waits for it.
 """
@@ -13,22 +13,23 @@ from math_verify import parse, verify
 
 FINAL_MARK = "####"
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it watches no clock: the reward process does
+# the package warns that it watches no clock; the reward process does
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def math_verify(prompt: str, response: str, row: Mapping[str, Any], *, field: str = "answer") -> float:
-    """1 if the last formula or number of `response` equals the row's answer as mathematics, else 0.
+    """Return 1 if the last formula or number of `response` equals the row's answer as mathematics, else 0.
 
     Args:
-        prompt: is not looked at.
+        prompt: unused.
         response: text with its answer in ``\\boxed{...}``, between dollar signs, or as a plain number or expression.
         row: the dataset row's fields.
-        field: which of them holds the answer: a number, an expression in LaTeX with or without dollar signs or
+        field: name of the field that holds the answer: a number, an expression in LaTeX with or without dollar signs or
             ``\\boxed``, or a solution that ends with ``#### answer``.
 
     Raises:
         KeyError: the row has no such field.
-        ValueError: its answer is nothing that can be compared.
+        ValueError: the row's answer is no mathematical expression.
     """
     if row.get(field) is None:
         raise KeyError(f"the dataset's row has no {field!r}, only {', '.join(row) or 'a prompt'}")

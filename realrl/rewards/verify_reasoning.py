@@ -20,19 +20,19 @@ ANSWER_PLACES = ("tag_or_last_line", "tag", "last_line", "response")
 def reasoning_gym(
     prompt: str, response: str, row: Mapping[str, Any], *, answer_in: str = "tag_or_last_line", tag: str = "answer"
 ) -> float:
-    """The task's own score of the answer in `response`, mostly in [0, 1] with something for a nearly right one.
+    """Return the task's own score of the answer in `response`, mostly in [0, 1], above 0 for a nearly right one.
 
     Args:
-        prompt: is not looked at.
+        prompt: unused.
         response: text.
-        row: of a reasoning-gym dataset.
-        answer_in: where the answer is: "tag", in the last ``<tag>...</tag>``, else there is none; "last_line", the last
-            line with something on it; "tag_or_last_line", the first of both that is there; "response", all of it.
+        row: row of a reasoning-gym dataset.
+        answer_in: place of the answer: "tag", in the last ``<tag>...</tag>``, else there is none; "last_line", the last
+            line that is not blank; "tag_or_last_line", the tag, or else the last line; "response", all of it.
         tag: name of the tag.
 
     Raises:
-        KeyError: the row is of another dataset.
-        ValueError: no such place.
+        KeyError: the row comes from another dataset.
+        ValueError: `answer_in` names no such place.
     """
     if FIELD not in row:
         raise KeyError(f"the dataset's row has no {FIELD!r}: this reward needs dataset.path=reasoning_gym:<task>")
@@ -41,7 +41,7 @@ def reasoning_gym(
 
 
 def find_answer(response: str, answer_in: str, tag: str) -> str | None:
-    """The answer in a response, stripped of white space; None if there is none. Arguments as in `reasoning_gym`."""
+    """Find the answer in a response; None if there is none. White space is stripped. See `reasoning_gym`."""
     if answer_in not in ANSWER_PLACES:
         raise ValueError(f"answer_in={answer_in!r}: must be one of {', '.join(ANSWER_PLACES)}")
     if answer_in == "response":

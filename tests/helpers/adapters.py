@@ -16,7 +16,7 @@ LORA = LoRA(3, 6.0, ALL)
 
 
 def fill_adapters(decoder: Decoder, *, seed: int = 7, std: float = 0.2) -> Decoder:
-    """Give every B, zero at first, random numbers that depend on its name only; other parameters stay."""
+    """Give every B, zero at first, random numbers that depend on name and seed only; other parameters stay."""
     with torch.no_grad():
         for name, parameter in decoder.named_shards():
             if name.endswith(LORA_B):
@@ -27,7 +27,7 @@ def fill_adapters(decoder: Decoder, *, seed: int = 7, std: float = 0.2) -> Decod
 
 
 def merged(decoder: Decoder) -> Decoder:
-    """A whole decoder without adapters that computes the same."""
+    """Make a whole decoder without adapters that computes the same."""
     plain = Decoder(replace(decoder.config, lora=None))
     plain.set_parameters({name: tensor.clone() for name, tensor in merged_shards(decoder)})
     return plain

@@ -68,7 +68,7 @@ EXPERIMENT = Experiment(
 
 
 def make_model_folder(folder: Path, head: HeadKind = "lm") -> Path:
-    """A Hugging Face folder of the built-in random model with its tokenizer."""
+    """Make a Hugging Face folder of the built-in random model with its tokenizer."""
     tokenizer = tiny_tokenizer()
     config = tiny_config(len(tokenizer), head=head)
     save_model(random_model(config, 1, device=torch.device("cpu")), folder)

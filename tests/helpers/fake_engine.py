@@ -65,9 +65,9 @@ class FakeEngine:
     """Implements `realrl.algo.api.Engine`.
 
     Args:
-        module: trained in place by SGD with learning rate `lr`.
+        module: model that SGD trains in place.
         lr: learning rate.
-        all_reduce: over the data-parallel ranks; default: there is one rank.
+        all_reduce: reduction over the data-parallel ranks; by default there is one rank.
     """
 
     def __init__(self, module: Bigram, lr: float = 0.1, all_reduce: AllReduce = lambda t, op: t.clone()) -> None:
@@ -163,7 +163,7 @@ class ThreadGroup:
         self._slots: list[torch.Tensor] = [torch.empty(0)] * n_ranks
 
     def all_reduce(self, rank: int) -> AllReduce:
-        """The collective as `rank` enters it."""
+        """Make the collective for one rank."""
 
         def reduce(tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
             self._slots[rank] = tensor
@@ -175,7 +175,7 @@ class ThreadGroup:
         return reduce
 
     def run(self, work: Sequence[Callable[[], Result]]) -> list[Result]:
-        """Each rank's function in its own thread; their results, or the first error."""
+        """Call each rank's function in its own thread; returns their results, or raises the first error."""
 
         def guarded(function: Callable[[], Result]) -> Result:
             try:
@@ -194,7 +194,7 @@ class ThreadGroup:
 
 @dataclass(frozen=True)
 class FakeTokenizer:
-    """Token i is the character chr(97 + i); the last token is the end."""
+    """A tokenizer in which token i is the character chr(97 + i) and the last token is the end."""
 
     eos_token_id: int
 
@@ -203,7 +203,7 @@ class FakeTokenizer:
 
 
 def fake_model(role: str, engine: FakeEngine) -> Model:
-    """A role whose last token is the end of a response."""
+    """Make a role whose last token is the end of a response."""
     n_tokens = engine.module.scores.shape[0]
     return Model(ModelName(role), engine, FakeTokenizer(n_tokens - 1))
 
@@ -217,7 +217,7 @@ def fake_context(
     step: int = 1,
     n_mbs: int | None = None,
 ) -> CallContext:
-    """A context with little in it."""
+    """Make a context with defaults for most fields."""
     return CallContext(
         call=call,
         step=step,

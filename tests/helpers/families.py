@@ -86,20 +86,20 @@ ONE_EACH = ("qwen2", "qwen3 window", "mistral", "gemma", "gpt2", "mixtral", "qwe
 
 
 def hf_config(case: str, **changes: Any) -> transformers.PretrainedConfig:
-    """The configuration of a case; eager attention, where a model that has no mask at all cannot be meant."""
+    """The `transformers` configuration of a case, with `changes`."""
     model_type, options = CASES[case]
     shared = _GPT2 if model_type == "gpt2" else _SHARED
     return transformers.AutoConfig.for_model(model_type, **(shared | options | changes))
 
 
 def decoder_config(case: str) -> DecoderConfig:
-    """Ours of the same model."""
+    """Our configuration of the same model."""
     raw = hf_config(case).to_dict()
     return find_family(raw, "here").config_from_hf(raw, "here")
 
 
 def hf_model(case: str, *, is_classifier: bool = False) -> transformers.PreTrainedModel:
-    """A model in which no parameter is zero, one or tiny."""
+    """Make a model in which no parameter is zero, one or tiny."""
     auto = transformers.AutoModelForSequenceClassification if is_classifier else transformers.AutoModelForCausalLM
     model = auto.from_config(hf_config(case, **({"num_labels": 1} if is_classifier else {}))).eval()
     generator = torch.Generator().manual_seed(0)
@@ -111,6 +111,6 @@ def hf_model(case: str, *, is_classifier: bool = False) -> transformers.PreTrain
 
 
 def sequences() -> list[torch.Tensor]:
-    """Tokens, none of them special."""
+    """Random tokens without special ones."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(3, VOCAB_SIZE, (n,), generator=generator) for n in SEQLENS]

@@ -54,7 +54,7 @@ LLAMA_70B = make_shape(
 
 @st.composite
 def shapes(draw: st.DrawFn) -> DecoderConfig:
-    """Models with up to 6 layers and 12 heads."""
+    """Draw models with up to 6 layers and 12 heads."""
     n_kv_heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
     n_heads = n_kv_heads * draw(st.integers(1, 12 // n_kv_heads))
     n_layers, is_gated = draw(st.integers(1, 6)), draw(st.booleans())
@@ -94,14 +94,14 @@ def legal_tps(specs: tuple[ParameterSpec, ...], at_most: int) -> list[int]:
 
 @st.composite
 def strategies(draw: st.DrawFn, shape: DecoderConfig, max_ranks: int = MAX_RANKS) -> ParallelStrategy:
-    """Any legal strategy of a model for up to `max_ranks` ranks."""
+    """Draw any legal strategy of a model for up to `max_ranks` ranks."""
     tp = draw(st.sampled_from(legal_tps(parameter_specs(shape), min(12, max_ranks))))
     pp = draw(st.integers(1, min(shape.n_layers, max_ranks // tp)))
     return ParallelStrategy(dp=draw(st.integers(1, max_ranks // (tp * pp))), tp=tp, pp=pp)
 
 
 def whole_parameters(specs: tuple[ParameterSpec, ...]) -> dict[str, Array]:
-    """Every parameter, each element another number from 1."""
+    """All parameters, their elements numbered from 1."""
     parameters, first = {}, 1
     for spec in specs:
         parameters[spec.name] = np.arange(first, first + spec.n_elements).reshape(spec.shape)
@@ -110,7 +110,7 @@ def whole_parameters(specs: tuple[ParameterSpec, ...]) -> dict[str, Array]:
 
 
 def shards_of(layout: ParameterLayout) -> dict[int, dict[str, Array]]:
-    """rank -> parameter -> the numbers that it holds."""
+    """Rank -> parameter -> the numbers in the rank's slice."""
     whole = whole_parameters(layout.specs)
     return {
         rank: {name: whole[name][index(place)].copy() for name, place in layout.slices_of(rank).items()}
@@ -119,12 +119,12 @@ def shards_of(layout: ParameterLayout) -> dict[int, dict[str, Array]]:
 
 
 def index(place: Slice) -> tuple[slice, ...]:
-    """A slice of the planner as a numpy index."""
+    """Turn a slice of the planner into a numpy index."""
     return tuple(slice(start, stop) for start, stop in place)
 
 
 def empty_shards(layout: ParameterLayout) -> dict[int, dict[str, Array]]:
-    """rank -> parameter -> zeros in the shape of its slice."""
+    """Rank -> parameter -> zeros in the shape of the rank's slice."""
     return {
         rank: {name: np.zeros([b - a for a, b in place], dtype=np.int64) for name, place in slices.items()}
         for rank, slices in ((rank, layout.slices_of(rank)) for rank in layout.ranks)
@@ -134,10 +134,10 @@ def empty_shards(layout: ParameterLayout) -> dict[int, dict[str, Array]]:
 def perform(
     plan: ReallocPlan, source: Mapping[int, Mapping[str, Array]]
 ) -> tuple[dict[int, dict[str, Array]], dict[int, dict[str, Array]]]:
-    """Do what a plan says, from the source tensors alone.
+    """Carry out a plan, from the source tensors alone.
 
     Returns:
-        The target tensors, and how often each of their elements was written.
+        The target tensors, and the number of times that each of their elements was written.
     """
     target, counts = empty_shards(plan.target_layout), empty_shards(plan.target_layout)
     for rank in plan.target_layout.ranks:

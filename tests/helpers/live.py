@@ -1,4 +1,4 @@
-"""A run that is going on in processes of its own: wait for what it does, hurt it, see that nothing stays behind."""
+"""A run in processes of its own: wait for its moments, hurt it, check that no process stays behind."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LiveRun:
         return self._errors.read_text()
 
     def wait_for(self, moment: str) -> None:
-        """ "start": a worker is up; "step": the first step is done; "saving": a later checkpoint is being written."""
+        """Wait for "start" (a worker is up), "step" (the first one is done) or "saving" (a later checkpoint begins)."""
         reached: dict[str, Callable[[], bool]] = {
             "start": lambda: "is up" in self.output,
             "step": lambda: "step 1/" in self.output,
@@ -80,7 +80,7 @@ class LiveRun:
         return found[0]
 
     def processes(self) -> list[int]:
-        """Every living process of this run, whoever started it."""
+        """Ids of all living processes of this run, whoever started them."""
         return find_leftovers(_MARK, self._mark)
 
     def end(self, n_attempts: int = 1) -> int:
@@ -90,7 +90,7 @@ class LiveRun:
         return exit_code
 
     def clean_up(self) -> None:
-        """Kill whatever is left, for a test that failed."""
+        """Kill all processes that a failed test left."""
         for pid in self.processes():
             os.kill(pid, signal.SIGKILL)
         self.process.wait(LIMIT_S)

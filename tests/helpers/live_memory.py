@@ -1,4 +1,4 @@
-"""Bytes of live tensors on the CPU: what a memory estimate is compared with."""
+"""Bytes of live tensors on the CPU, to compare a memory estimate with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class LiveMemory(TorchDispatchMode):
 
     Attributes:
         now: bytes that live.
-        peak: the most that lived at a time.
+        peak: largest number of bytes that lived at a time.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def count(self, tensor: torch.Tensor) -> None:
-        """Count what lies under a tensor; a second time changes nothing."""
+        """Count the memory of a tensor; a second time changes nothing."""
         if tensor.device.type == "meta":
             return
         is_opaque = tensor.layout is not torch.strided  # oneDNN's own layout has no storage

@@ -10,12 +10,12 @@ from realrl.algo.policy.rollout import Rollout
 
 
 def per_response(rollout: Rollout) -> torch.Tensor:
-    """An advantage with one number per response where one per transition is needed."""
+    """A wrong advantage: one number per response instead of one per transition."""
     return rollout.scores
 
 
 def one_answer(batch: Any, options: Any) -> list[bool]:
-    """A filter that answers for a single sample."""
+    """A wrong filter: it answers for a single sample."""
     return [True]
 
 

@@ -50,15 +50,15 @@ CASES: dict[str, PolicyOptions] = {
 def rollout_batch(
     n_samples: int, *, vocab_size: int, seed: int = 0, n_responses: int = 3, junk: float = 0.0, others: float = -1.5
 ) -> SequenceSample:
-    """A batch with every key that a piece reads.
+    """Make a random batch with every key that a piece reads.
 
     Args:
-        n_samples: each a prompt of 1 to 4 tokens with `n_responses` responses of 1 to 8.
-        vocab_size: tokens are below it.
-        seed: of everything but `junk`.
-        n_responses: of each sample; the other player has 2, the greedy policy 1.
-        junk: what log-probabilities and values hold on prompts.
-        others: about what log-probabilities are.
+        n_samples: number of samples, each a prompt of 1 to 4 tokens with `n_responses` responses of 1 to 8.
+        vocab_size: bound of the tokens.
+        seed: seed of all random numbers.
+        n_responses: responses of each sample; the other player has 2, the greedy policy 1.
+        junk: value of log-probabilities and values on prompts.
+        others: typical value of log-probabilities.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -95,14 +95,14 @@ def rollout_batch(
 
 
 def rollout_of(batch: SequenceSample, options: PolicyOptions, **more: Any) -> Rollout:
-    """The batch as the only rank sees it, with the options' own weight of the KL penalty."""
+    """Make the rollout of a batch on a single rank, with the options' own weight of the KL penalty."""
     return Rollout(batch, options, lambda tensor: tensor.clone(), options.kl_coef, **more)
 
 
 def gradients_of(
     engine: DecoderEngine, batch: SequenceSample, options: PolicyOptions, cut: MicroBatching | None = None
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Metrics and the gradient of one minibatch of all samples; the engine keeps its parameters."""
+    """Train on one minibatch of all samples, for metrics and gradient; the engine keeps its parameters."""
     recorder = GradientEngine(engine)
     model = Model(ModelName("actor"), recorder, FakeTokenizer(2))  # type: ignore[arg-type]
     ctx = fake_context("actor_train", [batch.ids], algorithm=options, generation=GENERATION)

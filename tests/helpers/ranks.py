@@ -25,7 +25,7 @@ _LOST_PEER = ("by peer", "Connection closed", "Timed out waiting")
 
 
 class RankFailure(AssertionError):
-    """A rank raised, or died without a result. `others` holds what the remaining ranks said."""
+    """A rank raised, or died without a result; the message ends with the failures of the `others`."""
 
     def __init__(self, rank: int, detail: str, others: dict[int, str]) -> None:
         tail = "".join(f"\n  (rank {r}: {d.strip().splitlines()[-1]})" for r, d in sorted(others.items()))
@@ -39,11 +39,11 @@ def run_ranks(
     """Call `fn(rank, world_size, *args)` on every rank; return the results in rank order.
 
     Args:
-        joined: the ranks are members of a gloo world when `fn` starts; otherwise `fn` joins one itself, or none.
+        joined: True if the ranks are members of a gloo world when `fn` starts; otherwise `fn` may join one itself.
 
     Raises:
         RankFailure: a rank raised or died; the most likely cause is reported first.
-        TimeoutError: some rank gave no result in `timeout_s`. Stacks are on stderr.
+        TimeoutError: some rank gave no result in `timeout_s` seconds. Stacks are on stderr.
     """
     ctx = mp.get_context("forkserver")
     with tempfile.TemporaryDirectory() as tmp:
@@ -132,7 +132,7 @@ def _read(proc: Any, pipe: Connection) -> tuple[str | None, Any]:
 
 
 def _blame(failure: str) -> int:
-    """0 for a dead process, 1 for a plain exception, 2 for a collective whose peer went away."""
+    """Order of a failure among causes: 0 for a dead process, 1 for an exception, 2 for a collective that lost a peer."""
     if failure.startswith("process died"):
         return 0
     return 2 if any(mark in failure for mark in _LOST_PEER) else 1

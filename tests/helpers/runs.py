@@ -24,18 +24,18 @@ def realrl(*arguments: str, timeout_s: float = 100.0, **environment: str) -> sub
 
 
 def run_here(*arguments: str) -> None:
-    """The same in this process, which saves the seconds that another one takes to import torch; it must succeed.
+    """Run the command line in this process, which saves the seconds of importing torch; it must succeed.
 
-    The master and the workers have processes of their own nevertheless, unless ``launcher=inline`` is among them.
+    Master and workers have processes of their own nevertheless, unless ``launcher=inline`` is among the arguments.
     """
     assert cli.main(list(arguments)) == 0
 
 
 def run_ppo(run_dir: Path, *overrides: str, is_here: bool = True) -> list[dict[str, Any]]:
-    """A small PPO run that must succeed; its metrics, one entry per step.
+    """Do a small PPO run, which must succeed; returns its metrics, one entry per step.
 
     Args:
-        is_here: `run_here`, or in a process of its own.
+        is_here: True for `run_here`, False for a process of its own.
     """
     arguments = ["run", "ppo", *SMALL, f"run_dir={run_dir}", *overrides]
     if is_here:
@@ -52,7 +52,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def assert_same_numbers(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], *, rel: float, floor: float) -> None:
-    """All metrics but times, rates and sizes agree; `floor` is the absolute error that rounding may leave."""
+    """Assert that all metrics but times, rates and sizes agree; `floor` is the absolute error left to rounding."""
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
         names = [name for name in a if not name.startswith(NOISE)]

@@ -1,4 +1,4 @@
-"""Small models with every kind of parameter, cut into shards, and what they compute."""
+"""Small models with every kind of parameter, cut into shards, and their outputs and gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from realrl.shape import DecoderConfig, MoEConfig
 
 SEQLENS = (6, 1, 0, 11, 4, 5)  # 27 tokens: no tensor-parallel size divides them
 CONFIG = DecoderConfig(61, 32, 3, 8, 4, 4, 50, attention_bias=True, o_bias=True, mlp_bias=True)
-"""61 tokens and 50 inner units: no tensor-parallel size divides both."""
+"""A model of 61 tokens and 50 inner units: no tensor-parallel size divides both."""
 
 CONFIGS = {
     "biases": CONFIG,
@@ -38,7 +38,7 @@ CONFIGS = {
 
 
 def whole_model(config: DecoderConfig) -> Decoder:
-    """A decoder in which no parameter is zero, one or tiny."""
+    """Make a decoder in which no parameter is zero, one or tiny."""
     decoder = random_model(config, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -50,7 +50,7 @@ def whole_model(config: DecoderConfig) -> Decoder:
 def stages_of(
     whole: Decoder, *, pp: int = 1, parallel: TensorParallel = UNSHARDED, activation_checkpointing: bool = False
 ) -> list[Decoder]:
-    """What one tensor rank holds of each pipeline stage, with parameters of their own."""
+    """Make one tensor rank's shard of each pipeline stage, with parameters of its own."""
     config = whole.config
     strategy = ParallelStrategy(pp=pp, tp=parallel.tp_size)
     stages = []
@@ -81,7 +81,7 @@ def run_stages(stages: Sequence[Decoder], vocab_size: int) -> DecoderOutput:
 
 
 def results_of(out: DecoderOutput, config: DecoderConfig) -> list[torch.Tensor]:
-    """Everything that a loss can ask for."""
+    """All outputs that a loss can use."""
     if config.is_scalar:
         return [out.scores()]
     n_transitions = sum(n - 1 for n in SEQLENS if n)
@@ -92,7 +92,7 @@ def results_of(out: DecoderOutput, config: DecoderConfig) -> list[torch.Tensor]:
 
 
 def backward(results: Sequence[torch.Tensor]) -> None:
-    """A loss in which each number weighs differently."""
+    """Do the backward pass of a loss in which each number weighs differently."""
     generator = torch.Generator().manual_seed(5)
     loss = sum((torch.randn(r.shape, generator=generator) * r).mean() for r in results)
     assert isinstance(loss, torch.Tensor)
@@ -100,7 +100,7 @@ def backward(results: Sequence[torch.Tensor]) -> None:
 
 
 def gradients_of(stages: Sequence[Decoder]) -> list[dict[str, torch.Tensor]]:
-    """By stage and global name, zeros where none arrived."""
+    """Gradients by stage and global name, zeros where none arrived."""
     return [
         {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in stage.named_shards()}
         for stage in stages
@@ -108,14 +108,14 @@ def gradients_of(stages: Sequence[Decoder]) -> list[dict[str, torch.Tensor]]:
 
 
 def assert_close(ours: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """float32 agreement to 1e-5."""
+    """Assert agreement to 1e-5."""
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5, msg=lambda text: f"{what}: {text}")
 
 
 def assert_gradients_equal(
     stages: Sequence[Decoder], gradients: Sequence[Mapping[str, torch.Tensor]], whole: Decoder
 ) -> None:
-    """Compare with the whole model's; a tied embedding's are added up over the stages that hold it."""
+    """Compare with the whole model's gradients; those of a tied embedding are added up over its stages."""
     tied = [g["embedding.weight"] for g in gradients if "embedding.weight" in g]
     for stage, by_name in zip(stages, gradients, strict=True):
         for name, grad in by_name.items():

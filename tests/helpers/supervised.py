@@ -1,4 +1,4 @@
-"""SFT, reward model, DPO and KTO as cases of one test: an interface, its options, and a batch that it can train on."""
+"""SFT, reward model, DPO and KTO as cases of one test: an interface, its options, and a batch to train on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JUNK = float("nan")
 
 @dataclass(frozen=True)
 class Case:
-    """An interface under its options, and the head that it trains."""
+    """An interface with its options, and the head that it trains."""
 
     interface: Callable[[], ModelInterface]
     options: Any = None
@@ -45,12 +45,12 @@ CASES: Mapping[str, Case] = {
 
 
 def answers_batch(n_samples: int, *, seed: int = 0, junk: float = 0.0) -> SequenceSample:
-    """Random pairs of answers with every key that some case reads.
+    """Make random pairs of answers with every key that some case reads.
 
     Args:
-        n_samples: each a prompt of 1 to 6 tokens with two answers of 1 to 9.
-        seed: of everything but `junk`.
-        junk: what `ref_logprobs` holds on prompts.
+        n_samples: number of samples, each a prompt of 1 to 6 tokens with two answers of 1 to 9.
+        seed: seed of all random numbers.
+        junk: value of `ref_logprobs` on prompts.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -101,7 +101,7 @@ class GradientEngine:
 def loss_and_gradient(
     case: Case, engine: DecoderEngine, batch: SequenceSample, micro_batching: MicroBatching | None = None
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Metrics and the gradient of one minibatch of all samples; the engine keeps its parameters."""
+    """Train on one minibatch of all samples, for metrics and gradient; the engine keeps its parameters."""
     recorder = GradientEngine(engine)
     model = Model(ModelName("actor"), recorder, FakeTokenizer(2))
     ctx = fake_context("actor_train", [batch.ids], algorithm=case.options)

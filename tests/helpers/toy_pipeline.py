@@ -1,4 +1,4 @@
-"""Small modules cut into chunks, to run pipeline lists with, and the same computed without a pipeline."""
+"""Small modules cut into chunks, for runs of pipeline lists, and the same computation without a pipeline."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Toy:
         self.losses: dict[int, float] = {}
 
     def micro_batch(self, index: int) -> torch.Tensor:
-        """[index + 1, WIDTH]"""
+        """The input [index + 1, WIDTH] of a micro-batch."""
         return torch.linspace(-1, 1, (index + 1) * WIDTH).reshape(index + 1, WIDTH) + self.first
 
     def chunks(self, numbers: Sequence[int]) -> dict[int, Chunk]:
-        """Those of the given numbers that are this model's."""
+        """Make this model's chunks among the given numbers."""
         mine = [n for n in numbers if self.first <= n < self.first + len(self.layers)]
         return {n: Chunk(self._forward, lambda step: ((step.micro_batch + 1, WIDTH), torch.float32)) for n in mine}
 
@@ -45,7 +45,7 @@ class Toy:
         return loss
 
     def train_plain(self, n_micro_batches: int) -> None:
-        """What all lists together must amount to."""
+        """Train without a pipeline, as all lists together must."""
         for i in range(n_micro_batches):
             x = None
             for depth in range(len(self.layers)):
@@ -54,5 +54,5 @@ class Toy:
             x.backward()
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Those that there are."""
+        """Gradients by name, of the parameters that have one."""
         return {name: p.grad.clone() for name, p in self.layers.named_parameters() if p.grad is not None}

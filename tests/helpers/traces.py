@@ -1,4 +1,4 @@
-"""What a run wrote into its trace."""
+"""Reader of a run's trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def load_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, complete or left behind by a killed run (whose last line may be cut short)."""
+    """Read the events of a trace, complete or left behind by a killed run, whose last line may be cut short."""
     lines = [line.removesuffix(",") for line in path.read_text(encoding="utf-8").splitlines()]
     events: list[dict[str, Any]] = []
     for line in lines:

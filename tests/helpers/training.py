@@ -25,9 +25,9 @@ CONFIG = DecoderConfig(VOCAB_SIZE, 32, 2, 4, 2, 8, 48, attention_bias=True, o_bi
 def make_batch(
     n_samples: int = 10, *, seed: int = 0, sequences_per_sample: int = 1, n_shared: int = 0
 ) -> SequenceSample:
-    """Random tokens in sequences of 2 to 19 tokens, and a bool per transition, "mask".
+    """Make random sequences of 2 to 19 tokens, and a bool per transition, "mask".
 
-    The sequences of a sample have `n_shared` tokens before these in common.
+    The sequences of a sample begin with `n_shared` further tokens in common.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -57,7 +57,7 @@ def make_engine(
     compute_dtype: torch.dtype = torch.float32,
     n_steps: int = 10,
 ) -> DecoderEngine:
-    """A trainable engine (frozen with ``optimizer=None``) over a random decoder of seed 1."""
+    """Make a trainable engine (frozen with ``optimizer=None``) over a random decoder of seed 1."""
     decoder = random_model(replace(CONFIG, head=head), seed=1)
     return DecoderEngine(
         decoder,

@@ -1,4 +1,4 @@
-"""Training backends: what turns the gradients of a role's decoder into new parameters."""
+"""Training backends, which turn the gradients of a role's decoder into new parameters."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def make_backend(
     n_total: int,
     compute_dtype: torch.dtype,
 ) -> TrainingBackend:
-    """The backend of a trained decoder, which it takes over and converts to `compute_dtype`.
+    """Make the backend of a trained decoder; it takes the decoder over and converts it to `compute_dtype`.
 
     All ranks of the layout call this together.
 
     Args:
         parallel: this rank's place.
-        n_total: optimizer steps of the whole run; may be set later, before the first step.
+        n_total: number of optimizer steps of the whole run; may be set later, before the first step.
 
     Raises:
         ConfigError: the backend's package is not installed.

@@ -16,17 +16,17 @@ from realrl.engine.backends.base import MOMENTS
 
 
 class AdamW:
-    """Decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2).
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2).
 
     Args:
-        groups: float32 tensors that share a weight decay, and that decay.
+        groups: pairs of float32 tensors and their common weight decay.
         config: betas and eps.
     """
 
     def __init__(self, groups: Sequence[tuple[Sequence[torch.Tensor], float]], config: OptimizerConfig) -> None:
         self._groups = [(list(tensors), weight_decay) for tensors, weight_decay in groups]
         self._config = config
-        # of each tensor that has been through a step: its moments, and "step", a float32 scalar on its device
+        # tensor that has been through a step -> its moments, and "step", a float32 scalar on its device
         self._state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
 
     @torch.no_grad()
@@ -54,12 +54,12 @@ class AdamW:
             )
 
     def moment_of(self, tensor: torch.Tensor, key: str) -> torch.Tensor:
-        """One of `MOMENTS`; zeros where no step was taken."""
+        """The tensor's moment `key`, one of `MOMENTS`; zeros before the first step."""
         state = self._state.get(tensor)
         return torch.zeros_like(tensor) if state is None else state[key]
 
     def restore(self, tensor: torch.Tensor, n_steps: int, moments: Mapping[str, torch.Tensor]) -> None:
-        """Continue after `n_steps` with these moments, which become the state: of the tensor's shape and device."""
+        """Continue after `n_steps` with these moments themselves, which have the tensor's shape and device."""
         self._state[tensor] = {"step": torch.tensor(float(n_steps), device=tensor.device), **moments}
 
     def _state_of(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

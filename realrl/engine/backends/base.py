@@ -1,13 +1,13 @@
-"""What the engine asks of a training backend, and the one form in which every backend gives its optimizer's state.
+"""The interface of training backends, and the one form in which each gives its optimizer's state.
 
     forward, backward of each micro-batch ──► reduce ──► step or skip
                  └── run, backward ──┘         gradients complete, their norm
 
 A backend keeps the optimizer's state as it likes: whole, sharded over data-parallel ranks, in host memory. It gives and
-takes it in the canonical form, `OptimizerState`, which knows no backend and no data-parallel size:
+takes the state in the canonical form, `OptimizerState`, which depends on neither backend nor data-parallel size:
 
     n_taken, n_total            optimizer steps that the schedule has seen, and where it ends
-    loss_scale                  of a run in fp16: scale, and growth_tracker, the steps since it last changed
+    loss_scale                  in fp16 only: scale, and growth_tracker, the steps since it last changed
     parameters                  name in the whole model -> exp_avg, exp_avg_sq, step and, unless the saved model has it,
                                 master: float32 tensors of this rank's (tp, pp) shard, whole over data-parallel ranks
 """
@@ -30,12 +30,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TrainingBackend(Protocol):
-    """Gradients of one role's decoder to new parameters; all ranks of the role's layout call the methods together.
+    """The optimizer of one role's decoder; all ranks of the role's layout call the methods together.
 
     Attributes:
-        n_taken: minibatches that the schedule has seen, skipped ones included.
-        n_total: optimizer steps of the whole run.
-        overflowed: whether the last gradient was beyond the range of its dtype, so that the step was left out.
+        n_taken: number of minibatches that the schedule has seen, skipped ones included.
+        n_total: number of optimizer steps of the whole run.
+        overflowed: True if the last gradient was beyond the range of its dtype, so that the step was left out.
     """
 
     n_taken: int
@@ -48,31 +48,31 @@ class TrainingBackend(Protocol):
 
     @property
     def loss_factor(self) -> float:
-        """What a minibatch's loss must be multiplied by before its backward pass."""
+        """The factor of a minibatch's loss before its backward pass."""
 
     @property
     def loss_scale(self) -> float | None:
         """The factor that keeps small fp16 gradients above zero; None where nothing is scaled."""
 
     def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        """Compute one micro-batch with this rank's layers, with gradient or without, and return the result."""
+        """Call `compute`, one micro-batch through this rank's layers, with gradient or without."""
 
     def backward(self, output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
         """Add one micro-batch's gradients to those of the minibatch.
 
         Args:
-            output: of `run`; None or without gradient where nothing depends on the parameters.
-            gradient: of the output; None for a loss.
-            is_last: no other backward pass of this minibatch follows on this rank.
+            output: result of `run`; None or without gradient where nothing depends on the parameters.
+            gradient: gradient of the output; None for a loss.
+            is_last: True if no other backward pass of this minibatch follows on this rank.
         """
 
     def reduce(self) -> float:
         """Complete the gradients over all ranks; returns their global norm, equal on all of them."""
 
     def step(self) -> None:
-        """Clip, update and publish the parameters, advance the schedule; the gradients are forgotten.
+        """Clip the gradients, update and publish the parameters, forget the gradients, advance the schedule.
 
-        Where the gradient overflowed, parameters and moments stay.
+        Parameters and moments stay if the gradient overflowed.
         """
 
     def skip(self) -> None:
@@ -80,29 +80,29 @@ class TrainingBackend(Protocol):
 
     @property
     def needs_equal_passes(self) -> bool:
-        """Whether all data-parallel ranks must compute equally many micro-batches, because they meet in each."""
+        """True if all data-parallel ranks must compute equally many micro-batches, because they meet in each."""
 
     def whole_parameters(self, names: Collection[str] | None) -> AbstractContextManager[None]:
-        """Parameters, all or those of some names, are there within the block; for backends that shard them."""
+        """Gather the named parameters, or all, for the block, where the backend shards them."""
 
     def move_parameters(self, values: Iterable[tuple[str, torch.Tensor]], eta: float) -> None:
-        """Trained parameters become ``eta * value + (1 - eta) * parameter``, masters included; moments stay.
+        """Set trained parameters to ``eta * value + (1 - eta) * parameter``, masters included; moments stay.
 
         Args:
-            values: by name, each of the shape of this rank's (tp, pp) shard and equal on data-parallel ranks; used
-                before the next one is asked for.
+            values: (name, value), each in the shape of this rank's (tp, pp) shard and equal on data-parallel ranks.
+                Each is used before the next is asked for.
             eta: above 0, up to 1.
         """
 
     def state_dict(self) -> OptimizerState:
-        """The canonical form."""
+        """The optimizer's state in the canonical form."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` of this or another backend was taken.
 
         Raises:
-            KeyError: the state lacks a parameter, or its master: it is of another model or precision.
-            ValueError: it has a parameter that is not trained here, or a shape does not fit.
+            KeyError: the state lacks a parameter, or its master: it comes from another model or precision.
+            ValueError: the state has a parameter that is not trained here, or a shape does not fit.
         """
 
 
@@ -111,7 +111,7 @@ class LearningRate:
 
     Args:
         config: rates.
-        n_total: optimizer steps of the whole run; may be set later, before the first step.
+        n_total: number of optimizer steps of the whole run; may be set later, before the first step.
     """
 
     def __init__(self, config: OptimizerConfig, n_total: int) -> None:
@@ -126,12 +126,12 @@ class LearningRate:
 
 
 def decays(parameter: torch.Tensor) -> bool:
-    """Whether weight decay is for it: a matrix, not a bias or the weight of a norm."""
+    """True if weight decay applies: to matrices, not to biases and the weights of norms."""
     return parameter.dim() >= 2
 
 
 def move(tensor: torch.Tensor, value: torch.Tensor, eta: float) -> None:
-    """``eta * value + (1 - eta) * tensor`` in the place and dtype of `tensor`."""
+    """Set `tensor` in place to ``eta * value + (1 - eta) * tensor``."""
     value = value.to(tensor.device, tensor.dtype)
     if eta == 1.0:
         tensor.copy_(value)
@@ -143,8 +143,8 @@ def check_parameters(parameters: Mapping[str, Mapping[str, Any]], shapes: Mappin
     """Refuse a state that does not fit the trained parameters, before any of them changes.
 
     Args:
-        parameters: of a canonical state.
-        shapes: of the trained parameters, by name.
+        parameters: parameters of a canonical state.
+        shapes: shapes of the trained parameters, by name.
 
     Raises:
         KeyError, ValueError: see `TrainingBackend.load_state_dict`.
@@ -165,7 +165,7 @@ def master_of(parameters: Mapping[str, Mapping[str, Any]], name: str) -> torch.T
     """The master weight of a parameter.
 
     Raises:
-        KeyError: there is none: the state is of a run in float32 and without adapters.
+        KeyError: there is none, because the state comes from a run in float32 and without adapters.
     """
     master = parameters[name].get("master")
     if master is None:

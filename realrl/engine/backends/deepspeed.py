@@ -7,7 +7,7 @@
 Where other ranks of the layout hold copies of parameters (tensor parallelism, or two stages that share an embedding),
 and in pipelines, gradients stay whole until the last micro-batch: those of copies are added up first.
 
-DeepSpeed counts a parameter that several tensor or pipeline ranks hold as often as it is held, so the global norm that
+DeepSpeed's own global norm counts each copy of a parameter that several tensor or pipeline ranks hold, so the norm that
 it clips by is computed here.
 """
 
@@ -45,10 +45,10 @@ class DeepSpeedBackend(LearningRate):
 
     Args:
         decoder: this rank's shard; with stage 3 its parameters are empty between calls.
-        parallel: its place, in groups that have handles for libraries.
+        parallel: this rank's place, in groups that have handles for libraries.
         config: rates, decay, clipping, schedule; `zero_stage` 0 to 3, `offload`.
-        n_total: optimizer steps of the whole run; may be set later, before the first step.
-        compute_dtype: of the decoder.
+        n_total: number of optimizer steps of the whole run; may be set later, before the first step.
+        compute_dtype: dtype of the decoder.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DeepSpeedBackend(LearningRate):
         trained.convert(accumulate=False)
         self._engine = make_engine(decoder, parallel, self._named, config, compute_dtype)
         self._zero = self._engine.optimizer
-        # what they would compute counts copies of a parameter more than once
+        # their own results would count copies of a parameter more than once
         self._zero.scaled_global_norm = lambda norm_type=2: self._norm
         self._zero._get_norm_groups = lambda: [self._norm]
         self._make_moments()
@@ -84,22 +84,22 @@ class DeepSpeedBackend(LearningRate):
 
     @property
     def loss_scale(self) -> float | None:
-        """Of a run in fp16."""
+        """DeepSpeed's loss scale in fp16; None otherwise."""
         return float(self._zero.loss_scale) if self._trained.compute_dtype == torch.float16 else None
 
     @property
     def loss_factor(self) -> float:
-        """The loss scale; with stage 3, which averages gradients, also the number of ranks."""
+        """The loss scale; with stage 3, which averages gradients, times the number of ranks."""
         return (self.loss_scale or 1.0) * (self._parallel.dp.n_ranks if self.stage == 3 else 1)
 
     def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        """Compute inside of the engine's forward pass, where its hooks are needed."""
+        """Compute inside of the engine's forward pass if its hooks are needed."""
         if self.stage == 0 or not torch.is_grad_enabled():
             return compute()
         return forward(self._engine, compute)
 
     def backward(self, output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
-        """Add gradients to those of the minibatch; those that are complete are reduced."""
+        """Add gradients to those of the minibatch, and reduce complete ones unless that must wait for `reduce`."""
         if self._pass is None:
             self._pass = ExitStack()
             if self._coalesces:
@@ -158,19 +158,19 @@ class DeepSpeedBackend(LearningRate):
             self._drop_reduced()
 
     def _drop_reduced(self) -> None:
-        """Forget reduced gradients, which an offloaded optimizer would add the next minibatch's to."""
+        """Forget reduced gradients, or an offloaded optimizer would add the next minibatch's to them."""
         zero = self._zero
         zero.averaged_gradients = dict.fromkeys(zero.averaged_gradients)
         zero.all_grad_tensors = dict.fromkeys(zero.all_grad_tensors)
 
     @property
     def needs_equal_passes(self) -> bool:
-        """Where a pass gathers parameters or reduces gradients."""
+        """True if a pass gathers parameters or reduces gradients."""
         return self.stage == 3 or (self.stage == 2 and not self._coalesces)
 
     @contextmanager
     def whole_parameters(self, names: Collection[str] | None = None) -> Iterator[None]:
-        """With stage 3: gather parameters for the time of the block, unless they are there already."""
+        """Gather parameters for the block, with stage 3, unless they are there already."""
         wanted = [p for name, p in self._named.items() if names is None or name in names]
         if self.stage < 3 or all(p.numel() for p in wanted):
             yield
@@ -201,7 +201,7 @@ class DeepSpeedBackend(LearningRate):
                 p.data.copy_(safe_get_full_fp32_param(p))
 
     def _sum_copies(self) -> None:
-        """Add up, over the ranks that hold copies of a parameter, what each has made of its gradient."""
+        """Add up each parameter's gradient over the ranks that hold copies."""
         for p in self._named.values():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -214,7 +214,7 @@ class DeepSpeedBackend(LearningRate):
                 p.grad.copy_(gradients[name])
 
     def _global_norm(self) -> float:
-        """sqrt(sum g^2) over the whole model, of gradients as they are: multiplied by the loss scale."""
+        """Compute sqrt(sum g^2) over the whole model, of gradients multiplied by the loss scale."""
         square = torch.zeros(1, dtype=torch.float64, device=self._decoder.device)
         for norm in self._norms_here():
             square += norm.to(square.device).double().square()
@@ -226,7 +226,7 @@ class DeepSpeedBackend(LearningRate):
         return math.sqrt(square.item()) if math.isfinite(square.item()) else float("inf")
 
     def _norms_here(self) -> Iterator[torch.Tensor]:
-        """The norm of what this rank holds of each gradient that counts here."""
+        """Yield the norm of this rank's part of each gradient that counts here."""
         zero = self._zero
         if self.stage == 0:
             yield from (torch.linalg.vector_norm(p.grad) for p in self._named.values() if self._counted[id(p)])
@@ -305,9 +305,9 @@ class DeepSpeedBackend(LearningRate):
             p.set_full_hp_param(value, key)
 
     def _make_moments(self) -> None:
-        """State of zeros in the inner optimizer for every tensor that it updates.
+        """Make moments of zeros in the inner optimizer for every tensor that it updates.
 
-        Made by the first step, it would be linked to the parameters of the first group only.
+        If the first step made them, they would be linked to the parameters of the first group only.
         """
         inner = self._zero if self.stage == 0 else self._zero.optimizer
         flats = (
@@ -326,10 +326,10 @@ class DeepSpeedBackend(LearningRate):
 
 
 def _part_of(whole: torch.Tensor, size: int, dp: Communicator) -> torch.Tensor:
-    """This rank's part of a tensor of which all ranks have `size` elements; the last ones may have fewer, or none."""
+    """This rank's `size` elements of a flat tensor; the last ranks may have fewer, or none."""
     return whole.reshape(-1)[size * dp.rank : size * (dp.rank + 1)]
 
 
 def _growth_tracker(n_stable: int) -> int:
-    """Steps since the loss scale last changed; a whole window of them means that the next step doubles it."""
+    """The steps since the loss scale last changed; after a whole window of them the next step doubles it."""
     return n_stable % LOSS_SCALE_WINDOW or min(n_stable, LOSS_SCALE_WINDOW)

@@ -1,7 +1,8 @@
-"""DeepSpeed's engine over the ranks of one layout, and whatever of DeepSpeed takes all ranks of the run for them.
+"""DeepSpeed's engine over the ranks of one layout.
 
 DeepSpeed expects its own launcher, and every rank of the run in one engine. A subclass of its accelerator says what
-CPUs can do. What nobody can choose is replaced where it is asked for, and only while that function runs.
+CPUs can do. Functions that take all ranks of the run for the engine's, and that no option changes, are replaced only
+while their caller runs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from realrl.engine.parallel import Parallel
 from realrl.model.decoder import Block, Decoder
 from realrl.plan.memory.buffers import DEEPSPEED_BUCKET
 
-with warnings.catch_warnings():  # it says at length what it finds and what is not there
+with warnings.catch_warnings():  # the import warns at length of optional parts that it finds or lacks
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     import deepspeed
@@ -57,13 +58,13 @@ def make_engine(
     config: OptimizerConfig,
     compute_dtype: torch.dtype,
 ) -> Any:
-    """A `deepspeed.DeepSpeedEngine` that computes what it is called with; see `forward`.
+    """Make a `deepspeed.DeepSpeedEngine` that calls the function that it is given; see `forward`.
 
     All ranks of the layout call this together.
 
     Args:
-        decoder: with stage 3 its parameters are empty afterwards.
-        trained: its parameters with gradient, by name.
+        decoder: this rank's shard; with stage 3 its parameters are empty afterwards.
+        trained: the decoder's parameters with gradient, by name.
         config: rates and decay of the first step; `zero_stage`, `offload`.
     """
     matrices = [p for p in trained.values() if decays(p)]
@@ -75,7 +76,7 @@ def make_engine(
     with (
         _quiet(),
         _local_rank(decoder.device.index or 0),
-        # it waits for all ranks of the run
+        # DeepSpeed's own barrier waits for all ranks of the run
         replaced(deepspeed.comm, barrier=lambda *args, **kwargs: parallel.mesh.barrier()),
     ):
         if type(get_accelerator()) is CPU_Accelerator:
@@ -88,7 +89,7 @@ def make_engine(
         engine, *_ = deepspeed.initialize(
             model=stage, optimizer=adamw, mpu=_mpu(parallel), config=_settings(config, compute_dtype)
         )
-    # the names of torch 2.13; those that it found still exist there, but warn
+    # the names of torch 2.13; those that DeepSpeed found still exist there, but warn
     backend = deepspeed.comm.comm.cdb
     backend.all_gather_function, backend.reduce_scatter_function = all_gather_single, reduce_scatter_single
     return engine
@@ -96,7 +97,7 @@ def make_engine(
 
 def forward(engine: Any, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
     """Compute inside of the engine's forward pass, where its hooks gather parameters."""
-    # it compares notes with all ranks of the run after the first passes
+    # after the first passes DeepSpeed compares its order of modules with all ranks of the run
     with replaced(partitioned_param_coordinator, assert_ints_same_as_other_ranks=_nothing):
         result: torch.Tensor | None = engine(compute)
     return result
@@ -104,10 +105,10 @@ def forward(engine: Any, compute: Callable[[], torch.Tensor | None]) -> torch.Te
 
 @contextlib.contextmanager
 def gathered(engine: Any, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """With stage 3: parameters are whole within the block, and modules may be called outside of a training pass."""
+    """Gather parameters for the block, with stage 3; modules may be called in it outside of a training pass."""
     with (
         deepspeed.zero.GatheredParameters(parameters),
-        # a module that is called would drop its parameters afterwards, and be noted as a part of a training pass
+        # a called module would drop its parameters afterwards, and DeepSpeed would count it in a training pass
         replaced(
             engine.optimizer.parameter_offload,
             pre_sub_module_forward_function=parameter_offload.FWD_MODULE_STACK.append,
@@ -118,10 +119,10 @@ def gathered(engine: Any, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 class _Stage(nn.Module):
-    """The module that DeepSpeed wraps: everything that a micro-batch computes happens in its forward pass.
+    """The module that DeepSpeed wraps: the whole computation of a micro-batch happens in its forward pass.
 
     Args:
-        decoder: whose parameters it is.
+        decoder: source of the parameters.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -139,7 +140,7 @@ class _Cpu(CPU_Accelerator):
         return True
 
     def create_op_builder(self, op_name: str) -> Any:
-        """None for collectives in shared memory, which it would compile for a minute."""
+        """None for collectives in shared memory, whose compilation would take a minute."""
         return None if op_name == "ShareMemCommBuilder" else super().create_op_builder(op_name)
 
 
@@ -174,7 +175,7 @@ def _settings(config: OptimizerConfig, compute_dtype: torch.dtype) -> dict[str, 
 
 
 def _mpu(parallel: Parallel) -> Any:
-    """The ranks of an engine, as DeepSpeed asks for them; it knows data- and model-parallel ones only."""
+    """The engine's groups in the form of DeepSpeed's `mpu`, which has data- and model-parallel ones only."""
     dp, tp = parallel.dp, parallel.tp
     return SimpleNamespace(
         get_data_parallel_group=lambda: dp.library_handle,
@@ -190,12 +191,12 @@ def _mpu(parallel: Parallel) -> Any:
 
 
 def _nothing(_: Any) -> None:
-    """In the place of a hook or a check."""
+    """Replace a hook or a check."""
 
 
 @contextlib.contextmanager
 def _local_rank(number: int) -> Iterator[None]:
-    """The device's number is where DeepSpeed's own launcher would have put it."""
+    """Put the device's number into the variable that DeepSpeed's own launcher would set."""
     before = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = str(number)
     try:

@@ -1,4 +1,4 @@
-"""float32 master weights: whole, or this rank's slice of each over data-parallel ranks; on the device or on the host.
+"""Master weights in float32: whole, or this rank's slice of each over data-parallel ranks; on the device or the host.
 
     working parameters ──► masters (slice of this rank) ──optimizer──► masters ──publish──► working parameters
                                                                           all-gather over data-parallel ranks
@@ -26,12 +26,12 @@ class Masters:
     """The slices that this rank updates.
 
     Args:
-        trained: not yet converted to their working dtype; done here.
+        trained: parameters before their conversion to the working dtype, which happens here.
         dp: the ranks that share the masters; a group of one keeps them whole.
-        on_host: keep them, and with them the optimizer, in host memory.
+        on_host: True keeps masters, and with them the optimizer, in host memory.
 
     Attributes:
-        tensors: float32, flat, in the order of ``trained.names``; empty for a parameter of which this rank has nothing.
+        tensors: flat float32 slices, in the order of ``trained.names``; empty where this rank's slice is.
     """
 
     def __init__(self, trained: TrainedParameters, dp: Communicator, *, on_host: bool) -> None:
@@ -59,19 +59,19 @@ class Masters:
         self.attach()
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of a whole parameter, or of something of its shape: a flat view."""
+        """This rank's slice of a whole parameter, or of another tensor of its shape, as a flat view."""
         size = slice_size(tensor.numel(), self._dp.n_ranks)
         start = min(self._dp.rank * size, tensor.numel())
         return tensor.reshape(-1)[start : start + size]
 
     def attach(self) -> None:
-        """Find the parameters of which masters are parts, which may have moved."""
+        """Point masters that are views at their parameters again, which may have moved."""
         for master, p, is_view in zip(self.tensors, self._trained.parameters, self._is_view, strict=True):
             if is_view:
                 master.data = self.part_of(p.data)
 
     def take_gradients(self) -> list[torch.Tensor]:
-        """Give each master its slice of the completed gradient; returns these slices."""
+        """Give each master its slice of the completed gradient, and return these slices."""
         slices = [self.part_of(gradient) for gradient in self._trained.gradients()]
         if self._on_host:
             slices = [devices.to_host(part) for part in slices]
@@ -81,7 +81,7 @@ class Masters:
 
     @torch.no_grad()
     def move(self, values: Iterable[tuple[str, torch.Tensor]], eta: float) -> None:
-        """Move masters towards values, by name whole, and publish them."""
+        """Move masters towards whole values, given by name, and publish them."""
         self.attach()
         masters = dict(zip(self._trained.names, self.tensors, strict=True))
         for name, value in values:
@@ -108,11 +108,11 @@ class Masters:
 
     @torch.no_grad()
     def whole(self, parts: Sequence[torch.Tensor], places: Sequence[int]) -> Iterator[torch.Tensor]:
-        """Whole tensors, in the parameters' shapes, of every rank's slices; all ranks iterate to the end.
+        """Gather every rank's slices into whole tensors of the parameters' shapes; all ranks iterate to the end.
 
         Args:
             parts: this rank's flat slices, of one dtype.
-            places: of the parameters that they belong to, in `tensors`.
+            places: index of each slice's parameter in `tensors`.
         """
         if self._dp.n_ranks == 1:
             for part, place in zip(parts, places, strict=True):
@@ -142,7 +142,7 @@ class Masters:
 
 
 def slice_size(n_elements: int, n_ranks: int) -> int:
-    """Elements of each rank's slice of a flat tensor, the last ranks' excepted."""
+    """The length of each rank's slice of a flat tensor; the last ranks' may be shorter or empty."""
     if n_ranks == 1:
         return n_elements
     return -(-n_elements // (n_ranks * _ALIGNMENT)) * _ALIGNMENT

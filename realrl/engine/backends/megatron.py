@@ -3,10 +3,10 @@
     gradients ──► flat float32 buffers, in buckets ──reduce-scatter──► this rank's shard of each bucket ──► AdamW on
     float32 main parameters ──all-gather──► parameters, which are views of one flat buffer
 
-A bucket is reduced as soon as the last micro-batch's backward pass has filled it. Parameters of which other ranks of
-the layout hold a copy (tensor ranks that share norms or KV heads, two stages that share an embedding) have buffers of
-their own: their gradients are added up over these ranks first, and equal buffers are reduced alike, so that copies stay
-equal for ever.
+A bucket is reduced as soon as the last micro-batch's backward pass has filled it. Parameters with copies on other ranks
+of the layout (tensor ranks that share norms or KV heads, two stages that share an embedding) have buffers of their own:
+their gradients are added up over these ranks first, and equal buffers are reduced alike, so that copies stay equal for
+ever.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from realrl.engine.train.pipeline import propagate
 from realrl.engine.train.precision import TrainedParameters
 from realrl.model.decoder import Decoder
 
-with warnings.catch_warnings():  # it says at length what is not installed beside it
+with warnings.catch_warnings():  # the import warns at length of optional packages that are not installed
     warnings.simplefilter("ignore")
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, param_and_grad_buffer
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -61,10 +61,10 @@ class MegatronBackend:
 
     Args:
         decoder: this rank's shard; its trained parameters become views of megatron's buffers.
-        parallel: its place, in groups that have handles for libraries.
+        parallel: this rank's place, in groups that have handles for libraries.
         config: rates, decay, clipping, schedule.
-        n_total: optimizer steps of the whole run; may be set later, before the first step.
-        compute_dtype: of the decoder.
+        n_total: number of optimizer steps of the whole run; may be set later, before the first step.
+        compute_dtype: dtype of the decoder.
     """
 
     needs_equal_passes = False
@@ -99,12 +99,12 @@ class MegatronBackend:
 
     @property
     def n_taken(self) -> int:
-        """Minibatches that the schedule has seen."""
+        """The number of minibatches that the schedule has seen."""
         return int(self._scheduler.num_steps)
 
     @property
     def n_total(self) -> int:
-        """Optimizer steps of the whole run."""
+        """The number of optimizer steps of the whole run."""
         return self._n_total
 
     @n_total.setter
@@ -120,18 +120,16 @@ class MegatronBackend:
 
     @property
     def loss_scale(self) -> float | None:
-        """Of a run in fp16."""
+        """Megatron's loss scale in fp16; None otherwise."""
         return None if self._scaler is None else float(self._scaler.scale)
 
     @property
     def loss_factor(self) -> float:
-        """The loss scale."""
         return self.loss_scale or 1.0
 
     # ------------------------------------------------------------ a minibatch
 
     def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        """`compute` itself."""
         return compute()
 
     def backward(self, output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
@@ -170,7 +168,7 @@ class MegatronBackend:
         self._scheduler.step(1)
 
     def whole_parameters(self, names: Collection[str] | None) -> AbstractContextManager[None]:
-        """They always are."""
+        """Do nothing: parameters are whole at all times."""
         return nullcontext()
 
     @torch.no_grad()
@@ -237,7 +235,7 @@ class MegatronBackend:
         self._scheduler.step(int(state["n_taken"]))
 
     def _main_shards(self) -> Iterator[tuple[nn.Parameter, tuple[torch.Tensor, slice]]]:
-        """Each parameter of which this rank updates a part: the part's main parameter, and where it lies."""
+        """Yield each parameter that this rank updates a part of, with the part's main parameter and its place."""
         optimizer = self._optimizer
         pairs = (
             (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
@@ -251,7 +249,7 @@ class MegatronBackend:
 
     @torch.no_grad()
     def _gather(self, parts: Mapping[nn.Parameter, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole float32 tensors from every data-parallel rank's parts; a part that is None is zero."""
+        """Gather (name, whole float32 tensor) from every data-parallel rank's parts; a part that is None is zero."""
         names = {p: name for name, p in self._named.items()}
         dp = self._parallel.dp
         for buffer in (buffer for chunk in self._chunks for buffer in chunk.buffers):
@@ -277,7 +275,7 @@ class MegatronBackend:
             yield
 
     def _make_chunks(self) -> Iterator[DistributedDataParallel]:
-        """The parameters that this rank alone holds, of its pipeline, and those of which others have a copy."""
+        """Make two modules: of the parameters without copies on other ranks of the layout, and of those with copies."""
         decoder, parallel = self._decoder, self._parallel
         groups = ProcessGroupCollection()
         groups.dp = groups.dp_cp = groups.expt_dp = parallel.dp.library_handle
@@ -371,7 +369,7 @@ class MegatronBackend:
 
 
 def _current_collectives() -> AbstractContextManager[None]:
-    """The names of torch 2.13; those that megatron took when it was imported still exist there, but warn."""
+    """Give megatron the collectives by their names of torch 2.13; those that its import took warn there."""
     return replaced(
         param_and_grad_buffer,
         dist_all_gather_func=all_gather_single,

@@ -1,4 +1,4 @@
-"""Megatron-core on a machine without CUDA: within a block, what it asks of CUDA is done on the CPU.
+"""Megatron-core on a machine without CUDA: within a block, its calls of CUDA go to the CPU.
 
 Mapped are the device of tensors that it makes, the type names that it compares parameters with, and the functions that
 ask for the current device, wait for it or seed it. Nothing outside of the block changes, and on a machine with CUDA the
@@ -37,11 +37,7 @@ class _CpuForCuda(TorchFunctionMode):
 
 @contextmanager
 def cpu_for_cuda(device: torch.device) -> Iterator[None]:
-    """Let megatron-core run on `device`, whatever that is.
-
-    Args:
-        device: of the parameters.
-    """
+    """Let megatron-core run on `device`, the device of the parameters."""
     if device.type == "cuda":
         yield
         return

@@ -1,7 +1,7 @@
 """The native backend: AdamW over master parameters, whole or sharded over data-parallel ranks (ZeRO-1).
 
-Sharded, every rank updates its slice of each parameter and the ranks gather the result (Rajbhandari et al. 2020, stage
-1). Gradients are all-reduced either way, so that both give the same numbers, bit for bit.
+When sharded, every rank updates its slice of each parameter and the ranks gather the result (Rajbhandari et al. 2020,
+stage 1). Gradients are all-reduced either way, so that both give the same numbers, bit for bit.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class NativeBackend(LearningRate):
     """AdamW (Loshchilov and Hutter 2019); weight decay on matrices only, not on norms and biases.
 
     Args:
-        decoder: this rank's shard, converted to `compute_dtype`.
-        parallel: its place.
+        decoder: this rank's shard, which is converted to `compute_dtype`.
+        parallel: this rank's place.
         config: rates, decay, clipping, schedule; `zero_stage` 0 or 1, `offload`.
-        n_total: optimizer steps of the whole run; may be set later, before the first step.
-        compute_dtype: of the decoder; masters, moments and gradients are float32.
+        n_total: number of optimizer steps of the whole run; may be set later, before the first step.
+        compute_dtype: dtype of the decoder; masters, moments and gradients are float32.
     """
 
     loss_factor = 1.0
@@ -55,15 +55,13 @@ class NativeBackend(LearningRate):
         self._adamw = AdamW([(matrices, config.weight_decay), (vectors, 0.0)], config)
 
     def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
-        """`compute` itself."""
         return compute()
 
     def backward(self, output: torch.Tensor | None, gradient: torch.Tensor | None, is_last: bool) -> None:
-        """Let autograd add up the gradients."""
         propagate(output, gradient, is_last)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """float32 gradients by parameter name; complete after `reduce`."""
+        """The float32 gradients by parameter name; complete after `reduce`."""
         return dict(zip(self._trained.names, self._trained.gradients(), strict=True))
 
     def reduce(self) -> float:
@@ -73,7 +71,7 @@ class NativeBackend(LearningRate):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Clip, update the masters and publish them; the gradients are forgotten."""
+        """Clip the gradients, update the masters and publish them, forget the gradients."""
         self._masters.attach()
         slices = self._masters.take_gradients()
         coefficient = self.config.clip_grad_norm / (self._grad_norm + 1e-6)
@@ -90,7 +88,7 @@ class NativeBackend(LearningRate):
         self._trained.clear_gradients()
 
     def whole_parameters(self, names: Collection[str] | None) -> AbstractContextManager[None]:
-        """They always are."""
+        """Do nothing: parameters are whole at all times."""
         return nullcontext()
 
     def move_parameters(self, values: Iterable[tuple[str, torch.Tensor]], eta: float) -> None:
@@ -127,7 +125,7 @@ class NativeBackend(LearningRate):
             self._masters.publish()
 
     def _state_tensors(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
-        """Name and this rank's slices of everything that the state holds, in the order of the parameters."""
+        """Yield (key, this rank's slices in the order of the parameters) for each kind of tensor in the state."""
         tensors = self._masters.tensors
         for key in MOMENTS:
             yield key, [self._adamw.moment_of(t, key) for t in tensors]

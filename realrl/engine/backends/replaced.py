@@ -1,4 +1,4 @@
-"""Attributes of another package that have other values for a while: for what it lets nobody choose."""
+"""Temporary values for attributes of another package, for choices that it does not offer."""
 
 from __future__ import annotations
 

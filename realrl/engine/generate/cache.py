@@ -22,7 +22,7 @@ SavedRow = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one cache holds; `max_tokens` bounds the growth of every row."""
+    """Bounds of a cache; `max_tokens` bounds the growth of every row."""
 
     n_layers: int
     max_rows: int
@@ -35,14 +35,14 @@ class KVCache:
     """Rows of keys and values, with capacity up to a bound.
 
     Where capacity grows with the longest row, it does so layer by layer, so that at most one layer exists twice. Where
-    attention reads no more than there is, rows have all their capacity from the start, of which the system gives memory
-    to what is written.
+    attention reads only filled places, rows have all their capacity from the start: the system gives memory only to
+    pages that are written.
 
     Args:
         shape: bounds; memory never exceeds `shape` x 2 x the size of `dtype`, plus one layer while growing.
-        dtype: of keys and values.
-        device: where they live.
-        grows: whether capacity grows.
+        dtype: dtype of keys and values.
+        device: device of keys and values.
+        grows: True if capacity grows with the longest row.
     """
 
     def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device, grows: bool) -> None:
@@ -62,7 +62,7 @@ class KVCache:
         """Make room for `n_tokens` in every row.
 
         Raises:
-            ValueError: more than `shape.max_tokens`.
+            ValueError: `n_tokens` is more than `shape.max_tokens`.
         """
         if n_tokens > self.shape.max_tokens:
             raise ValueError(f"{n_tokens} tokens asked of a KV cache bounded at {self.shape.max_tokens}")
@@ -81,17 +81,17 @@ class KVCache:
                 layers[i][:, :, : old.shape[2]] = old
 
     def write(self, layer_index: int, tokens: NewTokens, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store k, v [T, K, D] of the tokens; the room must have been reserved."""
+        """Store the tokens' k and v [T, K, D]; the room must have been reserved."""
         self._keys[layer_index][tokens.slots, :, tokens.positions] = k
         self._values[layer_index][tokens.slots, :, tokens.positions] = v
 
     def layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [rows, K, C, D], without copying."""
+        """Keys and values [rows, K, C, D] of one layer, without copying."""
         return self._keys[layer_index], self._values[layer_index]
 
     @property
     def layers(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Keys and values of every layer, as `layer` has them."""
+        """Keys and values of every layer, in the form of `layer`."""
         return self._keys, self._values
 
     def view(self, layer_index: int, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,12 +99,12 @@ class KVCache:
         return self._keys[layer_index][:n_rows].flatten(0, 1), self._values[layer_index][:n_rows].flatten(0, 1)
 
     def copy(self, source: int, target: int, n_tokens: int) -> None:
-        """Copy the first `n_tokens` of one row over another's."""
+        """Copy the first `n_tokens` of row `source` over those of row `target`."""
         for tensor in self._keys + self._values:
             tensor[target, :, :n_tokens] = tensor[source, :, :n_tokens]
 
     def save(self, slot: int, n_tokens: int) -> SavedRow:
-        """A copy of a row's first `n_tokens`, for `load`."""
+        """Copy a row's first `n_tokens` out, for `load`."""
         layers = zip(self._keys, self._values, strict=True)
         return [(k[slot, :, :n_tokens].clone(), v[slot, :, :n_tokens].clone()) for k, v in layers]
 

@@ -1,10 +1,10 @@
 """Continuous batching on one rank: finished rows leave, new prompts enter, the rest decode one token at a time.
 
-A step, which all stages of a pipeline begin and finish alike, and compute one after the other:
+All stages of a pipeline begin and finish a step alike, and compute it one after the other:
 
     begin    admit -> prefill prompts, copy them for their other responses; otherwise decode one token for every row
     compute  this stage's layers
-    finish   with the tokens that the last stage sampled: record, retire what is finished
+    finish   record the tokens that the last stage sampled, retire finished rows
 
 Shapes: B rows in this step, T tokens in this step, H hidden, V vocabulary.
 """
@@ -38,8 +38,8 @@ class PendingStep:
 
     Attributes:
         admission: the rows that enter; None for a decode step.
-        rows: those that get a token, B of them, by index sample * n_responses + response.
-        n_tokens: T, whose hidden states pass from stage to stage; 0 if all prompts are in the cache already.
+        rows: the B rows that get a token, by index sample * n_responses + response.
+        n_tokens: T, the tokens whose hidden states pass from stage to stage; 0 if all prompts are in the cache already.
     """
 
     admission: Admission | None
@@ -52,12 +52,12 @@ class DecodeBatch:
 
     Args:
         network: this rank's layers.
-        request: checked, and not empty.
-        max_rows: computed at a time.
-        device: of the network.
+        request: a checked request that is not empty.
+        max_rows: largest number of rows at a time.
+        device: device of the network.
 
     Attributes:
-        pending: the step between `begin` and `finish`.
+        pending: the step that has begun and not finished, if any.
     """
 
     def __init__(self, network: FusedNetwork, request: GenerateRequest, *, max_rows: int, device: torch.device) -> None:
@@ -89,7 +89,7 @@ class DecodeBatch:
         return self._slots.is_done
 
     def begin(self) -> None:
-        """Decide what the next step is."""
+        """Begin the next step: admit rows if it is worth a prefill, else decode."""
         admission = self._slots.admit() if self._slots.can_admit else None
         rows = self._row_indices()
         if admission is None:
@@ -99,7 +99,7 @@ class DecodeBatch:
         self.pending = PendingStep(admission, rows[admission.entries[0].slot :], n_tokens)
 
     def compute(self, step: PendingStep, x: torch.Tensor | None) -> torch.Tensor:
-        """This stage's layers.
+        """Compute this stage's layers.
 
         Args:
             x: [T, H] from the stage before; None on the first stage, and for a step without tokens.
@@ -110,10 +110,10 @@ class DecodeBatch:
         return self._decode(x) if step.admission is None else self._enter(step.admission, x)
 
     def sample(self, step: PendingStep, logits: torch.Tensor) -> SampledTokens:
-        """One token for each row of the step.
+        """Sample one token for each row of the step.
 
         Raises:
-            InvalidLogitsError: logits that are not finite.
+            InvalidLogitsError: a row's logits are not finite.
         """
         generation = self._request.generation
         if self._sampler is None:
@@ -130,7 +130,7 @@ class DecodeBatch:
         return self._sampler.sample(logits, torch.from_numpy(numbers).to(self._device), is_early)
 
     def finish(self, step: PendingStep, sampled: SampledTokens) -> None:
-        """Record the tokens, take out the rows that are finished and move others, with their cache, into the holes."""
+        """Record the tokens, take finished rows out, and move others, with their cache, into the holes."""
         finished = np.flatnonzero(self._responses.append(step.rows, sampled))
         self.pending = None
         if not len(finished):
@@ -147,7 +147,7 @@ class DecodeBatch:
         return self._responses.collect()
 
     def invalid_logits(self, step: PendingStep, row: int) -> CallError:
-        """What to raise when the logits of a row of the step are not finite."""
+        """Make the error for a row of the step whose logits are not finite."""
         sample_id = self._request.sample_ids[step.rows[row] // self._request.generation.n_responses]
         return CallError(
             f"the model's logits for sample {sample_id!r} are not finite",
@@ -162,7 +162,7 @@ class DecodeBatch:
         return np.array([row.sample * n_responses + row.response for row in self._slots.rows], dtype=np.int64)
 
     def _enter(self, admission: Admission, x: torch.Tensor | None) -> torch.Tensor:
-        """Fill the cache for the entering rows."""
+        """Fill the cache for the entering rows; returns hidden states [T, H], or logits [B, V] where the head is."""
         slot_of: dict[int, int] = {}
         computed: list[torch.Tensor] = []
         start = 0

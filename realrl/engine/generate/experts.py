@@ -14,10 +14,10 @@ class FusedExperts:
     """Norm, router, experts and the residual, without packing: in a decode step an expert has a few rows at most.
 
     Args:
-        moe: whose weights are used; not copied where they are of `dtype` already.
-        norm: before them, for activations of `dtype`.
-        dtype: to compute in.
-        tp: the ranks that hold the other slices; all of them have the same rows and so route alike.
+        moe: source of the weights, which are not copied if they have `dtype` already.
+        norm: norm before router and experts, for activations of `dtype`.
+        dtype: dtype to compute in.
+        tp: the ranks that hold the other slices; all have the same rows and so route alike.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class FusedExperts:
         self._tp = tp
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x + experts(norm(x))``, [T, H]."""
+        """Compute ``x + experts(norm(x))``, [T, H]."""
         normed = self._norm(x)
         y = mix_experts(normed, route(normed, self._router, self._config), self._gate, self._up, self._down)
         if self._tp.rank == 0:

@@ -22,14 +22,14 @@ from realrl.model.layers.heads import LMHead
 class Generator:
     """Samples responses from a language model.
 
-    Keeps nothing between calls: packed weights and the KV cache live as long as a call, so the parameters may change,
-    move or be replaced in between.
+    It keeps nothing between calls: packed weights and the KV cache live as long as a call, so the parameters may
+    change, move or be replaced in between.
 
     Args:
         decoder: this rank's layers.
         head: the language-model head; None on a pipeline stage that has none.
-        device: where both live.
-        parallel: the ranks that hold the rest. Each pipeline calls alike on all its ranks.
+        device: device of decoder and head.
+        parallel: the ranks that hold the rest. All ranks of a pipeline make the same calls.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Generator:
         Args:
             prompts: int64 [tokens] each.
             sample_ids: one per prompt, distinct.
-            generation: lengths, filters, stop tokens and `max_batch_size`, the rows that are in flight at a time.
-            seed: of the run.
-            step: of the run.
-            eos_id: ends a response, like `generation.stop_ids`.
+            generation: lengths, filters, stop tokens and `max_batch_size`, the number of rows in flight at a time.
+            seed: the run's seed.
+            step: the run's step.
+            eos_id: token that ends a response, like `generation.stop_ids`.
 
         Returns:
             Tensors on the CPU, outside of inference mode; the same on every rank.
 
         Raises:
-            ConfigError: impossible stop tokens.
-            CallError: a prompt that cannot be continued, or logits that are not finite; names the sample. Raised on
-                every rank of the pipeline and its tensor-parallel groups.
+            ConfigError: the stop tokens are impossible.
+            CallError: a prompt cannot be continued, or logits are not finite; names the sample. Raised on every rank of
+                the pipeline and its tensor-parallel groups.
         """
         stop_ids = tuple(dict.fromkeys((eos_id, *generation.stop_ids)))
         request = GenerateRequest(prompts, sample_ids, generation, seed, step, stop_ids)
@@ -93,7 +93,7 @@ class Generator:
 
 
 def divide(request: GenerateRequest, n_shares: int) -> list[list[int]]:
-    """Samples by index, in at most `n_shares` shares of nearly equal numbers and lengths; none is empty."""
+    """Divide the samples, by index, into at most `n_shares` shares of nearly equal number and length; none is empty."""
     n_shares = min(n_shares, len(request.prompts), request.generation.max_batch_size)
     by_length = sorted(range(len(request.prompts)), key=lambda i: len(request.prompts[i]))
     return [sorted(by_length[share::n_shares]) for share in range(n_shares)]
@@ -108,7 +108,7 @@ def _part(request: GenerateRequest, samples: Sequence[int]) -> GenerateRequest:
 
 
 def _join(shares: Sequence[Sequence[int]], results: Sequence[GenerationResult], n_responses: int) -> GenerationResult:
-    """Responses of all samples in order."""
+    """Put the responses of all shares into the order of the samples."""
     places = [
         (sample * n_responses + response, share, i * n_responses + response)
         for share, samples in enumerate(shares)

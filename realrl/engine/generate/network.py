@@ -1,6 +1,6 @@
 """The decoder as generation runs it: fewer and larger operations, over weights prepared for one call.
 
-Shapes: T tokens, H hidden, N heads, K KV heads, D head size, V vocabulary; N and K are those of this rank.
+Shapes: T tokens, H hidden, N heads, K KV heads, D head size, V vocabulary; N and K count this rank's heads.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from realrl.model.layers.rope import inverse_frequencies, make_rope
 
 
 class FusedNetwork:
-    """Computes what `decoder` and `head` compute, with fewer and larger operations, for the layers that they hold.
+    """The layers of `decoder` and `head`, computed with fewer and larger operations.
 
     The weights are read when this is built: it belongs to one generate call and must not outlive a change of them.
-    Every rank of `tp` has all tokens and the same hidden states: rows are never split, as they are in training with
-    sequence parallelism.
+    Every rank of `tp` has all tokens and the same hidden states: unlike in training with sequence parallelism, rows are
+    never split.
 
     Args:
-        decoder: a language model, or what one rank holds of it.
-        head: its head; None on a pipeline stage that has none.
-        kernels: what to compute with, and in which dtype.
+        decoder: a language model, or one rank's shard.
+        head: the model's head; None on a pipeline stage that has none.
+        kernels: kernels, which also say the dtype to compute in.
         tp: the ranks that hold the other slices of the same layers.
     """
 
@@ -53,32 +53,32 @@ class FusedNetwork:
 
     @property
     def has_head(self) -> bool:
-        """Whether there are logits here."""
+        """True if this stage has the head, and so logits."""
         return self._head is not None
 
     @property
     def n_layers(self) -> int:
-        """Blocks of this rank."""
+        """The number of this rank's blocks."""
         return len(self._blocks)
 
     @property
     def n_kv_heads(self) -> int:
-        """KV heads of this rank."""
+        """The number of this rank's KV heads."""
         return self._blocks[0].n_kv_heads
 
     def _all_together(self) -> LayersOp | None:
-        """The blocks as one operation, if the kernels have one for the parts of all of them."""
+        """Make one operation of all blocks; None if the kernels have none, or blocks must exchange activations."""
         layers = [block.parts for block in self._blocks if block.parts is not None]
         if len(layers) < len(self._blocks) or self._tp.n_ranks > 1:
             return None
         return self.kernels.layers(layers, n_kv_heads=self.n_kv_heads, head_dim=self.config.head_dim)
 
     def hidden(self, x: torch.Tensor, attention: CacheAttention) -> torch.Tensor:
-        """Hidden states [T, H] after this rank's layers, not normalised.
+        """Compute hidden states [T, H] after this rank's layers, not normalised.
 
         Args:
-            x: int64 [T], the tokens, where the embedding is; elsewhere what the stage before returned.
-            attention: counts layers from 0 on every stage.
+            x: int64 [T], the tokens, where the embedding is; elsewhere the hidden states of the stage before.
+            attention: attention that counts layers from 0 on every stage.
         """
         positions = attention.tokens.positions
         if self._embed is not None:
@@ -91,13 +91,13 @@ class FusedNetwork:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V] of the whole vocabulary from hidden states of the last layer, on every rank of `tp`."""
+        """Compute logits [T, V] of the whole vocabulary from the last layer's hidden states, on every rank of `tp`."""
         assert self._head is not None, "only the last pipeline stage has logits"
         return self._gather_logits(self._head(hidden, None), self.config.vocab_size)
 
 
 class _Reduced:
-    """A layer cut by columns, and the residual: each rank has a summand, and the first adds what is there once."""
+    """A layer cut by columns and summed over ranks; only the first rank adds the bias and the residual."""
 
     def __init__(self, layer: nn.Linear, kernels: TorchKernels, tp: Communicator) -> None:
         weights = _weights(layer, kernels.dtype)
@@ -146,7 +146,7 @@ class _FusedBlock:
 
     @property
     def parts(self) -> LayerOps | None:
-        """The block as products and attention alone; None if there is more to it."""
+        """The block's products and window; None if it has experts, or norms of queries and keys."""
         if self._q_norm is not None or not isinstance(self._mlp, _FusedMLP):
             return None
         return LayerOps(self._qkv, self._o.linear, self._mlp.inner, self._mlp.down.linear, self._window)

@@ -17,7 +17,7 @@ _SHIFT = np.uint64(32)
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
-_AHEAD = 32  # positions: a draw takes about as long for a thousand numbers as for one
+_AHEAD = 32  # positions drawn at a time: a draw takes about as long for a thousand numbers as for one
 
 
 def philox4x32(counter: Words, key: tuple[int, int]) -> Words:
@@ -44,7 +44,7 @@ def hash_words(text: str) -> tuple[int, int]:
 
 
 def step_key(seed: int, step: int) -> tuple[int, int]:
-    """The key under which all numbers of one step of one run are drawn."""
+    """The key of all numbers of one step of one run."""
     return hash_words(f"{seed}/{step}")
 
 
@@ -54,13 +54,13 @@ def uniforms(
     response_indices: npt.NDArray[np.int64],
     positions: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) with 53 random bits for each (sample, response, position).
+    """Draw a number in [0, 1) with 53 random bits for each (sample, response, position).
 
     Args:
-        key: from `step_key`.
+        key: key from `step_key`.
         sample_words: [N, 2], `hash_words` of each sample id.
-        response_indices: [N], which of the sample's responses.
-        positions: [N], of the token in its response, from 0.
+        response_indices: [N], index among the sample's responses.
+        positions: [N], position of the token in its response, from 0.
     """
     counter = np.stack(
         (positions.astype(np.uint64), response_indices.astype(np.uint64), sample_words[:, 0], sample_words[:, 1])
@@ -74,8 +74,8 @@ class RowUniforms:
     """`uniforms` of rows that each ask for position 0, 1, 2, ... in turn: drawn ahead, many at a time.
 
     Args:
-        key: from `step_key`.
-        sample_words: uint64 [N, 2], of the sample of each row.
+        key: key from `step_key`.
+        sample_words: uint64 [N, 2], `hash_words` of each row's sample id.
         response_indices: int64 [N].
     """
 
@@ -88,7 +88,7 @@ class RowUniforms:
         self._drawn = np.empty((len(sample_words), _AHEAD))
 
     def take(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """A number for each of some rows [M] at its position [M]."""
+        """The numbers [M] of `rows` [M] at `positions` [M]."""
         offsets = positions % _AHEAD
         due = offsets == 0
         if due.any():

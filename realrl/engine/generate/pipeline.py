@@ -12,8 +12,8 @@ r + P - 1, in time for the run's next step:
                             └ tokens of run 0 to all stages
 
 Invariants:
-- every rank begins and finishes every step at the same tick, with the same tokens: all know at all times which rows
-  exist, and with it the shape of every message;
+- every rank begins and finishes every step at the same tick, with the same tokens: all know at all times the rows that
+  exist, and so the shape of every message;
 - all messages of a tick are posted together before any is waited for, so no order of them can deadlock.
 """
 
@@ -32,13 +32,13 @@ _FIELDS = 3  # token, log-probability, policy log-probability
 
 
 class Pipeline:
-    """This rank's part.
+    """One rank's part in generation.
 
     Args:
         batches: at most one per stage, alike on every rank.
         network: this rank's layers.
-        parallel: its place.
-        device: where messages are.
+        parallel: this rank's place.
+        device: device of the messages.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Pipeline:
         """Generate all responses.
 
         Raises:
-            CallError: logits that are not finite; on every rank alike.
+            CallError: logits are not finite; raised on every rank alike.
         """
         tick = 0
         while not all(batch.is_done for batch in self._batches):
@@ -92,17 +92,17 @@ class Pipeline:
             _finish(*finishing, packet)
 
     def _batch_at(self, start: int) -> DecodeBatch | None:
-        """The batch whose step begins at a tick, if there is one."""
+        """The batch whose step begins at tick `start`, if there is one."""
         index = start % self._parallel.strategy.pp
         return self._batches[index] if index < len(self._batches) else None
 
     def _pending_at(self, start: int) -> tuple[DecodeBatch, PendingStep] | None:
-        """The batch and its step that began at a tick; a batch that has not begun at all has none."""
+        """The batch and its step that began at tick `start`; None if there is none."""
         batch = self._batch_at(start)
         return None if batch is None or batch.pending is None else (batch, batch.pending)
 
     def _expected(self, tick: int) -> torch.Tensor | None:
-        """Room for what the stage before sends in this tick, if it sends anything."""
+        """Make a tensor for the hidden states that the stage before sends in this tick, if it sends any."""
         stage = self._parallel.pp_rank
         pending = self._pending_at(tick - stage + 1) if stage else None
         if pending is None or not pending[1].n_tokens:
@@ -111,7 +111,7 @@ class Pipeline:
         return torch.empty(shape, dtype=self._network.dtype, device=self._device)
 
     def _sample(self, batch: DecodeBatch, step: PendingStep, logits: torch.Tensor, packet: torch.Tensor) -> None:
-        """Fill the packet: the first row whose logits are not finite, or -1, and what was sampled.
+        """Fill the packet: the first row whose logits are not finite, or -1, and then the sampled tokens.
 
         One rank samples for the whole tensor-parallel group, so that rounding cannot part them.
         """

@@ -1,4 +1,4 @@
-"""What is asked of the generator, checked before anything is computed."""
+"""A request to the generator, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class GenerateRequest:
     Attributes:
         prompts: int64 tokens of each sample, on any device; none is empty.
         sample_ids: one per prompt, unique.
-        generation: how to sample.
-        seed, step: of the run; together with the sample ids they decide every random number.
+        generation: settings of sampling.
+        seed, step: the run's seed and step; together with the sample ids they decide every random number.
         stop_ids: tokens that end a response, the end-of-sequence token among them.
     """
 
@@ -33,15 +33,16 @@ class GenerateRequest:
 
     @property
     def n_rows(self) -> int:
-        """Responses of all samples."""
+        """The number of responses of all samples."""
         return len(self.prompts) * self.generation.n_responses
 
     def check(self, config: DecoderConfig) -> None:
-        """Compare with the model.
+        """Refuse a request that does not fit the model.
 
         Raises:
-            ConfigError: stop tokens that cannot be.
-            CallError: a prompt that is empty, too long or outside of the vocabulary; names the sample.
+            ConfigError: the stop tokens are impossible.
+            CallError: a prompt is empty, too long or outside of the vocabulary; names the sample.
+            ValueError: the sample ids are not distinct, or not one for each prompt.
         """
         self._check_generation(config)
         if len(self.prompts) != len(self.sample_ids) or len(set(self.sample_ids)) != len(self.sample_ids):

@@ -1,4 +1,4 @@
-"""What has been generated so far, on the host."""
+"""Responses generated so far, in host memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Responses:
     """Token and log-probability buffers of all rows of a call.
 
     Attributes:
-        n_tokens: int64 [n_rows], tokens of each response so far.
+        n_tokens: int64 [n_rows], length of each response so far.
 
     Args:
-        n_rows: responses.
-        max_new_tokens: of each.
+        n_rows: number of responses.
+        max_new_tokens: largest length of a response.
         stop_ids: tokens that end a response.
     """
 
@@ -37,7 +37,7 @@ class Responses:
         return self._tokens[rows, self.n_tokens[rows] - 1]
 
     def append(self, rows: npt.NDArray[np.int64], sampled: SampledTokens) -> npt.NDArray[np.bool_]:
-        """Add one token to each row; returns whether the row is finished, by a stop token or by length."""
+        """Add one token to each row; returns True for rows that are finished, by a stop token or by length."""
         tokens = sampled.tokens.cpu().numpy()
         positions = self.n_tokens[rows]
         self._tokens[rows, positions] = tokens

@@ -1,4 +1,4 @@
-"""Which responses are generated at a time: a pure state machine over slots.
+"""Choice of the responses that are generated at a time: a pure state machine over slots.
 
 A row is one response in the making; it occupies the slot that equals its position in `SlotTable.rows`.
 
@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Admission:
-    """What to do for rows to enter.
+    """Rows that enter, and the work that this needs.
 
     Attributes:
         prefills: entries whose prompt is computed into their slot; consecutive slots.
@@ -71,8 +71,8 @@ class SlotTable:
 
     Args:
         prompt_lengths: tokens of each sample's prompt.
-        n_responses: per sample.
-        max_rows: rows generated at a time.
+        n_responses: number of responses per sample.
+        max_rows: largest number of rows at a time.
     """
 
     def __init__(self, prompt_lengths: Sequence[int], *, n_responses: int, max_rows: int) -> None:
@@ -89,7 +89,7 @@ class SlotTable:
 
     @property
     def can_admit(self) -> bool:
-        """Whether rows wait and enough slots are free to make a prefill worth its time."""
+        """True if rows wait and enough slots are free to make a prefill worth its time."""
         n_free = self._max_rows - len(self.rows)
         return bool(self._waiting) and (not self.rows or n_free * _REFILL_SHARE >= self._max_rows)
 

@@ -21,12 +21,12 @@ _ALL = (
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
-"""By `model_type`."""
+"""Families by `model_type`."""
 
 ARCHITECTURES: Mapping[str, Family] = {
     name: family for family in _ALL for name in (family.lm_architecture, family.scalar_architecture)
 }
-"""By architecture, language models and sequence classifiers."""
+"""Families by architecture, of language models and sequence classifiers."""
 
 
 _REASONS = {
@@ -36,11 +36,11 @@ _REASONS = {
 
 
 def find_family(raw: Mapping[str, Any], where: str) -> Family:
-    """The family of a parsed `config.json`: by its architecture, or by its model type if it names none.
+    """Find the family of a parsed `config.json` by its architecture, or by its model type if it names none.
 
     Args:
         raw: the parsed file.
-        where: its path, for messages.
+        where: the file's path, for messages.
 
     Raises:
         AssetError: the architecture or the model type is not supported, or they belong to different families.

@@ -1,4 +1,4 @@
-"""What the families with llama's layout share: keys of `config.json`, rotary positions, names of tensors."""
+"""Common parts of the families with llama's layout: keys of `config.json`, rotary positions, names of tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _GELU_TANH = "gelu_pytorch_tanh"
 
 @contextmanager
 def reading(where: str) -> Iterator[None]:
-    """Turn what goes wrong while `config.json` is translated into errors that name the file.
+    """Turn failures to translate `config.json` into errors that name the file.
 
     Raises:
-        AssetError: a key is missing, or a value is not what it must be.
+        AssetError: a key is missing, or a value is impossible.
     """
     try:
         yield
@@ -33,15 +33,15 @@ def reading(where: str) -> Iterator[None]:
 
 
 def read_shared(raw: Mapping[str, Any], where: str, *, family: str, default_theta: float = 1e4) -> dict[str, Any]:
-    """Fields of `DecoderConfig` that families with llama's keys have in common.
+    """Read the fields of `DecoderConfig` that families with llama's keys have in common.
 
     Args:
         raw: the parsed `config.json`.
-        where: its path, for messages.
-        default_theta: what an absent rope_theta means in this family.
+        where: the file's path, for messages.
+        default_theta: this family's rope_theta where the key is absent.
 
     Raises:
-        AssetError: an option changes the architecture in a way we lack.
+        AssetError: an option changes the architecture in an unsupported way.
         KeyError, TypeError, ValueError: for `reading` to translate.
     """
     refuse_variants(raw, where)
@@ -66,7 +66,7 @@ def read_shared(raw: Mapping[str, Any], where: str, *, family: str, default_thet
 
 
 def read_ends(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Special tokens, head and dtype, which every family writes alike."""
+    """Read special tokens, head and dtype, which every family writes alike."""
     eos = raw.get("eos_token_id")
     name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     return {
@@ -79,12 +79,11 @@ def read_ends(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_classifier(architecture: str) -> bool:
-    """Whether the name is that of a sequence classifier."""
     return architecture.endswith("ForSequenceClassification")
 
 
 def refuse_variants(raw: Mapping[str, Any], where: str) -> None:
-    """Refuse options, known to several families, that change what is computed in a way we lack.
+    """Refuse options of several families that change the computation in an unsupported way.
 
     Raises:
         AssetError: names the key.
@@ -102,7 +101,7 @@ def refuse_variants(raw: Mapping[str, Any], where: str) -> None:
 
 
 def check_activation(raw: Mapping[str, Any], where: str, *, key: str = "hidden_act", known: tuple[str, ...]) -> None:
-    """Refuse an activation that is not the family's; an absent one is.
+    """Refuse an activation that the family does not have; an absent key means the first known one.
 
     Raises:
         AssetError: names the key.
@@ -115,10 +114,10 @@ def check_activation(raw: Mapping[str, Any], where: str, *, key: str = "hidden_a
 
 
 def read_windows(raw: Mapping[str, Any], *, n_layers: int, window: int | None) -> dict[str, Any]:
-    """`sliding_window` and `windowed_layers` of families in which some layers have a window.
+    """Read `sliding_window` and `windowed_layers` of families in which some layers have a window.
 
     Args:
-        window: the size that `config.json` means; None where windows are switched off.
+        window: size of the windows; None where they are switched off.
 
     Raises:
         ValueError: layer_types does not fit.
@@ -173,7 +172,7 @@ def _rope_scaling(raw: Mapping[str, Any], where: str, max_positions: int) -> Rop
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
-    """YaRN's; mscale and mscale_all_dim, where both are given, weigh the logarithm in a quotient of two."""
+    """YaRN's attention factor; mscale and mscale_all_dim, if both are given, weigh the logarithm in a quotient."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -189,10 +188,10 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
 
 
 def write_shared(config: DecoderConfig, *, lm: str, scalar: str) -> dict[str, Any]:
-    """The keys that `read_shared` reads, in its terms.
+    """Write the keys that `read_shared` reads.
 
     Args:
-        lm, scalar: architecture of the language model and of the sequence classifier.
+        lm, scalar: architectures of the language model and of the sequence classifier.
     """
     rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     scaling = config.rope_scaling
@@ -230,7 +229,7 @@ def write_shared(config: DecoderConfig, *, lm: str, scalar: str) -> dict[str, An
 
 
 def write_ends(config: DecoderConfig) -> dict[str, Any]:
-    """The keys that `read_ends` reads."""
+    """Write the keys that `read_ends` reads."""
     eos = config.eos_token_ids
     raw: dict[str, Any] = {
         "bos_token_id": config.bos_token_id,
@@ -244,7 +243,7 @@ def write_ends(config: DecoderConfig) -> dict[str, Any]:
 
 
 def write_windows(config: DecoderConfig) -> dict[str, Any]:
-    """The keys that `read_windows` reads, and `use_sliding_window`."""
+    """Write the keys that `read_windows` reads, and `use_sliding_window`."""
     windows = [config.window_of(i) for i in range(config.n_layers)]
     first = next((i for i, window in enumerate(windows) if window is not None), config.n_layers)
     return {
@@ -259,7 +258,7 @@ def write_windows(config: DecoderConfig) -> dict[str, Any]:
 
 
 def attention_names(config: DecoderConfig, layer: int) -> dict[str, str]:
-    """Our name -> llama's, of a block's attention and both norms."""
+    """Our name -> llama's, for a block's attention and both norms."""
     ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
     names = {
         f"{ours}.attention_norm.weight": f"{theirs}.input_layernorm.weight",
@@ -276,7 +275,7 @@ def attention_names(config: DecoderConfig, layer: int) -> dict[str, str]:
 
 
 def mlp_names(config: DecoderConfig, layer: int) -> dict[str, str]:
-    """Our name -> llama's, of a block's dense MLP."""
+    """Our name -> llama's, for a block's dense MLP."""
     ours, theirs = f"blocks.{layer}.mlp", f"model.layers.{layer}.mlp"
     parts = ("weight", "bias") if config.mlp_bias else ("weight",)
     return {
@@ -285,7 +284,7 @@ def mlp_names(config: DecoderConfig, layer: int) -> dict[str, str]:
 
 
 def end_names(config: DecoderConfig) -> dict[str, str]:
-    """Our name -> llama's, of what is not in a block."""
+    """Our name -> llama's, for parameters outside of the blocks."""
     names = {"embedding.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
     if config.is_scalar:
         names["head.weight"] = "score.weight"
@@ -303,5 +302,5 @@ def stored_tensors(config: DecoderConfig) -> list[StoredTensor]:
 
 
 def is_ignorable(name: str) -> bool:
-    """Whether a checkpoint tensor may be left unread: derived values, and a language-model head that is not needed."""
+    """True if a checkpoint tensor may be left unread: derived values, and a language-model head that is not needed."""
     return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"

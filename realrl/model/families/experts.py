@@ -1,4 +1,4 @@
-"""What families of experts share: the names of their tensors, in the two forms in which files hold them.
+"""Tensor names of the families with experts, in the two forms in which files hold them.
 
 `transformers` keeps all experts of a layer in two tensors, ``gate_up_proj`` [E, 2 I, H] and ``down_proj`` [E, H, I]. By
 default it writes them expert by expert, as the original checkpoints are, and reads either form; so do we.
@@ -16,10 +16,10 @@ Stored = Callable[[DecoderConfig], list[StoredTensor]]
 
 
 def stored_by_expert(block: str, words: Mapping[str, str]) -> Stored:
-    """A tensor for each matrix of each expert.
+    """Lay out one tensor for each matrix of each expert.
 
     Args:
-        block: what holds router and experts in ``model.layers.{i}``.
+        block: name of the module of router and experts in ``model.layers.{i}``.
         words: our gate, up and down -> theirs.
     """
 
@@ -35,7 +35,7 @@ def stored_by_expert(block: str, words: Mapping[str, str]) -> Stored:
 
 
 def stored_together(config: DecoderConfig) -> list[StoredTensor]:
-    """Two tensors for all experts of a layer, as `transformers` has them in memory."""
+    """Lay out two tensors for all experts of a layer, as `transformers` has them in memory."""
 
     def tensors(layer: int, moe: MoEConfig) -> list[StoredTensor]:
         ours, theirs = f"blocks.{layer}.mlp", f"model.layers.{layer}.mlp"

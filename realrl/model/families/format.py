@@ -1,4 +1,4 @@
-"""How a family's checkpoint is laid out: which of our parameters each stored tensor is made of."""
+"""Layout of a family's checkpoint: the parameters that each stored tensor is made of."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class StoredTensor:
     """A tensor in a checkpoint.
 
     Attributes:
-        name: in the file.
-        parts: joined along `dim`, in order.
-        dim: of a part.
-        is_transposed: the last two dims of what is joined are stored the other way round.
+        name: name in the file.
+        parts: parameters that are joined along `dim`, in order.
+        dim: dim of a part.
+        is_transposed: True if the last two dims of the joined tensor are stored the other way round.
     """
 
     name: str
@@ -39,15 +39,15 @@ class Family:
     """A translation between one kind of Hugging Face model and `realrl.model.decoder.Decoder`.
 
     Attributes:
-        model_type: as in `config.json`; also `DecoderConfig.family`.
+        model_type: name in `config.json`; also `DecoderConfig.family`.
         lm_architecture, scalar_architecture: names of the language model and of the sequence classifier.
-        config_from_hf: from a parsed `config.json` and the file's path, for messages; head "reward" for a classifier.
-            Raises AssetError for what is missing, mistyped or lacking here.
-        config_to_hf: what `config_from_hf` and `transformers` read back.
-        stored_tensors: what is written, and read unless `other_forms` have it.
-        is_ignorable: whether a tensor of a checkpoint may be left unread.
-        canonical_name: of a tensor that some checkpoints name otherwise.
-        other_forms: like `stored_tensors`, further ways in which the same parameters are found in files.
+        config_from_hf: translates a parsed `config.json`, given the file's path for messages; head "reward" for a
+            classifier. Raises AssetError for missing, mistyped and unsupported values.
+        config_to_hf: makes the `config.json` that `config_from_hf` and `transformers` read back.
+        stored_tensors: the tensors of a checkpoint that we write; reading knows them too.
+        is_ignorable: tells if a tensor of a checkpoint may be left unread.
+        canonical_name: maps other names that checkpoints use for a tensor to its name in `stored_tensors`.
+        other_forms: like `stored_tensors`, further forms in which files hold the same parameters.
     """
 
     model_type: str
@@ -62,5 +62,5 @@ class Family:
 
 
 def renamed(names: Mapping[str, str]) -> list[StoredTensor]:
-    """Stored tensors that are our parameters under other names: ours -> theirs."""
+    """Make stored tensors that are our parameters under other names: ours -> theirs."""
     return [StoredTensor(theirs, (Part(ours),)) for ours, theirs in names.items()]

@@ -76,7 +76,7 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
 
 
 def stored_tensors(config: DecoderConfig) -> list[StoredTensor]:
-    """The tensors of a checkpoint and what they are made of."""
+    """The tensors of a checkpoint and their parts."""
     names = {"embedding.weight": "transformer.wte.weight", "position_embedding.weight": "transformer.wpe.weight"}
     names |= {f"norm.{part}": f"transformer.ln_f.{part}" for part in ("weight", "bias")}
     if config.is_scalar:
@@ -111,13 +111,13 @@ def _block_tensors(ours: str, theirs: str) -> list[StoredTensor]:
 
 
 def canonical_name(name: str) -> str:
-    """The name that a language model's checkpoint has; those of the bare model lack the prefix."""
+    """The name in a language model's checkpoint; names of the bare model lack the prefix."""
     is_bare = re.match(r"(wte|wpe|ln_f|h)\.", name) is not None
     return _PREFIX + name if is_bare else name
 
 
 def is_ignorable(name: str) -> bool:
-    """Whether a checkpoint tensor may be left unread: causal masks, and a language-model head that is not needed."""
+    """True if a checkpoint tensor may be left unread: causal masks, and a language-model head that is not needed."""
     return name == "lm_head.weight" or _CAUSAL_MASK.search(name) is not None
 
 

@@ -19,7 +19,7 @@ from realrl.model.families.format import Family
 from realrl.shape import DecoderConfig
 
 _LM, _SCALAR = "Qwen3ForCausalLM", "Qwen3ForSequenceClassification"
-_HEAD_DIM = 128  # what an absent head_dim means in this format
+_HEAD_DIM = 128  # value of an absent head_dim in this format
 
 
 def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:

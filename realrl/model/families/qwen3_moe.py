@@ -33,7 +33,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
 
 
 def _experts(raw: Mapping[str, Any], n_layers: int) -> MoEConfig | None:
-    """The experts; None if all layers are dense."""
+    """Read the experts; None if all layers are dense."""
     n_experts = int(raw.get("num_experts", raw.get("num_local_experts", 128)))
     only_mlp, every = set(raw.get("mlp_only_layers") or ()), int(raw.get("decoder_sparse_step", 1))
     dense = tuple(i for i in range(n_layers) if n_experts == 0 or i in only_mlp or (i + 1) % every)

@@ -31,12 +31,12 @@ def save_adapters(config: DecoderConfig, folder: Path, tensors: Mapping[str, tor
     adapters: nothing is written.
 
     Args:
-        config: of the whole model, with its adapters.
-        folder: made where it does not exist.
-        tensors: float32, whole, by global name: every parameter that is trained.
+        config: the whole model with its adapters.
+        folder: target folder; made if it does not exist.
+        tensors: all trained parameters, whole and in float32, by global name.
 
     Returns:
-        Whether there is such a place.
+        True if the adapters were written.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
@@ -54,7 +54,7 @@ def save_adapters(config: DecoderConfig, folder: Path, tensors: Mapping[str, tor
 
 
 def _modules(config: DecoderConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, StoredTensor] | None:
-    """Our layer -> the weight of its module in the Hugging Face model; None where one of them is no module there."""
+    """Our layer -> its module's weight in the Hugging Face model; None if a layer is no module of its own there."""
     known = {t.parts[0].name: t for t in _stored(config) if len(t.parts) == 1 and t.parts[0].index is None}
     layers = dict.fromkeys(_layer_of(name) for name in tensors)
     if any(f"{layer}.weight" not in known for layer in layers):
@@ -100,7 +100,7 @@ def _config(config: DecoderConfig, modules: Mapping[str, StoredTensor]) -> dict[
 
 
 def _targets(config: DecoderConfig, modules: list[str]) -> list[str]:
-    """The modules by the last part of their names, unless that would mean other modules too."""
+    """The modules by the last part of their names, or by full names if other modules have these parts too."""
     short = dict.fromkeys(module.rpartition(".")[2] for module in modules)
     meant = {_module(weight) for weight in _stored(config)}
     meant = {module for module in meant if module.rpartition(".")[2] in short}

@@ -1,4 +1,4 @@
-"""Between our parameters and the tensors of a checkpoint, which may join several of them or hold slices of one."""
+"""Translation between our parameters and a checkpoint's tensors, which may join several or hold slices of one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Assembly:
     """The checkpoint of one model.
 
     Args:
-        family: how it is laid out.
-        config: of the model.
-        without: parameters that it does not hold.
+        family: the checkpoint's layout.
+        config: the model.
+        without: parameters that the checkpoint does not hold.
 
     Attributes:
-        tensors: those that are written, in the order in which a model that comes parameter by parameter completes them.
+        tensors: the tensors to write, in the order in which parameters, coming in the model's order, complete them.
     """
 
     def __init__(self, family: Family, config: DecoderConfig, *, without: Collection[str] = ()) -> None:
@@ -43,7 +43,7 @@ class Assembly:
         return max(self._place[part.name] for part in tensor.parts)
 
     def shape_of(self, tensor: StoredTensor) -> tuple[int, ...]:
-        """In the file."""
+        """The shape in the file."""
         shapes = [self._shape(part) for part in tensor.parts]
         shape = list(shapes[0])
         shape[tensor.dim] = sum(shape[tensor.dim] for shape in shapes)
@@ -52,11 +52,11 @@ class Assembly:
         return tuple(shape)
 
     def num_bytes_of(self, tensor: StoredTensor) -> int:
-        """In the file."""
+        """The size in the file."""
         return math.prod(self.shape_of(tensor)) * self._element_bytes
 
     def layer_of(self, tensor: StoredTensor) -> Layer:
-        """The block, or the end of the model, whose parameters it holds."""
+        """The block, embedding or head whose parameters the tensor holds."""
         return self._specs[tensor.parts[0].name].layer
 
     def _shape(self, part: Part) -> tuple[int, ...]:
@@ -66,11 +66,11 @@ class Assembly:
     # ------------------------------------------------------------ reading
 
     def find(self, name: str) -> StoredTensor | None:
-        """The tensor of a name in a file, in whatever form; None if the model has none of that name."""
+        """Find a file's tensor by name, in any form; None if the model has none of that name."""
         return self._known.get(self._family.canonical_name(name))
 
     def lacking(self, found: Collection[StoredTensor]) -> list[str]:
-        """Names of the tensors to be written whose parameters are not all in those that were found."""
+        """Names of the tensors in `tensors` whose parameters the found ones do not cover."""
         whole = {part.name for tensor in found for part in tensor.parts if part.index is None}
         slices = {part for tensor in found for part in tensor.parts if part.index is not None}
 
@@ -86,11 +86,11 @@ class Assembly:
     def copy(
         self, stored: StoredTensor, tensor: torch.Tensor, decoder: Decoder, parameters: Mapping[str, torch.Tensor]
     ) -> None:
-        """Copy a tensor of the right shape into a decoder, or what the decoder holds of it.
+        """Copy a tensor of the right shape into a decoder, or the part that the decoder holds.
 
         Args:
-            tensor: of a file; only what is copied is read.
-            parameters: the decoder's, by global name.
+            tensor: tensor of a file; only the copied part is read.
+            parameters: the decoder's parameters, by global name.
         """
         whole = tensor.transpose(-1, -2) if stored.is_transposed else tensor
         start = 0
@@ -106,13 +106,13 @@ class Assembly:
     def assemble(
         self, tensors: Sequence[StoredTensor], parameters: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[torch.Tensor]:
-        """Yield stored tensors in order, holding only the parameters of which one is not complete.
+        """Yield stored tensors in order, holding a parameter only until its last tensor is out.
 
         Ends early if the parameters do.
 
         Args:
-            tensors: some of `tensors`, in order.
-            parameters: (name, whole parameter) of exactly those that they are made of, in the order of the model.
+            tensors: some of `self.tensors`, in order.
+            parameters: (name, whole parameter) of exactly their parts, in the order of the model.
 
         Raises:
             ValueError: a parameter comes out of order.

@@ -14,7 +14,7 @@ from realrl.shape import DecoderConfig, DType, HeadKind
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
-    """Return the configuration in `folder`; `head` and `dtype` are those of the checkpoint.
+    """Read the configuration in `folder`; `head` and `dtype` are the checkpoint's.
 
     Raises:
         AssetError: the folder or its config.json is missing, unreadable or of an unsupported architecture.
@@ -23,10 +23,10 @@ def read_config(folder: str | Path) -> DecoderConfig:
 
 
 def read_model_config(folder: str | Path, *, head: HeadKind = "lm", dtype: DType = "float32") -> DecoderConfig:
-    """The configuration of the decoder that `load_model` would return.
+    """Read the configuration of the decoder that `load_model` would return.
 
     Raises:
-        AssetError: as `load_model`, for what config.json alone can say.
+        AssetError: `load_model` would refuse config.json.
     """
     folder = Path(folder)
     stored, _ = read_stored(folder)
@@ -35,10 +35,10 @@ def read_model_config(folder: str | Path, *, head: HeadKind = "lm", dtype: DType
 
 
 def check_head(folder: Path, stored: DecoderConfig, head: HeadKind) -> None:
-    """Refuse a checkpoint whose head cannot become the one that is wanted.
+    """Refuse a checkpoint whose head cannot become the wanted one.
 
     Raises:
-        AssetError: a language model is wanted, and the folder holds a model that scores.
+        AssetError: a language model is wanted, and the folder holds a reward or value model.
     """
     if head == "lm" and stored.is_scalar:
         raise AssetError(
@@ -48,7 +48,7 @@ def check_head(folder: Path, stored: DecoderConfig, head: HeadKind) -> None:
 
 
 def read_stored(folder: Path) -> tuple[DecoderConfig, Family]:
-    """`read_config`, and the family whose format it is.
+    """Like `read_config`, and return the family of the format too.
 
     Raises:
         AssetError: as `read_config`.
@@ -64,10 +64,10 @@ def read_stored(folder: Path) -> tuple[DecoderConfig, Family]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file.
+    """Read a JSON object.
 
     Raises:
-        AssetError: it cannot be read, or is no object.
+        AssetError: the file cannot be read, or does not hold an object.
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -79,10 +79,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def config_to_hf(config: DecoderConfig, where: str) -> dict[str, Any]:
-    """`config.json` of a model.
+    """The content of a model's `config.json`.
 
     Raises:
-        ValueError: its family's format cannot say what the model is.
+        ValueError: the family's format cannot express the configuration.
     """
     family = family_of(config)
     raw = family.config_to_hf(config)

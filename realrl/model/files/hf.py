@@ -37,10 +37,10 @@ _log = logging.getLogger(__name__)
 
 
 def check_model(folder: str | Path, *, head: HeadKind = "lm", makes_head: bool = False) -> None:
-    """Refuse from headers alone, in milliseconds, what `load_model` would refuse for its files.
+    """Refuse, from headers alone and in milliseconds, a folder whose files `load_model` would refuse.
 
     Args:
-        makes_head: a value or reward head that the checkpoint lacks may start from random numbers, to be trained.
+        makes_head: True if a value or reward head that the checkpoint lacks may start from random numbers.
 
     Raises:
         AssetError: the configuration or a tensor file is missing, truncated or unsupported, or the head does not fit.
@@ -58,7 +58,7 @@ def check_model(folder: str | Path, *, head: HeadKind = "lm", makes_head: bool =
 
 
 def weights_digest(folder: str | Path) -> str:
-    """Tells models of one architecture apart, without reading all of them: pieces of every file, and their sizes.
+    """Hash the size and some pieces of every file: tells models of one architecture apart without reading them all.
 
     Raises:
         AssetError: the folder holds no weights.
@@ -90,7 +90,7 @@ def load_model(
     head that depends on `seed` only.
 
     Args:
-        shard: what to build, see `Decoder`; only its slices are read.
+        shard: layers and slices to build, see `Decoder`; only these are read.
         parallel: see `Decoder`.
 
     Raises:
@@ -162,18 +162,18 @@ def save_stage(
     pp_size: int = 1,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> list[Path]:
-    """Write the tensor files of one pipeline stage, holding one tensor at a time, and those that it is made of.
+    """Write the tensor files of one pipeline stage, holding one tensor and its parts at a time.
 
-    Stages need not talk to each other: which file holds what follows from the configuration. Once all are done,
+    Stages need not talk to each other: the contents of each file follow from the configuration. Once all are done,
     `save_index` completes the folder.
 
     Args:
-        config: of the whole model.
+        config: the whole model.
         tensors: (name, whole tensor of ``config.dtype``) of each parameter of the stage, in the order of the model;
             a tied head is the first stage's embedding and comes from there only.
 
     Returns:
-        The files.
+        Paths of the files.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
@@ -194,7 +194,7 @@ def save_index(
 ) -> None:
     """Write `config.json` and, when there are several tensor files, their index; called once all stages are written.
 
-    Tensor files and an index that were in the folder and are not of this model's would be read instead, and go.
+    Tensor files and an index of an earlier model in the folder are deleted, for they would be read instead.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.
@@ -226,7 +226,7 @@ class _PlannedFile:
 
 
 def _plan_files(assembly: Assembly, config: DecoderConfig, pp_size: int, max_shard_bytes: int) -> list[_PlannedFile]:
-    """Which file holds which tensors: those of one stage, in order, until a file is full."""
+    """Distribute the tensors over files: those of one stage, in order, until a file is full."""
     stage_of: dict[Layer, int] = {"embedding": 0, "head": pp_size - 1}
     for rank, layers in enumerate(stage_layers(config, pp_size)):
         stage_of |= dict.fromkeys(layers, rank)

@@ -1,4 +1,4 @@
-"""One safetensors file: read mapped, written tensor by tensor.
+"""One safetensors file: read memory-mapped, written tensor by tensor.
 
 Format: a u64 with the size of the header, the header in JSON, padded with spaces to a multiple of 8 bytes, then the
 tensors back to back. (https://github.com/huggingface/safetensors#format)
@@ -23,7 +23,7 @@ _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF1
 
 
 def stored_names(file: Path) -> list[str]:
-    """Names of the tensors in a file, after a check that the file is as long as its header promises.
+    """Read the names of the tensors in a file, and check that it is as long as its header promises.
 
     Raises:
         AssetError: the file is missing, truncated or damaged.
@@ -51,7 +51,7 @@ def stored_names(file: Path) -> list[str]:
 
 
 def read_tensors(file: Path, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the named tensors, mapped: what is not looked at is not read from disk.
+    """Yield the named tensors, memory-mapped: only the elements in use are read from disk.
 
     Raises:
         AssetError: the file is damaged.
@@ -70,9 +70,9 @@ def write_tensors(
     """Write tensors one by one as they come, under a temporary name until all are there.
 
     Args:
-        shapes: of every tensor by name, in the order in which they come.
-        dtype: of all of them.
-        tensors: on any device; exactly as many as there are shapes.
+        shapes: shape of every tensor by name, in the order of `tensors`.
+        dtype: dtype of all tensors.
+        tensors: as many as there are shapes, on any device.
 
     Raises:
         OSError: the disk is full or the folder cannot be written; no partly written file keeps its final name.

@@ -40,7 +40,7 @@ class PackedAttention:
         """Attention of q [T, N, D] over k, v [T, K, D]; returns [T, N, D].
 
         Args:
-            window: how many tokens, itself included, each one sees; None for all earlier ones.
+            window: number of tokens, itself included, that each one sees; None for all earlier ones.
         """
         if q.shape[0] == 0:
             return q
@@ -121,7 +121,7 @@ class _PaddedGroups:
         return out.transpose(1, 2).flatten(0, 1)
 
     def _mask(self, longest: int, window: int | None) -> torch.Tensor | None:
-        """Bool [L, L] of a group, the same for all layers; None where causality says it all."""
+        """The bool mask [L, L] of a group, the same for all layers; None where the window hides nothing."""
         if window is None or window >= longest:
             return None
         key = (longest, window)
@@ -137,7 +137,7 @@ class _PaddedGroups:
 
 
 class PadRows(torch.autograd.Function):
-    """Rows by index; backward reads each token's one real row, since no gradient reaches padding."""
+    """Gathers rows by index; backward reads each token's one real row, since no gradient reaches padding."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, token_of: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
@@ -151,7 +151,7 @@ class PadRows(torch.autograd.Function):
 
 
 class UnpadRows(torch.autograd.Function):
-    """The real rows in packing order; backward leaves zeros in the padding."""
+    """Gathers the real rows in packing order; backward leaves zeros in the padding."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, row_of: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ class UnpadRows(torch.autograd.Function):
 
 
 def group_by_length(seqlens: Sequence[int], width: int) -> list[list[int]]:
-    """Indices of the non-empty sequences in groups of similar length, shortest first.
+    """Group the indices of non-empty sequences by similar length, shortest first.
 
     A group grows while the score entries that padding wastes cost less than a call of its own.
 

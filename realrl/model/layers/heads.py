@@ -1,4 +1,4 @@
-"""What sits on top of the decoder's hidden states: logits, or one number per token."""
+"""Heads on the decoder's hidden states: logits, or one number per token."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class LMHead(nn.Module):
     """Logits over the vocabulary, or over this rank's part of it.
 
     Args:
-        weight: [V, H]; may be the embedding's own parameter (tied). In a tensor-parallel group, a rank's rows of it.
-        vocab_start: the token of the first row.
+        weight: [V, H]; may be the embedding's own parameter (tied). In a tensor-parallel group, this rank's rows.
+        vocab_start: token of the first row.
     """
 
     def __init__(self, weight: nn.Parameter, *, vocab_start: int = 0) -> None:

@@ -12,7 +12,7 @@ class Linear(nn.Linear):
     """`nn.Linear` for packed tokens [T, in], uninitialised."""
 
     def reset_parameters(self) -> None:
-        """Nothing: what numbers there are comes from files, other ranks or `realrl.model.init`."""
+        """Leave the parameters alone: numbers come from files, other ranks or `realrl.model.init`."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, self.bias)

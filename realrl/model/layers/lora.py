@@ -2,8 +2,8 @@
 
 W and its bias are frozen; A [rank, in] and B [out, rank] are float32 parameters, trained in their place. B starts at
 zero, so that the model starts as its base. With tensor parallelism a layer cut by rows has a slice of B and all of A, a
-layer cut by columns a slice of A and all of B: either way B A x is what the layer's own product is, rows or a summand
-of it, and no further message is needed. Each rank computes a part of the gradient of the factor that it has whole.
+layer cut by columns a slice of A and all of B. Either way B A x has the same form as the layer's own product, rows or a
+summand, and no further message is needed. Each rank computes a part of the gradient of the factor that it has whole.
 
 `DecoderConfig.lora` says which layers have one; see `realrl.plan.parameters.adapters` for names and slices.
 """
@@ -28,7 +28,7 @@ class LoRALinear(Linear):
 
     Args:
         layer: the frozen layer, or a rank's slice of it.
-        rank: of the adapter.
+        rank: rank of the adapter.
         scale: factor of B A.
     """
 
@@ -43,7 +43,7 @@ class LoRALinear(Linear):
         self.is_on = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, out]."""
+        """Map [T, in] to [T, out]."""
         return self._adapted(x, linear(x, self.weight, self.bias))
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class LoRALinear(Linear):
 
 
 def effective_weight(layer: nn.Linear, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix [out, in] that a layer multiplies with, its adapter included; the layer's own memory if it can be."""
+    """The matrix [out, in] of a layer with its adapter merged in; it may share the layer's memory."""
     return layer.merged_weight().to(dtype) if isinstance(layer, LoRALinear) else layer.weight.to(dtype)
 
 
@@ -71,8 +71,8 @@ def insert_adapters(module: nn.Module, names: Iterable[str], lora: LoRA) -> None
     """Give layers an uninitialised adapter; their weights stay themselves.
 
     Args:
-        module: has the layers.
-        names: of parameters; those of adapters say which layers get one.
+        module: parent of the layers.
+        names: parameter names; those of adapters say which layers get one.
     """
     for name in names:
         if name.endswith(LORA_A):

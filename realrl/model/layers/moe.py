@@ -10,8 +10,8 @@ Slots are sorted by expert and each expert multiplies all of its slots at once. 
 order of its choice, forward and backward: nothing depends on which other tokens share the batch, or on atomic adds.
 
 Under tensor parallelism every expert is cut like the dense MLP (gate and up by rows, down by columns) and the router is
-whole on every rank: all ranks see all rows and route alike. What a rank knows of a weight's gradient, and so of the
-router's, is the summand of its own inner units; see `realrl.model.decoder.Decoder.tp_partial_gradients`.
+whole on every rank: all ranks see all rows and route alike. A rank computes the summand of its own inner units in the
+gradient of a weight, and so of the router; see `realrl.model.decoder.Decoder.tp_partial_gradients`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from realrl.shape import MoEConfig
 
 @dataclass(frozen=True)
 class Routing:
-    """Which experts compute which tokens, and how much each counts.
+    """Assignment of tokens to experts, with weights.
 
     Attributes:
         weights: [T, k], in the dtype of the hidden states, with gradient.
         order: int64 [T * k]: slots (token * k + choice) sorted by expert, then by token.
-        inverse: int64 [T * k]: where each slot is in `order`.
-        counts: slots of each of the E experts.
+        inverse: int64 [T * k]: the index of each slot in `order`.
+        counts: number of slots of each of the E experts.
     """
 
     weights: torch.Tensor
@@ -47,14 +47,14 @@ class Routing:
 
     @property
     def k(self) -> int:
-        """Experts of each token."""
+        """The number of experts of each token."""
         return self.weights.shape[1]
 
 
 class LoadBalance:
     """The auxiliary loss of one micro-batch: it pulls routers towards using all experts of a layer equally.
 
-    For one sequence and one layer it is that of Fedus et al. 2021 (Switch Transformer, eq. 4-6), with k choices per
+    For one sequence and one layer it is the loss of Fedus et al. 2021 (Switch Transformer, eq. 4-6), with k choices per
     token as in Lepikhin et al. 2020 (GShard):
 
         L(sequence, layer) = E * sum_e f_e * P_e
@@ -72,12 +72,12 @@ class LoadBalance:
     Args:
         config: the experts.
         seqlens: tokens of each of the S sequences of the micro-batch; empty ones do not count.
-        weight: of one sequence in one layer: coefficient / (sequences of the minibatch * layers with experts).
-        device: of the tokens.
+        weight: weight of one sequence in one layer: coefficient / (sequences of the minibatch * layers with experts).
+        device: device of the tokens.
 
     Attributes:
         losses: scalar by layer: L summed over sequences, without gradient.
-        loads: [E] by layer: slots of each expert.
+        loads: [E] by layer: number of slots of each expert.
     """
 
     def __init__(self, config: MoEConfig, seqlens: Sequence[int], *, weight: float, device: torch.device) -> None:
@@ -92,14 +92,14 @@ class LoadBalance:
     def inject(
         self, probs: torch.Tensor, chosen: torch.Tensor, *, layer_index: int, with_gradient: bool
     ) -> torch.Tensor:
-        """Return `probs`, through which the auxiliary gradient joins the backward pass; note loss and loads.
+        """Return `probs`, through which the auxiliary gradient joins the backward pass; record loss and loads.
 
-        Doing it twice for a layer, as when activations are recomputed, notes them once.
+        A second call for a layer, as when activations are recomputed, overwrites the record of the first.
 
         Args:
             probs: float32 or float64 [T, E].
             chosen: int64 [T, k].
-            with_gradient: on one rank of a tensor-parallel group only, because router gradients are added up there.
+            with_gradient: True on one rank of a tensor-parallel group only, because router gradients are added up.
         """
         with torch.no_grad():
             shape = (len(self._lengths), self._n_experts)
@@ -121,9 +121,9 @@ class MoE(nn.Module):
 
     Args:
         config: the experts.
-        make: makes the parameter of a name.
-        name: of the module in the whole model.
-        layer_index: of the block in the whole model.
+        make: factory of parameters by name.
+        name: name of the module in the whole model.
+        layer_index: index of the block in the whole model.
         parallel: the ranks that hold the other slices.
     """
 
@@ -148,7 +148,7 @@ class MoE(nn.Module):
 
         Args:
             x: [rows, H]; all `n_rows` rows unless sequence-parallel.
-            balance: in training, the auxiliary loss.
+            balance: the auxiliary loss; None outside of training.
         """
         x = self._parallel.enter(x, n_rows)
         inject = None
@@ -185,14 +185,14 @@ def route(
     *,
     inject: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> Routing:
-    """Choose experts: the k of largest softmax(x W^T), the softmax in float32 or better over all experts.
+    """Choose the k experts of largest softmax(x W^T); the softmax is over all experts, in float32 or better.
 
     A token's weights are those probabilities, divided by their sum if the configuration says so (Mixtral always does).
 
     Args:
         x: [T, H].
         router_weight: [E, H].
-        inject: takes probabilities [T, E] and choices [T, k], returns the probabilities to go on with.
+        inject: function of probabilities [T, E] and choices [T, k] that returns the probabilities to go on with.
     """
     probs = linear(x, router_weight).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
     chosen = probs.detach().topk(config.top_k, dim=-1).indices
@@ -212,10 +212,10 @@ def route(
 def mix_experts(
     x: torch.Tensor, routing: Routing, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
 ) -> torch.Tensor:
-    """sum over a token's experts e of weight_e * down_e(silu(gate_e(x)) * up_e(x)); returns a new [T, H].
+    """Sum weight_e * down_e(silu(gate_e(x)) * up_e(x)) over each token's experts e; returns a new [T, H].
 
-    The weight is applied to the inner units, of which each rank of a tensor-parallel group has a part, and which are
-    fewer than hidden ones in models of many experts; `down` is linear.
+    The weight is applied to the inner units, which `down`, being linear, allows: each rank of a tensor-parallel group
+    has only a part of them, and models of many experts have fewer inner than hidden units.
 
     Args:
         x: [T, H].
@@ -229,12 +229,12 @@ def mix_experts(
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Rows of group e times weight[e].T, with gradients; one product per group that has rows.
+    """Multiply the rows of group e by weight[e].T, with gradients; one product per group that has rows.
 
     Args:
-        x: [N, in], the rows of one group after those of the other.
+        x: [N, in], rows sorted by group.
         weight: [E, out, in].
-        counts: rows of each group; they add up to N.
+        counts: number of rows of each group; they add up to N.
     """
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _GroupedLinear.apply(x, weight, counts)
@@ -245,7 +245,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int])
 
 
 def _groups(counts: Sequence[int]) -> list[tuple[int, slice]]:
-    """(group, its rows) of those that have any."""
+    """(group, its rows) of each group that has any."""
     groups, start = [], 0
     for expert, count in enumerate(counts):
         if count:
@@ -285,17 +285,17 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 def _to_slots(x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
-    """[T, H] -> [T * k, H] in the order of experts."""
+    """Copy [T, H] to slots [T * k, H] in the order of experts."""
     return x.index_select(0, order // k)
 
 
 def _to_tokens(slots: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
-    """[T * k, H] in the order of experts -> sums [T, H]."""
+    """Sum slots [T * k, H] in the order of experts to [T, H]."""
     return slots.index_select(0, inverse).unflatten(0, (len(inverse) // k, k)).sum(1)
 
 
 class _Dispatch(torch.autograd.Function):
-    """A copy of a token for each of its slots. It and `_Combine` are each other's gradient."""
+    """Copies each token to its slots; `_Dispatch` and `_Combine` are each other's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -310,7 +310,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The sum of a token's slots."""
+    """Sums each token's slots."""
 
     @staticmethod
     def forward(ctx: Any, slots: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -20,7 +20,7 @@ class Norm(nn.Module):
         bias: [size]; "layer" only.
         kind: "rms" or "layer".
         eps: added to the mean square, or to the variance.
-        has_offset: "rms" only.
+        has_offset: True if the stored weight is the factor minus one; "rms" only.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Norm(nn.Module):
         return F.rms_norm(x, size, self.weight, self.eps)
 
     def frozen(self, dtype: torch.dtype) -> Norm:
-        """This norm for activations of `dtype`, without gradient; it may share memory with this one."""
+        """A copy for activations of `dtype`, without gradient; it may share memory with this norm."""
         weight, bias = (
             None if p is None else nn.Parameter(p.detach().to(dtype), requires_grad=False)
             for p in (self.weight, self.bias)

@@ -34,10 +34,10 @@ def _kept_by_turns(inv_freq: torch.Tensor, scaling: RopeScaling) -> torch.Tensor
 
 
 def _kept_by_index(config: DecoderConfig, scaling: RopeScaling, inv_freq: torch.Tensor) -> torch.Tensor:
-    """YaRN, equation 17, with its ramp over the index of the frequency, as its authors' code has it."""
+    """Share of the unscaled frequency: YaRN, equation 17, with its ramp over the index as in its authors' code."""
 
     def index_of(n_turns: float) -> float:
-        """Of the frequency that turns so often within the original context."""
+        """The index of the frequency that turns `n_turns` times within the original context."""
         radians = scaling.original_max_positions / (n_turns * 2 * math.pi)
         return config.head_dim * math.log(radians) / (2 * math.log(config.rope_theta))
 
@@ -57,8 +57,8 @@ def rope_table(
     Args:
         inv_freq: float32 [head_dim / 2].
         positions: integers [T].
-        dtype: of the result; angles are computed in float32.
-        amplitude: what is rotated becomes so much longer; see `RopeScaling.amplitude`.
+        dtype: dtype of the result; angles are computed in float32.
+        amplitude: factor of the rotated vectors' length; see `RopeScaling.amplitude`.
     """
     angles = positions.to(torch.float32)[:, None] * inv_freq[None, :]
     cos, sin = angles.cos(), angles.sin()

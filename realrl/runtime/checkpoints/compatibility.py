@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this run: its models, and its rows of later steps. Imports torch for models only."""
+"""Checks that a checkpoint fits a run: its models, and its rows of later steps. Imports torch for models only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def saved_roles(plan: RunPlan, rank: int) -> dict[str, SavedRole]:
-    """How the roles are saved for which this rank speaks: those in whose home it comes first."""
+    """Describe, for the manifest, the roles in whose home this rank comes first."""
     from realrl.experiment.models import role_configs
 
     found = {}
@@ -34,7 +34,7 @@ def saved_roles(plan: RunPlan, rank: int) -> dict[str, SavedRole]:
 
 
 def _given(plan: RunPlan, name: str, config: DecoderConfig) -> str:
-    """Digest of what a role needs besides a checkpoint; random weights follow from the seed, which must be the same."""
+    """Digest of a role's weights outside of the checkpoint; random ones follow from the seed."""
     if name in plan.changed_roles and config.lora is None:
         return ""
     from realrl.model.files.hf import weights_digest
@@ -45,7 +45,7 @@ def _given(plan: RunPlan, name: str, config: DecoderConfig) -> str:
 
 
 def check_resume(plan: RunPlan, folder: Path, manifest: Manifest) -> None:
-    """Refuse a checkpoint whose models are not those of this run.
+    """Refuse a checkpoint whose models differ from this run's.
 
     Raises:
         AssetError: names the role and the manifest.
@@ -73,13 +73,13 @@ def check_resume(plan: RunPlan, folder: Path, manifest: Manifest) -> None:
 def check_samples(
     folder: Path, files: Iterable[str], in_flight: InFlight, outputs: Mapping[str, Sequence[str]]
 ) -> None:
-    """Refuse rows of later steps that this run's calls would have produced otherwise.
+    """Refuse a checkpoint whose rows of later steps lack keys that this run's calls produce.
 
     Args:
         outputs: call -> keys that it produces.
 
     Raises:
-        AssetError: a file is damaged, or a key is missing of samples that a call was done with.
+        AssetError: a file is damaged, or samples of a finished call lack a key.
     """
     known: set[str] = set()
     for name in filter(is_sample_file, files):

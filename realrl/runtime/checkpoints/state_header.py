@@ -1,4 +1,4 @@
-"""What a file of state says of itself: the tree of its names, and why it cannot be read. Imports no torch."""
+"""Headers of state files: the tree of names, and errors of damaged files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from realrl.errors import AssetError
 
 
 def tree_of(file: Any) -> Any:
-    """The state that an open safetensors file holds, with names in the place of tensors."""
+    """The state in an open safetensors file, with names in the place of tensors."""
     return json.loads((file.metadata() or {})["tree"])
 
 
 def names_in(path: Path) -> set[str]:
-    """The names at the top of the state.
+    """Read the names at the top of the state.
 
     Raises:
         AssetError: the file is missing or damaged.
@@ -30,7 +30,7 @@ def names_in(path: Path) -> set[str]:
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn what is raised where a file is missing or damaged into `AssetError`."""
+    """Turn the errors of a missing or damaged file into `AssetError`."""
     try:
         yield
     except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as err:

@@ -6,8 +6,8 @@
               ──save───►┘                        │
                                                  └──► exit code   Finish, Abort
 
-The loop handles replies as they come and looks at the launcher and the clock every `_POLL_S`. A signal ends it by an
-exception; the session around it stops the workers.
+The loop handles replies as they come and looks at the launcher and the clock every `_POLL_S` seconds. A signal ends it
+by an exception; the session around it stops the workers.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ _log = logging.getLogger(__name__)
 
 
 class MasterWorker:
-    """Feeds events to a `MasterState` and carries out what it answers.
+    """Feeds events to a `MasterState` and carries out its instructions.
 
     Args:
-        plan: of the run.
-        state: decides everything.
+        plan: plan of the run.
+        state: source of all decisions.
         session: transport, launcher and sinks.
-        checkpoints: where checkpoints are committed.
+        checkpoints: store that checkpoints are committed to.
     """
 
     def __init__(self, plan: RunPlan, state: MasterState, session: Session, checkpoints: CheckpointStore) -> None:
@@ -89,11 +89,11 @@ class MasterWorker:
         self._activity: dict[int, str] = {}
         self._exit_code: int | None = None
         self._last_step = 0
-        self._results: dict[str, str] = {}  # of a run that only evaluates
+        self._results: dict[str, str] = {}  # filled if the run only evaluates
         self._eval_started_s: float | None = None
         self._started_s = self._step_started_s = time.monotonic()
-        self._next_save_s: float | None = None  # when the clock asks for a checkpoint
-        self._scores: dict[int, float | None] = {}  # by step: what save.keep_best goes by
+        self._next_save_s: float | None = None  # time at which the clock asks for a checkpoint
+        self._scores: dict[int, float | None] = {}  # step -> value of the metric save.keep_best
 
     def run(self, start: Start) -> int:
         """Run to the end; returns the exit code."""
@@ -118,7 +118,7 @@ class MasterWorker:
         return self._exit_code
 
     def _look_around(self) -> None:
-        """Turn what only the shell can see into events: deaths and silence."""
+        """Turn deaths and silence of workers, and the time of a checkpoint, into events."""
         for lost in self._deaths():
             self._dispatch(lost)
         limit_s, now_s = self._plan.config.cluster.worker_timeout_s, time.monotonic()
@@ -144,7 +144,7 @@ class MasterWorker:
             self._session.progress.phase(f"worker {reply.rank} is up (process {reply.pid})")
 
     def _dispatch(self, event: Event) -> None:
-        """Hand one event to the state and perform the answer, which may cause further events."""
+        """Hand one event to the state and perform its instructions, which may cause further events."""
         events = deque([event])
         while events and self._exit_code is None:
             for instruction in self.state.handle(events.popleft()):
@@ -187,18 +187,18 @@ class MasterWorker:
         return None
 
     def _on_failure(self, reply: WorkerFailed) -> None:
-        """A worker that fails may do so because another one died, of which the news comes later: that is told first."""
+        """Dispatch a failure after the deaths of other workers, which may have caused it and be noticed later."""
         lost = self._deaths(_DEATH_NOTICE_S if reply.needs_peers else 0.0)
         events: list[Event] = [reply, *(death for death in lost if death.rank == reply.rank)]
         for event in [*(death for death in lost if death.rank != reply.rank), *events]:
             self._dispatch(event)
 
     def _death_behind(self, rank: int, error: TransportError) -> WorkerLost:
-        """A connection that is gone usually means a process that just died: name that one, and how it ended."""
+        """Find the death behind a lost connection, which usually means a process that just died."""
         return next(iter(self._deaths(_DEATH_NOTICE_S)), WorkerLost(rank, None, error.message))
 
     def _deaths(self, patience_s: float = 0.0) -> list[WorkerLost]:
-        """Workers whose process ended and who were not told of yet; waits `patience_s` for one."""
+        """Workers whose end was not reported yet; waits `patience_s` for one."""
         deadline_s = time.monotonic() + patience_s
         while not (ended := self._session.launcher.poll()) and time.monotonic() < deadline_s:
             time.sleep(0.02)
@@ -238,7 +238,7 @@ class MasterWorker:
         self._session.progress.phase(f"evaluating {what} on {instruction.n_samples} samples")
 
     def _end_evaluation(self, now_s: float) -> float:
-        """Seconds that the evaluation took; 0 if there was none."""
+        """End the evaluation; returns the seconds that it took, 0 if there was none."""
         started_s, self._eval_started_s = self._eval_started_s, None
         return 0.0 if started_s is None else now_s - started_s
 
@@ -258,7 +258,7 @@ class MasterWorker:
         self._next_save_s = time.monotonic() + every_s if every_s else None
 
     def _score(self, metrics: Mapping[str, float]) -> float | None:
-        """Of a step, where a checkpoint is kept for it."""
+        """The step's value of the metric `save.keep_best`; None if it is missing or not finite."""
         value = metrics.get(self._plan.config.save.keep_best)
         return value if value is not None and math.isfinite(value) else None
 

@@ -1,6 +1,6 @@
-"""What can be refused before a process starts: model files, tokenizers, the dataset, a checkpoint to resume from.
+"""Checks before a process starts: model files, tokenizers, the dataset, a checkpoint to resume from.
 
-Built-in models and tasks need no check, and then none of the heavy imports; unless a checkpoint must fit to them.
+Built-in models and tasks need no check and none of the heavy imports, unless a checkpoint must fit them.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def check_inputs(plan: RunPlan) -> Resume:
     """Read the checkpoint to resume from, every model's headers, every tokenizer, and the whole dataset.
 
     Returns:
-        Where the run begins.
+        The starting point of the run.
 
     Raises:
         AssetError: a file of a model or checkpoint is missing or torn, a tokenizer is unusable, a model lacks tokens.
         DataError: a row of the dataset is unusable, none is left, or too few for one step.
         ConfigError: the checkpoint has no step left to do, or was made with another order of the data; a training
-            backend is not installed, or cannot do what is asked of it.
+            backend is not installed, or does not support a setting.
         AllocationError: a strategy does not fit a model.
     """
     config = plan.config
@@ -78,7 +78,7 @@ def check_inputs(plan: RunPlan) -> Resume:
 
 @contextmanager
 def _naming(key: str) -> Iterator[None]:
-    """Errors about files also say which key named them."""
+    """Put the configuration key of a file before the message of an `AssetError`."""
     try:
         yield
     except AssetError as error:
@@ -86,12 +86,13 @@ def _naming(key: str) -> Iterator[None]:
 
 
 def check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> None:
-    """Every role must know the tokens that it may be given: the dataset's, and what the dataset's role generates.
+    """Refuse a role whose vocabulary lacks tokens that it may get: the dataset's, and those that its role generates.
 
-    That role itself may have fewer than its tokenizer, which often has added tokens that no text contains.
+    The dataset's role itself may know fewer tokens than its tokenizer, which often has added tokens that no text
+    contains.
 
     Raises:
-        AssetError: a role knows fewer.
+        AssetError: a role knows too few tokens.
     """
     from realrl.model.files.config_file import read_config
 

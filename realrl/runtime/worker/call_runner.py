@@ -33,9 +33,9 @@ class CallRunner:
         roles: the roles that this rank hosts.
         store: this rank's rows.
         world: the group of all ranks.
-        client: pulls rows from other stores; None if there is a single worker.
+        client: client that pulls rows from other stores; None if there is a single worker.
         peers: data-server address of every rank.
-        device: where calls compute.
+        device: device of the calls.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class CallRunner:
         )
 
     def move_rows(self, request: MoveRows) -> RowsMoved:
-        """Send the rows that others lack for a call, and receive those that this rank lacks."""
+        """Send rows that others lack for a call, and receive rows that this rank lacks."""
         start_s = time.time()
         bytes_received = exchange_rows(
             (*request.sends, *request.receives), store=self._store, world=self._world, device=self._device
@@ -125,7 +125,7 @@ class CallRunner:
     def _parameters_of(self, mfc: MFCDef, is_at_home: bool) -> AbstractContextManager[None]:
         """Gather, for the duration of a call, parameters that the backend shards between calls.
 
-        Ranks without samples take part. A training call gathers them block by block itself.
+        Ranks without samples take part. A training call gathers parameters block by block itself.
         """
         engine = self._roles[mfc.role].home_engine
         return nullcontext() if mfc.is_train or not is_at_home or engine is None else engine.whole_parameters()

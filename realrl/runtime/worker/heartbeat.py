@@ -11,11 +11,11 @@ HEARTBEAT_INTERVAL_S = 1.0
 
 
 class HeartbeatThread:
-    """Sends `current()` through `send` until closed; the first one at once.
+    """Sends `current()` through `send` until closed, the first heartbeat at once.
 
     Args:
         current: makes the heartbeat; must not block.
-        send: a thread-safe send of the worker's transport.
+        send: thread-safe send of the worker's transport.
         interval_s: seconds between two heartbeats.
     """
 

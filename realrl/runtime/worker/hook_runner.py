@@ -33,7 +33,7 @@ class HookRunner:
         roles: the roles that this rank hosts.
         reallocs: plans of the reallocations.
         world: the group of all ranks.
-        device: where the parameters are.
+        device: device of the parameters.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HookRunner:
         )
 
     def _prefetch(self, hooks: Sequence[PlannedHook]) -> None:
-        """Start to bring back all parameters that these hooks read or write."""
+        """Start to bring back, from host memory, all parameters that these hooks read or write."""
         for hook in hooks:
             for name in (hook.source, hook.target) if isinstance(hook, Realloc) else ():
                 if name in self._roles:

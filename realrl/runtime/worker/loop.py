@@ -1,11 +1,11 @@
-"""What every worker does around its host, whatever carries the messages: execute, report failures, say what it is at.
+"""The loop of a worker around its host, for any transport: execute requests, report failures, describe the activity.
 
     request ──► WorkerLoop.execute ──► host.handle ──► replies
                      ▲                                   Goodbye ends the loop
-    heartbeat thread ┘ reads what is being executed
+    heartbeat thread ┘ reads the current request
 
-The host is made on the first request, inside the same protection as the request itself: a host that cannot even be
-imported becomes a `WorkerFailed` that the user reads, not a process that vanished.
+The host is made on the first request, inside the same protection as the request itself: the failure to import a host
+becomes a `WorkerFailed` that the user reads, not a process that vanished.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _log = logging.getLogger(__name__)
 
 
 class Host(Protocol):
-    """What a worker hosts: executes requests in order and serves rows of its store to other workers."""
+    """Content of a worker: executes requests in order and serves rows of its store to other workers."""
 
     def handle(self, request: Request) -> Sequence[Reply | Future[Reply]]:
         """Execute one request; a reply may come later, while other requests are executed."""
 
     def fetch(self, key: str, ids: Sequence[str]) -> bytes:
-        """Encoded rows of `key`; called from another thread."""
+        """Encode rows of `key`; called from another thread."""
 
 
 HostFactory = Callable[[int, SampleClient], Host]
-"""``make_host(rank, client)``."""
+"""Factory of a host, called with the worker's rank and client."""
 
 
 class WorkerLoop:
@@ -57,9 +57,9 @@ class WorkerLoop:
 
     Args:
         rank: global rank.
-        client: for the host.
-        make_host: returns the factory of the host.
-        post: sends a reply that comes later, from any thread; None: `execute` waits for such replies.
+        client: client of the host.
+        make_host: function that imports and returns the factory of the host.
+        post: thread-safe send of a reply that comes later; None lets `execute` wait for such replies.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class WorkerLoop:
 
     @property
     def finished(self) -> bool:
-        """Whether a Goodbye was returned: nothing more will be executed."""
+        """True if a Goodbye was returned: nothing more will be executed."""
         return self._state.phase is WorkerPhase.CLOSED
 
     def execute(self, request: Request) -> list[Reply]:
-        """Replies to one request; whatever the host raises becomes a `WorkerFailed`.
+        """Execute one request and return the replies; an exception of the host becomes a `WorkerFailed`.
 
         Raises:
             InvalidTransitionError: the request is out of sequence.
@@ -102,19 +102,19 @@ class WorkerLoop:
         return replies
 
     def fetch(self, key: str, ids: Sequence[str]) -> bytes:
-        """Rows of the host's store. Raises `TransportError` while there is no host yet."""
+        """Encoded rows of the host's store. Raises `TransportError` while there is no host yet."""
         if self._host is None:
             raise TransportError(f"worker {self.rank} holds no samples yet", worker=self.rank)
         return self._host.fetch(key, ids)
 
     def heartbeat(self) -> Heartbeat:
-        """What this worker is doing now."""
+        """Describe the worker's current activity."""
         return self._state.heartbeat(time.monotonic())
 
     def failure(self, request: Request, error: BaseException) -> WorkerFailed:
-        """The message that tells the master why `request` failed.
+        """Make the message that tells the master why `request` failed.
 
-        A deliberate error explains itself; it comes with the traceback of what caused it, if anything did.
+        A deliberate error explains itself: the message has the traceback of its cause, if any.
         """
         cause = error.__cause__ if isinstance(error, Error) else error
         part = request if isinstance(request, RunCall | RunHooks | MoveRows) else None
@@ -149,7 +149,7 @@ class WorkerLoop:
         return replies
 
     def _post_later(self, request: Request, post: Callable[[Reply], None], reply: Future[Reply]) -> None:
-        """Send what a request led to, after other requests were executed."""
+        """Send the late reply to a request, or its failure."""
         error = reply.exception()
         if error is None:
             post(reply.result())
@@ -162,5 +162,5 @@ class WorkerLoop:
 
 
 def _printable(text: str) -> str:
-    """Text without lone surrogates, which no message could carry."""
+    """Replace lone surrogates, which no message could carry, by escapes."""
     return text.encode(errors="backslashreplace").decode()

@@ -10,8 +10,8 @@
                            SaveCheckpoint  roles, rows -> host memory -> files, by a thread of its own
                            Shutdown        leave the groups
 
-It owns no socket: a worker loop feeds it requests and reports what they raise, and a sample server may
-read its store from another thread.
+It owns no socket: a worker loop feeds it requests and reports their exceptions, and a sample server may read its store
+from another thread.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ModelWorker:
 
     Args:
         rank: global rank.
-        client: pulls rows from other workers' stores; None where there is a single worker.
+        client: client that pulls rows from other workers' stores; None if there is a single worker.
     """
 
     def __init__(self, rank: int, client: SampleClient | None = None) -> None:
@@ -96,11 +96,11 @@ class ModelWorker:
         self._idle_since_s: float | None = None
 
     def fetch(self, key: str, ids: Sequence[str]) -> bytes:
-        """Rows of one key from this worker's store, encoded for another worker; called from the server's thread."""
+        """Encode rows of one key for another worker; called from the server's thread."""
         return encode_rows(self.store.get(ids, [key]))
 
     def handle(self, request: Request) -> list[Reply | Future[Reply]]:
-        """Execute one request and return its reply, for a checkpoint a future; exceptions pass through."""
+        """Execute one request and return its reply, or a future for a checkpoint; exceptions pass through."""
         start_s = time.time()
         reply = self._execute(request, start_s)
         self._idle_since_s = time.time()
@@ -181,7 +181,7 @@ class ModelWorker:
         )
 
     def _open_datasets(self, plan: RunPlan) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
-        """Load the datasets; returns row ids, number of dropped rows and notes of the one that the run goes through."""
+        """Load the datasets; returns row ids, number of dropped rows and notes of the run's own one."""
         config, kind, tokenizer = plan.config, plan.experiment.dataset, role_tokenizer(plan)
         if plan.evaluation is not None or config.eval.only:
             self._held_out = load_dataset(held_out_data(config), kind, tokenizer, is_held_out=True)
@@ -194,7 +194,7 @@ class ModelWorker:
         return self._dataset.row_ids, self._dataset.n_dropped, (*self._dataset.notes, *notes)
 
     def _load(self, request: LoadSamples) -> tuple[SampleMeta, tuple[SampleMeta, ...]]:
-        """Put samples of the dataset into the store, with the rows that a checkpoint holds of them; describes both."""
+        """Put samples of the dataset, and a checkpoint's rows of them, into the store; returns descriptions of both."""
         dataset = self._held_out if request.is_held_out else self._dataset
         if dataset is None:
             raise RunError(f"worker {self.rank} holds no dataset, but was asked for samples", worker=self.rank)

@@ -1,4 +1,4 @@
-"""How the parameters of a run's roles move between layouts."""
+"""Plans for moving the parameters of a run's roles between layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Reallocs:
 
     Args:
         plan: the run.
-        configs: from `role_configs`.
+        configs: configurations from `role_configs`.
     """
 
     def __init__(self, plan: RunPlan, configs: Mapping[str, DecoderConfig]) -> None:
@@ -31,16 +31,17 @@ class Reallocs:
         self._shares_parameters = {role.name for role in trained if role.shares_parameters}
 
     def of(self, hook: Realloc) -> ReallocPlan:
-        """The reallocation that a hook asks for."""
+        """Plan the whole reallocation of a hook."""
         key = (hook.source, hook.source_allocation, hook.target_allocation)
         if key not in self._known:
             self._known[key] = plan_realloc(*self._layouts(hook), node_of=self._node_of)
         return self._known[key]
 
     def parts_of(self, hook: Realloc) -> tuple[ReallocPlan, ...]:
-        """The same, one after the other: one for each layer, where a layer at a time must be held beside what lives.
+        """Plan the reallocation of a hook in parts that run one after the other.
 
-        That is so for a source whose ranks share out its parameters, and for a target that an optimizer must follow.
+        There is one part for each layer, to hold only one layer beside the living parameters, if the ranks of the
+        source share out its parameters or the optimizer of the target must follow. Else there is a single part.
         """
         is_followed = not hook.is_implied and hook.target in self._trained
         if hook.source not in self._shares_parameters and not is_followed:

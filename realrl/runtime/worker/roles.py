@@ -1,6 +1,6 @@
 """The roles that one rank hosts: a model for each layout that the rank is in, tokenizer and interfaces.
 
-home layout      parameters, and the optimizer of a trained role; always there, or offloaded
+home layout      parameters, and the optimizer of a trained role; on the device or offloaded
 other layouts    a decoder without memory, which a reallocation fills for one call
 """
 
@@ -44,11 +44,11 @@ class HostedRole:
 
     Attributes:
         models: allocation -> model, for each allocation of the role's calls whose mesh holds this rank.
-        home: the allocation that the parameters live in; None for a role without any.
+        home: the allocation that the parameters live in; None for a role without parameters.
         interfaces: call -> interface. Calls of one role that name the same interface with the same arguments share one
             instance and its state (value statistics, KL controller). The state lives in the home layout, like the
-            parameters; a call elsewhere gets it from there.
-        offloader: moves the parameters; None on a rank outside the home.
+            parameters; a call elsewhere gets a copy.
+        offloader: mover of the parameters to host memory and back; None on a rank outside the home.
         is_changed: True if a call or hook changes the parameters, so that a checkpoint must hold them.
     """
 
@@ -65,7 +65,7 @@ class HostedRole:
 
     @property
     def has_weights(self) -> bool:
-        """True if the role has a model, and not only a tokenizer."""
+        """True if the role has a model, not just a tokenizer."""
         return self.home is not None
 
     @property
@@ -83,7 +83,7 @@ class HostedRole:
 
     @property
     def version(self) -> int:
-        """Number of train_step calls that the parameters have been through."""
+        """The number of train_step calls that the parameters have been through."""
         return next(iter(self.models.values())).version
 
     @version.setter
@@ -92,7 +92,7 @@ class HostedRole:
             model.version = version
 
     def decoder(self, allocation: Allocation) -> Decoder:
-        """This rank's shard in one of the layouts."""
+        """This rank's shard in the layout of an allocation."""
         engine = self.models[allocation].engine
         assert isinstance(engine, DecoderEngine)
         return engine.decoder
@@ -128,7 +128,7 @@ class HostedRole:
             self.offloader.wait()
 
     def offload(self) -> None:
-        """Move the parameters of the home to host memory, unless they are there."""
+        """Move the home's parameters to host memory, unless they are there."""
         if self.offloader is not None:
             if self.offloader.residence is Residence.RETURNING:
                 self.offloader.wait()
@@ -148,7 +148,7 @@ def build_roles(
     """Build every role with a call on `rank`.
 
     Args:
-        configs: role -> configuration of its model, for roles that have one.
+        configs: role -> configuration of its model, for roles with a model.
         resume_from: checkpoint folder that holds the parameters of changed roles; None for their initial weights.
 
     Raises:
@@ -192,7 +192,7 @@ def build_roles(
 
 
 def role_tokenizer(plan: RunPlan) -> Any:
-    """The tokenizer of the dataset: that of the role whose call reads dataset keys first."""
+    """Load the dataset's tokenizer: that of the role whose call reads dataset keys first."""
     return load_tokenizer(plan.config.models[plan.dataset_role].path)
 
 
@@ -200,7 +200,7 @@ class _Builder:
     """Makes the engines of one role.
 
     Args:
-        config: None for a role without weights.
+        config: configuration of the model; None for a role without weights.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class _Builder:
         self._resume_from = resume_from if name in plan.changed_roles else None
 
     def engine(self, allocation: Allocation, rank: int, parallel: Parallel) -> Engine:
-        """The engine of one layout; it has its parameters if that is the home."""
+        """Make the engine of one layout, with its parameters if that is the home."""
         if self._config is None:
             return WeightlessEngine(self._name, self._device, parallel)
         if allocation != self._plan.home_of(self._name):

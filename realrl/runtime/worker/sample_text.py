@@ -13,10 +13,10 @@ Columns = dict[str, dict[str, tuple[float | bool | str, ...]]]
 
 
 def read_samples(store: SampleStore, request: ReadSamples, tokenizer: Callable[[str], Any]) -> Columns:
-    """The columns that `SamplesRead` carries.
+    """Read the columns of `SamplesRead`.
 
     Args:
-        tokenizer: role -> its tokenizer.
+        tokenizer: function from a role to its tokenizer.
     """
     columns: Columns = {}
     for prefix, ids in request.texts.items():
