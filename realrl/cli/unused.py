@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from realrl.config.problems import Problem, raise_problems
 from realrl.data.kinds import DatasetKind
-from realrl.experiment.evaluation import judging_name
 from realrl.graph.mfc import InterfaceType, MFCDef
 
 if TYPE_CHECKING:
@@ -76,6 +75,8 @@ def check_used(overrides: Sequence[str], plan: RunPlan) -> None:
 
 def _calls_of_training(plan: RunPlan) -> dict[str, str]:
     """Settings of calls that only a training run has."""
+    from realrl.experiment.evaluation import judging_name
+
     names = {mfc.name for mfc in plan.mfcs}
     unused = {f"calls.{call}.max_staleness": "an evaluation trains nothing" for call in plan.config.calls}
     idle = [call for call in plan.config.calls if names.isdisjoint((call, judging_name(call)))]
