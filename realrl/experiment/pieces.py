@@ -216,6 +216,12 @@ def keys_of(pieces: Iterable[Piece], options: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for piece in pieces for key in piece.keys(options)))
 
 
+def piece_keys() -> frozenset[str]:
+    """Every key that some known piece or an option of the loss reads."""
+    read = {key for piece in _registered.values() for key in (*piece.reads, *sum(piece.reads_if.values(), ()))}
+    return frozenset(read | {"ref_logprobs", "metadata"})
+
+
 def training_keys(options: Any) -> tuple[str, ...]:
     """The keys that training needs besides tokens, masks and old log-probabilities."""
     keys = keys_of((piece for piece in chosen_pieces(options) if piece.kind in ("advantage", "policy_loss")), options)

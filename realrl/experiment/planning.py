@@ -13,6 +13,7 @@ from realrl.experiment.call_settings import check_leads, check_run_staleness, co
 from realrl.experiment.declaration import Experiment, Role
 from realrl.experiment.evaluation import evaluation_experiment, plan_evaluation
 from realrl.experiment.models import role_config, role_configs
+from realrl.experiment.registry import check_interface_name
 from realrl.experiment.run_plan import RunPlan
 from realrl.graph.build import build_graph, calls, replace_calls, topological_calls
 from realrl.graph.mfc import MFCDef, OffloadHook
@@ -132,6 +133,7 @@ def _offloading_calls(graph: nx.DiGraph, config: RunConfig, roles: Mapping[str, 
 def _check_roles(mfcs: tuple[MFCDef, ...], experiment: str, roles: Mapping[str, Role]) -> None:
     trained = {mfc.role for mfc in mfcs if mfc.is_train}
     for mfc in mfcs:
+        check_interface_name(mfc.interface.name)
         if mfc.role not in roles:
             raise GraphError(
                 f"call '{mfc.name}' runs role '{mfc.role}', which experiment '{experiment}' does not declare."

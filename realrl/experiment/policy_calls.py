@@ -11,15 +11,17 @@ from dataclasses import replace
 from typing import Any
 
 from realrl.config.policy_options import MovingReferenceOptions, PolicyOptions, SafeRLHFOptions
+from realrl.config.reward_options import REWARD_MODEL
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError
 from realrl.experiment.declaration import Role
-from realrl.experiment.pieces import check_options_are_read, chosen_pieces, find_piece, training_keys
+from realrl.experiment.pieces import check_options_are_read, chosen_pieces, find_piece, piece_keys, training_keys
 from realrl.experiment.rewards import REWARD, SCORER, reward_calls, reward_roles
 from realrl.graph.mfc import InterfaceRef, InterfaceType, MFCDef, ModelName, ParamReallocHook
 
 GENERATE, INFERENCE, TRAIN_STEP = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
 TOKENS = ("input_ids", "prompt_mask")
+_ALWAYS = (*TOKENS, "old_logprobs", "behavior_logprobs", "truncated")  # training reads these with any pieces
 OF_THE_ROW = ("prompt_ids", "metadata")  # keys that all policies share
 
 Calls = list[MFCDef]
@@ -77,12 +79,24 @@ def run_ahead(config: RunConfig, calls: Calls) -> Calls:
 def reward_functions(config: RunConfig, calls: Calls) -> Calls:
     """`algorithm.reward_function` and `algorithm.rewards`: Python functions beside the reward model, or in its place.
 
-    ``rew_inf`` runs the function then; where several rewards are added up, ``scorer_inf`` follows it.
+    ``rew_inf`` runs the function then; where several rewards are added up, ``scorer_inf`` follows it. A call with an
+    interface of its own stays as it is.
+
+    Raises:
+        ConfigError: no call of the reward model is there that a function could take the place of.
     """
     changed: Calls = []
     for call in calls:
-        [key] = call.output_keys if call.role == REWARD else (None,)
-        changed += [call] if key is None else reward_calls(config, prefix=key.removesuffix("rewards"))
+        if call.role == REWARD and call.interface.name == REWARD_MODEL:
+            changed += reward_calls(config, prefix=call.output_keys[0].removesuffix("rewards"))
+        else:
+            changed.append(call)
+    given = "reward_function" if config.algorithm.reward_function is not None else "rewards"
+    if getattr(config.algorithm, given) and not any(call.interface.name == REWARD_MODEL for call in calls):
+        raise ConfigError(
+            f"algorithm.{given} has no effect: experiment {config.experiment} gives rewards by an interface of its own",
+            remedy="Leave it out, or set it to null ({} for rewards) where a preset has set it.",
+        )
     return changed
 
 
@@ -146,9 +160,9 @@ def own_reference(config: RunConfig, calls: Calls) -> Calls:
 
 
 def chosen_keys(config: RunConfig, calls: Calls) -> Calls:
-    """`algorithm.advantage`, `policy_loss`, `kl_coef`, ...: training reads the keys that they need, and no others.
+    """`algorithm.advantage`, `policy_loss`, `kl_coef`, ...: training reads the keys that they need.
 
-    A reference whose log-probabilities nobody reads is left out.
+    Other keys of pieces leave its inputs, keys that no piece knows stay. A reference whose log-probabilities nobody reads is left out.
 
     Raises:
         ConfigError: a piece compares with another player and there is none, or a critic's values are not read.
@@ -158,7 +172,8 @@ def chosen_keys(config: RunConfig, calls: Calls) -> Calls:
     policies = _policies(calls)
     changed = [_reading(call, options, call.role in policies) if call.is_train else call for call in calls]
     read = {key for call in changed for key in call.input_keys}
-    return [call for call in changed if not call.name.endswith("ref_inf") or read.intersection(call.output_keys)]
+    unread = {call.name for call in changed if call.output_keys and not read.intersection(call.output_keys)}
+    return [call for call in changed if call.name not in unread or not call.output_keys[0].endswith("ref_logprobs")]
 
 
 def teacher_keys(config: RunConfig, calls: Calls) -> Calls:
@@ -214,7 +229,11 @@ def policy_roles(
         policies: roles that are trained against the reference.
         rewards: whether the graph has `reward_calls`.
     """
-    changes: dict[str, Role | None] = {REWARD: None, SCORER: None, **reward_roles(config)} if rewards else {}
+    changes: dict[str, Role | None] = {}
+    if rewards:
+        needed = reward_roles(config)
+        is_function = needed[REWARD].head == "none"
+        changes = {SCORER: needed.get(SCORER), **({REWARD: needed[REWARD]} if is_function else {})}
     if "ref_logprobs" not in training_keys(config.algorithm) or all(has_adapter(config, role) for role in policies):
         changes["ref"] = None
     return changes
@@ -322,7 +341,8 @@ def _reading(call: MFCDef, options: PolicyOptions, is_policy: bool) -> MFCDef:
         wanted = [own for own in seen if own != "ref_logprobs" or options.kl_coef]
     else:
         behavior = ("behavior_logprobs",) if "behavior_logprobs" in seen else ()
-        wanted = [*TOKENS, "old_logprobs", "truncated", *behavior, *training_keys(options)]
+        own = [key for key in seen if key not in piece_keys() and key not in _ALWAYS]
+        wanted = [*TOKENS, "old_logprobs", "truncated", *behavior, *training_keys(options), *own]
     prefix = _prefix_of(call)
     keys = {own: seen.get(own, own if own in OF_THE_ROW else prefix + own) for own in dict.fromkeys(wanted)}
     remap = {key: own for own, key in keys.items() if key != own}
