@@ -191,7 +191,7 @@ def _mpu(parallel: Parallel) -> Any:
 
 
 def _nothing(_: Any) -> None:
-    """Replace a hook or a check."""
+    """Stand in for a hook or a check."""
 
 
 @contextlib.contextmanager
