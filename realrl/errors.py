@@ -1,4 +1,4 @@
-"""Every error that realrl raises on purpose.
+"""The errors that realrl raises on purpose.
 
 Error
 ├── UsageError            exit code 2: the user can fix it, nothing was started

@@ -170,7 +170,7 @@ def compare_rows(
     left_out: tuple[str, ...] = MEASURED,
     is_rounded: bool = False,
 ) -> Comparison:
-    """Compare step by step: the names of all metrics, and the values of those that do not begin as in `left_out`.
+    """Compare step by step: the names of all metrics, and the values of those that begin with none of `left_out`.
 
     Args:
         is_rounded: True allows differences that rounding may leave.

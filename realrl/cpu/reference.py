@@ -25,5 +25,5 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def window_mask(n_tokens: int, window: int, device: torch.device) -> torch.Tensor:
-    """Bool [n_tokens, n_tokens]: True where token i sees token j, which is i - window < j <= i."""
+    """Bool [n_tokens, n_tokens]: True where token i sees token j, that is where i - window < j <= i."""
     return torch.ones(n_tokens, n_tokens, dtype=torch.bool, device=device).tril_().triu_(1 - window)

@@ -132,7 +132,7 @@ def _read(proc: Any, pipe: Connection) -> tuple[str | None, Any]:
 
 
 def _blame(failure: str) -> int:
-    """Order of a failure among causes: 0 for a dead process, 1 for an exception, 2 for a collective that lost a peer."""
+    """Order of failures as causes: 0 for a dead process, 1 for an exception, 2 for a collective that lost a peer."""
     if failure.startswith("process died"):
         return 0
     return 2 if any(mark in failure for mark in _LOST_PEER) else 1

@@ -242,7 +242,7 @@ class DeepSpeedBackend(LearningRate):
             return
         for i, group in enumerate(groups):
             parts = [g for g in zero.averaged_gradients[i] if not getattr(g, "_zero_padding", False)]
-            for p, part in zip(group, parts, strict=False):  # what fills up the last partition is no parameter's
+            for p, part in zip(group, parts, strict=False):  # the filling of the last partition has no parameter
                 if self._counted[id(p)]:
                     yield torch.linalg.vector_norm(part.float())
 

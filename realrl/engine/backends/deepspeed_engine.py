@@ -191,7 +191,7 @@ def _mpu(parallel: Parallel) -> Any:
 
 
 def _nothing(_: Any) -> None:
-    """Replace a hook or a check."""
+    """Stand in for a hook or a check."""
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def _local_rank(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Let DeepSpeed log what is wrong, not what it does."""
+    """Let DeepSpeed log warnings and errors only."""
     _deepspeed_logger.setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

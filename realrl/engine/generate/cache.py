@@ -13,7 +13,7 @@ import torch
 from realrl.cpu import NewTokens
 
 # Attention by batched products reads rows to their capacity, because these are fastest on whole buffers.
-# Capacity then stays close to what is used: it grows by an eighth, and by this many tokens at least.
+# Capacity then stays close to the longest row: it grows by an eighth, and by this many tokens at least.
 _MIN_GROWTH = 32
 
 SavedRow = list[tuple[torch.Tensor, torch.Tensor]]
@@ -49,7 +49,7 @@ class KVCache:
         self.shape = shape
         self._grows = grows
         self.capacity = 0
-        # zeros, not garbage: what is masked is multiplied by a weight of 0, and 0 x NaN is NaN
+        # zeros, not garbage: masked values are multiplied by a weight of 0, and 0 x NaN is NaN
         empty = torch.zeros(shape.max_rows, shape.n_kv_heads, 0, shape.head_dim, dtype=dtype, device=device)
         self._keys = [empty] * shape.n_layers
         self._values = [empty] * shape.n_layers

@@ -19,7 +19,7 @@ _LM, _SCALAR = "GPT2LMHeadModel", "GPT2ForSequenceClassification"
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 _PREFIX = "transformer."
 _CAUSAL_MASK = re.compile(r"\.attn\.(masked_)?bias$")
-# options that change what is computed, and the only value that is supported
+# options that change the computation, and their only supported values
 _FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 

@@ -20,7 +20,7 @@ CALL_COST = 4_000_000  # multiply-adds of attention, forward and backward, that 
 
 
 class PackedAttention:
-    """Each token sees itself and the earlier tokens of its own sequence, or the last of them that are in a window.
+    """Attention of each token to itself and the earlier tokens of its own sequence, or those of them in a window.
 
     On CUDA in half precision, the variable-length kernel reads the packed tokens as they are. Elsewhere, sequences of
     similar length are padded together inside this operation only: the padding stands at the end, where the causal
@@ -86,7 +86,7 @@ class _PaddedGroups:
 
     def __init__(self, seqlens: Sequence[int], width: int, device: torch.device) -> None:
         starts = [0, *accumulate(seqlens)]
-        slots, tokens = [], []  # rows of the padded layout: the token read there, and whether it is a real one
+        slots, tokens = [], []  # by row of the padded layout: 1 for a real token and 0 for padding; the token to read
         self._shapes: list[tuple[int, int]] = []
         for group in group_by_length(seqlens, width):
             longest = seqlens[group[-1]]

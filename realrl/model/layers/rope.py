@@ -76,7 +76,7 @@ def make_rope(
     """`rope_table` for the tokens of one pass, or None where the model's positions are learned.
 
     Args:
-        inv_freq: from `inverse_frequencies`; made here by default.
+        inv_freq: result of `inverse_frequencies`; None makes it here.
         positions: integers [T].
     """
     if config.learned_positions:

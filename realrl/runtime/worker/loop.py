@@ -92,7 +92,7 @@ class WorkerLoop:
             return []
         try:
             replies = self._handle(request)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - also what a reward function does with sys.exit()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a reward function may call sys.exit()
             _log.exception("request %d (%s) failed", request.seq, describe(request))
             replies = [self._farewell(request) if isinstance(request, Shutdown) else self.failure(request, error)]
         if any(isinstance(reply, WorkerFailed) for reply in replies):
