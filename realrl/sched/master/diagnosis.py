@@ -1,4 +1,4 @@
-"""From an event that ends a run to a `Failure` that says who, in what, when, and who waits for it."""
+"""Failures from the events that end a run: the worker, its call and step, and the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SILENCE_REMEDY = "Its node may be overloaded or swapping. If that is normal her
 
 
 def describe_request(request: Request | None) -> str:
-    """Return what a worker with this oldest open request is doing, to follow "worker 3 died ..."."""
+    """Return the activity of a worker with this oldest open request, to follow "worker 3 died ..."."""
     match request:
         case RunCall(call=call, step=step):
             return f"in call '{call}' of step {step}"
@@ -55,8 +55,8 @@ def describe_request(request: Request | None) -> str:
 def waiting_for(rank: int, dispatches: Iterable[Dispatch]) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the ranks that cannot finish what they were sent unless `rank` goes on, and the calls they wait in.
 
-    Ranks execute the parts of dispatches in one order, so whoever shares an unfinished part with a rank that is stuck
-    is stuck in it too, and so on for later parts.
+    Ranks execute the parts of dispatches in one order, so a rank that shares an unfinished part with a stuck rank is
+    stuck in it too, and so on for later parts.
     """
     stuck, calls = {rank}, []
     parts = [(part, dispatch.call.name) for dispatch in dispatches for part in dispatch.parts.values()]
@@ -156,7 +156,7 @@ def _gone(
 
 
 def death_remedy(exit_code: int | None) -> str:
-    """What a user can do about a process that ended so; a negative code is a signal, None is unknown."""
+    """Return advice about a process that ended with this code; a negative code is a signal, None is unknown."""
     if exit_code == -signal.SIGKILL:
         return "Was the machine out of memory? `dmesg | tail` tells; smaller n_seqs or more n_mbs need less."
     if exit_code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGABRT):
@@ -167,7 +167,7 @@ def death_remedy(exit_code: int | None) -> str:
 
 
 def _how(event: WorkerLost) -> str:
-    """How a process ended, to follow "worker 3 ended"."""
+    """Return the manner of a process's end, to follow "worker 3 ended"."""
     if event.detail:
         return f" ({event.detail})"
     if event.exit_code is None:

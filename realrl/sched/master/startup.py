@@ -11,11 +11,10 @@ from realrl.sched.track.faults import Fatal
 
 
 class Startup:
-    """Who is there, and who is ready.
+    """Workers that said Hello, and those that are ready.
 
     Args:
-        workers: of the run.
-        dataset_rank: the one that tells the dataset's rows.
+        dataset_rank: the rank that reports the dataset's rows.
     """
 
     def __init__(self, workers: Workers, dataset_rank: int) -> None:
@@ -26,17 +25,17 @@ class Startup:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the shell said Start and every worker Hello."""
+        """True if the shell said Start and every worker Hello."""
         return self._start is not None and len(self._workers.hellos) == self._workers.n_ranks
 
     @property
     def is_ready(self) -> bool:
-        """Whether every worker is ready."""
+        """True if every worker is ready."""
         return len(self._readies) == self._workers.n_ranks
 
     @property
     def dataset(self) -> Ready:
-        """What the worker that holds the dataset said of it."""
+        """The reply of the worker that holds the dataset."""
         return self._readies[self._dataset_rank]
 
     def add_start(self, event: Start) -> None:
@@ -49,7 +48,7 @@ class Startup:
         """A worker appeared.
 
         Raises:
-            Fatal: it is of another version.
+            Fatal: the worker speaks another protocol version.
         """
         self._workers.add(reply)
         if reply.protocol_version != PROTOCOL_VERSION:
@@ -72,7 +71,7 @@ class Startup:
         return [*self._workers.ask_all(request)]
 
     def report(self, first_step: int, last_step: int) -> ReportStart:
-        """What is known of the run now that every worker is ready."""
+        """Return the report of the run's length and data, once every worker is ready."""
         replies = [self._readies[rank] for rank in sorted(self._readies)]
         return ReportStart(
             first_step=first_step,

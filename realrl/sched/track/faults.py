@@ -1,4 +1,4 @@
-"""Answers of workers that end a run: undeclared outputs, samples that nobody asked for, too few samples."""
+"""Answers of workers that end a run: undeclared outputs, unrequested samples, too few samples."""
 
 from __future__ import annotations
 
