@@ -229,8 +229,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Initialize is done.
 
-    The dataset rank alone fills `row_ids` (usable rows of the dataset), `held_out_ids` (those of the validation data) and
-    `content` (a digest of the rows' data).
+    The dataset rank alone fills `row_ids` (usable rows of the dataset), `held_out_ids` (those of the validation data)
+    and `content` (a digest of the rows' data).
     """
 
     rank: int
@@ -334,7 +334,7 @@ class SavedRole(msgspec.Struct, frozen=True):
     Attributes:
         dp, tp, pp: degrees of the layout; each (pp, tp) coordinate has a file of optimizer state.
         model: digest of the names and shapes of its parameters.
-        given: digest of parameters that the checkpoint needs and does not hold: a frozen role's, or those below adapters.
+        given: digest of parameters that the checkpoint needs but lacks: a frozen role's, or those below adapters.
     """
 
     dp: int

@@ -121,7 +121,7 @@ class Outbox:
         return self._open[rank].pop(seq)
 
     def oldest(self, rank: int) -> Request | None:
-        """Return the request that `rank` executes now or next: all but checkpoints, which are written beside, go in order."""
+        """Return the request that `rank` executes now or next; checkpoints are written beside the others."""
         requests = [asked.request for asked in self._open[rank].values()]
         return next((r for r in requests if not isinstance(r, SaveCheckpoint)), requests[0] if requests else None)
 

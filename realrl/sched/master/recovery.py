@@ -4,8 +4,8 @@ attempt ──ended well, by the user, or by an error that would come again─�
    ▲   └──a process was lost, retries are left, and nothing says that it would be lost there again──┐
    └────────────────────────────────────────── Restart ◄────────────────────────────────────────────┘
 
-Processes that are killed at random may well be killed twice at one place. The third loss at a place ends the run, unless
-the run got further in between: otherwise it could restart without end.
+Processes that are killed at random may well be killed twice at one place. The third loss at a place ends the run,
+unless the run got further in between: otherwise it could restart without end.
 """
 
 from __future__ import annotations

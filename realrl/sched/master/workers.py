@@ -60,7 +60,7 @@ class Workers:
         return asked
 
     def answered_late(self, reply: NumberedReply) -> Asked | None:
-        """Close and return the request that a reply answers, or None: while the run is closed, stray replies are no bug.
+        """Close and return the request that a reply answers, or None: in a closing run stray replies are no bug.
 
         Raises:
             InvalidTransitionError: there is no such worker.

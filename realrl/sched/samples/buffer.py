@@ -209,7 +209,7 @@ class SampleBuffer:
         return tuple(id_of[index] for index in self.queues[position].peek())
 
     def finish(self, position: int, ids: Sequence[str], dropped: Collection[str] = ()) -> list[str]:
-        """Note that a call is done with its batch and dropped some of it; return the samples that no call needs any more."""
+        """Note that a call is done with its batch and dropped some of it; return samples that no call needs now."""
         unneeded = []
         for sample_id in ids:
             slot = self._slots[sample_id]
@@ -300,7 +300,7 @@ class SampleBuffer:
         return {self._calls[position].name: v for position, v in self._slots[sample_id].versions.items()}
 
     def n_behind(self, role: str, ids: Iterable[str], version: int) -> list[int]:
-        """Return how far each sample's generating version is behind `version`, per sample and call that generates by `role`."""
+        """Return how far each sample is behind `version`, once for each call that generated it by `role`."""
         generating = [i for i, call in enumerate(self._calls) if call.is_generate and call.mfc.role == role]
         read = [self._slots[sample_id].versions for sample_id in ids]
         return [version - versions[position] for versions in read for position in generating if position in versions]

@@ -106,7 +106,7 @@ class Dispatch:
     def first_parts(self) -> tuple[PartKind, ...]:
         """Parts that go out when the call is dispatched, in this order.
 
-        They include the hooks after the call if only ranks of the mesh take part: no other rank then waits for the call.
+        They include the hooks after the call if only the mesh takes part: no other rank then waits for the call.
         """
         kinds = [PartKind.ROWS] if self.moves_rows and any(work.transfers for work in self.work.values()) else []
         kinds += [PartKind.BEFORE] if self.call.hooks.before else []

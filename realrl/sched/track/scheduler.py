@@ -227,7 +227,7 @@ class Scheduler:
         return freed
 
     def _finish_batch(self, position: int, step: int, ids: tuple[str, ...]) -> tuple[list[Instruction], int]:
-        """Free samples that no call needs after this one; return the requests, and how many samples the call dropped."""
+        """Free samples that no call needs any more; return the requests, and how many samples the call dropped."""
         may_drop = self._calls[position].mfc.may_drop
         dropped = self._buffer.unproduced(position, ids) if may_drop else frozenset()
         unneeded = self._buffer.finish(position, ids, dropped)

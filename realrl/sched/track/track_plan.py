@@ -191,8 +191,9 @@ class TrackPlan:
     def last_step(self, cursor: DatasetCursor) -> int:
         """Return the step at which `steps` or `epochs` ends the run.
 
-        An incomplete step at the end of the data is left out, unless `keeps_rest`. Where calls drop samples, replacements
-        are not counted: the number of steps is known beforehand, and the run makes a little more than `epochs` passes.
+        An incomplete step at the end of the data is left out, unless `keeps_rest`. Where calls drop samples, their
+        replacements are not counted, so the number of steps is known beforehand and the run makes a little more than
+        `epochs` passes.
 
         Raises:
             DataError: the data that is left does not fill one step.

@@ -33,7 +33,7 @@ class Versions:
             self.trained_step = max(self.trained_step, dispatch.step)
 
     def add_sent(self, dispatch: Dispatch, kind: PartKind) -> None:
-        """Note that a part is sent; the part that brings the parameters, or the call, fixes the version that is read."""
+        """Note a part that is sent; the part that brings the parameters, or else the call, fixes their version."""
         call, role = dispatch.call, dispatch.call.mfc.role
         if role not in self._versions or kind not in (PartKind.BEFORE, PartKind.CALL):
             return
