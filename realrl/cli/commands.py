@@ -142,7 +142,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def _start(loaded: Loaded, *, dry_run: bool) -> int:
-    """Check what can be checked before anything starts, then run, or show the plan."""
+    """Check the paths, then run, or check the models and show the plan."""
     from realrl.config.paths import check_paths
     from realrl.data.assets.store import cache_dir
 

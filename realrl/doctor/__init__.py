@@ -1,7 +1,7 @@
 """`realrl doctor`: the memory that a run needs, and its problems, before anything starts.
 
 plan ──► checks, in order ──► findings
-     └─► memory of every device, call by call ──► does it fit? ──► what would help
+     └─► memory of every device, call by call ──► does it fit? ──► alternatives
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def piece_names(kind: PieceKind) -> tuple[str, ...]:
 def find_piece(kind: PieceKind, name: str) -> Piece:
     """Return the piece that a configuration names: a registered one, or ``"module:function"``.
 
-    A function that was registered keeps what it declared; any other one reads no key of its own and no option.
+    A registered function keeps its declaration; any other one reads no key of its own and no option.
 
     Raises:
         ConfigError: there is no such piece; names the configuration key.

@@ -6,7 +6,7 @@ Invariants:
   distinct (pp, dp, tp) and rank order on it, the pipeline, tensor, data and tied groups.
 - Every rank of a mesh is in exactly one pipeline, one tensor and one data group per (pp, dp, tp) and rank order of the
   mesh, also where that group has one member only; its place in the group is its coordinate on that axis.
-- The global group and those of meshes are in ascending order, whatever the rank order of an allocation.
+- The global group and those of meshes are in ascending order, for any rank order of an allocation.
 - With pp > 1, every rank of the first and the last stage is in exactly one tied group, which holds these two ranks of
   its pipeline; with two stages it has the members of the pipeline group. Other ranks are in none.
 - No two groups have the same kind, mesh and ranks.

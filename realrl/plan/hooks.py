@@ -63,7 +63,7 @@ class Realloc:
 
 @dataclass(frozen=True)
 class Offload:
-    """The parameters of a role go to host memory; whatever needs them next on a rank brings them back there.
+    """The parameters of a role go to host memory; on each rank, their next use brings them back.
 
     Attributes:
         allocation: the home of the role.

@@ -80,8 +80,8 @@ def simulate(schedule: Schedule, cost: Cost = default_cost, *, eager: bool = Fal
 
     Raises:
         DeadlockError: stages wait for each other, or for a message that no stage sends or receives.
-        ValueError: a list uses or sends what its stage does not have, computes something twice, or two stages take one
-            message for different things.
+        ValueError: a list uses or sends data that its stage does not have, computes something twice, or two stages take
+            one message for different things.
     """
     stages = [_Stage(index, list(steps), cost, eager) for index, steps in enumerate(schedule)]
     posted: _Posted = defaultdict(lambda: (deque(), deque()))

@@ -13,7 +13,7 @@ output to the rank that keeps it. A call names its protocol in `MFCDef.protocol`
 | `3D_ALL_MICRO_DP` | as `3D_PROTO`; a slice of the home stays with the replicas inside of it | as `3D_PROTO` |
 
 The names are those of HybridFlow (Sheng et al., "HybridFlow: A Flexible and Efficient RLHF Framework", 2024, table 3).
-There, a controller concatenates what it collects; here, samples have ids and stay with the rank that keeps them, so
+There, a controller concatenates collected output; here, samples have ids and stay with the rank that keeps them, so
 "collect from all" means that all take part and every sample is still kept once.
 
 Invariants of every registered protocol, asserted by `check_protocol`:
@@ -271,4 +271,4 @@ register_protocol("ALL_TO_ALL", _split_as_given, _keep_own)
 register_protocol("3D_ALL_MICRO_DP", _split_over_micro_dp, _keep_on_last_stage)
 register_protocol("3D_PP_ONLY", _give_all, _keep_on_every_stage)
 _BUILT_IN = frozenset(_PROTOCOLS)
-EQUAL_COUNT_PROTOCOLS = frozenset({"ONE_TO_ALL", "ALL_TO_ALL", "3D_PP_ONLY"})  # whatever a call's balanced_dp says
+EQUAL_COUNT_PROTOCOLS = frozenset({"ONE_TO_ALL", "ALL_TO_ALL", "3D_PP_ONLY"})  # with any balanced_dp of the call

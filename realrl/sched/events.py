@@ -123,7 +123,7 @@ class FailureKind(Enum):
     WORKER_FAILED = "worker_failed"  # an exception in a worker, which reported it
     WORKER_LOST = "worker_lost"  # its process is gone
     WORKER_SILENT = "worker_silent"  # its heartbeat stopped
-    BAD_OUTPUT = "bad_output"  # a worker's answer lacks what its call declares
+    BAD_OUTPUT = "bad_output"  # a worker's answer does not match its call's declaration
     CHECKPOINT = "checkpoint"
     INTERRUPTED = "interrupted"  # the user did not wait for an orderly end
     DATASET = "dataset"  # the dataset and the run's settings do not fit together

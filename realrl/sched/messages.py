@@ -237,7 +237,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     seq: int
     row_ids: tuple[str, ...]
     n_dropped: int
-    notes: tuple[str, ...]  # what the user should know, e.g. "3 of 512 prompts longer than 128 tokens were dropped"
+    notes: tuple[str, ...]  # for the user, e.g. "3 of 512 prompts longer than 128 tokens were dropped"
     spans: tuple[Span, ...] = ()
     held_out_ids: tuple[str, ...] = ()
     content: str = ""
@@ -305,7 +305,7 @@ class SamplesRead(msgspec.Struct, frozen=True, tag=True):
     """The answer to `ReadSamples`.
 
     Attributes:
-        columns: name -> sample -> one entry per sequence, or one in all for what belongs to the sample. Names are the
+        columns: name -> sample -> one entry per sequence, or one in all for a key of the sample. Names are the
             keys asked for, and for each prefix ``<prefix>prompt`` and ``<prefix>response`` (text, without special
             tokens) and ``<prefix>response_tokens`` (a number).
     """
@@ -394,7 +394,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     seq: int  # request being executed, or -1
-    activity: str  # "idle", or what the worker is doing: "actor_gen", "transfer for actor_train", ...
+    activity: str  # "idle", or the worker's task: "actor_gen", "transfer for actor_train", ...
     busy_s: float
 
 

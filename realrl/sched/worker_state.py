@@ -122,7 +122,7 @@ class WorkerState:
         return self._request
 
     def handle(self, event: WorkerEvent, now_s: float) -> list[WorkerInstruction]:
-        """Take in one event and return what to do.
+        """Take in one event and return the instructions.
 
         Raises:
             InvalidTransitionError: a request is out of sequence or comes while another is executed, or something ended
@@ -162,10 +162,10 @@ class WorkerState:
         return self._story.lines()
 
     def validate(self) -> None:
-        """Check what must hold between any two events.
+        """Check invariants, which hold between any two events.
 
         Raises:
-            InvalidTransitionError: it does not.
+            InvalidTransitionError: one of them is broken.
         """
         is_busy = self.phase is WorkerPhase.BUSY
         if is_busy != (self._request is not None) or is_busy != (self._current.seq >= 0):

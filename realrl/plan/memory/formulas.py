@@ -271,7 +271,7 @@ class GenerationBytes:
     Attributes:
         weights: joined or packed copies of matrices, which live as long as the call.
         cache: keys and values, and where it grows one layer more.
-        activations: the larger of those of a prefill or decoding step and those of sampling.
+        activations: tensors of a prefill, of a decoding step or of sampling, at the largest moment.
     """
 
     weights: int

@@ -7,7 +7,7 @@ A device runs one call at a time. Meanwhile it holds the state that its roles ke
 
 Invariants of `plan_memory`:
 - every rank of a call has a `Usage` for it, and no other rank has;
-- a usage's total is the sum of its parts, all of which are at least 0;
+- a usage's total is the sum of its parts, and no part is negative;
 - the parameters that the ranks of one data-parallel replica hold add up to the model, shared KV heads and a tied
   embedding's second copy on top;
 - the state that a role keeps on a rank is counted in every call on that rank, except while it is offloaded;

@@ -41,7 +41,7 @@ class Farewell:
         return [self._workers.ask(reply.rank, lambda rank, seq: Shutdown(seq))]
 
     def interrupt(self, reason: str) -> None:
-        """The user wants the run to end.
+        """Note that the user wants the run to end.
 
         Raises:
             Fatal: the run was interrupted before.
@@ -52,7 +52,7 @@ class Farewell:
         self.interrupted = reason
 
     def take_leave(self, reply: Goodbye) -> None:
-        """A worker is done with everything."""
+        """Note that a worker is done with everything."""
         self._workers.answered_late(reply)
         self._leave(reply.rank)
 

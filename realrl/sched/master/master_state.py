@@ -170,10 +170,10 @@ class MasterState:
         return self._run.main.scheduler.explain(call)
 
     def validate(self) -> None:
-        """Check what must hold between any two events.
+        """Check invariants, which hold between any two events.
 
         Raises:
-            InvalidTransitionError: it does not.
+            InvalidTransitionError: one of them is broken.
         """
         if self.phase is RunPhase.RUNNING and self._run is not None:
             self._run.validate()

@@ -1,7 +1,7 @@
 """The decision to start a run again after it ended: a pure state machine over its attempts.
 
 attempt ──ended well, by the user, or by an error that would come again──► over
-   ▲   └──a process was lost, retries are left, and nothing says that it would be lost there again──┐
+   ▲   └──a process was lost, retries are left, and it was not lost there too often─────────────────┐
    └────────────────────────────────────────── Restart ◄────────────────────────────────────────────┘
 
 Processes that are killed at random may well be killed twice at one place. The third loss at a place ends the run,

@@ -143,10 +143,10 @@ class Run:
         return [ReportEvaluation(self._plan.main.first_step - 1, metrics)]
 
     def validate(self) -> None:
-        """Check what must hold between any two events.
+        """Check invariants, which hold between any two events.
 
         Raises:
-            InvalidTransitionError: it does not.
+            InvalidTransitionError: one of them is broken.
         """
         for track in self.tracks:
             track.scheduler.validate()
@@ -237,7 +237,7 @@ class Run:
         return [OpenCheckpoint(step, directory), *asks]
 
     def add_saved(self, reply: CheckpointSaved, request: Request) -> list[Instruction]:
-        """A worker wrote its share of a checkpoint."""
+        """Note that a worker wrote its share of a checkpoint; after the last share, commit it."""
         assert isinstance(request, SaveCheckpoint)
         step = request.step
         save = self._checkpoints.add_saved(step, reply)
@@ -248,10 +248,10 @@ class Run:
         return [CommitCheckpoint(step, request.directory, cursor, versions, save.in_flight, *told, request.is_last)]
 
     def add_committed(self, event: CheckpointCommitted) -> None:
-        """A checkpoint is in place.
+        """Note that a checkpoint is in place.
 
         Raises:
-            InvalidTransitionError: nobody asked for it.
+            InvalidTransitionError: it was not asked for.
         """
         if not self._checkpoints.is_committing(event.step):
             raise nobody_asked(event)

@@ -39,13 +39,13 @@ class Startup:
         return self._readies[self._dataset_rank]
 
     def add_start(self, event: Start) -> None:
-        """The shell listens."""
+        """Note that the shell listens."""
         if self._start is not None:
             raise InvalidTransitionError("the run was started twice")
         self._start = event
 
     def add_hello(self, reply: Hello) -> None:
-        """A worker appeared.
+        """Note that a worker appeared.
 
         Raises:
             Fatal: the worker speaks another protocol version.
@@ -55,7 +55,7 @@ class Startup:
             raise Fatal(diagnosis.wrong_version(reply))
 
     def add_ready(self, reply: Ready) -> None:
-        """A worker has built its groups, models and data."""
+        """Note that a worker has built its groups, models and data."""
         self._workers.answered(reply)
         self._readies[reply.rank] = reply
 

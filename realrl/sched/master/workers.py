@@ -27,7 +27,7 @@ class Workers:
         self._spans: list[RankSpan] = []
 
     def add(self, reply: Hello) -> None:
-        """A worker appeared.
+        """Note that a worker appeared.
 
         Raises:
             InvalidTransitionError: there is no such worker, or it said Hello before.

@@ -189,7 +189,7 @@ class SampleBuffer:
     # ------------------------------------------------------------ calls read samples
 
     def take(self, position: int) -> tuple[int, tuple[str, ...]]:
-        """Take the next batch of a call whose queue says that there is one.
+        """Take the next batch of a call whose queue has one.
 
         Returns:
             The number of steps before the batch's, and the ids, oldest first.

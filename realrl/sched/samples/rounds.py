@@ -7,8 +7,8 @@ places, in order; the others are surplus. The step is settled when no place is v
 loaded after that.
 
 Invariants:
-    - the samples of a settled step, their places, and what is loaded afterwards depend on which samples are dropped
-      alone: not on the order in which that becomes known;
+    - the samples of a settled step, their places, and the samples loaded afterwards depend only on the set of dropped
+      samples, not on the order in which it becomes known;
     - every place is taken once; a sample has at most one place;
     - a sample takes the place of an older one only.
 """

@@ -270,7 +270,7 @@ class Scheduler:
         self._buffer.grew_ready = False
         instructions: list[Instruction] = []
         passed: list[Instruction] | None = []
-        while passed is not None:  # what is passed may make room
+        while passed is not None:  # a passed batch may make room
             instructions += [*passed, *self._loader.load()]
             if self._loader.has_dropped:
                 self._loader.has_dropped = False
@@ -385,10 +385,10 @@ class Scheduler:
         self._stories.note(line, call.name)
 
     def validate(self) -> None:
-        """Check what must hold between any two events.
+        """Check invariants, which hold between any two events.
 
         Raises:
-            InvalidTransitionError: it does not.
+            InvalidTransitionError: one of them is broken.
         """
         self._buffer.validate()
         if len(self._buffer) > self._plan.max_living:

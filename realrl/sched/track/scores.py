@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 Values = tuple[float | bool | str, ...]
 Columns = Mapping[str, Values]
 
-WEIGHT, JUDGED = "eval_weight", "eval_"  # what `ModelInterface.evaluate` returns, as keys of the graph
+WEIGHT, JUDGED = "eval_weight", "eval_"  # graph keys of the weight, and prefix of the metrics, of `evaluate`
 MAX_EXPONENT = 700.0
 _NAMES = {"rewards": "reward", "costs": "cost", "response_tokens": "response_length"}
 _TEXTS = ("prompt", "response")

@@ -33,8 +33,8 @@ class StepLog:
     """Collects metrics by step.
 
     A metric that a call returns for several batches of one step is averaged, weighted by samples. Where two calls use
-    one name, the later of them counts. What calls record as sums is added over all calls, batches and ranks, in any
-    order with the same result; a returned metric of the same name takes its place.
+    one name, the later of them counts. Sums that calls record are added over all calls, batches and ranks, in any order
+    with the same result; a returned metric of the same name takes their place.
     """
 
     def __init__(self, calls: Sequence[ScheduledCall]) -> None:
@@ -87,11 +87,11 @@ class StepLog:
     def finish_step(self, step: int, versions: Mapping[str, int]) -> dict[str, float]:
         """Return the metrics of a complete step, and forget it.
 
-        Besides what calls returned or recorded (what was recorded over a count of 0 has no mean): `version/<role>`,
+        They are those that calls returned or recorded (a sum over a count of 0 has no mean), and `version/<role>`,
         `n_samples`, `n_tokens` (of the longest key with a row per token), `bytes/data` and `bytes/params` (received
         from other ranks), `time_s/<call>` (of the slowest rank), `memory_gb/<rank>` (peak). Where samples are dropped:
         `dropped/<call>` and `dropped/surplus`; they are not in `n_samples` and `n_tokens`. Where calls may be stale:
-        `staleness/mean` and `staleness/max`. What was recorded as `x/mean_square` becomes `x/std`, with `x/mean`.
+        `staleness/mean` and `staleness/max`. A recorded `x/mean_square` becomes `x/std`, with `x/mean`.
         """
         entry = self._steps.pop(step)
         metrics = dict(sorted(entry.maxima.items()))
@@ -126,7 +126,7 @@ class StepLog:
 
 
 class WholeLog(StepLog):
-    """Collects what calls record over many steps as if they were one."""
+    """Collects metrics over many steps as if they were one."""
 
     def recorded(self) -> dict[str, float]:
         """Return the metrics that interfaces recorded or returned, without times, memory and counts."""

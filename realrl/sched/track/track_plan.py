@@ -21,7 +21,7 @@ from realrl.sched.track.readout import NO_READOUT, Readout, plan_readout
 if TYPE_CHECKING:
     import networkx as nx
 
-HELD_OUT = "eval"  # what ids of held-out samples begin with, instead of an epoch
+HELD_OUT = "eval"  # prefix of ids of held-out samples, instead of an epoch
 _ENDLESS = 2**31  # steps of a track that ends with its data
 
 

@@ -19,7 +19,7 @@ class Versions:
     """
 
     def __init__(self, plan: TrackPlan, *, buffer: SampleBuffer, log: StepLog) -> None:
-        self.trained_step = 0  # the last step of which a call that changes parameters was sent
+        self.trained_step = 0  # the last step of a started call that changes parameters
         self._plan = plan
         self._buffer = buffer
         self._log = log
