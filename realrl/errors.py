@@ -26,10 +26,10 @@ class Error(Exception):
     """Base of all deliberate errors: one sentence, then a remedy.
 
     Args:
-        message: the problem, with the call, key or file.
-        remedy: advice to the user; appended to the message.
+        message: what is wrong, naming the call, key or file.
+        remedy: what the user can do about it; appended to the message.
         call: name of the call that was running.
-        step: step of the failure, from 1.
+        step: step at which it happened, from 1.
         worker: global rank of the worker concerned.
         mesh: the device mesh concerned, as text.
     """

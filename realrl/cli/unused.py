@@ -75,7 +75,7 @@ def check_used(overrides: Sequence[str], plan: RunPlan) -> None:
 
 
 def _calls_of_training(plan: RunPlan) -> dict[str, str]:
-    """Return settings of calls that only a training run has -> reason."""
+    """Settings of calls that only a training run has."""
     names = {mfc.name for mfc in plan.mfcs}
     unused = {f"calls.{call}.max_staleness": "an evaluation trains nothing" for call in plan.config.calls}
     idle = [call for call in plan.config.calls if names.isdisjoint((call, judging_name(call)))]
