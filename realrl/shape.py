@@ -14,18 +14,18 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched for contexts longer than those trained on.
+    """Scaling of rotary frequencies for contexts longer than those trained on.
 
     Attributes:
         kind: "linear" divides all frequencies by `factor`; "llama3" divides the low ones, keeps the high ones and
             interpolates between (Llama 3.1 model card); "yarn" interpolates likewise over the index of the frequency
             and makes queries and keys longer (Peng et al. 2023, YaRN).
-        original_max_positions: of the context trained on; llama3 and yarn.
+        original_max_positions: length of the context trained on; llama3 and yarn.
         low_freq_factor, high_freq_factor: llama3 only.
         beta_fast, beta_slow: yarn: turns within the original context above which a frequency is kept, and below which
             it is divided.
         truncate: yarn: the ramp between them begins and ends at whole indices.
-        attention_factor: yarn: of queries and keys; None for the paper's 0.1 ln(factor) + 1.
+        attention_factor: yarn: factor on queries and keys; None for the paper's 0.1 ln(factor) + 1.
     """
 
     kind: Literal["linear", "llama3", "yarn"]
@@ -40,7 +40,7 @@ class RopeScaling:
 
     @property
     def amplitude(self) -> float:
-        """What rotated queries and keys are multiplied by."""
+        """Factor on rotated queries and keys."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is not None:
@@ -53,11 +53,11 @@ class MoEConfig:
     """Experts in the place of some blocks' MLP; see `realrl.model.layers.moe`.
 
     Attributes:
-        n_experts: of each layer that has any.
+        n_experts: number of experts in each layer that has any.
         top_k: experts that compute a token.
         intermediate_size: inner size of one expert.
         normalise_top_k: the weights of a token's experts add up to 1.
-        aux_loss_coef: what the load-balancing loss counts in training; 0 leaves it out.
+        aux_loss_coef: weight of the load-balancing loss in training; 0 leaves it out.
         dense_layers: the layers that have a plain MLP instead, in order.
     """
 
@@ -79,13 +79,13 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class LoRA:
-    """The adapters of one model.
+    """Low-rank adapters of one model.
 
     Attributes:
         rank: inner size.
-        alpha: they count alpha / rank.
+        alpha: their outputs are scaled by alpha / rank.
         targets: names of the layers that have one, such as ("q", "v").
-        base: folder of the frozen model, for readers of a saved adapter; decides nothing.
+        base: folder of the frozen model, for readers of a saved adapter; otherwise unused.
     """
 
     rank: int
@@ -95,28 +95,28 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """Factor on B A."""
         return self.alpha / self.rank
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A pre-norm decoder. What the defaults say is a llama: RMSNorm, rotary positions, grouped KV heads, SwiGLU.
+    """A pre-norm decoder. The defaults describe a llama: RMSNorm, rotary positions, grouped KV heads, SwiGLU.
 
     Attributes:
         lora: low-rank adapters beside some layers; None for a model without. No checkpoint format knows it.
-        rope_theta, rope_scaling: of rotary positions; ignored with `learned_positions`.
+        rope_theta, rope_scaling: base and scaling of rotary positions; ignored with `learned_positions`.
         max_positions: the longest sequence; a hard limit only where positions are learned, and in generation.
         attention_bias: q, k and v have biases.
         o_bias: the attention's output projection has one.
         mlp_bias: every matrix of the MLP has one.
-        family: whose Hugging Face format checkpoints are written in; see `realrl.model.families`.
+        family: model family, which fixes the Hugging Face format of written checkpoints; see `realrl.model.families`.
         norm: "rms" is RMSNorm; "layer" is LayerNorm, with biases.
         norm_offset: norms multiply by 1 + weight.
-        activation: of the MLP; "gelu_tanh" is GELU's tanh approximation.
+        activation: activation of the MLP; "gelu_tanh" is GELU's tanh approximation.
         gated_mlp: down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
         qk_norm: queries and keys are normalised head by head, before they are rotated.
-        embedding_scale: what embeddings are multiplied by.
+        embedding_scale: factor on embeddings.
         learned_positions: embeddings of `max_positions` positions are added to those of the tokens; none are rotated.
         sliding_window: tokens that a token sees, itself included; None for all earlier ones.
         windowed_layers: the layers with a window, in order; None for all of them.
@@ -124,7 +124,7 @@ class DecoderConfig:
         head: "lm" gives logits over the vocabulary; "value" and "reward" give one number per token.
         tied_embeddings: the language-model head shares the embedding's weight; ignored by the other heads.
         bos_token_id, eos_token_ids, pad_token_id: carried from and to checkpoints; not used here.
-        dtype: of parameters and activations.
+        dtype: dtype of parameters and activations.
     """
 
     vocab_size: int
@@ -181,26 +181,26 @@ class DecoderConfig:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether the head gives one number per token instead of logits."""
+        """True if the head gives one number per token instead of logits."""
         return self.head != "lm"
 
     @property
     def norm_bias(self) -> bool:
-        """Whether norms have biases."""
+        """True if norms have biases."""
         return self.norm == "layer"
 
     def experts_of(self, layer_index: int) -> MoEConfig | None:
-        """The experts in the place of a layer's MLP; None for a plain one."""
+        """Return the experts in the place of a layer's MLP; None for a plain one."""
         return None if self.moe is None or layer_index in self.moe.dense_layers else self.moe
 
     def window_of(self, layer_index: int) -> int | None:
-        """How many tokens, itself included, a token sees in a layer; None for all earlier ones."""
+        """Return how many tokens, itself included, a token sees in a layer; None for all earlier ones."""
         is_windowed = self.windowed_layers is None or layer_index in self.windowed_layers
         return self.sliding_window if is_windowed else None
 
 
 def tiny_config(vocab_size: int, *, head: HeadKind = "lm", dtype: DType = "float32") -> DecoderConfig:
-    """A decoder of about half a million parameters for tests and the toy task (with a byte-level vocabulary)."""
+    """Return a decoder of about half a million parameters, with a byte-level vocabulary, for tests and the toy task."""
     return DecoderConfig(
         vocab_size=vocab_size,
         hidden_size=128,

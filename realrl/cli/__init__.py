@@ -1,4 +1,4 @@
-"""The command line ``realrl``. Arguments are read before anything heavy is imported; torch is imported by runs only."""
+"""The command line ``realrl``. Arguments are read before heavy imports; only runs and checks import torch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"realrl: error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # Whoever read our output has left (realrl list | head); stdout must not be flushed into the pipe again.
+        # The reader of our output has left (realrl list | head); stdout must not be flushed into the pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception:  # noqa: BLE001 - the last resort
@@ -106,9 +106,9 @@ def _dispatch(arguments: list[str]) -> int:
 
 @contextlib.contextmanager
 def _leaving_on_ctrl_c() -> Iterator[None]:
-    """Leave at once: an exception in the middle of an import would come out of it as something else.
+    """Leave at once on Ctrl-C: an exception in the middle of an import would come out of it as something else.
 
-    Nothing is running yet; whoever starts something (`realrl.runtime.processes.supervise`) takes the signal over.
+    Nothing is running yet; code that starts processes (`realrl.runtime.processes.supervise`) takes the signal over.
     """
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
@@ -127,7 +127,7 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def _open_closed_streams() -> None:
-    """Whoever starts us with closed streams (``>&-``) means that nothing is read or shown: /dev/null does that.
+    """Open streams that were closed at the start (``>&-``) on /dev/null, so that nothing is read or shown.
 
     Left closed, their numbers would go to the next files that are opened, and prints would end up in those.
     """
@@ -146,7 +146,7 @@ def _require_working_directory() -> None:
 
 
 def _meant(name: str) -> str:
-    """A close command; or the command that was left out before an experiment."""
+    """Return a hint: a close command, or the command that was left out before an experiment."""
     from realrl.experiment.discovery import experiment_names
 
     if name in experiment_names() or name.endswith(".py"):

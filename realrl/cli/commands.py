@@ -1,4 +1,4 @@
-"""The commands, each a function from its arguments to an exit code; what only some need is imported by those."""
+"""The commands, each a function from its arguments to an exit code."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Loaded:
     overrides: Sequence[str]
 
     def plan(self) -> RunPlan:
-        """Calls, graph and allocations; refuses keys that this experiment would ignore.
+        """Return calls, graph and allocations; refuse keys that this experiment would ignore.
 
         Raises:
             UsageError: see `plan_run`.
@@ -142,7 +142,7 @@ def evaluate(arguments: Sequence[str]) -> int:
 
 
 def _start(loaded: Loaded, *, dry_run: bool) -> int:
-    """Check what can be checked before anything starts, then run, or show the plan."""
+    """Check the paths, then run, or check the models and show the plan."""
     from realrl.config.paths import check_paths
     from realrl.data.assets.store import cache_dir
 
@@ -162,7 +162,7 @@ def _start(loaded: Loaded, *, dry_run: bool) -> int:
 
 
 def doctor(arguments: Sequence[str]) -> int:
-    """``realrl doctor``: what a run would need of every device, and what is wrong with it."""
+    """``realrl doctor``: the memory that a run needs of every device, and its problems."""
     parser = _parser("doctor", "Check a run, and how much memory it needs, before anything starts.", DOCTOR_EXAMPLES)
     parser.add_argument("--json", metavar="FILE", help="write the report there, too")
     parser.add_argument("--device-memory", metavar="GB", type=float, help="of each device; default: what is there")
@@ -223,7 +223,7 @@ def graph(arguments: Sequence[str]) -> int:
 
 
 def config(arguments: Sequence[str]) -> int:
-    """``realrl config``: every key with its value, what it accepts and what it does."""
+    """``realrl config``: every key with its value, its allowed values and its meaning."""
     parser = _parser("config", "Every key of an experiment, its value and what it accepts.", CONFIG_EXAMPLES)
     options = _parse(parser, arguments)
     if options.help:
@@ -258,7 +258,7 @@ def _parser(command: str, description: str, examples: str) -> _Parser:
 
 
 def _parse(parser: _Parser, arguments: Sequence[str]) -> argparse.Namespace:
-    """Options may stand before, between and after overrides."""
+    """Parse options, which may stand before, between and after overrides."""
     options, unknown = parser.parse_known_intermixed_args(arguments)
     if unknown:
         flags = [flag for action in parser._actions for flag in action.option_strings]
@@ -269,7 +269,6 @@ def _parse(parser: _Parser, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _load(parser: _Parser, options: argparse.Namespace) -> Loaded:
-    """Find the experiment, compose its configuration."""
     from realrl.experiment.discovery import experiment_names, load_experiment
 
     if not options.arguments:
@@ -282,7 +281,7 @@ def _load(parser: _Parser, options: argparse.Namespace) -> Loaded:
 
 
 def _compose(experiment: Experiment, name: str, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of an experiment that was asked for as `name`."""
+    """Compose the configuration of an experiment that the user called `name`."""
     from realrl.config.compose import compose
     from realrl.data.assets.store import cache_dir
     from realrl.experiment.discovery import config_dir, stable_reference

@@ -1,4 +1,4 @@
-"""Every key of an experiment: path, value, what it accepts, what it does."""
+"""Table of an experiment's keys: path, value, allowed values, meaning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDING = ("value", "accepts", "meaning")
 
 
 def listed_keys(experiment: Experiment, config: RunConfig) -> list[tuple[Key, str]]:
-    """The keys that matter to this experiment with their values; those of roles and calls once: ``models.<role>``."""
+    """Return the keys of this experiment with their values; those of roles and calls once: ``models.<role>``."""
     from realrl.config.keys import entry_keys, known_keys
 
     unused = unused_keys(experiment, experiment.calls(config))
@@ -59,7 +59,7 @@ def print_config(experiment: Experiment, config: RunConfig) -> None:
 
 
 def call_rows(experiment: Experiment, config: RunConfig) -> list[tuple[str, ...]]:
-    """Each call with its settings, whoever decided them; ``-`` where a key can say nothing about a call.
+    """Return each call with its settings from any source; ``-`` where a key has no effect on a call.
 
     Raises:
         ConfigError: see `configured_calls`.
@@ -90,14 +90,14 @@ def _show(values: object, parts: list[str]) -> str:
 
 
 def _by_call(config: RunConfig, key: str) -> str:
-    """What single calls are given; null if none is."""
+    """Return the settings of single calls in words; null if there is none."""
     given = {name: getattr(own, key) for name, own in config.calls.items()}
     shown = [f"{name}: {_show(value, [])}" for name, value in given.items() if value is not None]
     return ", ".join(shown) or "null"
 
 
 def _by_role(by_role: dict[str, str]) -> str:
-    """One value if all roles agree, else each role's."""
+    """Return one value if all roles agree, else each role's."""
     if len(set(by_role.values())) == 1:
         return next(iter(by_role.values()))
     return ", ".join(f"{role}: {value}" for role, value in by_role.items())

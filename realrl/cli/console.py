@@ -32,7 +32,7 @@ def _print_rich(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
         )
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
-    # rich keeps bold under NO_COLOR; who asks for no colour gets plain text.
+    # rich keeps bold under NO_COLOR; users who set it get plain text.
     Console(color_system=None if os.environ.get("NO_COLOR") else "auto").print(table)
 
 

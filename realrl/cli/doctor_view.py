@@ -1,4 +1,4 @@
-"""What ``realrl doctor`` prints and writes: memory of every device, lengths of the data, findings, what would help."""
+"""Output of ``realrl doctor``: memory of every device, lengths of the data, findings, alternatives."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _parts(usage: Usage) -> tuple[str, ...]:
 
 
 def _work(load: Load) -> str:
-    """What one data-parallel rank computes."""
+    """Return the load of one data-parallel rank in words."""
     if load.n_runs:
         rows = f"{load.n_runs} x {load.n_rows}" if load.n_runs > 1 else str(load.n_rows)
         return f"{rows} rows of {load.longest_row} tokens"
@@ -126,7 +126,7 @@ def _work(load: Load) -> str:
 
 
 def _grouped(by_rank: Mapping[int, Usage]) -> list[tuple[str, Usage]]:
-    """Ranks with equal usage together."""
+    """Return ranks with equal usage together."""
     found: dict[Usage, list[int]] = {}
     for rank, usage in sorted(by_rank.items()):
         found.setdefault(usage, []).append(rank)
@@ -141,7 +141,7 @@ def _grouped_peaks(peaks: dict[int, tuple[str, Usage]]) -> list[tuple[str, str, 
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Runs of ranks: "0-3, 8"."""
+    """Return runs of ranks: "0-3, 8"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def print_graph(plan: RunPlan) -> None:
-    """Print the calls in the order in which data reaches them, each with what it reads, produces and waits for."""
+    """Print the calls in the order in which data reaches them, each with its inputs, outputs and waits."""
     graph = plan.graph
     producer = producers(graph)
     print(f"{plan.experiment.name}: {plan.experiment.description}\n")

@@ -1,4 +1,4 @@
-"""What ``--dry-run`` prints: the whole plan of a run, of which nothing was started."""
+"""Output of ``--dry-run``: the whole plan of a run that is not started."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHOWN_RANKS = 16
 
 
 def print_plan(plan: RunPlan, resume: Resume) -> None:
-    """Print where the run begins, calls, roles, what moves around calls, and process groups."""
+    """Print the run's beginning, calls, roles, hooks and process groups."""
     config = plan.config
     cluster = config.cluster
     preset = f", preset {config.preset}" if config.preset else ""
@@ -75,7 +75,7 @@ def _print_calls(plan: RunPlan) -> None:
 
 
 def _print_call_settings(plan: RunPlan) -> None:
-    """The settings of calls that differ from the run's, if there are any."""
+    """Print the settings of calls that differ from the run's, if there are any."""
     from realrl.config.problems import show
 
     own = [(mfc.name, differing(mfc, plan.config)) for mfc in plan.mfcs]
@@ -87,7 +87,7 @@ def _print_call_settings(plan: RunPlan) -> None:
 
 
 def differing(mfc: MFCDef, config: RunConfig) -> dict[str, object]:
-    """What `calls` says of a call, and what else is neither as the run says nor left open, such as by its algorithm."""
+    """Return a call's settings in `calls`, and others (its algorithm's) that are neither default nor the run's."""
     from realrl.experiment.call_settings import KEYS
     from realrl.graph.mfc import MFCDef
 
@@ -116,7 +116,7 @@ def _print_roles(plan: RunPlan) -> None:
 
 
 def _training(model: ModelConfigSection) -> str:
-    """The backend, the schedule, and what is not the default."""
+    """Return the backend, the schedule, and settings that differ from the default."""
     optimizer = model.optimizer
     words = [f"{model.backend}, lr {optimizer.lr:g} {optimizer.schedule}"]
     words += [f"ZeRO {optimizer.zero_stage}"] if optimizer.zero_stage is not None else []
@@ -126,7 +126,7 @@ def _training(model: ModelConfigSection) -> str:
 
 
 def _print_hooks(plan: RunPlan) -> None:
-    """What moves before and after calls, with the bytes that go between devices each time."""
+    """Print the hooks of calls, with the bytes that go between devices each time."""
     from realrl.plan.hooks import Realloc
     from realrl.plan.memory.plan import show_bytes
 
@@ -202,7 +202,7 @@ def _size(path: str) -> str:
 
 
 def count_parameters(folder: Path) -> int | None:
-    """Parameters in the safetensors files of a folder, from their headers alone; None if that cannot be told.
+    """Count parameters in the safetensors files of a folder, by their headers alone; None if they cannot be read.
 
     A file starts with the header's length (8 bytes, little endian), then the header: JSON, tensor name -> shape.
     """

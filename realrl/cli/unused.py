@@ -1,4 +1,4 @@
-"""Keys that an experiment would ignore: typing one is an error, and they are not listed."""
+"""Keys that an experiment would ignore: to type one is an error, and they are not listed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNUSED_IN_EVALUATION = (
 
 
 def unused_keys(experiment: Experiment, mfcs: Sequence[MFCDef]) -> Mapping[str, str]:
-    """Sections and keys without effect -> the reason."""
+    """Return section or key without effect -> reason."""
     unused: dict[str, str] = {}
     if not any(mfc.interface_type is InterfaceType.GENERATE for mfc in mfcs):
         unused["generation"] = f"'{experiment.name}' has no generate call"
@@ -49,7 +49,7 @@ def unused_keys(experiment: Experiment, mfcs: Sequence[MFCDef]) -> Mapping[str, 
 
 
 def is_unused(path: str, unused: Mapping[str, str]) -> bool:
-    """Whether a key is one of `unused`, or below one."""
+    """Return True if a key is one of `unused`, or below one."""
     return any(path == key or path.startswith(key + ".") for key in unused)
 
 
@@ -84,7 +84,7 @@ def _calls_of_training(plan: RunPlan) -> dict[str, str]:
 
 
 def _switched_off(config: RunConfig) -> dict[str, str]:
-    """Details of what this run does not do."""
+    """Return keys that only matter to features that this run leaves off -> reason."""
     unused: dict[str, str] = {}
     if not (config.eval.is_on or config.eval.only):
         keys = ("path", "n_seqs", "n_responses", "temperature", "pass_threshold")

@@ -1,4 +1,4 @@
-"""Options of the built-in algorithms: what a user writes under `algorithm.`, with every default, once."""
+"""Options of the built-in algorithms: keys under `algorithm.`, each with its only default."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GenOptions(RewardOptions):
 
     @property
     def has_rewards(self) -> bool:
-        """Whether a reward is named: unlike elsewhere, there is no reward model by default."""
+        """True if a reward is named: unlike elsewhere, there is no reward model by default."""
         return bool(self.rewards) or self.reward_function is not None
 
 

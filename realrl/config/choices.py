@@ -17,7 +17,7 @@ FILE_ENDINGS = (".yaml", ".yml")
 
 @dataclass
 class Choices:
-    """What the command line chose; empty where it chose nothing. `models` maps roles to options of the group model."""
+    """Files chosen on the command line; "" where there is none. `models` maps roles to options of the group model."""
 
     preset: str = ""
     cluster: str = ""
@@ -59,7 +59,7 @@ def take_choices(
 def yaml_layers(
     choices: Choices, experiment: Declared, config_dir: Path | None
 ) -> Iterator[tuple[Mapping[str, object], str]]:
-    """Values and origin of the chosen files: a preset of the user's own, then what Hydra composes from `config_dir`.
+    """Yield values and origin of the chosen files: a preset of the user's own, then Hydra's groups from `config_dir`.
 
     Raises:
         ConfigError: a file cannot be read or composed.
@@ -79,7 +79,7 @@ def yaml_layers(
 
 
 def _is_option(edit: Edit, group: str, config_dir: Path | None, problems: list[Problem]) -> bool:
-    """Whether the edit's value is a file of the group; a problem is added otherwise."""
+    """Return True if the edit's value is a file of the group; otherwise add a problem."""
     options = group_options(group, config_dir)
     if edit.text in options:
         return True

@@ -1,12 +1,12 @@
-"""From names, files and command-line overrides to a `RunConfig`.
+"""Composition of a `RunConfig` from names, files and command-line overrides.
 
 Later layers win: the schema's defaults, the experiment's defaults, YAML (the preset, its part for the experiment, then
-the chosen cluster, allocation and models), the command line. Keys are checked layer by layer, values once at the end,
-and all problems are reported together.
+the chosen cluster, allocation and models), the command line. Keys are checked layer by layer, values once at the end.
+All problems are reported together.
 
-YAML may say ``models: {"*": {...}}``, and the command line ``models.*.key=value``, for every role: training keys reach
-trainable roles only, and a role that follows another keeps following its path. YAML may say ``${cache_dir}`` for the
-folder of downloaded assets.
+For every role, YAML writes ``models: {"*": {...}}``, and the command line ``models.*.key=value``: training keys reach
+trainable roles only, and a role that follows another keeps following its path. In YAML ``${cache_dir}`` is the folder
+of downloaded assets.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def compose(
     Args:
         experiment: the declared algorithm.
         overrides: ``key=value`` in Hydra's grammar.
-        reference: how another process finds the experiment again; its name by default.
+        reference: name by which another process finds the experiment; its own name by default.
         config_dir: folder of the YAML groups preset, cluster, allocation and model; without it there are none.
-        cache_dir: what ``${cache_dir}`` stands for in YAML.
+        cache_dir: value of ``${cache_dir}`` in YAML.
 
     Raises:
         ConfigError: lists every malformed override, unknown key or group option, and impossible value.
@@ -83,7 +83,7 @@ def compose(
 
 @dataclass
 class _Composer:
-    """Explicit values by dotted path, with the origin of each; `shared` are those given for every role at once."""
+    """Explicit values by dotted path, with the origin of each; `shared` holds paths given for every role at once."""
 
     experiment: Declared
     keys: Mapping[str, Key]
@@ -104,7 +104,7 @@ class _Composer:
                     self._set(path, value, subject, origin, is_shared=is_shared)
 
     def apply_to_roles(self, edit: Edit) -> None:
-        """One override of the command line, for every role that it can be for if it says ``models.*``."""
+        """Apply one override of the command line, with ``models.*`` to every role that can have the key."""
         section, *below = edit.path.split(".")
         if section != "models" or below[:1] != [ALL_ROLES]:
             self._apply(edit)
@@ -133,7 +133,7 @@ class _Composer:
                 self._set(path, leaf, subject, "", is_shared=is_shared)
 
     def resolve(self, roles: Mapping[str, DeclaredRole], cache_dir: Path | None) -> dict[str, object]:
-        """All values, nested: the schema's defaults below the explicit ones, paths followed, ``${...}`` filled in."""
+        """Return all values, nested: explicit ones over the schema's defaults, paths followed, ``${...}`` filled in."""
         nested = base_values(self.experiment)
         for path, value in self.values.items():
             _put(nested, path, value)
@@ -148,11 +148,11 @@ class _Composer:
         return nested
 
     def describe(self, path: str, value: object) -> tuple[str, str]:
-        """How the user would recognise the value at `path`."""
+        """Return the value at `path` as the user gave it, and its origin."""
         return self.subjects.get(path, (f"{path}={show(value)}", ""))
 
     def _path_owner(self, role: str, roles: Mapping[str, DeclaredRole]) -> str:
-        """The role whose model path this role takes: itself, or the end of its `path_from` chain."""
+        """Return the role whose model path this role takes: itself, or the end of its `path_from` chain."""
         seen = [role]
         while True:
             path = f"models.{seen[-1]}.path"
@@ -168,7 +168,7 @@ class _Composer:
         (self.shared.add if is_shared else self.shared.discard)(path)
 
     def _leaves(self, path: str, value: object) -> Iterator[tuple[str, object]]:
-        """Single values by dotted path; a mapping given where a single value belongs stays whole."""
+        """Yield single values by dotted path; a mapping given where a single value belongs stays whole."""
         key = self.keys.get(path)
         if isinstance(value, Mapping) and (key is None or key.is_mapping):
             for name, inner in value.items():
@@ -223,7 +223,7 @@ class _Composer:
 def _split_shared(
     values: Mapping[str, object], experiment: Declared
 ) -> tuple[Mapping[str, object], Mapping[str, object]]:
-    """What ``models."*"`` says of each role, and all the rest."""
+    """Return the values of ``models."*"`` for each role, and all others."""
     models = _as_mapping(values.get("models"))
     if ALL_ROLES not in models:
         return {}, values

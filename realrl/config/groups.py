@@ -10,12 +10,12 @@ from realrl.errors import ConfigError
 
 
 def group_options(group: str, config_dir: Path | None) -> list[str]:
-    """Names of the YAML files of a group, sorted."""
+    """Return the names of the YAML files of a group, sorted."""
     return [] if config_dir is None else sorted(path.stem for path in (config_dir / group).glob("*.yaml"))
 
 
 def compose_groups(selected: Sequence[str], config_dir: Path) -> dict[str, Any]:
-    """What Hydra makes of the chosen options, such as ``+preset=tiny`` and ``+model@models.actor=tiny``.
+    """Compose the chosen options, such as ``+preset=tiny`` and ``+model@models.actor=tiny``, with Hydra.
 
     Interpolations are left as they are: their values come from later layers.
 
@@ -38,7 +38,7 @@ def compose_groups(selected: Sequence[str], config_dir: Path) -> dict[str, Any]:
 
 
 def load_yaml(path: Path) -> Mapping[str, Any]:
-    """A YAML file of the user's own: a mapping, nested like the configuration.
+    """Load a YAML file of the user's own: a mapping, nested like the configuration.
 
     Raises:
         ConfigError: the file is missing, no YAML, or no mapping.

@@ -1,4 +1,4 @@
-"""The keys that a user can set: their dotted paths, what they accept, and the closest one to a wrong name.
+"""The keys that a user can set: their dotted paths, their allowed values, and the closest one to a wrong name.
 
 Invariants: the leaves of `known_keys` are exactly the values of a `RunConfig` that a user may set; the optimizer and
 adapters of a frozen role are not among them.
@@ -23,7 +23,7 @@ TRAINING_KEYS = ("backend", "optimizer", "activation_checkpointing", "router_aux
 
 
 class DeclaredRole(Protocol):
-    """What configuration needs to know of a role."""
+    """A role, as far as configuration needs it."""
 
     @property
     def trainable(self) -> bool: ...
@@ -32,7 +32,7 @@ class DeclaredRole(Protocol):
 
 
 class Declared(Protocol):
-    """What configuration needs to know of an experiment."""
+    """An experiment, as far as configuration needs it."""
 
     @property
     def name(self) -> str: ...
@@ -51,13 +51,13 @@ class Key:
 
     Attributes:
         path: dotted path.
-        allowed: what it accepts, in words; completes the sentence "must be ...".
-        description: what it does.
+        allowed: allowed values in words; completes the sentence "must be ...".
+        description: effect of the value.
         is_advanced: few users change it.
         is_mapping: any key below `path` is valid too.
         takes_text: a value that looks like a number is still text.
-        fields: of a mapping whose values are sections: field -> its key, with the field's name as path.
-        text_field: the field that is meant when such a value is given as text.
+        fields: for a mapping whose values are sections: field -> its key, with the field's name as path.
+        text_field: the field that is meant when such a section is given as text.
     """
 
     path: str
@@ -71,12 +71,12 @@ class Key:
 
 
 def can_have(role: DeclaredRole, name: str) -> bool:
-    """Whether `name`, a field of a role's section, is for this role: what is about training is not for frozen ones."""
+    """Return True if a role can have the field `name`: frozen roles have no fields of training."""
     return role.trainable or name not in TRAINING_KEYS
 
 
 def known_keys(experiment: Declared) -> dict[str, Key]:
-    """Every key of an experiment by dotted path, in the order of the schema."""
+    """Return every key of an experiment by dotted path, in the order of the schema."""
     keys: list[Key] = []
     for name, info in RunConfig.model_fields.items():
         if name in NOT_FOR_USERS:
@@ -94,7 +94,7 @@ def known_keys(experiment: Declared) -> dict[str, Key]:
 
 
 def base_values(experiment: Declared) -> dict[str, object]:
-    """The defaults of the schema, as nested JSON-like values; an option without a default is absent."""
+    """Return the defaults of the schema, as nested JSON-like values; an option without a default is absent."""
     fields = RunConfig.model_fields
     values = {name: _default(info) for name, info in fields.items() if name not in NOT_FOR_USERS}
     values["models"] = {role: ModelConfigSection().model_dump(mode="json") for role in experiment.roles}
@@ -104,7 +104,7 @@ def base_values(experiment: Declared) -> dict[str, object]:
 
 
 def sections(keys: Mapping[str, Key]) -> set[str]:
-    """The dotted paths above the keys: "generation", "models", "models.actor", ..."""
+    """Return the dotted paths above the keys: "generation", "models", "models.actor", ..."""
     found: set[str] = set()
     for path in keys:
         parts = path.split(".")
@@ -113,7 +113,7 @@ def sections(keys: Mapping[str, Key]) -> set[str]:
 
 
 def key_of(path: str, keys: Mapping[str, Key]) -> Key | None:
-    """The key that `path` sets: itself, the mapping that it is an entry of, or a field of such an entry."""
+    """Return the key that `path` sets: itself, the mapping that it is an entry of, or a field of such an entry."""
     if path in keys:
         return keys[path]
     parent = path.rpartition(".")[0]
@@ -125,7 +125,7 @@ def key_of(path: str, keys: Mapping[str, Key]) -> Key | None:
 
 
 def entry_keys(path: str, keys: Mapping[str, Key]) -> dict[str, Key]:
-    """The fields of the section that `path` is in, by dotted path, if that is an entry of a mapping of sections."""
+    """Return the fields of the mapping's entry that `path` is in, by dotted path; none if it is in no such section."""
     parts = path.split(".")
     for n in range(1, len(parts) - 1):
         key = keys.get(".".join(parts[:n]))
@@ -135,7 +135,7 @@ def entry_keys(path: str, keys: Mapping[str, Key]) -> dict[str, Key]:
 
 
 def closest_keys(path: str, known: Mapping[str, Key]) -> str:
-    """`` Did you mean 'x' or 'y'?`` for a wrong path, or an empty string.
+    """Return `` Did you mean 'x' or 'y'?`` for a wrong path, or an empty string.
 
     The last part decides first: ``max_new_tokens`` finds ``generation.max_new_tokens``.
     """
@@ -187,13 +187,13 @@ def _leaves(path: str, info: FieldInfo) -> Iterator[Key]:
 
 
 def _section_of_entries(annotation: Any) -> type[BaseModel] | None:
-    """The section that the values of a mapping are, if they are sections."""
+    """Return the section class of a mapping's values, or None if they are no sections."""
     args = get_args(annotation) if get_origin(annotation) is dict else ()
     return args[1] if args and isinstance(args[1], type) and issubclass(args[1], BaseModel) else None
 
 
 def _words(annotation: Any, limits: tuple[Any, ...] = ()) -> str:
-    """A type and its limits in words: ``a whole number >= 1``."""
+    """Return a type and its limits in words: ``a whole number >= 1``."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner, *fields = args

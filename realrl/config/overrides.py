@@ -1,4 +1,4 @@
-"""``key=value`` arguments in Hydra's override grammar, and ``models.*.key=value`` for every role."""
+"""Parsing of ``key=value`` in Hydra's override grammar, and of ``models.*.key=value`` for every role."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Edit:
         path: dotted path.
         value: the parsed value; nested lists and dicts of plain values.
         raw: the value as typed.
-        is_deletion: ``~path``: back to the schema's default.
+        is_deletion: True for ``~path``, which goes back to the schema's default.
     """
 
     path: str
@@ -43,7 +43,7 @@ class Edit:
 
 
 def parse_overrides(arguments: Sequence[str]) -> tuple[list[Edit], list[Problem]]:
-    """Parse command-line overrides; what cannot be parsed becomes a problem.
+    """Parse command-line overrides; those that cannot be parsed become problems.
 
     ``+key=value`` and ``++key=value`` mean ``key=value``: every declared key is there already.
     """

@@ -1,6 +1,6 @@
-"""Files and folders that a configuration names: they must be there before anything starts.
+"""Checks that the files and folders of a configuration exist before anything starts.
 
-`os.path` is asked and not `pathlib`, which raises where a name is too long for any file system.
+They use `os.path`, since `pathlib` raises where a name is too long for any file system.
 """
 
 from __future__ import annotations

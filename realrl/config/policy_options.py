@@ -1,7 +1,7 @@
-"""Options of the policy-gradient algorithms: what a user writes under `algorithm.`, with every default, once.
+"""Options of the policy-gradient algorithms: keys under `algorithm.`, each with its default.
 
-`PolicyOptions` are those of a policy alone. `PPOOptions` adds a critic. What an experiment does otherwise stands in its
-own file, as defaults.
+`PolicyOptions` are those of a policy alone. `PPOOptions` adds a critic. An experiment's own file holds the defaults
+that differ.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class PolicyOptions(RewardOptions):
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """Least and largest policy ratio that the clipped losses let through."""
+        """Smallest and largest policy ratio that the clipped losses let through."""
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         return 1.0 - self.clip_ratio, 1.0 + high
 

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, collected so that a user sees everything at once."""
+"""Problems of a configuration, collected so that a user sees all of them at once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Problem:
 
     Attributes:
         subject: the key and its value, as the user would type them.
-        text: what is wrong and what is allowed.
-        origin: where the value comes from, unless it was typed on the command line.
+        text: the problem, and the allowed values.
+        origin: source of the value, unless it was typed on the command line.
     """
 
     subject: str
@@ -31,7 +31,7 @@ class Problem:
 
 
 def raise_problems(problems: Sequence[Problem], reference: str) -> None:
-    """Raise one `ConfigError` that lists the problems; nothing happens when there is none."""
+    """Raise one `ConfigError` that lists the problems, if there are any."""
     if not problems:
         return
     remedy = f"All keys, their defaults and what they accept: realrl config {reference}"
@@ -48,7 +48,7 @@ def raise_problems(problems: Sequence[Problem], reference: str) -> None:
 
 
 def show(value: object) -> str:
-    """A value as it would be typed, cut to a reasonable length."""
+    """Return a value as it would be typed, cut to a reasonable length."""
     if isinstance(value, str):
         text = value
     else:

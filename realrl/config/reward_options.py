@@ -1,4 +1,4 @@
-"""How responses are rewarded: the options of every algorithm that learns from rewards."""
+"""Options of rewards, for every algorithm that learns from them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_function_name(value: str) -> str:
     """Return `value` if it may name a reward: a built-in one, ``module:function`` or ``file.py:function``.
 
     Raises:
-        ValueError: it may not.
+        ValueError: it has none of these forms.
     """
     separator = ":" if ":" in value else "."
     if value not in BUILT_IN_REWARDS and not all(value.rpartition(separator)):
@@ -33,7 +33,7 @@ def check_function_name(value: str) -> str:
 
 
 class RewardPart(Section):
-    """One of several rewards that add up. What is null is taken from the algorithm's ``reward_*`` keys."""
+    """One of several rewards that add up. A null key takes the value of the algorithm's ``reward_*`` key."""
 
     function: str = Field(
         description="'module:function', 'file.py:function', reward_model, math_verify, reasoning_gym or overlong"
@@ -53,7 +53,7 @@ class RewardPart(Section):
 class RewardOptions(Section):
     """The reward model, or functions that take its place or are added to it.
 
-    Parts that are ``overlong`` only correct a reward: where nothing else is named, the reward model gives it.
+    Parts with function ``overlong`` only correct a reward: where no other part is named, the reward model gives it.
     """
 
     reward_function: str | None = Field(

@@ -1,8 +1,8 @@
 """The resolved configuration of a run. Every default that a user can rely on is written here, once.
 
 Instances are frozen; derived values are properties. Algorithm options are a model of their own, named by the
-experiment (`Experiment.options`), and appear under the key `algorithm`. Descriptions are what `realrl config` prints;
-a key marked `ADVANCED` is one that few users change, and is listed apart.
+experiment (`Experiment.options`), and appear under the key `algorithm`. `realrl config` prints the descriptions. It
+lists keys marked `ADVANCED`, which few users change, apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from pydantic.config import JsonDict
 
 BackendName = Literal["native", "megatron", "deepspeed"]
-BUILT_IN = "tiny"  # path of the random model, its tokenizer and the toy task that are made on the spot
+BUILT_IN = "tiny"  # path of the random model, its tokenizer and the toy task, which no file holds
 REASONING_TASKS = "reasoning_gym:"  # start of a dataset path that names tasks instead of a file
 ADVANCED: JsonDict = {"advanced": True}
 
@@ -67,7 +67,7 @@ class OptimizerConfig(Section):
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters: the model's own weights stay as they are, and small matrices beside them are trained."""
+    """Low-rank adapters: small matrices are trained beside the model's weights, which stay as they are."""
 
     rank: int = Field(
         0, ge=0, description="train adapters of this rank instead of the model's weights; 0 trains the weights"
@@ -107,7 +107,7 @@ class ModelConfigSection(Section):
 
 
 class DatasetConfig(Section):
-    """Where samples come from."""
+    """Source of samples."""
 
     path: str = Field(
         BUILT_IN,
@@ -123,7 +123,7 @@ class DatasetConfig(Section):
 
 
 class GenerationConfig(Section):
-    """How responses are sampled."""
+    """Sampling of responses."""
 
     n_responses: int = Field(1, ge=1, description="responses per prompt; they share one prefill")
     max_new_tokens: int = Field(32, ge=1, description="longest response; without a stop token it counts as truncated")
@@ -148,7 +148,7 @@ class GenerationConfig(Section):
 
 
 class AllocationConfig(Section):
-    """Which devices each call runs on, and how it is spread over them."""
+    """Devices of each call, and its strategy on them."""
 
     mode: str = Field(
         "data",
@@ -173,7 +173,7 @@ class AllocationConfig(Section):
 
 
 class CallConfig(Section):
-    """Settings of one call; what is null is as the algorithm declares the call, or else as the run says."""
+    """Settings of one call; a null key takes the algorithm's setting of the call, or else the run's."""
 
     n_mbs: int | None = Field(
         None, ge=1, description="micro-batches per minibatch and worker", json_schema_extra=ADVANCED
@@ -235,7 +235,7 @@ class ClusterConfig(Section):
 
 
 class SaveConfig(Section):
-    """When checkpoints are written."""
+    """Times of checkpoints, and the ones that are kept."""
 
     every_steps: int = Field(0, ge=0, description="write a checkpoint every so many steps; 0 means only at the end")
     every_epochs: int = Field(
@@ -274,12 +274,12 @@ class SaveConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether any checkpoint is written."""
+        """True if any checkpoint is written."""
         return self.at_end or self.every_steps > 0 or self.every_epochs > 0 or self.every_s > 0
 
 
 class EvalConfig(Section):
-    """How the models are evaluated on rows that they are not trained on."""
+    """Evaluation of the models on rows that they are not trained on."""
 
     every_steps: int = Field(0, ge=0, description="evaluate after every so many steps; 0 means never")
     at_start: bool = Field(False, description="evaluate before the first step too", json_schema_extra=ADVANCED)
@@ -308,12 +308,12 @@ class EvalConfig(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether a training run is evaluated."""
+        """True if a training run is evaluated."""
         return self.every_steps > 0 or self.at_start
 
 
 class RecoverConfig(Section):
-    """What happens after a failure."""
+    """Recovery after a failure."""
 
     retries: int = Field(
         2,
@@ -391,10 +391,10 @@ class RunConfig(Section):
     track: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="also send metrics there")
 
     def staleness_of(self, *calls: str) -> int:
-        """How many train_steps ahead of training a call runs: as `calls` says, or else as `max_staleness` says.
+        """Return how many train_steps a call runs ahead of training: its setting in `calls`, or else `max_staleness`.
 
-        Of several calls the first decides of which `calls` says it. An algorithm whose maths depends on the lead of a
-        call asks here.
+        Of several calls, the first one with a setting decides. An algorithm whose maths depends on the lead of a call
+        uses this.
         """
         own = (self.calls[call].max_staleness for call in calls if call in self.calls)
         return next((lead for lead in own if lead is not None), self.max_staleness)

@@ -1,4 +1,4 @@
-"""A resolved configuration as JSON, as it lies in the run folder and travels to workers."""
+"""JSON form of a resolved configuration, for the run folder and for workers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from realrl.errors import ConfigError
 
 
 def dump_config(config: RunConfig) -> bytes:
-    """The configuration as indented JSON; `load_config` gives back an equal one."""
+    """Return the configuration as indented JSON; `load_config` gives back an equal one."""
     return config.model_dump_json(indent=2).encode() + b"\n"
 
 
 def experiment_reference(data: bytes) -> str:
-    """The experiment that dumped configuration is for: a registered name, a file or a module.
+    """Return the experiment of a dumped configuration: a registered name, a file or a module.
 
     Raises:
         ConfigError: the data is no dumped configuration.
@@ -30,10 +30,10 @@ def experiment_reference(data: bytes) -> str:
 
 
 def load_config(data: bytes, experiment: Declared) -> RunConfig:
-    """Read back what `dump_config` wrote.
+    """Return the configuration that `dump_config` wrote.
 
     Raises:
-        ConfigError: no JSON, or values that the experiment does not accept.
+        ConfigError: the data is not JSON, or holds values that the experiment does not accept.
     """
     values = _parse(data)
     reference = str(values.get("experiment", experiment.name))

@@ -1,6 +1,6 @@
-"""From nested plain values to a `RunConfig`: types, limits, and what must hold between keys.
+"""Validation of nested plain values into a `RunConfig`: types, limits, and conditions between keys.
 
-Errors name the dotted path, the value and what is allowed.
+Errors name the dotted path, the value and the allowed values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def validate(
 
 
 def cross_check(config: RunConfig) -> list[Problem]:
-    """What must hold between keys of different sections."""
+    """Return violations of conditions between keys of different sections."""
     problems: list[Problem] = []
     places: list[tuple[str, RunConfig | CallConfig]] = [("", config)]
     places += [(f"calls.{name}.", own) for name, own in config.calls.items()]
@@ -80,7 +80,7 @@ def cross_check(config: RunConfig) -> list[Problem]:
 def _translate(
     error: ValidationError, prefix: tuple[str, ...], keys: Mapping[str, Key], describe: Describe
 ) -> list[Problem]:
-    """pydantic's errors in terms of keys; several about one key become one."""
+    """Translate pydantic's errors into problems with keys; several about one key become one."""
     problems: dict[str, Problem] = {}
     for detail in error.errors(include_url=False):
         loc = (*prefix, *detail["loc"])
@@ -90,7 +90,7 @@ def _translate(
         if detail["type"] == "missing" and ".".join(map(str, loc)) == path:
             problems.setdefault(path, Problem(path, f"has no default; give it: {path}=VALUE", origin))
             continue
-        reason = detail.get("ctx", {}).get("error")  # what a validator of ours said
+        reason = detail.get("ctx", {}).get("error")  # raised by a validator of ours
         if key is None:
             text = str(reason) if reason is not None else detail["msg"]
             problems.setdefault(path, Problem(path, text, origin))
@@ -106,7 +106,7 @@ def _translate(
 
 
 def _locate(loc: tuple[int | str, ...], keys: Mapping[str, Key]) -> tuple[str, Key | None]:
-    """The key that a pydantic location is in. Locations go deeper than keys: list items, members of a union."""
+    """Return path and key of a pydantic location, which may go deeper than keys: list items, members of a union."""
     path = ""
     for part in loc:
         path = f"{path}.{part}" if path else str(part)
@@ -122,5 +122,5 @@ def _locate(loc: tuple[int | str, ...], keys: Mapping[str, Key]) -> tuple[str, K
 
 
 def describe_plainly(path: str, value: object) -> tuple[str, str]:
-    """The subject of a problem whose origin is not known."""
+    """Return the subject of a problem whose origin is not known."""
     return f"{path}={show(value)}", ""

@@ -1,7 +1,7 @@
-"""`realrl doctor`: what a run would need and what is wrong with it, before anything starts.
+"""`realrl doctor`: the memory that a run needs, and its problems, before anything starts.
 
 plan ──► checks, in order ──► findings
-     └─► memory of every device, call by call ──► does it fit? ──► what would help
+     └─► memory of every device, call by call ──► does it fit? ──► alternatives
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ _BEFORE_MEMORY: tuple[Check[RunUnderCheck], ...] = (
 
 @dataclass(frozen=True)
 class Report:
-    """What `examine` found.
+    """Result of `examine`.
 
     Attributes:
-        findings: of all checks, in order.
-        memory: of every device; None where the models cannot be read.
-        roles: as the memory counts them.
-        capacity_bytes: of each device; 0 where it is not known.
+        findings: findings of all checks, in order.
+        memory: memory of every device; None where the models cannot be read.
+        roles: role -> its state in the memory plan.
+        capacity_bytes: memory of each device; 0 where it is not known.
         alternatives: settings that need less, if the run does not fit comfortably; the best first.
         histograms: lengths of the dataset's texts.
     """
@@ -86,12 +86,12 @@ class Report:
 
     @property
     def has_problem(self) -> bool:
-        """Whether the run would be refused, or fail."""
+        """True if the run would be refused, or fail."""
         return any(finding.status is Status.PROBLEM for finding in self.findings)
 
 
 def examine(run: RunUnderCheck) -> Report:
-    """Run all checks and plan the memory; what is wrong becomes a finding and not an exception."""
+    """Run all checks and plan the memory; problems become findings, not exceptions."""
     findings = list(run_checks(_BEFORE_MEMORY, run))
     broken = {finding.check for finding in findings if finding.status in (Status.PROBLEM, Status.SKIPPED)}
     rows = longest_allowed(run) if "dataset" in broken else row_lengths(run.dataset)
@@ -100,7 +100,7 @@ def examine(run: RunUnderCheck) -> Report:
         device = run.planned_device
         memory = memory_plan(run.plan, run.models, rows, device=device)
         most = fullest(memory, device)
-        # of a device that is not here, and of which nothing is said, nothing is known: what it needs is printed
+        # the capacity of an absent device without --device-memory is unknown; its needs are printed all the same
         capacity = run.device_memory_bytes or (0 if "devices" in broken else device_capacity(run.config, device))
         if capacity and most.needs > MARGIN * capacity:
             better = tuple(
@@ -128,7 +128,7 @@ def examine(run: RunUnderCheck) -> Report:
 
 
 def _verdict(most: Fullest, capacity: int, better: tuple[Alternative, ...], *, is_shared: bool) -> Finding:
-    """Whether the fullest device has room."""
+    """Return the finding about the memory of the fullest device."""
     message = f"device {most.rank} needs {show_bytes(most.needs)} in {most.call}"
     if not capacity:
         return Finding("memory", Status.SKIPPED, f"{message}; how much it has is not known", "Give --device-memory GB.")

@@ -30,14 +30,14 @@ _N_BINS = 8
 
 @dataclass(frozen=True)
 class Histogram:
-    """How long the dataset's texts are: (shortest, longest, number of texts) of each bin."""
+    """Lengths of the dataset's texts: (shortest, longest, number of texts) of each bin."""
 
     what: str
     bins: tuple[tuple[int, int, int], ...]
 
 
 def check_tokenizers(run: RunUnderCheck) -> list[Finding]:
-    """Each role's tokenizer loads, and texts survive it."""
+    """Check that each role's tokenizer loads, and that texts survive a round trip."""
     findings = []
     for path, roles in _by_path(run).items():
         tokenizer = run.tokenizer(path)
@@ -72,7 +72,7 @@ def _round_trip(tokenizer: Any, text: str) -> str:
 
 
 def _survives(tokenizer: Any, text: str) -> bool:
-    """Whether a text comes back; a space that some tokenizers put in front of every text does not count."""
+    """Return True if a text comes back; a space that some tokenizers put in front of every text does not count."""
     decoded = _round_trip(tokenizer, text)
     return text in (decoded, decoded.removeprefix(" "))
 
@@ -81,7 +81,7 @@ def _survives(tokenizer: Any, text: str) -> bool:
 
 
 def check_stop_tokens(run: RunUnderCheck) -> list[Finding]:
-    """Of roles that generate: end-of-sequence tokens are in the vocabulary, and stop a response."""
+    """Check that end-of-sequence tokens of generating roles are in the vocabulary, and stop a response."""
     findings = []
     for name in _generating_roles(run):
         path, model = run.config.models[name].path, run.models[name]
@@ -122,7 +122,7 @@ def _generating_roles(run: RunUnderCheck) -> list[str]:
 
 
 def _model_ends(path: str, from_config: Sequence[int]) -> list[int]:
-    """End-of-sequence tokens that a model's config.json and generation_config.json name."""
+    """Return the end-of-sequence tokens in a model's config.json and generation_config.json."""
     ends = list(from_config)
     file = Path(path) / "generation_config.json"
     if path != BUILT_IN and file.is_file():
@@ -135,7 +135,7 @@ def _model_ends(path: str, from_config: Sequence[int]) -> list[int]:
 
 
 def check_chat_template(run: RunUnderCheck) -> list[Finding]:
-    """A prompt's tokens begin the tokens of the whole conversation, so that training sees what generation continued."""
+    """Check that a prompt's tokens begin those of the whole conversation, so that training and generation agree."""
     tokenizer = run.reading_tokenizer
     is_used = run.config.dataset.chat_template or _has_messages(run)
     if tokenizer.chat_template is None:
@@ -194,7 +194,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], is_prompt: 
 
 
 def _has_messages(run: RunUnderCheck) -> bool:
-    """Whether the first row's prompt is a list of messages."""
+    """Return True if the first row's prompt is a list of messages."""
     path = Path(run.config.dataset.path)
     reader = READERS.get(path.suffix.lower())
     if reader is None or not path.is_file():
@@ -207,7 +207,7 @@ def _has_messages(run: RunUnderCheck) -> bool:
 
 
 def check_dataset(run: RunUnderCheck) -> list[Finding]:
-    """The dataset, and the validation data where there is any, is readable and long enough for a step."""
+    """Check that the dataset, and validation data if there is any, is readable and long enough for a step."""
     dataset = run.dataset
     findings = [_about("dataset", run.config.dataset.path, dataset, run.plan.samples_per_step)]
     if run.plan.evaluation is not None:
@@ -234,13 +234,13 @@ def _about(check: str, path: str, dataset: Dataset, n_needed: int) -> Finding:
 
 
 def row_lengths(dataset: Dataset) -> RowLengths:
-    """Token counts of a dataset, for memory."""
+    """Return the token counts of a dataset, for memory."""
     longest = [max(lens) for lens in dataset.seqlens]
     return RowLengths(dataset.prompt_lens, [sum(lens) for lens in dataset.seqlens], longest)
 
 
 def longest_allowed(run: RunUnderCheck) -> RowLengths:
-    """Token counts where the dataset cannot be read: what the configuration lets in."""
+    """Return the largest token counts that the configuration allows, where the dataset cannot be read."""
     config = run.config.dataset
     n_sequences = 2 if run.kind in (DatasetKind.PREFERENCE_PAIR, DatasetKind.UNPAIRED) else 1
     sequence = config.max_prompt_tokens + config.max_answer_tokens
@@ -248,7 +248,7 @@ def longest_allowed(run: RunUnderCheck) -> RowLengths:
 
 
 def histograms(dataset: Dataset) -> list[Histogram]:
-    """Lengths of prompts and, where the rows have any, of answers."""
+    """Return the lengths of prompts and, where the rows have any, of answers."""
     found = [Histogram("prompt tokens", _bins(dataset.prompt_lens))]
     if dataset.kind is not DatasetKind.PROMPT:
         answers = [n - p for p, lens in zip(dataset.prompt_lens, dataset.seqlens, strict=True) for n in lens]
@@ -257,7 +257,7 @@ def histograms(dataset: Dataset) -> list[Histogram]:
 
 
 def _bins(lengths: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """At most `_N_BINS` bins of equal width."""
+    """Return at most `_N_BINS` bins of equal width."""
     ordered = sorted(lengths)
     low, high = ordered[0], ordered[-1]
     width = max(1, -(-(high - low + 1) // _N_BINS))
@@ -272,7 +272,7 @@ def _bins(lengths: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
 
 
 def check_lengths(run: RunUnderCheck) -> list[Finding]:
-    """Prompts, and what is generated after them, fit into the positions of every model that reads them."""
+    """Check that prompts, with their responses or answers, fit into the positions of every model."""
     generating = set(_generating_roles(run))
     new = run.config.generation.max_new_tokens if generating else 0
     dataset = run.dataset
@@ -301,7 +301,7 @@ def check_lengths(run: RunUnderCheck) -> list[Finding]:
 
 
 def check_vocabulary(run: RunUnderCheck) -> list[Finding]:
-    """All models know the tokens that they may be given."""
+    """Check that all models know the tokens that they may be given."""
     tokenizer = run.reading_tokenizer
     check_vocabularies(run.plan, run.dataset, n_tokens=len(tokenizer))
     sizes = {name: model.vocab_size for name, model in run.models.items()}
@@ -319,7 +319,7 @@ def check_vocabulary(run: RunUnderCheck) -> list[Finding]:
 
 
 def some_prompts(run: RunUnderCheck, n: int) -> list[torch.Tensor]:
-    """Token ids of up to n prompts, spread over the dataset."""
+    """Return the token ids of up to n prompts, spread over the dataset."""
     dataset = run.dataset
     n = min(n, len(dataset))
     rows = [i * len(dataset) // n for i in range(n)]

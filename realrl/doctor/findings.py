@@ -1,4 +1,4 @@
-"""What a check found, and in which order checks run."""
+"""Findings of checks, and the order in which checks run."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Subject = TypeVar("Subject")
 
 
 class Status(Enum):
-    """How bad it is."""
+    """Severity of a finding."""
 
     OK = "ok"
-    WARNING = "warning"  # the run starts, and may not do what is meant
+    WARNING = "warning"  # the run starts, and may not behave as intended
     PROBLEM = "problem"  # the run would be refused, or would fail
     SKIPPED = "not checked"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a check has to say.
+    """One result of a check.
 
     Attributes:
         check: name of the check.
-        status: how bad it is.
-        message: what was found, with its numbers.
-        remedy: what the user can do; "" where there is nothing to do.
+        status: severity.
+        message: the result, with its numbers.
+        remedy: advice to the user; "" where there is nothing to do.
     """
 
     check: str
@@ -43,8 +43,8 @@ class Check(Generic[Subject]):
     """A named check.
 
     Attributes:
-        run: returns what it found; an `Error` that it raises is a problem.
-        needs: checks without a problem in which this one has a meaning.
+        run: returns the findings; an `Error` that it raises is a problem.
+        needs: names of checks that must find no problem before this one runs.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Check(Generic[Subject]):
 
 
 def run_checks(checks: Sequence[Check[Subject]], subject: Subject) -> Iterator[Finding]:
-    """The findings of all checks, in order; a check that needs one with a problem is not run."""
+    """Yield the findings of all checks, in order; a check that needs one with a problem is not run."""
     broken: set[str] = set()
     for check in checks:
         missing = [name for name in check.needs if name in broken]
@@ -65,7 +65,7 @@ def run_checks(checks: Sequence[Check[Subject]], subject: Subject) -> Iterator[F
             found = check.run(subject)
         except Error as error:
             found = [Finding(check.name, Status.PROBLEM, error.message, error.remedy or "")]
-        except Exception as error:  # noqa: BLE001 - what a file does to one check must not hide the others
+        except Exception as error:  # noqa: BLE001 - a file that breaks one check must not hide the others
             message = f"this check failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             remedy = "Look at the files that it reads; if nothing is wrong with them, report it as a bug in realrl."
             found = [Finding(check.name, Status.PROBLEM, message, remedy)]

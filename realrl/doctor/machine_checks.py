@@ -1,4 +1,4 @@
-"""Checks of what is around the run: files, devices, disk, ports, optional packages, and the checks of a run's start."""
+"""Checks of a run's surroundings (files, devices, disk, ports, optional packages), and those of its start."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ EXTRAS = {
 
 
 def check_files(run: RunUnderCheck) -> list[Finding]:
-    """Models, datasets and the run folder that the configuration names are there."""
+    """Check that models, datasets and the run folder of the configuration exist."""
     check_paths(run.config, cache_dir=cache_dir().absolute())
     return [Finding("files", Status.OK, f"models, data and {_run_folder(run)}/")]
 
 
 def check_devices(run: RunUnderCheck) -> list[Finding]:
-    """This machine has a device for each worker of a node."""
+    """Check that this machine has a device for each worker of a node."""
     cluster = run.config.cluster
     try:
         for local_rank in reversed(range(cluster.n_devices_per_node)):  # the first stays chosen
@@ -66,7 +66,7 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
 
 
 def check_disk(run: RunUnderCheck) -> list[Finding]:
-    """The file system of the run folder has room for the checkpoints that stay, and for the one being written."""
+    """Check that the run folder's disk has room for the checkpoints that stay, and for the one being written."""
     folder = _run_folder(run).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
@@ -86,7 +86,7 @@ def check_disk(run: RunUnderCheck) -> list[Finding]:
 
 
 def check_port(run: RunUnderCheck) -> list[Finding]:
-    """The port that the master is to listen on is free."""
+    """Check that the port that the master is to listen on is free."""
     port = run.config.cluster.master_port
     if port == 0:
         return [Finding("port", Status.OK, "the master takes a free one")]
@@ -101,7 +101,7 @@ def check_port(run: RunUnderCheck) -> list[Finding]:
 
 
 def check_packages(run: RunUnderCheck) -> list[Finding]:
-    """The optional packages that this run needs are installed."""
+    """Check that the optional packages that this run needs are installed."""
     needed = _needed_modules(run)
     installed = [module for module in EXTRAS if _is_installed(module)]
     missing = [module for module in needed if module not in installed]
@@ -132,7 +132,7 @@ def _needed_modules(run: RunUnderCheck) -> list[str]:
 
 
 def check_start(run: RunUnderCheck) -> list[Finding]:
-    """What `realrl run` checks before it starts workers: among it the checkpoint to resume from."""
+    """Repeat the checks of `realrl run` before it starts workers, such as that of the checkpoint to resume from."""
     config = run.config
     if not config.run_dir:
         config = config.model_copy(update={"run_dir": str(_run_folder(run))})

@@ -1,4 +1,4 @@
-"""What `realrl.plan.memory.plan` is told of a run and of the machine, and which settings would need less."""
+"""Inputs of `realrl.plan.memory.plan` from a run and the machine, and settings that would need less memory."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from realrl.plan.memory.load import RowLengths, load_of
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, plan_memory
 from realrl.shape import DecoderConfig
 
-MARGIN = 0.9  # of a device's memory; allocators and kernels need some of the rest
+MARGIN = 0.9  # usable share of a device's memory; allocators and kernels need some of the rest
 _WORTH_SAYING = 0.98
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Other settings, and what the fullest device would need with them.
+    """Other settings, and the need of the fullest device with them.
 
     Attributes:
-        overrides: as a user types them.
-        peak_bytes: of the fullest device.
-        fits: whether it has that.
+        overrides: overrides as a user types them.
+        peak_bytes: bytes that the fullest device needs.
+        fits: True if the device has that much.
     """
 
     overrides: tuple[str, ...]
@@ -49,9 +49,9 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Fullest:
-    """The device that needs the most, the call in which it does, and bytes.
+    """The device that needs the most, the call in which it does, and its need in bytes.
 
-    On the CPU what is offloaded to host memory counts as well: it is the same memory.
+    On the CPU, bytes offloaded to host memory count as well: it is the same memory.
     """
 
     rank: int
@@ -60,7 +60,7 @@ class Fullest:
 
 
 def fullest(memory: MemoryPlan, device: torch.device) -> Fullest:
-    """Of all devices of a plan on which some call runs."""
+    """Return the fullest of all devices on which some call of a plan runs."""
     found = []
     for call, by_rank in memory.calls.items():
         for rank, usage in by_rank.items():
@@ -71,7 +71,7 @@ def fullest(memory: MemoryPlan, device: torch.device) -> Fullest:
 def memory_plan(
     plan: RunPlan, models: Mapping[str, DecoderConfig], rows: RowLengths, *, device: torch.device
 ) -> MemoryPlan:
-    """The memory of a run's devices, evaluation included.
+    """Plan the memory of a run's devices, evaluation included.
 
     Raises:
         AllocationError: a strategy does not fit a model.
@@ -84,7 +84,7 @@ def memory_plan(
 
 
 def role_states(plan: RunPlan, models: Mapping[str, DecoderConfig]) -> dict[str, RoleState]:
-    """The roles with parameters, as memory is concerned."""
+    """Return the roles with parameters, as `plan_memory` needs them."""
     states = {}
     for name, model in models.items():
         home, section = plan.home_of(name), plan.config.models[name]
@@ -103,7 +103,7 @@ def role_states(plan: RunPlan, models: Mapping[str, DecoderConfig]) -> dict[str,
 
 
 def call_states(plan: RunPlan, rows: RowLengths) -> list[CallState]:
-    """All calls in the order of a step, those of an evaluation behind them."""
+    """Return all calls in the order of a step, those of an evaluation behind them."""
     graphs = [plan.graph] if plan.evaluation is None else [plan.graph, plan.evaluation.graph]
     return [_call_state(plan, mfc, rows) for graph in graphs for mfc in topological_calls(graph)]
 
@@ -118,7 +118,7 @@ def _call_state(plan: RunPlan, mfc: MFCDef, rows: RowLengths) -> CallState:
 
 
 def _responses(plan: RunPlan, mfc: MFCDef, n_responses: int) -> int:
-    """Responses of each sample that a call makes or reads; 0 if its sequences are the dataset's."""
+    """Return the responses of each sample that a call makes or reads; 0 if its sequences are the dataset's."""
     made = [mfc] if mfc.interface_type is InterfaceType.GENERATE else _generators(plan, mfc)
     if not made:
         return 0
@@ -126,7 +126,7 @@ def _responses(plan: RunPlan, mfc: MFCDef, n_responses: int) -> int:
 
 
 def _generators(plan: RunPlan, mfc: MFCDef) -> list[MFCDef]:
-    """The generate calls whose tokens a call computes on."""
+    """Return the generate calls whose tokens a call computes on."""
     others = () if plan.evaluation is None else plan.evaluation.mfcs
     calls = others if mfc in others else plan.mfcs
     tokens = {key for key in mfc.input_keys if mfc.input_key_remap.get(key, key) == "input_ids"}
@@ -137,7 +137,7 @@ def _generators(plan: RunPlan, mfc: MFCDef) -> list[MFCDef]:
 
 
 def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kernels:
-    """How this machine's kernels use memory; on CUDA as the defaults say."""
+    """Return the use of memory by this machine's kernels; on CUDA the defaults."""
     if device.type != "cpu":
         return Kernels()
     kernels = choose_kernels(device, dtype, n_rows=n_rows)
@@ -154,14 +154,14 @@ def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kern
 
 
 def device_capacity(config: RunConfig, device: torch.device) -> int:
-    """Bytes of one device's memory; on the CPU an equal share of the machine's for each worker."""
+    """Return the bytes of one device's memory; on the CPU an equal share of the machine's for each worker."""
     if device.type != "cpu":
         return total_memory_bytes(device)
     return machine_memory() // config.cluster.n_devices_per_node
 
 
 def machine_memory() -> int:
-    """Bytes of host memory, or of the part of it that this container may use."""
+    """Return the bytes of host memory, or of the part of it that this container may use."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for name in _CGROUP_LIMITS:
         path = Path(name)
@@ -172,7 +172,7 @@ def machine_memory() -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a device's memory that nobody uses now; of host memory what the kernel can give without swapping."""
+    """Return the bytes of a CUDA device's memory; of host memory, those that the kernel can give without swapping."""
     if device.type != "cpu":
         return total_memory_bytes(device)
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
@@ -180,13 +180,13 @@ def free_memory(device: torch.device) -> int:
     return min([*available, machine_memory()])
 
 
-# ---------------------------------------------------------------- what would help
+# ---------------------------------------------------------------- alternatives
 
 
 def alternatives(
     plan: RunPlan, rows: RowLengths, *, needs: int, capacity: int, recompose: Recompose, device: torch.device
 ) -> list[Alternative]:
-    """Settings with which the fullest device needs less than it does; those that fit, the fewest and mildest, first.
+    """Return settings with which the fullest device needs less; those that fit, with the fewest overrides, first.
 
     Each is planned as the run itself; one that the run would refuse is left out.
     """
@@ -204,7 +204,7 @@ def alternatives(
 
 
 def _candidates(plan: RunPlan) -> list[tuple[str, ...]]:
-    """Single settings first, then those that cost the least speed together."""
+    """Return single settings first, then those that cost the least speed together."""
     config = plan.config
     sections = {name: config.models[name] for name, role in plan.roles.items() if role.trainable}
     checkpointing = tuple(

@@ -33,10 +33,10 @@ from realrl.sched.messages import KeySchema, Per
 
 PLACEHOLDER = "This is a placeholder response."
 N_ROWS, N_PROMPTS, N_NEW_TOKENS = 3, 4, 16
-# Nats. In float32, what is left are other orders of adding up; in half precision, the rounding of logits around 20 to
-# 8 or 11 bits, at every layer.
+# Nats. In float32 the rest comes from other orders of summation; in half precision from the rounding of logits around
+# 20 to 8 or 11 bits, at every layer.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
-_WORKING_SPACE = 2.5  # times the parameters: what generation packs, and a little more
+_WORKING_SPACE = 2.5  # times the parameters: weights packed for generation, and a little more
 
 _TOKENS = KeySchema("int64", Per.TOKEN)
 _FLAGS = KeySchema("bool", Per.TOKEN)
@@ -45,14 +45,14 @@ _METADATA = KeySchema("uint8", Per.TOKEN)
 
 
 def check_models(run: RunUnderCheck) -> list[Finding]:
-    """Every role's model can be built, and cut as the strategies say."""
+    """Check that every role's model can be built, and that the strategies can cut it."""
     check_models_fit(run.plan)
     shown = ", ".join(f"{name} {_count(run, name) / 1e6:.1f}M" for name in run.models) or "none"
     return [Finding("models", Status.OK, f"parameters: {shown}; they fit the strategies")]
 
 
 def check_weights(run: RunUnderCheck) -> list[Finding]:
-    """The files of every model are whole, as far as their headers tell."""
+    """Check that the files of every model are whole, as far as their headers tell."""
     folders = []
     for name in run.models:
         role, path = run.plan.roles[name], run.config.models[name].path
@@ -71,7 +71,7 @@ def _count(run: RunUnderCheck, name: str) -> int:
 
 
 def check_rewards(run: RunUnderCheck) -> list[Finding]:
-    """Functions score placeholder responses to the first rows, in the processes that a run would use."""
+    """Let functions score placeholder responses to some rows, in the processes that a run would use."""
     findings = []
     for mfc in run.plan.mfcs:
         if mfc.role in run.models or mfc.interface_type is not InterfaceType.INFERENCE:
@@ -122,7 +122,7 @@ def _score(run: RunUnderCheck, mfc: MFCDef, interface: WeightedRewards) -> Findi
 
 
 def _placeholders(run: RunUnderCheck, mfc: MFCDef) -> SequenceSample:
-    """The call's inputs under the names that its interface sees."""
+    """Return the call's inputs under the names that its interface sees."""
     n_rows = min(N_ROWS, len(run.dataset))
     ids = tuple(f"row {row}" for row in range(n_rows))
     prompts = [prompt.tolist() for prompt in some_prompts(run, n_rows)]
@@ -142,7 +142,7 @@ def _placeholders(run: RunUnderCheck, mfc: MFCDef) -> SequenceSample:
 def _sequences(
     ids: Sequence[str], prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
 ) -> SequenceSample:
-    """A batch of prompts, each with one response."""
+    """Return a batch of prompts, each with one response."""
     pairs = list(zip(prompts, responses, strict=True))
     tokens = [[torch.tensor([*prompt, *response], dtype=torch.int64)] for prompt, response in pairs]
     masks = [[torch.tensor([True] * len(prompt) + [False] * len(response))] for prompt, response in pairs]
@@ -153,9 +153,9 @@ def _sequences(
 
 
 def check_logprobs(run: RunUnderCheck) -> list[Finding]:
-    """Generated tokens have the log-probabilities that the pass of training gives them, up to rounding.
+    """Check that generation and training give tokens the same log-probabilities, up to rounding.
 
-    Training divides by what generation says: where the two disagree, ratios are wrong from the first step.
+    Training divides by the probabilities of generation: where the two disagree, ratios are wrong from the first step.
     """
     generates = [mfc for mfc in run.plan.mfcs if mfc.interface_type is InterfaceType.GENERATE]
     roles = list(dict.fromkeys(mfc.role for mfc in generates if mfc.role in run.models))
@@ -202,7 +202,7 @@ def _agreement(run: RunUnderCheck, name: str) -> Finding:
 def compare(
     run: RunUnderCheck, engine: DecoderEngine, ids: Sequence[str], prompts: Sequence[torch.Tensor]
 ) -> tuple[float, float, int]:
-    """Largest and mean absolute difference in nats, and the number of tokens that were compared."""
+    """Return the largest and the mean absolute difference in nats, and the number of compared tokens."""
     config = run.config
     generation = config.generation.model_copy(
         update={
@@ -225,7 +225,7 @@ def compare(
 
 
 def _load(run: RunUnderCheck, name: str) -> Decoder:
-    """The role's whole model on one device, in the precision of computation, without adapters."""
+    """Load the role's whole model on one device, in the precision of computation, without adapters."""
     path, config = run.config.models[name].path, replace(run.models[name], lora=None)
     if path == BUILT_IN:
         return random_model(config, run.config.seed, device=run.device)

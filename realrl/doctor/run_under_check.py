@@ -1,4 +1,4 @@
-"""The run that is examined: its plan, and what several checks read of it, each read once."""
+"""The run that is examined: its plan, and inputs of several checks, each read once."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ class RunUnderCheck:
     """A run that has not started.
 
     Attributes:
-        plan: of the run.
-        recompose: the configuration with further overrides, to see what they would change.
-        device_memory_bytes: of each device; None for that of this machine.
-        loads_models: whether checks may load a model.
+        recompose: returns the configuration with further overrides, to see their effect.
+        device_memory_bytes: memory of each device; None for that of this machine.
+        loads_models: True if checks may load a model.
     """
 
     plan: RunPlan
@@ -43,7 +42,6 @@ class RunUnderCheck:
 
     @property
     def config(self) -> RunConfig:
-        """Of the run."""
         return self.plan.config
 
     @cached_property
@@ -53,7 +51,7 @@ class RunUnderCheck:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Of computation."""
+        """The dtype of computation."""
         return torch_dtype(DTYPES[self.config.precision])
 
     @cached_property
@@ -63,11 +61,11 @@ class RunUnderCheck:
 
     @property
     def planned_device(self) -> torch.device:
-        """What the run is planned for; it need not be there."""
+        """The device that the run is planned for; it need not be present."""
         return torch.device("cuda") if self.config.cluster.device == "cuda" else self.device
 
     def tokenizer(self, path: str) -> Any:
-        """The tokenizer of a model folder."""
+        """Return the tokenizer of a model folder."""
         if path not in self.tokenizers:
             self.tokenizers[path] = load_tokenizer(path)
         return self.tokenizers[path]
@@ -79,11 +77,11 @@ class RunUnderCheck:
 
     @cached_property
     def dataset(self) -> Dataset:
-        """What the run goes over."""
+        """The run's dataset, or its validation data if it only evaluates."""
         config = held_out_data(self.config) if self.config.eval.only else self.config.dataset
         return load_dataset(config, self.kind, self.reading_tokenizer, is_held_out=self.config.eval.only)
 
     @property
     def kind(self) -> DatasetKind:
-        """Of the dataset."""
+        """Kind of the dataset."""
         return self.plan.experiment.dataset

@@ -1,9 +1,9 @@
-"""The order of things in each column, and their heights: a layered drawing after Sugiyama, Tagawa and Toda (1981).
+"""The order of items in each column, and their heights: a layered drawing after Sugiyama, Tagawa and Toda (1981).
 
 Calls stand in even columns and pills in odd ones. A branch that passes columns has a *bend* in each of them, so every
-link joins neighbouring columns. The order in each column is the one with the fewest crossings among those that sweeps
-of barycentres leave from several starts. The heights solve a linear programme, in which links pull to be level and
-items keep their distance (Gansner, Koutsofios, North and Vo 1993); its dual is a flow of least cost.
+link joins neighbouring columns. Sweeps of barycentres from several starts give candidate orders; the one with the
+fewest crossings is taken. The heights solve a linear programme, in which links pull to be level and items keep their
+distance (Gansner, Koutsofios, North and Vo 1993); its dual is a flow of least cost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ORIGIN = ""  # no item has this name
 
 
 class ItemKind(Enum):
-    """What stands in a column."""
+    """Kind of item in a column."""
 
     CARD = "card"
     PILL = "pill"
@@ -38,13 +38,12 @@ _ROOM = {ItemKind.CARD: 38.0, ItemKind.PILL: 13.0, ItemKind.BEND: 15.0}
 
 @dataclass(frozen=True)
 class Item:
-    """Something that needs a height.
+    """A card, pill or bend, which needs a height.
 
     Attributes:
-        kind: what it is.
-        column: from 0.
-        width: of the item alone, not of its column.
-        up, down: how much of it lies above and below the line where links meet it.
+        column: number from 0.
+        width: width of the item alone, not of its column.
+        up, down: extent above and below the line where links meet it.
         ports: height over which several links spread on a side (see `geometry.spread`).
     """
 
@@ -58,14 +57,14 @@ class Item:
 
 @dataclass(frozen=True)
 class Links:
-    """For each item, its neighbours in the column before and in the column after."""
+    """Neighbours of each item in the column before and in the column after."""
 
     before: Mapping[str, Sequence[str]]
     after: Mapping[str, Sequence[str]]
 
     @classmethod
     def of(cls, items: Mapping[str, Item], pairs: Sequence[tuple[str, str]]) -> Links:
-        """Both directions of a list of pairs."""
+        """Return both directions of a list of pairs."""
         before: dict[str, list[str]] = {name: [] for name in items}
         after: dict[str, list[str]] = {name: [] for name in items}
         for a, b in pairs:
@@ -77,10 +76,10 @@ class Links:
 def arrange(
     items: Mapping[str, Item], pairs: Sequence[tuple[str, str]], loops: Sequence[tuple[str, str]] = ()
 ) -> dict[str, float]:
-    """Height of every item.
+    """Return the height of every item.
 
     Args:
-        items: name -> item; the order decides where nothing else does.
+        items: name -> item; the order breaks ties.
         pairs: links between items of neighbouring columns, left to right.
         loops: pairs of cards that will be joined around the columns, and should stand at the same end of theirs.
 
@@ -98,7 +97,7 @@ def arrange(
 
 
 def _orders(start: Sequence[Sequence[str]], links: Links) -> Iterator[list[list[str]]]:
-    """What each sweep leaves, to and fro, from the columns as they are and from random orders of them."""
+    """Yield the orders after each sweep, to and fro, from the given columns and from random orders of them."""
     shuffler = random.Random(0)  # the same picture every time
     for turn in range(_STARTS):
         columns = [shuffler.sample(column, len(column)) if turn else list(column) for column in start]
@@ -108,7 +107,7 @@ def _orders(start: Sequence[Sequence[str]], links: Links) -> Iterator[list[list[
 
 
 def _swept(columns: Sequence[Sequence[str]], links: Links, *, forward: bool) -> list[list[str]]:
-    """Each column sorted by the mean place of the neighbours in the column that was sorted before it."""
+    """Return each column sorted by the mean place of the neighbours in the column that was sorted before it."""
     neighbours = links.before if forward else links.after
     swept: list[list[str]] = []
     place: dict[str, int] = {}
@@ -121,7 +120,7 @@ def _swept(columns: Sequence[Sequence[str]], links: Links, *, forward: bool) -> 
 
 
 def crossings(columns: Sequence[Sequence[str]], links: Links) -> int:
-    """Number of pairs of links that cross."""
+    """Return the number of pairs of links that cross."""
     return sum(_crossings_after(a, b, links) for a, b in itertools.pairwise(columns))
 
 
@@ -132,7 +131,7 @@ def _crossings_after(left: Sequence[str], right: Sequence[str], links: Links) ->
 
 
 def obstacles(items: Mapping[str, Item], columns: Sequence[Sequence[str]], loops: Sequence[tuple[str, str]]) -> int:
-    """How many cards stand between the ends of loops and the nearer side, above or below, of the columns."""
+    """Return the number of cards between the ends of loops and the nearer side, above or below, of the columns."""
     above, below = {}, {}
     for column in columns:
         cards = [name for name in column if items[name].kind is ItemKind.CARD]
@@ -145,7 +144,7 @@ def obstacles(items: Mapping[str, Item], columns: Sequence[Sequence[str]], loops
 
 
 def _heights(items: Mapping[str, Item], columns: Sequence[Sequence[str]], links: Links) -> dict[str, float]:
-    """The heights at which links are the most level, taken together; the middle where there is a choice."""
+    """Return the heights at which links are the most level, taken together; the middle where there is a choice."""
     network = nx.MultiDiGraph()  # u -> v of weight w: y[v] - y[u] is at most w, or else each unit costs the capacity
     network.add_nodes_from(items)
     for column in columns:
@@ -167,7 +166,7 @@ def _heights(items: Mapping[str, Item], columns: Sequence[Sequence[str]], links:
 
 
 def _farthest(names: Iterable[str], bounds: Iterable[tuple[str, str, int]]) -> Mapping[str, int]:
-    """The greatest numbers up to 0 that keep to bounds ``(a, b, most)`` of ``number[b] - number[a]``."""
+    """Return the greatest numbers up to 0 that keep to bounds ``(a, b, most)`` of ``number[b] - number[a]``."""
     network = nx.MultiDiGraph()
     network.add_weighted_edges_from([*((_ORIGIN, name, 0) for name in names), *bounds])
     distances: Mapping[str, int] = nx.single_source_bellman_ford_path_length(network, _ORIGIN)
@@ -177,7 +176,7 @@ def _farthest(names: Iterable[str], bounds: Iterable[tuple[str, str, int]]) -> M
 def level_rises(
     items: Mapping[str, Item], columns: Iterable[Sequence[str]], links: Links
 ) -> dict[tuple[str, str], float]:
-    """How much lower the right end of each link stands than its left end when it is level.
+    """Return, for each level link, the drop from its left item's height to its right item's.
 
     Links spread over the side of an item, in the order of the neighbouring column.
     """
@@ -193,11 +192,11 @@ def level_rises(
 
 
 def separation(above: Item, below: Item) -> float:
-    """How far apart two neighbours in a column stand, at least."""
+    """Return the least distance of two neighbours in a column."""
     return above.down + below.up + (_ROOM[above.kind] + _ROOM[below.kind]) / 2
 
 
 def stiffness(left: Item, right: Item) -> int:
-    """Long branches are kept straight first, then the way from call to call, and of that the first part by a hair."""
+    """Return a link's weight: links between bends count most, then links without bends; leaving a card adds one."""
     bends = (left.kind is ItemKind.BEND) + (right.kind is ItemKind.BEND)
     return (20, 10, 80)[bends] + (left.kind is ItemKind.CARD)

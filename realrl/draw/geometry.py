@@ -21,40 +21,37 @@ class Rect:
 
     @property
     def right(self) -> float:
-        """x of the right side."""
         return self.x + self.width
 
     @property
     def bottom(self) -> float:
-        """y of the lower side."""
         return self.y + self.height
 
     @property
     def middle(self) -> Point:
-        """The centre."""
         return self.x + self.width / 2, self.y + self.height / 2
 
 
 def bounding(boxes: Sequence[Rect]) -> Rect:
-    """The smallest box around all."""
+    """Return the smallest box around all."""
     x, y = min(box.x for box in boxes), min(box.y for box in boxes)
     return Rect(x, y, max(box.right for box in boxes) - x, max(box.bottom for box in boxes) - y)
 
 
 def spread(n: int, room: float, step: float = 11.0) -> list[float]:
-    """`n` numbers around 0, `step` apart or closer, of which the first and the last are at most `room` apart."""
+    """Return `n` numbers around 0, `step` apart or closer; the first and the last are at most `room` apart."""
     step = min(step, room / max(n - 1, 1))
     return [(i - (n - 1) / 2) * step for i in range(n)]
 
 
 def number(value: float) -> str:
-    """A coordinate with at most one decimal."""
+    """Return a coordinate with at most one decimal."""
     text = f"{value:.1f}".removesuffix(".0")
     return "0" if text == "-0" else text
 
 
 def flow(stations: Sequence[tuple[Point, Point]]) -> str:
-    """A curve that passes each station (its left and its right end, at one height) horizontally.
+    """Return a curve that passes each station (its left and its right end, at one height) horizontally.
 
     Between two stations it is one cubic whose tangents at both ends are horizontal.
     """
@@ -74,7 +71,7 @@ def flow(stations: Sequence[tuple[Point, Point]]) -> str:
 
 
 def rounded(points: Sequence[Point], radius: float) -> str:
-    """A polyline whose corners are rounded by at most `radius`."""
+    """Return a polyline whose corners are rounded by at most `radius`."""
     parts = [f"M{number(points[0][0])} {number(points[0][1])}"]
     for (before, corner), (_, after) in pairwise(pairwise(points)):
         room = min(radius, math.dist(before, corner) / 2, math.dist(corner, after) / 2)
@@ -86,7 +83,7 @@ def rounded(points: Sequence[Point], radius: float) -> str:
 
 
 def head(tip: Point, direction: Point, size: float) -> str:
-    """A slim arrow head; `direction` is a unit vector along an axis."""
+    """Return a slim arrow head; `direction` is a unit vector along an axis."""
     (x, y), (dx, dy) = tip, direction
     side, notch = size * 0.44, size * 0.72
     corners = [

@@ -1,6 +1,6 @@
-"""One self-contained page: the picture, and what is known of each call when it is clicked.
+"""One self-contained page: the picture, and the details of each call after a click.
 
-`page.html` is the page without them: its frame, its own style, and the script that makes the picture answer.
+`page.html` is the page without them: its frame, its own style, and the script that handles clicks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Row = tuple[str, list[str]]
 
 
 def render_html(drawing: Drawing, graph: nx.DiGraph, allocations: Mapping[str, Placement] | None) -> str:
-    """The page as text; it loads nothing."""
+    """Return the page as text; it loads nothing."""
     scene = drawing.scene
     details = json.dumps(_details(scene, graph, allocations or {}), ensure_ascii=False).replace("<", "\\u003c")
     parts = {
@@ -42,7 +42,7 @@ def render_html(drawing: Drawing, graph: nx.DiGraph, allocations: Mapping[str, P
 
 
 def _style(n_roles: int) -> str:
-    """Light unless the system or the reader asks for dark."""
+    """Return styles that are light unless the system or the reader asks for dark."""
     dark = _variables(DARK)
     system, chosen = ":root:not([data-theme=light])", ":root[data-theme=dark]"
     return "\n".join(
@@ -70,7 +70,7 @@ def _variables(theme: Theme) -> str:
 def _details(
     scene: Scene, graph: nx.DiGraph, allocations: Mapping[str, Placement]
 ) -> dict[str, dict[str, str | list[Row]]]:
-    """Node id -> what the panel shows: name, a line below it, and rows of a term with its values."""
+    """Return node id -> contents of its panel: name, a line below it, and rows of a term with its values."""
     ids = node_ids(scene)
     found: dict[str, dict[str, str | list[Row]]] = {}
     for name in scene.cards:

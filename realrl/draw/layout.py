@@ -1,7 +1,7 @@
-"""From a scene to places: where each card and pill stands, and the path of each branch.
+"""Layout of a scene: places of cards and pills, and the path of each branch.
 
 Columns run from left to right in the order of the data: calls in even ones, pills in odd ones. Loops for new parameters
-run back above and below them. The origin is wherever the columns put it; `Drawing.bounds` holds everything.
+run back above and below them. The columns decide the origin; `Drawing.bounds` holds everything.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class PlacedCard:
 
     @property
     def foot(self) -> float:
-        """y of the lower end of shape and plate."""
+        """Lower end (y) of shape and plate."""
         return self.box.bottom if self.plate is None else self.plate.bottom
 
 
 @dataclass(frozen=True)
 class PlacedPill:
-    """A pill and its box."""
+    """A pill with its place."""
 
     pill: Pill
     box: Rect
@@ -83,7 +83,7 @@ class _Chain:
 
 
 def lay_out(scene: Scene) -> Drawing:
-    """Give everything in the scene a place."""
+    """Return the drawing of a scene, with places for all its parts."""
     chains = list(_chains(scene))
     items = _items(scene, chains)
     pairs = _pairs(scene, chains)
@@ -104,7 +104,7 @@ def lay_out(scene: Scene) -> Drawing:
 
 
 def _solid(cards: Iterable[PlacedCard], pills: Iterable[PlacedPill], branches: Iterable[Branch]) -> Rect:
-    """The box around everything but the loops."""
+    """Return the box around everything but the loops."""
     whole = [Rect(card.box.x, card.box.y, card.box.width, card.foot - card.box.y) for card in cards]
     return bounding([*whole, *(pill.box for pill in pills), *(branch.bounds for branch in branches)])
 
@@ -117,7 +117,7 @@ def _card_item(name: str) -> str:
 
 
 def _chains(scene: Scene) -> Iterator[_Chain]:
-    """Branches of one pill share their bends as far as they go together."""
+    """Yield the chain of each data edge; branches of one pill share bends in the columns that both pass."""
     for i, pill in enumerate(scene.pills):
         start = 2 * scene.layers[pill.producer] + 1
         for consumer in pill.consumers:
@@ -155,7 +155,7 @@ def _pairs(scene: Scene, chains: Iterable[_Chain]) -> list[tuple[str, str]]:
 def _columns_x(
     items: Mapping[str, Item], pairs: Iterable[tuple[str, str]], y: Mapping[str, float], scene: Scene
 ) -> list[tuple[float, float]]:
-    """Left and right end of every column; steep links, and loops beside a column, widen the gap before it."""
+    """Return left and right end of every column; steep links, and loops beside a column, widen the gap before it."""
     n_columns = max(item.column for item in items.values()) + 1
     gaps = [_GAP] * n_columns
     for a, b in pairs:
@@ -175,7 +175,7 @@ def _columns_x(
 
 
 def _place_card(card: Card, item: Item, x: Sequence[tuple[float, float]], y: Mapping[str, float]) -> PlacedCard:
-    """All cards of a column are as wide as its widest."""
+    """Place a card; all cards of a column are as wide as its widest."""
     left, right = x[item.column]
     box = Rect(left, y[_card_item(card.name)] - item.up, right - left, card.height)
     if not card.plate:
@@ -190,7 +190,7 @@ def _place_pill(pill: Pill, item: Item, x: Sequence[tuple[float, float]], y: flo
 
 
 def _data_ports(scene: Scene, chains: Iterable[_Chain], y: Mapping[str, float]) -> Iterator[PortRequest]:
-    """The ends of all data lines, sorted along a side by the height that each comes from or goes to."""
+    """Yield the ends of all data lines, ordered along a side by the height of each line's other end."""
     for i, pill in enumerate(scene.pills):
         yield PortRequest(pill.producer, Side.RIGHT, f"pill {i}", y[f"pill {i}"])
     for chain in chains:

@@ -22,7 +22,7 @@ _CHANNEL, _CHANNEL_STEP = 14.0, 8.0
 
 @dataclass(frozen=True)
 class LoopEnds:
-    """Which way round a loop goes, and through which sides it leaves and enters."""
+    """Direction of a loop, above or below the columns, and the sides through which it leaves and enters."""
 
     edge: VersionEdge
     above: bool
@@ -47,12 +47,11 @@ class LoopPath:
 
     @property
     def text(self) -> str:
-        """What the label says."""
         return loop_text(self.edge)
 
 
 def loop_text(edge: VersionEdge) -> str:
-    """The label of a version edge."""
+    """Return the label of a version edge."""
     return f"lag {edge.lag}"
 
 
@@ -77,7 +76,7 @@ def plan_loops(edges: Iterable[VersionEdge], boxes: Mapping[str, Rect]) -> tuple
 
 
 def loop_ports(loops: Iterable[LoopEnds], boxes: Mapping[str, Rect]) -> Iterable[PortRequest]:
-    """Both ends of all loops; where several meet at one side, they are sorted so that they do not cross."""
+    """Yield both ends of all loops, sorted so that loops that meet at one side do not cross."""
     for loop in loops:
         trainer, reader = boxes[loop.edge.trainer].middle[0], boxes[loop.edge.reader].middle[0]
         outermost = float("-inf") if loop.above else float("inf")
@@ -100,10 +99,10 @@ def route_loops(
 
     Args:
         loops: from `plan_loops`.
-        ports: of all cards.
+        ports: ports of all cards.
         boxes: card -> box of its shape.
-        feet: card -> y of the lower end of what hangs below it.
-        span: top and bottom of everything that is not a loop.
+        feet: card -> y of the lower end of shape and plate.
+        span: top and bottom of everything but the loops.
     """
     used: dict[float, int] = {}
     ways = {
@@ -123,7 +122,7 @@ def route_loops(
 def _way(
     loop: LoopEnds, ports: Ports, boxes: Mapping[str, Rect], feet: Mapping[str, float], used: dict[float, int]
 ) -> tuple[list[Point], list[Point]]:
-    """The points of a loop before and after its lane."""
+    """Return the points of a loop before and after its lane."""
     trainer, reader = loop.edge.trainer, loop.edge.reader
     start, end = ports[trainer, loop.leave, loop.line], ports[reader, loop.enter, loop.line]
     if loop.leave is Side.RIGHT:
@@ -151,7 +150,7 @@ def _loop_path(loop: LoopEnds, points: Sequence[Point]) -> LoopPath:
 
 
 def _is_above(upper: Rect, lower: Rect) -> bool:
-    """Whether one card stands over another in the same column."""
+    """Return True if one card stands over another in the same column."""
     return upper.y < lower.y and upper.x < lower.right and lower.x < upper.right
 
 
@@ -160,14 +159,14 @@ def _reach(loop: LoopEnds, boxes: Mapping[str, Rect]) -> float:
 
 
 def _channel(side: float, used: dict[float, int]) -> float:
-    """Distance of the next free channel from the side of a column at x = `side`."""
+    """Take the next free channel beside a column's side at x = `side`; return its distance from the side."""
     n_before = used.get(side, 0)
     used[side] = n_before + 1
     return _CHANNEL + _CHANNEL_STEP * n_before
 
 
 def _free_lane(taken: list[tuple[float, float, int]], first: float, last: float) -> int:
-    """The innermost lane that is outside of every earlier loop which this one overlaps; takes it."""
+    """Take and return the innermost lane that is outside of every earlier loop which this one overlaps."""
     lane = max((n + 1 for a, b, n in taken if a < last and first < b), default=0)
     taken.append((first, last, lane))
     return lane

@@ -1,4 +1,4 @@
-"""A scene as mermaid text, which code hosts and note takers draw by themselves."""
+"""Mermaid text of a scene, which code hosts and note-taking programs draw by themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BRACKETS = {
 
 
 def render_mermaid(scene: Scene) -> str:
-    """A flowchart from left to right."""
+    """Return a flowchart from left to right."""
     ids = {name: f"n{i}" for i, name in enumerate(scene.cards)}
     return "\n".join(
         [
@@ -54,7 +54,7 @@ def _links(scene: Scene, ids: dict[str, str]) -> Iterator[str]:
 
 
 def _styles(scene: Scene, ids: dict[str, str]) -> Iterator[str]:
-    """One class a role, and one for the dataset; links take the colour of the call that they leave."""
+    """Yield one class for each role and one for the dataset; links take the colour of the call that they leave."""
     sources = [pill.producer for pill in scene.pills for _ in pill.consumers] + [edge.trainer for edge in scene.loops]
     for index in sorted({card.role_index for card in scene.cards.values()}):
         hue = LIGHT.dataset if index < 0 else role_hue(index)
@@ -69,6 +69,6 @@ def _styles(scene: Scene, ids: dict[str, str]) -> Iterator[str]:
 
 
 def _escape(text: str) -> str:
-    """Mermaid's own character codes for what would end a label or start a tag."""
+    """Replace characters that would end a label or start a tag by mermaid's own codes."""
     codes = {"#": "#35;", '"': "#quot;", "<": "#lt;", ">": "#gt;", "&": "#amp;", "`": "#96;", "\n": " "}
     return "".join(codes.get(char, char) for char in text)

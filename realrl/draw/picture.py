@@ -37,7 +37,7 @@ def draw(
     Args:
         graph: from `build_graph`.
         title: heading of the picture.
-        allocations: call -> where it runs; calls that are not in it get no mesh and strategy.
+        allocations: call -> its mesh and strategy; other calls are drawn without them.
         fmt: "svg", "png" (needs the `viz` extra), "mmd" (mermaid) or "html".
 
     Returns:

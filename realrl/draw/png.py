@@ -1,4 +1,4 @@
-"""SVG to PNG, with the fonts of the `viz` extra and no other, so that every machine gives the same picture."""
+"""Conversion of SVG to PNG, with the fonts of the `viz` extra alone, so that all machines give the same picture."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def render_png(svg: str) -> bytes:
 
 
 def font_folder() -> Path:
-    """Where matplotlib keeps the DejaVu fonts; found without importing it, which is slow.
+    """Return matplotlib's folder of DejaVu fonts, found without importing it, which is slow.
 
     Raises:
         UsageError: matplotlib is not installed.

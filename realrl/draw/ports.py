@@ -1,4 +1,4 @@
-"""Where lines meet the outline of a card."""
+"""Ports: points where lines meet the outline of a card."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Side(Enum):
 
     @property
     def is_upright(self) -> bool:
-        """Whether ports on it differ in height."""
+        """True if ports on it differ in height."""
         return self in (Side.LEFT, Side.RIGHT)
 
 
 @dataclass(frozen=True)
 class PortRequest:
-    """A line that wants to end at a side of a card; lines are sorted by `order` along the side.
+    """A line that is to end at a side of a card; lines are sorted by `order` along the side.
 
-    On an upright side the order is the height that the line comes from or goes to, and an infinite one asks for the
-    upper or lower end of the side, away from the other lines.
-    `line` tells one line of the picture from every other that ends at the same side of the card.
+    On an upright side the order is the height of the line's other end; an infinite one asks for the upper or lower end
+    of the side, away from the other lines.
+    `line` is unique among the lines that end at the same side of the card.
     """
 
     card: str
@@ -81,12 +81,12 @@ def place_ports(requests: Iterable[PortRequest], boxes: Mapping[str, Rect], mfcs
 
 
 def port_room(height: float) -> float:
-    """How much of an upright side data lines may spread over; a loop's port fits beyond them."""
+    """Return the length of an upright side over which data lines may spread; a loop's port fits beyond them."""
     return height - 2 * _END - 14
 
 
 def _on_outline(box: Rect, mfc: MFCDef | None, side: Side, shift: float) -> Point:
-    """The point of a side, `shift` away from its middle."""
+    """Return the point of a side, `shift` away from its middle."""
     middle_x, middle_y = box.middle
     if side is Side.TOP:
         return middle_x + shift, box.y
@@ -97,7 +97,7 @@ def _on_outline(box: Rect, mfc: MFCDef | None, side: Side, shift: float) -> Poin
 
 
 def _inset(box: Rect, mfc: MFCDef | None, shift: float) -> float:
-    """How far the outline has drawn back, `shift` above or below the middle of a side."""
+    """Return the distance between box and outline, `shift` above or below the middle of a side."""
     half = box.height / 2
     if mfc is None or mfc.interface_type is InterfaceType.INFERENCE:
         return 0.0

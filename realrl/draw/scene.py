@@ -1,4 +1,4 @@
-"""What a picture shows, before anything has a place: cards for calls, pills for keys, loops for versions.
+"""Contents of a picture, without places: cards for calls, pills for keys, loops for versions.
 
 Edges with the same producer and the same keys share one pill, from which a branch leads to each consumer.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 DATASET = ""  # not a possible name of a call
-SURVIVORS = "kept samples"  # what a call gets from one that drops samples and whose keys it does not read
+SURVIVORS = "kept samples"  # label of an edge from a dropping call to a call that reads none of its keys
 
 NAME_SIZE, ROLE_SIZE, NOTE_SIZE, PLATE_SIZE, KEY_SIZE = 14.5, 12.0, 11.0, 10.5, 11.0
 NAME_LINE, ROLE_LINE, NOTE_LINE, KEY_LINE = 20.0, 17.0, 15.0, 15.0
@@ -40,7 +40,7 @@ TYPE_WORDS = {
 
 
 class Placement(Protocol):
-    """What a picture shows of an allocation; both parts by their text."""
+    """An allocation in a picture, which shows both parts by their text."""
 
     @property
     def mesh(self) -> object: ...
@@ -54,13 +54,12 @@ class Card:
     """One call, or the dataset when `mfc` is None.
 
     Attributes:
-        name: of the call, or `DATASET`.
-        mfc: the call.
+        name: name of the call, or `DATASET`.
         role_index: position of the role in the graph; decides the colour.
         label: first line.
         notes: small lines below role and type.
-        plate: the allocation, or nothing.
-        n_lines: how many data lines its busier side has.
+        plate: the allocation, or "".
+        n_lines: number of data lines at its busier side.
     """
 
     name: str
@@ -98,7 +97,6 @@ class Card:
 
     @property
     def text_height(self) -> float:
-        """Height of the lines of text."""
         return NAME_LINE + ROLE_LINE + NOTE_LINE * len(self.notes)
 
 
@@ -112,18 +110,16 @@ class Pill:
 
     @property
     def width(self) -> float:
-        """Width with its padding."""
         return max(text_width(key, KEY_SIZE, mono=True) for key in self.keys) + 20
 
     @property
     def height(self) -> float:
-        """Height with its padding."""
         return KEY_LINE * len(self.keys) + 8
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything that a picture shows. `cards` holds the dataset first, when a call reads it."""
+    """Contents of a picture. `cards` holds the dataset first, if a call reads it."""
 
     title: str
     subtitle: str
@@ -136,7 +132,7 @@ class Scene:
 
 
 def make_scene(graph: nx.DiGraph, title: str, allocations: Mapping[str, Placement] | None) -> Scene:
-    """Collect what there is to draw of a graph."""
+    """Return the scene of a graph."""
     role_names = roles(graph)
     mfcs = calls(graph)
     pills = _pills(graph)
@@ -170,7 +166,7 @@ def make_scene(graph: nx.DiGraph, title: str, allocations: Mapping[str, Placemen
 
 
 def hook_text(hook: Hook) -> str:
-    """A hook in a few words."""
+    """Return a hook in a few words."""
     if isinstance(hook, OffloadHook):
         return "offload"
     if hook.source is not None:
@@ -183,7 +179,7 @@ def _eta(eta: float) -> str:
 
 
 def _notes(mfc: MFCDef, largest: int) -> tuple[str, ...]:
-    """Hooks, and what is special about the batch."""
+    """Return notes of special batch settings, protocol and hooks."""
     batch = []
     if mfc.n_seqs != largest:
         batch.append(f"{mfc.n_seqs} samples")
@@ -208,7 +204,7 @@ def _notes(mfc: MFCDef, largest: int) -> tuple[str, ...]:
 
 
 def _moved(place: Placement | None, home: Placement | None) -> tuple[str, ...]:
-    """Where the parameters come from, for a call that does not run in its role's home."""
+    """Return a note of the parameters' home, for a call that does not run there."""
     if place is None or home is None or (str(place.mesh), str(place.strategy)) == (str(home.mesh), str(home.strategy)):
         return ()
     return (f"parameters ← {home.strategy if str(place.mesh) == str(home.mesh) else home.mesh}",)
@@ -241,7 +237,7 @@ def _n_lines(pills: tuple[Pill, ...], name: str) -> int:
 
 
 def _layers(graph: nx.DiGraph) -> dict[str, int]:
-    """Longest path from the dataset, or from a call without inputs, to each call."""
+    """Return, for each call, the longest path from the dataset or from a call without inputs."""
     data = data_graph(graph)
     first = 1 if dataset_keys(graph) else 0
     layers = {DATASET: 0} if first else {}

@@ -35,14 +35,14 @@ _TITLE_SIZE, _SUBTITLE_SIZE, _LEGEND_SIZE = 20.0, 12.5, 11.5
 
 
 def render_svg(drawing: Drawing, theme: Theme) -> str:
-    """The complete picture as text; it refers to nothing outside of itself."""
+    """Return the complete picture as text; it refers to nothing outside of itself."""
     scene = drawing.scene
     style = f"<style>\n{stylesheet(theme, len(scene.roles))}\n</style>"
     return document(drawing, f"<title>{escape(scene.title)}</title>\n{style}")
 
 
 def document(drawing: Drawing, head_elements: str, *, interactive: bool = False) -> str:
-    """The SVG element, with elements to start it; an interactive one has class "picture" and cards take focus."""
+    """Return the SVG element, begun by `head_elements`; if interactive, its class is "picture" and cards take focus."""
     scene, bounds = drawing.scene, drawing.bounds
     ids = node_ids(scene)
     least = max(
@@ -79,12 +79,12 @@ def document(drawing: Drawing, head_elements: str, *, interactive: bool = False)
 
 
 def node_ids(scene: Scene) -> dict[str, str]:
-    """Name of a call (or of the dataset) -> the id that elements refer to it by; names can hold any character."""
+    """Return name of a call (or of the dataset) -> id for elements; names can hold any character."""
     return {name: f"n{i}" for i, name in enumerate(scene.cards)}
 
 
 def role_class(card: Card) -> str:
-    """CSS class that colours a card and the edges that leave it."""
+    """Return the CSS class that colours a card and the edges that leave it."""
     return "rd" if card.mfc is None else f"r{card.role_index}"
 
 
@@ -168,7 +168,7 @@ def _card(placed: PlacedCard, ids: Mapping[str, str], interactive: bool) -> str:
 
 
 def _shape(box: Rect, kind: InterfaceType) -> str:
-    """generate: round ends; inference: a rectangle; train_step: an octagon with a second line inside."""
+    """Return round ends for generate, a rectangle for inference, an octagon with a second line for train_step."""
     if kind is InterfaceType.GENERATE:
         return _rect(box, "shape", box.height / 2)
     if kind is InterfaceType.INFERENCE:
@@ -213,7 +213,7 @@ _LEGEND_LEAST = 250.0
 
 
 def _legend_rows(scene: Scene, width: float) -> list[list[_LegendEntry]]:
-    """Roles, then shapes and lines that occur in the picture, broken into rows of at most `width`."""
+    """Return roles, then shapes and lines that occur in the picture, broken into rows of at most `width`."""
     roles = [
         _role_entry(i, f"{role}" if role in scene.trained_roles else f"{role} (frozen)")
         for i, role in enumerate(scene.roles)

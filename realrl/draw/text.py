@@ -1,7 +1,7 @@
-"""How wide text is, without a font file.
+"""Width of text, without a font file.
 
 The widths are those of DejaVu Sans, rounded up. The usual screen fonts are narrower, so text that fits by this measure
-fits wherever the picture is shown.
+fits in any of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OTHER_EM, _WIDE_EM, _MONO_EM, _BOLD = 0.84, 1.05, 0.605, 1.11
 
 
 def text_width(text: str, size: float, *, bold: bool = False, mono: bool = False) -> float:
-    """Width of one line at font size `size`, in the same unit."""
+    """Return the width of one line at font size `size`, in the same unit."""
     em = 0.0
     for char in text:
         if unicodedata.east_asian_width(char) in "WF":

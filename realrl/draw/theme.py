@@ -29,7 +29,7 @@ ROLE_HUES = (
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of one mode; `tint` is how much of the paper goes into the fill of a call, `lift` into its outline."""
+    """Colours of one mode; `tint` is the share of paper in a call's fill, `lift` that of white in its outline."""
 
     paper: str
     ink: str
@@ -67,18 +67,18 @@ DARK = Theme(
 
 
 def role_hue(index: int) -> str:
-    """Colour of the role with this position in the graph; repeats after the last one."""
+    """Return the colour of the role with this position in the graph; repeats after the last one."""
     return ROLE_HUES[index % len(ROLE_HUES)]
 
 
 def mix(first: str, second: str, share: float) -> str:
-    """``(1 - share) * first + share * second``, channel by channel, of two colours like ``#0072b2``."""
+    """Return ``(1 - share) * first + share * second``, channel by channel, of two colours like ``#0072b2``."""
     channels = zip(bytes.fromhex(first[1:]), bytes.fromhex(second[1:]), strict=True)
     return "#" + "".join(f"{round(a * (1 - share) + b * share):02x}" for a, b in channels)
 
 
 def stylesheet(theme: Theme, n_roles: int, scope: str = "") -> str:
-    """CSS of the picture's classes.
+    """Return the CSS of the picture's classes.
 
     Args:
         theme: the colours.

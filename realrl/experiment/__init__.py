@@ -1,4 +1,4 @@
-"""What an experiment is made of, and what a run of it is."""
+"""Experiments: their declaration, their parts, and the plan of a run."""
 
 from realrl.data.kinds import DatasetKind as DatasetKind
 from realrl.experiment.declaration import Experiment as Experiment

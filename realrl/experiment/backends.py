@@ -1,4 +1,4 @@
-"""The training backends that a run's roles ask for: whether they can do it, and whether they are installed."""
+"""Checks of the training backends of a run's roles: supported settings, and installed packages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from realrl.plan.hooks import Offload
 
 
 def check_backends(plan: RunPlan) -> None:
-    """Refuse what a role's backend cannot do.
+    """Refuse settings that a role's backend does not support.
 
     Raises:
-        ConfigError: names the role, the rule and what can be done.
+        ConfigError: names the role, the rule and a remedy.
     """
     for name, role in plan.roles.items():
         backend = plan.config.models[name].backend
@@ -32,7 +32,7 @@ def check_installed(plan: RunPlan, is_there: Callable[[str], bool] | None = None
     """Refuse a backend whose package is missing.
 
     Args:
-        is_there: whether a package can be imported; a question to the interpreter by default.
+        is_there: returns True if a package can be imported; asks the interpreter by default.
 
     Raises:
         ConfigError: names the key and the command that installs it.
@@ -42,7 +42,7 @@ def check_installed(plan: RunPlan, is_there: Callable[[str], bool] | None = None
 
 
 def check_package(key: str, backend: str, is_there: Callable[[str], bool]) -> None:
-    """`check_installed` for one role."""
+    """Refuse one backend whose package is missing; `key` is its configuration key."""
     rules = BACKENDS[backend]
     if rules.package and not is_there(rules.package):
         raise ConfigError(
@@ -52,12 +52,12 @@ def check_package(key: str, backend: str, is_there: Callable[[str], bool]) -> No
 
 
 def needs_library_groups(plan: RunPlan) -> bool:
-    """Whether some role's backend wants process groups of its own, also of one rank."""
+    """Return True if some role's backend wants process groups of its own, also of one rank."""
     return any(plan.config.models[name].backend != "native" for name in plan.roles)
 
 
 def trained_roles(plan: RunPlan) -> Iterator[TrainedRole]:
-    """What backends must know of the roles that are trained."""
+    """Yield the trained roles, as `check_backend` needs them."""
     hooks = [hook for call in plan.hooks.values() for hook in (*call.before, *call.after)]
     for name, role in plan.roles.items():
         home = plan.home_of(name)

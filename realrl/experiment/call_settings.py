@@ -1,13 +1,13 @@
-"""The settings of single calls: the one place where what configuration, algorithm and run say comes together.
+"""The settings of single calls, merged from the configuration, the algorithm and the run.
 
-For every key of `CallConfig` the first one that says something decides:
+For every key of `CallConfig` the first source that sets it decides:
 
     calls.<call>.<key>      the configuration, for this call
     MFCDef(<key>=...)       the algorithm
     <key>                   the run: n_mbs, max_tokens_per_mb, min_n_seqs
 
-An algorithm gives `max_staleness` of the run to the calls that may run ahead, and learns from
-`RunConfig.staleness_of` what the configuration says of one of them: what it computes depends on that.
+An algorithm gives `max_staleness` of the run to the calls that may run ahead. It asks `RunConfig.staleness_of` for the
+setting of one call, since its computations depend on it.
 Imports no torch.
 """
 
@@ -33,7 +33,7 @@ MICRO_BATCHING = ("n_mbs", "max_tokens_per_mb")
 
 
 def configured_calls(experiment: Experiment, config: RunConfig) -> list[MFCDef]:
-    """The calls that an experiment declares, with what the configuration says of single ones.
+    """Return the calls that an experiment declares, with the configuration's settings of single calls.
 
     Raises:
         ConfigError: a setting names no call, has no effect on it, or an impossible value; lists all of them.
@@ -44,7 +44,7 @@ def configured_calls(experiment: Experiment, config: RunConfig) -> list[MFCDef]:
 
 
 def with_run_settings(mfc: MFCDef, config: RunConfig) -> MFCDef:
-    """A call that says nothing about micro-batches or streaming takes the run's setting.
+    """Return the call with the run's micro-batching and streaming, where it sets none itself.
 
     A call that trains, or whose hooks change another role, never streams: its result would depend on timing.
 
@@ -62,7 +62,7 @@ def with_run_settings(mfc: MFCDef, config: RunConfig) -> MFCDef:
 
 
 def check_run_staleness(mfcs: Sequence[MFCDef], config: RunConfig, experiment: str) -> None:
-    """Check that `max_staleness` of the run means some call, or would if the call had no setting of its own.
+    """Check that `max_staleness` of the run concerns some call, if only one with a setting of its own.
 
     Raises:
         ConfigError: no call runs ahead.
@@ -76,7 +76,7 @@ def check_run_staleness(mfcs: Sequence[MFCDef], config: RunConfig, experiment: s
 
 
 def check_leads(graph: nx.DiGraph, config: RunConfig) -> None:
-    """Check that calls run as far ahead as `calls.<call>.max_staleness` says: else timing would decide how far.
+    """Check that calls run exactly as far ahead as `calls.<call>.max_staleness`; otherwise timing would decide.
 
     Raises:
         ConfigError: a call waits for others that are less stale, or changes parameters itself.
@@ -95,13 +95,13 @@ def check_leads(graph: nx.DiGraph, config: RunConfig) -> None:
 
 
 def why_not(key: str, mfc: MFCDef, changed_roles: Collection[str], roles: Mapping[str, Role]) -> str:
-    """Why a key can say nothing about a call; empty where it can.
+    """Return the reason why a key has no effect on a call; empty where it has one.
 
     Args:
-        key: of `CallConfig`.
+        key: a key of `CallConfig`.
         mfc: the call.
         changed_roles: roles whose parameters some call of the graph changes.
-        roles: of the run.
+        roles: roles of the run.
     """
     if key in MICRO_BATCHING and mfc.role in roles and roles[mfc.role].head == "none":
         return f"role '{mfc.role}' has no weights, so that there is nothing to cut into micro-batches"
@@ -137,7 +137,7 @@ def _problems(experiment: Experiment, config: RunConfig, declared: Sequence[MFCD
 
 
 def _wrong_value(key: str, own: CallConfig, mfc: MFCDef, experiment: str) -> str:
-    """What is wrong with one setting of a call that can have it; empty where nothing is."""
+    """Return the problem with one setting of a call that can have it; empty where there is none."""
     value = getattr(own, key)
     protocol = mfc.protocol if own.protocol is None else own.protocol
     if key == "min_n_seqs" and value > mfc.n_seqs:
@@ -154,7 +154,7 @@ def _wrong_value(key: str, own: CallConfig, mfc: MFCDef, experiment: str) -> str
 
 
 def _changes(own: CallConfig) -> dict[str, object]:
-    """Fields of the call's `MFCDef`; one kind of micro-batching takes the place of the other."""
+    """Return changed fields of the call's `MFCDef`; one kind of micro-batching takes the place of the other."""
     given = {key: value for key in KEYS if (value := getattr(own, key)) is not None}
     if any(key in given for key in MICRO_BATCHING):
         return {**dict.fromkeys(MICRO_BATCHING), **given}

@@ -1,4 +1,4 @@
-"""An experiment: a named algorithm as users declare it, found by name or by file."""
+"""Declaration of an experiment: a named algorithm with its roles, options and calls."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Role:
     """A named model of the algorithm.
 
     Args:
-        trainable: whether some call trains it; decides if it has an optimizer and is saved.
+        trainable: True if some call trains it; it then has an optimizer and is saved.
         head: "lm" predicts tokens; "value" and "reward" give one number per token position; "none" has no weights and
             no engine, only a tokenizer: its calls run plain Python (a reward function).
-        path_from: take the model path of this role when the user gives none.
+        path_from: role whose model path is the default.
     """
 
     trainable: bool
@@ -32,7 +32,7 @@ class Experiment:
     """A registered algorithm.
 
     Args:
-        name: what the user types after ``realrl run``.
+        name: the word after ``realrl run``.
         description: one line for ``realrl list``.
         roles: role name -> `Role`; a run uses `roles_for`.
         dataset: kind of dataset that feeds the graph.
@@ -41,11 +41,11 @@ class Experiment:
         defaults: configuration values that differ from the schema's own, nested like the configuration.
         role_changes: the resolved configuration -> roles that differ from `roles` in such a run; None for a role that
             such a run does without.
-        adds: what options add to the calls or change in them, in this order: (configuration, calls) -> calls.
+        adds: functions of options, applied in this order: (configuration, calls) -> changed calls.
         check: refuses configurations whose values are possible one by one but not together; its arguments are the
             resolved configuration and `defaults`.
-        eval_metrics: what `ModelInterface.evaluate` of the trained calls' interface returns, besides ``weight``; for
-            experiments that do not generate: those that do are evaluated by the rewards of what they generate.
+        eval_metrics: metrics that `ModelInterface.evaluate` of the trained calls' interface returns, besides
+            ``weight``. They are for experiments that do not generate; others are evaluated by rewards of responses.
     """
 
     name: str
@@ -61,10 +61,10 @@ class Experiment:
     check: Callable[[RunConfig, Mapping[str, object]], None] | None = None
 
     def calls(self, config: RunConfig) -> list[MFCDef]:
-        """The calls of a run with this configuration: `mfcs`, and what its options add.
+        """Return the calls of a run with this configuration: `mfcs`, changed by `adds`.
 
         Raises:
-            ConfigError: `check` or an option refuses it.
+            ConfigError: `check` or an option refuses the configuration.
         """
         if self.check is not None:
             self.check(config, self.defaults)
@@ -76,24 +76,24 @@ class Experiment:
     def variant(
         self, name: str, description: str, *, defaults: Mapping[str, object] | None = None, **changes: Any
     ) -> Experiment:
-        """An experiment that differs from this one.
+        """Return an experiment that differs from this one.
 
         Args:
-            name, description: of the variant.
+            name, description: fields of the variant.
             defaults: configuration values that differ from this one's, nested like the configuration.
-            changes: other fields.
+            changes: other fields that differ.
         """
         merged = _merged(self.defaults, defaults or {})
         return replace(self, name=name, description=description, defaults=merged, **changes)
 
     def roles_for(self, config: RunConfig) -> Mapping[str, Role]:
-        """The roles of a run with this configuration; the names are those of `roles`, or fewer."""
+        """Return the roles of a run with this configuration; the names are those of `roles`, or fewer."""
         changed = {**self.roles, **(self.role_changes(config) if self.role_changes else {})}
         return {name: role for name, role in changed.items() if role is not None}
 
 
 def _merged(first: Mapping[str, object], second: Mapping[str, object]) -> dict[str, object]:
-    """Both, section by section; `second` wins."""
+    """Return both, merged section by section; `second` wins."""
     merged = dict(first)
     for key, value in second.items():
         old = merged.get(key)

@@ -1,7 +1,8 @@
-"""Finding experiments: the registered ones, a user's file or module; and the YAML that goes with them.
+"""Search for experiments, among the registered ones or in a user's file or module, and for their YAML.
 
 Registered experiments are the modules of the package `realrl_experiments`. A wheel and an editable install both have
-it; in a bare checkout it is the folder `experiments` beside `realrl`. The same holds for `realrl_configs`.
+it; in a bare checkout it is the folder `experiments` beside `realrl`. The same holds for `realrl_configs` and
+`configs`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def load_experiment(reference: str) -> Experiment:
-    """The experiment that a reference names.
+    """Return the experiment that a reference names.
 
     Args:
         reference: a registered name (``ppo``), a file (``./my_algorithm.py``) or a module (``my_package.my_algo``).
@@ -51,22 +52,22 @@ def load_experiment(reference: str) -> Experiment:
 
 
 def stable_reference(reference: str) -> str:
-    """The reference as another process can use it: files by their absolute path."""
+    """Return the reference for use by another process: files by their absolute path."""
     return str(Path(reference).resolve()) if _is_file(reference) else reference
 
 
 def experiment_names() -> list[str]:
-    """Names of the registered experiments, sorted."""
+    """Return the names of the registered experiments, sorted."""
     return sorted(info.name for info in pkgutil.iter_modules(_package().__path__) if not info.name.startswith("_"))
 
 
 def list_experiments() -> list[Experiment]:
-    """All registered experiments, sorted by name."""
+    """Return all registered experiments, sorted by name."""
     return [load_experiment(name) for name in experiment_names()]
 
 
 def load_run(data: bytes) -> tuple[Experiment, RunConfig]:
-    """The experiment and the configuration that `dump_config` wrote.
+    """Return the experiment and the configuration that `dump_config` wrote.
 
     Raises:
         ConfigError: the data, or the experiment that it names, cannot be loaded.
@@ -76,7 +77,7 @@ def load_run(data: bytes) -> tuple[Experiment, RunConfig]:
 
 
 def config_dir() -> Path:
-    """Folder of the YAML groups preset, cluster, allocation and model."""
+    """Return the folder of the YAML groups preset, cluster, allocation and model."""
     spec = importlib.util.find_spec(CONFIG_PACKAGE)
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(folders[0]) if folders else ROOT / "configs"
@@ -87,7 +88,7 @@ def _is_file(reference: str) -> bool:
 
 
 def _package() -> ModuleType:
-    """The package of registered experiments, under its installed name also in a bare checkout."""
+    """Return the package of registered experiments, under its installed name also in a bare checkout."""
     if PACKAGE in sys.modules:
         return sys.modules[PACKAGE]
     if importlib.util.find_spec(PACKAGE) is not None:
@@ -157,7 +158,7 @@ def _execute(spec: importlib.machinery.ModuleSpec, name: str) -> ModuleType:
 
 
 def _import_failed(reference: str, error: Exception) -> ConfigError:
-    """Name the line at fault: the last one outside of the import machinery."""
+    """Return an error that names the line at fault: the last one outside of the import machinery."""
     if isinstance(error, SyntaxError):
         place, source = f"{error.filename}:{error.lineno}", error.text or ""
     else:

@@ -1,7 +1,7 @@
-"""Which calls evaluate an experiment, on which data. Imports no torch.
+"""The calls that evaluate an experiment, and their data. Imports no torch.
 
-    an experiment that generates    its generate call and whatever leads to its rewards and costs
-    any other                       its trained calls, whose interface judges instead of training, and what they read
+    an experiment that generates    its generate call and all calls that lead to its rewards and costs
+    any other                       its trained calls, whose interface judges instead of training, and their sources
 
 During a training run these calls are another graph on the same roles, in the layouts of the calls that they come from;
 alone (``realrl eval``) they are the graph of a run that trains nothing.
@@ -26,9 +26,9 @@ from realrl.sched.track.scores import JUDGED, WEIGHT
 if TYPE_CHECKING:
     import networkx as nx
 
-PREFIX = "eval_"  # of the calls' names beside a training graph
+PREFIX = "eval_"  # prefix of the calls' names beside a training graph
 TARGETS = ("input_ids", "rewards", "costs")
-PARTS = ("input_ids", "prompt_mask", "truncated")  # of what is generated; more where another call reads it
+PARTS = ("input_ids", "prompt_mask", "truncated")  # generated keys that are kept even if no call reads them
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class EvalPlan:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the calls."""
         return frozenset(mfc.name for mfc in self.mfcs)
 
 
@@ -53,14 +52,14 @@ def plan_evaluation(
     allocations: Mapping[str, Allocation],
     hooks: Mapping[str, CallHooks],
 ) -> EvalPlan:
-    """The evaluation of a training run.
+    """Return the evaluation of a training run.
 
     Args:
-        experiment: that trains.
-        config: of the run.
-        finish: gives a call what the run's configuration says of all calls.
-        allocations: training call -> where it runs.
-        hooks: training call -> what moves around it.
+        experiment: the experiment that trains.
+        config: the run's resolved configuration.
+        finish: completes a call with the run's settings for all calls.
+        allocations: training call -> its allocation.
+        hooks: training call -> its hooks.
 
     Raises:
         ConfigError: the experiment trains nothing or has nothing to evaluate, or there is no validation data.
@@ -82,7 +81,7 @@ def plan_evaluation(
 
 
 def evaluation_experiment(experiment: Experiment, config: RunConfig) -> Experiment:
-    """The same experiment without training: its roles are frozen, and those that evaluation does not need are gone.
+    """Return the experiment without training: its roles are frozen, and those that evaluation does not need are gone.
 
     Raises:
         ConfigError: the experiment has nothing to evaluate, or there is no validation data.
@@ -102,7 +101,7 @@ def evaluation_experiment(experiment: Experiment, config: RunConfig) -> Experime
 
 
 def held_out_data(config: RunConfig) -> DatasetConfig:
-    """Where validation data comes from.
+    """Return the settings of the validation data.
 
     Raises:
         ConfigError: no file is given, and the dataset is not the toy task.
@@ -118,13 +117,13 @@ def held_out_data(config: RunConfig) -> DatasetConfig:
 
 
 def eval_generation(config: RunConfig) -> GenerationConfig:
-    """How responses are sampled in an evaluation."""
+    """Return the settings of generation in an evaluation."""
     temperature = config.generation.temperature if config.eval.temperature is None else config.eval.temperature
     return config.generation.model_copy(update={"n_responses": config.eval.n_responses, "temperature": temperature})
 
 
 def _calls(experiment: Experiment, config: RunConfig) -> dict[str, MFCDef]:
-    """Call of the training graph -> the call that evaluation makes of it."""
+    """Return call of the training graph -> its call in the evaluation."""
     calls = configured_calls(experiment, _without_dropping(config))
     producers = {key: mfc for mfc in calls for key in mfc.output_keys}
     generating = producers.get("input_ids")
@@ -151,7 +150,7 @@ def _calls(experiment: Experiment, config: RunConfig) -> dict[str, MFCDef]:
 
 
 def _repeated(mfc: MFCDef, read: set[str]) -> MFCDef:
-    """A call as it is, without what only matters to training."""
+    """Return a call without the outputs, hooks and settings that only matter to training."""
     outputs = mfc.output_keys
     if mfc.interface_type is InterfaceType.GENERATE:
         outputs = tuple(key for key in outputs if key in read or key in PARTS)
@@ -160,7 +159,7 @@ def _repeated(mfc: MFCDef, read: set[str]) -> MFCDef:
 
 
 def judging_name(call: str) -> str:
-    """Name of the call that judges in the place of one that trains."""
+    """Return the name of the call that judges in the place of one that trains."""
     return call.removesuffix("_train") + "_judge"
 
 
@@ -187,7 +186,7 @@ _UNHOOKED: dict[str, Any] = {
 
 
 def _hooks(training: CallHooks) -> CallHooks:
-    """Parameters come to the call, and go to host memory, as in training; nothing is changed."""
+    """Return the hooks of an evaluating call: implied reallocs and offloads, as in training."""
     before = tuple(hook for hook in training.before if not isinstance(hook, Offload) and hook.is_implied)
     return CallHooks(before, tuple(hook for hook in training.after if isinstance(hook, Offload)), training.home)
 
@@ -204,7 +203,7 @@ def _with_ancestors(targets: Sequence[MFCDef], producers: Mapping[str, MFCDef]) 
 
 
 def _without_dropping(config: RunConfig) -> RunConfig:
-    """A response whose reward function fails counts 0 in an evaluation: its sample must not be left out."""
+    """Let failed reward functions give 0 instead of dropping: an evaluation must not leave samples out."""
     options = config.algorithm
     changes: dict[str, Any] = {}
     if getattr(options, "reward_on_failure", None) == "drop":

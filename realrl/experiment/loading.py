@@ -1,4 +1,4 @@
-"""Find what a user names: ``"package.module:object"``, ``"package.module.object"`` or ``"path/to/file.py:object"``.
+"""Import of a user's objects: ``"package.module:object"``, ``"package.module.object"`` or ``"path/to/file.py:object"``.
 
 Imports no torch. Modules in the working directory are found as they would be by ``python -m``.
 """
@@ -17,10 +17,11 @@ from realrl.errors import ConfigError, did_you_mean
 
 
 def load_object(name: str) -> Any:
-    """Import what `name` says.
+    """Import the object that `name` refers to.
 
     Raises:
-        ConfigError: not such a name, no such module or file, no such object in it, or the import itself failed.
+        ConfigError: the name has no such form, there is no such module, file or object, or the import needs a module
+            that is missing.
     """
     where, attribute = split_name(name)
     module = _load_file(name, where) if where.endswith(".py") else _import(name, where)
@@ -41,7 +42,7 @@ def require_module(name: str, key: str) -> None:
         key: configuration key that holds the name, for the message.
 
     Raises:
-        ConfigError: naming `key`.
+        ConfigError: the module or file is missing; names `key`.
     """
     where, _ = split_name(name)
     if where.endswith(".py"):
@@ -61,7 +62,7 @@ def require_module(name: str, key: str) -> None:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """("package.module" or "file.py", "object").
+    """Split a name into "package.module" or "file.py", and "object".
 
     Raises:
         ConfigError: `name` has no such two parts.

@@ -20,12 +20,12 @@ DTYPES: Mapping[str, DType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "f
 
 
 def role_config(run: RunConfig, name: str, role: Role) -> DecoderConfig | None:
-    """The model of a role with the dtype that it computes in and its adapters; None for a role without one.
+    """Return the model of a role with its adapters and the dtype of its computations; None for a role without one.
 
     Args:
-        run: says which model it is.
-        name: of the role.
-        role: as the experiment declares it.
+        run: configuration with the model's path and settings.
+        name: name of the role.
+        role: declaration of the role.
 
     Raises:
         AssetError: config.json or the tokenizer cannot be used.
@@ -61,13 +61,13 @@ def _with_aux_loss_coef(config: DecoderConfig, coefficient: float | None, name: 
 
 
 def role_configs(plan: RunPlan) -> dict[str, DecoderConfig]:
-    """The models of all roles that have one."""
+    """Return the models of all roles that have one."""
     configs = {name: role_config(plan.config, name, role) for name, role in plan.roles.items()}
     return {name: config for name, config in configs.items() if config is not None}
 
 
 def notes_of_heads(plan: RunPlan) -> tuple[str, ...]:
-    """What the user should know of trained heads that no checkpoint holds: one sentence for each."""
+    """Return a note to the user for each trained head that no checkpoint holds."""
     notes = []
     for name, role in plan.roles.items():
         path = plan.config.models[name].path

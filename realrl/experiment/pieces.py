@@ -1,15 +1,15 @@
 """Named pieces of policy-gradient algorithms, which a configuration chooses and combines. Imports no torch.
 
-| kind | what it is | signature |
+| kind | purpose | signature |
 |---|---|---|
-| sampler | how responses come about | ``(model, prompts, ctx) -> GenerationResult`` |
-| reward | the worth of one response | as `realrl.rewards.interface` says |
-| advantage | how much better than expected each action was | ``(rollout: Rollout) -> tensor [T - S]`` |
-| policy_loss | what is minimised for each action | ``(actions: ActionBatch, options) -> PolicyLoss`` |
-| filter | which samples are trained on | ``(batch: SequenceSample, options) -> bool per sample`` |
+| sampler | generates responses | ``(model, prompts, ctx) -> GenerationResult`` |
+| reward | the worth of one response | see `realrl.rewards.interface` |
+| advantage | the gain of each action over its expectation | ``(rollout: Rollout) -> tensor [T - S]`` |
+| policy_loss | the loss of each action | ``(actions: ActionBatch, options) -> PolicyLoss`` |
+| filter | selects samples for training | ``(batch: SequenceSample, options) -> bool per sample`` |
 
-A piece says which keys of the batch and which options it reads. The calls of the graph follow from the keys, so that
-nothing is computed that nobody reads; an option that the user set and no chosen piece reads is an error.
+A piece declares the keys of the batch and the options that it reads. The calls of the graph follow from the keys, so
+that no call computes unread keys. An option that the user set and no chosen piece reads is an error.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ class Piece:
     """One named piece.
 
     Attributes:
-        kind: what it is for.
-        name: what a configuration calls it.
-        function: the function, or where it is: ``"package.module:function"``.
+        name: its name in a configuration.
+        function: the function, or its address ``"package.module:function"``.
         reads: keys of the batch that it needs, besides tokens, masks and old log-probabilities.
         reads_if: option -> keys that it needs too, if the option is not zero, empty or null.
         options: names of the options under ``algorithm.`` that it reads.
-        needs_group: whether it compares the responses of a prompt, so that there must be several.
+        needs_group: True if it compares the responses of a prompt, so that there must be several.
     """
 
     kind: PieceKind
@@ -54,7 +53,7 @@ class Piece:
     needs_group: bool = False
 
     def load(self) -> Callable[..., Any]:
-        """The function.
+        """Return the function, imported if necessary.
 
         Raises:
             ConfigError: it cannot be imported.
@@ -62,10 +61,10 @@ class Piece:
         return load_object(self.function) if isinstance(self.function, str) else self.function  # type: ignore[no-any-return]
 
     def keys(self, options: Any) -> tuple[str, ...]:
-        """The keys that it needs under these options.
+        """Return the keys that it needs under these options.
 
         Raises:
-            ConfigError: it reads an option that these have not.
+            ConfigError: it reads an option that `options` lack.
         """
         lacking = next((name for name in (*self.options, *self.reads_if) if not hasattr(options, name)), None)
         if lacking is not None:
@@ -164,17 +163,17 @@ def _identity(function: Callable[..., Any] | str) -> object:
 
 
 def piece_names(kind: PieceKind) -> tuple[str, ...]:
-    """Every name of a kind, sorted."""
+    """Return every name of a kind, sorted."""
     return tuple(sorted(name for other, name in _registered if other == kind))
 
 
 def find_piece(kind: PieceKind, name: str) -> Piece:
-    """The piece that a configuration names: a registered one, or ``"module:function"``.
+    """Return the piece that a configuration names: a registered one, or ``"module:function"``.
 
-    A function that was registered keeps what it declared; any other one reads no key of its own and no option.
+    A registered function keeps its declaration; any other one reads no key of its own and no option.
 
     Raises:
-        ConfigError: there is none; names the configuration key.
+        ConfigError: there is no such piece; names the configuration key.
     """
     if (kind, name) in _registered:
         return _registered[kind, name]
@@ -192,13 +191,13 @@ def find_piece(kind: PieceKind, name: str) -> Piece:
 
 
 def advantage_weights(options: Any) -> dict[str, float]:
-    """Advantage -> weight, from ``algorithm.advantage``: one name, or a mapping of names to weights."""
+    """Return advantage -> weight, from ``algorithm.advantage``: one name, or a mapping of names to weights."""
     chosen: str | Mapping[str, float] = options.advantage
     return {chosen: 1.0} if isinstance(chosen, str) else dict(chosen)
 
 
 def chosen_pieces(options: Any) -> tuple[Piece, ...]:
-    """The pieces that the options name.
+    """Return the pieces that the options name.
 
     Raises:
         ConfigError: a piece does not exist.
@@ -212,7 +211,7 @@ def chosen_pieces(options: Any) -> tuple[Piece, ...]:
 
 
 def keys_of(pieces: Iterable[Piece], options: Any) -> tuple[str, ...]:
-    """The keys that some pieces need under these options, each once."""
+    """Return the keys that some pieces need under these options, each once."""
     return tuple(dict.fromkeys(key for piece in pieces for key in piece.keys(options)))
 
 
@@ -223,7 +222,7 @@ def piece_keys() -> frozenset[str]:
 
 
 def training_keys(options: Any) -> tuple[str, ...]:
-    """The keys that training needs besides tokens, masks and old log-probabilities."""
+    """Return the keys that training needs besides tokens, masks and old log-probabilities."""
     keys = keys_of((piece for piece in chosen_pieces(options) if piece.kind in ("advantage", "policy_loss")), options)
     reference = ("ref_logprobs",) if options.kl_loss_coef else ()
     answers = ("metadata",) if options.ptx_coef else ()
@@ -231,7 +230,7 @@ def training_keys(options: Any) -> tuple[str, ...]:
 
 
 def critic_keys(options: Any) -> tuple[str, ...]:
-    """All keys that a critic trains on."""
+    """Return all keys that a critic trains on."""
     keys = ("input_ids", "prompt_mask", "old_logprobs", "rewards", "values", "truncated")
     return (*keys, "ref_logprobs") if options.kl_coef else keys
 
@@ -240,8 +239,8 @@ def check_options_are_read(options: Any, defaults: Any) -> None:
     """Refuse an option that differs from its default, and that belongs to pieces which were not chosen.
 
     Args:
-        options: of the run.
-        defaults: the same options as the experiment has them by default.
+        options: options of the run.
+        defaults: the experiment's defaults of the same options.
 
     Raises:
         ConfigError: names the option and the pieces that read it.

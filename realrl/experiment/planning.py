@@ -1,4 +1,4 @@
-"""From a resolved configuration to everything that is decided before a process starts. Imports no torch."""
+"""Planning of a run from a resolved configuration, before a process starts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
-    """Build the calls, their graph, their allocations and what moves between them; those of the evaluation too.
+    """Plan the calls, their graph, their allocations and their hooks; those of the evaluation too.
 
     Raises:
         GraphError: the MFC list is not a valid graph, or names a role that the experiment does not declare.
@@ -72,7 +72,7 @@ def check_models_fit(plan: RunPlan) -> None:
         AllocationError: tp or pp does not fit a model, or a hook moves parameters between models that differ.
         AssetError: config.json or a tokenizer cannot be used.
         ConfigError: an adapter's target matches no layer of the role's model, one without experts has a
-            load-balancing loss, or a training backend cannot do what is asked of it.
+            load-balancing loss, or a training backend does not support a setting.
     """
     check_backends(plan)
     is_sharded = any(a.strategy.tp > 1 or a.strategy.pp > 1 for a in plan.allocations.values())
@@ -87,7 +87,7 @@ def check_models_fit(plan: RunPlan) -> None:
 def _with_rank_orders(
     allocations: Mapping[str, Allocation], graph: nx.DiGraph, config: RunConfig, roles: Mapping[str, Role]
 ) -> dict[str, Allocation]:
-    """The same allocations, with an order of the mesh's ranks for calls that get shards from another layout.
+    """Return the allocations, with an order of the mesh's ranks for calls that get shards from another layout.
 
     Homes keep the plain order, so that a checkpoint does not depend on how other calls run. A model that cannot be read
     or cut has no order: `check_inputs` refuses it before anything starts.
@@ -114,7 +114,7 @@ def _with_rank_orders(
 
 
 def _offloading_calls(graph: nx.DiGraph, config: RunConfig, roles: Mapping[str, Role]) -> list[MFCDef]:
-    """The last call of each role of `allocation.offload` in a step with a hook after it, unless it has one already."""
+    """Return the last call of each role of `allocation.offload` with an `OffloadHook` added, where it has none."""
     last = {mfc.role: mfc for mfc in topological_calls(graph)}
     for role in config.allocation.offload:
         if role not in roles:

@@ -1,6 +1,6 @@
-"""Options of policy-gradient algorithms: what each adds to the calls that an experiment's file shows. Imports no torch.
+"""Options of policy-gradient algorithms that change the calls of an experiment's file. Imports no torch.
 
-An option is a function that takes the calls and returns them, changed where the user has set it. A second policy's keys
+Each option is a function that takes the calls and returns them, changed if the user has set it. A second policy's keys
 have a prefix: with "opponent_", `input_ids` is `opponent_input_ids` in the graph, and its interface sees `input_ids`.
 """
 
@@ -28,7 +28,7 @@ Calls = list[MFCDef]
 
 
 def prefixed(prefix: str, call: MFCDef) -> MFCDef:
-    """The same call on other keys: all but those of the dataset's row begin with `prefix` in the graph."""
+    """Return the call on other keys: all but those of the dataset's row begin with `prefix` in the graph."""
     if not prefix:
         return call
     inputs = {key: key if key in OF_THE_ROW else prefix + key for key in call.input_keys}
@@ -44,7 +44,7 @@ def prefixed(prefix: str, call: MFCDef) -> MFCDef:
 
 
 def reading(call: MFCDef, keys: Mapping[str, str]) -> MFCDef:
-    """The call reading further keys of the graph: key -> name under which its interface sees it."""
+    """Return the call with further input keys: key of the graph -> name under which its interface sees it."""
     renamed = {key: own for key, own in keys.items() if key != own}
     return replace(call, input_keys=(*call.input_keys, *keys), input_key_remap={**call.input_key_remap, **renamed})
 
@@ -53,10 +53,10 @@ def reading(call: MFCDef, keys: Mapping[str, str]) -> MFCDef:
 
 
 def run_ahead(config: RunConfig, calls: Calls) -> Calls:
-    """`max_staleness` and `algorithm.importance_cap`: generation may lag behind the version that trains.
+    """Apply `max_staleness` and `algorithm.importance_cap`: generation may lag behind the version that trains.
 
-    Adds a call ``<role>_inf`` for each policy: `old_logprobs` under the version that trains. What generation gave is
-    `behavior_logprobs` then, and training reads both.
+    A policy that trains off-policy gets a call ``<role>_inf``, which computes `old_logprobs` under the version that
+    trains. Log-probabilities of generation become `behavior_logprobs`, and training reads both.
     """
     added = []
     for call in [call for call in calls if call.interface_type is GENERATE]:
@@ -77,7 +77,7 @@ def run_ahead(config: RunConfig, calls: Calls) -> Calls:
 
 
 def reward_functions(config: RunConfig, calls: Calls) -> Calls:
-    """`algorithm.reward_function` and `algorithm.rewards`: Python functions beside the reward model, or in its place.
+    """Apply `algorithm.reward_function` and `algorithm.rewards`: functions beside the reward model, or in its place.
 
     ``rew_inf`` runs the function then; where several rewards are added up, ``scorer_inf`` follows it. A call with an
     interface of its own stays as it is.
@@ -101,7 +101,7 @@ def reward_functions(config: RunConfig, calls: Calls) -> Calls:
 
 
 def cost_functions(config: RunConfig, calls: Calls) -> Calls:
-    """`algorithm.cost_function`: a Python function in the place of the cost model; positive means harm."""
+    """Apply `algorithm.cost_function`: a Python function in the place of the cost model; positive means harm."""
     options: SafeRLHFOptions = config.algorithm
     if options.cost_function is None:
         return calls
@@ -115,7 +115,7 @@ def cost_functions(config: RunConfig, calls: Calls) -> Calls:
 
 
 def wanted_rewards(config: RunConfig, calls: Calls) -> Calls:
-    """`algorithm.reward_function` and `algorithm.rewards`, where nothing has to be rewarded: adds the calls they need.
+    """Add the calls of `algorithm.reward_function` and `algorithm.rewards` to an experiment that needs no reward.
 
     Raises:
         ConfigError: a response whose reward function fails would be dropped.
@@ -130,7 +130,7 @@ def wanted_rewards(config: RunConfig, calls: Calls) -> Calls:
 
 
 def sample_filter(config: RunConfig, calls: Calls) -> Calls:
-    """`algorithm.filter`: adds ``filter``, which drops samples; training reads the `kept_rewards` of the others."""
+    """Apply `algorithm.filter`: add ``filter``, which drops samples; training reads the others' `kept_rewards`."""
     options: PolicyOptions = config.algorithm
     if options.filter is None:
         return calls
@@ -146,7 +146,7 @@ def sample_filter(config: RunConfig, calls: Calls) -> Calls:
 
 
 def own_reference(config: RunConfig, calls: Calls) -> Calls:
-    """`models.<policy>.lora.rank`: a policy that trains adapters is its own reference, without them."""
+    """Apply `models.<policy>.lora.rank`: a policy that trains adapters is its own reference, without them."""
     policies = {_prefix_of(call): call.role for call in calls if call.is_train and call.role in _policies(calls)}
     changed = []
     for call in calls:
@@ -160,9 +160,10 @@ def own_reference(config: RunConfig, calls: Calls) -> Calls:
 
 
 def chosen_keys(config: RunConfig, calls: Calls) -> Calls:
-    """`algorithm.advantage`, `policy_loss`, `kl_coef`, ...: training reads the keys that they need.
+    """Apply `algorithm.advantage`, `policy_loss`, `kl_coef`, ...: training reads the keys that they need.
 
-    Other keys of pieces leave its inputs, keys that no piece knows stay. A reference whose log-probabilities nobody reads is left out.
+    Other keys of pieces leave the inputs of training; keys that no piece knows stay. A reference whose log-probabilities
+    no call reads is left out.
 
     Raises:
         ConfigError: a piece compares with another player and there is none, or a critic's values are not read.
@@ -177,10 +178,10 @@ def chosen_keys(config: RunConfig, calls: Calls) -> Calls:
 
 
 def teacher_keys(config: RunConfig, calls: Calls) -> Calls:
-    """`algorithm.policy_loss=teacher_kl`: ``teacher_inf`` gives its likeliest tokens, which training compares.
+    """Give ``teacher_inf`` the outputs that training reads; for `policy_loss=teacher_kl` its likeliest tokens.
 
     Raises:
-        ConfigError: neither advantage nor loss reads what the teacher says.
+        ConfigError: neither advantage nor loss reads the teacher's outputs.
     """
     keys = [key for key in training_keys(config.algorithm) if key.startswith("teacher_")]
     if not keys:
@@ -196,10 +197,10 @@ def teacher_keys(config: RunConfig, calls: Calls) -> Calls:
 
 
 def moving_reference(config: RunConfig, calls: Calls) -> Calls:
-    """`algorithm.ref_ema_eta`: after ``actor_train``, ref = eta * actor + (1 - eta) * ref.
+    """Apply `algorithm.ref_ema_eta`: after ``actor_train``, ref = eta * actor + (1 - eta) * ref.
 
     Raises:
-        ConfigError: there is no role `ref` in this run.
+        ConfigError: nothing reads the reference, or the actor trains adapters and is its own reference.
     """
     options: MovingReferenceOptions = config.algorithm
     if "ref_logprobs" not in training_keys(options):
@@ -216,18 +217,18 @@ def moving_reference(config: RunConfig, calls: Calls) -> Calls:
     return [replace(call, post_hooks=(hook,)) if call.name == "actor_train" else call for call in calls]
 
 
-# ---------------------------------------------------------------- roles, and what is refused before anything starts
+# ---------------------------------------------------------------- roles, and checks before anything starts
 
 
 def policy_roles(
     config: RunConfig, *, policies: Sequence[str] = ("actor",), rewards: bool = True
 ) -> dict[str, Role | None]:
-    """How the roles of a run differ from those that its experiment declares: None for those it does without.
+    """Return the roles of a run that differ from the experiment's; None for those that the run does without.
 
     Args:
         config: its `algorithm` is a `PolicyOptions`.
         policies: roles that are trained against the reference.
-        rewards: whether the graph has `reward_calls`.
+        rewards: True if the graph has `reward_calls`.
     """
     changes: dict[str, Role | None] = {}
     if rewards:
@@ -240,26 +241,26 @@ def policy_roles(
 
 
 def cost_roles(config: RunConfig) -> dict[str, Role | None]:
-    """`policy_roles`, and the role `cost` without weights where a function takes the place of its model."""
+    """Return `policy_roles`, and the role `cost` without weights where a function takes the place of its model."""
     function = Role(trainable=False, head="none", path_from="actor")
     costs: dict[str, Role | None] = {} if config.algorithm.cost_function is None else {"cost": function}
     return {**policy_roles(config), **costs}
 
 
 def wanted_reward_roles(config: RunConfig) -> dict[str, Role | None]:
-    """The roles of `wanted_rewards`; None for those that the run does without."""
+    """Return the roles of `wanted_rewards`; None for those that the run does without."""
     needed = reward_roles(config) if config.algorithm.has_rewards else {}
     return {REWARD: None, SCORER: None, **needed}
 
 
 def has_adapter(config: RunConfig, role: str) -> bool:
-    """Whether a role trains low-rank adapters only, so that without them it is its own reference."""
+    """Return True if a role trains only low-rank adapters, so that without them it is its own reference."""
     section = config.models.get(role)
     return section is not None and section.lora.rank > 0
 
 
 def is_off_policy(config: RunConfig, role: str = "actor") -> bool:
-    """True if old log-probabilities are computed again before training, and tokens weighed by how they changed."""
+    """Return True if old log-probabilities are computed again before training, and weigh the tokens by their change."""
     return config.staleness_of(f"{role}_gen") > 0 or config.algorithm.importance_cap is not None
 
 
@@ -268,7 +269,7 @@ def check_policy(config: RunConfig, defaults: Mapping[str, Any]) -> None:
 
     Args:
         config: its `algorithm` is a `PolicyOptions`.
-        defaults: of the experiment.
+        defaults: defaults of the experiment.
 
     Raises:
         ConfigError: an unknown piece, an option that no chosen piece reads, fewer samples than minibatches, greedy
@@ -297,7 +298,7 @@ def check_policy(config: RunConfig, defaults: Mapping[str, Any]) -> None:
         )
 
 
-# ---------------------------------------------------------------- parts
+# ---------------------------------------------------------------- helpers
 
 
 def _prefix_of(call: MFCDef) -> str:
@@ -305,7 +306,7 @@ def _prefix_of(call: MFCDef) -> str:
 
 
 def _renamed(call: MFCDef, key: str, new: str) -> MFCDef:
-    """The call reading `new` where it read `key`; its interface sees the same."""
+    """Return the call with input `new` in the place of `key`; its interface sees the same name."""
     if key not in call.input_keys:
         return call
     remap = {**call.input_key_remap, new: call.input_key_remap.get(key, key)}
@@ -314,7 +315,7 @@ def _renamed(call: MFCDef, key: str, new: str) -> MFCDef:
 
 
 def _with_behavior(call: MFCDef, policy: str, prefix: str) -> MFCDef:
-    """A policy's own calls where its generation lags behind."""
+    """Return a call with `behavior_logprobs`, if it generates by or trains a policy whose generation lags behind."""
     old, behavior = f"{prefix}old_logprobs", f"{prefix}behavior_logprobs"
     if call.interface_type is GENERATE and old in call.output_keys:
         outputs = tuple(behavior if key == old else key for key in call.output_keys)
@@ -329,13 +330,13 @@ def _with_behavior(call: MFCDef, policy: str, prefix: str) -> MFCDef:
 
 
 def _policies(calls: Calls) -> set[str]:
-    """Roles that generate; where nobody does, those that are trained."""
+    """Return the roles that generate; where none does, those that are trained."""
     generating = {call.role for call in calls if call.interface_type is GENERATE}
     return generating or {call.role for call in calls if call.is_train}
 
 
 def _reading(call: MFCDef, options: PolicyOptions, is_policy: bool) -> MFCDef:
-    """A train_step that reads what the chosen pieces need; a critic needs the reference for a KL penalty alone."""
+    """Return a train_step with the keys of the chosen pieces; a critic reads the reference only for a KL penalty."""
     seen = {call.input_key_remap.get(key, key): key for key in call.input_keys}
     if not is_policy:
         wanted = [own for own in seen if own != "ref_logprobs" or options.kl_coef]

@@ -60,7 +60,7 @@ def _file(cls: type) -> str:
 
 
 def interface_names() -> tuple[str, ...]:
-    """Every name that an MFC can use besides ``"package.module:Class"``."""
+    """Return every name that an MFC can use besides ``"package.module:Class"``."""
     return tuple(sorted({*BUILT_IN, *_registered}))
 
 
@@ -68,7 +68,7 @@ def check_interface_name(name: str) -> None:
     """Refuse a name that cannot be resolved, without importing anything.
 
     Raises:
-        ConfigError: neither registered nor of the form ``"package.module:Class"``.
+        ConfigError: the name is neither registered nor of the form ``"package.module:Class"``.
     """
     if name in RENAMED and name not in _registered:
         raise ConfigError(f"the interface {name!r} is called {RENAMED[name]!r} now", remedy="Write its new name.")
@@ -81,7 +81,7 @@ def check_interface_name(name: str) -> None:
 
 
 def find_interface(name: str) -> object:
-    """The object that a name stands for: a registered class, a built-in one, or what ``"package.module:Class"`` names.
+    """Return the object that a name stands for: a registered class, a built-in one, or a ``"package.module:Class"``.
 
     Raises:
         ConfigError: there is none.

@@ -1,4 +1,4 @@
-"""From `algorithm.reward*` to the calls and roles that turn responses into `rewards`. Imports no torch.
+"""Calls and roles that turn responses into `rewards`, from the options `algorithm.reward*`. Imports no torch.
 
 one reward     rew_inf                                  input_ids, prompt_mask, metadata -> rewards
 several        rew_inf (the reward model, if used)      input_ids -> model_rewards
@@ -40,15 +40,15 @@ _OPTIONS = {
 
 
 def reward_calls(config: RunConfig, *, prefix: str = "") -> list[MFCDef]:
-    """The calls that give each sequence its `rewards` (float32).
+    """Return the calls that give each sequence its `rewards` (float32).
 
     Args:
-        config: whose `algorithm` is a `RewardOptions`.
-        prefix: of the calls' names, and of all keys but `metadata`: with "greedy_", `greedy_input_ids` becomes
+        config: its `algorithm` is a `RewardOptions`.
+        prefix: prefix of the calls' names, and of all keys but `metadata`: with "greedy_", `greedy_input_ids` becomes
             `greedy_rewards`.
 
     Raises:
-        ConfigError: a reward names a module or package that is not there, or options that it does not take.
+        ConfigError: a reward names a missing module or package, or options that it does not take.
     """
     options: RewardOptions = config.algorithm
     parts = reward_parts(options)
@@ -68,10 +68,10 @@ def reward_calls(config: RunConfig, *, prefix: str = "") -> list[MFCDef]:
 
 
 def reward_roles(config: RunConfig, *, path_from: str = "actor") -> dict[str, Role]:
-    """The roles of `reward_calls`.
+    """Return the roles of `reward_calls`.
 
     Args:
-        config: whose `algorithm` is a `RewardOptions`.
+        config: its `algorithm` is a `RewardOptions`.
         path_from: the role whose tokenizer a role without weights takes.
     """
     parts = reward_parts(config.algorithm)
@@ -83,7 +83,7 @@ def reward_roles(config: RunConfig, *, path_from: str = "actor") -> dict[str, Ro
 
 
 def reward_parts(options: RewardOptions) -> dict[str, RewardPart]:
-    """All rewards by name: `rewards`, `reward_function` as ``function``, or else the reward model as ``model``."""
+    """Return all rewards by name: `rewards`, `reward_function` as ``function``, or else the model as ``model``."""
     parts = dict(options.rewards)
     if options.reward_function is not None:
         parts = {SHORT_FORM: RewardPart(function=options.reward_function), **parts}
@@ -130,7 +130,7 @@ def _call(
 
 
 def _interface(config: RunConfig, parts: Mapping[str, RewardPart], prefix: str) -> InterfaceRef:
-    """Under launcher=inline functions run in the one process that there is, so that a debugger stops in them."""
+    """Return the interface that runs the functions, under launcher=inline in the same process for debuggers."""
     options: RewardOptions = config.algorithm
     shared = {
         "concurrency": options.reward_concurrency,

@@ -1,4 +1,4 @@
-"""Everything about a run that is decided before a process starts: calls, graph, allocations."""
+"""The plan of a run, decided before a process starts: calls, graph, allocations, hooks."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RunPlan:
     """One run, decided but not started; the same configuration gives the same plan in every process.
 
     Attributes:
-        allocations: call -> where it runs.
-        hooks: call -> what moves around it.
+        allocations: call -> its allocation.
+        hooks: call -> reallocs and offloads around it.
         evaluation: the calls that evaluate a training run; None where it is not evaluated.
     """
 
@@ -39,12 +39,11 @@ class RunPlan:
 
     @property
     def roles(self) -> Mapping[str, Role]:
-        """The roles of this run."""
         return self.experiment.roles_for(self.config)
 
     @property
     def n_workers(self) -> int:
-        """One worker per device."""
+        """Number of workers: one per device."""
         return self.cluster.n_devices
 
     @property
@@ -69,39 +68,39 @@ class RunPlan:
         return max(mfc.n_seqs for mfc in self.mfcs)
 
     def calls_of(self, role: str) -> tuple[MFCDef, ...]:
-        """All calls of one role, in declared order."""
+        """Return all calls of one role, in declared order."""
         return tuple(mfc for mfc in self.mfcs if mfc.role == role)
 
     def eval_calls_of(self, role: str) -> tuple[MFCDef, ...]:
-        """All calls of one role that evaluate the run."""
+        """Return all calls of one role that evaluate the run."""
         return tuple(mfc for mfc in self.evaluation.mfcs if mfc.role == role) if self.evaluation is not None else ()
 
     def hooks_of(self, call: str) -> CallHooks:
-        """What moves around a call, of training or of evaluation."""
+        """Return the hooks of a call of training or of evaluation."""
         return self.hooks[call] if call in self.hooks or self.evaluation is None else self.evaluation.hooks[call]
 
     def allocation_of(self, call: str) -> Allocation:
-        """Where a call runs, of training or of evaluation."""
+        """Return the allocation of a call of training or of evaluation."""
         if call in self.allocations or self.evaluation is None:
             return self.allocations[call]
         return self.evaluation.allocations[call]
 
     def is_evaluating(self, call: str) -> bool:
-        """Whether a call evaluates."""
+        """Return True if a call evaluates."""
         return self.config.eval.only or (self.evaluation is not None and call in self.evaluation.names)
 
     def home_of(self, role: str) -> Allocation | None:
-        """Where the parameters of a role live; None if it has none."""
+        """Return the allocation in which the parameters of a role live; None if it has none."""
         return self.hooks[self.calls_of(role)[0].name].home
 
     def allocations_of(self, role: str) -> tuple[Allocation, ...]:
-        """The distinct allocations of a role's calls, its home first."""
+        """Return the distinct allocations of a role's calls, its home first."""
         home = self.home_of(role)
         used = [self.allocations[mfc.name] for mfc in self.calls_of(role)]
         return tuple(dict.fromkeys(used if home is None else [home, *used]))
 
     def role_ranks(self, role: str) -> tuple[int, ...]:
-        """Global ranks that a call of a role runs on, ascending."""
+        """Return the global ranks that a call of a role runs on, ascending."""
         return tuple(sorted({rank for mfc in self.calls_of(role) for rank in self.allocations[mfc.name].ranks}))
 
     @property

@@ -1,17 +1,17 @@
-"""From a list of calls to its dataflow graph.
+"""Compilation of a list of calls into its dataflow graph.
 
 The graph is a `networkx.DiGraph`. Its nodes are call names, in declared order, with attribute ``mfc``. Between two
-calls there is at most one edge, which says what the second waits for:
+calls there is at most one edge, which holds the reasons for which the second waits for the first:
 
 - ``keys``, a sorted tuple: the first produces these keys and the second reads them, for the same samples;
 - ``lag``, a whole number: the first changes parameters that the second reads (by training them, or through a hook), and
   the second, at step i, waits for the first at step ``i - lag``, where ``lag = 1 + max_staleness`` of the second.
 
 ``kind`` is ``"data"`` when there are keys, ``"drop"`` when the first drops samples that the second must not see, though
-it reads no key of the first (``keys`` is then empty), and ``"version"`` otherwise. A data edge that carries a lag too
-joins both relations in one pair of calls. What is said of data edges holds for drop edges too. Data edges are acyclic;
-version edges close the cycles from one step to the next. Ask `data_graph`, `version_edges` and the other functions
-below instead of looking at attributes.
+it reads no key of the first (``keys`` is then empty), and ``"version"`` otherwise. A data edge with a lag joins both
+relations in one pair of calls. All statements about data edges hold for drop edges too. Data edges are acyclic; version
+edges close the cycles from one step to the next. Use `data_graph`, `version_edges` and the other functions below
+instead of attributes.
 
 Version edges go to the earliest calls of a role: a call that already waits, through data, for another call of the role
 that is at least as strict gets none. Keys that the dataset provides have no edge: see `dataset_keys`.
@@ -46,7 +46,7 @@ class LeadWait:
     """`writer`, at step i, must not change parameters before `reader` runs with them, or is sent, at step ``i + lead``.
 
     Attributes:
-        is_done: wait until the reader, hooks included, is done with the step, and not only until it is sent.
+        is_done: the writer waits until the reader, hooks included, is done with the step, not only until it is sent.
     """
 
     writer: str
@@ -75,8 +75,8 @@ def build_graph(mfcs: Sequence[MFCDef], dataset_keys: Iterable[str]) -> nx.DiGra
         The graph described above; ``graph.graph["dataset_keys"]`` holds the dataset keys in use, sorted.
 
     Raises:
-        GraphError: a call is invalid by itself (see `checks.check_calls`), two calls produce one key, nobody provides
-            a key, the calls wait for each other in a cycle, or a call that changes parameters feeds one that drops
+        GraphError: a call is invalid by itself (see `checks.check_calls`), two calls produce one key, a key has no
+            source, the calls wait for each other in a cycle, or a call that changes parameters feeds one that drops
             samples.
     """
     import networkx as nx
@@ -111,11 +111,11 @@ def replace_calls(graph: nx.DiGraph, mfcs: Iterable[MFCDef]) -> None:
         graph.nodes[mfc.name]["mfc"] = mfc
 
 
-# ---------------------------------------------------------------- questions to a graph
+# ---------------------------------------------------------------- queries
 
 
 def call(graph: nx.DiGraph, name: str) -> MFCDef:
-    """The definition of one call.
+    """Return the definition of one call.
 
     Raises:
         GraphError: the graph has no such call.
@@ -127,12 +127,12 @@ def call(graph: nx.DiGraph, name: str) -> MFCDef:
 
 
 def calls(graph: nx.DiGraph) -> tuple[MFCDef, ...]:
-    """All calls, in declared order."""
+    """Return all calls, in declared order."""
     return tuple(graph.nodes[name]["mfc"] for name in graph)
 
 
 def topological_calls(graph: nx.DiGraph) -> tuple[MFCDef, ...]:
-    """All calls, producers before consumers; the declared order decides between calls that do not wait."""
+    """Return all calls, producers before consumers; the declared order decides between unordered calls."""
     import networkx as nx
 
     position = {name: i for i, name in enumerate(graph)}
@@ -141,7 +141,7 @@ def topological_calls(graph: nx.DiGraph) -> tuple[MFCDef, ...]:
 
 
 def data_graph(graph: nx.DiGraph) -> nx.DiGraph:
-    """A new, acyclic graph of all calls and the data edges alone, each with its ``keys``."""
+    """Return a new, acyclic graph of all calls and the data edges alone, each with its ``keys``."""
     import networkx as nx
 
     result = nx.DiGraph(**graph.graph)
@@ -153,7 +153,7 @@ def data_graph(graph: nx.DiGraph) -> nx.DiGraph:
 
 
 def drop_gates(graph: nx.DiGraph) -> dict[str, tuple[str, ...]]:
-    """Call -> the dropping calls that must have kept a sample before the call may have it, other than its producers."""
+    """Return call -> dropping calls, other than its producers, that must keep a sample before the call gets it."""
     gates: dict[str, tuple[str, ...]] = dict.fromkeys(graph, ())
     for first, second, attributes in graph.edges(data=True):
         if attributes["kind"] == "drop":
@@ -162,7 +162,7 @@ def drop_gates(graph: nx.DiGraph) -> dict[str, tuple[str, ...]]:
 
 
 def drop_feeders(graph: nx.DiGraph) -> frozenset[str]:
-    """The dropping calls and all calls before the last of them: those that see samples which are dropped later."""
+    """Return the dropping calls and all calls before the last of them, which see samples that are dropped later."""
     import networkx as nx
 
     dropping = [mfc.name for mfc in topological_calls(graph) if mfc.may_drop]
@@ -170,14 +170,14 @@ def drop_feeders(graph: nx.DiGraph) -> frozenset[str]:
 
 
 def version_edges(graph: nx.DiGraph) -> tuple[VersionEdge, ...]:
-    """Who waits for whose new parameters, in declared order of trainer, then reader."""
+    """Return the waits of readers for new parameters, in declared order of trainer, then reader."""
     position = {name: i for i, name in enumerate(graph)}
     found = [VersionEdge(a, b, data["lag"]) for a, b, data in graph.edges(data=True) if "lag" in data]
     return tuple(sorted(found, key=lambda edge: (position[edge.trainer], position[edge.reader])))
 
 
 def writer_waits(graph: nx.DiGraph) -> tuple[WriterWait, ...]:
-    """Whom a call that changes parameters waits for, so that not timing decides which version the other one reads.
+    """Return waits of calls that change parameters for readers, so that the versions read do not depend on timing.
 
     A reader that no data orders against the writer goes first within a step (lag 0); one that comes after it within a
     step is done before the writer's next step (lag 1); one that comes before it needs no wait.
@@ -195,11 +195,11 @@ def writer_waits(graph: nx.DiGraph) -> tuple[WriterWait, ...]:
 
 
 def lead_waits(graph: nx.DiGraph) -> tuple[LeadWait, ...]:
-    """Whom a call that changes parameters waits for, so that a stale reader always runs exactly so far ahead.
+    """Return waits of calls that change parameters for stale readers, so that these run ahead by a fixed number.
 
-    A reader with ``max_staleness=k`` that nothing holds back reads, at step i, what step ``i - 1 - k`` left. It is held
-    back when something that it waits for is itself less stale: its lead over every writer is then shorter. Readers that
-    change parameters themselves have no fixed lead, for a checkpoint holds them back.
+    A reader with ``max_staleness=k`` that nothing holds back reads, at step i, the parameters after step ``i - 1 - k``.
+    It is held back when it waits for a call that is less stale: its lead over every writer is then shorter. Readers
+    that change parameters themselves have no fixed lead, for a checkpoint holds them back.
     """
     import networkx as nx
 
@@ -217,7 +217,7 @@ def lead_waits(graph: nx.DiGraph) -> tuple[LeadWait, ...]:
 
 
 def _wait_graph(graph: nx.DiGraph) -> nx.DiGraph:
-    """Edges u -> v with ``lag``: v at step i waits for u at step ``i - lag``; the strictest of several."""
+    """Return edges u -> v with ``lag``: v at step i waits for u at step ``i - lag``; the strictest of several."""
     import networkx as nx
 
     waits = nx.DiGraph()
@@ -235,7 +235,7 @@ def _wait_graph(graph: nx.DiGraph) -> nx.DiGraph:
 
 
 def _reads_afterwards(mfc: MFCDef, read: frozenset[str]) -> bool:
-    """Whether a hook after the call reads one of these roles."""
+    """Return True if a hook after the call reads one of these roles."""
     sources = [
         mfc.role if hook.source is None else hook.source.role
         for hook in mfc.post_hooks
@@ -245,7 +245,7 @@ def _reads_afterwards(mfc: MFCDef, read: frozenset[str]) -> bool:
 
 
 def home_calls(graph: nx.DiGraph) -> dict[str, str]:
-    """Role -> the call in whose layout its parameters live.
+    """Return role -> the call in whose layout its parameters live.
 
     That is its train_step, or else the first call, in the order of data, that runs on its replica 0, or else its first.
     """
@@ -257,23 +257,23 @@ def home_calls(graph: nx.DiGraph) -> dict[str, str]:
 
 
 def producers(graph: nx.DiGraph) -> Mapping[str, str]:
-    """Key -> the call that produces it; dataset keys are not in it."""
+    """Return key -> the call that produces it; dataset keys are not in it."""
     return {key: mfc.name for mfc in calls(graph) for key in mfc.output_keys}
 
 
 def readers(graph: nx.DiGraph, key: str) -> tuple[str, ...]:
-    """Names of the calls that read `key`, in declared order."""
+    """Return the names of the calls that read `key`, in declared order."""
     return tuple(mfc.name for mfc in calls(graph) if key in mfc.input_keys)
 
 
 def dataset_keys(graph: nx.DiGraph) -> tuple[str, ...]:
-    """Keys that the dataset must provide, sorted."""
+    """Return the keys that the dataset must provide, sorted."""
     keys: tuple[str, ...] = graph.graph["dataset_keys"]
     return keys
 
 
 def roles(graph: nx.DiGraph) -> tuple[str, ...]:
-    """Names of all roles, in declared order of their first call."""
+    """Return the names of all roles, in declared order of their first call."""
     return tuple(dict.fromkeys(mfc.role for mfc in calls(graph)))
 
 
@@ -333,7 +333,7 @@ def _check_acyclic(graph: nx.DiGraph) -> None:
 
 
 def _add_drop_edges(graph: nx.DiGraph) -> None:
-    """Order every call against every dropping one: before it, where data says so, or else after it.
+    """Order every call against every dropping one: before it if data edges lead to it, else after it.
 
     Otherwise timing would decide whether a call works on a sample that another one drops.
     """
@@ -364,7 +364,7 @@ def _add_drop_edges(graph: nx.DiGraph) -> None:
 
 
 def _check_writers(graph: nx.DiGraph) -> None:
-    """Calls that change parameters wait for unordered readers; together with the data that must not be a cycle."""
+    """Check that data edges form no cycle with the waits of calls that change parameters for unordered readers."""
     import networkx as nx
 
     order = data_graph(graph)
@@ -381,7 +381,7 @@ def _check_writers(graph: nx.DiGraph) -> None:
 
 
 def _version_edges(mfcs: Sequence[MFCDef], data: nx.DiGraph) -> Iterator[VersionEdge]:
-    """Edges from each call that changes parameters to the earliest calls of each role that read them."""
+    """Yield edges from each call that changes parameters to the earliest calls of each role that read them."""
     import networkx as nx
 
     ancestors = {mfc.name: nx.ancestors(data, mfc.name) for mfc in mfcs}

@@ -1,4 +1,4 @@
-"""What is wrong with one call by itself, or with the names and counts of a list of calls.
+"""Checks of single calls, and of the names and counts of a list of calls.
 
 Each function raises `GraphError` with a sentence that names the call and the value, and a remedy with the nearest
 value that would be accepted.
@@ -42,7 +42,7 @@ def check_calls(mfcs: Sequence[MFCDef]) -> None:
 
 
 def nearest_divisor(value: int, of: int) -> int:
-    """The divisor of `of` that is closest to `value`; the larger of two equally close ones."""
+    """Return the divisor of `of` that is closest to `value`; the larger of two equally close ones."""
     return min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - value), -d))
 
 
@@ -99,7 +99,7 @@ def _check_counts(mfc: MFCDef) -> None:
 
 
 def _check_train(mfc: MFCDef) -> None:
-    """Counts that only a train_step, or only another call, may set."""
+    """Check counts that only a train_step, or only another call, may set."""
     if not mfc.is_train:
         if mfc.n_minibatches != 1:
             raise GraphError(
@@ -235,7 +235,7 @@ def _check_hook_types(mfc: MFCDef) -> None:
 
 
 def _check_reallocs(mfcs: Sequence[MFCDef]) -> None:
-    """Check what hooks say about other roles than their call's own."""
+    """Check the roles that hooks name besides their call's own."""
     roles = tuple(dict.fromkeys(mfc.role for mfc in mfcs))
     trainer = {mfc.role: mfc.name for mfc in mfcs if mfc.is_train}
     writer: dict[str, str] = {}

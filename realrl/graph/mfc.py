@@ -14,7 +14,7 @@ _PROTOCOL_NAMES = [DEFAULT_PROTOCOL, "DP_PROTO", "ONE_TO_ALL", "ALL_TO_ALL", "3D
 
 
 class InterfaceType(Enum):
-    """What a call does with its role."""
+    """A call's use of its role."""
 
     GENERATE = "generate"
     INFERENCE = "inference"
@@ -23,7 +23,7 @@ class InterfaceType(Enum):
 
 @dataclass(frozen=True, order=True)
 class ModelName:
-    """One replica of a role: its parameters in another layout. Replica 0 is where the role is trained or loaded."""
+    """One replica of a role: its parameters in one layout. Replica 0 is the one that is trained or loaded."""
 
     role: str
     replica_id: int = 0
@@ -42,7 +42,7 @@ class InterfaceRef:
 
 @dataclass(frozen=True)
 class OffloadHook:
-    """After the call, move the role's parameters to host memory; whatever needs them next brings them back."""
+    """After the call, move the role's parameters to host memory; their next use brings them back."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class MFCDef:
         n_minibatches: optimizer steps per train_step call and pass over the batch.
         balanced_dp: give every data-parallel rank the same number of samples, not of tokens.
         log_return_value: write the call's returned metrics to the log.
-        max_staleness: how many versions behind a non-training call may read its role.
-        may_drop: the call may return fewer samples than it got, in the same order. Those that it leaves out leave the
+        max_staleness: number of versions by which a non-training call may lag when it reads its role.
+        may_drop: the call may return fewer samples than it got, in the same order. The others are dropped from the
             step, which is filled up with further samples of the dataset: they go through the same calls, and every
             other call gets its `n_seqs` survivors. Calls that feed it may therefore run on any number of samples, also
             on fewer than their mesh has data-parallel ranks, so their interfaces must not use `Engine.all_reduce`.
-        pre_hooks, post_hooks: run before and after it, on the homes of the roles that they name.
-        protocol: how samples are divided over the ranks of the mesh, and whose output is kept: a name of
-            `realrl.plan.protocols`.
+        pre_hooks, post_hooks: hooks before and after the call, on the homes of the roles that they name.
+        protocol: name of a protocol of `realrl.plan.protocols`, which divides samples over the ranks of the mesh and
+            chooses the keepers of the output.
 
     Values are checked by `build_graph`, which can name the calls and keys around a mistake.
     """
@@ -132,14 +132,14 @@ class MFCDef:
 
     @property
     def interface(self) -> InterfaceRef:
-        """The interface as a reference, whichever way it was given."""
+        """The interface as a reference, also if it was given by name."""
         return (
             self.interface_impl if isinstance(self.interface_impl, InterfaceRef) else InterfaceRef(self.interface_impl)
         )
 
     @property
     def is_train(self) -> bool:
-        """Whether the call updates its role."""
+        """True if the call updates its role."""
         return self.interface_type is InterfaceType.TRAIN_STEP
 
     @property
@@ -168,11 +168,11 @@ class MFCDef:
 
 
 def protocol_names() -> tuple[str, ...]:
-    """Every name that `MFCDef.protocol` may have: the built-in ones, then those that were registered."""
+    """Return every name that `MFCDef.protocol` may have: the built-in ones, then those that were registered."""
     return tuple(_PROTOCOL_NAMES)
 
 
 def add_protocol_name(name: str) -> None:
-    """Make a name known, of a protocol of `realrl.plan.protocols`; one that is known already stays as it is."""
+    """Make the name of a protocol of `realrl.plan.protocols` known; a known one stays as it is."""
     if name not in _PROTOCOL_NAMES:
         _PROTOCOL_NAMES.append(name)

@@ -1,4 +1,4 @@
-"""Where each call runs: from the graph, the `allocation` section of the configuration and the cluster.
+"""Allocation of each call, from the graph, the `allocation` section of the configuration and the cluster.
 
 Modes of `allocation.mode`:
 
@@ -13,8 +13,8 @@ Modes of `allocation.mode`:
 | `manual` | every call is given in `allocation.calls` |
 | `heuristic` | every role data-parallel on as many devices as its calls can feed; see `_heuristic` |
 
-`allocation.calls.<call>` is `strategy@mesh`, or a strategy alone for the mesh that the mode gives the call; it takes
-the place of what the mode says.
+`allocation.calls.<call>` overrides the mode for one call: `strategy@mesh`, or a strategy alone for the mesh that the
+mode gives the call.
 
 Invariants of `plan_allocations`:
 - exactly the calls of the graph have an allocation, in declared order;
@@ -23,12 +23,12 @@ Invariants of `plan_allocations`:
 - two meshes are disjoint, or one contains the other (`check_meshes`);
 - ranks that must have the same samples get them (`check_protocols`), and hooks have parameters at both ends;
 - where the shapes of models are known, tp divides heads and pp leaves every stage a layer (`check_shapes`).
-What is refused names the call, the rule and the nearest allocation that is legal.
+A refusal names the call, the rule and the nearest allocation that is legal.
 
-Inside a node any two legal meshes nest or are disjoint; across nodes, whole nodes 0-1 and 1-2 are not. Such calls could
-neither run at the same time nor share all their devices: whichever runs, devices of the other idle, and no order helps.
-With nested meshes every device has one chain of meshes that it is part of, so what it holds, waits for and does next
-follows from one list. That is why partial overlaps are refused although nothing would deadlock.
+Partial overlaps are refused although nothing would deadlock. Inside a node any two legal meshes nest or are disjoint;
+across nodes, whole nodes 0-1 and 1-2 are neither. Calls on such meshes can neither run at the same time nor share all
+their devices: while one runs, devices of the other idle. Nested meshes give every device one chain of meshes, so its
+contents, its waits and its next request follow from one list.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def plan_allocations(
 def check_supported(
     graph: nx.DiGraph, allocations: Mapping[str, Allocation], *, weightless: Collection[str] = ()
 ) -> None:
-    """Refuse a plan that cannot run, as far as that can be known without the models; `check_shapes` does the rest.
+    """Refuse a plan that cannot run, as far as the graph tells; `check_shapes` checks the rest with the models.
 
     Args:
         graph: from `build_graph`.
@@ -204,7 +204,7 @@ def check_n_seqs(graph: nx.DiGraph, allocations: Mapping[str, Allocation]) -> No
 
 
 def check_shapes(graph: nx.DiGraph, allocations: Mapping[str, Allocation], shapes: Mapping[str, DecoderConfig]) -> None:
-    """Check that the models can be cut as the strategies want it.
+    """Check that the strategies can cut the models.
 
     Args:
         graph: from `build_graph`.
@@ -271,7 +271,7 @@ def split_roles(graph: nx.DiGraph, heads: Mapping[str, str] | None = None) -> tu
 
 
 def divide_cluster(cluster: Cluster, n_parts: int) -> tuple[DeviceMesh, ...]:
-    """Disjoint legal meshes, as even as possible, the larger ones first among nodes that are divided alike.
+    """Return disjoint legal meshes, as even as possible, the larger ones first among nodes that are divided alike.
 
     With at least as many nodes as parts, each part is whole nodes. Otherwise nodes are cut into 1, 2, 4, ... devices;
     where a node's size is no power of two, devices can stay idle.
@@ -304,7 +304,7 @@ def divide_cluster(cluster: Cluster, n_parts: int) -> tuple[DeviceMesh, ...]:
 def _mode_allocations(
     graph: nx.DiGraph, config: AllocationConfig, cluster: Cluster, heads: Mapping[str, str] | None
 ) -> dict[str, Allocation]:
-    """What the mode alone says; empty for `manual`."""
+    """Return the allocations of the mode, without overrides; none for `manual`."""
     whole = DeviceMesh.whole(cluster)
     n = whole.n_devices
     same: dict[str, Callable[[], Allocation]] = {
@@ -337,7 +337,7 @@ def _mode_allocations(
 
 
 def _heuristic(graph: nx.DiGraph, cluster: Cluster) -> dict[str, Allocation]:
-    """Every role data-parallel on one mesh for all its calls, so that no parameters move.
+    """Put every role data-parallel on one mesh for all its calls, so that no parameters move.
 
     A role whose calls all have enough samples takes the whole cluster; another one the largest mesh that they fill, and
     several such roles take turns over the blocks of the cluster, so that they can run at the same time.
@@ -370,7 +370,7 @@ def _check_all_given(graph: nx.DiGraph, config: AllocationConfig) -> None:
 
 
 def _by_role(graph: nx.DiGraph, mode: str, parts: list[tuple[str, ...]], cluster: Cluster) -> dict[str, Allocation]:
-    """Each group of roles on a mesh of its own, data-parallel."""
+    """Put each group of roles on a mesh of its own, data-parallel."""
     with _named(f"allocation.mode={mode}"):
         meshes = divide_cluster(cluster, len(parts))
     mesh_of = {role: mesh for part, mesh in zip(parts, meshes, strict=True) for role in part}
@@ -381,14 +381,14 @@ def _by_role(graph: nx.DiGraph, mode: str, parts: list[tuple[str, ...]], cluster
 
 
 def _by_weight(graph: nx.DiGraph) -> list[str]:
-    """Roles with the most work first, so that they get the larger meshes: those with more calls, trained ones first."""
+    """Return roles, trained ones first, then by number of calls, so that those with the most work get larger meshes."""
     trained = {mfc.role for mfc in calls(graph) if mfc.is_train}
     n_calls = {role: sum(mfc.role == role for mfc in calls(graph)) for role in roles(graph)}
     return sorted(roles(graph), key=lambda role: (role not in trained, -n_calls[role]))
 
 
 def _cut_node(n_devices: int, n_parts: int) -> list[tuple[int, int]]:
-    """``(first device, number of devices)`` of `n_parts` aligned blocks of one node, in order of devices."""
+    """Return ``(first device, number of devices)`` of `n_parts` aligned blocks of one node, in order of devices."""
     if n_parts == 1:
         return [(0, n_devices)]
     blocks, first = list[tuple[int, int]](), 0
@@ -404,7 +404,7 @@ def _cut_node(n_devices: int, n_parts: int) -> list[tuple[int, int]]:
 
 
 def _pieces(mfc: MFCDef) -> dict[str, int]:
-    """What is divided over ranks at once: field of the call -> samples."""
+    """Return field of the call -> samples, for the batches that are divided over ranks at once."""
     return {
         "n_seqs / n_minibatches" if mfc.n_minibatches > 1 else "n_seqs": mfc.n_seqs // mfc.n_minibatches,
         "min_n_seqs": mfc.n_seqs if mfc.min_n_seqs is None else mfc.min_n_seqs,
@@ -421,7 +421,7 @@ def _check_cut(specs: Sequence[ParameterSpec], strategy: ParallelStrategy) -> No
 
 
 def _nearest_cut(specs: Sequence[ParameterSpec], mfc: MFCDef, allocation: Allocation) -> Allocation | None:
-    """The allocation on the same mesh that the model allows and that changes tp and pp the least, if there is one."""
+    """Return the allocation on the same mesh that the model allows and that changes tp and pp the least, or None."""
     n, wanted = allocation.mesh.n_devices, allocation.strategy
     legal = []
     for tp, pp in itertools.product(range(1, n + 1), repeat=2):

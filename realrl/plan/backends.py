@@ -1,8 +1,8 @@
-"""What each training backend can do, and the refusal of what it cannot.
+"""Capabilities of each training backend, and the refusal of settings beyond them.
 
 Invariants of `check_backend`:
 - it depends on its arguments only, and on nothing that is installed;
-- what it accepts, `realrl.engine.backends.make_backend` can build and train.
+- `realrl.engine.backends.make_backend` can build and train every role that it accepts.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from realrl.mesh.device_mesh import ParallelStrategy
 
 @dataclass(frozen=True)
 class BackendRules:
-    """One backend.
+    """Capabilities of one backend.
 
     Attributes:
         implementation: ``module:Class``, imported when a role asks for it: some need optional, heavy packages.
-        package: what must be importable; empty for none.
-        extra: of realrl, that installs it.
-        stages: ZeRO stages that it has; the first one is the default.
-        precisions: that it trains in.
-        offloads: whether it can keep the optimizer in host memory.
+        package: module that must be importable; empty for none.
+        extra: extra of realrl that installs the package.
+        stages: supported ZeRO stages; the first one is the default.
+        precisions: supported precisions of training.
+        offloads: True if it can keep the optimizer in host memory.
     """
 
     implementation: str
@@ -64,17 +64,16 @@ BACKENDS = {
 
 @dataclass(frozen=True)
 class TrainedRole:
-    """What `check_backend` must know of a trained role.
+    """A trained role, as far as `check_backend` needs it.
 
     Attributes:
-        name: for messages.
         backend: one of `BACKENDS`.
-        zero_stage: None for the backend's own.
-        offload: of the optimizer.
+        zero_stage: the configured stage; None for the backend's default.
+        offload: True if the optimizer stays in host memory.
         precision: fp32, bf16 or fp16.
-        strategy: of its home layout.
-        has_adapters: whether low-rank adapters are trained in place of the model.
-        is_offloaded: whether its parameters go to host memory between calls.
+        strategy: strategy of its home layout.
+        has_adapters: True if low-rank adapters are trained in place of the model.
+        is_offloaded: True if its parameters go to host memory between calls.
     """
 
     name: str
@@ -88,25 +87,25 @@ class TrainedRole:
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage."""
+        """The ZeRO stage, configured or default."""
         return zero_stage_of(self.backend, self.zero_stage)
 
     @property
     def shares_parameters(self) -> bool:
-        """Whether data-parallel ranks hold a part of each parameter only, between calls."""
+        """True if data-parallel ranks hold only a part of each parameter between calls."""
         return self.stage == 3
 
 
 def zero_stage_of(backend: str, zero_stage: int | None) -> int:
-    """The stage that a backend uses where none is asked for."""
+    """Return `zero_stage`, or the backend's default where it is None."""
     return BACKENDS[backend].stages[0] if zero_stage is None else zero_stage
 
 
 def check_backend(role: TrainedRole) -> None:
-    """Refuse what the role's backend cannot do.
+    """Refuse settings that the role's backend does not support.
 
     Raises:
-        ConfigError: names the role, the rule and what can be done.
+        ConfigError: names the role, the rule and a remedy.
     """
     rules, key = BACKENDS[role.backend], f"models.{role.name}"
     if role.stage not in rules.stages:

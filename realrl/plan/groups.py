@@ -6,7 +6,7 @@ Invariants:
   distinct (pp, dp, tp) and rank order on it, the pipeline, tensor, data and tied groups.
 - Every rank of a mesh is in exactly one pipeline, one tensor and one data group per (pp, dp, tp) and rank order of the
   mesh, also where that group has one member only; its place in the group is its coordinate on that axis.
-- The global group and those of meshes are in ascending order, whatever the rank order of an allocation.
+- The global group and those of meshes are in ascending order, for any rank order of an allocation.
 - With pp > 1, every rank of the first and the last stage is in exactly one tied group, which holds these two ranks of
   its pipeline; with two stages it has the members of the pipeline group. Other ranks are in none.
 - No two groups have the same kind, mesh and ranks.
@@ -22,7 +22,7 @@ from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStr
 
 
 class GroupKind(Enum):
-    """What the members of a process group have in common."""
+    """Property that the members of a process group share."""
 
     GLOBAL = "global"  # all ranks of the run
     MESH = "mesh"  # all ranks of one mesh
@@ -37,7 +37,6 @@ class ProcessGroup:
     """One process group, not yet created.
 
     Attributes:
-        kind: what its members share.
         ranks: global ranks of the members; the position is the rank inside the group.
         mesh: the mesh that the group is a part of; the whole cluster for the global group.
     """
@@ -53,11 +52,11 @@ class ProcessGroup:
 
 
 def process_groups(allocations: Iterable[Allocation], cluster: Cluster) -> tuple[ProcessGroup, ...]:
-    """All groups in the order in which every rank creates them.
+    """Return all groups in the order in which every rank creates them.
 
     Args:
-        allocations: of all calls; equal ones count once.
-        cluster: gives the ranks of the global group.
+        allocations: allocations of all calls; equal ones count once.
+        cluster: source of the ranks of the global group.
     """
     whole = DeviceMesh.whole(cluster)
     groups = [ProcessGroup(GroupKind.GLOBAL, whole.ranks, whole)]
@@ -73,7 +72,7 @@ def process_groups(allocations: Iterable[Allocation], cluster: Cluster) -> tuple
 
 
 def group_of(groups: Sequence[ProcessGroup], kind: GroupKind, allocation: Allocation, global_rank: int) -> ProcessGroup:
-    """The group of one kind that a rank of the allocation's mesh belongs to.
+    """Return the group of one kind that a rank of the allocation's mesh belongs to.
 
     Raises:
         LookupError: the list was not made from this allocation, or the rank is not on its mesh.

@@ -1,15 +1,15 @@
-"""What moves and what is offloaded around each call: what the allocations imply, and what the user asks for.
+"""Reallocs and offloads around each call: those that allocations imply, and those that the user declares.
 
-The parameters of a role live in one layout, its home: that of its train_step, or else of its first call. A call that
-runs anywhere else gets them from there, for the time of the call. Hooks of the user move parameters between the homes
-of two roles.
+The parameters of a role live in one layout, its home: that of its train_step, or else of its first call. A call in
+another layout gets them from the home for its duration. Hooks of the user move parameters between the homes of two
+roles.
 
 Invariants of `plan_hooks`:
     - every call of the graph has an entry, in declared order;
     - a call whose allocation is not its role's home has one implied realloc, from the home to its own allocation, as
       the last of `before`; no other call has any, a train_step never;
     - each `ParamReallocHook` between two roles stands once, on its call's side, in the order given, from home to home;
-      one within a role stands nowhere, because what it asks for is implied;
+      one within a role stands nowhere, because it is implied;
     - an `Offload` stands in `after` only, behind every realloc of the same list that has its role at one end;
     - with `offload_frozen`, a role that is not trained, whose home shares devices with calls of other roles, is
       offloaded after the last call of a step that runs on it and after every hook that writes into it;
@@ -52,7 +52,7 @@ class Realloc:
 
     @property
     def is_implied(self) -> bool:
-        """Whether it brings the role's own parameters into the layout of one call, for that call only."""
+        """True if it brings the role's own parameters into the layout of one call, for that call only."""
         return self.source == self.target
 
     @property
@@ -63,10 +63,9 @@ class Realloc:
 
 @dataclass(frozen=True)
 class Offload:
-    """The parameters of a role go to host memory; whatever needs them next on a rank brings them back there.
+    """The parameters of a role go to host memory; on each rank, their next use brings them back.
 
     Attributes:
-        role: whose.
         allocation: the home of the role.
     """
 
@@ -84,11 +83,11 @@ PlannedHook = Realloc | Offload
 
 @dataclass(frozen=True)
 class CallHooks:
-    """What happens around every dispatch of one call.
+    """Hooks around every dispatch of one call.
 
     Attributes:
-        before, after: in this order.
-        home: where the parameters of the call's role live; None if it has none.
+        before, after: hooks in order of execution.
+        home: layout in which the parameters of the call's role live; None if it has none.
     """
 
     before: tuple[PlannedHook, ...] = ()
@@ -138,7 +137,7 @@ _SAME_SHAPE = (
 def role_homes(
     graph: nx.DiGraph, allocations: Mapping[str, Allocation], *, weightless: Collection[str] = ()
 ) -> dict[str, Allocation]:
-    """Role -> where its parameters live, for every role that has any.
+    """Return role -> home of its parameters, for every role that has any.
 
     Args:
         graph: from `build_graph`.
@@ -155,12 +154,12 @@ def plan_hooks(
     weightless: Collection[str] = (),
     offload_frozen: bool = False,
 ) -> dict[str, CallHooks]:
-    """Decide what happens around every dispatch of every call.
+    """Plan the hooks around every dispatch of every call.
 
     Args:
         graph: from `build_graph`, which has refused hooks that contradict each other.
         allocations: call -> mesh and strategy.
-        weightless: roles without parameters; their calls run in any layout, and an `OffloadHook` on them is nothing.
+        weightless: roles without parameters; their calls run in any layout, and an `OffloadHook` on them has no effect.
         offload_frozen: keep roles that are not trained in host memory while they are not used.
 
     Raises:
@@ -216,7 +215,7 @@ def check_realloc_shapes(graph: nx.DiGraph, shapes: Mapping[str, DecoderConfig])
 
 
 def _value_of(shape: DecoderConfig, field: str) -> object:
-    """What decides parameters of a field of a model's shape: the longest sequence may differ, positions may not."""
+    """Return a shape's field as far as parameters depend on it: unless learned, positions do not count."""
     if field == "max_positions" and not shape.learned_positions:
         return None
     if field == "moe":
@@ -230,7 +229,7 @@ def _value_of(shape: DecoderConfig, field: str) -> object:
 
 
 def _asked_for(mfc: MFCDef, hook: Hook, homes: Mapping[str, Allocation]) -> tuple[PlannedHook, ...]:
-    """What one hook of the user comes to."""
+    """Return the planned form of one hook of the user."""
     if isinstance(hook, OffloadHook):
         return (Offload(mfc.role, homes[mfc.role]),) if mfc.role in homes else ()
     assert isinstance(hook, ParamReallocHook)
@@ -277,7 +276,7 @@ def _check_offloads(graph: nx.DiGraph, plan: Mapping[str, CallHooks]) -> None:
 def _last_calls(
     graph: nx.DiGraph, allocations: Mapping[str, Allocation], homes: Mapping[str, Allocation]
 ) -> dict[str, str]:
-    """Frozen role on shared devices -> its call that comes after all that read it, if there is one."""
+    """Return frozen role on shared devices -> its call that comes after all calls that read it, if there is one."""
     import networkx as nx
 
     data = data_graph(graph)

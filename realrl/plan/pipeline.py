@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: for each stage, what it computes, sends and receives, in order.
+"""Pipeline schedules as data: for each stage, its computations, sends and receives, in order.
 
 A model is cut into chunks 0, 1, ..., n_chunks - 1 that each live on one stage; chunk k feeds chunk k + 1. A round is
 one pass through all chunks; in generation the last chunk's tokens of a round feed the first chunk of the next round.
@@ -7,8 +7,8 @@ A stage's neighbouring messages, with no computation between them, are one batch
 Invariants:
 - Per micro-batch, chunk and round there is one forward, on one stage, and in training one backward on the same stage.
 - A computation comes after the one that feeds it: forward after the previous chunk's forward, backward after its own
-  forward and the next chunk's backward. What crosses stages is sent once after it was computed, and received once
-  before it is used.
+  forward and the next chunk's backward. A result that crosses stages is sent once after it was computed, and received
+  once before it is used.
 - The n-th message that a stage sends to another is the n-th that the other receives from it.
 - No deadlock, even where every send blocks until its receive is posted and a stage goes on only when its whole batch
   of messages is through (`realrl.plan.pipeline_simulator`).
@@ -30,28 +30,26 @@ from functools import lru_cache
 
 
 class StepKind(Enum):
-    """What a stage does in one step."""
+    """Kind of a stage's step."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    SEND_FORWARD = "send_forward"  # what a chunk's forward made, to the next chunk
+    SEND_FORWARD = "send_forward"  # the result of a chunk's forward, to the next chunk
     RECEIVE_FORWARD = "receive_forward"
-    SEND_BACKWARD = "send_backward"  # the gradient of what a chunk received, to the previous chunk
+    SEND_BACKWARD = "send_backward"  # the gradient of a chunk's input, to the previous chunk
     RECEIVE_BACKWARD = "receive_backward"
 
     @property
     def is_send(self) -> bool:
-        """Whether something leaves the stage."""
         return self in (StepKind.SEND_FORWARD, StepKind.SEND_BACKWARD)
 
     @property
     def is_receive(self) -> bool:
-        """Whether something reaches the stage."""
         return self in (StepKind.RECEIVE_FORWARD, StepKind.RECEIVE_BACKWARD)
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a send or a receive, and not a computation."""
+        """True for a send or a receive, False for a computation."""
         return self.is_send or self.is_receive
 
 
@@ -63,10 +61,9 @@ class Step:
     """One entry of a stage's list.
 
     Attributes:
-        kind: what happens.
-        micro_batch: from 0.
+        micro_batch: number from 0.
         chunk: the chunk of this stage that computes, sends or receives.
-        round: which pass through all chunks, from 0; training has one.
+        round: number of the pass through all chunks, from 0; training has one.
         other: the chunk at the other end: the one that feeds a computation (None for the first chunk's forward and the
             last chunk's backward), or the one that a message goes to or comes from.
         peer: the stage at the other end of a message; None for computations.
@@ -81,13 +78,13 @@ class Step:
 
     @property
     def computation(self) -> Computation:
-        """The computation of this stage that the step is, sends the result of, or receives the input of."""
+        """The computation on this stage that the step is, or whose result it sends, or whose input it receives."""
         is_forward = self.kind in (StepKind.FORWARD, StepKind.SEND_FORWARD, StepKind.RECEIVE_FORWARD)
         return StepKind.FORWARD if is_forward else StepKind.BACKWARD, self.micro_batch, self.chunk, self.round
 
     @property
     def source(self) -> Computation | None:
-        """The computation that feeds this one, or whose result is received; None where nothing does.
+        """The computation that feeds this one, or whose result is received; None for sends and unfed computations.
 
         A forward that is fed by its own or a later chunk is fed by the round before.
         """
@@ -109,7 +106,7 @@ Cost = Callable[[Step], float]
 
 
 def default_cost(step: Step) -> float:
-    """Time of a step in forwards of one chunk: a backward computes two gradients, messages are free."""
+    """Return the time of a step in forwards of one chunk: a backward computes two gradients, messages are free."""
     if step.kind.is_message:
         return 0.0
     return 2.0 if step.kind is StepKind.BACKWARD else 1.0
@@ -136,8 +133,8 @@ def interleaved(n_stages: int, n_micro_batches: int, n_chunks_per_stage: int) ->
     """Stage s has the chunks s, s + n_stages, ...: smaller bubbles, more messages (Narayanan et al. 2021, "Efficient
     large-scale language model training on GPU clusters"); any number of micro-batches.
 
-    Micro-batches go through a stage's chunks in groups of n_stages. The last group is filled up, and what fills it is
-    left out again: with a smaller group the order of forwards and backwards would close a circle.
+    Micro-batches go through a stage's chunks in groups of n_stages. The last group is filled up for ordering, and the
+    fillers are left out again: with a smaller group the order of forwards and backwards would close a circle.
     """
     _check(n_stages=n_stages, n_micro_batches=n_micro_batches, n_chunks_per_stage=n_chunks_per_stage)
     n_chunks = n_stages * n_chunks_per_stage
@@ -188,11 +185,11 @@ def generation(n_stages: int, n_micro_batches: int, n_rounds: int) -> Schedule:
     )
 
 
-# ---------------------------------------------------------------- what they are made of
+# ---------------------------------------------------------------- steps and messages
 
 
 def forward_step(micro_batch: int, chunk: int, *, round_index: int = 0, n_chunks: int = 0) -> Step:
-    """A forward; in a later round the first of `n_chunks` chunks is fed by the last one."""
+    """Return a forward; in a later round the first of `n_chunks` chunks is fed by the last one."""
     other: int | None = chunk - 1
     if chunk == 0:
         other = n_chunks - 1 if round_index else None
@@ -200,7 +197,7 @@ def forward_step(micro_batch: int, chunk: int, *, round_index: int = 0, n_chunks
 
 
 def backward_step(micro_batch: int, chunk: int, n_chunks: int) -> Step:
-    """A backward; that of the last chunk starts from the loss."""
+    """Return a backward; that of the last chunk starts from the loss."""
     return Step(StepKind.BACKWARD, micro_batch, chunk, 0, chunk + 1 if chunk + 1 < n_chunks else None)
 
 
@@ -211,7 +208,7 @@ def place_messages(orders: Sequence[Sequence[Step]], cost: Cost = default_cost) 
 
     Args:
         orders: the computations of each stage, in order.
-        cost: time of a computation; positive. It decides where messages stand, never whether the lists are right.
+        cost: time of a computation; positive. Places of messages depend on it; the lists are right for any cost.
 
     Raises:
         ValueError: a computation has no positive cost, is computed twice or fed by nothing, or the orders wait for each
@@ -244,7 +241,7 @@ def place_messages(orders: Sequence[Sequence[Step]], cost: Cost = default_cost) 
 
 
 class _Clock:
-    """When each computation starts and ends, if messages take no time and every stage follows its order."""
+    """Start and end of each computation, if messages take no time and every stage follows its order."""
 
     def __init__(self, orders: Sequence[Sequence[Step]], cost: Cost) -> None:
         self._place: dict[Computation, tuple[int, int]] = {}
@@ -267,7 +264,7 @@ class _Clock:
             raise ValueError(f"stages wait for each other: {', '.join(waiting)}")
 
     def source_of(self, stage: int, step: Step) -> tuple[int, int, Step]:
-        """Stage, index and step of the computation that feeds another one."""
+        """Return stage, index and step of the computation that feeds another one."""
         assert step.source is not None
         place = self._place.get(step.source)
         if place is None:
@@ -275,7 +272,7 @@ class _Clock:
         return *place, self._orders[place[0]][place[1]]
 
     def _advance(self, stage: int, cost: Cost) -> int:
-        """Run a stage until it has to wait; returns how many computations it did."""
+        """Run a stage until it has to wait; return how many computations it did."""
         order, starts, ends = self._orders[stage], self.starts[stage], self.ends[stage]
         before = len(ends)
         for step in order[before:]:
@@ -305,7 +302,7 @@ def _merge(order: Sequence[Step], gaps: Sequence[Sequence[Step]]) -> Iterator[St
 
 
 def _alternate(forwards: Sequence[Step], backwards: Sequence[Step], *, n_warm_up: int) -> list[Step]:
-    """The first forwards, then forward and backward in turn, then the last backwards."""
+    """Return the first forwards, then forward and backward in turn, then the last backwards."""
     n_warm_up = min(n_warm_up, len(forwards))
     order = list(forwards[:n_warm_up])
     for forward, backward in zip(forwards[n_warm_up:], backwards, strict=False):
@@ -314,7 +311,7 @@ def _alternate(forwards: Sequence[Step], backwards: Sequence[Step], *, n_warm_up
 
 
 def _in_groups(n_micro_batches: int, chunks: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
-    """(micro_batch, chunk): groups of micro-batches, each through all chunks before the next group."""
+    """Yield (micro_batch, chunk): groups of micro-batches, each through all chunks before the next group."""
     for first in range(0, n_micro_batches, size):
         for chunk in chunks:
             for micro_batch in range(first, min(first + size, n_micro_batches)):

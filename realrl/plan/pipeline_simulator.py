@@ -1,8 +1,8 @@
-"""Running the lists of a pipeline schedule on paper: is each right, do they fit together, and how long do stages wait?
+"""Simulation of a pipeline schedule: checks each list, checks that they fit together, and measures waiting.
 
-Semantics, which no real transport is stricter than: a stage does its list in order; neighbouring messages are posted
-together; a send is done when its receive is posted, not before; the stage goes on when all of them are done.
-Messages between two stages carry no names: the n-th sent meets the n-th received.
+The semantics are at least as strict as those of any real transport. A stage does its list in order. Neighbouring
+messages are posted together. A send is done when its receive is posted, not before. The stage goes on when all of them
+are done. Messages between two stages carry no names: the n-th sent meets the n-th received.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class DeadlockError(ValueError):
     """Stages wait for each other for ever.
 
     Attributes:
-        stuck: stage -> the messages that it waits in.
+        stuck: stage -> messages that it waits for.
     """
 
     def __init__(self, stuck: dict[int, tuple[Step, ...]]) -> None:
@@ -31,7 +31,7 @@ class DeadlockError(ValueError):
 
 @dataclass(frozen=True)
 class Span:
-    """One step of a stage, from when it was begun to when it was done."""
+    """Start and end of one step of a stage."""
 
     step: Step
     start: float
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What each stage did when.
+    """The simulated run of every stage.
 
     Attributes:
         stages: the spans of each stage, in the order of its list.
@@ -50,19 +50,19 @@ class Timeline:
 
     @property
     def duration(self) -> float:
-        """When the last stage is done."""
+        """Time until the last stage is done."""
         return max((span.end for spans in self.stages for span in spans), default=0.0)
 
     def busy(self, stage: int) -> float:
-        """Time that a stage computes."""
+        """Return the time that a stage computes."""
         return sum(span.end - span.start for span in self.stages[stage] if not span.step.kind.is_message)
 
     def bubble(self, stage: int) -> float:
-        """Time that a stage does not compute."""
+        """Return the time that a stage does not compute."""
         return self.duration - self.busy(stage)
 
     def peak_in_flight(self, stage: int) -> int:
-        """Most forwards whose backward has not been computed yet."""
+        """Return the largest number of forwards whose backward has not been computed yet."""
         now = peak = 0
         for span in self.stages[stage]:
             now += (span.step.kind is StepKind.FORWARD) - (span.step.kind is StepKind.BACKWARD)
@@ -71,17 +71,17 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, cost: Cost = default_cost, *, eager: bool = False) -> Timeline:
-    """Run the lists.
+    """Simulate the lists of all stages.
 
     Args:
         cost: time of each step.
-        eager: a stage goes on with what needs no message that is still under way, as `engine.train.pipeline` does:
-            for the time that it takes. Without, the strictest rules hold, for the proof that nothing blocks.
+        eager: a stage goes on with steps that need no message still under way, as `engine.train.pipeline` does; this
+            estimates time. Otherwise the strictest rules hold, which proves that nothing blocks.
 
     Raises:
-        DeadlockError: stages wait for each other, or for a message that nobody sends or receives.
-        ValueError: a list uses or sends what its stage does not have, computes something twice, or two stages take one
-            message for different things.
+        DeadlockError: stages wait for each other, or for a message that no stage sends or receives.
+        ValueError: a list uses or sends data that its stage does not have, computes something twice, or two stages take
+            one message for different things.
     """
     stages = [_Stage(index, list(steps), cost, eager) for index, steps in enumerate(schedule)]
     posted: _Posted = defaultdict(lambda: (deque(), deque()))
@@ -122,7 +122,7 @@ def _meet(source: int, target: int, send: _Post, receive: _Post, cost: Cost) -> 
 
 
 def _message(step: Step) -> _Message:
-    """The same on both sides: the computation that made it, and the chunk that it is for."""
+    """Return a message's identity, equal on both sides: the computation that made it, and its target chunk."""
     assert step.other is not None
     if step.kind.is_send:
         return step.computation, step.other
@@ -144,7 +144,7 @@ class _Stage:
         self._received: dict[Computation, float] = {}
 
     def advance(self, posted: _Posted) -> bool:
-        """Go on until the stage has to wait; whether it did anything."""
+        """Go on until the stage has to wait; return True if it did anything."""
         did_anything = self._finish_messages()
         while self._batches and self._can_do(self._batches[0]):
             batch = self._batches.popleft()
@@ -200,7 +200,7 @@ class _Stage:
 
 
 def _batches(steps: Sequence[Step]) -> Iterator[tuple[Step, ...]]:
-    """Single computations, and runs of neighbouring messages."""
+    """Yield single computations, and runs of neighbouring messages."""
     run: list[Step] = []
     for step in steps:
         if step.kind.is_message:

@@ -1,7 +1,7 @@
-"""Transfer protocols: how the samples of a call are divided over the ranks of its mesh, and whose output is kept.
+"""Transfer protocols: the division of a call's samples over the ranks of its mesh, and the keepers of its output.
 
-A protocol is a named pair of pure functions. `distribute` says which ranks get which samples; `collect` says which rank
-keeps the output of which samples. A call names its protocol in `MFCDef.protocol`:
+A protocol is a named pair of pure functions. `distribute` assigns samples to ranks; `collect` assigns each sample's
+output to the rank that keeps it. A call names its protocol in `MFCDef.protocol`:
 
 | name | each rank gets | output is kept by |
 |---|---|---|
@@ -13,7 +13,7 @@ keeps the output of which samples. A call names its protocol in `MFCDef.protocol
 | `3D_ALL_MICRO_DP` | as `3D_PROTO`; a slice of the home stays with the replicas inside of it | as `3D_PROTO` |
 
 The names are those of HybridFlow (Sheng et al., "HybridFlow: A Flexible and Efficient RLHF Framework", 2024, table 3).
-There, a controller concatenates what it collects; here, samples have ids and stay with the rank that keeps them, so
+There, a controller concatenates collected output; here, samples have ids and stay with the rank that keeps them, so
 "collect from all" means that all take part and every sample is still kept once.
 
 Invariants of every registered protocol, asserted by `check_protocol`:
@@ -40,12 +40,11 @@ from realrl.plan.samples.transfer import Share
 
 @dataclass(frozen=True)
 class CallLayout:
-    """Where a call runs, as far as protocols are concerned.
+    """Layout of a call, as far as protocols are concerned.
 
     Attributes:
-        allocation: mesh and strategy of the call.
-        home: those of its role's parameters; None for a role without any.
-        equal_count: give data-parallel ranks the same number of samples, up to one, not of tokens.
+        home: allocation of its role's parameters; None for a role without any.
+        equal_count: data-parallel ranks get the same number of samples, up to one, instead of tokens.
     """
 
     allocation: Allocation
@@ -54,7 +53,7 @@ class CallLayout:
 
 
 Distribute = Callable[[Sequence[str], Sequence[int], CallLayout], Sequence[Share]]
-"""``distribute(ids, token_counts, layout)`` -> who gets what; ids in the order given."""
+"""``distribute(ids, token_counts, layout)`` -> shares of the ranks; ids in the order given."""
 
 Collect = Callable[[Sequence[Share], CallLayout], Mapping[int, tuple[str, ...]]]
 """``collect(shares, layout)`` -> global rank -> samples whose output it keeps; one that keeps none may be absent."""
@@ -83,10 +82,10 @@ def register_protocol(name: str, distribute: Distribute, collect: Collect) -> No
 
 
 def transfer_protocol(name: str) -> TransferProtocol:
-    """The protocol of that name.
+    """Return the protocol of that name.
 
     Raises:
-        GraphError: nobody registered it.
+        GraphError: it is not registered.
     """
     if name not in _PROTOCOLS:
         raise GraphError(
@@ -120,7 +119,7 @@ def check_protocol(
 def divide(
     name: str, ids: Sequence[str], token_counts: Sequence[int], layout: CallLayout, *, call: str
 ) -> tuple[Sequence[Share], Mapping[int, tuple[str, ...]]]:
-    """What a protocol makes of one batch or minibatch of a call: who gets what, and who keeps what.
+    """Divide one batch or minibatch of a call by a protocol; return the shares, and rank -> samples that it keeps.
 
     Raises:
         RunError: a registered protocol raises, or does not keep its promises with this batch; names its file and line.
@@ -147,7 +146,7 @@ def divide(
 
 
 def slices_of(name: str, layout: CallLayout) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks that get the same samples, when there are as many equal samples as devices.
+    """Return the groups of ranks that get the same samples, when there are as many equal samples as devices.
 
     Raises:
         AllocationError: the protocol does not fit the layout, or a registered one does not keep its promises.
@@ -200,7 +199,7 @@ def _give_all(ids: Sequence[str], token_counts: Sequence[int], layout: CallLayou
 
 
 def _split_over_micro_dp(ids: Sequence[str], token_counts: Sequence[int], layout: CallLayout) -> list[Share]:
-    """Over the slices of the home first, then over the replicas of the call that lie inside each."""
+    """Split over the slices of the home first, then over the replicas of the call that lie inside each."""
     replicas_in = _micro_dp_groups(layout)
     if not replicas_in:
         return _split_over_dp(ids, token_counts, layout)
@@ -213,7 +212,7 @@ def _split_over_micro_dp(ids: Sequence[str], token_counts: Sequence[int], layout
 
 
 def _micro_dp_groups(layout: CallLayout) -> list[list[tuple[int, ...]]]:
-    """By slice of the home: the ranks of each of the call's replicas inside of it; empty without a home.
+    """Return, by slice of the home, the ranks of each of the call's replicas inside of it; empty without a home.
 
     Raises:
         AllocationError: the two layouts are not nested.
@@ -259,7 +258,7 @@ def _keep_on_every_stage(shares: Sequence[Share], layout: CallLayout) -> dict[in
 
 
 def _equal_parts(ids: Sequence[str], n_parts: int) -> list[tuple[str, ...]]:
-    """Consecutive parts whose sizes differ by at most one."""
+    """Return consecutive parts whose sizes differ by at most one."""
     ends = [part * len(ids) // n_parts for part in range(n_parts + 1)]
     return [tuple(ids[ends[part] : ends[part + 1]]) for part in range(n_parts)]
 
@@ -272,4 +271,4 @@ register_protocol("ALL_TO_ALL", _split_as_given, _keep_own)
 register_protocol("3D_ALL_MICRO_DP", _split_over_micro_dp, _keep_on_last_stage)
 register_protocol("3D_PP_ONLY", _give_all, _keep_on_every_stage)
 _BUILT_IN = frozenset(_PROTOCOLS)
-EQUAL_COUNT_PROTOCOLS = frozenset({"ONE_TO_ALL", "ALL_TO_ALL", "3D_PP_ONLY"})  # whatever a call's balanced_dp says
+EQUAL_COUNT_PROTOCOLS = frozenset({"ONE_TO_ALL", "ALL_TO_ALL", "3D_PP_ONLY"})  # with any balanced_dp of the call

@@ -1,4 +1,4 @@
-"""The calls of a graph as scheduling sees them: in the order of data, with what each of them waits for."""
+"""Calls of a graph for the scheduler: producers before consumers, each with the steps of others that it waits for."""
 
 from __future__ import annotations
 
@@ -38,16 +38,15 @@ class VersionWait:
 
 @dataclass(frozen=True)
 class ScheduledCall:
-    """A declared call, and what follows for it from the graph and from the plan of the run.
+    """A declared call with its allocation, its hooks and its waits.
 
     Attributes:
-        mfc: the call as it was declared.
-        allocation: where it runs.
-        hooks: what happens around every dispatch.
-        waits_for: what must be finished before it.
-        leads: readers that must run ahead before it changes what they read.
-        feeds_drop: it is a call that drops samples, or comes before one: it sees samples that are dropped later.
-        gates: dropping calls that must have kept a sample before this call, which feeds another one, may have it.
+        mfc: the declaration.
+        hooks: reallocs and offloads around every dispatch.
+        waits_for: steps of other calls that must be finished first.
+        leads: readers that must run ahead before this call changes their parameters.
+        feeds_drop: the call drops samples or precedes one that does; it sees samples that are dropped later.
+        gates: dropping calls that must keep a sample before this call gets it; only where this call feeds a drop.
     """
 
     mfc: MFCDef
@@ -64,22 +63,22 @@ class ScheduledCall:
 
     @cached_property
     def layout(self) -> CallLayout:
-        """What transfer protocols need to know."""
+        """Input of the transfer protocols."""
         return CallLayout(self.allocation, self.hooks.home, self.mfc.balanced_dp)
 
     @cached_property
     def extent(self) -> tuple[int, ...]:
-        """Global ranks that the call needs to start: its mesh, and whoever takes part in the hooks before it."""
+        """Global ranks that the call needs to start: its mesh, and the ranks of the hooks before it."""
         return tuple(sorted({*self.ranks, *self.hooks.before_ranks}))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks of the mesh."""
+        """Global ranks of the call's mesh."""
         return self.allocation.ranks
 
     @cached_property
     def changes_parameters(self) -> bool:
-        """Whether it trains, or a hook of it writes into a role."""
+        """True if the call trains, or one of its hooks writes into a role."""
         return bool(self.mfc.changed_roles)
 
     @property
@@ -88,7 +87,7 @@ class ScheduledCall:
 
     @property
     def reports_metrics(self) -> bool:
-        """Whether what the call returns goes to the log."""
+        """True if the call's returned metrics go to the log."""
         return self.mfc.is_train or self.mfc.log_return_value
 
 
@@ -98,7 +97,7 @@ def schedule_calls(
     *,
     hooks: Mapping[str, CallHooks] | None = None,
 ) -> tuple[ScheduledCall, ...]:
-    """What scheduling needs of a graph from `build_graph`, producers before consumers.
+    """Return the calls of a graph, producers before consumers.
 
     Args:
         graph: from `build_graph`.

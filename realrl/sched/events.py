@@ -1,7 +1,7 @@
-"""What drives the master's state machine, and what it answers.
+"""Events, the input of the master's state machine, and instructions, its output.
 
-Events are in the past tense: the workers' replies, and what only the shell around the machine can notice. Instructions
-are imperative. Both serialise, so the events of a failed run, written one per line, replay in a test.
+Events are in the past tense: replies of workers, and observations of the shell around the machine. Instructions are
+imperative. Both serialise, so the events of a failed run, written one per line, replay in a test.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class WorkerLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerSilent(msgspec.Struct, frozen=True, tag=True):
-    """No heartbeat of a worker arrived for `silent_s` seconds; `activity` is what its last one said."""
+    """No heartbeat of a worker arrived for `silent_s` seconds; `activity` comes from its last one."""
 
     rank: int
     activity: str
@@ -69,7 +69,7 @@ class WorkerSilent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Interrupted(msgspec.Struct, frozen=True, tag=True):
-    """The user wants the run to end: Ctrl-C, SIGTERM. A second one ends it without waiting for the workers."""
+    """The user ends the run (Ctrl-C, SIGTERM). A second such event ends it without waiting for the workers."""
 
     reason: str
 
@@ -81,11 +81,11 @@ class CheckpointCommitted(msgspec.Struct, frozen=True, tag=True):
 
 
 class SaveIntervalPassed(msgspec.Struct, frozen=True, tag=True):
-    """So much time went by since the last checkpoint that another one is wanted as soon as a step is complete."""
+    """The time between checkpoints is over: one is wanted as soon as a step is complete."""
 
 
 class CheckpointFailed(msgspec.Struct, frozen=True, tag=True):
-    """The checkpoint of `step` could not be written; `message` says why and what to do, for the user to read."""
+    """The checkpoint of `step` could not be written; `message` tells the user the reason and a remedy."""
 
     step: int
     message: str
@@ -118,12 +118,12 @@ Event = (
 
 
 class FailureKind(Enum):
-    """Where a run's failure came from."""
+    """Origin of a run's failure."""
 
     WORKER_FAILED = "worker_failed"  # an exception in a worker, which reported it
     WORKER_LOST = "worker_lost"  # its process is gone
     WORKER_SILENT = "worker_silent"  # its heartbeat stopped
-    BAD_OUTPUT = "bad_output"  # a worker's answer lacks what its call declares
+    BAD_OUTPUT = "bad_output"  # a worker's answer does not match its call's declaration
     CHECKPOINT = "checkpoint"
     INTERRUPTED = "interrupted"  # the user did not wait for an orderly end
     DATASET = "dataset"  # the dataset and the run's settings do not fit together
@@ -148,17 +148,16 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The first cause of a run's end.
 
     Attributes:
-        kind: where it came from.
         message: one sentence that names rank, call and step where there are any.
-        remedy: what the user can do, or "".
-        exit_code: of the master: 2 when the user's input is at fault, else 1.
-        rank: worker concerned.
-        call, step: what the worker was doing.
+        remedy: advice to the user, or "".
+        exit_code: the master's: 2 when the user's input is at fault, else 1.
+        rank: the worker that failed.
+        call, step: the worker's task at that moment.
         error: class name of the exception in the worker, or "".
-        traceback: of the worker, or "".
+        traceback: the worker's, or "".
         sample_ids: samples concerned.
         waiting_ranks: ranks that cannot go on, because a call of theirs needs `rank`.
-        waiting_calls: calls that they wait in.
+        waiting_calls: calls in which those ranks wait.
         lost_peer: the worker failed because another one was lost.
     """
 
@@ -187,7 +186,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankSpan(msgspec.Struct, frozen=True):
-    """A span and the rank whose time it is."""
+    """A span of one rank's time."""
 
     rank: int
     span: Span
@@ -211,7 +210,7 @@ class ReportStart(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReportStep(msgspec.Struct, frozen=True, tag=True):
-    """All calls of a step are done. `spans` are all those that arrived since the previous report."""
+    """All calls of a step are done. `spans` arrived since the previous report."""
 
     step: int
     epoch: int
@@ -220,12 +219,11 @@ class ReportStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class SampleContents(msgspec.Struct, frozen=True):
-    """What the workers told of one sample.
+    """Contents of one sample, read back from the workers.
 
     Attributes:
-        id: of the sample.
-        versions: call that produced something of it -> version of the role that it read.
-        columns: as in `SamplesRead`, of this sample.
+        versions: call that produced a key of the sample -> version of the role that the call read.
+        columns: name -> this sample's entries, as in `SamplesRead`.
     """
 
     id: str
@@ -234,7 +232,7 @@ class SampleContents(msgspec.Struct, frozen=True):
 
 
 class ReportSamples(msgspec.Struct, frozen=True, tag=True):
-    """What was to be read of a step's samples is there; `samples` in the order of the step."""
+    """The contents of a step's samples have arrived; `samples` are in the order of the step."""
 
     step: int
     epoch: int
@@ -268,9 +266,9 @@ class CommitCheckpoint(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         cursor: loader position after `step`.
         versions: role -> train_step calls that the saved parameters have been through.
-        in_flight: what was done for later steps.
-        files: that the ranks wrote; path inside the checkpoint -> file.
-        roles: how each role was saved.
+        in_flight: work already done for later steps.
+        files: path inside the checkpoint -> file written by a rank.
+        roles: role -> layout and digests of its saved state.
         is_last: no step of the run is left.
     """
 

@@ -1,4 +1,4 @@
-"""What the master and its workers say to each other: sample metadata, requests, replies.
+"""Messages between the master and its workers: sample metadata, requests, replies.
 
 All are msgspec structs: they travel over any transport, and a log of them replays a run in a test. Requests to one
 worker carry `seq`, numbered from 0 without gaps, and are executed in that order; a reply repeats the `seq` it answers.
@@ -15,11 +15,11 @@ import msgspec
 PROTOCOL_VERSION = 6
 
 HookTime = Literal["before", "after"]
-"""On which side of a call its hooks run."""
+"""Side of a call on which hooks run."""
 
 
 class Per(Enum):
-    """What one row of a key's data belongs to; L is the sequence's number of tokens."""
+    """Owner of one row of a key's data; L is the sequence's number of tokens."""
 
     TOKEN = "token"  # L rows per sequence
     TRANSITION = "transition"  # L - 1 rows per sequence: row t is about predicting token t + 1
@@ -79,9 +79,9 @@ class Initialize(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadSamples(msgspec.Struct, frozen=True, tag=True):
-    """Materialise dataset rows as samples in the worker's store; `ids[i]` is made from row `rows[i]`.
+    """Materialise dataset rows as samples in the worker's store: row `rows[i]` becomes sample `ids[i]`.
 
-    `is_held_out`: of the validation data.
+    With `is_held_out` the rows are those of the validation data.
     """
 
     seq: int
@@ -95,14 +95,14 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         dispatch_id: unique number of the dispatch; the same on all ranks of the mesh.
-        step: step from 1.
+        step: step, counted from 1.
         minibatches: this rank's sample ids, one tuple per minibatch (one only, unless the call trains).
         transfers: rows this rank must pull first (its own id is every transfer's `target`); empty where rows move by
-            collectives, for then `MoveRows` has brought them.
+            collectives, since `MoveRows` has brought them then.
         n_steps: steps of the whole run; learning-rate schedules end there.
-        keeps: samples whose output this rank must store and report; it drops what it produced of others. Together the
-            ranks of a dispatch keep every sample once; empty for a train_step. A call that may drop samples reports
-            fewer: those that no rank reports are dropped.
+        keeps: samples whose output this rank must store and report; it drops its output for others. Together the
+        ranks of a dispatch keep every sample once; empty for a train_step. A call that may drop samples reports
+        fewer: a sample that no rank reports is dropped.
     """
 
     seq: int
@@ -119,11 +119,11 @@ class MoveRows(msgspec.Struct, frozen=True, tag=True):
     """Send and receive the rows that one dispatch needs, by point-to-point collectives; only in the collective plane.
 
     Goes to every rank that sends or receives rows for the dispatch, in the call's mesh or not, ahead of its `RunCall`.
-    A request of its own, and not a part of `RunCall`, so that rows for one call need not wait for another to end.
+    It is apart from `RunCall` so that rows for one call need not wait for another call to end.
 
     Attributes:
-        sends: rows that others get from this rank (its own id is every transfer's `source`).
-        receives: rows that this rank gets (its own id is every transfer's `target`).
+        sends: rows that leave this rank (its own id is every transfer's `source`).
+        receives: rows that arrive at this rank (its own id is every transfer's `target`).
     """
 
     seq: int
@@ -137,9 +137,9 @@ class MoveRows(msgspec.Struct, frozen=True, tag=True):
 class RunHooks(msgspec.Struct, frozen=True, tag=True):
     """Take part in the hooks around one dispatch of a call: move parameters, or offload them.
 
-    Goes to every rank that one of these hooks concerns, in the call's mesh or not. Which hooks they are, every rank
-    knows: ``plan_hooks(...)[call]`` of `realrl.plan.hooks`, its `before` or `after` in order, those that have this rank
-    in their `ranks`.
+    Goes to every rank that one of these hooks concerns, in the call's mesh or not. Every rank knows the hooks from
+    ``plan_hooks(...)[call]`` of `realrl.plan.hooks`: its `before` or `after`, in order, as far as their `ranks` contain
+    this rank.
     """
 
     seq: int
@@ -150,13 +150,13 @@ class RunHooks(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReadSamples(msgspec.Struct, frozen=True, tag=True):
-    """Tell what these samples hold in text and single numbers: the only contents that ever leave the workers' stores.
+    """Return the text and the single numbers of samples: the only contents that ever leave the workers' stores.
 
     Goes to ranks that hold the rows, before they are asked to free them.
 
     Attributes:
-        step: that the samples belong to.
-        texts: prefix of keys -> samples; `<prefix>input_ids` is decoded, apart by `<prefix>prompt_mask`.
+        step: the samples' step.
+        texts: prefix of keys -> samples; `<prefix>input_ids` is decoded, split by `<prefix>prompt_mask`.
         roles: prefix of keys -> role whose tokenizer decodes.
         keys: keys with one number per sequence or per sample -> samples.
     """
@@ -178,12 +178,12 @@ class FreeSamples(msgspec.Struct, frozen=True, tag=True):
 class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
     """Copy this rank's share of a checkpoint to host memory, and write it beside the requests that follow.
 
-    The one request whose answer comes later than those of requests behind it: when the files are on disk.
+    Its answer comes when the files are on disk, and so, alone among requests, may come after answers to later requests.
 
     Attributes:
         directory: a temporary folder, which the master renames.
         rows: key -> samples of later steps whose rows belong to the checkpoint too.
-        is_last: no step of the run is left, so that nothing changes what is being written.
+        is_last: no step of the run is left, so that nothing changes the state while it is written.
     """
 
     seq: int
@@ -229,22 +229,22 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Initialize is done.
 
-    `row_ids` names every usable dataset row, `held_out_ids` every one of the validation data, and `content` is a digest
-    of what the rows hold (dataset rank only).
+    The dataset rank alone fills `row_ids` (usable rows of the dataset), `held_out_ids` (those of the validation data)
+    and `content` (a digest of the rows' data).
     """
 
     rank: int
     seq: int
     row_ids: tuple[str, ...]
     n_dropped: int
-    notes: tuple[str, ...]  # what the user should know, e.g. "3 of 512 prompts longer than 128 tokens were dropped"
+    notes: tuple[str, ...]  # for the user, e.g. "3 of 512 prompts longer than 128 tokens were dropped"
     spans: tuple[Span, ...] = ()
     held_out_ids: tuple[str, ...] = ()
     content: str = ""
 
 
 class SamplesLoaded(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `LoadSamples`. `restored`: what a checkpoint held of some of the samples, besides dataset keys."""
+    """The answer to `LoadSamples`. `restored` names keys of samples that came from a checkpoint, not the dataset."""
 
     rank: int
     seq: int
@@ -305,7 +305,7 @@ class SamplesRead(msgspec.Struct, frozen=True, tag=True):
     """The answer to `ReadSamples`.
 
     Attributes:
-        columns: name -> sample -> one entry per sequence, or one in all for what belongs to the sample. Names are the
+        columns: name -> sample -> one entry per sequence, or one in all for a key of the sample. Names are the
             keys asked for, and for each prefix ``<prefix>prompt`` and ``<prefix>response`` (text, without special
             tokens) and ``<prefix>response_tokens`` (a number).
     """
@@ -329,12 +329,12 @@ class SavedFile(msgspec.Struct, frozen=True):
 
 
 class SavedRole(msgspec.Struct, frozen=True):
-    """How a role was saved.
+    """Layout and digests of a saved role.
 
     Attributes:
-        dp, tp, pp: of the layout; each (pp, tp) coordinate has a file of optimizer state.
+        dp, tp, pp: degrees of the layout; each (pp, tp) coordinate has a file of optimizer state.
         model: digest of the names and shapes of its parameters.
-        given: digest of what a checkpoint needs and does not hold: a frozen role's parameters, or those below adapters.
+        given: digest of parameters that the checkpoint needs but lacks: a frozen role's, or those below adapters.
     """
 
     dp: int
@@ -345,11 +345,11 @@ class SavedRole(msgspec.Struct, frozen=True):
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `SaveCheckpoint`: what this rank wrote is on disk.
+    """The answer to `SaveCheckpoint`: this rank's share is on disk.
 
     Attributes:
         files: path inside the checkpoint -> file.
-        roles: of the roles that this rank speaks for.
+        roles: role -> layout and digests, for the roles that this rank speaks for.
     """
 
     rank: int
@@ -372,8 +372,8 @@ class WorkerFailed(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         error: class name of the exception.
-        needs_peers: it failed in what it does with others, so that the death of one of them may be behind it.
-        lost_peer: it failed because another one left a group or did not answer, or the connection to it broke.
+        needs_peers: the failed operation involves other workers, so the death of one of them may be the cause.
+        lost_peer: another worker left a group or did not answer, or the connection to it broke.
     """
 
     rank: int
@@ -394,7 +394,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     seq: int  # request being executed, or -1
-    activity: str  # "idle", or what the worker is doing: "actor_gen", "transfer for actor_train", ...
+    activity: str  # "idle", or the worker's task: "actor_gen", "transfer for actor_train", ...
     busy_s: float
 
 

@@ -1,6 +1,6 @@
-"""Requests to every worker: numbered without gaps, each answered once by the reply that belongs to it.
+"""Requests to every worker: numbered without gaps, each answered by exactly one reply.
 
-A request is remembered with its owner, to whom the reply goes.
+A request is remembered with its owner, which gets the reply.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ANSWER_TO: dict[type[Request], type[NumberedReply]] = {
 
 
 class Owner(Enum):
-    """Who sends requests and gets the replies."""
+    """Sender of requests, which also gets the replies."""
 
     MASTER = "master"
     MAIN = "main track"
@@ -76,7 +76,7 @@ class Asked:
 
 
 class Outbox:
-    """What each worker was asked and has not answered yet; also numbers what tracks send."""
+    """Open requests by worker; also numbers requests, dispatches and parts."""
 
     def __init__(self, n_ranks: int) -> None:
         self._next_seq = [0] * n_ranks
@@ -84,16 +84,16 @@ class Outbox:
         self._n_dispatches = self._n_parts = 0
 
     def next_seq(self, rank: int) -> int:
-        """The number that the next request to `rank` must carry."""
+        """Return the number that the next request to `rank` must carry."""
         return self._next_seq[rank]
 
     def next_dispatch(self) -> int:
-        """A number that no other dispatch has."""
+        """Return a number that no other dispatch has."""
         self._n_dispatches += 1
         return self._n_dispatches - 1
 
     def next_part(self) -> int:
-        """The position of the part that is sent now, in the order of all parts."""
+        """Return the position, in the order of all parts, of the part that is sent now."""
         self._n_parts += 1
         return self._n_parts - 1
 
@@ -121,15 +121,15 @@ class Outbox:
         return self._open[rank].pop(seq)
 
     def oldest(self, rank: int) -> Request | None:
-        """What `rank` is executing, or will next: all but checkpoints, which are written beside, go in order."""
+        """Return the request that `rank` executes now or next; checkpoints are written beside the others."""
         requests = [asked.request for asked in self._open[rank].values()]
         return next((r for r in requests if not isinstance(r, SaveCheckpoint)), requests[0] if requests else None)
 
     def of_rank(self, rank: int, owner: Owner) -> Iterator[Request]:
-        """Open requests of one owner to one worker, in order."""
+        """Yield the open requests of one owner to one worker, in order."""
         return (asked.request for asked in self._open[rank].values() if asked.owner is owner)
 
     @property
     def is_empty(self) -> bool:
-        """Whether every request is answered."""
+        """True if every request is answered."""
         return not any(self._open)

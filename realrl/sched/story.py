@@ -1,4 +1,4 @@
-"""Bounded accounts of what happened, for the message of an illegal transition."""
+"""Bounded accounts of events, for the message of an illegal transition."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Stories:
     """The story of the run, and that of each call.
 
     Attributes:
-        n_events: that came so far.
+        n_events: number of events so far.
     """
 
     def __init__(self, calls: Iterable[str]) -> None:
@@ -42,7 +42,7 @@ class Stories:
         return call in self._calls
 
     def note(self, line: str, call: str | None = None) -> None:
-        """Remember what the event that is being handled brought about, for a call or for the run."""
+        """Remember a consequence of the event being handled, for a call or for the run."""
         (self._run if call is None else self._calls[call]).note(self.n_events, line)
 
     def lines(self, call: str | None = None) -> list[str]:

@@ -5,8 +5,8 @@
              ├──► FAILED ──► BUSY (Shutdown only)
              └──► CLOSED          Shutdown is done
 
-Time is an argument; the shell reads the clock. `heartbeat` may be called from another thread: what it reads is one
-object that `handle` replaces as a whole.
+Time is an argument; the shell reads the clock. `heartbeat` may be called from another thread: it reads one object,
+which `handle` replaces as a whole.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ WorkerInstruction = Execute | Refuse
 
 
 class WorkerPhase(Enum):
-    """What the worker is doing."""
+    """State of the worker."""
 
     NEW = "new"  # nothing is initialised
     IDLE = "idle"
@@ -92,7 +92,7 @@ _NEXT_PHASES = {
 
 @dataclass(frozen=True)
 class _Current:
-    """What the heartbeat tells."""
+    """The request being executed, for the heartbeat; `seq` is -1 when idle."""
 
     seq: int
     activity: str
@@ -122,7 +122,7 @@ class WorkerState:
         return self._request
 
     def handle(self, event: WorkerEvent, now_s: float) -> list[WorkerInstruction]:
-        """Take in one event and return what to do.
+        """Take in one event and return the instructions.
 
         Raises:
             InvalidTransitionError: a request is out of sequence or comes while another is executed, or something ended
@@ -140,7 +140,7 @@ class WorkerState:
         return [self._begin(event, now_s)]
 
     def begin(self, request: Request, *, now_s: float) -> bool:
-        """Handle a request that came; return whether to execute it. A refused one must be dropped without an answer."""
+        """Handle a request; return True if it is to be executed. A refused one must be dropped without an answer."""
         return isinstance(self.handle(request, now_s)[0], Execute)
 
     def finish(self, *, now_s: float) -> None:
@@ -152,7 +152,7 @@ class WorkerState:
         self.handle(RequestFailed(), now_s)
 
     def heartbeat(self, now_s: float) -> Heartbeat:
-        """Return what the worker has been doing, and for how long."""
+        """Return the worker's activity, and for how long it has lasted."""
         current = self._current
         busy_s = max(0.0, now_s - current.since_s) if current.seq >= 0 else 0.0
         return Heartbeat(self.rank, current.seq, current.activity, busy_s)
@@ -162,10 +162,10 @@ class WorkerState:
         return self._story.lines()
 
     def validate(self) -> None:
-        """Check what must hold between any two events.
+        """Check invariants, which hold between any two events.
 
         Raises:
-            InvalidTransitionError: it does not.
+            InvalidTransitionError: one of them is broken.
         """
         is_busy = self.phase is WorkerPhase.BUSY
         if is_busy != (self._request is not None) or is_busy != (self._current.seq >= 0):
@@ -218,7 +218,7 @@ class WorkerState:
 
 
 def describe(request: Request) -> str:
-    """Return what executing a request is called in heartbeats."""
+    """Return the words for a request's execution in heartbeats."""
     match request:
         case RunCall(call=call):
             return call

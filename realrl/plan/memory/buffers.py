@@ -1,6 +1,6 @@
-"""Sizes of the buffers that model and engine make, which bound what they hold at a time.
+"""Sizes of the buffers that model and engine make.
 
-Those who make the buffers and those who count them read the same numbers here.
+The code that makes a buffer and the code that counts its memory read the same number here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ LOGITS_BLOCK = 1 << 19  # float32 logits that the softmax walks over on the CPU:
 # float32 copies of a product's operands are made in pieces of at most this many elements (16 MB), which the allocator
 # keeps for the next one; larger blocks go back to the system, and clearing their pages costs more than the conversion
 PRODUCT_PIECE = 1 << 22
-PREFILL_TOKENS = 4096  # of prompts that are computed in one pass
+PREFILL_TOKENS = 4096  # tokens of prompts that are computed in one pass
 DEEPSPEED_BUCKET = 1 << 24  # elements
 GRADIENT_BUCKET = 128 << 20  # bytes of gradients that one collective of data-parallel ranks adds up
 REALLOC_BUCKET = 64 << 20  # bytes of one message of a reallocation
-REALLOC_ROUNDS = 2  # that are under way: one travels while the other is packed or unpacked
+REALLOC_ROUNDS = 2  # rounds under way: one travels while the other is packed or unpacked

@@ -1,10 +1,10 @@
-"""Bytes that one rank computes with in a call: activations, KV cache, weights packed for generation.
+"""Bytes that one rank needs to compute a call: activations, KV cache, weights packed for generation.
 
 Shapes: T tokens of a micro-batch on this rank, H hidden, Q and K the sizes of this rank's queries and of its keys, I
 its part of the MLP's inner size, V its part of the vocabulary, L its blocks; b bytes of an element.
 
-Everything is a count of the tensors that the decoder and the engine of this repository make; what the allocator rounds
-up, workspaces of kernels and the program itself are not in it.
+The formulas count the tensors that the decoder and the engine of this repository make. They leave out rounding by the
+allocator, workspaces of kernels and the program itself.
 
 Invariants:
 - no function gives less for more tokens, rows or layers, nor more for a higher degree of sharding.
@@ -23,18 +23,19 @@ from realrl.shape import DecoderConfig
 
 @dataclass(frozen=True)
 class Kernels:
-    """What of the machine's kernels decides memory.
+    """Properties of the machine's kernels that decide memory.
 
     Attributes:
-        fused_norms: a norm keeps its input; made of elementary operations, it keeps that and the result in float32.
-        float_attention: attention is computed in float32 whatever its input is.
+        fused_norms: a norm keeps its input only; without fusion it keeps the input and the result in float32.
+        float_attention: attention is computed in float32 for every input dtype.
         whole_logits: the softmax is computed on all logits at once, and not block by block.
-        float_products: matrices are multiplied in float32, piece by piece, whatever they are.
-        generation_bytes: of an element of activations, cache and packed weights in generation; None for the model's.
+        float_products: matrices of every dtype are multiplied in float32, piece by piece.
+        generation_bytes: size of an element of activations, cache and packed weights in generation; None for the
+            model's.
         packs_weights: generation copies every matrix into a layout of its own, and not only those that it joins.
         fused_products: generation applies norms and activations while it multiplies.
         fused_heads: in generation, heads whose size is a multiple of this are rotated, cached and attended to in one
-            pass, by a kernel that reads no more of the cache than there is; None if there is none.
+            pass, by a kernel that reads only the filled part of the cache; None if there is none.
     """
 
     fused_norms: bool = True
@@ -47,7 +48,7 @@ class Kernels:
     fused_heads: int | None = None
 
     def fuses_attention(self, model: DecoderConfig) -> bool:
-        """Whether that kernel takes this model's heads."""
+        """Return True if the kernel of `fused_heads` takes this model's heads."""
         return self.fused_heads is not None and model.head_dim % self.fused_heads == 0
 
 
@@ -58,13 +59,13 @@ class LocalShape:
     Attributes:
         layers: numbers of its blocks.
         hidden: H.
-        n_heads, n_kv_heads: of this rank.
+        n_heads, n_kv_heads: heads of this rank.
         queries, keys: Q and K.
         inner: I of a dense block.
         vocabulary: V; 0 where there is no language-model head.
         element_bytes: b.
         row_share: share of the rows that norms and residuals hold: 1, or 1 / tp with sequence parallelism.
-        has_embedding, has_head: of the stage.
+        has_embedding, has_head: True if the rank's stage has them.
     """
 
     model: DecoderConfig
@@ -84,7 +85,7 @@ class LocalShape:
     tp_size: int
 
     def experts_inner(self, layer: int) -> int:
-        """Inner size of one expert on this rank; 0 for a dense block."""
+        """Return the inner size of one expert on this rank; 0 for a dense block."""
         moe = self.model.moe
         if moe is None or layer in moe.dense_layers:
             return 0
@@ -92,7 +93,6 @@ class LocalShape:
 
 
 def local_shape(model: DecoderConfig, shard: ModelShard, *, sp: bool, element_bytes: int) -> LocalShape:
-    """The sizes of a shard."""
     tp_rank, tp_size = shard.tp_rank, shard.tp_size
     n_heads = _part(model.n_heads, tp_rank, tp_size)
     n_kv_heads = _part(model.n_kv_heads, tp_rank, tp_size)
@@ -128,11 +128,11 @@ def training_activations(
     checkpointing: bool,
     kernels: Kernels,
 ) -> int:
-    """What a training step keeps for its backward passes, at their largest.
+    """Return the largest sum of bytes that a training step keeps for its backward passes.
 
-    Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models", section 4) count what a
-    block of GPT keeps per token, and how tensor and sequence parallelism divide it. Here there is no dropout, scores
-    are not kept (Dao et al. 2022, FlashAttention), and norms, gates and grouped heads are those of
+    Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models", section 4) count the
+    activations of a block of GPT per token, and their division by tensor and sequence parallelism. Here there is no
+    dropout, scores are not kept (Dao et al. 2022, FlashAttention), and norms, gates and grouped heads are those of
     `realrl.model.decoder`. A block keeps, in elements per token,
 
         2 H of residuals, 2 H of norms' results, 2 Q + 2 K of attention, 4 I of a gated MLP or 2 I of another one.
@@ -142,8 +142,8 @@ def training_activations(
     time has everything.
 
     Args:
-        n_tokens: of the largest micro-batch.
-        n_scored: those of them whose logits or scores are computed.
+        n_tokens: tokens of the largest micro-batch.
+        n_scored: tokens of it whose logits or scores are computed.
         n_in_flight: micro-batches that this stage holds.
         accumulates: gradients are added to those of an earlier micro-batch.
         checkpointing: blocks are computed again in the backward pass.
@@ -162,7 +162,7 @@ def training_activations(
 
 
 def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, kernels: Kernels) -> int:
-    """The largest moment of a forward pass without gradient: inside of a block, or at the logits."""
+    """Return the bytes of a forward pass without gradient at its largest: inside of a block, or at the logits."""
     b, h = local.element_bytes, local.hidden
     product = _product_floats(n_tokens * local.inner, kernels)
     moments = [n_tokens * forward_of_block(local, layer, kernels) + product for layer in local.layers]
@@ -174,7 +174,7 @@ def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, ke
 
 
 def kept_by_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
-    """Bytes per token that a block keeps for its backward pass; see `training_activations`."""
+    """Return the bytes per token that a block keeps for its backward pass; see `training_activations`."""
     h, b, model = local.hidden, local.element_bytes, local.model
     is_fused = kernels.fused_norms or model.norm_bias  # LayerNorm has a kernel of its own everywhere
     norms = 2 * local.row_share * (h * (b if is_fused else 2 * FLOAT32) + FLOAT32)
@@ -188,7 +188,7 @@ def kept_by_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
 
 
 def _kept_by_mlp(local: LocalShape, layer: int) -> float:
-    """Elements per token: the inputs of activation, product and second matrix; with experts, of each slot."""
+    """Return elements per token: the inputs of activation, product and second matrix; with experts, of each slot."""
     moe, inner = local.model.moe, local.experts_inner(layer)
     if moe is None or not inner:
         return 4 * local.inner if local.model.gated_mlp else 2 * local.inner
@@ -197,14 +197,14 @@ def _kept_by_mlp(local: LocalShape, layer: int) -> float:
 
 
 def backward_of_block(local: LocalShape, layer: int) -> float:
-    """Bytes per token of gradients on their way through a block, at their largest: in the MLP."""
+    """Return the largest bytes per token of gradients on their way through a block, which is in the MLP."""
     moe, inner = local.model.moe, local.experts_inner(layer)
     width = 3 * local.inner if moe is None or not inner else moe.top_k * (3 * inner + local.hidden)
     return (2 * local.hidden + width) * local.element_bytes
 
 
 def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
-    """Bytes per token inside of a block without gradient, at their largest: in attention or in the MLP."""
+    """Return the largest bytes per token inside of a block without gradient: in attention or in the MLP."""
     h, q, k, b = local.hidden, local.queries, local.keys, local.element_bytes
     moe, inner = local.model.moe, local.experts_inner(layer)
     width = 3 * local.inner if moe is None or not inner else moe.top_k * (2 * h + 3 * inner)
@@ -213,7 +213,7 @@ def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
 
 
 def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels) -> float:
-    """Bytes per token inside of a block of generation: in the MLP, while what attention computed is still there."""
+    """Return the largest bytes per token inside of a block of generation: in the MLP, with attention's result."""
     moe, inner = local.model.moe, local.experts_inner(layer)
     width = (1 if kernels.fused_products else 4) * local.inner
     if moe is not None and inner:
@@ -223,7 +223,7 @@ def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels)
 
 
 def _kept_by_ends(local: LocalShape, n_tokens: int, n_scored: int, kernels: Kernels) -> float:
-    """Final norm and head: hidden states, those that are scored, and their logits where all fit into one chunk."""
+    """Return bytes kept by final norm and head: hidden states, the scored ones, and logits that fit into one chunk."""
     if not local.has_head:
         return 0.0
     h, b = local.hidden, local.element_bytes
@@ -235,7 +235,7 @@ def _kept_by_ends(local: LocalShape, n_tokens: int, n_scored: int, kernels: Kern
 
 
 def _backward_of_head(local: LocalShape, n_scored: int, accumulates: bool, kernels: Kernels) -> float:
-    """Gradients of the logits of one chunk, and of the head's weight unless it becomes the parameter's own."""
+    """Return bytes of gradients of one chunk's logits, and of the head's weight unless it becomes the parameter's."""
     if not local.vocabulary:
         return 0.0
     b, weight = local.element_bytes, local.vocabulary * local.hidden
@@ -252,12 +252,12 @@ def _logits_chunk(n_scored: int, vocabulary: int) -> int:
 
 
 def _softmax_floats(n_logits: int, kernels: Kernels) -> int:
-    """float32 copies of logits: shifted, and exponentiated."""
+    """Return the bytes of float32 copies of logits: shifted, and exponentiated."""
     return 2 * FLOAT32 * (n_logits if kernels.whole_logits else min(n_logits, LOGITS_BLOCK))
 
 
 def _product_floats(n_elements: int, kernels: Kernels) -> int:
-    """Pieces in float32 of a product of so many elements: two of a large one, the last and the next."""
+    """Return the bytes of a product's float32 pieces: at most two at a time, the last and the next."""
     return FLOAT32 * min(n_elements, 2 * PRODUCT_PIECE) if kernels.float_products else 0
 
 
@@ -266,12 +266,12 @@ def _product_floats(n_elements: int, kernels: Kernels) -> int:
 
 @dataclass(frozen=True)
 class GenerationBytes:
-    """What a generate call takes on one rank, beside the parameters.
+    """Bytes that a generate call takes on one rank, beside the parameters.
 
     Attributes:
         weights: joined or packed copies of matrices, which live as long as the call.
         cache: keys and values, and where it grows one layer more.
-        activations: of a prefill, or of sampling.
+        activations: tensors of a prefill, of a decoding step or of sampling, at the largest moment.
     """
 
     weights: int
@@ -282,13 +282,13 @@ class GenerationBytes:
 def generation_bytes(
     local: LocalShape, *, n_runs: int, n_rows: int, longest_row: int, prefill_tokens: int, kernels: Kernels
 ) -> GenerationBytes:
-    """A generate call; keys and values take 2 L K b bytes for each token of each row.
+    """Return the bytes of a generate call; keys and values take 2 L K b bytes for each token of each row.
 
     Args:
-        n_runs: rows are divided into so many, one for each pipeline stage.
-        n_rows: of one run that are decoded together.
+        n_runs: number of groups of rows, one for each pipeline stage.
+        n_rows: rows of one run that are decoded together.
         longest_row: tokens of the longest prompt and the longest response.
-        prefill_tokens: of prompts that are computed in one pass.
+        prefill_tokens: tokens of prompts that are computed in one pass.
     """
     b = kernels.generation_bytes or local.element_bytes
     layer = n_rows * local.keys * longest_row * b

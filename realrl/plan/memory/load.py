@@ -1,6 +1,6 @@
-"""What a rank computes in a call, in the worst case.
+"""The load of a rank in a call, in the worst case.
 
-The worst case is the longest rows of the dataset in one batch, and every response as long as it may be.
+The worst case is the longest rows of the dataset in one batch, and every response of maximal length.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class RowLengths:
 
 @dataclass(frozen=True)
 class Load:
-    """What one data-parallel rank computes in a call, in the worst case.
+    """Samples, tokens and micro-batches of one data-parallel rank in a call, in the worst case.
 
     Attributes:
         n_seqs: samples of its share of one minibatch; of the call, if it does not train.
-        n_tokens: of the largest micro-batch.
+        n_tokens: tokens of the largest micro-batch.
         n_scored: tokens of it whose logits are computed.
         n_mbs: micro-batches of a minibatch.
-        n_runs, n_rows, longest_row, prefill_tokens: of generation, see `generation_bytes`.
+        n_runs, n_rows, longest_row, prefill_tokens: sizes of generation, see `generation_bytes`.
     """
 
     n_seqs: int
@@ -49,15 +49,13 @@ class Load:
 def load_of(
     mfc: MFCDef, allocation: Allocation, rows: RowLengths, *, generation: GenerationConfig, n_responses: int
 ) -> Load:
-    """The worst case of a call on one data-parallel rank.
+    """Return the worst case of a call on one data-parallel rank.
 
     Args:
-        mfc: the call.
-        allocation: where it runs.
-        rows: of the dataset.
-        generation: of the run.
-        n_responses: what a generate call makes of a prompt, or of the generate call whose tokens are read; 0 for
-            sequences that are those of the dataset.
+        rows: lengths of the dataset's rows.
+        generation: the run's settings.
+        n_responses: responses per prompt of the call, if it generates, or of the generate call whose tokens it reads; 0
+            for sequences of the dataset.
     """
     dp, pp = allocation.strategy.dp, allocation.strategy.pp
     n_seqs = math.ceil(mfc.n_seqs / mfc.n_minibatches / dp)
@@ -77,17 +75,17 @@ def load_of(
 
 
 def _micro_batches(mfc: MFCDef, n_seqs: int, n_tokens: int, whole: int, pp: int) -> tuple[int, int]:
-    """How many there are, and the tokens of the largest; a sample, of at most `whole` tokens, is never cut."""
+    """Return their number, and the tokens of the largest; a sample, of at most `whole` tokens, is never cut."""
     if mfc.max_tokens_per_mb is not None:
         per_mb = min(n_tokens, max(mfc.max_tokens_per_mb, whole))
         return max(1, math.ceil(n_tokens / max(per_mb, 1))), per_mb
-    default = (2 * pp if mfc.is_train else pp) if pp > 1 else 1  # what the engine takes where the call says nothing
+    default = (2 * pp if mfc.is_train else pp) if pp > 1 else 1  # the engine's default
     n_mbs = max(1, min(mfc.n_mbs or default, n_seqs))
     return n_mbs, min(n_tokens, max(math.ceil(n_tokens / n_mbs), whole))
 
 
 def _generation_load(n_seqs: int, rows: RowLengths, generation: GenerationConfig, n_responses: int, pp: int) -> Load:
-    """As `realrl.engine.generate.generator` divides the prompts, and `Run` prefills them."""
+    """Return the load of a division of prompts like `realrl.engine.generate.generator`, and a prefill like `Run`."""
     longest = max(rows.prompts, default=0)
     n_runs = max(1, min(pp, n_seqs, generation.max_batch_size))
     n_rows = min(math.ceil(n_seqs / n_runs) * n_responses, generation.max_batch_size // n_runs)
@@ -103,7 +101,7 @@ def _generation_load(n_seqs: int, rows: RowLengths, generation: GenerationConfig
 
 
 def _largest(lengths: Sequence[int], n: int) -> int:
-    """Tokens of the n longest rows; rows come again where there are fewer."""
+    """Return the tokens of the n longest rows; rows come again where there are fewer."""
     ordered = sorted(lengths, reverse=True)
     if not ordered:
         return 0

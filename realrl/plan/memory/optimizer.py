@@ -15,16 +15,16 @@ from realrl.plan.memory.buffers import DEEPSPEED_BUCKET, FLOAT32, GRADIENT_BUCKE
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """What AdamW needs of one rank.
+    """Bytes that AdamW needs on one rank.
 
     Attributes:
         masters: float32 parameters beside those that compute.
-        moments: both.
-        gradients: from the first backward of a minibatch to the optimizer's step.
+        moments: first and second moments.
+        gradients: gradients from the first backward of a minibatch to the optimizer's step.
         holds_gradients: the memory of gradients and buffers is never given back.
-        buffers: of messages, as long as gradients.
+        buffers: message buffers, which exist as long as gradients.
         host: gradients and copies of an offloaded optimizer, in host memory beside masters and moments.
-        parameters: share of the parameters that the rank keeps.
+        parameters: share of the parameters that the rank keeps, 0 to 1.
     """
 
     masters: int
@@ -38,7 +38,7 @@ class OptimizerBytes:
 
 @dataclass(frozen=True)
 class OptimizerSharing:
-    """How the ranks of a role share its optimizer.
+    """Division of a role's optimizer over its ranks.
 
     Attributes:
         backend: "native", "megatron" or "deepspeed".
@@ -61,7 +61,7 @@ _ALONE = OptimizerSharing()
 def optimizer_bytes(
     n_elements: int, *, element_bytes: int, sharing: OptimizerSharing = _ALONE, largest: int = 0
 ) -> OptimizerBytes:
-    """The state that training `n_elements` parameters of one rank takes.
+    """Return the bytes of state for training `n_elements` parameters of one rank.
 
     AdamW has two float32 moments, 8 bytes a parameter. In half precision there are float32 masters, 4 bytes.
 
@@ -79,7 +79,7 @@ def optimizer_bytes(
 
     Args:
         n_elements: parameters of this rank that are trained.
-        element_bytes: of a parameter that computes.
+        element_bytes: size of an element of the parameters that compute.
         sharing: by default one rank has it all.
         largest: elements of the largest parameter.
 
@@ -115,7 +115,7 @@ def optimizer_bytes(
 
 
 def reduction_bytes(gradient_bytes: int, largest: int, *, dp: int) -> int:
-    """The flat copy of gradients that data-parallel ranks add up at a time; `largest` is that of one parameter."""
+    """Return the bytes of gradients that data-parallel ranks add up at a time; `largest` is one parameter's."""
     return 0 if dp == 1 else min(gradient_bytes, GRADIENT_BUCKET + largest)
 
 

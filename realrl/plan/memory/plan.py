@@ -1,16 +1,16 @@
-"""How much memory every device of a plan needs, call by call, before anything starts.
+"""Memory that every device of a plan needs, call by call, computed before anything starts.
 
     roles, their homes ──► parameters, optimizer state, gradients          there between calls, unless offloaded
     calls, their loads ──► copies, KV cache, activations                   there while the call runs
 
-A device runs one call at a time. While it does, it holds what its roles keep there, and what the call takes.
+A device runs one call at a time. Meanwhile it holds the state that its roles keep there, and the call's own memory.
 
 Invariants of `plan_memory`:
 - every rank of a call has a `Usage` for it, and no other rank has;
-- a usage's total is the sum of its parts, all of which are at least 0;
+- a usage's total is the sum of its parts, and no part is negative;
 - the parameters that the ranks of one data-parallel replica hold add up to the model, shared KV heads and a tied
   embedding's second copy on top;
-- what a role keeps on a rank is counted in every call on that rank, except while it is offloaded;
+- the state that a role keeps on a rank is counted in every call on that rank, except while it is offloaded;
 - equal input gives an equal plan.
 """
 
@@ -46,13 +46,13 @@ _MESSAGES = REALLOC_ROUNDS * REALLOC_BUCKET  # bytes a direction that a realloca
 
 @dataclass(frozen=True)
 class RoleState:
-    """One role's parameters, and how they are trained.
+    """One role's parameters, and the settings of their training.
 
     Attributes:
         model: shapes; its dtype is that of computation.
-        home: where the parameters live.
-        is_trained: whether it has an optimizer.
-        is_changed: whether a call or hook changes it; a role that none changes keeps its copy in host memory.
+        home: layout in which the parameters live.
+        is_trained: True if it has an optimizer.
+        is_changed: True if a call or hook changes it; an unchanged role keeps its copy in host memory.
         backend, zero_stage: see `optimizer_bytes`.
         offloads_optimizer: masters and moments are in host memory.
         checkpoints_activations: blocks are computed again in the backward pass.
@@ -70,7 +70,7 @@ class RoleState:
 
 @dataclass(frozen=True)
 class CallState:
-    """One call: where it runs, what moves around it, what it computes."""
+    """One call: its allocation, its hooks and its load."""
 
     name: str
     role: str
@@ -85,13 +85,13 @@ class Usage:
     """Bytes on one device while a call runs.
 
     Attributes:
-        parameters: of all roles that live there and are not offloaded.
-        optimizer: master weights and moments of all of them.
-        gradients: of the role that is trained, and buffers that backends hold.
+        parameters: parameters of all roles that live there and are not offloaded.
+        optimizer: master weights and moments of all roles that live there.
+        gradients: gradients of the role that is trained, and buffers that backends hold.
         copies: the call's parameters in another layout, weights packed for generation, messages under way.
         cache: keys and values.
-        activations: kept for the backward pass or passing through.
-        host: in host memory, for parameters and optimizer state that is not on the device.
+        activations: tensors kept for the backward pass, or passing through.
+        host: host memory for parameters and optimizer state that is not on the device.
     """
 
     parameters: int = 0
@@ -104,7 +104,7 @@ class Usage:
 
     @property
     def total(self) -> int:
-        """Bytes of the device's memory."""
+        """Bytes on the device, without `host`."""
         return sum(getattr(self, part.name) for part in fields(self) if part.name != "host")
 
     def __add__(self, other: Usage) -> Usage:
@@ -113,12 +113,12 @@ class Usage:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What `plan_memory` found.
+    """Result of `plan_memory`.
 
     Attributes:
         calls: call -> rank -> usage, the larger of the first step's and a later one's.
-        roles: role -> rank -> what it keeps there; its gradients are those of its train_step.
-        loads: call -> what its ranks compute.
+        roles: role -> rank -> bytes that it keeps there; its gradients are those of its train_step.
+        loads: call -> load of its ranks.
     """
 
     calls: Mapping[str, Mapping[int, Usage]]
@@ -131,10 +131,10 @@ class MemoryPlan:
         return tuple(sorted({rank for by_rank in self.calls.values() for rank in by_rank}))
 
     def peak(self, rank: int) -> tuple[str, Usage]:
-        """The call in which a rank needs the most, and what it needs; the first of several such calls.
+        """Return the call in which a rank needs the most, and its usage; the first of several such calls.
 
         Raises:
-            KeyError: no call runs there.
+            KeyError: no call runs on the rank.
         """
         usages = {call: by_rank[rank] for call, by_rank in self.calls.items() if rank in by_rank}
         if not usages:
@@ -146,12 +146,12 @@ class MemoryPlan:
 def plan_memory(
     roles: Mapping[str, RoleState], calls: Sequence[CallState], *, kernels: Kernels | None = None
 ) -> MemoryPlan:
-    """Add up what every device holds during every call that runs on it.
+    """Add up the bytes that every device holds during every call that runs on it.
 
     Args:
-        roles: those that have parameters.
-        calls: in the order of a step; calls of roles without parameters take nothing of their own.
-        kernels: of the machine; those of CUDA by default.
+        roles: roles that have parameters.
+        calls: calls in the order of a step; those of roles without parameters take nothing of their own.
+        kernels: the machine's kernels; those of CUDA by default.
 
     Raises:
         AllocationError: a strategy does not fit a model.
@@ -173,14 +173,14 @@ def plan_memory(
     return MemoryPlan(found, kept, {call.name: call.load for call in calls})
 
 
-# ---------------------------------------------------------------- what roles keep
+# ---------------------------------------------------------------- state of roles
 
 
 @dataclass(frozen=True)
 class _Kept:
     """Bytes of one role on one rank of its home.
 
-    `gathered`: parameters that the rank gets from others while it computes, where the backend divides them.
+    `gathered` counts parameters that the rank gets from others while it computes, where the backend divides them.
     """
 
     parameters: int
@@ -206,7 +206,7 @@ def _keeps(role: RoleState) -> dict[int, _Kept]:
 
 
 def _kept(role: RoleState, layout: ParameterLayout, rank: int) -> _Kept:
-    """Adapters are float32 and their own masters, so they are counted apart from what is trained in half precision."""
+    """Count one role's bytes; adapters, float32 and their own masters, apart from parameters in half precision."""
     n_bytes = layout.num_bytes_of(rank)
     if not role.is_trained:
         return _Kept(n_bytes, 0, 0, False, 0, 0, 0, 0)
@@ -252,7 +252,7 @@ def _kept(role: RoleState, layout: ParameterLayout, rank: int) -> _Kept:
 
 
 def _resident(rank: int, absent: Collection[str], keeps: Mapping[str, Mapping[int, _Kept]]) -> Usage:
-    """What is there whatever the call computes; the gradients that backends hold included."""
+    """Return the usage that is independent of the call, with the gradients that backends hold."""
     total = Usage()
     for name, by_rank in keeps.items():
         kept = by_rank.get(rank)
@@ -269,7 +269,7 @@ def _resident(rank: int, absent: Collection[str], keeps: Mapping[str, Mapping[in
 def _offloaded(
     calls: Sequence[CallState], roles: Mapping[str, RoleState]
 ) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
-    """Call -> the roles that are in host memory while it runs, in the first step and in any later one.
+    """Return call -> the roles that are in host memory while it runs, in the first step and in any later one.
 
     All parameters begin on the device. A call brings back those of its role if it runs where they live, and those that
     move; they stay until a call offloads them again.
@@ -290,13 +290,13 @@ def _offloaded(
     return {call.name: (steps[0][call.name], steps[1][call.name]) for call in calls}
 
 
-# ---------------------------------------------------------------- what calls take
+# ---------------------------------------------------------------- memory of calls
 
 
 def _own_usage(
     call: CallState, roles: Mapping[str, RoleState], keeps: Mapping[str, Mapping[int, _Kept]], kernels: Kernels
 ) -> dict[int, Usage]:
-    """What a call takes on its ranks beside what roles keep there."""
+    """Return the usage of a call on its ranks, beside the state of roles."""
     usages = _moved(call, roles)
     role = roles.get(call.role)
     if role is None:
@@ -335,7 +335,7 @@ def _computed(
 
 
 def _trained(call: CallState, role: RoleState, local: LocalShape, kept: _Kept, pp_rank: int, kernels: Kernels) -> Usage:
-    """A train_step at its largest: when the backward passes begin, or when all gradients are there.
+    """Return the largest usage of a train_step: when the backward passes begin, or when all gradients are there.
 
     With one micro-batch, gradients come as activations go, and the first moment has those of one parameter only.
     """
@@ -360,7 +360,7 @@ def _trained(call: CallState, role: RoleState, local: LocalShape, kept: _Kept, p
 
 
 def _moved(call: CallState, roles: Mapping[str, RoleState]) -> dict[int, Usage]:
-    """Parameters that come for the time of the call, and the messages that bring them or that a hook sends."""
+    """Return the usage of parameters that come for the time of the call, and of messages of its hooks."""
     usages: dict[int, Usage] = {}
     for hook in (*call.hooks.before, *call.hooks.after):
         if not isinstance(hook, Realloc):
@@ -379,7 +379,7 @@ def _moved(call: CallState, roles: Mapping[str, RoleState]) -> dict[int, Usage]:
 
 
 def checkpoint_bytes(role: RoleState) -> int:
-    """What one checkpoint of a role takes on disk: the model, and of what is trained moments and masters."""
+    """Return the bytes of a role's checkpoint on disk: the model, and moments and masters of trained parameters."""
     specs = parameter_specs(role.model)
     total = sum(spec.num_bytes for spec in specs)
     for spec in specs if role.is_trained else ():
@@ -394,7 +394,7 @@ def _layout(model: DecoderConfig, allocation: Allocation) -> ParameterLayout:
 
 
 def show_bytes(number: int) -> str:
-    """A size with the unit that fits it: "12.3 MB"."""
+    """Return a size with the unit that fits it: "12.3 MB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Low-rank adapters as parameters: which layers have one, and how its two matrices are split.
+"""Low-rank adapters as parameters: the layers that have one, and the split of its two matrices.
 
 LoRA (Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1): y = W x + (alpha / rank) B A x, with W [out, in]
 frozen, A [rank, in] and B [out, rank]. An adapter is split like its layer: of a layer cut by rows B is cut and A is on
@@ -7,7 +7,7 @@ every tensor rank; of one cut by columns A is cut and B is on every rank.
 Invariants of `with_adapters`:
 - the parameters given keep their order, and each adapter follows the weight (and bias) of its layer;
 - the cut factor of an adapter has the units of its weight, so it allows exactly the tensor-parallel sizes of the model;
-- adapters are float32, whatever the model is.
+- adapters are float32, with a model of any dtype.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _HF_NAMES |= {"c_attn": ("q", "k", "v"), "c_fc": ("up",), "c_proj": ("o", "down"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is a part of an adapter."""
+    """Return True if a parameter is a part of an adapter."""
     return name.endswith((LORA_A, LORA_B))
 
 
 def is_trained(config: DecoderConfig, name: str) -> bool:
-    """Whether the optimizer of a trained role updates a parameter: with adapters these alone, and a scalar head.
+    """Return True if the optimizer of a trained role updates a parameter: with adapters these alone, and a scalar head.
 
     A head that scores has no pretrained weights, and no adapter could take its place.
     """
@@ -41,15 +41,15 @@ def is_trained(config: DecoderConfig, name: str) -> bool:
 
 
 def resolve_targets(wanted: Sequence[str], specs: Sequence[ParameterSpec], *, role: str) -> tuple[str, ...]:
-    """Our names of the layers that a user means, in the order of a block.
+    """Return our names of the layers that a user means, in the order of a block.
 
     Args:
         wanted: names of ours or of Hugging Face's, or "all-linear".
-        specs: of the role's model.
-        role: for messages.
+        specs: parameters of the role's model.
+        role: name of the role, for messages.
 
     Raises:
-        ConfigError: a name that no layer of the model has; says which there are.
+        ConfigError: a name matches no layer of the model; lists the layers.
     """
     present = {_layer_of(spec) for spec in specs}
     layers = [layer for layer in _LAYERS if layer in present]
@@ -67,7 +67,7 @@ def resolve_targets(wanted: Sequence[str], specs: Sequence[ParameterSpec], *, ro
 
 
 def with_adapters(specs: Sequence[ParameterSpec], lora: LoRA | None) -> tuple[ParameterSpec, ...]:
-    """The parameters of a model and of its adapters."""
+    """Return the parameters of a model and of its adapters."""
     if lora is None:
         return tuple(specs)
     return tuple(_interleaved(specs, lora))
@@ -86,7 +86,7 @@ def _interleaved(specs: Sequence[ParameterSpec], lora: LoRA) -> Iterator[Paramet
 
 
 def _layer_of(spec: ParameterSpec) -> str | None:
-    """The name that targets know the layer of a weight by; None for anything but the matrix of a linear layer."""
+    """Return the layer's name among targets, for the matrix of a linear layer; None for any other parameter."""
     parts = spec.name.split(".")
     is_matrix = parts[0] == "blocks" and parts[-1] == "weight" and len(spec.shape) == 2 and spec.sharded_dim is not None
     return parts[-2] if is_matrix and parts[-2] in _LAYERS else None

@@ -1,4 +1,4 @@
-"""The parameters of a decoder, and where tensor parallelism may cut them.
+"""The parameters of a decoder, and the dims and units of their tensor-parallel split.
 
 Parameters have the names of `realrl.model.decoder.Decoder`, in the order of its `named_parameters()`.
 
@@ -26,7 +26,7 @@ from realrl.shape import DecoderConfig, MoEConfig
 
 
 def parameter_specs(config: DecoderConfig) -> tuple[ParameterSpec, ...]:
-    """All parameters of a model, in the order of `Decoder.named_parameters()`.
+    """Return all parameters of a model, in the order of `Decoder.named_parameters()`.
 
     Raises:
         AllocationError: the dtype is not a floating-point type whose size is known.

@@ -1,4 +1,4 @@
-"""Which slice of which parameter each rank holds.
+"""Layouts: the slices of parameters that each rank holds.
 
 A strategy splits the blocks over pipeline stages and most parameters over tensor ranks; data-parallel ranks hold the
 same.
@@ -29,12 +29,12 @@ from realrl.plan.parameters.stages import stages_of
 def parameter_layout(
     specs: Sequence[ParameterSpec], strategy: ParallelStrategy, ranks: Sequence[int]
 ) -> ParameterLayout:
-    """The layout in which ``ranks[mesh_rank]`` holds what the strategy gives to `mesh_rank`.
+    """Return the layout in which ``ranks[mesh_rank]`` holds the strategy's part for `mesh_rank`.
 
     Args:
         specs: from `parameter_specs`.
-        strategy: its dp, tp and pp; `sp` changes nothing here.
-        ranks: global ranks in mesh order (pp, dp, tp with tp fastest); any different numbers in any order.
+        strategy: dp, tp and pp; `sp` changes nothing here.
+        ranks: global ranks in mesh order (pp, dp, tp with tp fastest); any distinct numbers in any order.
 
     Raises:
         AllocationError: the number of ranks is not the strategy's, a rank occurs twice, or tp or pp does not fit.
@@ -44,7 +44,7 @@ def parameter_layout(
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """Parameters, how they are split, and the global rank at each coordinate. Made by `parameter_layout`."""
+    """Parameters, their split, and the global rank at each coordinate. Made by `parameter_layout`."""
 
     specs: tuple[ParameterSpec, ...]
     strategy: ParallelStrategy
@@ -69,14 +69,14 @@ class ParameterLayout:
         object.__setattr__(self, "stages", stages_of(self.specs, self.strategy.pp))
 
     def by_layer(self) -> tuple[ParameterLayout, ...]:
-        """The same layout of each layer's parameters alone, in the order of the model."""
+        """Return the same layout of each layer's parameters alone, in the order of the model."""
         layers: dict[Layer, list[ParameterSpec]] = {}
         for spec in self.specs:
             layers.setdefault(spec.layer, []).append(spec)
         return tuple(self._with_specs(specs) for specs in layers.values())
 
     def _with_specs(self, specs: Sequence[ParameterSpec]) -> ParameterLayout:
-        """The layout of some of the parameters, with the stages of the whole model."""
+        """Return the layout of some of the parameters, with the stages of the whole model."""
         part = object.__new__(ParameterLayout)
         part.__dict__.update(specs=tuple(specs), strategy=self.strategy, ranks=self.ranks, stages=self.stages)
         return part
@@ -97,7 +97,7 @@ class ParameterLayout:
         return global_rank in self._mesh_rank_of
 
     def coordinates_of(self, global_rank: int) -> tuple[int, int, int]:
-        """``(pp_rank, dp_rank, tp_rank)`` of a rank.
+        """Return ``(pp_rank, dp_rank, tp_rank)`` of a rank.
 
         Raises:
             KeyError: the rank is not in the layout.
@@ -105,11 +105,11 @@ class ParameterLayout:
         return self.strategy.coordinates(self._mesh_rank_of[global_rank])
 
     def rank_at(self, *, pp_rank: int, dp_rank: int, tp_rank: int) -> int:
-        """The global rank at a coordinate."""
+        """Return the global rank at a coordinate."""
         return self.ranks[self.strategy.mesh_rank(pp_rank=pp_rank, dp_rank=dp_rank, tp_rank=tp_rank)]
 
     def shard_of(self, global_rank: int) -> ModelShard:
-        """The part of the model that a rank builds.
+        """Return the part of the model that a rank builds.
 
         Raises:
             KeyError: the rank is not in the layout.
@@ -118,7 +118,7 @@ class ParameterLayout:
         return shard_at(self.stages, self.strategy, pp_rank, tp_rank)
 
     def slices_of(self, global_rank: int) -> Mapping[str, Slice]:
-        """What a rank holds: parameter name -> slice of the whole parameter, in the order of the specs.
+        """Return parameter name -> slice of the whole parameter that a rank holds, in the order of the specs.
 
         Raises:
             KeyError: the rank is not in the layout.
@@ -131,7 +131,7 @@ class ParameterLayout:
         return self._slices[shard]
 
     def num_bytes_of(self, global_rank: int) -> int:
-        """Bytes of the parameters that a rank holds.
+        """Return the bytes of the parameters that a rank holds.
 
         Raises:
             KeyError: the rank is not in the layout.
@@ -147,12 +147,12 @@ class ParameterLayout:
         return sum(spec.num_bytes for spec in self.specs)
 
     def tp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Global ranks that share a layer's slices: same pp_rank and dp_rank."""
+        """Return groups of global ranks that share a layer's slices: same pp_rank and dp_rank."""
         s = self.strategy
         return tuple(self.ranks[first : first + s.tp] for first in range(0, s.n_devices, s.tp))
 
     def dp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Global ranks that hold the same: same pp_rank and tp_rank."""
+        """Return groups of global ranks that hold the same slices: same pp_rank and tp_rank."""
         s = self.strategy
         return tuple(
             tuple(self.rank_at(pp_rank=pp, dp_rank=dp, tp_rank=tp) for dp in range(s.dp))
@@ -161,7 +161,7 @@ class ParameterLayout:
         )
 
     def pp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Global ranks of the stages of one pipeline: same dp_rank and tp_rank."""
+        """Return groups of global ranks of the stages of one pipeline: same dp_rank and tp_rank."""
         s = self.strategy
         return tuple(
             tuple(self.rank_at(pp_rank=pp, dp_rank=dp, tp_rank=tp) for pp in range(s.pp))
@@ -174,7 +174,7 @@ class ParameterLayout:
 
 
 def micro_dp_groups(source: ParameterLayout, target: ParameterLayout) -> tuple[tuple[int, ...], ...]:
-    """Ranks that hold the same slices in the target layout and are of one replica of the source layout.
+    """Return groups of ranks with the same slices in the target layout and in one replica of the source layout.
 
     For training 1-4-2 (p-t-d) and generation 1-2-2-2 (p_g-t_g-d_g-d) these are the micro data-parallel groups, of d_g
     ranks each. Ranks in the order of the target's dp_rank; ranks that the source layout lacks are in no group.

@@ -1,11 +1,11 @@
-"""Which rank takes which coordinate of a target layout, so that the fewest bytes move.
+"""Assignment of ranks to the coordinates of a target layout, so that the fewest bytes move.
 
 This generalises the grouping of HybridFlow's 3D-HybridEngine (Sheng et al. 2024, section 5) to any two strategies: a
-rank gets the target slices that have the most in common with what it holds.
+rank gets the target slices that overlap the most with its own.
 
 Invariants of `best_rank_order`:
 - no order of the ranks moves fewer bytes; in particular the plain order (position = mesh rank) does not;
-- if the plain order moves as few bytes, each rank holds what it holds in the plain order;
+- if the plain order moves as few bytes, each rank holds the same slices as in the plain order;
 - where every source replica has the same number of ranks for each target part, the target replicas made of one source
   replica have consecutive dp_ranks; otherwise dp_ranks follow the order of `ranks`;
 - equal input gives an equal order.
@@ -33,11 +33,11 @@ _LEAST_SAVED = 0.01  # of the bytes of the plain order; a few vectors are no rea
 def best_rank_order(
     source_layout: ParameterLayout, strategy: ParallelStrategy, ranks: Sequence[int]
 ) -> ParameterLayout:
-    """The layout of a strategy on some ranks that is reached from the source layout with the fewest bytes.
+    """Return the layout of a strategy on some ranks that is reached from the source layout with the fewest bytes.
 
     Args:
-        source_layout: where the parameters are.
-        strategy: of the target layout.
+        source_layout: layout of the parameters now.
+        strategy: strategy of the target layout.
         ranks: the ranks of the target layout in the plain order, which decides among equally good ones. They need not
             be in the source layout.
 
@@ -57,11 +57,11 @@ def best_rank_order(
 def order_for(
     source_layout: ParameterLayout, strategy: ParallelStrategy, ranks: Sequence[int], *, node_of: Callable[[int], int]
 ) -> tuple[int, ...]:
-    """The order of `ranks` in which a call had best use them, given where its parameters come from.
+    """Return the best order of `ranks` for a call whose parameters come from the source layout.
 
-    That of `best_rank_order`, but the plain one, `ranks`, if the best saves less than a hundredth of what the plain one
-    moves, or if a tensor group of the best spans more nodes than any of the plain one: parameters move once a call, the
-    messages of a tensor group are many and urgent.
+    It is that of `best_rank_order`, with two exceptions that give the plain one, `ranks`: the best saves at most a
+    hundredth of the bytes that the plain one moves, or a tensor group of the best spans more nodes than any of the
+    plain one. Parameters move once a call, but the messages of a tensor group are many and urgent.
 
     Args:
         source_layout, strategy, ranks: as for `best_rank_order`.
@@ -87,7 +87,7 @@ def order_for(
 
 
 def _choose_parts(source: ParameterLayout, plain: ParameterLayout, held: Matrix) -> list[list[int]]:
-    """For each target part, the ranks that take it, in plain order."""
+    """Return, for each target part, the ranks that take it, in plain order."""
     source_part = {rank: part_of(source, rank) for rank in plain.ranks if rank in source}
     part_taken = {rank: part_of(plain, rank) for rank in plain.ranks}
     alike: dict[int, list[int]] = {}  # source part, or -1 -> ranks
@@ -107,7 +107,7 @@ def _choose_parts(source: ParameterLayout, plain: ParameterLayout, held: Matrix)
 
 
 def _components(is_free: Flags) -> Iterator[tuple[set[int], list[int]]]:
-    """Rows and columns that are connected through free entries; what they exchange among each other costs nothing."""
+    """Yield rows and columns that are connected through free entries; exchanges among them cost nothing."""
     unseen = set(range(is_free.shape[1]))
     while unseen:
         columns, rows = {min(unseen)}, set[int]()
@@ -129,7 +129,7 @@ def _nearest_groups(
     Args:
         plain: the target layout in plain order.
         alike: source part -> ranks that hold it.
-        free: source part -> which of `parts` these ranks may take at no cost.
+        free: source part -> flags of `parts` that these ranks may take at no cost.
         parts: target parts, each for dp ranks.
     """
     s = plain.strategy

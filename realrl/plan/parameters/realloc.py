@@ -1,15 +1,15 @@
-"""Which bytes of which parameter go from which rank to which, so that one layout turns into another.
+"""Transfers of parameters between ranks that turn one layout into another.
 
-The source layout stays: its ranks keep what they hold. A target rank that is also a source rank uses what it holds
-already, and receives the rest.
+The source layout stays: its ranks keep their slices. A target rank that is also a source rank uses the bytes that it
+holds already, and receives the rest.
 
 Invariants of `plan_realloc`:
 - every element that a target rank's slices contain is either kept (the rank holds it in the source layout) or arrives
   in exactly one transfer;
-- nothing that the target rank holds moves, and nothing else than what its target slices contain;
-- a transfer's source holds what it sends in the source layout;
+- a target rank receives no element that it holds, and none outside of its target slices;
+- a transfer's source holds the sent elements in the source layout;
 - if a rank on the target's node holds the bytes, a rank on that node sends them;
-- the senders that could equally well send a portion share it so that the most loaded of them sends as little as
+- senders that could equally well send a portion share it so that the most loaded of them sends as little as
   possible, up to one layer;
 - equal input gives an equal plan; the transfers between two ranks are in the same order on both sides.
 """
@@ -44,10 +44,9 @@ class SliceTransfer:
 
     Attributes:
         source, target: global ranks, never the same.
-        parameter: its name.
-        source_slice: where it is in the source rank's own tensor, (start, stop) for each dim.
-        target_slice: where it goes in the target rank's own tensor.
-        num_bytes: its size.
+        parameter: name of the parameter.
+        source_slice: its place in the source rank's own tensor, (start, stop) for each dim.
+        target_slice: its place in the target rank's own tensor.
     """
 
     source: int
@@ -63,10 +62,9 @@ class Keep:
     """One part of a parameter that a target rank holds already.
 
     Attributes:
-        parameter: its name.
-        source_slice: where it is in the rank's tensor of the source layout, (start, stop) for each dim.
-        target_slice: where it belongs in the rank's tensor of the target layout.
-        num_bytes: its size.
+        parameter: name of the parameter.
+        source_slice: its place in the rank's tensor of the source layout, (start, stop) for each dim.
+        target_slice: its place in the rank's tensor of the target layout.
         is_whole_target: the whole target tensor is a view of the source tensor; nothing has to be allocated.
     """
 
@@ -83,7 +81,7 @@ def plan_realloc(
     *,
     node_of: Callable[[int], int] | None = None,
 ) -> ReallocPlan:
-    """Plan how the ranks of the target layout get their parameters from those of the source layout.
+    """Plan the transfers that bring the ranks of the target layout their parameters.
 
     The ranks of the two layouts may be the same, nested, overlapping or disjoint.
 
@@ -101,7 +99,7 @@ def plan_realloc(
 
 
 class ReallocPlan:
-    """A reallocation, made by `plan_realloc`. Byte counts are there at once, transfers are spelled out on demand."""
+    """A reallocation, made by `plan_realloc`. Byte counts are known at once, transfers are spelled out on demand."""
 
     def __init__(
         self, source_layout: ParameterLayout, target_layout: ParameterLayout, portions: Sequence[Portion], flows: Matrix
@@ -116,25 +114,25 @@ class ReallocPlan:
     # ------------------------------------------------------------ bytes
 
     def bytes_received(self, rank: int) -> int:
-        """Bytes that other ranks send to `rank`; 0 for a rank that is not in the target layout."""
+        """Return the bytes that other ranks send to `rank`; 0 for a rank that is not in the target layout."""
         if rank not in self.target_layout:
             return 0
         part = part_of(self.target_layout, rank)
         return int(self._overlap.needed[part]) - self._held(rank, part)
 
     def bytes_kept(self, rank: int) -> int:
-        """Bytes of its target slices that `rank` holds already."""
+        """Return the bytes of its target slices that `rank` holds already."""
         return self._held(rank, part_of(self.target_layout, rank)) if rank in self.target_layout else 0
 
     def bytes_sent(self, rank: int) -> int:
-        """Bytes that `rank` sends to others."""
+        """Return the bytes that `rank` sends to others."""
         return self._sent.get(rank, 0)
 
     def peak_bytes(self, rank: int) -> int:
-        """The most parameter bytes that `rank` holds: its source slices and what it receives.
+        """Return the most parameter bytes that `rank` holds: its source slices and the bytes that it receives.
 
-        What both layouts have in common counts once: target tensors alias it. The buckets in which an executor moves
-        the bytes come on top.
+        Bytes common to both layouts count once: target tensors alias them. The buckets in which an executor moves the
+        bytes come on top.
         """
         held = self.source_layout.num_bytes_of(rank) if rank in self.source_layout else 0
         return held + self.bytes_received(rank)
@@ -170,15 +168,15 @@ class ReallocPlan:
         return self._spell_out(self._flows)
 
     def transfers_from(self, rank: int) -> tuple[SliceTransfer, ...]:
-        """What `rank` sends, in the order of `transfers`."""
+        """Return the transfers from `rank`, in the order of `transfers`."""
         return self._spell_out(self._flows[self._flows_by_source.get(rank, slice(0, 0))])
 
     def transfers_to(self, rank: int) -> tuple[SliceTransfer, ...]:
-        """What `rank` receives, in the order of `transfers`."""
+        """Return the transfers to `rank`, in the order of `transfers`."""
         return self._spell_out(self._flows[self._flows_by_target.get(rank, slice(0, 0))])
 
     def keeps(self, rank: int) -> tuple[Keep, ...]:
-        """What of its target slices `rank` holds already, by parameter; empty for a rank that is in one layout only."""
+        """Return the parts of its target slices that `rank` holds already; none for a rank of one layout only."""
         if rank not in self.source_layout or rank not in self.target_layout:
             return ()
         ours, theirs = self.source_layout.slices_of(rank), self.target_layout.slices_of(rank)
@@ -224,7 +222,7 @@ class ReallocPlan:
         return found
 
 
-# ---------------------------------------------------------------- who sends what to whom
+# ---------------------------------------------------------------- assignment of senders
 
 
 def _flows(
@@ -233,7 +231,7 @@ def _flows(
     target_layout: ParameterLayout,
     node_of: Callable[[int], int],
 ) -> list[tuple[int, int, int, int, int]]:
-    """(source, target, portion, first item, end of items): first what stays inside nodes, then the rest."""
+    """Return (source, target, portion, first item, end of items): first flows inside nodes, then the others."""
     node = {rank: node_of(rank) for rank in {*source_layout.ranks, *target_layout.ranks}}
     sent = dict.fromkeys(source_layout.ranks, 0)
     flows: list[tuple[int, int, int, int, int]] = []
@@ -260,7 +258,7 @@ def _flows(
 def _deal(
     number: int, portion: Portion, holders: Sequence[int], receivers: Sequence[int], sent: dict[int, int]
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """Share the items for all receivers over the holders; in long runs, so that few pairs of ranks have to speak."""
+    """Share the items for all receivers over the holders, in long runs, so that few pairs of ranks communicate."""
     n_items = len(portion.items)
     item_bytes = max(portion.num_bytes // n_items, 1)
     counts = _fill([sent[rank] for rank in holders], len(receivers) * n_items, item_bytes)
@@ -277,7 +275,7 @@ def _deal(
 
 
 def _fill(loads: Sequence[int], n_items: int, item_bytes: int) -> list[int]:
-    """How many of equal items each bin gets so that the fullest ends as low as possible."""
+    """Return how many of equal items each bin gets so that the fullest ends as low as possible."""
     if len(loads) == 1:
         return [n_items]
     order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
@@ -300,7 +298,7 @@ def _fill(loads: Sequence[int], n_items: int, item_bytes: int) -> list[int]:
 
 
 def _ranks_at(layout: ParameterLayout, stages: Iterable[int], tps: Sequence[int]) -> list[int]:
-    """Global ranks of some stages and tensor ranks, replica by replica."""
+    """Return the global ranks of some stages and tensor ranks, replica by replica."""
     return [
         layout.rank_at(pp_rank=stage, dp_rank=dp_rank, tp_rank=tp_rank)
         for dp_rank in range(layout.strategy.dp)
@@ -317,7 +315,7 @@ def _by_node(ranks: Iterable[int], node: Mapping[int, int]) -> dict[int, list[in
 
 
 def _positions(ranks: Matrix) -> dict[int, Matrix]:
-    """rank -> where it occurs, ascending."""
+    """Return rank -> positions where it occurs, ascending."""
     order = np.argsort(ranks, kind="stable")
     values, starts = np.unique(ranks[order], return_index=True)
     return dict(zip(values.tolist(), np.split(order, starts[1:]), strict=True)) if len(ranks) else {}
@@ -327,7 +325,7 @@ def _positions(ranks: Matrix) -> dict[int, Matrix]:
 
 
 def _local_slice(spec: ParameterSpec, piece: UnitRange, tp_rank: int, tp_size: int) -> Slice:
-    """The place of a piece in a tensor rank's own tensor."""
+    """Return the place of a piece in a tensor rank's own tensor."""
     if spec.sharded_dim is None:
         return slice_of(spec, tp_rank, tp_size)
     first, _ = units_of(spec.n_units, tp_rank, tp_size)
@@ -341,7 +339,7 @@ def _common(layout: ParameterLayout, ours: Mapping[str, Slice], theirs: Mapping[
 
 
 def _keep(spec: ParameterSpec, ours: Slice, theirs: Slice) -> Keep | None:
-    """The part of `theirs` that `ours` contains; both are slices of the whole parameter."""
+    """Return the part of `theirs` that `ours` contains; both are slices of the whole parameter."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(ours, theirs, strict=True))
     lengths = [stop - start for start, stop in common]
     if min(lengths) <= 0:

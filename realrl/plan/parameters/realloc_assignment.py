@@ -1,7 +1,7 @@
-"""The transportation problem: who gives how much to whom, for the greatest total gain.
+"""The transportation problem: amounts from rows to columns with the greatest total gain.
 
 Invariants of `transport`:
-- every row gives all that it has and every column takes all that it wants;
+- every row gives its whole supply and every column takes its whole demand;
 - no other amounts gain more;
 - other amounts gain as much if and only if they use free entries alone;
 - equal input gives equal amounts.
@@ -23,7 +23,7 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class TransportSolution:
-    """Of a transportation problem, [rows, columns] both.
+    """Solution of a transportation problem; both arrays are [rows, columns].
 
     `amounts` has the greatest total gain. A solution has the same gain if and only if it uses only entries that are
     `is_free`.
@@ -36,13 +36,13 @@ class TransportSolution:
 def transport(gains: Matrix, supplies: Sequence[int], demands: Sequence[int]) -> TransportSolution:
     """Solve the transportation problem exactly: integer amounts [rows, columns] of the greatest total gain.
 
-    Successive shortest augmenting paths with dual prices (Edmonds and Karp 1972), the rows served in order and first
-    given what is best for them alone.
+    Uses successive shortest augmenting paths with dual prices (Edmonds and Karp 1972). Rows are served in order, each
+    first from its own best columns.
 
     Args:
         gains: int64 [rows, columns], the gain of one unit.
-        supplies: what each row gives, all of it.
-        demands: what each column takes, all of it; the same in total.
+        supplies: units that each row gives.
+        demands: units that each column takes; the same in total.
     """
     costs = -gains
     n_rows, n_columns = costs.shape
@@ -72,7 +72,7 @@ def _augment(
     row_prices: Matrix,
     column_prices: Matrix,
 ) -> None:
-    """Send as much as fits from row `start` along a cheapest path to a column with room; adjust the prices."""
+    """Send as many units as fit from row `start` along a cheapest path to a column with room; adjust the prices."""
     n_rows, n_columns = costs.shape
     far = np.iinfo(np.int64).max // 4
     distances = np.full(n_columns, far, dtype=np.int64)

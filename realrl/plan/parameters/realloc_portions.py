@@ -1,8 +1,8 @@
-"""What two layouts of one model have in common, portion by portion.
+"""Common refinement of two layouts of one model into portions.
 
-A portion is a part of the model whose elements are alike to every rank: the same pipeline stages and tensor ranks hold
-all of it in the source layout, and the same need all of it in the target layout. There are few of them, however many
-parameters and ranks there are, so that planning works on portions and spells out parameters last.
+The elements of a portion are alike to every rank: the same pipeline stages and tensor ranks hold all of it in the
+source layout, and the same need all of it in the target layout. Portions are few, for any number of parameters and
+ranks, so planning works on portions and spells out parameters last.
 
 Invariants of `portions_of`:
 - every element of every parameter is in exactly one portion;
@@ -94,7 +94,7 @@ def _spec_text(spec: ParameterSpec | None) -> str:
 
 
 def portions_of(source: ParameterLayout, target: ParameterLayout) -> tuple[Portion, ...]:
-    """All portions of two layouts of one model, in the order of their first parameters."""
+    """Return all portions of two layouts of one model, in the order of their first parameters."""
     source_stages, target_stages = (_stages_of_layers(layout) for layout in (source, target))
     cells_of: dict[int, list[tuple[int, int, range, range]]] = {}
     whole = [(0, 1, range(source.strategy.tp), range(target.strategy.tp))]
@@ -127,7 +127,7 @@ def _stages_of_layers(layout: ParameterLayout) -> dict[Layer, int]:
 
 
 def _cells(n_units: int, source_tp: int, target_tp: int) -> Iterator[tuple[int, int, range, range]]:
-    """Cut units where either side cuts them: (start, stop, source tp_ranks that hold them, target ones)."""
+    """Cut units where either side cuts them; yield (start, stop, source tp_ranks that hold them, target ones)."""
     sides = [[units_of(n_units, rank, tp) for rank in range(tp)] for tp in (source_tp, target_tp)]
     for start, stop in pairwise(sorted({edge for side in sides for span in side for edge in span})):
         source_tps, target_tps = (_holders(side, start) for side in sides)
@@ -135,7 +135,7 @@ def _cells(n_units: int, source_tp: int, target_tp: int) -> Iterator[tuple[int, 
 
 
 def _holders(spans: Sequence[tuple[int, int]], unit: int) -> range:
-    """The ranks, which are consecutive, whose units include `unit`."""
+    """Return the ranks, which are consecutive, whose units include `unit`."""
     holders = [rank for rank, (start, stop) in enumerate(spans) if start <= unit < stop]
     return range(holders[0], holders[-1] + 1)
 
@@ -145,7 +145,7 @@ class Overlap:
     """Bytes by (pp_rank, tp_rank), numbered ``pp_rank * tp + tp_rank`` on either side.
 
     Attributes:
-        held: int64 [source parts, target parts]; what of a target part a source part contains.
+        held: int64 [source parts, target parts]; bytes of a target part that a source part contains.
         needed: int64 [target parts]; all bytes of a target part.
     """
 
@@ -169,6 +169,6 @@ def overlap_of(portions: Sequence[Portion], source: ParameterLayout, target: Par
 
 
 def part_of(layout: ParameterLayout, global_rank: int) -> int:
-    """The number ``pp_rank * tp + tp_rank`` of what a rank holds; ranks of one number hold the same."""
+    """Return the number ``pp_rank * tp + tp_rank`` of a rank's part; ranks of one number hold the same slices."""
     pp_rank, _, tp_rank = layout.coordinates_of(global_rank)
     return pp_rank * layout.strategy.tp + tp_rank

@@ -1,12 +1,12 @@
-"""Where a rank finds its slices of a state that was saved in another layout.
+"""Location of a rank's slices in a state that was saved in another layout.
 
 Each (pp, tp) coordinate of the saving layout wrote one file, with its slice of every parameter of its stage; other
-data-parallel ranks hold the same, and wrote nothing. A piece is a box of one such slice, which goes to a box of the
-reader's slice.
+data-parallel ranks hold the same slices, and wrote nothing. A piece is a box of one such slice, which goes to a box of
+the reader's slice.
 
 Invariants of `plan_restore`:
 - the pieces of a parameter fill the reader's slice, every element once;
-- a piece lies within what its file holds, and says the same elements in both;
+- a piece lies within the slice that its file holds, and names the same elements in the file and in the reader;
 - a parameter that several files hold (replicated, tied, shared KV heads) is read from the first of them that has it, in
   the order of pp, then tp; where the reader's own coordinate wrote the same slice, from that one.
 """
@@ -32,7 +32,7 @@ class SavedSlice:
     Attributes:
         source: coordinate whose file has it.
         read: (start, stop) for each dim of the slice in the file.
-        write: the same for the reader's slice.
+        write: (start, stop) for each dim of the reader's slice.
     """
 
     source: Coordinate
@@ -42,11 +42,11 @@ class SavedSlice:
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What one coordinate reads.
+    """Pieces that one coordinate reads.
 
     Attributes:
         shapes: parameter -> shape of the reader's slice, in the order of the model.
-        pieces: parameter -> where it comes from.
+        pieces: parameter -> parts of saved slices that fill it.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -54,19 +54,19 @@ class RestorePlan:
 
     @property
     def sources(self) -> tuple[Coordinate, ...]:
-        """The coordinates whose files are read, in order."""
+        """Coordinates whose files are read, in order."""
         return tuple(sorted({piece.source for pieces in self.pieces.values() for piece in pieces}))
 
 
 def coordinates(strategy: ParallelStrategy) -> tuple[Coordinate, ...]:
-    """The coordinates that write a file each."""
+    """Return the coordinates that write a file each."""
     return tuple((pp, tp) for pp in range(strategy.pp) for tp in range(strategy.tp))
 
 
 def plan_restore(
     specs: Sequence[ParameterSpec], saved: ParallelStrategy, target: ParallelStrategy, coordinate: Coordinate
 ) -> RestorePlan:
-    """What the ranks at one coordinate of the layout `target` read of a state saved in the layout `saved`.
+    """Plan the reads of the ranks at one coordinate of the layout `target` from a state saved in the layout `saved`.
 
     Args:
         specs: parameters of the model, from `parameter_specs`.
@@ -87,7 +87,7 @@ def plan_restore(
 
 
 def model_digest(specs: Sequence[ParameterSpec]) -> str:
-    """A short digest of the names and shapes of a model's parameters."""
+    """Return a short digest of the names and shapes of a model's parameters."""
     text = "\n".join(f"{spec.name} {','.join(map(str, spec.shape))}" for spec in specs)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -113,7 +113,7 @@ def _cover(wanted: Slice, candidates: Sequence[tuple[Coordinate, Slice]]) -> tup
 
 
 def _shifted(box: Slice, origin: Slice) -> Slice:
-    """A box in the coordinates of a slice that holds it."""
+    """Return a box in the coordinates of a slice that holds it."""
     return tuple((start - first, stop - first) for (start, stop), (first, _) in zip(box, origin, strict=True))
 
 

@@ -26,17 +26,17 @@ class ModelShard:
     tp_size: int = 1
 
     def has(self, layer: Layer) -> bool:
-        """Whether the shard contains a layer."""
+        """Return True if the shard contains a layer."""
         if layer == "embedding":
             return self.has_embedding
         return self.has_head if layer == "head" else layer in self.layers
 
     def holds(self, spec: ParameterSpec) -> bool:
-        """Whether the shard contains a parameter, or a slice of it."""
+        """Return True if the shard contains a parameter, or a slice of it."""
         return self.has(spec.layer) or (spec.also_layer is not None and self.has(spec.also_layer))
 
     def n_units_of(self, spec: ParameterSpec) -> int:
-        """How many units of a parameter the shard holds."""
+        """Return the number of units of a parameter that the shard holds."""
         if not self.holds(spec):
             return 0
         if spec.sharded_dim is None:
@@ -45,7 +45,7 @@ class ModelShard:
         return stop - start
 
     def n_elements_of(self, spec: ParameterSpec) -> int:
-        """How many elements of a parameter the shard holds."""
+        """Return the number of elements of a parameter that the shard holds."""
         return self.n_units_of(spec) * spec.n_elements // spec.n_units
 
 
@@ -83,7 +83,7 @@ def _fewest_units(specs: Sequence[ParameterSpec], unit: Unit, *, default: int) -
 
 
 def shard_of(config: DecoderConfig, strategy: ParallelStrategy, mesh_rank: int) -> ModelShard:
-    """The part of a model that a rank of a mesh builds.
+    """Return the part of a model that a rank of a mesh builds.
 
     Raises:
         AllocationError: tp or pp does not fit the model.
@@ -95,12 +95,12 @@ def shard_of(config: DecoderConfig, strategy: ParallelStrategy, mesh_rank: int) 
 
 
 def whole_shard(config: DecoderConfig) -> ModelShard:
-    """All of a model."""
+    """Return the shard of a single rank that holds a whole model."""
     return ModelShard(layers=range(config.n_layers), has_embedding=True, has_head=True)
 
 
 def shard_at(stages: Sequence[range], strategy: ParallelStrategy, pp_rank: int, tp_rank: int) -> ModelShard:
-    """The part of a model that belongs to a coordinate, given the blocks of each stage."""
+    """Return the part of a model that belongs to a coordinate, given the blocks of each stage."""
     return ModelShard(
         layers=stages[pp_rank],
         has_embedding=pp_rank == 0,

@@ -13,7 +13,7 @@ Slice: TypeAlias = tuple[tuple[int, int], ...]
 """(start, stop) for each dim."""
 
 Unit: TypeAlias = Literal["head", "kv_head", "row"]
-"""What a parameter is cut between: heads (evenly), KV heads (evenly, or shared), single rows or columns (any cut)."""
+"""Unit that is never split: heads (divided evenly), KV heads (evenly, or shared), single rows or columns (any cut)."""
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -23,18 +23,18 @@ class ParameterSpec:
     """One parameter of the whole model.
 
     Attributes:
-        name: as in `Decoder.named_parameters()`.
-        shape: of the whole parameter.
-        dtype: like "float32".
+        name: name in `Decoder.named_parameters()`.
+        shape: shape of the whole parameter.
+        dtype: a name like "float32".
         layer: the block, or the end of the model, that it is a part of.
         sharded_dim: the dim that tensor parallelism splits; None for a replicated parameter.
         n_units: units along `sharded_dim` that are never split; 1 for a replicated parameter.
         also_layer: "head" for a tied embedding, which the last stage needs as well.
-        unit: what the units are; None for a replicated parameter.
+        unit: kind of the units; None for a replicated parameter.
         n_experts: experts whose weights the parameter holds, along dim 0; 1 outside of a mixture.
-        top_k: how many of them compute a token.
-        is_tp_partial: replicated, but each tensor rank uses it for its own slice of the activations, and so computes a
-            part of its gradient.
+        top_k: number of these experts that compute a token.
+        is_tp_partial: the parameter is replicated, but each tensor rank uses it for its own slice of the activations,
+            and so computes a part of its gradient.
     """
 
     name: str
@@ -81,13 +81,13 @@ class ParameterSpec:
 
 
 def units_of(n_units: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """(start, stop) of the units that a tensor rank holds; with fewer units than ranks, ranks share units."""
+    """Return (start, stop) of the units that a tensor rank holds; with fewer units than ranks, ranks share units."""
     start = tp_rank * n_units // tp_size
     return start, max((tp_rank + 1) * n_units // tp_size, start + 1)
 
 
 def slice_of(spec: ParameterSpec, tp_rank: int, tp_size: int) -> Slice:
-    """The part of a parameter that a tensor rank holds, (start, stop) for each dim of the whole parameter."""
+    """Return the slice that a tensor rank holds, (start, stop) for each dim of the whole parameter."""
     whole = tuple((0, size) for size in spec.shape)
     if spec.sharded_dim is None:
         return whole

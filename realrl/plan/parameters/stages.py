@@ -20,13 +20,13 @@ from realrl.shape import DecoderConfig
 
 
 def split_by_cost(blocks: Sequence[int], head: int, n_stages: int) -> tuple[range, ...]:
-    """The blocks of each stage, in order.
+    """Return the blocks of each stage, in order.
 
     Takes time with the square of the number of blocks, for each stage.
 
     Args:
         blocks: the cost of each block; at least `n_stages`.
-        head: what the last stage costs in addition.
+        head: additional cost of the last stage.
         n_stages: at least 1.
     """
     before = [0, *accumulate(blocks)]
@@ -36,7 +36,7 @@ def split_by_cost(blocks: Sequence[int], head: int, n_stages: int) -> tuple[rang
         return before[stop] - before[start] + (head if stop == n_blocks else 0)
 
     def solve(combine: Callable[[float, int], float], limit: float) -> list[list[tuple[float, int]]]:
-        """``[n][stop]``: value of the best n stages that cover the blocks below `stop`, and where the last starts."""
+        """Return ``[n][stop]``: value of the best n stages for the blocks below `stop`, and the last one's start."""
         table: list[list[tuple[float, int]]] = [[(0 if stop == 0 else math.inf, 0) for stop in range(n_blocks + 1)]]
         for n in range(1, n_stages + 1):
             row: list[tuple[float, int]] = [(math.inf, 0)]
@@ -59,16 +59,16 @@ def split_by_cost(blocks: Sequence[int], head: int, n_stages: int) -> tuple[rang
 
 
 def stage_layers(config: DecoderConfig, pp: int) -> tuple[range, ...]:
-    """The blocks of each pipeline stage; see `stages_of`."""
+    """Return the blocks of each pipeline stage; see `stages_of`."""
     return stages_of(parameter_specs(config), pp)
 
 
 def stages_of(specs: Sequence[ParameterSpec], pp: int) -> tuple[range, ...]:
     """Split the blocks over stages so that the dearest stage is as cheap as possible.
 
-    The cost of a block, and of the head on the last stage, is the size of its matrices, of experts those that compute a
-    token: that is what a token costs. Looking up the embedding is free, and so are adapters: a model has the same
-    stages with them and without. Among equal splits the one with the most even stages is taken.
+    The cost of a block, and of the head on the last stage, is the size of the matrices that a token meets; among
+    experts only those that compute it count. Looking up the embedding is free, and so are adapters: a model has the
+    same stages with them and without. Among equal splits the one with the most even stages is taken.
 
     Raises:
         AllocationError: there are more stages than blocks, or none.

@@ -1,4 +1,4 @@
-"""Which dataset row becomes which sample, epoch after epoch: a pure function of the seed and one position.
+"""Order of samples from dataset rows, epoch after epoch: a pure function of the seed and one position.
 
 Samples are numbered from 0 in load order, over all epochs. Sample k of a dataset of R rows belongs to epoch
 ``k // R + 1`` and is made from entry ``k % R`` of that epoch's order; its id is ``"epoch/row_id"``.
@@ -25,13 +25,13 @@ from realrl.errors import ConfigError, DataError
 
 
 class CursorState(msgspec.Struct, frozen=True):
-    """What a checkpoint keeps of a cursor.
+    """Part of a checkpoint from which a cursor continues.
 
     Attributes:
         rows_consumed: samples taken since the very first step, over all epochs.
         seed: seed of the shuffle.
         shuffle: 1 when epochs are shuffled, else 0.
-        fingerprint: digest of the dataset's row ids and of what the rows hold.
+        fingerprint: digest of the dataset's row ids and of the rows' data.
     """
 
     rows_consumed: int
@@ -41,7 +41,7 @@ class CursorState(msgspec.Struct, frozen=True):
 
 
 class SampleRef(msgspec.Struct, frozen=True):
-    """One sample to load: its id, and the row it is made from."""
+    """One sample to load: its id, and the number of its row."""
 
     id: str
     row: int
@@ -51,8 +51,8 @@ class SampleRef(msgspec.Struct, frozen=True):
 def epoch_order(n_rows: int, seed: int, epoch: int) -> tuple[int, ...]:
     """Return the rows 0..n_rows-1 in the shuffled order of `epoch` (from 1).
 
-    A Fisher-Yates shuffle that draws only from `random.Random.random`, whose sequence for a given seed Python promises
-    to keep across versions (it makes no such promise for `shuffle`).
+    The Fisher-Yates shuffle draws only from `random.Random.random`: Python promises to keep its sequence for a given
+    seed across versions, but makes no such promise for `shuffle`.
     """
     draw = random.Random(f"{seed}/{epoch}").random
     order = list(range(n_rows))
@@ -77,10 +77,10 @@ class DatasetCursor:
     Args:
         row_ids: id of every usable row, unique.
         seed: seed of the shuffle.
-        shuffle: whether to shuffle each epoch.
-        start: rows consumed before this run, from a checkpoint's `CursorState`.
-        name: what sample ids begin with, instead of the epoch; for a single pass.
-        content: digest of what the rows hold; empty if that is not known.
+        shuffle: True if each epoch is shuffled.
+        start: a checkpoint's state, with the rows consumed before this run.
+        name: prefix of sample ids instead of the epoch; for a single pass.
+        content: digest of the rows' data; empty if that is not known.
 
     Raises:
         DataError: there is no row, an id occurs twice, or `start` was made with another dataset.
@@ -117,7 +117,7 @@ class DatasetCursor:
         return position // self.n_rows + 1
 
     def ends_epochs(self, first: int, stop: int, every: int) -> bool:
-        """Whether an epoch ends between two positions whose number is a multiple of `every`; 0 means none."""
+        """Return True if an epoch whose number is a multiple of `every` ends between two positions; 0 means none."""
         size = every * self.n_rows
         return size > 0 and first // size < stop // size
 
@@ -134,7 +134,7 @@ class DatasetCursor:
         return refs
 
     def state(self, position: int) -> CursorState:
-        """Return what a checkpoint needs to continue from `position`."""
+        """Return the state from which a checkpoint continues at `position`."""
         return CursorState(position, self.seed, int(self.shuffle), self.fingerprint)
 
     def _check_rows(self) -> None:

@@ -13,7 +13,7 @@ Invariants of `partition_by_budget`:
     - a part weighs at most the budget, unless it is one single item that exceeds it;
     - no two parts could be merged within the budget.
 Invariants of `split_minibatches`:
-    - the minibatches are disjoint and cover all indices; how many ranks share them makes no difference;
+    - the minibatches are disjoint, cover all indices, and do not depend on the number of ranks;
     - their sizes differ by at most one.
 """
 

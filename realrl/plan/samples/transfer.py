@@ -1,4 +1,4 @@
-"""Which rank sends which rows to whom before a call starts.
+"""Routes of rows between ranks before a call starts.
 
 Invariants of `plan_transfers`:
     - after the routes are performed, every rank of a share holds every key of every sample of the share;
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the rows of one (sample, key) are, as global ranks.
+    """Global ranks that have, or will have, the rows of one (sample, key).
 
-    `held`: ranks that have them. `incoming`: ranks that fetch them before a call that is dispatched but not finished.
+    Ranks of `held` have them. Ranks of `incoming` fetch them before a call that is dispatched but not finished.
     """
 
     held: frozenset[int]
@@ -52,7 +52,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Arrival:
-    """The same routes by what they change: `targets` will have the rows of `key` of the samples `ids`."""
+    """Effect of routes: `targets` will have the rows of `key` of the samples `ids`."""
 
     key: str
     ids: tuple[str, ...]
@@ -61,7 +61,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Routes, and what they change. The routes to one target are in the order of the keys."""
+    """Routes, and their effect. The routes to one target are in the order of the keys."""
 
     routes: tuple[Route, ...]
     arrivals: tuple[Arrival, ...]
@@ -73,11 +73,11 @@ def plan_transfers(
     *,
     node_of: Callable[[int], int],
 ) -> TransferPlan:
-    """Plan what the ranks of one dispatch must fetch.
+    """Plan the rows that the ranks of one dispatch must fetch.
 
     Args:
-        shares: who needs which samples; a rank occurs in one share only.
-        placements: key -> sample id -> where it is, for the keys that the call reads and no other.
+        shares: samples that ranks need; a rank occurs in one share only.
+        placements: key -> sample id -> placement, for exactly the keys that the call reads.
         node_of: global rank -> node.
 
     Raises:
@@ -117,5 +117,5 @@ def _group_by_placement(ids: Sequence[str], placement_of: Mapping[str, Placement
 
 
 def _nearest_sources(held: frozenset[int], node: int, node_of: Callable[[int], int]) -> tuple[int, ...]:
-    """The holders on `node`, or all holders if there is none; ascending."""
+    """Return the holders on `node`, or all holders if there is none; ascending."""
     return tuple(sorted(rank for rank in held if node_of(rank) == node)) or tuple(sorted(held))

@@ -1,4 +1,4 @@
-"""The end of a run: every worker is told to shut down, and waited for."""
+"""The end of a run: the master tells every worker to shut down, and waits for all of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Farewell:
     """The workers that were told to shut down.
 
     Args:
-        workers: of the run; those that are there must leave.
-        interrupted: why the run ends early, or "" when it is complete. An interrupted run is patient: it takes a
-            worker that fails or dies on the way out for one that left.
+        workers: the run's; those that said Hello must leave.
+        interrupted: the reason for an early end, or "" when the run is complete. In an interrupted run a worker that
+            fails or dies on the way out counts as one that left.
     """
 
     def __init__(self, workers: Workers, interrupted: str) -> None:
@@ -27,24 +27,24 @@ class Farewell:
 
     @property
     def is_over(self) -> bool:
-        """Whether every worker has left."""
+        """True if every worker has left."""
         return not self._staying
 
     def begin(self) -> list[Instruction]:
-        """Send everybody away."""
+        """Tell every worker to shut down."""
         return [*self._workers.ask_all(lambda rank, seq: Shutdown(seq))]
 
     def add(self, reply: Hello) -> list[Instruction]:
-        """A worker appeared late, and is told to leave at once."""
+        """Tell a worker that appeared late to leave at once."""
         self._workers.add(reply)
         self._staying.add(reply.rank)
         return [self._workers.ask(reply.rank, lambda rank, seq: Shutdown(seq))]
 
     def interrupt(self, reason: str) -> None:
-        """The user wants the run to end.
+        """Note that the user wants the run to end.
 
         Raises:
-            Fatal: not for the first time.
+            Fatal: the run was interrupted before.
         """
         if self.interrupted:
             message = f"interrupted twice: {reason}; workers that had not left yet were stopped"
@@ -52,12 +52,12 @@ class Farewell:
         self.interrupted = reason
 
     def take_leave(self, reply: Goodbye) -> None:
-        """A worker is done with everything."""
+        """Note that a worker is done with everything."""
         self._workers.answered_late(reply)
         self._leave(reply.rank)
 
     def excuses(self, event: WorkerFailed | WorkerLost | WorkerSilent) -> bool:
-        """Whether a worker's end is no failure any more; then it left."""
+        """Return True if a worker's end counts as leaving, not as a failure."""
         if isinstance(event, WorkerFailed):
             if not self.interrupted:
                 return False

@@ -1,4 +1,4 @@
-"""From an event that ends a run to a `Failure` that says who, in what, when, and who waits for it."""
+"""Failures from the events that end a run: the worker, its call and step, and the ranks that wait for it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SILENCE_REMEDY = "Its node may be overloaded or swapping. If that is normal her
 
 
 def describe_request(request: Request | None) -> str:
-    """Return what a worker with this oldest open request is doing, to follow "worker 3 died ..."."""
+    """Return the activity of a worker with this oldest open request, to follow "worker 3 died ..."."""
     match request:
         case RunCall(call=call, step=step):
             return f"in call '{call}' of step {step}"
@@ -53,10 +53,10 @@ def describe_request(request: Request | None) -> str:
 
 
 def waiting_for(rank: int, dispatches: Iterable[Dispatch]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the ranks that cannot finish what they were sent unless `rank` goes on, and the calls they wait in.
+    """Return the ranks that cannot finish their parts unless `rank` goes on, and the calls in which they wait.
 
-    Ranks execute the parts of dispatches in one order, so whoever shares an unfinished part with a rank that is stuck
-    is stuck in it too, and so on for later parts.
+    Ranks execute the parts of dispatches in one order, so a rank that shares an unfinished part with a stuck rank is
+    stuck in it too, and so on for later parts.
     """
     stuck, calls = {rank}, []
     parts = [(part, dispatch.call.name) for dispatch in dispatches for part in dispatch.parts.values()]
@@ -69,7 +69,7 @@ def waiting_for(rank: int, dispatches: Iterable[Dispatch]) -> tuple[tuple[int, .
 
 
 def worker_failed(reply: WorkerFailed, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
-    """A worker reported an exception."""
+    """Return the failure of a worker that reported an exception."""
     where = f"in call '{reply.call}'" if reply.call is not None else describe_request(request)
     if reply.call is not None and reply.step is not None:
         where += f" of step {reply.step}"
@@ -97,7 +97,7 @@ def worker_failed(reply: WorkerFailed, dispatches: Iterable[Dispatch], request: 
 
 
 def never_appeared(event: WorkerLost | WorkerSilent) -> Failure:
-    """A worker ended, or was waited for in vain, before it said Hello."""
+    """Return the failure of a worker that ended, or fell silent, before it said Hello."""
     if isinstance(event, WorkerSilent):
         return _gone(
             FailureKind.WORKER_SILENT, f"worker {event.rank} did not start within {event.silent_s:.0f} s", event
@@ -106,27 +106,27 @@ def never_appeared(event: WorkerLost | WorkerSilent) -> Failure:
 
 
 def worker_lost(event: WorkerLost, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
-    """A worker's process is gone."""
+    """Return the failure of a worker whose process is gone."""
     message = f"worker {event.rank} ended{_how(event)} {describe_request(request)}"
     return _gone(FailureKind.WORKER_LOST, message, event, dispatches, request)
 
 
 def worker_silent(event: WorkerSilent, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
-    """A worker's heartbeat stopped."""
+    """Return the failure of a worker whose heartbeat stopped."""
     doing = f"; it last said: {event.activity}" if event.activity else ""
     message = f"worker {event.rank} gave no sign of life for {event.silent_s:.0f} s {describe_request(request)}{doing}"
     return _gone(FailureKind.WORKER_SILENT, message, event, dispatches, request)
 
 
 def unusable_dataset(err: UsageError) -> Failure:
-    """The dataset cannot feed the run."""
+    """Return the failure of a run that its dataset cannot feed."""
     return Failure(
         kind=FailureKind.DATASET, message=err.message, remedy=err.remedy or "", exit_code=2, error=type(err).__name__
     )
 
 
 def wrong_version(hello: Hello) -> Failure:
-    """A worker of another version of realrl."""
+    """Return the failure of a worker of another version of realrl."""
     return Failure(
         kind=FailureKind.PROTOCOL,
         message=f"worker {hello.rank} speaks protocol version {hello.protocol_version}, the master {PROTOCOL_VERSION}",
@@ -156,7 +156,7 @@ def _gone(
 
 
 def death_remedy(exit_code: int | None) -> str:
-    """What a user can do about a process that ended so; a negative code is a signal, None is unknown."""
+    """Return advice about a process that ended with this code; a negative code is a signal, None is unknown."""
     if exit_code == -signal.SIGKILL:
         return "Was the machine out of memory? `dmesg | tail` tells; smaller n_seqs or more n_mbs need less."
     if exit_code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGABRT):
@@ -167,7 +167,7 @@ def death_remedy(exit_code: int | None) -> str:
 
 
 def _how(event: WorkerLost) -> str:
-    """How a process ended, to follow "worker 3 ended"."""
+    """Return the manner of a process's end, to follow "worker 3 ended"."""
     if event.detail:
         return f" ({event.detail})"
     if event.exit_code is None:

@@ -1,4 +1,4 @@
-"""What the master must know before a run starts: its tracks, and which steps are saved."""
+"""The master's plan of a run: its tracks, and the steps that are saved."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class MasterPlan:
     """The frozen input of `MasterState`.
 
     Args:
-        main: what the run is for: training, or whatever an experiment without training does.
-        evaluation: what evaluates the models on the way; None: nothing does.
-        save: which steps are saved.
+        main: the track of the experiment's own calls, with or without training.
+        evaluation: the track that evaluates the models on the way; None: there is none.
+        save: rules for the steps that are saved.
         checkpoint_directory: folder that ranks write a checkpoint into; ``{step}`` in it stands for the step.
     """
 
@@ -29,16 +29,15 @@ class MasterPlan:
 
     @property
     def tracks(self) -> tuple[TrackPlan, ...]:
-        """All tracks."""
         return (self.main,) if self.evaluation is None else (self.main, self.evaluation)
 
     def checkpoint_directory_of(self, step: int) -> str:
-        """The folder that ranks write the checkpoint of `step` into."""
+        """Return the folder that ranks write the checkpoint of `step` into."""
         return self.checkpoint_directory.replace(STEP_PLACEHOLDER, str(step))
 
 
 def plan_master(main: TrackPlan, evaluation: TrackPlan | None, checkpoint_directory: str) -> MasterPlan:
-    """The plan of a run; what trains nothing is not saved.
+    """Return the plan of a run; a run that trains nothing is not saved.
 
     Args:
         main: from `plan_track`.

@@ -1,4 +1,4 @@
-"""The master's logic: a pure state machine that turns what happened into what to do next.
+"""The master's logic: a pure state machine that turns events into instructions.
 
     Start, Hello from every rank ──► Initialize ──► Ready from every rank           `Startup`
                                                         │
@@ -10,9 +10,9 @@
 
     a failure anywhere: Abort
 
-It owns no socket, no clock and no file: `handle` is the only thing that changes it, and what `handle` returns is to be
-performed in that order. Whatever happens after the run is aborted or finished is ignored, for messages may still be on
-their way; before that, a reply that answers no open request is a bug, since no transport repeats or invents messages.
+It owns no socket, no clock and no file. Only `handle` changes it, and the instructions that `handle` returns are to be
+performed in their order. Events after the end of the run are ignored, for messages may still be on their way. Before
+the end, a reply that answers no open request is a bug, since no transport repeats or invents messages.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from realrl.sched.track.faults import Fatal
 
 
 class RunPhase(Enum):
-    """How far the run is."""
+    """Progress of the run."""
 
     CONNECTING = "connecting"  # workers start and say Hello
     INITIALIZING = "initializing"  # workers build groups, models and the dataset
@@ -97,11 +97,7 @@ Trouble = Interrupted | CheckpointFailed | WorkerFailed | WorkerLost | WorkerSil
 
 
 class MasterState:
-    """The whole run, as the master sees it.
-
-    Args:
-        plan: what to run.
-    """
+    """The whole run, as the master sees it."""
 
     def __init__(self, plan: MasterPlan) -> None:
         self.plan = plan
@@ -113,7 +109,7 @@ class MasterState:
         self._handle: Callable[[Event], list[Instruction]] = self._start_up  # of the phase
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take in one event and return what to do, in this order.
+        """Take in one event and return the instructions to perform, in their order.
 
         Raises:
             InvalidTransitionError: the event cannot happen in this state; the message tells the story so far.
@@ -135,7 +131,7 @@ class MasterState:
 
     @property
     def is_over(self) -> bool:
-        """Whether `handle` will never again return an instruction."""
+        """True if `handle` will never again return an instruction."""
         return self.phase in (RunPhase.FINISHED, RunPhase.ABORTED)
 
     @property
@@ -154,7 +150,7 @@ class MasterState:
         return [] if self._run is None else self._run.dispatches
 
     def cursor_state(self, step: int) -> CursorState:
-        """Return where the loader is after `step`: a `ResumePoint` with it continues with the same samples.
+        """Return the loader's position after `step`; a `ResumePoint` with it continues with the same samples.
 
         Raises:
             InvalidTransitionError: the dataset is not known yet.
@@ -168,16 +164,16 @@ class MasterState:
         return self._stories.lines(call)
 
     def explain(self, call: str) -> str:
-        """Return what a call of the main track is doing, or what it waits for."""
+        """Return the activity of a call of the main track, or its reason to wait."""
         if self._run is None:
             return f"waits for the run, which is {self.phase.value}"
         return self._run.main.scheduler.explain(call)
 
     def validate(self) -> None:
-        """Check what must hold between any two events.
+        """Check invariants, which hold between any two events.
 
         Raises:
-            InvalidTransitionError: it does not.
+            InvalidTransitionError: one of them is broken.
         """
         if self.phase is RunPhase.RUNNING and self._run is not None:
             self._run.validate()
@@ -185,7 +181,7 @@ class MasterState:
     # ------------------------------------------------------------ one phase after another
 
     def _start_up(self, event: Event) -> list[Instruction]:
-        """CONNECTING and INITIALIZING."""
+        """Handle an event in CONNECTING or INITIALIZING."""
         match event:
             case Start():
                 self._startup.add_start(event)
@@ -220,7 +216,7 @@ class MasterState:
         return [self._startup.report(first_step, last_step), *run.begin()]
 
     def _go_on(self, run: Run, event: Event) -> list[Instruction]:
-        """RUNNING."""
+        """Handle an event in RUNNING."""
         match event:
             case Start():
                 self._startup.add_start(event)
@@ -247,7 +243,7 @@ class MasterState:
         return [*farewell.begin(), *self._finish_if_alone(farewell)]
 
     def _wind_up(self, farewell: Farewell, event: Event) -> list[Instruction]:
-        """CLOSING: nobody waits for replies but those of a checkpoint that all ranks have saved."""
+        """Handle an event in CLOSING: replies count only for a checkpoint that the ranks are saving."""
         instructions: list[Instruction] = []
         match event:
             case Start() | SaveIntervalPassed() | Heartbeat():
@@ -281,7 +277,7 @@ class MasterState:
         return [Finish(farewell.interrupted, self._workers.take_spans())]
 
     def _on_trouble(self, event: Trouble) -> list[Instruction]:
-        """The run ends early."""
+        """End the run early."""
         match event:
             case Interrupted(reason):
                 return self._close(reason)

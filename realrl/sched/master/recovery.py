@@ -1,11 +1,11 @@
-"""Whether a run that ended is started again: a pure state machine over its attempts.
+"""The decision to start a run again after it ended: a pure state machine over its attempts.
 
 attempt ──ended well, by the user, or by an error that would come again──► over
-   ▲   └──a process was lost, retries are left, and nothing says that it would be lost there again──┐
+   ▲   └──a process was lost, retries are left, and it was not lost there too often─────────────────┐
    └────────────────────────────────────────── Restart ◄────────────────────────────────────────────┘
 
-Processes that are killed at random may well be killed at one place, so a second loss there says little. The third one
-at a place ends the run, unless the run got further in between: it would not end otherwise.
+Processes that are killed at random may well be killed twice at one place. The third loss at a place ends the run,
+unless the run got further in between: otherwise it could restart without end.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class AttemptEnded(msgspec.Struct, frozen=True):
     """The master process is gone.
 
     Attributes:
-        exit_code: of the master; a negative one is the signal that killed it.
-        failure: what it said last; None if it said nothing.
-        step: the last step that it reported.
+        exit_code: the master's; a negative one is the signal that killed it.
+        failure: the master's last report; None if there was none.
+        step: the last step that the master reported.
         is_interrupted: the user asked for the end.
     """
 
@@ -44,8 +44,8 @@ class Restart:
     """Start again from the newest checkpoint.
 
     Attributes:
-        number: of the restart, from 1.
-        lost: what happened, to follow "restart 1 of 2: ".
+        number: count of restarts, from 1.
+        lost: description of the loss, to follow "restart 1 of 2: ".
     """
 
     number: int
@@ -54,13 +54,13 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """The run is over; `why` is to be told, if not empty."""
+    """The run is over; the user is told `why`, unless it is empty."""
 
     why: str = ""
 
 
 class Recovery:
-    """Decides after each attempt.
+    """Decides after each attempt whether the run starts again.
 
     Args:
         retries: restarts at most, over the whole run.
@@ -73,7 +73,7 @@ class Recovery:
         self._losses: Counter[_Place] = Counter()  # since then
 
     def handle(self, event: AttemptEnded) -> Restart | GiveUp:
-        """An attempt ended; what to do."""
+        """Return the decision after an attempt."""
         is_lost, what, place = _diagnose(event)
         if not is_lost or event.is_interrupted or not self._retries:
             return GiveUp()
@@ -94,7 +94,7 @@ class Recovery:
 
 
 def _diagnose(event: AttemptEnded) -> tuple[bool, str, _Place]:
-    """Whether a process was lost, in words, and where that was, to compare with other losses."""
+    """Return True if a process was lost, the loss in words, and its place, to compare with other losses."""
     failure = event.failure
     if failure is None:
         return event.exit_code < 0, "the master process died", ("master", None, event.step)

@@ -1,4 +1,4 @@
-"""The run itself: its tracks, and what follows when one of them completes a step or an evaluation.
+"""The run itself: its tracks, and the reports, evaluations and checkpoints that follow their steps.
 
     main track: a step is complete ─► evaluate it, if that is due ─► ReportStep ─► save it, if that is due
                                           │ Evaluation, a track                       │ OpenCheckpoint, SaveCheckpoint
@@ -42,10 +42,9 @@ class Run:
     """Steps, evaluations and checkpoints, from the moment all workers are ready.
 
     Args:
-        plan: what to run.
-        dataset: what the worker that holds the dataset said of it.
-        workers: who are asked.
-        stories: told of what happens.
+        dataset: the reply of the worker that holds the dataset.
+        workers: the receivers of requests.
+        stories: accounts for error messages.
 
     Raises:
         UsageError: the dataset cannot feed the run.
@@ -86,17 +85,17 @@ class Run:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to do."""
+        """True if nothing is left to do."""
         return self.main.is_done and self._checkpoints.is_idle and self._evaluation is None
 
     @property
     def is_committing(self) -> bool:
-        """Whether the outcome of some checkpoint is not known, but will be."""
+        """True if every rank has saved some checkpoint, and its outcome is not known yet."""
         return self._checkpoints.is_any_committing
 
     @property
     def tracks(self) -> list[Track]:
-        """The tracks that are under way."""
+        """Tracks that are under way."""
         return [self.main] if self._evaluation is None else [self.main, self._evaluation]
 
     @property
@@ -113,11 +112,11 @@ class Run:
     def handle(
         self, event: TrackReply | CheckpointSaved | CheckpointCommitted | SaveIntervalPassed
     ) -> list[Instruction]:
-        """A worker answered, or a checkpoint came further, or is wanted.
+        """Take in a worker's answer, progress of a checkpoint, or the wish for one.
 
         Raises:
-            Fatal: it ends the run.
-            InvalidTransitionError: it cannot happen now.
+            Fatal: the event ends the run.
+            InvalidTransitionError: the event cannot happen now.
         """
         match event:
             case SaveIntervalPassed():
@@ -135,7 +134,7 @@ class Run:
         return [*self._evaluation.handle(event, asked.request), *self._go_on_evaluating(self._evaluation)]
 
     def conclude(self) -> list[Instruction]:
-        """What is to be told when everything is done."""
+        """Return the report that follows when everything is done."""
         config = self._plan.main.config
         if not config.eval.only:
             return []
@@ -144,10 +143,10 @@ class Run:
         return [ReportEvaluation(self._plan.main.first_step - 1, metrics)]
 
     def validate(self) -> None:
-        """Check what must hold between any two events.
+        """Check invariants, which hold between any two events.
 
         Raises:
-            InvalidTransitionError: it does not.
+            InvalidTransitionError: one of them is broken.
         """
         for track in self.tracks:
             track.scheduler.validate()
@@ -163,7 +162,7 @@ class Run:
         return [*instructions, *self._save_if_ready(), *self.main.scheduler.advance()]
 
     def _report(self, step: int) -> list[Instruction]:
-        """A step is complete: evaluate it when that is due, then report it."""
+        """Evaluate a complete step if that is due, then report it."""
         metrics = self.main.log.finish_step(step, self._plan.main.versions_after(step))
         self._stories.note(f"step {step} is complete")
         report = ReportStep(step, self.main.epoch(step), metrics, self._workers.take_spans())
@@ -174,7 +173,7 @@ class Run:
         return [*reads, *self._conclude_step(report)]
 
     def _report_samples(self) -> list[Instruction]:
-        """The steps whose samples are complete and read."""
+        """Report the steps whose samples are complete and read."""
         reports: list[Instruction] = []
         for step, samples in self.main.reader.take():
             reports.append(ReportSamples(step, self.main.epoch(step), samples))
@@ -183,7 +182,7 @@ class Run:
         return reports
 
     def _conclude_step(self, report: ReportStep) -> list[Instruction]:
-        """A step is complete and evaluated, if it had to be: report it, and save it when that is due."""
+        """Report a step that needs no further evaluation, and save it if that is due."""
         if not self._checkpoints.is_due(report.step):
             self._checkpoints.pass_by(report.step)
             return [report]
@@ -238,7 +237,7 @@ class Run:
         return [OpenCheckpoint(step, directory), *asks]
 
     def add_saved(self, reply: CheckpointSaved, request: Request) -> list[Instruction]:
-        """A worker wrote its share of a checkpoint."""
+        """Note that a worker wrote its share of a checkpoint; after the last share, commit it."""
         assert isinstance(request, SaveCheckpoint)
         step = request.step
         save = self._checkpoints.add_saved(step, reply)
@@ -249,10 +248,10 @@ class Run:
         return [CommitCheckpoint(step, request.directory, cursor, versions, save.in_flight, *told, request.is_last)]
 
     def add_committed(self, event: CheckpointCommitted) -> None:
-        """A checkpoint is in place.
+        """Note that a checkpoint is in place.
 
         Raises:
-            InvalidTransitionError: nobody asked for it.
+            InvalidTransitionError: it was not asked for.
         """
         if not self._checkpoints.is_committing(event.step):
             raise nobody_asked(event)
@@ -261,5 +260,5 @@ class Run:
 
 
 def nobody_asked(event: CheckpointCommitted) -> InvalidTransitionError:
-    """What is wrong with a checkpoint that no worker saved."""
+    """Return the error for a checkpoint that no worker saved."""
     return InvalidTransitionError(f"the checkpoint of step {event.step} is in place, but nobody asked for it")

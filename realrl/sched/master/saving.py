@@ -1,4 +1,4 @@
-"""Which steps are saved or evaluated, how far each checkpoint is, and how both keep training behind them.
+"""Times of checkpoints and evaluations, the progress of each checkpoint, and how both hold training back.
 
 a step is complete and due ─► hold: dispatches that read older parameters end ─► begin: every rank is asked
                                                                                     │ their files are written
@@ -17,8 +17,8 @@ class Save:
     """A checkpoint that ranks are writing.
 
     Attributes:
-        in_flight: what was done for later steps when the ranks were asked.
-        files, roles: what they told so far.
+        in_flight: work done for later steps when the ranks were asked.
+        files, roles: reports of the ranks so far.
     """
 
     def __init__(self, ranks: Iterable[int], in_flight: InFlight) -> None:
@@ -28,7 +28,7 @@ class Save:
         self.missing = set(ranks)
 
     def add(self, reply: CheckpointSaved) -> None:
-        """A rank wrote its share."""
+        """Note that a rank wrote its share."""
         self.missing.discard(reply.rank)
         self.files |= reply.files
         self.roles |= reply.roles
@@ -41,10 +41,10 @@ class CheckpointTracker:
     since they execute requests in order, a train_step of a later step may be sent from then on, not earlier.
 
     Args:
-        first_step, last_step: of the run.
+        first_step, last_step: range of the run, inclusive.
         every_steps: 0 means none on the way.
-        at_end: whether to save after the last step.
-        ends_epoch: whether a step is saved because epochs end in it; asked of steps that have all their samples.
+        at_end: the last step is saved.
+        ends_epoch: True for a step that is saved because epochs end in it; asked of steps that have all their samples.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class CheckpointTracker:
         self._saves: dict[int, Save] = {}  # by step
 
     def want(self, step: int) -> None:
-        """The clock says that `step`, which is not complete, is to be saved."""
+        """Note that the clock asks for a checkpoint of `step`, which is not complete."""
         self._wanted = max(self._wanted, step)
 
     def is_due(self, step: int) -> bool:
-        """Whether `step` is saved."""
+        """Return True if a checkpoint of `step` is to be written."""
         if step > self._last_step:
             return False
         is_regular = self._every_steps > 0 and step % self._every_steps == 0
@@ -78,55 +78,55 @@ class CheckpointTracker:
         return is_regular or is_end or step == self._wanted or self._ends_epoch(step)
 
     def blocks_training(self, step: int) -> bool:
-        """Whether a train_step of `step` would change weights that an earlier step's checkpoint needs."""
+        """Return True if a train_step of `step` would change weights that an earlier step's checkpoint needs."""
         return any(self.is_due(earlier) for earlier in range(self._next, step))
 
     def explain(self, step: int) -> str:
-        """What a train_step of `step` that is blocked waits for."""
+        """Return the reason why a blocked train_step of `step` waits."""
         return f"the checkpoint of a step before {step}, which needs the old weights"
 
     def pass_by(self, step: int) -> None:
-        """`step` is complete, and not due."""
+        """Note that `step` is complete, and not due."""
         self._next = step + 1
 
     def hold(self, step: int, dispatches: Iterable[int]) -> None:
-        """`step` is complete and due; its checkpoint waits for these dispatches."""
+        """Let the checkpoint of `step`, which is complete and due, wait for these dispatches."""
         self._held = (step, frozenset(dispatches))
 
     def ready(self, under_way: Mapping[int, object]) -> int | None:
-        """The step that is due and waits for nothing, given the dispatches under way."""
+        """Return the step that is due and waits for none of the dispatches under way, or None."""
         if self._held is None or not self._held[1].isdisjoint(under_way):
             return None
         return self._held[0]
 
     def begin(self, step: int, ranks: Iterable[int], in_flight: InFlight) -> None:
-        """All `ranks` are asked for their share of the checkpoint of `step`."""
+        """Note that all `ranks` are asked for their share of the checkpoint of `step`."""
         self._saves[step] = Save(ranks, in_flight)
         self._held = None
         self._next = step + 1
 
     def add_saved(self, step: int, reply: CheckpointSaved) -> Save | None:
-        """A rank wrote its share of `step`; return the checkpoint if it was the last one."""
+        """Note that a rank wrote its share of `step`; return the checkpoint if this was the last share."""
         save = self._saves[step]
         save.add(reply)
         return None if save.missing else save
 
     def is_committing(self, step: int) -> bool:
-        """Whether every rank saved its share of `step`, and the outcome is not known yet."""
+        """Return True if every rank saved its share of `step`, and the outcome is not known yet."""
         return step in self._saves and not self._saves[step].missing
 
     def add_committed(self, step: int) -> None:
-        """The checkpoint of `step` is in its final place."""
+        """Note that the checkpoint of `step` is in its final place."""
         del self._saves[step]
 
     @property
     def is_idle(self) -> bool:
-        """Whether no checkpoint is on its way."""
+        """True if no checkpoint is on its way."""
         return not self._saves and self._held is None
 
     @property
     def is_any_committing(self) -> bool:
-        """Whether the outcome of some checkpoint is not known, but will be."""
+        """True if every rank has saved some checkpoint, and its outcome is not known yet."""
         return any(not save.missing for save in self._saves.values())
 
 
@@ -136,9 +136,9 @@ class EvaluationTimes:
     An evaluation after step i sees exactly i steps of training: no train_step of a later step is sent before its end.
 
     Args:
-        first_step, last_step: of the run.
+        first_step, last_step: range of the run, inclusive.
         every_steps: 0 means none on the way.
-        at_start: whether to evaluate before the first step.
+        at_start: an evaluation precedes the first step.
     """
 
     def __init__(self, first_step: int, last_step: int, *, every_steps: int, at_start: bool) -> None:
@@ -147,19 +147,19 @@ class EvaluationTimes:
         self._due = first_step - 1 if at_start else self._due_from(first_step)
 
     def is_due(self, step: int) -> bool:
-        """Whether to evaluate now that `step` is complete."""
+        """Return True if an evaluation follows `step`."""
         return step == self._due
 
     def blocks_training(self, step: int) -> bool:
-        """Whether a train_step of `step` would change weights that are still to be evaluated."""
+        """Return True if a train_step of `step` would change weights that are still to be evaluated."""
         return self._due is not None and step > self._due
 
     def explain(self, step: int) -> str:
-        """What a train_step of `step` that is blocked waits for."""
+        """Return the reason why a blocked train_step of `step` waits."""
         return f"the evaluation before step {step}, which needs the old weights"
 
     def add_done(self, step: int) -> None:
-        """The evaluation after `step` is over."""
+        """Note that the evaluation after `step` is over."""
         self._due = self._due_from(step + 1)
 
     def _due_from(self, step: int) -> int | None:

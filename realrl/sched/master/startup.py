@@ -11,11 +11,10 @@ from realrl.sched.track.faults import Fatal
 
 
 class Startup:
-    """Who is there, and who is ready.
+    """Workers that said Hello, and those that are ready.
 
     Args:
-        workers: of the run.
-        dataset_rank: the one that tells the dataset's rows.
+        dataset_rank: the rank that reports the dataset's rows.
     """
 
     def __init__(self, workers: Workers, dataset_rank: int) -> None:
@@ -26,37 +25,37 @@ class Startup:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the shell said Start and every worker Hello."""
+        """True if the shell said Start and every worker Hello."""
         return self._start is not None and len(self._workers.hellos) == self._workers.n_ranks
 
     @property
     def is_ready(self) -> bool:
-        """Whether every worker is ready."""
+        """True if every worker is ready."""
         return len(self._readies) == self._workers.n_ranks
 
     @property
     def dataset(self) -> Ready:
-        """What the worker that holds the dataset said of it."""
+        """The reply of the worker that holds the dataset."""
         return self._readies[self._dataset_rank]
 
     def add_start(self, event: Start) -> None:
-        """The shell listens."""
+        """Note that the shell listens."""
         if self._start is not None:
             raise InvalidTransitionError("the run was started twice")
         self._start = event
 
     def add_hello(self, reply: Hello) -> None:
-        """A worker appeared.
+        """Note that a worker appeared.
 
         Raises:
-            Fatal: it is of another version.
+            Fatal: the worker speaks another protocol version.
         """
         self._workers.add(reply)
         if reply.protocol_version != PROTOCOL_VERSION:
             raise Fatal(diagnosis.wrong_version(reply))
 
     def add_ready(self, reply: Ready) -> None:
-        """A worker has built its groups, models and data."""
+        """Note that a worker has built its groups, models and data."""
         self._workers.answered(reply)
         self._readies[reply.rank] = reply
 
@@ -72,7 +71,7 @@ class Startup:
         return [*self._workers.ask_all(request)]
 
     def report(self, first_step: int, last_step: int) -> ReportStart:
-        """What is known of the run now that every worker is ready."""
+        """Return the report of the run's length and data, once every worker is ready."""
         replies = [self._readies[rank] for rank in sorted(self._readies)]
         return ReportStart(
             first_step=first_step,

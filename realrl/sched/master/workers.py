@@ -1,4 +1,4 @@
-"""The workers as the master knows them: who said Hello, what each was asked, and how they spent their time."""
+"""The workers as the master knows them: their Hellos, open requests and spans."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Workers:
     """All workers of a run.
 
     Args:
-        n_ranks: how many there are.
-        stories: told when a reply answers nothing.
+        n_ranks: number of workers.
+        stories: accounts for the error when a reply answers nothing.
     """
 
     def __init__(self, n_ranks: int, stories: Stories) -> None:
@@ -27,10 +27,10 @@ class Workers:
         self._spans: list[RankSpan] = []
 
     def add(self, reply: Hello) -> None:
-        """A worker appeared.
+        """Note that a worker appeared.
 
         Raises:
-            InvalidTransitionError: there is no such worker, or it did so before.
+            InvalidTransitionError: there is no such worker, or it said Hello before.
         """
         if not 0 <= reply.rank < self.n_ranks:
             raise InvalidTransitionError(f"a worker calls itself rank {reply.rank}; there are {self.n_ranks}")
@@ -39,7 +39,7 @@ class Workers:
         self.hellos[reply.rank] = reply
 
     def ask_all(self, make: Callable[[int, int], Request]) -> list[Send]:
-        """Send ``make(rank, seq)`` to every worker that is there."""
+        """Send ``make(rank, seq)`` to every worker that said Hello."""
         return [self.ask(rank, make) for rank in sorted(self.hellos)]
 
     def ask(self, rank: int, make: Callable[[int, int], Request]) -> Send:
@@ -47,7 +47,7 @@ class Workers:
         return self.outbox.send(rank, make(rank, self.outbox.next_seq(rank)))
 
     def answered(self, reply: NumberedReply) -> Asked:
-        """Return what a reply answers.
+        """Close and return the request that a reply answers.
 
         Raises:
             InvalidTransitionError: it answers no open request.
@@ -60,7 +60,7 @@ class Workers:
         return asked
 
     def answered_late(self, reply: NumberedReply) -> Asked | None:
-        """Return what a reply answers, or None: the run is being closed, and nobody waits for it.
+        """Close and return the request that a reply answers, or None: in a closing run stray replies are no bug.
 
         Raises:
             InvalidTransitionError: there is no such worker.

@@ -1,11 +1,12 @@
-"""The sample buffer: which samples live, which keys of them exist where, and which call has read which sample.
+"""The sample buffer: the living samples, the locations of their keys, and their progress through the calls.
 
 It holds ids, lengths, locations and versions, never data. Every sample goes through every call exactly once, and is
-freed when the last one is done with it. A sample that is dropped goes to no further call, and is freed when those that
+freed when the last call is done with it. A dropped sample goes to no further call, and is freed when the calls that
 have it at that moment are done. All operations cost time in proportion to the samples that they change.
 
-Where no call drops samples, the n-th sample that is loaded has place n. Where one does (see `rounds`), calls that come
-before it take samples by their number, and the others by their place, which a sample gets when no call will drop it.
+Where no call drops samples, the n-th loaded sample has place n. Where one does (see `rounds`), a sample gets its place
+when no call can drop it any more. A call that drops samples, or precedes one that does, takes them by number, every
+other call by place.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from realrl.sched.samples.call_queue import CallQueue, RoundQueue
 
 
 class SamplePhase(Enum):
-    """Where one sample stands with one call."""
+    """Progress of one sample through one call."""
 
     WAITING = "waiting"  # some input does not exist yet
     READY = "ready"
@@ -60,9 +61,9 @@ class SampleBuffer:
     """All living samples.
 
     Args:
-        calls: the calls; elsewhere in this class they are meant by their position here.
+        calls: the calls; other methods name a call by its position here.
         step_size: samples of one step.
-        n_total: samples that there will ever be, where the last step may be smaller than the others.
+        n_total: samples of the whole run, where the last step may be smaller than the others; None: whole steps.
     """
 
     def __init__(self, calls: Sequence[ScheduledCall], step_size: int, n_total: int | None = None) -> None:
@@ -100,12 +101,12 @@ class SampleBuffer:
         self.grew_ready = False  # whether a batch may have become complete since this was last set to False
 
     def __len__(self) -> int:
-        """Living samples, those being loaded included."""
+        """Return the number of living samples, those being loaded included."""
         return len(self._slots)
 
     @property
     def n_loaded(self) -> int:
-        """Samples that were ever asked for: the number of the next one."""
+        """Number of samples ever asked for, which is the number of the next one."""
         return self._n_loaded
 
     # ------------------------------------------------------------ samples come and go
@@ -127,7 +128,7 @@ class SampleBuffer:
             queue.open(len(refs))
 
     def add_loaded(self, rank: int, meta: SampleMeta) -> None:
-        """The samples of `meta` were loaded on `rank`."""
+        """Note that the samples of `meta` were loaded on `rank`."""
         for sample_id in meta.ids:
             slot = self._slots[sample_id]
             slot.is_loaded = True
@@ -137,7 +138,7 @@ class SampleBuffer:
         self.add_rows(rank, meta)
 
     def add_rows(self, rank: int, meta: SampleMeta) -> None:
-        """`rank` holds rows that it loaded or produced. Several ranks may report the same rows."""
+        """Note rows that `rank` loaded or produced. Several ranks may report the same rows."""
         fresh = Placement(frozenset((rank,)))
         for key, seqlens in meta.seqlens.items():
             self._schemas[key] = meta.schemas[key]
@@ -158,7 +159,7 @@ class SampleBuffer:
                         self._become_ready(slot, position)
 
     def free(self, ids: Iterable[str]) -> dict[int, tuple[str, ...]]:
-        """Forget samples that no call needs any more; return rank -> those of them that it holds anything of.
+        """Forget samples that no call needs any more; return rank -> the samples of which it holds rows.
 
         Raises:
             InvalidTransitionError: some call still needs a sample.
@@ -188,10 +189,10 @@ class SampleBuffer:
     # ------------------------------------------------------------ calls read samples
 
     def take(self, position: int) -> tuple[int, tuple[str, ...]]:
-        """Take the next batch of a call whose queue says that there is one.
+        """Take the next batch of a call whose queue has one.
 
         Returns:
-            How many steps of samples came before the batch's, and the ids, oldest first.
+            The number of steps before the batch's, and the ids, oldest first.
         """
         n_steps = self.queues[position].steps_taken
         id_of = self._id_of if position in self._round_queues else self._id_at
@@ -203,12 +204,12 @@ class SampleBuffer:
         return n_steps, ids
 
     def peek(self, position: int) -> tuple[str, ...]:
-        """The batch that `take` would return."""
+        """Return the ids that `take` would return."""
         id_of = self._id_of if position in self._round_queues else self._id_at
         return tuple(id_of[index] for index in self.queues[position].peek())
 
     def finish(self, position: int, ids: Sequence[str], dropped: Collection[str] = ()) -> list[str]:
-        """A call is done with its batch, and `dropped` some of it; return the samples that no call needs any more."""
+        """Note that a call is done with its batch and dropped some of it; return samples that no call needs now."""
         unneeded = []
         for sample_id in ids:
             slot = self._slots[sample_id]
@@ -225,26 +226,26 @@ class SampleBuffer:
         return unneeded
 
     def places(self, ids: Iterable[str]) -> dict[str, int]:
-        """Living samples that have a place -> that, counted over all steps."""
+        """Return living sample -> its place, counted over all steps, for those that have one."""
         found = {sample_id: self._slots[sample_id].place for sample_id in ids}
         return {sample_id: place for sample_id, place in found.items() if place is not None}
 
     # ------------------------------------------------------------ samples are dropped, or not
 
     def is_living(self, sample_id: str) -> bool:
-        """Whether a sample is loaded, or being loaded, and neither dropped nor freed."""
+        """Return True if a sample is loaded, or being loaded, and neither dropped nor freed."""
         return sample_id in self._slots and not self._slots[sample_id].is_dropped
 
     def numbers(self, ids: Iterable[str]) -> list[int]:
-        """The numbers of living samples."""
+        """Return the numbers of living samples."""
         return [self._slots[sample_id].number for sample_id in ids]
 
     def ids_of(self, numbers: Iterable[int]) -> list[str]:
-        """The living samples with these numbers; only where samples are dropped."""
+        """Return the living samples with these numbers; only where samples are dropped."""
         return [self._id_of[number] for number in numbers if number in self._id_of]
 
     def is_dropped(self, sample_id: str) -> bool:
-        """Whether a living sample goes to no further call."""
+        """Return True if a living sample goes to no further call."""
         return self._slots[sample_id].is_dropped
 
     def drop(self, numbers: Iterable[int]) -> list[str]:
@@ -261,7 +262,7 @@ class SampleBuffer:
         return unneeded
 
     def give_places(self, places: Mapping[int, int]) -> None:
-        """No call will drop these samples (number -> place): the calls after the dropping ones may have them."""
+        """Give samples (number -> place) that no call will drop to the calls after the dropping ones."""
         for number, place in places.items():
             if number not in self._id_of:  # no call comes after the dropping ones: it is freed
                 continue
@@ -271,7 +272,7 @@ class SampleBuffer:
             self._open_gates(slot, self._late)
 
     def close_step(self) -> None:
-        """No further round of the step will come."""
+        """Note that the step gets no further round."""
         for queue in self._round_queues.values():
             queue.close_step()
 
@@ -290,34 +291,34 @@ class SampleBuffer:
     # ------------------------------------------------------------ versions
 
     def set_version(self, position: int, ids: Iterable[str], version: int) -> None:
-        """A call with outputs reads its role in this version for these samples."""
+        """Note the version of its role that a call with outputs reads for these samples."""
         for sample_id in ids:
             self._slots[sample_id].versions[position] = version
 
     def versions(self, sample_id: str) -> dict[str, int]:
-        """Call that produced a key of the sample -> the version of the role that it read."""
+        """Return call that produced a key of the sample -> the version of the role that it read."""
         return {self._calls[position].name: v for position, v in self._slots[sample_id].versions.items()}
 
     def n_behind(self, role: str, ids: Iterable[str], version: int) -> list[int]:
-        """For each sample and call that generated it by `role`: how far it is behind `version`."""
+        """Return how far each sample is behind `version`, once for each call that generated it by `role`."""
         generating = [i for i, call in enumerate(self._calls) if call.is_generate and call.mfc.role == role]
         read = [self._slots[sample_id].versions for sample_id in ids]
         return [version - versions[position] for versions in read for position in generating if position in versions]
 
     def restore_version(self, sample_id: str, call: str, version: int) -> None:
-        """A call with outputs read its role in this version for a sample before the run was resumed."""
+        """Note the version that a call with outputs read for a sample before the run was resumed."""
         position = next(position for position, other in enumerate(self._calls) if other.name == call)
         self._slots[sample_id].versions[position] = version
 
-    # ------------------------------------------------------------ what is produced
+    # ------------------------------------------------------------ outputs of calls
 
     def unproduced(self, position: int, ids: Iterable[str]) -> frozenset[str]:
-        """The samples of which nobody holds what the call produces."""
+        """Return the samples whose output of the call lies on no rank."""
         placement_of = self._placements.get(self._calls[position].mfc.output_keys[0], {})
         return frozenset(sample_id for sample_id in ids if sample_id not in placement_of)
 
     def missing_output(self, position: int, ids: Iterable[str]) -> tuple[str, str] | None:
-        """Return some (sample id, key) that the call should have produced and nobody holds, or None."""
+        """Return some (sample id, key) that the call should have produced and no rank holds, or None."""
         for key in self._calls[position].mfc.output_keys:
             placement_of = self._placements.get(key, {})
             for sample_id in ids:
@@ -325,14 +326,14 @@ class SampleBuffer:
                     return sample_id, key
         return None
 
-    # ------------------------------------------------------------ what lies where
+    # ------------------------------------------------------------ locations
 
     def placements(self, keys: Iterable[str]) -> Mapping[str, Mapping[str, Placement]]:
-        """Key -> sample id -> where it is."""
+        """Return key -> sample id -> placement."""
         return {key: self._placements[key] for key in keys}
 
     def token_counts(self, ids: Sequence[str], keys: Iterable[str] | None = None) -> list[int]:
-        """Tokens of each sample: the longest of `keys` (default: of all) that has a row per token, at least 1.
+        """Return tokens of each sample: of the longest of `keys` (default: all) that has a row per token, at least 1.
 
         Keys of bytes (uint8) hold text, not tokens, and do not count.
         """
@@ -344,17 +345,17 @@ class SampleBuffer:
         return [max([1, *[table.get(sample_id, 0) for table in tables]]) for sample_id in ids]
 
     def number_keys(self) -> list[str]:
-        """Keys with one number per sequence or per sample, as far as any sample had them."""
+        """Return the keys with one number per sequence or per sample, as far as any sample had them."""
         rows = self._schemas.items()
         return sorted(k for k, schema in rows if schema.per in (Per.SEQUENCE, Per.SAMPLE) and not schema.trailing)
 
     def holders(self, key: str, sample_id: str) -> frozenset[int]:
-        """Ranks that hold rows of a living sample."""
+        """Return the ranks that hold a key's rows of a living sample."""
         placement = self._placements.get(key, {}).get(sample_id)
         return frozenset() if placement is None else placement.held
 
     def rows_of(self, batches: Iterable[tuple[int, Iterable[str]]]) -> dict[int, dict[str, tuple[str, ...]]]:
-        """Rank -> key -> living samples: where the rows lie that calls produced for batches, each once."""
+        """Return rank -> key -> living samples: for outputs of calls, one rank that holds each sample's rows."""
         rows: dict[int, dict[str, list[str]]] = {}
         for position, ids in batches:
             for key in self._calls[position].mfc.output_keys:
@@ -363,11 +364,11 @@ class SampleBuffer:
         return {rank: {key: tuple(members) for key, members in keys.items()} for rank, keys in rows.items()}
 
     def begin_arrivals(self, arrivals: Iterable[Arrival]) -> None:
-        """Rows will be fetched before a call that is being dispatched."""
+        """Note that rows will be fetched before a call that is being dispatched."""
         self._replace(arrivals, lambda old, targets: Placement(old.held, old.incoming | targets))
 
     def finish_arrivals(self, arrivals: Iterable[Arrival]) -> None:
-        """The call is done, so the rows were fetched: they may now be fetched onwards."""
+        """Note that the call is done, so its rows were fetched and may be fetched onwards."""
         self._replace(arrivals, lambda old, targets: Placement(old.held | targets, old.incoming - targets))
 
     def _replace(self, arrivals: Iterable[Arrival], change: Callable[[Placement, frozenset[int]], Placement]) -> None:

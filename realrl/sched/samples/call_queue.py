@@ -1,17 +1,17 @@
-"""Which samples one call takes next.
+"""Queues of one call's samples, which decide its next batch.
 
-Samples are numbered from 0 in load order; N of them make a step. A call finishes a step before it takes samples of the
-next one. A call that does not stream takes fixed windows: its j-th batch is the samples ``j * n_seqs`` to
-``(j + 1) * n_seqs - 1``, whatever the order in which they become ready. A streaming call takes the oldest samples that
-are ready, between `min_n_seqs` and `n_seqs` of them, and leaves no rest of a step that could not be taken like that.
-Where the number of all samples is given, the last window, and with it the last step, may be smaller.
+Samples are numbered from 0 in load order; `step_size` of them make a step. A call finishes a step before it takes
+samples of the next one. A call that does not stream takes fixed windows: its j-th batch is the samples ``j * n_seqs``
+to ``(j + 1) * n_seqs - 1``, in whatever order they become ready. A streaming call takes the oldest samples that are
+ready, between `min_n_seqs` and `n_seqs` of them, such that the rest of the step can be taken in the same way. Where the
+number of all samples is given, the last window, and with it the last step, may be smaller.
 
-A call that comes before a dropping one also reads what is going to be dropped, and has another queue. A step has one
-round or more for it: its first samples, then replacements for those that were dropped. A round is complete when all its
-samples are taken, or dropped before that. A call that does not stream takes fixed windows of `n_seqs` samples of a
-round, the last of which may be smaller, less the samples that an earlier call dropped; a window that lost all its
-samples is left out. A streaming call takes the oldest samples that are ready, between `min_n_seqs` and `n_seqs` of
-them, and fewer only where the rest of a round cannot be taken otherwise.
+A call that drops samples, or precedes one that does, has a `RoundQueue`. A step has one round or more for it: first
+samples, then replacements for dropped ones. A round is complete when all its samples are taken, or dropped before that.
+A call that does not stream takes fixed windows of `n_seqs` samples of a round, less the samples that an earlier call
+dropped; the last window may be smaller, and a window without samples is left out. A streaming call takes the oldest
+samples that are ready, between `min_n_seqs` and `n_seqs` of them, and fewer only where the rest of a round cannot be
+taken otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import heapq
 class CallQueue:
     """The ready and the taken samples of one call; every operation is amortised constant or logarithmic time.
 
-    `n_total`: samples that there will ever be; None: whole steps of them.
+    `n_total` is the number of samples of the whole run; None: whole steps of them.
     """
 
     def __init__(self, *, n_seqs: int, min_n_seqs: int | None, step_size: int, n_total: int | None = None) -> None:
@@ -123,7 +123,7 @@ class CallQueue:
 
 
 class RoundQueue:
-    """The ready and the taken samples of a call before a dropping one; the costs are those of `CallQueue`."""
+    """The queue of a call that drops samples or precedes one that does; the costs are those of `CallQueue`."""
 
     def __init__(self, *, n_seqs: int, min_n_seqs: int | None) -> None:
         self._n_seqs = n_seqs
@@ -141,7 +141,7 @@ class RoundQueue:
 
     @property
     def steps_taken(self) -> int:
-        """Whole steps of samples taken, of which no replacements will come any more."""
+        """Whole steps of samples taken that will get no more replacements."""
         return self._n_steps
 
     @property
@@ -151,12 +151,12 @@ class RoundQueue:
 
     @property
     def steps_begun(self) -> int:
-        """Steps of which all samples but the replacements are taken."""
+        """Steps whose samples, apart from replacements, are all taken."""
         is_begun = self._n_rounds > 1 or (self._n_rounds == 1 and self._n_left == 0)
         return self._n_steps + is_begun
 
     def open(self, size: int) -> None:
-        """The next `size` samples make a round; all earlier ones are taken, or dropped."""
+        """Begin a round of the next `size` samples; all earlier ones are taken, or dropped."""
         assert self._n_left == 0
         self._start, self._end = self._end, self._end + size
         self._n_left = size
@@ -166,7 +166,7 @@ class RoundQueue:
         self._n_dropped_in.clear()
 
     def close_step(self) -> None:
-        """The step needs no further round."""
+        """Note that the step needs no further round."""
         assert self._n_left == 0
         assert self._n_rounds > 0
         self._n_rounds = 0
@@ -180,7 +180,7 @@ class RoundQueue:
         return self.batch_size() > 0
 
     def add_dropped(self, index: int) -> bool:
-        """The sample, which was not ready, never will be; return whether that may have made a batch complete."""
+        """Note that the sample, not ready yet, was dropped; return True if that may have made a batch complete."""
         self._n_left -= 1
         self._count(self._n_dropped_in, index)
         return self.batch_size() > 0
@@ -232,6 +232,6 @@ class RoundQueue:
 
 
 def is_sum_of_batches(rest: int, min_n_seqs: int, n_seqs: int) -> bool:
-    """Whether `rest` samples are a sum of batches between `min_n_seqs` and `n_seqs`."""
+    """Return True if `rest` samples are a sum of batches between `min_n_seqs` and `n_seqs`."""
     fewest_batches = -(-rest // n_seqs)
     return fewest_batches * min_n_seqs <= rest

@@ -1,9 +1,9 @@
-"""What calls have done for steps that are not complete: a checkpoint keeps it, and a resumed run does not do it again.
+"""Work of calls for steps that are not complete: a checkpoint keeps it, and a resumed run does not repeat it.
 
-A call that runs ahead of training has read parameters that no checkpoint holds any more, so what it produced cannot be
-made again. The checkpoint of step i therefore holds what every dispatch of a later step did that is complete by then:
-the rows in its state folder, and here who produced them from which version, what was reported, and which samples were
-dropped. It waits for dispatches under way that read parameters older than those of step i; others run again.
+A call that runs ahead of training has read parameters that no checkpoint holds any more, so its output cannot be made
+again. The checkpoint of step i therefore holds the work of every dispatch of a later step that is complete by then: the
+rows in its state folder, and here the calls, versions, reports and dropped samples. It waits for dispatches under way
+that read parameters older than those of step i; others run again.
 
 Invariants, for a graph whose calls read the same versions in every run:
     - a resumed run loads the same samples, and no call gets a sample that it was done with before;
@@ -22,17 +22,17 @@ SURPLUS = ""
 
 
 class CallRecord(msgspec.Struct, frozen=True):
-    """What one dispatch did, and what its ranks said.
+    """One complete dispatch, with the reports of its ranks.
 
     Attributes:
-        ids: samples that it got.
-        version: train_step calls that the parameters which it read had been through; None for a role without training.
-        seconds: of the slowest rank.
-        metrics: that it returned.
-        sums: of ranks that hold different samples: name -> total and count.
-        maxima: over all ranks.
-        memory_gb: by rank.
-        bytes_received: rows, over all ranks.
+        ids: samples of the batch.
+        version: version of the parameters that it read, in train_step calls; None for a role without training.
+        seconds: duration on the slowest rank.
+        metrics: name -> value returned by the call.
+        sums: for each set of ranks that share samples: name -> total and count.
+        maxima: name -> maximum over all ranks.
+        memory_gb: rank -> peak memory.
+        bytes_received: bytes of rows fetched, over all ranks.
     """
 
     call: str
@@ -48,7 +48,7 @@ class CallRecord(msgspec.Struct, frozen=True):
 
 
 class InFlight(msgspec.Struct, frozen=True):
-    """What a checkpoint keeps of the steps after its own.
+    """Part of a checkpoint that belongs to the steps after its own.
 
     Attributes:
         calls: complete dispatches, in the order in which they were completed.
@@ -60,15 +60,15 @@ class InFlight(msgspec.Struct, frozen=True):
 
     @property
     def steps(self) -> frozenset[int]:
-        """Steps of which something is done."""
+        """Steps of the complete dispatches."""
         return frozenset(record.step for record in self.calls)
 
 
 class FlightLog:
-    """Keeps track of what is done for steps that are not complete, and knows what was done before the run was resumed.
+    """Records the work for incomplete steps, and knows the work that was done before the run was resumed.
 
     Args:
-        restored: from the checkpoint that the run continues from.
+        restored: contents of the checkpoint that the run continues from.
     """
 
     def __init__(self, restored: InFlight) -> None:
@@ -81,51 +81,51 @@ class FlightLog:
             self.add_call(record)
 
     def add_call(self, record: CallRecord) -> None:
-        """A dispatch is complete."""
+        """Add a complete dispatch."""
         self._records.setdefault(record.step, []).append(record)
 
     def add_dropped(self, step: int, call: str, ids: Iterable[str]) -> None:
-        """`call` dropped samples of `step`, or they are `SURPLUS`."""
+        """Note samples of `step` that `call` dropped, or that are `SURPLUS`."""
         self._dropped.setdefault(step, {}).update(dict.fromkeys(ids, call))
 
     def forget(self, step: int) -> None:
-        """`step` is complete."""
+        """Forget a complete step."""
         self._records.pop(step, None)
         self._dropped.pop(step, None)
 
     def after(self, step: int) -> InFlight:
-        """What a checkpoint of `step` must hold."""
+        """Return the records that a checkpoint of `step` must hold."""
         records = [record for later in sorted(self._records) if later > step for record in self._records[later]]
         dropped = [drops for later, drops in sorted(self._dropped.items()) if later > step]
         return InFlight(tuple(records), {i: call for drops in dropped for i, call in drops.items()})
 
-    # ------------------------------------------------------------ what was done before
+    # ------------------------------------------------------------ before the run was resumed
 
     def was_dropped(self, sample_id: str) -> bool:
-        """Whether a sample that is to be loaded was dropped before the run was resumed."""
+        """Return True if a sample that is to be loaded was dropped before the run was resumed."""
         return sample_id in self._restored_drops
 
     def take_drops(self, ids: Iterable[str]) -> dict[str, list[str]]:
-        """Call (or `SURPLUS`) -> those of the samples that it dropped before; each is told once."""
+        """Return call (or `SURPLUS`) -> samples that it dropped before; each sample is returned once."""
         drops: dict[str, list[str]] = {}
         for sample_id in ids:
             drops.setdefault(self._restored_drops.pop(sample_id), []).append(sample_id)
         return drops
 
     def done_before(self, sample_id: str) -> dict[str, int | None]:
-        """Calls that were done with a sample before the run was resumed -> the version that each read."""
+        """Return call -> version that it read, for calls that were done with a sample before the run was resumed."""
         return {call: done[sample_id] for call, done in self._done.items() if sample_id in done}
 
     def knows(self, call: str) -> bool:
-        """Whether a call was done with samples that were not passed yet."""
+        """Return True if a call was done with samples that `split` has not returned yet."""
         return bool(self._done.get(call))
 
     def knows_all(self, call: str, ids: Iterable[str]) -> bool:
-        """Whether a call was done with all these samples."""
+        """Return True if a call was done with all these samples."""
         return all(sample_id in self._done[call] for sample_id in ids)
 
     def split(self, call: str, ids: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Apart: the samples that a call must still get, and those that it was done with before, told once."""
+        """Return the samples that a call must still get, and those that it was done with before, each once."""
         done = self._done.get(call)
         if not done:
             return tuple(ids), ()

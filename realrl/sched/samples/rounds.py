@@ -1,14 +1,14 @@
-"""How dropped samples are replaced: which sample takes which place of its step, and how many more are needed.
+"""Replacement of dropped samples: the place of each sample in its step, and the number of further samples.
 
-A step has `step_size` places. Its first round of samples has one each; a sample that a call drops leaves its place
-vacant. When the fate of a whole round is known, further samples are loaded for the vacant places, as many as will fill
-them if calls go on to keep the share that they kept so far in this step, at most `step_size`; of those that survive,
-the oldest take the vacant places, in order, and what is left over is surplus. The step is settled when no place is
-vacant; the samples of the next one are loaded after that.
+A step has `step_size` places. Each sample of its first round has one; a sample that a call drops leaves its place
+vacant. When the fate of a whole round is known, further samples are loaded for the vacant places: as many as will fill
+them if calls keep the same share as so far in this step, at most `step_size`. The oldest survivors take the vacant
+places, in order; the others are surplus. The step is settled when no place is vacant; the samples of the next one are
+loaded after that.
 
 Invariants:
-    - the samples of a settled step, their places, and what is loaded afterwards depend on which samples are dropped
-      alone: not on the order in which that becomes known;
+    - the samples of a settled step, their places, and the samples loaded afterwards depend only on the set of dropped
+      samples, not on the order in which it becomes known;
     - every place is taken once; a sample has at most one place;
     - a sample takes the place of an older one only.
 """
@@ -22,11 +22,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows from the fate of some samples.
+    """Places and surplus that follow from the fate of some samples.
 
     Attributes:
         places: number of a surviving sample -> its place, counted over all steps.
-        surplus: survivors of the round for whom there is no place.
+        surplus: survivors of the round without a place.
     """
 
     places: Mapping[int, int]
@@ -58,7 +58,7 @@ class Rounds:
 
     @property
     def is_open(self) -> bool:
-        """Whether a step is begun and not settled."""
+        """True if a step is begun and not settled."""
         return self._is_open
 
     @property
@@ -72,11 +72,11 @@ class Rounds:
         return self.n_loaded - self._first
 
     def loaded_at_end(self, step: int) -> int:
-        """Samples that the first `step` steps took in all; they must be settled."""
+        """Return the number of samples that the first `step` steps, which must be settled, took in all."""
         return self._loaded_at_end[step - 1] if step else 0
 
     def open_round(self) -> range:
-        """The samples that are wanted, or else the first ones of the next step, are loaded; return their numbers."""
+        """Begin a round of the wanted samples, or else of the next step's first ones; return their numbers."""
         if self._is_open:
             assert self.n_wanted
             self.n_refills += 1
@@ -94,7 +94,7 @@ class Rounds:
         return samples
 
     def decide(self, call: str, *, kept: Iterable[int] = (), dropped: Iterable[int] = ()) -> Decision:
-        """`call` dropped samples of the round, or kept some that no call after it can drop."""
+        """Note samples of the round that `call` dropped, or kept with no call after it that can drop them."""
         places = {}
         for sample in dropped:
             self._undecided.remove(sample)
@@ -113,17 +113,17 @@ class Rounds:
         return Decision(places)
 
     def _place(self, sample: int) -> int:
-        """The place of a sample of the first round."""
+        """Return the place of a sample of the first round."""
         return self.n_settled * self._step_size + sample - self._first
 
     def _fill_vacant(self) -> dict[int, int]:
-        """Survivors of a refill take the vacant places, the oldest first."""
+        """Give the vacant places to survivors of a refill, the oldest first."""
         places = dict(zip(self._kept, self._vacant))
         self._kept, self._vacant = self._kept[len(places) :], self._vacant[len(places) :]
         return places
 
     def _end_round(self) -> tuple[int, ...]:
-        """Settle the step, or say how many samples it still wants; return the survivors that are left over."""
+        """Settle the step, or compute how many samples it still wants; return the surplus survivors."""
         self.n_surplus += len(self._kept)
         if self._vacant:
             self.n_wanted = self._size_of_refill()

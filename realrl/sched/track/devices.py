@@ -1,4 +1,4 @@
-"""How many calls each worker has been sent and not answered, and what that means for a mesh."""
+"""Outstanding calls (sent and not answered) of each worker and each mesh."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ class DeviceLoad:
         self._overlaps = [[not a.isdisjoint(b) for b in sets] for a in sets]
 
     def add(self, rank: int) -> None:
-        """A call was sent to `rank`."""
+        """Note that a call was sent to `rank`."""
         depth = self._depth[rank]
         self._depth[rank] = depth + 1
         for mesh in self._meshes_with[rank]:
             self._n_deeper[mesh][depth] += 1
 
     def remove(self, rank: int) -> None:
-        """A call was answered by `rank`."""
+        """Note that `rank` answered a call."""
         depth = self._depth[rank] - 1
         self._depth[rank] = depth
         for mesh in self._meshes_with[rank]:
             self._n_deeper[mesh][depth] -= 1
 
     def of_rank(self, rank: int) -> int:
-        """Outstanding calls of one rank."""
+        """Return the number of outstanding calls of one rank."""
         return self._depth[rank]
 
     def of_call(self, name: str) -> int:
-        """Outstanding calls of the busiest rank of the call's mesh."""
+        """Return the number of outstanding calls of the busiest rank of the call's mesh."""
         return sum(n > 0 for n in self._n_deeper[self._mesh_of[name]])
 
     def share_devices(self, name: str, other: str) -> bool:
-        """Whether two calls have a device in common."""
+        """Return True if two calls have a device in common."""
         return self._overlaps[self._mesh_of[name]][self._mesh_of[other]]

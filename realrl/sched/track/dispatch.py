@@ -1,7 +1,7 @@
 """One batch of one call on its way: rows and parameters come to its mesh, it runs, and hooks follow.
 
-What several ranks do together is a part of the dispatch: each of them gets one request for it, and all get it at one
-position of the global order of parts.
+A part of a dispatch is work that several ranks do together: each of them gets one request for it, and all get it at the
+same position of the global order of parts.
 
     ROWS ─► BEFORE ─► CALL ─► AFTER        only the parts that the dispatch needs
 """
@@ -25,7 +25,7 @@ PartRequest = MoveRows | RunHooks | RunCall
 
 
 class PartKind(Enum):
-    """What ranks do together."""
+    """Kind of work that ranks do together; the comments name its requests."""
 
     ROWS = "rows"  # MoveRows
     BEFORE = "before"  # RunHooks
@@ -34,7 +34,7 @@ class PartKind(Enum):
 
     @classmethod
     def of(cls, request: PartRequest) -> PartKind:
-        """The kind of part that a request belongs to."""
+        """Return the kind of part that a request belongs to."""
         if isinstance(request, MoveRows):
             return cls.ROWS
         return cls.CALL if isinstance(request, RunCall) else cls(request.when)
@@ -45,7 +45,7 @@ class Part:
     """A part that was sent.
 
     Attributes:
-        position: in the global order of parts; every rank executes its requests in this order.
+        position: place in the global order of parts; every rank executes its requests in this order.
         pending: ranks that have not answered.
     """
 
@@ -67,17 +67,15 @@ class Dispatch:
     """A batch of a call.
 
     Attributes:
-        id: unique number.
-        call: the call.
-        step: step from 1.
-        ids: samples that it gets, oldest first.
+        step: step, counted from 1.
+        ids: samples of the batch, oldest first.
         known: samples of the batch that the call was done with before the run was resumed.
         work: rank of the mesh -> its share; in mesh order.
-        arrivals: what the fetching of rows changes.
+        arrivals: changes of placements by the fetching of rows.
         moves_rows: rows move by collectives, in a part of their own, and are not pulled by the ranks of the mesh.
-        parts: those that were sent.
-        replies: of the ranks that are done with the call.
-        version: train_step calls that the parameters which it reads have been through; None until that is decided.
+        parts: parts that were sent.
+        replies: rank that is done with the call -> its reply.
+        version: version of the parameters that the call reads, in train_step calls; None until that is decided.
     """
 
     id: int
@@ -94,7 +92,7 @@ class Dispatch:
 
     @cached_property
     def recording_ranks(self) -> frozenset[int]:
-        """Ranks whose recorded sums count: one of those that share samples, and every one without parameters."""
+        """Ranks whose recorded sums count: one for each set of samples; for a role without parameters, all."""
         if self.call.hooks.home is None:  # each works on the samples that it keeps, and on no others
             return frozenset(self.work)
         return frozenset({work.minibatches: rank for rank, work in self.work.items()}.values())
@@ -108,7 +106,7 @@ class Dispatch:
     def first_parts(self) -> tuple[PartKind, ...]:
         """Parts that go out when the call is dispatched, in this order.
 
-        Hooks after the call are among them if only ranks of the mesh take part: nobody then waits for the call to end.
+        They include the hooks after the call if only the mesh takes part: no other rank then waits for the call.
         """
         kinds = [PartKind.ROWS] if self.moves_rows and any(work.transfers for work in self.work.values()) else []
         kinds += [PartKind.BEFORE] if self.call.hooks.before else []
@@ -122,7 +120,7 @@ class Dispatch:
         return (PartKind.AFTER,) if self.call.hooks.after and PartKind.AFTER not in self.first_parts else ()
 
     def explain(self) -> str:
-        """Return what is being done for it, and who is at it."""
+        """Return a description of the part under way, with its step and ranks."""
         doing = {
             PartKind.ROWS: "moving rows for",
             PartKind.BEFORE: "in the hooks before",
@@ -133,7 +131,7 @@ class Dispatch:
         return f"{doing[kind]} step {self.step} on ranks {ranks_text(part.pending)}"
 
     def record(self) -> CallRecord:
-        """What the call did, once all ranks of the mesh are done.
+        """Return the record of the call, once all ranks of the mesh are done.
 
         Returned metrics are equal on all ranks; sums count once for each set of samples.
         """
@@ -156,7 +154,7 @@ class Dispatch:
         )
 
     def requests(self, kind: PartKind, next_seq: Callable[[int], int], n_steps: int) -> dict[int, PartRequest]:
-        """Rank -> its request for one part."""
+        """Return rank -> its request for one part."""
         name, step = self.call.name, self.step
         if kind is PartKind.CALL:
             return {
@@ -198,17 +196,16 @@ def plan_work(
     placements: Mapping[str, Mapping[str, Placement]],
     node_of: Callable[[int], int],
 ) -> tuple[dict[int, RankWork], tuple[Arrival, ...]]:
-    """Divide a batch over the ranks of a call's mesh by its protocol, and plan what each must fetch.
+    """Divide a batch over the ranks of a call's mesh by its protocol, and plan the rows that each must fetch.
 
     Args:
-        call: the call.
         ids: samples, oldest first.
         token_counts: tokens of each sample.
-        placements: key -> sample id -> where it is, for the call's input keys.
+        placements: key -> sample id -> placement, for the call's input keys.
         node_of: global rank -> node.
 
     Returns:
-        Rank -> its work, in mesh order; and what the fetching changes.
+        Rank -> its work, in mesh order; and the changes of placements by the fetching.
     """
     minibatches_of: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
     kept: dict[int, tuple[str, ...]] = {}

@@ -25,11 +25,8 @@ class Evaluation(Track):
     """One evaluation.
 
     Args:
-        step: the one after which it is.
-        plan: of the track.
-        cursor: names the held-out samples.
-        outbox: takes the requests.
-        stories: told of what calls do.
+        step: the training step that precedes it.
+        cursor: order of the held-out samples.
     """
 
     def __init__(self, step: int, plan: TrackPlan, cursor: DatasetCursor, *, outbox: Outbox, stories: Stories) -> None:
@@ -40,7 +37,7 @@ class Evaluation(Track):
         self._contents: list[SampleContents] = []
 
     def advance(self) -> list[Instruction]:
-        """Go on with whatever can start."""
+        """Start every call that can start; return the instructions."""
         while self.finish_step() is not None:
             pass
         instructions = self.scheduler.advance()
@@ -48,6 +45,6 @@ class Evaluation(Track):
         return instructions
 
     def metrics(self) -> dict[str, float]:
-        """What was measured, once all is done."""
+        """Return the metrics, once all is done."""
         scores = score([contents.columns for contents in self._contents], pass_threshold=self._pass_threshold)
         return {**{f"eval/{name}": value for name, value in self._whole_log.recorded().items()}, **scores}

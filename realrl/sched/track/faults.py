@@ -1,4 +1,4 @@
-"""Answers of workers that end a run: undeclared outputs, samples that nobody asked for, too few samples."""
+"""Answers of workers that end a run: undeclared outputs, unrequested samples, too few samples."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_all_produced(dispatch: Dispatch, missing: tuple[str, str] | None) -> N
 
 
 def bad_output(dispatch: Dispatch, problem: str, *, rank: int | None = None, sample_id: str | None = None) -> Failure:
-    """A call did not produce what it declares."""
+    """Return the failure of a call whose output does not match its declaration."""
     return Failure(
         kind=FailureKind.BAD_OUTPUT,
         message=f"call '{dispatch.call.name}' of step {dispatch.step} {problem}",
@@ -56,7 +56,7 @@ def bad_output(dispatch: Dispatch, problem: str, *, rank: int | None = None, sam
 
 
 def too_many_dropped(step: int, n_vacant: int, n_loaded: int, n_refills: int, n_dropped: Mapping[str, int]) -> Failure:
-    """A step cannot be filled, though samples were replaced as often as they may."""
+    """Return the failure of a step that cannot be filled, though samples were replaced as often as allowed."""
     told = " and ".join(f"call '{call}' dropped {n}" for call, n in n_dropped.items())
     tries = f"after {n_refills} round{'' if n_refills == 1 else 's'} of replacements " if n_refills else ""
     return Failure(
@@ -70,7 +70,7 @@ def too_many_dropped(step: int, n_vacant: int, n_loaded: int, n_refills: int, n_
 
 
 def bad_load(reply: SamplesLoaded, request: LoadSamples, missing: Sequence[str]) -> Failure:
-    """The dataset did not give the samples that were asked for."""
+    """Return the failure of a dataset that did not give the requested samples."""
     if missing:
         problem = f"without key '{missing[0]}'"
     else:

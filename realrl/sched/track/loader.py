@@ -1,4 +1,4 @@
-"""Loading: which samples come next, which replace dropped ones, and which need not come again after a resume.
+"""Loading of samples: the next step's, replacements of dropped ones, and those still needed after a resume.
 
     a step's samples ─► LoadSamples ─► calls that may drop some ─► places are vacant: another round (see `rounds`)
                                                                └─► the step is settled; the next one may be loaded
@@ -23,15 +23,12 @@ from realrl.sched.track.track_plan import TrackPlan
 
 
 class SampleLoader:
-    """Decides what is loaded when.
+    """Decides which samples are loaded, and when.
 
     Args:
-        plan: of the track.
-        cursor: names the samples.
-        buffer: holds them.
-        flight: knows what was done before the run was resumed.
-        log: is told how many samples a step lost.
-        outbox: takes the requests.
+        cursor: order of the samples.
+        flight: knows the work that was done before the run was resumed.
+        log: counts the samples that a step lost.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class SampleLoader:
         self._last_dropping = max((i for i, call in enumerate(plan.calls) if call.mfc.may_drop), default=-1)
 
     def n_consumed(self, step: int) -> int:
-        """Samples that this run takes from the dataset up to `step`, which must have all of them."""
+        """Return how many samples this run takes from the dataset up to `step`, which must have all of them."""
         n_steps = step - self._plan.first_step + 1
         if self._rounds is not None:
             return self._rounds.loaded_at_end(n_steps)
@@ -66,11 +63,15 @@ class SampleLoader:
         return n_samples if self._n_total is None else min(n_samples, self._n_total)
 
     def is_settled(self, step: int) -> bool:
-        """Whether no sample of `step` will be replaced any more."""
+        """Return True if no sample of `step` will be replaced any more."""
         return self._rounds is None or self._settled_step(self._rounds) >= step
 
     def add_loaded(self, reply: SamplesLoaded, request: LoadSamples) -> None:
-        """Samples are there."""
+        """Take in loaded samples.
+
+        Raises:
+            Fatal: they are not those of the request, or lack a key.
+        """
         missing = sorted(set(self._plan.dataset_keys) - reply.meta.seqlens.keys())
         if reply.meta.ids != request.ids or missing:
             raise Fatal(bad_load(reply, request, missing))
@@ -86,14 +87,14 @@ class SampleLoader:
                     self._buffer.restore_version(sample_id, call, version)
 
     def load(self) -> list[Instruction]:
-        """Load as much as there is room for."""
+        """Request as many samples as there is room for."""
         instructions: list[Instruction] = []
         while n_samples := self._n_loadable():
             instructions += self._load(n_samples)
         return instructions
 
     def settle(self, position: int, step: int, ids: Collection[str], dropped: Collection[str]) -> list[str]:
-        """A dropping call is done with samples; return those that are left over and can be freed.
+        """Note that a dropping call is done with samples; return surplus ones, which can be freed.
 
         Raises:
             Fatal: samples are still missing, and were replaced as often as they may.
@@ -106,7 +107,7 @@ class SampleLoader:
         return self._decide(self._rounds, step, self._plan.calls[position].name, kept, gone)
 
     def _n_loadable(self) -> int:
-        """Samples to load now: those of the next step, or replacements."""
+        """Return the number of samples to load now, of the next step or as replacements."""
         rounds, size = self._rounds, self._plan.step_size
         if rounds is not None and rounds.is_open:
             return rounds.n_wanted if len(self._buffer) + rounds.n_wanted <= self._plan.max_living else 0
@@ -130,7 +131,7 @@ class SampleLoader:
         return [self._outbox.send(rank, request, self._plan.owner)]
 
     def _drop_again(self, rounds: Rounds, ids: list[str]) -> None:
-        """Samples that were dropped before the run was resumed need not be loaded."""
+        """Drop samples, unloaded, that were dropped before the run was resumed."""
         step = self._settled_step(rounds) + 1
         unneeded = self._buffer.drop(self._buffer.numbers(ids))
         for call, dropped in self._flight.take_drops(ids).items():
@@ -142,7 +143,7 @@ class SampleLoader:
         self.has_dropped = True
 
     def _decide(self, rounds: Rounds, step: int, call: str, kept: list[str], gone: list[str]) -> list[str]:
-        """The fate of some samples is known; return those that are left over and can be freed."""
+        """Note the fate of some samples; return surplus ones, which can be freed."""
         self._flight.add_dropped(step, call, gone)
         decision = rounds.decide(call, kept=self._buffer.numbers(kept), dropped=self._buffer.numbers(gone))
         self._buffer.give_places(decision.places)
@@ -157,5 +158,5 @@ class SampleLoader:
         return unneeded
 
     def _settled_step(self, rounds: Rounds) -> int:
-        """The last step that has all its samples."""
+        """Return the last step that has all its samples."""
         return self._plan.first_step - 1 + rounds.n_settled

@@ -1,4 +1,4 @@
-"""What is read back from the workers about samples that every call is done with: text and single numbers.
+"""Text and single numbers that are read back from the workers, of samples that every call is done with.
 
     a sample is done ─► ReadSamples to ranks that hold its rows ─► FreeSamples
                                        │
@@ -31,13 +31,13 @@ Keys = dict[str, tuple[str, ...]]  # key -> samples
 
 @dataclass(frozen=True)
 class Readout:
-    """What is read, and of which samples.
+    """Choice of samples and texts to read.
 
     Attributes:
         roles: prefix of keys -> role that generates `<prefix>input_ids`.
-        calls: prefix of keys -> call that does.
-        every_steps: read in steps that are a multiple of this.
-        n_samples: of a step, the first ones; None for all.
+        calls: prefix of keys -> call that generates them.
+        every_steps: samples are read in steps that are a multiple of this.
+        n_samples: number of a step's first samples that are read; None for all.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
@@ -50,7 +50,7 @@ NO_READOUT = Readout(n_samples=0)
 
 
 class Holdings(Protocol):
-    """What planning needs to know of a sample buffer."""
+    """Part of a sample buffer that `plan_reads` uses."""
 
     def number_keys(self) -> list[str]:
         """Keys with one number per sequence or per sample."""
@@ -60,7 +60,7 @@ class Holdings(Protocol):
 
 
 class SampleReader:
-    """Collects what the workers tell, step by step."""
+    """Collects the contents that workers send, step by step."""
 
     def __init__(self, readout: Readout) -> None:
         self.readout = readout
@@ -70,15 +70,15 @@ class SampleReader:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every complete step was reported."""
+        """True if every complete step was reported."""
         return not self._closed
 
     def select(self, places: Mapping[str, tuple[int, int]], first_step: int) -> dict[int, dict[str, int]]:
-        """Which samples to read: step -> sample -> its index in the step.
+        """Return the samples to read: step -> sample -> its index in the step.
 
         Args:
-            places: sample -> how many steps come before its own in this run, and its index.
-            first_step: of this run.
+            places: sample -> number of steps before its own in this run, and its index in its step.
+            first_step: the first step of this run.
         """
         selected: dict[int, dict[str, int]] = {}
         for sample_id, (n_steps, index) in places.items():
@@ -88,28 +88,28 @@ class SampleReader:
         return selected
 
     def expect(self, step: int, indices: Mapping[str, int], versions: Mapping[str, Mapping[str, int]]) -> None:
-        """These samples of a step are being read."""
+        """Note that these samples of a step are being read."""
         contents = self._contents.setdefault(step, {})
         contents.update({i: _Contents(index, dict(versions[i])) for i, index in indices.items()})
 
     def asked(self, step: int, rank: int, seq: int) -> None:
-        """A request went out."""
+        """Note a request that went out."""
         self._pending[rank, seq] = step
 
     def add(self, reply: SamplesRead) -> None:
-        """A request is answered."""
+        """Take in the answer to a request."""
         contents = self._contents[self._pending.pop((reply.rank, reply.seq))]
         for name, values in reply.columns.items():
             for sample_id, row in values.items():
                 contents[sample_id].columns[name] = row
 
     def close(self, step: int) -> None:
-        """The step is complete: nothing else of it will be read."""
+        """Note that the step is complete: no further sample of it will be read."""
         if step in self._contents:
             self._closed.append(step)
 
     def take(self) -> list[tuple[int, tuple[SampleContents, ...]]]:
-        """Complete steps, oldest first, of which every answer is there; each is returned once."""
+        """Return the complete steps, oldest first, whose answers are all there; each is returned once."""
         ready = []
         while self._closed and self._closed[0] not in self._pending.values():
             step = self._closed.pop(0)
@@ -129,7 +129,7 @@ class _Contents:
 
 
 def plan_reads(holdings: Holdings, readout: Readout, ids: Sequence[str]) -> dict[int, tuple[Texts, Keys]]:
-    """Rank -> what it is asked for; every row is asked for once, of the lowest rank that holds all that it needs.
+    """Return rank -> texts and keys to ask it for; every row is asked for once, from the lowest rank that can answer.
 
     Numbers come from the rank that decodes the text, if it holds them.
     """
@@ -151,9 +151,9 @@ def plan_reads(holdings: Holdings, readout: Readout, ids: Sequence[str]) -> dict
 
 
 def plan_readout(graph: nx.DiGraph, save: SaveConfig | None) -> Readout:
-    """What goes to ``generations.jsonl``: nothing where no call generates, or nothing is wanted.
+    """Return the readout for ``generations.jsonl``, which is empty where no call generates or none is wanted.
 
-    Without `save`: what an evaluation measures, of all samples.
+    Without `save` it is the readout of an evaluation: all samples.
     """
     roles, calls = generating(graph)
     if save is None:
@@ -164,7 +164,7 @@ def plan_readout(graph: nx.DiGraph, save: SaveConfig | None) -> Readout:
 
 
 def generating(graph: nx.DiGraph) -> tuple[dict[str, str], dict[str, str]]:
-    """Prefix of keys -> role, and -> call, of every call of the graph that generates tokens and their mask."""
+    """Return prefix of keys -> role, and prefix -> call, for every call that generates tokens and their mask."""
     roles, calls = {}, {}
     for mfc in topological_calls(graph):
         own_name = {graph_name: own for own, graph_name in mfc.output_key_remap.items()}

@@ -1,4 +1,4 @@
-"""The end of samples: what they hold is asked for, where it is wanted, and they are freed."""
+"""The end of samples: their contents are read, where wanted, and they are freed."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ from realrl.sched.track.track_plan import TrackPlan
 
 
 class SampleRelease:
-    """Lets go of samples that no call needs any more.
-
-    Args:
-        plan: of the track.
-        buffer: holds the samples.
-        log: counts them.
-        reader: says what is read of them.
-        outbox: takes the requests.
-    """
+    """Reads, counts and frees samples that no call needs any more."""
 
     def __init__(
         self, plan: TrackPlan, *, buffer: SampleBuffer, log: StepLog, reader: SampleReader, outbox: Outbox
@@ -34,7 +26,7 @@ class SampleRelease:
         self._outbox = outbox
 
     def release(self, step: int, ids: Sequence[str]) -> list[Instruction]:
-        """The last call is done with samples of `step`, or they are dropped."""
+        """Read and free samples of `step` that the last call is done with, or that are dropped."""
         if not ids:
             return []
         trained = [sample_id for sample_id in ids if not self._buffer.is_dropped(sample_id)]
@@ -47,7 +39,7 @@ class SampleRelease:
         return [*reads, *frees]
 
     def _read(self, ids: Sequence[str]) -> list[Instruction]:
-        """Ask for the contents of those samples of which they are wanted."""
+        """Request the contents of the samples that the reader selects."""
         reader, size = self._reader, self._plan.step_size
         instructions: list[Instruction] = []
         places = {i: divmod(place, size) for i, place in self._buffer.places(ids).items()}

@@ -16,20 +16,20 @@ Policy:
       more than its own duration.
     - A call of the oldest step that is ready but finds a device with a full queue reserves its devices: less urgent
       calls that share one are held back, so that it cannot starve.
-    - All ranks that take part in something get it at the same position of one global order of parts, and ranks execute
-      in order, so their collectives cannot deadlock.
+    - All ranks of a part get it at the same position of one global order of parts, and ranks execute in order, so their
+      collectives cannot deadlock.
     - A call starts when its mesh and the devices that its hooks need have room. Hooks and rows are short: they do not
       fill a device's queue, and of the calls that start at the same moment those whose hooks need devices of others are
       served first. Their rows and hooks go out ahead of all these calls, unless a device would then hold the
       parameters of two calls at once; so none of them waits for another one's computation.
     - Hooks after a call follow it at once if only its own mesh takes part; otherwise they are sent when the whole mesh
-      is done, so that nobody is kept waiting by a long call.
+      is done, so that a long call keeps no other rank waiting.
     - Samples are loaded ahead (see `loader`), and the request is sent before the calls that become ready by the same
       event.
     - Where calls drop samples, a step is filled up in rounds (see `rounds`); the next one is loaded after that, and
       parameters do not change before it.
-    - What calls did for later steps before the run was resumed is not done again (see `in_flight`).
-    - How far calls that may be stale run ahead is fixed (see `waits`).
+    - Work for later steps that was done before the run was resumed is not repeated (see `in_flight`).
+    - Calls that may be stale run ahead by a fixed number of steps (see `waits`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from realrl.sched.track.waits import Hold, Waits
 
 
 class CallPhase(Enum):
-    """What one call is doing."""
+    """State of one call."""
 
     WAITING = "waiting"  # for samples, a version or devices
     RUNNING = "running"  # one dispatch is under way, its hooks included
@@ -89,16 +89,14 @@ NEXT_CALL_PHASES = {
 
 
 class Scheduler:
-    """Decides what every worker does next, from the moment all are ready.
+    """Decides the next requests to every worker, from the moment all are ready.
 
     Args:
-        plan: of the track.
-        cursor: names the samples.
-        outbox: takes the requests.
+        cursor: order of the samples.
         log: collects metrics.
-        reader: says what is read of samples before they are freed.
-        stories: told of what calls do.
-        holds: keep calls from changing parameters that something else still needs.
+        reader: selects the samples that are read before they are freed.
+        stories: accounts of the calls for error messages.
+        holds: keep calls from changing parameters that a checkpoint or an evaluation still needs.
     """
 
     def __init__(
@@ -139,12 +137,12 @@ class Scheduler:
 
     @property
     def last_step(self) -> int:
-        """The last step of the run; before the one that was asked for, where the epochs end before."""
+        """The last step of the run: that of the configuration, or an earlier one where the epochs end."""
         return self._loader.last_step
 
     @property
     def is_done(self) -> bool:
-        """Whether every step of the run is complete."""
+        """True if every step of the run is complete."""
         return self.step > self.last_step
 
     @property
@@ -154,35 +152,35 @@ class Scheduler:
 
     @property
     def step_to_save(self) -> int:
-        """The first step of whose parameters nothing is lost yet: a checkpoint of it can still be wanted."""
+        """The first step that a checkpoint can still be wanted of: its parameters were not overwritten."""
         return max(self.step, self._versions.trained_step)
 
     def n_consumed(self, step: int) -> int:
-        """Samples that this run takes from the dataset up to `step`, which must have all of them."""
+        """Return how many samples this run takes from the dataset up to `step`, which must have all of them."""
         return self._loader.n_consumed(step)
 
-    # ------------------------------------------------------------ what a checkpoint needs
+    # ------------------------------------------------------------ for checkpoints
 
     def reading_before(self, step: int) -> frozenset[int]:
-        """Dispatches of later steps under way that read older parameters than those after `step`."""
+        """Return the dispatches of later steps under way that read older parameters than those after `step`."""
         return self._versions.reading_before(step, self.dispatches.values())
 
     def in_flight(self, step: int) -> InFlight:
-        """What complete dispatches did for steps after `step`."""
+        """Return the work of complete dispatches for steps after `step`."""
         return self._flight.after(step)
 
     def rows_in_flight(self, in_flight: InFlight) -> dict[int, dict[str, tuple[str, ...]]]:
-        """Rank -> key -> samples: where rows that these dispatches produced lie, each once."""
+        """Return rank -> key -> samples: for outputs of these dispatches, one rank that holds each sample's rows."""
         return self._buffer.rows_of((self._position[record.call], record.ids) for record in in_flight.calls)
 
-    # ------------------------------------------------------------ what happened
+    # ------------------------------------------------------------ replies
 
     def handle_loaded(self, reply: SamplesLoaded, request: LoadSamples) -> None:
-        """Samples are there."""
+        """Take in loaded samples."""
         self._loader.add_loaded(reply, request)
 
     def handle_call_done(self, reply: CallDone, request: RunCall) -> list[Instruction]:
-        """One rank is done with its share of a call."""
+        """Note that one rank is done with its share of a call."""
         dispatch = self.dispatches[request.dispatch_id]
         self._devices.remove(reply.rank)
         dispatch.replies[reply.rank] = reply
@@ -193,13 +191,13 @@ class Scheduler:
         return self._answer(dispatch, PartKind.CALL, reply.rank)
 
     def handle_part_done(self, reply: RowsMoved | HooksDone, request: MoveRows | RunHooks) -> list[Instruction]:
-        """One rank is done with the rows or hooks of a dispatch."""
+        """Note that one rank is done with the rows or hooks of a dispatch."""
         dispatch = self.dispatches[request.dispatch_id]
         self._log.add_movement(dispatch.step, reply)
         return self._answer(dispatch, PartKind.of(request), reply.rank)
 
     def _answer(self, dispatch: Dispatch, kind: PartKind, rank: int) -> list[Instruction]:
-        """A rank is done with a part: go on to the next part, or complete the dispatch, if it was the last rank."""
+        """Note that a rank is done with a part; the last rank leads to the next part, or completes the dispatch."""
         dispatch.parts[kind].pending.discard(rank)
         if dispatch.parts[kind].pending:
             return []
@@ -215,7 +213,7 @@ class Scheduler:
         return [] if dispatch.pending else self._complete(dispatch)
 
     def _complete(self, dispatch: Dispatch) -> list[Instruction]:
-        """Every rank is done, hooks included."""
+        """Complete a dispatch after its last answer, hooks included."""
         position = self._position[dispatch.call.name]
         del self.dispatches[dispatch.id]
         record = dispatch.record()
@@ -229,7 +227,7 @@ class Scheduler:
         return freed
 
     def _finish_batch(self, position: int, step: int, ids: tuple[str, ...]) -> tuple[list[Instruction], int]:
-        """A call is done with samples: free what nobody needs any more. Also tells how many it dropped."""
+        """Free samples that no call needs any more; return the requests, and how many samples the call dropped."""
         may_drop = self._calls[position].mfc.may_drop
         dropped = self._buffer.unproduced(position, ids) if may_drop else frozenset()
         unneeded = self._buffer.finish(position, ids, dropped)
@@ -240,12 +238,12 @@ class Scheduler:
         return self._release.release(step, unneeded), len(dropped)
 
     def _end_calls(self) -> None:
-        """Waiting calls that are done with the last step are done."""
+        """Move waiting calls that are done with the last step to DONE."""
         for position, phase in enumerate(self._phases):
             if phase is CallPhase.WAITING and self._waits.finished_step(position) == self.last_step:
                 self._enter(position, CallPhase.DONE)
 
-    # ------------------------------------------------------------ what to do next
+    # ------------------------------------------------------------ next requests
 
     def finish_step(self) -> int | None:
         """Go on to the next step if every call is done with the oldest one; return the step that is now complete."""
@@ -261,7 +259,7 @@ class Scheduler:
         return step
 
     def wake(self) -> None:
-        """Something outside changed that may let a call start."""
+        """Note a change outside of the track that may let a call start."""
         self._has_news = True
 
     def advance(self) -> list[Instruction]:
@@ -272,7 +270,7 @@ class Scheduler:
         self._buffer.grew_ready = False
         instructions: list[Instruction] = []
         passed: list[Instruction] | None = []
-        while passed is not None:  # what is passed may make room
+        while passed is not None:  # a passed batch may make room
             instructions += [*passed, *self._loader.load()]
             if self._loader.has_dropped:
                 self._loader.has_dropped = False
@@ -317,7 +315,7 @@ class Scheduler:
         return None
 
     def _startable(self) -> Iterator[tuple[int, bool, int]]:
-        """Yield (step, whether hooks need no devices of others, position) of every call that lacks at most devices."""
+        """Yield (step, True if hooks stay within the mesh, position) of every call that lacks at most devices."""
         for position in range(len(self._calls)):
             if self._phases[position] is CallPhase.WAITING and self._waits.lack(position) is None:
                 yield self._waits.next_step(position), not self._needs_others[position], position
@@ -366,7 +364,7 @@ class Scheduler:
     # ------------------------------------------------------------ small things
 
     def explain(self, name: str) -> str:
-        """Return what a call is doing, or what it waits for."""
+        """Return the activity of a call, or its reason to wait."""
         position = self._position[name]
         if self._phases[position] is CallPhase.DONE:
             return "done with the last step"
@@ -387,10 +385,10 @@ class Scheduler:
         self._stories.note(line, call.name)
 
     def validate(self) -> None:
-        """Check what must hold between any two events.
+        """Check invariants, which hold between any two events.
 
         Raises:
-            InvalidTransitionError: it does not.
+            InvalidTransitionError: one of them is broken.
         """
         self._buffer.validate()
         if len(self._buffer) > self._plan.max_living:

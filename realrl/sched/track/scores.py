@@ -1,8 +1,8 @@
-"""What an evaluation measures: means over samples, each with its standard error. Pure arithmetic, no tensors.
+"""Metrics of an evaluation: means over samples, each with its standard error. Pure arithmetic, no tensors.
 
-A sample is what is independent of the others: responses to one prompt are averaged first. Standard errors are those of
-a mean over N independent samples, sqrt(s^2 / N) with s^2 of N - 1 degrees of freedom; where samples have weights
-(tokens), of the ratio of two sums: Cochran 1977, "Sampling techniques", equation 6.13. With one sample there is none.
+Samples are independent of each other: responses to one prompt are averaged first. The standard error of a mean over N
+samples is sqrt(s^2 / N), with s^2 of N - 1 degrees of freedom. Where samples have weights (tokens), it is that of the
+ratio of two sums: Cochran 1977, "Sampling techniques", equation 6.13. With one sample there is none.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Mapping, Sequence
 Values = tuple[float | bool | str, ...]
 Columns = Mapping[str, Values]
 
-WEIGHT, JUDGED = "eval_weight", "eval_"  # what `ModelInterface.evaluate` returns, as keys of the graph
+WEIGHT, JUDGED = "eval_weight", "eval_"  # graph keys of the weight, and prefix of the metrics, of `evaluate`
 MAX_EXPONENT = 700.0
 _NAMES = {"rewards": "reward", "costs": "cost", "response_tokens": "response_length"}
 _TEXTS = ("prompt", "response")
 
 
 def score(samples: Sequence[Columns], *, pass_threshold: float) -> dict[str, float]:
-    """The metrics of an evaluation, all under ``eval/``.
+    """Return the metrics of an evaluation, all under ``eval/``.
 
     Args:
-        samples: what was read of each sample, as in `realrl.sched.messages.SamplesRead`.
+        samples: columns of each sample, as in `realrl.sched.messages.SamplesRead`.
         pass_threshold: a response passes if its reward is more than this.
 
     Returns:
@@ -40,7 +40,7 @@ def score(samples: Sequence[Columns], *, pass_threshold: float) -> dict[str, flo
 
 
 def pass_at_k(n: int, n_passed: int, k: int) -> float:
-    """Chance that some of k responses passes, estimated without bias from n of which `n_passed` did.
+    """Return the unbiased estimate of the chance that one of k responses passes, where `n_passed` of n passed.
 
     1 - C(n - c, k) / C(n, k): Chen et al. 2021, "Evaluating large language models trained on code", equation 1.
     """
@@ -48,7 +48,7 @@ def pass_at_k(n: int, n_passed: int, k: int) -> float:
 
 
 def mean_and_error(values: Sequence[float], weights: Sequence[float] | None = None) -> tuple[float, float | None]:
-    """The weighted mean sum(w x) / sum(w), and its standard error; None for a single value.
+    """Return the weighted mean sum(w x) / sum(w), and its standard error; None for a single value.
 
     Args:
         values: x, one per sample.

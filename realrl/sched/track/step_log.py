@@ -1,4 +1,4 @@
-"""What a step's calls reported, until the step is complete."""
+"""Metrics of a step's calls, kept until the step is complete."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class StepLog:
     """Collects metrics by step.
 
     A metric that a call returns for several batches of one step is averaged, weighted by samples. Where two calls use
-    one name, the later of them counts. What calls record as sums is added over all calls, batches and ranks, in any
-    order with the same result; a returned metric of the same name takes its place.
+    one name, the later of them counts. Sums that calls record are added over all calls, batches and ranks, in any order
+    with the same result; a returned metric of the same name takes their place.
     """
 
     def __init__(self, calls: Sequence[ScheduledCall]) -> None:
@@ -42,7 +42,7 @@ class StepLog:
         self._steps: dict[int, _StepEntry] = {}
 
     def add_call(self, record: CallRecord) -> None:
-        """A dispatch is complete, in this run or before it was resumed."""
+        """Add a dispatch that was completed in this run, or before it was resumed."""
         entry = self._entry(record.step)
         entry.data_bytes += record.bytes_received
         for rank, memory_gb in record.memory_gb.items():
@@ -60,7 +60,7 @@ class StepLog:
             entry.maxima[name] = max(value, entry.maxima.get(name, value))
 
     def add_movement(self, step: int, reply: RowsMoved | HooksDone) -> None:
-        """One rank moved rows or parameters."""
+        """Add one rank's movement of rows or parameters."""
         entry = self._entry(step)
         if isinstance(reply, RowsMoved):
             entry.data_bytes += reply.bytes_received
@@ -69,29 +69,29 @@ class StepLog:
             _note_memory(entry, reply.rank, reply.memory_gb)
 
     def add_samples(self, step: int, token_counts: Sequence[int]) -> None:
-        """Samples of `step` went through every call."""
+        """Add samples of `step` that went through every call."""
         entry = self._entry(step)
         entry.n_samples += len(token_counts)
         entry.n_tokens += sum(token_counts)
 
     def add_dropped(self, step: int, n_dropped: Mapping[str, int], n_surplus: int) -> None:
-        """`step` has all its samples: how many each call dropped, and how many survivors were not needed."""
+        """Set the counts of a settled step: samples that each call dropped, and survivors without a place."""
         counts = {call.name: n_dropped.get(call.name, 0) for call in self._calls if call.mfc.may_drop}
         self._entry(step).dropped = {f"dropped/{name}": float(n) for name, n in counts.items()}
         self._entry(step).dropped["dropped/surplus"] = float(n_surplus)
 
     def add_staleness(self, step: int, n_behind: Iterable[int]) -> None:
-        """Samples are trained on by parameters that are so many versions ahead of those that generated them."""
+        """Add, per sample, by how many versions its generating parameters are behind those that train on it."""
         self._entry(step).staleness += n_behind
 
     def finish_step(self, step: int, versions: Mapping[str, int]) -> dict[str, float]:
         """Return the metrics of a complete step, and forget it.
 
-        Besides what calls returned or recorded (what was recorded over a count of 0 has no mean): `version/<role>`,
+        They are those that calls returned or recorded (a sum over a count of 0 has no mean), and `version/<role>`,
         `n_samples`, `n_tokens` (of the longest key with a row per token), `bytes/data` and `bytes/params` (received
         from other ranks), `time_s/<call>` (of the slowest rank), `memory_gb/<rank>` (peak). Where samples are dropped:
         `dropped/<call>` and `dropped/surplus`; they are not in `n_samples` and `n_tokens`. Where calls may be stale:
-        `staleness/mean` and `staleness/max`. What was recorded as `x/mean_square` becomes `x/std`, with `x/mean`.
+        `staleness/mean` and `staleness/max`. A recorded `x/mean_square` becomes `x/std`, with `x/mean`.
         """
         entry = self._steps.pop(step)
         metrics = dict(sorted(entry.maxima.items()))
@@ -126,10 +126,10 @@ class StepLog:
 
 
 class WholeLog(StepLog):
-    """Collects what calls record over many steps as if they were one."""
+    """Collects metrics over many steps as if they were one."""
 
     def recorded(self) -> dict[str, float]:
-        """What interfaces recorded or returned, without what is measured of every call."""
+        """Return the metrics that interfaces recorded or returned, without times, memory and counts."""
         metrics = self.finish_step(0, {}) if self._steps else {}
         measured = ("time_s/", "memory_gb/", "bytes/", "n_samples", "n_tokens")
         return {name: value for name, value in metrics.items() if not name.startswith(measured)}

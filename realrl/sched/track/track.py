@@ -1,8 +1,8 @@
-"""A track: samples on their way through the calls of one graph, what is measured on the way, and what is read of them.
+"""A track: samples on their way through the calls of one graph, with the metrics and contents that they yield.
 
-    replies to its requests ──► Track.handle ──► Scheduler: what its workers do next
-                                    ├──────────► StepLog: what its calls reported, by step
-                                    └──────────► SampleReader: what its samples hold, by step
+    replies to its requests ──► Track.handle ──► Scheduler: the next requests to its workers
+                                    ├──────────► StepLog: metrics of its calls, by step
+                                    └──────────► SampleReader: contents of its samples, by step
 
 A run has a main track; another one may evaluate it (see `evaluation`). Tracks feed the same workers, each with requests
 of its own, and know nothing of each other.
@@ -42,12 +42,10 @@ class Track:
     """Takes the samples of a cursor through the calls of a plan.
 
     Args:
-        plan: of the track.
-        cursor: names the samples.
-        outbox: takes the requests.
-        stories: told of what calls do.
+        cursor: order of the samples.
+        stories: accounts of the calls for error messages.
         log: collects metrics.
-        holds: keep calls from changing parameters that something else still needs.
+        holds: keep calls from changing parameters that a checkpoint or an evaluation still needs.
     """
 
     def __init__(
@@ -70,24 +68,24 @@ class Track:
 
     @property
     def is_done(self) -> bool:
-        """Whether every step is complete, and read."""
+        """True if every step is complete, and read."""
         return self.scheduler.is_done and self.reader.is_idle
 
     def cursor_state(self, step: int) -> CursorState:
-        """Return where the loader is after `step`: a `ResumePoint` with it continues with the same samples."""
+        """Return the loader's position after `step`; a `ResumePoint` with it continues with the same samples."""
         return self._cursor.state(self._cursor.start + self.scheduler.n_consumed(step))
 
     def epoch(self, step: int) -> int:
-        """The epoch of the last sample of `step`."""
+        """Return the epoch of the last sample of `step`."""
         return self._cursor.epoch_of(self.cursor_state(step).rows_consumed - 1)
 
     def ends_epochs(self, step: int, every: int) -> bool:
-        """Whether an epoch whose number is a multiple of `every` ends in `step`, which has all its samples."""
+        """Return True if an epoch whose number is a multiple of `every` ends in `step`, which has all its samples."""
         first, stop = (self.cursor_state(s).rows_consumed for s in (step - 1, step))
         return self._cursor.ends_epochs(first, stop, every)
 
     def handle(self, reply: TrackReply, request: Request) -> list[Instruction]:
-        """A worker answered a request of this track.
+        """Take in a worker's answer to a request of this track.
 
         Raises:
             Fatal: the answer ends the run.

@@ -1,4 +1,4 @@
-"""What the scheduler of one track is given: its calls in the order of data, where samples come from, how far to go."""
+"""The plan of one track: its calls in the order of data, the source of its samples, and its last step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from realrl.sched.track.readout import NO_READOUT, Readout, plan_readout
 if TYPE_CHECKING:
     import networkx as nx
 
-HELD_OUT = "eval"  # what ids of held-out samples begin with, instead of an epoch
+HELD_OUT = "eval"  # prefix of ids of held-out samples, instead of an epoch
 _ENDLESS = 2**31  # steps of a track that ends with its data
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a checkpoint lets the run continue: after `step`, with the loader at `cursor`.
+    """Point from which a checkpoint continues: after `step`, with the loader at `cursor`.
 
     Attributes:
         versions: role -> train_step calls that its parameters have been through.
-        in_flight: what was done for later steps.
+        in_flight: work already done for later steps.
     """
 
     step: int
@@ -42,15 +42,15 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class TrackPlan:
-    """What one track does.
+    """The frozen input of a `Track`.
 
     Args:
         calls: producers before consumers.
-        dataset_keys: keys that loading a sample must give.
-        config: of the run.
+        dataset_keys: keys that every loaded sample must have.
+        config: the run's resolved configuration.
         dataset_rank: the rank that holds the dataset.
-        owner: which track it is.
-        readout: what is read of samples before they are freed.
+        owner: name of the track.
+        readout: texts and samples to read before samples are freed.
         resume: the checkpoint to continue from.
         capacity_steps: steps whose samples may be alive at once; None: one, plus the largest staleness, plus one to
             load ahead.
@@ -107,17 +107,16 @@ class TrackPlan:
 
     @property
     def n_ranks(self) -> int:
-        """Number of workers."""
         return self.cluster.n_devices
 
     @property
     def is_held_out(self) -> bool:
-        """Whether it goes over validation data, once."""
+        """True if the track goes over validation data, once."""
         return self.owner is Owner.EVALUATION or self.config.eval.only
 
     @property
     def steps(self) -> int:
-        """The last step, counted from 1 over resumed runs too, unless `epochs` end before."""
+        """The last step, unless `epochs` end before; steps are counted from 1, over resumed runs too."""
         return _ENDLESS if self.is_held_out else self.config.steps
 
     @property
@@ -137,17 +136,17 @@ class TrackPlan:
 
     @property
     def trains(self) -> bool:
-        """Whether some call trains."""
+        """True if some call trains."""
         return any(call.mfc.is_train for call in self.calls)
 
     @property
     def moves_rows(self) -> bool:
-        """Whether rows move by collectives, which the ranks that hold them must enter; otherwise they are pulled."""
+        """True if rows move by collectives, which the ranks that hold them must enter; otherwise they are pulled."""
         return self.config.cluster.data_plane == "collective"
 
     @property
     def keeps_rest(self) -> bool:
-        """Whether the last step may have fewer samples, so that none of the data is left out."""
+        """True if the last step may have fewer samples, so that none of the data is left out."""
         return not self.trains and not self.drops
 
     @property
@@ -159,18 +158,18 @@ class TrackPlan:
 
     @property
     def in_flight(self) -> InFlight:
-        """What was done for later steps before the run was resumed."""
+        """Work for later steps that was done before the run was resumed."""
         return InFlight() if self.resume is None else self.resume.in_flight
 
     @property
     def written_roles(self) -> frozenset[str]:
-        """Roles that some hook writes into."""
+        """Roles that a declared hook writes into."""
         hooks = [hook for call in self.calls for hook in (*call.hooks.before, *call.hooks.after)]
         return frozenset(hook.target for hook in hooks if isinstance(hook, Realloc) and not hook.is_implied)
 
     @property
     def drops(self) -> bool:
-        """Whether some call may drop samples."""
+        """True if some call may drop samples."""
         return any(call.mfc.may_drop for call in self.calls)
 
     @property
@@ -179,7 +178,7 @@ class TrackPlan:
         return (self.capacity + self.drops) * self.step_size
 
     def versions_after(self, step: int) -> dict[str, int]:
-        """Trainable role -> train_step calls that its parameters have been through when `step` is complete."""
+        """Return trainable role -> train_step calls that its parameters have been through when `step` is complete."""
         known: Mapping[str, int] = {} if self.resume is None else self.resume.versions
         versions = {}
         for call in self.calls:
@@ -190,10 +189,11 @@ class TrackPlan:
         return versions
 
     def last_step(self, cursor: DatasetCursor) -> int:
-        """The step at which `steps` or `epochs` ends the run; an incomplete step at the end of the data is dropped.
+        """Return the step at which `steps` or `epochs` ends the run.
 
-        Where calls drop samples, their replacements are not counted: the number of steps is known beforehand, and the
-        data is gone through a little more often than `epochs` says.
+        An incomplete step at the end of the data is left out, unless `keeps_rest`. Where calls drop samples, their
+        replacements are not counted, so the number of steps is known beforehand and the run makes a little more than
+        `epochs` passes.
 
         Raises:
             DataError: the data that is left does not fill one step.
@@ -219,18 +219,18 @@ class TrackPlan:
         )
 
     def n_samples(self, cursor: DatasetCursor, last_step: int) -> int | None:
-        """Samples up to `last_step`, where that may be smaller than a whole step; None: whole steps of them."""
+        """Return the samples up to `last_step`, where that may be smaller than a whole step; None: whole steps."""
         if not self.keeps_rest:
             return None
         n_steps = last_step - self.first_step + 1
         return min(n_steps * self.step_size, self.epochs * cursor.n_rows - cursor.start)
 
     def cursor(self, row_ids: Sequence[str], content: str = "") -> DatasetCursor:
-        """Which row becomes which sample.
+        """Return the cursor that assigns rows to samples.
 
         Args:
-            row_ids: of all usable rows.
-            content: digest of what the rows hold.
+            row_ids: ids of all usable rows.
+            content: digest of the rows' data.
 
         Raises:
             DataError: there is no row, or the checkpoint was made with others.
@@ -253,7 +253,7 @@ def plan_track(
     owner: Owner = Owner.MAIN,
     resume: ResumePoint | None = None,
 ) -> TrackPlan:
-    """What a track must know of a graph and a run's resolved configuration.
+    """Return the plan of a track for a graph and a run's resolved configuration.
 
     Args:
         graph: from `build_graph`.
@@ -261,7 +261,7 @@ def plan_track(
         config: the resolved configuration.
         dataset_rank: the rank that holds the dataset.
         hooks: from `plan_hooks`; None: for roles that all have parameters.
-        owner: which track it is.
+        owner: name of the track.
         resume: the checkpoint to continue from.
 
     Raises:

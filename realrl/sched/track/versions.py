@@ -1,4 +1,4 @@
-"""Which parameters calls read: ranks execute in the order of sending, so what was sent decides."""
+"""Versions of parameters that calls read; ranks execute in the order of sending, which decides them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ class Versions:
     """The versions of trained roles, as calls that are sent from now on read them.
 
     Args:
-        plan: of the track.
-        buffer: is told which version produced a sample's keys.
-        log: is told how stale samples are that a role is trained on.
+        buffer: records the version that produced a sample's keys.
+        log: records the staleness of samples that a role is trained on.
     """
 
     def __init__(self, plan: TrackPlan, *, buffer: SampleBuffer, log: StepLog) -> None:
-        self.trained_step = 0  # the last step of which a call that changes parameters was sent
+        self.trained_step = 0  # the last step of a started call that changes parameters
         self._plan = plan
         self._buffer = buffer
         self._log = log
@@ -29,12 +28,12 @@ class Versions:
         self._is_stale_allowed = any(call.mfc.max_staleness for call in plan.calls)
 
     def add_started(self, dispatch: Dispatch) -> None:
-        """A dispatch is about to be sent."""
+        """Note a dispatch that is about to be sent."""
         if dispatch.call.changes_parameters:
             self.trained_step = max(self.trained_step, dispatch.step)
 
     def add_sent(self, dispatch: Dispatch, kind: PartKind) -> None:
-        """A part is sent; one of them decides which version the call reads."""
+        """Note a part that is sent; the part that brings the parameters, or else the call, fixes their version."""
         call, role = dispatch.call, dispatch.call.mfc.role
         if role not in self._versions or kind not in (PartKind.BEFORE, PartKind.CALL):
             return
@@ -49,7 +48,7 @@ class Versions:
                     self._log.add_staleness(dispatch.step, self._buffer.n_behind(role, dispatch.ids, version))
 
     def reading_before(self, step: int, dispatches: Iterable[Dispatch]) -> frozenset[int]:
-        """Those dispatches of later steps that read older parameters than those after `step`."""
+        """Return the dispatches of later steps that read older parameters than those after `step`."""
         versions, written = self._plan.versions_after(step), self._plan.written_roles
         found = []
         for dispatch in dispatches:

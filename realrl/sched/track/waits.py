@@ -1,9 +1,9 @@
-"""What calls wait for besides devices: samples, other calls, replacements, checkpoints and evaluations.
+"""Waits of calls for all but devices: samples, other calls, replacements, checkpoints and evaluations.
 
 A call that may be stale runs a fixed number of steps ahead of the training of its role, never more and never less:
-training waits until it was sent. At step i it reads what step ``i - 1 - max_staleness`` left (what the run began with,
-for the first steps, also of a resumed run). The exceptions: what else the call waits for holds it back (see
-`lead_waits`), and replacements of dropped samples may read later parameters, up to those of step i - 1.
+training waits until it was sent. At step i it reads the parameters after step ``i - 1 - max_staleness``; in the first
+steps, also of a resumed run, those that the run began with. There are two exceptions: other waits of the call may hold
+it back (see `lead_waits`), and replacements of dropped samples may read later parameters, up to those of step i - 1.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from realrl.sched.track.track_plan import TrackPlan
 
 
 class Hold(Protocol):
-    """Something outside of the track that needs old parameters."""
+    """A user of old parameters outside of the track."""
 
     def blocks_training(self, step: int) -> bool:
-        """Whether no call of `step` may change parameters yet."""
+        """Return True if no call of `step` may change parameters yet."""
 
     def explain(self, step: int) -> str:
-        """What a call that would change parameters at `step` waits for."""
+        """Return the reason why a call that would change parameters at `step` waits."""
 
 
 class Waits:
-    """How far each call is, in steps, and what it waits for; calls are meant by their position.
+    """Progress of each call in steps, and its reason to wait; calls are named by their position.
 
     Args:
-        plan: of the track.
         buffer: knows which samples calls have taken.
         loader: knows which steps have all their samples.
         holds: keep calls from changing parameters.
@@ -51,7 +50,7 @@ class Waits:
         return self._before + 1 + self._queues[position].steps_taken
 
     def begun_step(self, position: int) -> int:
-        """The last step of which the call was sent all samples but replacements."""
+        """Return the last step whose samples, apart from replacements, were all sent to the call."""
         return self._before + self._queues[position].steps_begun
 
     def finished_step(self, position: int) -> int:
@@ -59,7 +58,7 @@ class Waits:
         return self._before + self._queues[position].steps_finished
 
     def lack(self, position: int) -> str | None:
-        """Return what a waiting call waits for besides devices, or None."""
+        """Return the reason, other than devices, why a call waits, or None."""
         call, step = self._calls[position], self.next_step(position)
         if not self._queues[position].batch_size():
             return f"samples of step {step}"
