@@ -72,6 +72,8 @@ def run_ahead(config: RunConfig, calls: Calls) -> Calls:
             output_key_remap={"logprobs": "old_logprobs"}, n_seqs=config.n_seqs,
         )  # fmt: skip
         added.append(prefixed(prefix, recompute))
+    if not added:
+        return calls
     last = max(i for i, call in enumerate(calls) if call.interface_type is GENERATE)
     return [*calls[: last + 1], *added, *calls[last + 1 :]]
 
@@ -162,8 +164,8 @@ def own_reference(config: RunConfig, calls: Calls) -> Calls:
 def chosen_keys(config: RunConfig, calls: Calls) -> Calls:
     """Apply `algorithm.advantage`, `policy_loss`, `kl_coef`, ...: training reads the keys that they need.
 
-    Other keys of pieces leave the inputs of training; keys that no piece knows stay. A reference whose log-probabilities
-    no call reads is left out.
+    Other keys of pieces leave the inputs of training; keys that no piece knows stay. A reference is left out if no call
+    reads its log-probabilities.
 
     Raises:
         ConfigError: a piece compares with another player and there is none, or a critic's values are not read.

@@ -30,7 +30,7 @@ def mfcs(config):
     n = config.n_seqs
     return [
         MFCDef("gen", "actor", InterfaceType.GENERATE, "ppo_actor", ("prompt_ids",), ("input_ids",), n_seqs=n),
-        MFCDef("train", "actor", InterfaceType.TRAIN_STEP, "mine", ("input_ids",), n_seqs=n, max_staleness=0),
+        MFCDef("train", "actor", InterfaceType.TRAIN_STEP, "sft", ("input_ids",), n_seqs=n, max_staleness=0),
     ]
 
 

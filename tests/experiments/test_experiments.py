@@ -5,6 +5,7 @@ import importlib
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,37 @@ def test_an_actor_with_adapters_is_its_own_reference() -> None:
     assert "ref" not in compose(experiment("grpo"), ["models.actor.lora.rank=4"]).models
     two = calls_of("self_play", "models.actor.lora.rank=4", "algorithm.kl_loss_coef=0.1")
     assert [two[name].role for name in ("ref_inf", "opponent_ref_inf")] == ["actor", "ref"]
+
+
+def own(e: Experiment, *changed: MFCDef) -> dict[str, MFCDef]:
+    """The calls of a variant in which some calls take the place of those of the same name, or come last."""
+    names = {call.name for call in changed}
+    variant = e.variant(
+        "own", "a variant", mfcs=lambda c: [*(call for call in e.mfcs(c) if call.name not in names), *changed]
+    )
+    return {call.name: call for call in variant.calls(compose(variant))}
+
+
+def test_what_a_variant_declares_itself_stays_as_it_is() -> None:
+    grpo = experiment("grpo")
+    declared = {call.name: call for call in grpo.mfcs(compose(grpo))}
+    reward = replace(declared["rew_inf"], interface_impl="my_reward", input_keys=("input_ids", "prompt_mask"))
+    assert own(grpo, reward)["rew_inf"] == reward
+    train = replace(declared["actor_train"], input_keys=(*declared["actor_train"].input_keys, "ref_entropy"))
+    entropy = replace(declared["ref_inf"], name="entropy_ref_inf", output_keys=("ref_entropy",), output_key_remap={})
+    calls = own(grpo, entropy, train)
+    assert calls["actor_train"].input_keys[-1] == "ref_entropy"
+    assert own(grpo, entropy)["entropy_ref_inf"] == entropy  # nobody reads it: it may be there for its metrics
+
+
+def test_a_reward_function_where_an_interface_gives_rewards_is_refused() -> None:
+    grpo = experiment("grpo")
+    reward = replace(next(c for c in grpo.mfcs(compose(grpo)) if c.name == "rew_inf"), interface_impl="my_reward")
+    variant = grpo.variant("own", "a variant", mfcs=lambda c: [reward])
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.reward_function has no effect: experiment own gives rewards by an"
+    ):
+        variant.calls(compose(variant, ["algorithm.reward_function=realrl.data.tiny:toy_reward"]))
 
 
 def test_a_filter_stands_between_rewards_and_training() -> None:
