@@ -269,7 +269,7 @@ class CommitCheckpoint(msgspec.Struct, frozen=True, tag=True):
         cursor: loader position after `step`.
         versions: role -> train_step calls that the saved parameters have been through.
         in_flight: what was done for later steps.
-        files: that the ranks wrote; path inside the checkpoint -> file.
+        files: rank -> path inside the checkpoint -> file that it wrote.
         roles: how each role was saved.
         is_last: no step of the run is left.
     """
@@ -279,7 +279,7 @@ class CommitCheckpoint(msgspec.Struct, frozen=True, tag=True):
     cursor: CursorState
     versions: Mapping[str, int]
     in_flight: InFlight = InFlight()
-    files: Mapping[str, SavedFile] = {}
+    files: Mapping[int, Mapping[str, SavedFile]] = {}
     roles: Mapping[str, SavedRole] = {}
     is_last: bool = False
 

@@ -18,19 +18,20 @@ class Save:
 
     Attributes:
         in_flight: what was done for later steps when the ranks were asked.
-        files, roles: what they told so far.
+        files: rank -> what it wrote, of those that told so far.
+        roles: what they told so far.
     """
 
     def __init__(self, ranks: Iterable[int], in_flight: InFlight) -> None:
         self.in_flight = in_flight
-        self.files: dict[str, SavedFile] = {}
+        self.files: dict[int, Mapping[str, SavedFile]] = {}
         self.roles: dict[str, SavedRole] = {}
         self.missing = set(ranks)
 
     def add(self, reply: CheckpointSaved) -> None:
         """A rank wrote its share."""
         self.missing.discard(reply.rank)
-        self.files |= reply.files
+        self.files[reply.rank] = reply.files
         self.roles |= reply.roles
 
 
