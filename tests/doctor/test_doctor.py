@@ -352,6 +352,7 @@ def test_rewards_that_may_fail(tmp_path: Path) -> None:
 
 def test_experiments_without_functions() -> None:
     assert "no call" in only(model_checks.check_rewards(prepared("dpo"))).message
+    assert "no call" in only(model_checks.check_rewards(prepared("dapo", "algorithm.reward_function=null"))).message
     assert "nothing is generated" in only(model_checks.check_logprobs(prepared("dpo"))).message
     assert only(model_checks.check_logprobs(prepared(loads_models=False))).status is Status.SKIPPED
 
