@@ -144,6 +144,19 @@ def test_what_does_not_fit_comes_with_what_would() -> None:
     assert doctor_memory.fullest(again, tried.device).needs == best.peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), ["n_mbs=2", "n_mbs=4", "n_mbs=16"]),
+        (("cluster.n_devices_per_node=2", "allocation=p2"), ["n_mbs=8", "n_mbs=16", "n_mbs=64"]),
+        (("cluster.n_devices_per_node=2", "allocation=p2", "n_mbs=2"), ["n_mbs=4", "n_mbs=8", "n_mbs=32"]),
+    ],
+)
+def test_more_micro_batches_than_there_are_without_saying_so(overrides: tuple[str, ...], expected: list[str]) -> None:
+    candidates = doctor_memory._candidates(prepared("dpo", *overrides).plan)
+    assert [one for [one, *more] in candidates if one.startswith("n_mbs=") and not more] == expected
+
+
 def test_nothing_helps_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_memory, "_candidates", lambda plan: [("n_mbs=4",), ("n_mbs=0",)])  # the last is refused
     report = examine(prepared("dpo", device_memory_bytes=1_000_000))
