@@ -13,6 +13,7 @@ ROLES = {
     "ref": Role(trainable=False, path_from="actor"),
     "reward": Role(trainable=False, head="reward"),
     "scorer": Role(trainable=False, head="none", path_from="actor"),  # adds up several rewards
+    "filter": Role(trainable=False, head="none", path_from="actor"),  # drops samples
 }
 
 

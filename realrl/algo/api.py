@@ -79,7 +79,7 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class MicroBatching:
-    """A count of micro-batches, or a token budget for each; both None means one micro-batch."""
+    """A count of micro-batches, or a token budget for each; both None means one, or enough to keep a pipeline busy."""
 
     n_mbs: int | None = None
     max_tokens_per_mb: int | None = None

@@ -360,7 +360,12 @@ class RunConfig(Section):
         description="how often a step may load further samples in the place of those that its calls drop",
         json_schema_extra=ADVANCED,
     )
-    n_mbs: int | None = Field(None, ge=1, description="micro-batches per minibatch and worker; null means one")
+    n_mbs: int | None = Field(
+        None,
+        ge=1,
+        description="micro-batches per minibatch and worker; null means one, or with p pipeline stages p, and 2p in "
+        "training",
+    )
     max_tokens_per_mb: int | None = Field(None, ge=1, description="token budget of a micro-batch, instead of n_mbs")
     run_dir: str = Field(
         "", description="folder of the run's results; empty means a new one, runs/<experiment>/<date>_<time>"

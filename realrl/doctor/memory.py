@@ -25,6 +25,7 @@ from realrl.plan.backends import zero_stage_of
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, plan_memory
+from realrl.plan.samples.partition import default_n_mbs
 from realrl.shape import DecoderConfig
 
 MARGIN = 0.9  # usable share of a device's memory; allocators and kernels need some of the rest
@@ -218,7 +219,8 @@ def _candidates(plan: RunPlan) -> list[tuple[str, ...]]:
     singles = [checkpointing, *optimizers.values()]
     pieces: tuple[str, ...] = ()
     if config.max_tokens_per_mb is None and sections:
-        n_mbs = config.n_mbs or 1
+        trained = (plan.allocations[mfc.name].strategy.pp for mfc in plan.mfcs if mfc.is_train)
+        n_mbs = config.n_mbs or max(default_n_mbs(pp, is_train=True) for pp in trained)
         singles += [(f"n_mbs={factor * n_mbs}",) for factor in (2, 4, 16)]
         pieces = (f"n_mbs={16 * n_mbs}",)
     if any(mfc.interface_type is InterfaceType.GENERATE for mfc in plan.mfcs):

@@ -10,6 +10,7 @@ import torch
 
 from realrl.algo.api import CallContext, MicroBatching, Model
 from realrl.algo.packed import response_mask
+from realrl.algo.policy.filters import Filter
 from realrl.algo.resolve import resolve_interface
 from realrl.config.schema import BUILT_IN
 from realrl.data.sample import SequenceSample
@@ -79,11 +80,11 @@ def check_rewards(run: RunUnderCheck) -> list[Finding]:
         interface = resolve_interface(mfc.interface)
         if isinstance(interface, WeightedRewards):
             findings.append(_score(run, mfc, interface))
-        else:
+        elif not isinstance(interface, Filter):
             message = f"{mfc.name}: {mfc.interface.name} is no reward function, and was not called"
             findings.append(Finding("rewards", Status.SKIPPED, message))
     if not findings:
-        findings.append(Finding("rewards", Status.OK, "no call of this run is a Python function"))
+        findings.append(Finding("rewards", Status.OK, "no call of this run is a reward function"))
     return findings
 
 

@@ -39,6 +39,7 @@ from realrl.model.layers.heads import LMHead
 from realrl.model.lora import without_adapters
 from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.pipeline import Schedule, Step, inference, one_f_one_b
+from realrl.plan.samples.partition import default_n_mbs
 
 Work = tuple[SequenceSample, Callable[[DecoderOutput, SequenceSample], torch.Tensor | None]]
 """A micro-batch, and the function that turns its hidden states into a loss, or keeps a result and returns None."""
@@ -132,7 +133,7 @@ class DecoderEngine:
             )
         if not normaliser > 0:
             raise CallError(f"role {self.role!r} trains with normaliser {normaliser}, which must be positive")
-        micro_batches = split_balanced(minibatch.to(self.device), micro_batching, default=self._n_mbs(training=True))
+        micro_batches = split_balanced(minibatch.to(self.device), micro_batching, default=self._n_mbs(is_train=True))
         losses: list[LossOutput] = []
         factor = optimizer.loss_factor
         balance = None
@@ -197,7 +198,7 @@ class DecoderEngine:
                 f"role {self.role!r} has no adapters, so it is no base model of its own",
                 remedy=f"Set models.{self.role}.lora.rank, or let a frozen role be the base.",
             )
-        micro_batches = split_in_order(batch.to(self.device), micro_batching, default=self._n_mbs(training=False))
+        micro_batches = split_in_order(batch.to(self.device), micro_batching, default=self._n_mbs(is_train=False))
         results: list[torch.Tensor] = []
 
         def keep(out: DecoderOutput, micro_batch: SequenceSample) -> None:
@@ -316,10 +317,9 @@ class DecoderEngine:
             raise CallError(f"role {self.role!r} is frozen and cannot be trained")
         return self._optimizer
 
-    def _n_mbs(self, *, training: bool) -> int:
-        """The default number of micro-batches: enough to keep a pipeline busy."""
-        n_stages = self._parallel.strategy.pp
-        return 2 * n_stages if training and n_stages > 1 else n_stages
+    def _n_mbs(self, *, is_train: bool) -> int:
+        """Micro-batches where the call leaves them open."""
+        return default_n_mbs(self._parallel.strategy.pp, is_train=is_train)
 
     def _run(
         self,

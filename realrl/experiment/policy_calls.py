@@ -21,6 +21,7 @@ from realrl.graph.mfc import InterfaceRef, InterfaceType, MFCDef, ModelName, Par
 
 GENERATE, INFERENCE, TRAIN_STEP = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
 TOKENS = ("input_ids", "prompt_mask")
+FILTER = "filter"  # the call of `algorithm.filter`, and its role, which has no weights
 _ALWAYS = (*TOKENS, "old_logprobs", "behavior_logprobs", "truncated")  # training reads these with any pieces
 OF_THE_ROW = ("prompt_ids", "metadata")  # keys that all policies share
 
@@ -138,9 +139,8 @@ def sample_filter(config: RunConfig, calls: Calls) -> Calls:
         return calls
     keys = tuple(dict.fromkeys(("rewards", *find_piece("filter", options.filter).keys(options))))
     added = MFCDef(
-        "filter", "actor", INFERENCE, InterfaceRef("filter", {"name": options.filter}), keys, ("kept_rewards",),
-        output_key_remap={"rewards": "kept_rewards"}, n_seqs=config.n_seqs,
-        max_staleness=config.staleness_of("filter", "actor_gen"), may_drop=True,
+        FILTER, FILTER, INFERENCE, InterfaceRef("filter", {"name": options.filter}), keys, ("kept_rewards",),
+        output_key_remap={"rewards": "kept_rewards"}, n_seqs=config.n_seqs, may_drop=True,
     )  # fmt: skip
     last = max(i for i, call in enumerate(calls) if call.role in (REWARD, SCORER, "cost"))
     training = [_renamed(call, "rewards", "kept_rewards") if call.is_train else call for call in calls[last + 1 :]]
@@ -239,6 +239,8 @@ def policy_roles(
         changes = {SCORER: needed.get(SCORER), **({REWARD: needed[REWARD]} if is_function else {})}
     if "ref_logprobs" not in training_keys(config.algorithm) or all(has_adapter(config, role) for role in policies):
         changes["ref"] = None
+    if config.algorithm.filter is None:
+        changes[FILTER] = None
     return changes
 
 

@@ -9,7 +9,7 @@ Modes of `allocation.mode`:
 | `d2t2p1` | every call on all devices with this strategy |
 | `d2t1p1@0:0-1` | every call on this mesh with this strategy |
 | `split` | two halves of the cluster, data-parallel in each; see `split_roles` |
-| `standalone` | every role has devices of its own, as evenly as possible; data-parallel in each |
+| `standalone` | every role has devices of its own, as evenly as possible; see `_standalone_parts` |
 | `manual` | every call is given in `allocation.calls` |
 | `heuristic` | every role data-parallel on as many devices as its calls can feed; see `_heuristic` |
 
@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 
 from realrl.config.schema import AllocationConfig
 from realrl.errors import AllocationError, did_you_mean
-from realrl.graph.build import calls, roles, topological_calls
+from realrl.graph.build import call, calls, producers, roles, topological_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes, nearest_strategy
 from realrl.mesh.notation import parse_allocation, parse_strategy
@@ -324,7 +324,7 @@ def _mode_allocations(
     if mode == "split":
         return _by_role(graph, "split", [part for part in split_roles(graph, heads) if part], cluster)
     if mode == "standalone":
-        return _by_role(graph, "standalone", [(role,) for role in _by_weight(graph)], cluster)
+        return _by_role(graph, "standalone", _standalone_parts(graph, heads or {}), cluster)
     known = [*same, "heuristic", "manual", "split", "standalone"]
     if not any(char.isdigit() for char in mode):
         raise AllocationError(
@@ -378,6 +378,21 @@ def _by_role(graph: nx.DiGraph, mode: str, parts: list[tuple[str, ...]], cluster
         mfc.name: Allocation(mesh_of[mfc.role], ParallelStrategy(dp=mesh_of[mfc.role].n_devices))
         for mfc in calls(graph)
     }
+
+
+def _standalone_parts(graph: nx.DiGraph, heads: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Every role for itself; but one without weights that waits for another role's results is beside that role.
+
+    What reads responses only, such as a reward function, can work while others are generated, and is for itself.
+    """
+    producer, beside = producers(graph), dict[str, str]()
+    for mfc in topological_calls(graph):
+        read = [call(graph, producer[key]) for key in mfc.input_keys if key in producer]
+        hosts = [other.role for other in read if other.interface_type is not InterfaceType.GENERATE]
+        if heads.get(mfc.role) == "none" and hosts and hosts[-1] != mfc.role:
+            beside[mfc.role] = beside.get(hosts[-1], hosts[-1])
+    alone = [role for role in _by_weight(graph) if role not in beside]
+    return [(role, *(other for other, host in beside.items() if host == role)) for role in alone]
 
 
 def _by_weight(graph: nx.DiGraph) -> list[str]:

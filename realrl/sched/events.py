@@ -267,7 +267,7 @@ class CommitCheckpoint(msgspec.Struct, frozen=True, tag=True):
         cursor: loader position after `step`.
         versions: role -> train_step calls that the saved parameters have been through.
         in_flight: work already done for later steps.
-        files: path inside the checkpoint -> file written by a rank.
+        files: rank -> path inside the checkpoint -> file that it wrote.
         roles: role -> layout and digests of its saved state.
         is_last: no step of the run is left.
     """
@@ -277,7 +277,7 @@ class CommitCheckpoint(msgspec.Struct, frozen=True, tag=True):
     cursor: CursorState
     versions: Mapping[str, int]
     in_flight: InFlight = InFlight()
-    files: Mapping[str, SavedFile] = {}
+    files: Mapping[int, Mapping[str, SavedFile]] = {}
     roles: Mapping[str, SavedRole] = {}
     is_last: bool = False
 

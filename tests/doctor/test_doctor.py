@@ -144,6 +144,19 @@ def test_what_does_not_fit_comes_with_what_would() -> None:
     assert doctor_memory.fullest(again, tried.device).needs == best.peak_bytes
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), ["n_mbs=2", "n_mbs=4", "n_mbs=16"]),
+        (("cluster.n_devices_per_node=2", "allocation=p2"), ["n_mbs=8", "n_mbs=16", "n_mbs=64"]),
+        (("cluster.n_devices_per_node=2", "allocation=p2", "n_mbs=2"), ["n_mbs=4", "n_mbs=8", "n_mbs=32"]),
+    ],
+)
+def test_more_micro_batches_than_there_are_without_saying_so(overrides: tuple[str, ...], expected: list[str]) -> None:
+    candidates = doctor_memory._candidates(prepared("dpo", *overrides).plan)
+    assert [one for [one, *more] in candidates if one.startswith("n_mbs=") and not more] == expected
+
+
 def test_nothing_helps_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_memory, "_candidates", lambda plan: [("n_mbs=4",), ("n_mbs=0",)])  # the last is refused
     report = examine(prepared("dpo", device_memory_bytes=1_000_000))
@@ -352,6 +365,7 @@ def test_rewards_that_may_fail(tmp_path: Path) -> None:
 
 def test_experiments_without_functions() -> None:
     assert "no call" in only(model_checks.check_rewards(prepared("dpo"))).message
+    assert "no call" in only(model_checks.check_rewards(prepared("dapo", "algorithm.reward_function=null"))).message
     assert "nothing is generated" in only(model_checks.check_logprobs(prepared("dpo"))).message
     assert only(model_checks.check_logprobs(prepared(loads_models=False))).status is Status.SKIPPED
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from realrl.config.compose import compose
 from realrl.config.schema import ModelConfigSection, RunConfig
 from realrl.errors import AllocationError, AssetError, ConfigError, GraphError
 from realrl.experiment.declaration import Experiment, Role
@@ -17,7 +18,7 @@ from realrl.experiment.models import notes_of_heads, role_configs
 from realrl.experiment.planning import check_models_fit, plan_run
 from realrl.graph.mfc import MFCDef
 from realrl.plan.groups import GroupKind
-from realrl.plan.hooks import Realloc
+from realrl.plan.hooks import CallHooks, Realloc
 from realrl.plan.protocols import CallLayout, register_protocol, transfer_protocol
 from realrl.plan.samples.transfer import Share
 from realrl.runtime.worker.reallocs import Reallocs
@@ -130,6 +131,15 @@ def test_a_reward_function_has_no_home() -> None:
     plan = plan_run(config(ppo, **settings).model_copy(update={"algorithm": options}), ppo)
     assert plan.home_of("reward") is None
     assert [str(a) for a in plan.allocations_of("reward")] == ["d1t2p1@0:0-1"]
+
+
+def test_a_filter_moves_no_parameters() -> None:
+    dapo = load_experiment("dapo")
+    overrides = ["cluster.n_devices_per_node=2", "allocation=t2", "allocation.calls.filter=d2"]
+    plan = plan_run(compose(dapo, overrides), dapo)
+    assert str(plan.allocations["filter"]) == "d2t1p1@0:0-1"
+    assert plan.hooks["filter"] == CallHooks()
+    assert [str(allocation) for allocation in plan.allocations_of("actor")] == ["d1t2p1@0:0-1"]
 
 
 def test_roles_are_offloaded_after_their_last_call() -> None:

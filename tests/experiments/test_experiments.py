@@ -15,7 +15,7 @@ from realrl.config.compose import compose
 from realrl.config.policy_options import PPOOptions
 from realrl.config.schema import GenerationConfig, RunConfig
 from realrl.errors import ConfigError
-from realrl.experiment.declaration import Experiment
+from realrl.experiment.declaration import Experiment, Role
 from realrl.experiment.registry import check_interface_name
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceRef, MFCDef, ModelName, ParamReallocHook
@@ -254,9 +254,20 @@ def test_a_filter_stands_between_rewards_and_training() -> None:
     calls = calls_of("dapo")
     assert calls["filter"].may_drop
     assert calls["filter"].output_keys == ("kept_rewards",)
+    assert calls["filter"].role == "filter"
+    assert calls_of("dapo", "max_staleness=2")["filter"].max_staleness == 0  # like a reward, it reads no parameters
     assert calls["actor_train"].input_key_remap == {"kept_rewards": "rewards"}
     with_critic = calls_of("ppo", "algorithm.filter=equal_rewards", "generation.n_responses=2")
     assert with_critic["critic_train"].input_key_remap == {"kept_rewards": "rewards"}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "filter" in experiment(name).roles])
+def test_the_role_of_a_filter_has_no_weights_and_exists_with_the_filter_only(name: str) -> None:
+    e = experiment(name)
+    chosen = compose(e, ["algorithm.filter=equal_rewards", "generation.n_responses=2"])
+    assert e.roles_for(chosen)["filter"] == Role(trainable=False, head="none", path_from="actor")
+    assert "filter" in {call.role for call in e.calls(chosen)}
+    assert "filter" not in e.roles_for(compose(e, ["algorithm.filter=null"]))
 
 
 @pytest.mark.parametrize("overrides", [["max_staleness=2"], ["algorithm.importance_cap=3"]])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from realrl.config.schema import AllocationConfig
 from realrl.errors import AllocationError
 from realrl.graph.build import build_graph, calls
-from realrl.graph.mfc import ModelName, ParamReallocHook
+from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy, legal_meshes
 from realrl.plan.allocation import (
     check_meshes,
@@ -24,6 +24,7 @@ from tests.graph.examples import DATASET_KEYS, ppo, seventeen, sft
 
 PPO = build_graph(ppo(), ["prompt_ids"])
 NODE = Cluster(1, 4)
+INFERENCE = InterfaceType.INFERENCE
 
 
 def config(mode, **by_call):
@@ -88,6 +89,25 @@ def test_standalone():
         "actor_train": "d2t1p1@0:0-1",
         "critic_train": "d2t1p1@0:2-3",
     }
+
+
+def test_standalone_gives_no_device_to_a_role_that_only_waits_for_another():
+    """A filter reads what the reward model says; a function that reads responses can work beside generation."""
+    mfcs = ppo()
+    mfcs[2:2] = [
+        MFCDef("scorer_inf", "scorer", INFERENCE, "x", ("input_ids", "rewards"), ("sums",), n_seqs=mfcs[0].n_seqs),
+        MFCDef("filter", "filter", INFERENCE, "x", ("sums",), ("kept",), n_seqs=mfcs[0].n_seqs),
+    ]
+    graph = build_graph(mfcs, ["prompt_ids"])
+    heads = {"actor": "lm", "critic": "value", "ref": "lm", "reward": "reward", "scorer": "none", "filter": "none"}
+    for mode, head, expected in (("standalone", "reward", "d1t1p1@0:2"), ("standalone", "none", "d1t1p1@0:2")):
+        plan = plan_allocations(graph, config(mode), NODE, heads={**heads, "reward": head})
+        assert {str(plan[name]) for name in ("rew_inf", "scorer_inf", "filter")} == {expected}
+        assert [str(plan[name]) for name in ("actor_gen", "critic_inf", "ref_inf")] == [
+            *("d1t1p1@0:0", "d1t1p1@0:1", "d1t1p1@0:3"),
+        ]
+    split = plan_allocations(graph, config("split"), NODE, heads=heads)
+    assert str(split["filter"]) == str(split["rew_inf"]) == "d2t1p1@0:2-3"
 
 
 def test_standalone_needs_a_device_for_each_role():

@@ -341,3 +341,36 @@ def test_errors_and_odd_results_are_the_same_on_all_ranks() -> None:
             assert empty == []
             assert flags == (torch.bool, (n_rows,))
             assert reduced == [reduced_to]  # mesh ranks over dp
+
+
+def _pieces(rank: int, world_size: int, address: str, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Micro-batches of a training and of an inference on so many samples, where nothing says how many."""
+    case = Case("tied", ParallelStrategy(pp=world_size), MicroBatching())
+    groups, places = join(rank, world_size, address, {case.strategy})
+    parallel, found = places[case.strategy], []
+    engine = make_engine(case, parallel)
+    for size in sizes:
+        batch = make_batch(size)
+        trained: list[int] = []
+        inferred: list[int] = []
+
+        def loss(out: ForwardOutput, piece: SequenceSample, seen: list[int] = trained) -> LossOutput:
+            seen.append(len(piece))
+            return masked_nll(out, piece)
+
+        def logprobs(out: ForwardOutput, piece: SequenceSample, seen: list[int] = inferred) -> torch.Tensor:
+            seen.append(len(piece))
+            return out.logprobs()
+
+        engine.train_batch(batch, loss, normaliser=n_masked(batch), micro_batching=case.micro_batching)
+        engine.forward(batch, logprobs, micro_batching=case.micro_batching)
+        assert sum(trained) == sum(inferred) == (size if parallel.is_last_stage else 0)
+        found.append((len(trained), len(inferred)))
+    groups.destroy()
+    return found
+
+
+def test_a_pipeline_is_kept_busy_where_no_number_of_micro_batches_is_given() -> None:
+    first, last = run_ranks(2, _pieces, free_address(), (1, 2, 3, 4, 10), joined=False)
+    assert first == [(0, 0)] * 5
+    assert last == [(1, 1), (2, 2), (3, 2), (4, 2), (4, 2)]

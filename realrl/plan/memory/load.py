@@ -13,6 +13,7 @@ from realrl.config.schema import GenerationConfig
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.memory.buffers import PREFILL_TOKENS
+from realrl.plan.samples.partition import default_n_mbs
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,7 @@ def _micro_batches(mfc: MFCDef, n_seqs: int, n_tokens: int, whole: int, pp: int)
     if mfc.max_tokens_per_mb is not None:
         per_mb = min(n_tokens, max(mfc.max_tokens_per_mb, whole))
         return max(1, math.ceil(n_tokens / max(per_mb, 1))), per_mb
-    default = (2 * pp if mfc.is_train else pp) if pp > 1 else 1  # the engine's default
-    n_mbs = max(1, min(mfc.n_mbs or default, n_seqs))
+    n_mbs = max(1, min(mfc.n_mbs or default_n_mbs(pp, is_train=mfc.is_train), n_seqs))
     return n_mbs, min(n_tokens, max(math.ceil(n_tokens / n_mbs), whole))
 
 

@@ -23,6 +23,14 @@ import heapq
 from collections.abc import Sequence
 
 
+def default_n_mbs(pp: int, *, is_train: bool) -> int:
+    """Micro-batches of a minibatch and rank, as far as there are samples, where nothing says how many.
+
+    They keep a pipeline busy: training has two for every stage, inference one.
+    """
+    return 2 * pp if is_train and pp > 1 else pp
+
+
 def partition_balanced(weights: Sequence[int], n_parts: int, *, equal_count: bool = False) -> list[list[int]]:
     """Split items into `n_parts` parts of nearly equal weight.
 

@@ -126,13 +126,16 @@ class CheckpointStore:
         """Make the partial folder the newest checkpoint, then delete all but the newest `keep` and the best.
 
         Raises:
-            CheckpointError: the folder could not be completed; earlier checkpoints are untouched.
+            CheckpointError: the folder could not be completed, or lacks what a worker wrote; earlier checkpoints are
+                untouched.
         """
         step = saved.step
         partial, final = self.root / f".step_{step}.partial", self.root / f"step_{step}"
         try:
+            self._check_told(saved, partial)
+            told = {path: file for files in saved.files.values() for path, file in files.items()}
             paths = [str(path.relative_to(partial)) for path in sorted(partial.rglob("*")) if path.is_file()]
-            files = {path: saved.files.get(path) or seal(partial / path) for path in paths}
+            files = {path: told.get(path) or seal(partial / path) for path in paths}
             manifest = Manifest(
                 experiment=self.experiment,
                 step=step,
@@ -206,14 +209,33 @@ class CheckpointStore:
 
     def save_failed(self, err: OSError, step: int) -> CheckpointError:
         """The error for a full disk or an unwritable folder."""
-        previous = self.latest()
-        kept = f"The previous checkpoint {previous} is whole." if previous else "There is no earlier checkpoint."
         where = err.filename or "unknown file"
         return CheckpointError(
             f"the checkpoint of step {step} could not be written: {err.strerror or err} ({where})",
-            remedy=f"{kept} Free some space, then continue with resume=auto and the same run_dir.",
+            remedy=f"{self._kept()} Free some space, then continue with resume=auto and the same run_dir.",
             step=step,
         )
+
+    def _check_told(self, saved: CommitCheckpoint, partial: Path) -> None:
+        """Check that the master sees what workers wrote; by sizes, because digests would read everything again."""
+        for rank, files in saved.files.items():
+            for path, file in files.items():
+                size = (partial / path).stat().st_size if (partial / path).is_file() else None
+                if size == file.size_bytes:
+                    continue
+                state = "is missing" if size is None else f"is {size} bytes long"
+                raise CheckpointError(
+                    f"the checkpoint of step {saved.step} is not whole: worker {rank} wrote {file.size_bytes} bytes to "
+                    f"{path}, which {state} where the master looks ({partial})",
+                    remedy=f"{self._kept()} Choose a run_dir that all nodes share.",
+                    step=saved.step,
+                    worker=rank,
+                )
+
+    def _kept(self) -> str:
+        """What is left where a checkpoint failed."""
+        previous = self.latest()
+        return f"The previous checkpoint {previous} is whole." if previous else "There is no earlier checkpoint."
 
     def _prune(self) -> None:
         """Delete all but the newest checkpoints and the best one."""

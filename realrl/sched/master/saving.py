@@ -18,19 +18,20 @@ class Save:
 
     Attributes:
         in_flight: work done for later steps when the ranks were asked.
-        files, roles: reports of the ranks so far.
+        files: rank -> its files, of the ranks that reported so far.
+        roles: what they told so far.
     """
 
     def __init__(self, ranks: Iterable[int], in_flight: InFlight) -> None:
         self.in_flight = in_flight
-        self.files: dict[str, SavedFile] = {}
+        self.files: dict[int, Mapping[str, SavedFile]] = {}
         self.roles: dict[str, SavedRole] = {}
         self.missing = set(ranks)
 
     def add(self, reply: CheckpointSaved) -> None:
         """Note that a rank wrote its share."""
         self.missing.discard(reply.rank)
-        self.files |= reply.files
+        self.files[reply.rank] = reply.files
         self.roles |= reply.roles
 
 

@@ -204,7 +204,10 @@ def test_micro_batches():
     assert tokens(max_tokens_per_mb=25) == (2, 25)
     assert tokens(max_tokens_per_mb=5) == (2, 20)
     assert tokens(n_minibatches=3) == (1, 20)
-    assert tokens("p2") == (3, 20)  # a pipeline is kept busy
+    assert tokens("p2") == (3, 20)  # a pipeline is kept busy: 4, as far as there are samples
+    for kind, expected in ((TRAIN, 4), (INFERENCE, 2)):
+        made = load_of(mfc(kind, n_seqs=9), place("p2"), ROWS, generation=generation, n_responses=0)
+        assert made.n_mbs == expected
 
 
 def test_generation_is_divided_over_stages_and_bounded():

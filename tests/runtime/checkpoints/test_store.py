@@ -5,6 +5,7 @@ import errno
 import hashlib
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,20 @@ import pytest
 
 from realrl.errors import AssetError, CheckpointError, ConfigError
 from realrl.plan.samples.cursor import CursorState
-from realrl.runtime.checkpoints.store import CheckpointStore, Resume, find_resume, load_manifest, read_manifest, seal
-from realrl.sched.events import CommitCheckpoint
-from realrl.sched.messages import SavedFile, SavedRole
+from realrl.runtime.checkpoints.store import (
+    CheckpointStore,
+    Resume,
+    find_resume,
+    load_manifest,
+    read_manifest,
+    sample_file,
+    seal,
+)
+from realrl.sched.events import CheckpointFailed, CommitCheckpoint, FailureKind
+from realrl.sched.messages import CheckpointSaved, Reply, Request, SavedFile, SavedRole
 from realrl.sched.samples.in_flight import CallRecord, InFlight
+from tests.sched.simulator import Simulation
+from tests.sched.test_orders import split_ppo
 
 CURSOR = CursorState(rows_consumed=12, seed=1, shuffle=1, fingerprint=7)
 IN_FLIGHT = InFlight(
@@ -40,7 +51,7 @@ def saved(store: CheckpointStore, step: int, text: str = "weights") -> CommitChe
     (folder / "actor" / "tokenizer.json").write_text("{}")
     files = {"actor/model.safetensors": seal(folder / "actor" / "model.safetensors")}
     roles = {"actor": SavedRole(2, 1, 1, "abc")}
-    return CommitCheckpoint(step, str(folder), CURSOR, {"actor": step}, IN_FLIGHT, files, roles)
+    return CommitCheckpoint(step, str(folder), CURSOR, {"actor": step}, IN_FLIGHT, {1: files}, roles)
 
 
 def write(store: CheckpointStore, step: int, text: str = "weights", score: float | None = None) -> Path:
@@ -137,6 +148,56 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(
         store.commit(second)
     assert store.latest() == first
     read_manifest(first, "ppo")
+
+
+@pytest.mark.parametrize(
+    ("left", "state"), [(None, "missing"), ("weigh", "5 bytes long"), ("weights!", "8 bytes long")]
+)
+def test_what_a_worker_wrote_and_the_master_does_not_see(store: CheckpointStore, left: str | None, state: str) -> None:
+    """On a file system that nodes do not share, or that is slow to show what others wrote."""
+    first = write(store, 1)
+    second = saved(store, 2)
+    path = Path(second.directory) / "actor" / "model.safetensors"
+    path.unlink() if left is None else path.write_text(left)
+    found = sorted(path for path in store.root.rglob("*"))
+    expected = rf"step 2 is not whole: worker 1 wrote 7 bytes to actor/model.safetensors, which is {state} where.*\n.*"
+    with pytest.raises(CheckpointError, match=expected + "step_1 is whole") as caught:
+        store.commit(second)
+    assert (caught.value.step, caught.value.worker) == (2, 1)
+    assert sorted(path for path in store.root.rglob("*")) == found
+    assert os.readlink(store.root / "latest") == "step_1"
+    read_manifest(first, "ppo")
+
+
+class Writing(Simulation):
+    """A run in which ranks write a checkpoint's file each, and that of the last rank goes to a disk of its own."""
+
+    def end_request(self, rank: int, request: Request) -> Reply:
+        reply: Reply = super().end_request(rank, request)
+        if not isinstance(reply, CheckpointSaved):
+            return reply
+        path = sample_file(rank)
+        if rank != self.plan.n_ranks - 1:
+            (Path(request.directory) / path).write_text(f"rank {rank}")
+        return msgspec.structs.replace(reply, files={path: SavedFile(6, hashlib.sha256(b"rank").hexdigest())})
+
+
+def test_the_end_of_a_run_names_the_worker_whose_file_is_missing(store: CheckpointStore) -> None:
+    store.partial(1)
+    directory = str(store.root / ".step_{step}.partial")
+    plan = dataclasses.replace(split_ppo(save_every_steps=1), checkpoint_directory=directory)
+    simulation = Writing(plan, seed=3, n_rows=10)
+    while not simulation.commits:
+        simulation.run(stop_after=1)
+    with pytest.raises(CheckpointError) as caught:
+        store.commit(simulation.checkpoints[1])
+    (abort,) = simulation.feed(CheckpointFailed(1, str(caught.value)))
+    expected = r"step 1 is not whole: worker 3 wrote 6 bytes to state/samples-3.safetensors, which is missing where .*"
+    assert re.fullmatch(
+        rf"the checkpoint of {expected}\n  There is no earlier checkpoint. Choose a.*", abort.failure.message
+    )
+    assert abort.failure.kind is FailureKind.CHECKPOINT
+    assert not (store.root / "latest").exists()
 
 
 def test_the_same_step_can_be_saved_again(store: CheckpointStore) -> None:

@@ -148,7 +148,7 @@ def saved_steps(tracker, first=3, last=7):
         assert tracker.add_saved(step, CheckpointSaved(0, 9, step, files=files[0])) is None
         assert not tracker.is_any_committing
         save = tracker.add_saved(step, CheckpointSaved(1, 9, step, files=files[1]))
-        assert save.files == files[0] | files[1]
+        assert save.files == {0: files[0], 1: files[1]}
         assert tracker.is_committing(step)
         tracker.add_committed(step)
     assert tracker.is_idle

@@ -282,7 +282,7 @@ def test_checkpoint_is_opened_saved_and_committed():
     assert list(simulation.checkpoints) == [2, 3]
     commit = simulation.checkpoints[2]
     assert commit == CommitCheckpoint(
-        2, "run/.step_2.partial", simulation.master.cursor_state(2), {"actor": 2, "critic": 2}
+        2, "run/.step_2.partial", simulation.master.cursor_state(2), {"actor": 2, "critic": 2}, files={0: {}, 1: {}}
     )
     assert commit.cursor.rows_consumed == 8
     (batch,) = [b for b in simulation.instructions if OpenCheckpoint(2, "run/.step_2.partial") in b]
