@@ -9,8 +9,8 @@ EXPERIMENT = GRPO.variant(
         "algorithm": {
             "clip_ratio_high": 0.28,
             "loss_normaliser": "tokens",
-            "kl_loss_coef": 0.0,
-            "filter": "equal_rewards",
+            "kl_loss_coef": 0.0,  # so nobody reads the reference, and there is none
+            "filter": "equal_rewards",  # adds the call filter
         },
     },
 )

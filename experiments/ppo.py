@@ -20,7 +20,7 @@ ROLES = {
 def mfcs(config: RunConfig) -> list[MFCDef]:
     """The calls of one step: who runs, what it reads, what it gives."""
     n, train = config.n_seqs, {"n_minibatches": config.algorithm.n_minibatches, "log_return_value": True}
-    return [
+    return [  # name, role, kind, interface, keys that it reads, keys that it gives
         MFCDef("actor_gen", "actor", GENERATE, "ppo_actor",
                ("prompt_ids",), (*TOKENS, "old_logprobs", "truncated"), n_seqs=n),
         MFCDef("rew_inf", "reward", INFERENCE, "reward_model", ("input_ids",), ("rewards",), n_seqs=n),
