@@ -23,7 +23,8 @@ def mfcs(config: RunConfig) -> list[MFCDef]:
                output_key_remap={"logprobs": "ref_logprobs"}, n_seqs=n),
         MFCDef("actor_train", "actor", InterfaceType.TRAIN_STEP, "ppo_actor",
                (*TOKENS, "old_logprobs", "truncated", "teacher_logprobs"), n_seqs=n,
-               n_minibatches=config.algorithm.n_minibatches, log_return_value=True),
+               n_minibatches=config.algorithm.n_minibatches, n_passes=config.algorithm.ppo_epochs,
+               log_return_value=True),
     ]  # fmt: skip
 
 

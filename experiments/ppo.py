@@ -19,7 +19,8 @@ ROLES = {
 
 def mfcs(config: RunConfig) -> list[MFCDef]:
     """The calls of one step: who runs, what it reads, what it gives."""
-    n, train = config.n_seqs, {"n_minibatches": config.algorithm.n_minibatches, "log_return_value": True}
+    n, options = config.n_seqs, config.algorithm
+    train = {"n_minibatches": options.n_minibatches, "n_passes": options.ppo_epochs, "log_return_value": True}
     return [  # name, role, kind, interface, keys that it reads, keys that it gives
         MFCDef("actor_gen", "actor", GENERATE, "ppo_actor",
                ("prompt_ids",), (*TOKENS, "old_logprobs", "truncated"), n_seqs=n),

@@ -24,7 +24,8 @@ def player(config: RunConfig, role: str, prefix: str, other_prefix: str) -> list
         MFCDef(f"{prefix}ref_inf", "ref", INFERENCE, "ppo_actor", TOKENS, ("ref_logprobs",),
                output_key_remap={"logprobs": "ref_logprobs"}, n_seqs=n),
         MFCDef(f"{role}_train", role, TRAIN_STEP, policy, (*TOKENS, "old_logprobs", "truncated", "rewards"), n_seqs=n,
-               n_minibatches=config.algorithm.n_minibatches, log_return_value=True),
+               n_minibatches=config.algorithm.n_minibatches, n_passes=config.algorithm.ppo_epochs,
+               log_return_value=True),
     ]  # fmt: skip
     *others, train = [add.prefixed(prefix, call) for call in calls]
     return [*others, add.reading(train, {f"{other_prefix}rewards": "other_rewards"})]

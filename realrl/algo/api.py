@@ -7,7 +7,7 @@ batch go through `Engine.all_reduce`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -200,9 +200,10 @@ class CallContext:
     """The call that an interface serves.
 
     Attributes:
-        minibatches: this rank's sample ids per minibatch; a single tuple unless the call trains.
+        minibatches: this rank's sample ids per minibatch, pass after pass; a single tuple unless the call trains.
         algorithm: the configuration's ``algorithm`` section.
         metrics: the interface adds sums for the log to it.
+        n_passes: passes over the batch that `minibatches` make; each holds every sample of this rank once.
     """
 
     call: str
@@ -213,6 +214,14 @@ class CallContext:
     generation: GenerationConfig
     algorithm: Any
     metrics: MetricSums = field(default_factory=MetricSums)
+    n_passes: int = 1
+
+    @property
+    def single_passes(self) -> tuple[CallContext, ...]:
+        """The context of each pass over the batch, with its minibatches alone."""
+        n = len(self.minibatches) // self.n_passes
+        starts = range(0, n * self.n_passes, n)
+        return tuple(replace(self, minibatches=self.minibatches[i : i + n], n_passes=1) for i in starts)
 
 
 class ModelInterface:
@@ -242,7 +251,12 @@ class ModelInterface:
         raise NotImplementedError(f"{type(self).__name__} cannot evaluate")
 
     def optimizer_steps_per_call(self, n_minibatches: int, algorithm: Any) -> int:
-        """Number of optimizer steps in one train_step call; learning-rate schedules count these."""
+        """Number of optimizer steps in one train_step call; learning-rate schedules count these.
+
+        Args:
+            n_minibatches: of all passes that the call declares (`MFCDef.n_passes`).
+            algorithm: the configuration's ``algorithm`` section.
+        """
         return n_minibatches
 
     def state_dict(self) -> dict[str, Any]:

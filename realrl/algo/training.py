@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +41,7 @@ class TrainSummary:
 
 def train_minibatches(
     model: Model,
-    batch: SequenceSample,
+    batch: SequenceSample | Sequence[SequenceSample],
     ctx: CallContext,
     loss_fn: LossFn,
     *,
@@ -49,21 +49,22 @@ def train_minibatches(
     passes: int = 1,
     skip: SkipRule | None = None,
 ) -> TrainSummary:
-    """One optimizer step per minibatch and pass.
+    """One optimizer step per minibatch of `ctx`, those of all its passes.
 
     Args:
         model: its engine's device must hold `batch`.
-        batch: this rank's samples with the keys that `loss_fn` reads.
+        batch: this rank's samples with the keys that `loss_fn` reads; or its share of every minibatch, where keys
+            depend on the minibatch that a sample is in.
         ctx: names the minibatches; all ranks have equally many, and a rank's share may be empty.
         loss_fn: sums over a micro-batch.
         count: units of a minibatch on this rank; their global sum is its loss normaliser.
-        passes: number of passes over the whole batch.
+        passes: times to repeat the minibatches as they are; `MFCDef.n_passes` draws new ones for every pass.
         skip: given a minibatch's means, returns True to leave its optimizer step out.
 
     Raises:
         CallError: a loss or statistic is not finite; raised on all ranks before the optimizer steps.
     """
-    minibatches = [batch.select(ids) for ids in ctx.minibatches]
+    minibatches = [batch.select(ids) for ids in ctx.minibatches] if isinstance(batch, SequenceSample) else batch
     local = torch.tensor([count(mb) for mb in minibatches], dtype=torch.float64, device=model.engine.device)
     counts = [float(n) for n in model.engine.all_reduce(local).tolist()]
     sums: dict[str, float] = {}
@@ -89,7 +90,7 @@ def train_minibatches(
         grad_norm=math.fsum(grad_norms) / len(grad_norms) if grad_norms else 0.0,
         lr=lr,
         n_skipped=n_skipped,
-        n_units=sum(counts),
+        n_units=sum(counts) / ctx.n_passes,
     )
 
 

@@ -50,7 +50,8 @@ def _print_calls(plan: RunPlan) -> None:
     rows = []
     for mfc in plan.mfcs:
         allocation = plan.allocations[mfc.name]
-        batches = f"{mfc.n_minibatches} minibatches" if mfc.n_minibatches > 1 else ""
+        batches = f"{mfc.n_passes} passes of " if mfc.n_passes > 1 else ""
+        batches += f"{mfc.n_minibatches} minibatches" if mfc.n_minibatches > 1 or mfc.n_passes > 1 else ""
         if mfc.max_tokens_per_mb is not None:
             batches += f" of {mfc.max_tokens_per_mb}-token micro-batches"
         elif mfc.n_mbs is not None:

@@ -121,6 +121,8 @@ def _batch(mfc: MFCDef) -> Iterator[str]:
             yield f"{field} = {value}"
     if mfc.n_minibatches != 1:
         yield f"n_minibatches = {mfc.n_minibatches}"
+    if mfc.n_passes != 1:
+        yield f"n_passes = {mfc.n_passes}"
     if mfc.balanced_dp:
         yield "balanced_dp = True"
     if mfc.max_staleness:

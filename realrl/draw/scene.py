@@ -187,6 +187,8 @@ def _notes(mfc: MFCDef, largest: int) -> tuple[str, ...]:
         batch.append(f"streams from {mfc.min_n_seqs}")
     if mfc.n_minibatches > 1:
         batch.append(f"{mfc.n_minibatches} minibatches")
+    if mfc.n_passes > 1:
+        batch.append(f"{mfc.n_passes} passes")
     if mfc.n_mbs is not None and mfc.n_mbs > 1:
         batch.append(f"{mfc.n_mbs} micro-batches")
     if mfc.max_tokens_per_mb is not None:

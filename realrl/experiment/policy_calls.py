@@ -168,7 +168,8 @@ def chosen_keys(config: RunConfig, calls: Calls) -> Calls:
     reads its log-probabilities.
 
     Raises:
-        ConfigError: a piece compares with another player and there is none, or a critic's values are not read.
+        ConfigError: a piece compares with another player and there is none, a critic's values are not read, or no
+            call makes the passes of `algorithm.ppo_epochs`.
     """
     options: PolicyOptions = config.algorithm
     _check_pieces_fit(config, calls)
@@ -356,6 +357,13 @@ def _reading(call: MFCDef, options: PolicyOptions, is_policy: bool) -> MFCDef:
 
 def _check_pieces_fit(config: RunConfig, calls: Calls) -> None:
     options: PolicyOptions = config.algorithm
+    passes = [call.n_passes for call in calls if call.is_train]
+    if options.ppo_epochs > 1 and passes and max(passes) == 1:
+        raise ConfigError(
+            f"algorithm.ppo_epochs={options.ppo_epochs}, and every train_step of experiment {config.experiment} makes "
+            "one pass over its batch",
+            remedy="Leave it out, or give the calls n_passes=config.algorithm.ppo_epochs.",
+        )
     has_critic = any(call.is_train and call.role not in _policies(calls) for call in calls)
     if has_critic and "values" not in training_keys(options):
         raise ConfigError(

@@ -79,6 +79,7 @@ def _check_counts(mfc: MFCDef) -> None:
         "n_mbs": (mfc.n_mbs, 1),
         "max_tokens_per_mb": (mfc.max_tokens_per_mb, 1),
         "n_minibatches": (mfc.n_minibatches, 1),
+        "n_passes": (mfc.n_passes, 1),
         "max_staleness": (mfc.max_staleness, 0),
     }
     for field, (value, least) in counts.items():
@@ -105,6 +106,12 @@ def _check_train(mfc: MFCDef) -> None:
             raise GraphError(
                 f"call '{mfc.name}' is {_ARTICLE[mfc.interface_type]} and has n_minibatches={mfc.n_minibatches}",
                 remedy="Only a train_step has minibatches; use n_mbs to split the work of other calls.",
+                call=mfc.name,
+            )
+        if mfc.n_passes != 1:
+            raise GraphError(
+                f"call '{mfc.name}' is {_ARTICLE[mfc.interface_type]} and has n_passes={mfc.n_passes}",
+                remedy="Only a train_step passes over its batch several times; leave n_passes out.",
                 call=mfc.name,
             )
         return

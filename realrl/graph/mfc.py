@@ -85,6 +85,7 @@ class MFCDef:
         n_mbs: number of micro-batches per minibatch and rank.
         max_tokens_per_mb: token budget of a micro-batch; takes the place of `n_mbs`.
         n_minibatches: optimizer steps per train_step call and pass over the batch.
+        n_passes: passes over the batch of a train_step; each draws its minibatches anew.
         balanced_dp: give every data-parallel rank the same number of samples, not of tokens.
         log_return_value: write the call's returned metrics to the log.
         max_staleness: number of versions by which a non-training call may lag when it reads its role.
@@ -112,6 +113,7 @@ class MFCDef:
     n_mbs: int | None = None
     max_tokens_per_mb: int | None = None
     n_minibatches: int = 1
+    n_passes: int = 1
     balanced_dp: bool = False
     log_return_value: bool = False
     max_staleness: int = 0

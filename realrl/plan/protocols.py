@@ -12,6 +12,8 @@ output to the rank that keeps it. A call names its protocol in `MFCDef.protocol`
 | `3D_PP_ONLY` | everything | tp and dp rank 0 of every stage, an equal part |
 | `3D_ALL_MICRO_DP` | as `3D_PROTO`; a slice of the home stays with the replicas inside of it | as `3D_PROTO` |
 
+A train_step asks its protocol once, with one sample for each round of minibatches: see `realrl.plan.minibatches`.
+
 The names are those of HybridFlow (Sheng et al., "HybridFlow: A Flexible and Efficient RLHF Framework", 2024, table 3).
 There, a controller concatenates collected output; here, samples have ids and stay with the rank that keeps them, so
 "collect from all" means that all take part and every sample is still kept once.
@@ -119,7 +121,7 @@ def check_protocol(
 def divide(
     name: str, ids: Sequence[str], token_counts: Sequence[int], layout: CallLayout, *, call: str
 ) -> tuple[Sequence[Share], Mapping[int, tuple[str, ...]]]:
-    """Divide one batch or minibatch of a call by a protocol; return the shares, and rank -> samples that it keeps.
+    """Divide one batch of a call by a protocol; return the shares, and rank -> samples that it keeps.
 
     Raises:
         RunError: a registered protocol raises, or does not keep its promises with this batch; names its file and line.

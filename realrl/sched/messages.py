@@ -96,7 +96,7 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         dispatch_id: unique number of the dispatch; the same on all ranks of the mesh.
         step: step, counted from 1.
-        minibatches: this rank's sample ids, one tuple per minibatch (one only, unless the call trains).
+        minibatches: this rank's sample ids, one tuple per minibatch and pass (one only, unless the call trains).
         transfers: rows this rank must pull first (its own id is every transfer's `target`); empty where rows move by
             collectives, since `MoveRows` has brought them then.
         n_steps: steps of the whole run; learning-rate schedules end there.

@@ -61,6 +61,33 @@ def test_two_ranks_are_as_one() -> None:
         torch.testing.assert_close(module.logits, alone.logits)
 
 
+def test_statistics_are_over_all_passes_and_units_of_one() -> None:
+    module = Bigram(4)
+    passes = (("0/0", "0/1"), ("0/2", "0/3"), ("0/0", "0/3"), ("0/1", "0/2"))
+    engine = FakeEngine(module, lr=0.0)
+    ctx = fake_context("actor_train", passes, n_passes=2)
+    metrics = SFT().train_step(fake_model("actor", engine), BATCH, ctx)
+    whole = train(Bigram(4), minibatches=(BATCH.ids,))[0]
+    assert metrics["actor/loss"] == pytest.approx(whole["actor/loss"], rel=1e-5)
+    assert metrics["actor/n_tokens"] == whole["actor/n_tokens"] == 7.0
+    assert len(engine.normalisers) == 4
+    assert [one.minibatches for one in ctx.single_passes] == [passes[:2], passes[2:]]
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_an_interface_may_repeat_its_minibatches(repeats: int) -> None:
+    engine = FakeEngine(Bigram(4), lr=0.5)
+
+    def loss(out, mb):
+        total = -out.logprobs().sum()
+        return LossOutput(total, {"loss": total.detach()})
+
+    ctx = fake_context("actor_train", (BATCH.ids[:2], BATCH.ids[2:]))
+    summary = train_minibatches(fake_model("actor", engine), BATCH, ctx, loss, count=len, passes=repeats)
+    assert engine.normalisers == [2.0] * 2 * repeats
+    assert summary.n_units == 4.0
+
+
 def test_a_minibatch_without_answers_does_no_harm() -> None:
     batch = token_batch([[([0, 1], [])]])
     module = Bigram(4)

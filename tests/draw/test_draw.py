@@ -21,7 +21,8 @@ from realrl.mesh.notation import parse_allocation
 from tests.graph.examples import DATASET_KEYS, ppo, seventeen, sft
 
 SVG = "{http://www.w3.org/2000/svg}"
-PPO = build_graph(ppo(max_staleness=1), DATASET_KEYS["ppo"])
+PPO_CALLS = [replace(mfc, n_passes=2 if mfc.name == "critic_train" else 1) for mfc in ppo(max_staleness=1)]
+PPO = build_graph(PPO_CALLS, DATASET_KEYS["ppo"])
 PLACES = {name: parse_allocation("d4t1p2@0:0-7", Cluster(1, 8)) for name in PPO}
 NASTY = '</script><b a="1">&\'`#'
 
@@ -47,7 +48,9 @@ def test_svg_shows_everything():
         assert shown.count(name) == 1
     assert shown.count("d4t1p2 @ 0:0-7") == 6
     assert {"dataset", "actor · generate", "ref · inference", "critic · train step", "lag 1", "lag 2"} <= set(shown)
-    assert {"prompt_ids", "rewards", "ref_logprobs", "values", "4 minibatches"} <= set(shown)
+    assert {"prompt_ids", "rewards", "ref_logprobs", "values", "4 minibatches", "4 minibatches · 2 passes"} <= set(
+        shown
+    )
     assert {"actor", "reward (frozen)", "ref (frozen)", "critic", "new parameters, lag in steps"} <= set(shown)
     kinds = {element.get("class") for element in root.iter(f"{SVG}path")}
     assert {"edge", "version", "head", "shape"} <= kinds

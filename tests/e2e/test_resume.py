@@ -76,6 +76,16 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, experiment: str) 
     check_resumes(tmp_path, experiment, [1, 2], *SHORT, last=3)
 
 
+def test_passes_continue_with_the_same_bits(tmp_path: Path) -> None:
+    """Each pass of each step draws its minibatches anew; the schedule ends with the last of them."""
+    schedule = ("schedule=linear", "warmup_fraction=0", "min_lr_fraction=0.25", "lr=0.004")
+    optimizer = [f"models.actor.optimizer.{setting}" for setting in schedule]
+    passes = ("algorithm.ppo_epochs=2", "algorithm.n_minibatches=2")
+    check_resumes(tmp_path, "ppo", [1, 2], *SHORT, *passes, *optimizer, last=3)
+    last_of_12 = 0.004 * (1.0 - 0.75 * 11 / 12)
+    assert read_metrics(tmp_path / "whole")[-1]["actor/lr"] == pytest.approx(last_of_12)
+
+
 BACKENDS = {
     "native 1": ("backend=native", "optimizer.zero_stage=1"),
     "native offloaded": ("backend=native", "optimizer.offload=true"),

@@ -32,6 +32,13 @@ def test_plans_agree(reference, overrides: tuple[str, ...], tmp_path: Path) -> N
     assert_same_numbers(reference, metrics, rel=1e-4, floor=1e-6)
 
 
+def test_passes_over_new_minibatches_agree(tmp_path: Path) -> None:
+    epochs = ("algorithm.ppo_epochs=2", "algorithm.loss_normaliser=sequences")
+    alone = run_ppo(tmp_path / "alone", "launcher=inline", *epochs)
+    for name, plan in {"d2": (TWO, "n_mbs=2"), "d4": ("cluster.n_devices_per_node=4",)}.items():
+        assert_same_numbers(alone, run_ppo(tmp_path / name, *plan, *epochs), rel=1e-4, floor=1e-6)
+
+
 def test_one_seed_gives_the_same_bits(reference, tmp_path: Path) -> None:
     again = run_ppo(tmp_path / "run", "launcher=inline", is_here=False)
     assert_same_numbers(reference, again, rel=0.0, floor=0.0)

@@ -12,10 +12,11 @@ import pytest
 
 from realrl.cli import main
 from realrl.config.compose import compose
-from realrl.config.policy_options import PPOOptions
+from realrl.config.policy_options import PolicyOptions, PPOOptions
 from realrl.config.schema import GenerationConfig, RunConfig
 from realrl.errors import ConfigError
 from realrl.experiment.declaration import Experiment, Role
+from realrl.experiment.policy_calls import chosen_keys
 from realrl.experiment.registry import check_interface_name
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceRef, MFCDef, ModelName, ParamReallocHook
@@ -143,7 +144,10 @@ def test_the_ppo_graph() -> None:
 
 
 def test_ppo_options_reach_the_calls() -> None:
-    calls = ppo(PPOOptions(n_minibatches=3), n_seqs=12)
+    calls = ppo(PPOOptions(n_minibatches=3, ppo_epochs=2), n_seqs=12)
+    assert {name: mfc.n_passes for name, mfc in calls.items()} == {
+        name: 2 if mfc.is_train else 1 for name, mfc in calls.items()
+    }
     assert {name: mfc.n_minibatches for name, mfc in calls.items() if mfc.is_train} == {
         "actor_train": 3,
         "critic_train": 3,
@@ -335,6 +339,15 @@ def test_other_impossible_choices_are_refused() -> None:
         calls_of("ppo", "algorithm.sampler=greedy")
     with pytest.raises(ConfigError, match=r"algorithm\.clip_ratio=0\.1 has no effect"):
         calls_of("remax", "algorithm.clip_ratio=0.1")
+    one_pass = [replace(mfc, n_passes=1) for mfc in calls_of("ppo").values()]
+    with pytest.raises(ConfigError, match=r"ppo_epochs=2, and every train_step of experiment ppo makes one pass"):
+        chosen_keys(compose(experiment("ppo"), ["algorithm.ppo_epochs=2"]), one_pass)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(experiment(name).options, PolicyOptions)])
+def test_every_policy_and_critic_makes_the_passes_of_ppo_epochs(name: str) -> None:
+    calls = calls_of(name, "algorithm.ppo_epochs=3").values()
+    assert all(mfc.n_passes == (3 if mfc.is_train else 1) for mfc in calls)
 
 
 @pytest.mark.parametrize("name", NAMES)

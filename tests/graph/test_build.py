@@ -240,6 +240,11 @@ REFUSED = {
         replaced("rew_inf", n_minibatches=2),
         r"'rew_inf' is an inference and has n_minibatches=2",
     ),
+    "no pass": (replaced("actor_train", n_passes=0), r"'actor_train' has n_passes=0[\s\S]*at least 1"),
+    "inference passes": (
+        replaced("rew_inf", n_passes=2),
+        r"'rew_inf' is an inference and has n_passes=2",
+    ),
     "keys as text": (replaced("rew_inf", input_keys="input_ids"), r"is the string 'input_ids'[\s\S]*\('input_ids',\)"),
     "key twice": (replaced("rew_inf", output_keys=("a", "a")), r"output_keys of call 'rew_inf' has 'a' twice"),
     "input remap": (

@@ -216,6 +216,7 @@ def fake_context(
     generation: GenerationConfig | None = None,
     step: int = 1,
     n_mbs: int | None = None,
+    n_passes: int = 1,
 ) -> CallContext:
     """Make a context with defaults for most fields."""
     return CallContext(
@@ -224,6 +225,7 @@ def fake_context(
         seed=1,
         micro_batching=MicroBatching(n_mbs=n_mbs),
         minibatches=tuple(tuple(ids) for ids in minibatches),
+        n_passes=n_passes,
         generation=generation or GenerationConfig(),
         algorithm=algorithm,
     )

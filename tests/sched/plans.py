@@ -127,7 +127,8 @@ def plans(draw, max_staleness=2, drops=False):
         reads = tuple(key for key in keys if draw(st.booleans())) or (keys[-1],)
         n_seqs = draw(st.sampled_from(divisors))
         n_minibatches = draw(st.integers(1, min(n_seqs, 3)))
-        mfcs.append(MFCDef(f"train_{role}", role, TRAIN, "x", reads, n_seqs=n_seqs, n_minibatches=n_minibatches))
+        sizes = {"n_seqs": n_seqs, "n_minibatches": n_minibatches, "n_passes": draw(st.integers(1, 2))}
+        mfcs.append(MFCDef(f"train_{role}", role, TRAIN, "x", reads, **sizes))
     mfcs = draw(with_dropping(mfcs)) if drops else mfcs
     mfcs = draw(with_hooks(mfcs))
     allocations = {}

@@ -19,7 +19,7 @@ def part_of(request):
 
 def ids_of(request):
     """All samples of one rank's part of a call."""
-    return tuple(sample_id for minibatch in request.minibatches for sample_id in minibatch)
+    return tuple(dict.fromkeys(sample_id for minibatch in request.minibatches for sample_id in minibatch))
 
 
 class Checks:
@@ -93,7 +93,11 @@ class Checks:
             assert (parts[rank].call, parts[rank].step) == (call.name, request.step)
             assert parts[rank].n_steps == self.start.last_step
         for part in parts.values():
-            assert len(part.minibatches) == call.mfc.n_minibatches
+            n_minibatches = call.mfc.n_minibatches
+            assert len(part.minibatches) == n_minibatches * call.mfc.n_passes
+            for start in range(0, len(part.minibatches), n_minibatches):
+                one_pass = [i for minibatch in part.minibatches[start : start + n_minibatches] for i in minibatch]
+                assert sorted(one_pass) == sorted(ids_of(part)), "a pass is not over the batch"
             assert all(part.minibatches) or call.feeds_drop, "a rank has no sample in some minibatch"
         if call.mfc.protocol == "3D_PROTO":
             for dp_rank in range(call.allocation.strategy.dp):

@@ -126,7 +126,7 @@ class PolicyActor(RolloutInterface):
         return batch.derive("input_ids", columns)
 
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
-        """Compute advantages over the whole batch, then make `ppo_epochs` passes over its minibatches."""
+        """Compute advantages over the whole batch, then train on its minibatches."""
         options: PolicyOptions = ctx.algorithm
         engine, role = model.engine, model.name.role
         optional = (BEHAVIOR,) if BEHAVIOR in batch else ()
@@ -134,22 +134,17 @@ class PolicyActor(RolloutInterface):
         rollout = self.rollout(engine, batch.select(batch.ids, tuple(keys)).to(engine.device), options)
         columns = {ADVANTAGES: mixed_advantages(rollout)}
         self.follow_kl(rollout)
-        if options.loss_normaliser != "tokens":
-            columns[WEIGHTS] = loss_weights(rollout, ctx, engine)
         if BEHAVIOR in rollout.batch:
             columns[IMPORTANCE] = importance_weights(rollout, engine)
         objective = PolicyObjective(options, training_temperature(ctx.generation))
         data = rollout.batch.select(batch.ids, (*TOKENS, *objective.keys))
         data = data.update(data.derive("input_ids", {key: (PER_TRANSITION, column) for key, column in columns.items()}))
-        if options.ptx_coef:
-            data = with_answers(data, rollout.batch, model, ctx)
         summary = train_minibatches(
             model,
-            data,
+            [share for one_pass in ctx.single_passes for share in weighted_minibatches(data, rollout, model, one_pass)],
             ctx,
             objective,
             count=_n_actions,
-            passes=options.ppo_epochs,
             skip=lambda stats: is_too_far(stats, options),
         )
         penalty = {f"{role}/kl_coef": rollout.kl_coef} if _has_kl_penalty(rollout) else {}
@@ -243,6 +238,18 @@ def mixed_advantages(rollout: Rollout) -> torch.Tensor:
     return whiten(total, rollout.mask, rollout.all_reduce) if options.normalise_advantages else total
 
 
+def weighted_minibatches(
+    data: SequenceSample, rollout: Rollout, model: Model, ctx: CallContext
+) -> list[SequenceSample]:
+    """This rank's share of every minibatch of one pass, with the weights that depend on what else is in a minibatch."""
+    if rollout.options.loss_normaliser != "tokens":
+        weights = loss_weights(rollout, ctx, model.engine)
+        data = data.update(data.derive("input_ids", {WEIGHTS: (PER_TRANSITION, weights)}))
+    if rollout.options.ptx_coef:
+        data = with_answers(data, rollout.batch, model, ctx)
+    return [data.select(ids) for ids in ctx.minibatches]
+
+
 def loss_weights(rollout: Rollout, ctx: CallContext, engine: Engine) -> torch.Tensor:
     """float32 [T - S]: weights of actions. The weighted sum over a minibatch's actions, divided by their number, is
 
@@ -250,7 +257,7 @@ def loss_weights(rollout: Rollout, ctx: CallContext, engine: Engine) -> torch.Te
     - "constant": the sum over responses times `generation.max_new_tokens` (Liu et al. 2025, "Understanding
       R1-Zero-like training", section 3.2).
 
-    Both cover the whole minibatch, over all ranks.
+    Both cover the whole minibatch, over all ranks. `ctx` is of one pass.
     """
     place = {sample_id: i for i, ids in enumerate(ctx.minibatches) for sample_id in ids}
     samples = torch.tensor([place[i] for i in rollout.batch.ids], dtype=torch.int64, device=rollout.mask.device)

@@ -45,7 +45,7 @@ class PPOCritic(RolloutInterface):
         return batch.derive("input_ids", {"values": (PER_TOKEN, self._norm.denormalise(raw))})
 
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
-        """Compute returns of the whole batch, update the value statistics, then train for `ppo_epochs` passes.
+        """Compute returns of the whole batch, update the value statistics, then train on the minibatches.
 
         New values are clipped around the head's outputs at inference. The statistics before the update recover those
         from `values`; the statistics after it normalise the targets.
@@ -76,7 +76,6 @@ class PPOCritic(RolloutInterface):
             ctx,
             loss,
             count=_n_actions,
-            passes=options.ppo_epochs,
         )
         return {
             **summary.metrics(role),

@@ -31,7 +31,7 @@ def with_answers(data: SequenceSample, metadata: SequenceSample, model: Model, c
         data: `input_ids`, `prompt_mask` and keys per token, transition, sequence or sample; 0 on the answers.
         metadata: `metadata` of the same samples, which holds the answer of their row.
         model: its tokenizer encodes answers.
-        ctx: names the minibatches.
+        ctx: names the minibatches of one pass.
 
     Returns:
         `answer_weights` are 0 off the answers. The weighted sum over a minibatch's answer tokens, divided by its number

@@ -22,9 +22,6 @@ class RolloutInterface(ModelInterface):
         self._restored_kl_coef: float | None = None
         self._piece_state: dict[str, float] = {}
 
-    def optimizer_steps_per_call(self, n_minibatches: int, algorithm: PolicyOptions) -> int:
-        return n_minibatches * algorithm.ppo_epochs
-
     def rollout(self, engine: Engine, batch: SequenceSample, options: PolicyOptions) -> Rollout:
         """Combine a batch with the current KL coefficient and the state of pieces.
 

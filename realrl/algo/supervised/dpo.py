@@ -24,7 +24,7 @@ class DPO(ModelInterface):
     """
 
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
-        """One pass over the minibatches of `ctx`; the loss is a mean over the pairs of a minibatch.
+        """One optimizer step per minibatch of `ctx`; the loss is a mean over the pairs of a minibatch.
 
         The SFT term is each chosen answer's mean negative log-likelihood per token, mean over pairs: Pang et al. 2024,
         "Iterative reasoning preference optimization", equation 1, whose alpha is `sft_coef`.

@@ -30,7 +30,7 @@ class KTO(ModelInterface):
     """
 
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
-        """One pass over the minibatches of `ctx`; the loss is a mean over the answers of a minibatch.
+        """One optimizer step per minibatch of `ctx`; the loss is a mean over the answers of a minibatch.
 
         The reference point of a minibatch is the mean log-ratio of its mismatched answers under the parameters that the
         minibatch starts from, over all ranks and micro-batches, and at least 0. It has no gradient.
@@ -44,11 +44,11 @@ class KTO(ModelInterface):
         own, mismatched = take_sequence(batch, 0), take_sequence(batch, 1)
         summaries, kls = [], []
         for ids in ctx.minibatches:
-            alone = replace(ctx, minibatches=(ids,))
+            alone = replace(ctx, minibatches=(ids,), n_passes=1)
             kl = _mean_logratio(model, mismatched.select(ids), alone)
             kls.append(max(kl, 0.0))
             summaries.append(_train(model, own, alone, options, kls[-1]))
-        summary = _join(summaries)
+        summary = _join(summaries, ctx.n_passes)
         stats = {**_stats(summary), "kl": math.fsum(kls) / len(kls)}
         return replace(summary, stats=stats).metrics(model.name.role)
 
@@ -91,15 +91,15 @@ def _train(model: Model, batch: SequenceSample, ctx: CallContext, options: KTOOp
     return train_minibatches(model, batch, ctx, loss, count=len)
 
 
-def _join(parts: Sequence[TrainSummary]) -> TrainSummary:
-    """Combine the summaries of single minibatches."""
+def _join(parts: Sequence[TrainSummary], n_passes: int) -> TrainSummary:
+    """Combine the summaries of single minibatches of several passes."""
     n_units = math.fsum(part.n_units for part in parts)
     return TrainSummary(
         stats={name: math.fsum(p.stats[name] * p.n_units for p in parts) / n_units for name in parts[0].stats},
         grad_norm=math.fsum(part.grad_norm for part in parts) / len(parts),
         lr=parts[-1].lr,
         n_skipped=0,
-        n_units=n_units,
+        n_units=n_units / n_passes,
     )
 
 

@@ -32,7 +32,7 @@ class RewardModel(ModelInterface):
         return batch.derive("input_ids", {"rewards": (KeySchema("float32", Per.SEQUENCE), rewards.float())})
 
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
-        """One pass over the minibatches of `ctx`.
+        """One optimizer step per minibatch of `ctx`.
 
         Raises:
             CallError: a sample that is not a pair.

@@ -22,7 +22,7 @@ class SFT(ModelInterface):
     """Reads `input_ids` and `prompt_mask`. Metrics, under the role's name: loss, ppl, n_tokens, grad_norm, lr."""
 
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
-        """One pass over the minibatches of `ctx`; moves what it reads to the engine's device."""
+        """One optimizer step per minibatch of `ctx`; moves what it reads to the engine's device."""
         batch = batch.select(batch.ids, ("input_ids", "prompt_mask")).to(model.engine.device)
         summary = train_minibatches(model, batch, ctx, _loss, count=lambda mb: int(response_mask(mb).sum()))
         role = model.name.role

@@ -14,7 +14,6 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -22,6 +21,7 @@ from functools import lru_cache
 import msgspec
 
 from realrl.errors import ConfigError, DataError
+from realrl.plan.samples.shuffle import keyed_draw, permutation
 
 
 class CursorState(msgspec.Struct, frozen=True):
@@ -49,17 +49,8 @@ class SampleRef(msgspec.Struct, frozen=True):
 
 @lru_cache(maxsize=4)
 def epoch_order(n_rows: int, seed: int, epoch: int) -> tuple[int, ...]:
-    """Return the rows 0..n_rows-1 in the shuffled order of `epoch` (from 1).
-
-    The Fisher-Yates shuffle draws only from `random.Random.random`: Python promises to keep its sequence for a given
-    seed across versions, but makes no such promise for `shuffle`.
-    """
-    draw = random.Random(f"{seed}/{epoch}").random
-    order = list(range(n_rows))
-    for i in range(n_rows - 1, 0, -1):
-        j = int(draw() * (i + 1))
-        order[i], order[j] = order[j], order[i]
-    return tuple(order)
+    """Return the rows 0..n_rows-1 in the shuffled order of `epoch` (from 1)."""
+    return tuple(permutation(n_rows, keyed_draw(seed, epoch)))
 
 
 def fingerprint(row_ids: Iterable[str]) -> int:

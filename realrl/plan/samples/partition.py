@@ -1,4 +1,4 @@
-"""Splitting samples over ranks, minibatches and micro-batches by their token counts.
+"""Splitting samples over ranks and micro-batches by their token counts.
 
 Every function returns lists of indices in ascending input order, and depends on its arguments only: equal
 input gives equal output on every platform.
@@ -12,9 +12,6 @@ Invariants of `partition_by_budget`:
     - the parts are disjoint, cover all indices, and none is empty;
     - a part weighs at most the budget, unless it is one single item that exceeds it;
     - no two parts could be merged within the budget.
-Invariants of `split_minibatches`:
-    - the minibatches are disjoint, cover all indices, and do not depend on the number of ranks;
-    - their sizes differ by at most one.
 """
 
 from __future__ import annotations
@@ -94,16 +91,3 @@ def partition_by_budget(weights: Sequence[int], budget: int) -> list[list[int]]:
             parts[fit].append(i)
             loads[fit] += weights[i]
     return sorted(sorted(part) for part in parts)
-
-
-def split_minibatches(token_counts: Sequence[int], n_minibatches: int) -> list[list[int]]:
-    """Split a batch over minibatches, with nearly equally many tokens in each.
-
-    Args:
-        token_counts: tokens of each sample.
-        n_minibatches: optimizer steps to split the batch into.
-
-    Returns:
-        Indices of the samples of each minibatch.
-    """
-    return partition_balanced(token_counts, n_minibatches, equal_count=True)

@@ -75,7 +75,7 @@ class CallRunner:
             hosted.wait_resident()
         call_start_s = time.time()
         minibatches = request.minibatches if hosted.has_weights else (request.keeps,)
-        ids = tuple(sample_id for minibatch in minibatches for sample_id in minibatch)
+        ids = tuple(dict.fromkeys(sample_id for minibatch in minibatches for sample_id in minibatch))
         output, metrics, recorded = None, dict[str, float](), MetricSums()
         with self._parameters_of(mfc, is_at_home):
             if ids:
@@ -141,6 +141,7 @@ class CallRunner:
             seed=config.seed,
             micro_batching=MicroBatching(mfc.n_mbs, mfc.max_tokens_per_mb),
             minibatches=minibatches,
+            n_passes=mfc.n_passes,
             generation=eval_generation(config) if is_evaluating else config.generation,
             algorithm=config.algorithm,
             metrics=recorded,

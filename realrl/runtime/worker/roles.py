@@ -104,7 +104,8 @@ class HostedRole:
             return
         self._n_steps = n_steps
         train = next(mfc for mfc in self.calls if mfc.is_train)
-        per_call = self.interfaces[train.name].optimizer_steps_per_call(train.n_minibatches, self.algorithm)
+        n_minibatches = train.n_minibatches * train.n_passes
+        per_call = self.interfaces[train.name].optimizer_steps_per_call(n_minibatches, self.algorithm)
         engine.set_total_optimizer_steps(n_steps * self.calls_per_step * per_call)
 
     @property

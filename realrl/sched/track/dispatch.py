@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from itertools import chain
 
+from realrl.plan.minibatches import share_minibatches
 from realrl.plan.protocols import divide
-from realrl.plan.samples.partition import split_minibatches
 from realrl.plan.samples.transfer import Arrival, Placement, Share, plan_transfers
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import CallDone, MoveRows, RowTransfer, RunCall, RunHooks
@@ -195,6 +196,9 @@ def plan_work(
     token_counts: Sequence[int],
     placements: Mapping[str, Mapping[str, Placement]],
     node_of: Callable[[int], int],
+    *,
+    seed: int,
+    step: int,
 ) -> tuple[dict[int, RankWork], tuple[Arrival, ...]]:
     """Divide a batch over the ranks of a call's mesh by its protocol, and plan the rows that each must fetch.
 
@@ -203,27 +207,27 @@ def plan_work(
         token_counts: tokens of each sample.
         placements: key -> sample id -> placement, for the call's input keys.
         node_of: global rank -> node.
+        seed: of the run; with `step` it decides the minibatches of a train_step.
+        step: of the batch.
 
     Returns:
         Rank -> its work, in mesh order; and the changes of placements by the fetching.
     """
-    minibatches_of: dict[tuple[int, ...], list[tuple[str, ...]]] = {}
-    kept: dict[int, tuple[str, ...]] = {}
-    for minibatch in split_minibatches(token_counts, call.mfc.n_minibatches if call.mfc.is_train else 1):
-        members, counts = [ids[i] for i in minibatch], [token_counts[i] for i in minibatch]
-        shares, kept_here = divide(call.mfc.protocol, members, counts, call.layout, call=call.name)
-        for share in shares:
-            minibatches_of.setdefault(share.ranks, []).append(share.ids)
-        if not call.mfc.is_train:
-            kept.update(kept_here)
+    minibatches_of: Mapping[tuple[int, ...], tuple[tuple[str, ...], ...]]
+    kept: Mapping[int, tuple[str, ...]] = {}
+    if call.mfc.is_train:
+        minibatches_of = share_minibatches(call.mfc, ids, token_counts, call.layout, seed=seed, step=step)
+    else:
+        divided, kept = divide(call.mfc.protocol, list(ids), list(token_counts), call.layout, call=call.name)
+        minibatches_of = {share.ranks: (share.ids,) for share in divided}
     shares = [
-        Share(ranks, tuple([sample_id for minibatch in minibatches for sample_id in minibatch]))
+        Share(ranks, tuple(dict.fromkeys(chain.from_iterable(minibatches))))
         for ranks, minibatches in minibatches_of.items()
     ]
     plan = plan_transfers(shares, placements, node_of=node_of)
     transfers_of: dict[int, list[RowTransfer]] = {rank: [] for rank in call.ranks}
     for route in plan.routes:
         transfers_of[route.target].append(RowTransfer(route.source, route.target, route.key, route.ids))
-    minibatches_on = {rank: tuple(minibatches) for ranks, minibatches in minibatches_of.items() for rank in ranks}
+    minibatches_on = {rank: minibatches for ranks, minibatches in minibatches_of.items() for rank in ranks}
     work = {rank: RankWork(minibatches_on[rank], tuple(transfers_of[rank]), kept.get(rank, ())) for rank in call.ranks}
     return work, plan.arrivals

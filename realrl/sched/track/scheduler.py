@@ -327,7 +327,9 @@ class Scheduler:
         ids, known = self._flight.split(call.name, taken)
         token_counts = self._buffer.token_counts(ids, call.mfc.input_keys)
         placements = self._buffer.placements(call.mfc.input_keys)
-        work, arrivals = plan_work(call, ids, token_counts, placements, self._plan.cluster.node_of)
+        work, arrivals = plan_work(
+            call, ids, token_counts, placements, self._plan.cluster.node_of, seed=self._plan.config.seed, step=step
+        )
         self._buffer.begin_arrivals(arrivals)
         number = self._outbox.next_dispatch()
         dispatch = Dispatch(number, call, step, ids, work, arrivals, self._plan.moves_rows, known)

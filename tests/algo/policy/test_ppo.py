@@ -35,7 +35,8 @@ def train(
 ) -> dict[str, float]:
     ctx = fake_context(
         "train",
-        minibatches_of(batch, options.n_minibatches),
+        minibatches_of(batch, options.n_minibatches) * options.ppo_epochs,
+        n_passes=options.ppo_epochs,
         algorithm=options,
         generation=GENERATION,
         n_mbs=n_mbs,
@@ -168,7 +169,7 @@ def test_two_ranks_are_as_one(interface: type[PolicyActor] | type[PPOCritic]) ->
     def rank(r: int) -> dict[str, float]:
         engine = FakeEngine(modules[r], all_reduce=group.all_reduce(r))
         mine = batch.select([i for ids in shares[r] for i in ids])
-        ctx = fake_context("train", shares[r], algorithm=options, generation=GENERATION)
+        ctx = fake_context("train", shares[r] * 2, n_passes=2, algorithm=options, generation=GENERATION)
         role = "actor" if interface is PolicyActor else "critic"
         return interfaces[r].train_step(fake_model(role, engine), mine, ctx)
 
@@ -308,8 +309,31 @@ def test_greedy_sampling_recomputes_at_temperature_one() -> None:
     assert training_temperature(GENERATION) == TEMPERATURE
 
 
-def test_optimizer_steps_are_counted_over_epochs() -> None:
-    assert PolicyActor().optimizer_steps_per_call(4, PPOOptions(ppo_epochs=3)) == 12
+def test_the_minibatches_of_all_passes_are_the_optimizer_steps() -> None:
+    batch = experience_batch(6, n_tokens=N_TOKENS, n_responses=2)
+    engine = FakeEngine(Bigram(N_TOKENS))
+    options = PPOOptions(n_minibatches=2, ppo_epochs=3)
+    ctx = fake_context("t", minibatches_of(batch, 2) * 3, n_passes=3, algorithm=options, generation=GENERATION)
+    PolicyActor().train_step(fake_model("actor", engine), batch, ctx)
+    assert len(engine.normalisers) == PolicyActor().optimizer_steps_per_call(6, options) == 6
+
+
+@pytest.mark.parametrize("normaliser", ["tokens", "sequences", "constant"])
+def test_each_pass_weighs_tokens_by_its_own_minibatches(normaliser: str) -> None:
+    """Two passes over one batch are as two calls, of which the second has other minibatches."""
+    batch = experience_batch(6, n_tokens=N_TOKENS, n_responses=2)
+    options = PPOOptions(loss_normaliser=normaliser, early_stop_ratio=None, kl_coef=0.0)
+    first, second = [batch.ids[:2], batch.ids[2:]], [batch.ids[:1], batch.ids[1:]]
+
+    def train_on(module: Bigram, minibatches: list[tuple[str, ...]], n_passes: int) -> float:
+        ctx = fake_context("t", minibatches, n_passes=n_passes, algorithm=options, generation=GENERATION)
+        return PolicyActor().train_step(fake_model("actor", FakeEngine(module)), batch, ctx)["actor/pg_loss"]
+
+    at_once, apart = Bigram(N_TOKENS), Bigram(N_TOKENS)
+    loss = train_on(at_once, [*first, *second], 2)
+    losses = [train_on(apart, first, 1), train_on(apart, second, 1)]
+    torch.testing.assert_close(at_once.logits, apart.logits)
+    assert loss == pytest.approx(sum(losses) / 2, rel=1e-5, abs=1e-7)
 
 
 def test_ppo_solves_a_bandit() -> None:
@@ -328,7 +352,13 @@ def test_ppo_solves_a_bandit() -> None:
             {"prompt_ids": (prompts(1).schemas["prompt_ids"], [[torch.tensor([i % 2])] for i in range(8)])},
         )
         ctx = fake_context(
-            "call", minibatches_of(batch, 2), algorithm=options, generation=generation, step=step, n_mbs=2
+            "call",
+            minibatches_of(batch, 2) * 2,
+            n_passes=2,
+            algorithm=options,
+            generation=generation,
+            step=step,
+            n_mbs=2,
         )
         data = actor.generate(actor_model, batch, ctx)
         firsts = [(int(t[0]), int(t[1])) for sample in data.sequences("input_ids") for t in sample]

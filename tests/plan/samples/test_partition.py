@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.plan.samples.partition import partition_balanced, partition_by_budget, split_minibatches
+from realrl.plan.samples.partition import partition_balanced, partition_by_budget
 
 WEIGHTS = st.lists(st.integers(0, 2000), max_size=60)
 
@@ -48,16 +48,6 @@ def test_by_budget(weights, budget):
 def test_by_budget_example():
     assert partition_by_budget([50, 300, 60, 40, 10], 100) == [[0, 4], [1], [2, 3]]
     assert partition_by_budget([], 5) == []
-
-
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=40), st.integers(1, 4))
-def test_minibatches(token_counts, n_minibatches):
-    split = split_minibatches(token_counts, n_minibatches)
-    assert len(split) == n_minibatches
-    assert sorted(i for minibatch in split for i in minibatch) == list(range(len(token_counts)))
-    assert all(minibatch == sorted(minibatch) for minibatch in split)
-    sizes = [len(minibatch) for minibatch in split]
-    assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.mark.parametrize(
