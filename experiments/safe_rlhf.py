@@ -1,7 +1,5 @@
 """Safe RLHF: PPO on rewards less lambda times costs, each with its critic; lambda follows the limit on mean cost."""
 
-from __future__ import annotations
-
 from realrl import InterfaceRef, InterfaceType, MFCDef, Role, RunConfig
 from realrl.config.policy_options import SafeRLHFOptions
 from realrl.experiment import policy_calls as add
