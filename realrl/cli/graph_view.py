@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from realrl.graph.build import dataset_keys, producers, readers, topological_calls, version_edges
-
 if TYPE_CHECKING:
     from realrl.experiment.run_plan import RunPlan
 
 
 def print_graph(plan: RunPlan) -> None:
     """Print the calls in the order in which data reaches them, each with its inputs, outputs and waits."""
+    from realrl.graph.build import dataset_keys, producers, readers, topological_calls, version_edges
+
     graph = plan.graph
     producer = producers(graph)
     print(f"{plan.experiment.name}: {plan.experiment.description}\n")

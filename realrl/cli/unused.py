@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from realrl.config.problems import Problem, raise_problems
-from realrl.data.kinds import DatasetKind
-from realrl.graph.mfc import InterfaceType, MFCDef
-
 if TYPE_CHECKING:
     from realrl.config.schema import RunConfig
     from realrl.experiment.declaration import Experiment
     from realrl.experiment.run_plan import RunPlan
+    from realrl.graph.mfc import MFCDef
 
 _UNUSED_IN_EVALUATION = (
     "steps",
@@ -29,6 +26,9 @@ _UNUSED_IN_EVALUATION = (
 
 def unused_keys(experiment: Experiment, mfcs: Sequence[MFCDef]) -> Mapping[str, str]:
     """Return section or key without effect -> reason."""
+    from realrl.data.kinds import DatasetKind
+    from realrl.graph.mfc import InterfaceType
+
     unused: dict[str, str] = {}
     if not any(mfc.interface_type is InterfaceType.GENERATE for mfc in mfcs):
         unused["generation"] = f"'{experiment.name}' has no generate call"
@@ -59,6 +59,8 @@ def check_used(overrides: Sequence[str], plan: RunPlan) -> None:
     Raises:
         ConfigError: lists them with the reason.
     """
+    from realrl.config.problems import Problem, raise_problems
+
     problems = []
     unused = dict(unused_keys(plan.experiment, plan.mfcs))
     unused |= _switched_off(plan.config)
