@@ -398,7 +398,7 @@ class RunConfig(Section):
     def staleness_of(self, *calls: str) -> int:
         """Return how many train_steps a call runs ahead of training: its setting in `calls`, or else `max_staleness`.
 
-        Of several calls, the first one with a setting decides. An algorithm whose maths depends on the lead of a call
+        The first of several calls that has a setting decides. An algorithm whose maths depends on the lead of a call
         uses this.
         """
         own = (self.calls[call].max_staleness for call in calls if call in self.calls)

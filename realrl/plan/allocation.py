@@ -383,7 +383,7 @@ def _by_role(graph: nx.DiGraph, mode: str, parts: list[tuple[str, ...]], cluster
 def _standalone_parts(graph: nx.DiGraph, heads: Mapping[str, str]) -> list[tuple[str, ...]]:
     """Every role for itself; but one without weights that waits for another role's results is beside that role.
 
-    What reads responses only, such as a reward function, can work while others are generated, and is for itself.
+    A role that reads responses only, such as a reward function, works while others are generated, and stays alone.
     """
     producer, beside = producers(graph), dict[str, str]()
     for mfc in topological_calls(graph):

@@ -12,7 +12,7 @@ from realrl.errors import CallError, TransportError
 
 
 def call_failed(cause: str, error: type[Exception] = RuntimeError) -> CallError:
-    """What an interface raised, as a call reports it."""
+    """An error that an interface raised, as its call reports it."""
     failed = CallError("it failed", call="gen")
     failed.__cause__ = error(cause)
     return failed

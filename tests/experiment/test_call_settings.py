@@ -1,4 +1,4 @@
-"""What the configuration says of single calls: what it changes, and what is refused."""
+"""Settings of single calls: their effects and their refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `realrl.plan.memory.plan` predicts, against the tensors that really live at the same time, on every rank."""
+"""Predictions of `realrl.plan.memory.plan` against the tensors that live at the same time, on every rank."""
 
 from __future__ import annotations
 

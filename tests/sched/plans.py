@@ -32,7 +32,7 @@ def strategies_of(n_devices, max_dp):
 def make_config(
     cluster, *, n_steps=3, epochs=1000, seed=7, shuffle=True, max_refill_rounds=0, moves_rows=False, eval_section=None
 ):
-    """What the master reads of a run's configuration."""
+    """The part of a run's configuration that the master reads."""
     return RunConfig(
         experiment="x", steps=n_steps, epochs=epochs, seed=seed, max_refill_rounds=max_refill_rounds,
         dataset={"shuffle": shuffle}, eval=eval_section or {},

@@ -78,7 +78,7 @@ def sample_file(rank: int) -> str:
 
 
 def is_sample_file(path: str) -> bool:
-    """Whether a path is one of `sample_file`."""
+    """True if `sample_file` gives this path for some rank."""
     return path.startswith(_SAMPLES)
 
 
@@ -233,7 +233,7 @@ class CheckpointStore:
                 )
 
     def _kept(self) -> str:
-        """What is left where a checkpoint failed."""
+        """Sentence for a failed checkpoint: the one before it that is still whole, if any."""
         previous = self.latest()
         return f"The previous checkpoint {previous} is whole." if previous else "There is no earlier checkpoint."
 
