@@ -8,7 +8,8 @@ the operations of a step: `linear`, `norm`, `attention`, whole `layers`, a `samp
          └────────── CompiledKernels   AVX2, AVX-512 or a matrix unit: kernels/*.cpp ──► loader ──► operations
 """
 
-from realrl.cpu.attention import CacheAttention, NewTokens
+from realrl.cpu.attention import CacheAttention
+from realrl.cpu.cache import CacheShape, KVCache, NewTokens, SavedRow
 from realrl.cpu.choice import choose_kernels
 from realrl.cpu.loader import describe
 from realrl.cpu.machine import attention_dtype
@@ -19,7 +20,9 @@ from realrl.cpu.torch_kernels import LayerOps, LayersOp, LinearWeights, TorchKer
 
 __all__ = [
     "CacheAttention",
+    "CacheShape",
     "InvalidLogitsError",
+    "KVCache",
     "LayerOps",
     "LayersOp",
     "LinearWeights",
@@ -27,6 +30,7 @@ __all__ = [
     "Rope",
     "SampledTokens",
     "SamplingOp",
+    "SavedRow",
     "TorchKernels",
     "activate",
     "attention_dtype",

@@ -5,72 +5,23 @@ Shapes: B rows, T tokens, N heads, K KV heads, D head size, C capacity of the ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Protocol
-
 import torch
 from torch.nn import functional as F
 
+from realrl.cpu.cache import KVCache, NewTokens
 from realrl.cpu.reference import Rope, rotate, window_mask
 
 
-@dataclass(frozen=True)
-class NewTokens:
-    """Places of new tokens in the KV cache.
-
-    Attributes:
-        positions: int64 [T], positions in the rows; contiguous.
-        rows: int64 [T], contiguous; None for the first T rows, one token each.
-        seqlens: length of each prompt if the tokens are whole prompts in consecutive rows; else empty.
-    """
-
-    positions: torch.Tensor
-    rows: torch.Tensor | None = None
-    seqlens: tuple[int, ...] = ()
-
-    @classmethod
-    def of_prompts(cls, seqlens: Sequence[int], *, first_row: int, device: torch.device) -> NewTokens:
-        """Make the places of packed prompts in consecutive rows from `first_row` on."""
-        lengths = torch.tensor(seqlens, device=device)
-        rows = torch.repeat_interleave(torch.arange(len(seqlens), device=device), lengths)
-        starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-        return cls(torch.arange(len(rows), device=device) - starts, rows + first_row, tuple(seqlens))
-
-    @cached_property
-    def slots(self) -> torch.Tensor:
-        """`rows` as a tensor, also where it is None."""
-        return torch.arange(len(self.positions), device=self.positions.device) if self.rows is None else self.rows
-
-
-class Cache(Protocol):
-    """Keys and values of all layers."""
-
-    @property
-    def layers(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Keys and values of every layer, [rows, K, C, D] each and contiguous."""
-
-    def layer(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [rows, K, C, D] of one layer."""
-
-    def write(self, layer_index: int, tokens: NewTokens, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store the tokens' k and v [T, K, D]."""
-
-    def view(self, layer_index: int, n_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B * K, C, D] of the first rows, without copying."""
-
-
-class CacheAttention(Protocol):
+class CacheAttention:
     """Puts the keys and values of new tokens into the cache and attends to the tokens of their rows there.
 
-    Attributes:
+    Args:
         cache: a cache with room for the tokens.
         tokens: places of the new tokens.
     """
 
-    cache: Cache
-    tokens: NewTokens
+    def __init__(self, cache: KVCache, tokens: NewTokens) -> None:
+        self.cache, self.tokens = cache, tokens
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
         """Attention [T, N D] of tokens with queries, keys and values qkv [T, (N + 2 K) D], not rotated yet.
@@ -78,27 +29,23 @@ class CacheAttention(Protocol):
         Args:
             window: number of tokens, itself included, that each one sees; None for all earlier ones.
         """
+        raise NotImplementedError
 
 
-class PrefillAttention:
-    """Attention of whole prompts.
+class PrefillAttention(CacheAttention):
+    """Attention of whole prompts, with places from `NewTokens.of_prompts`.
 
     Padding exists inside of attention only, on the right, where causality hides it from every real token.
-
-    Args:
-        cache: a cache with room for the longest prompt.
-        tokens: places from `NewTokens.of_prompts`.
     """
 
-    def __init__(self, cache: Cache, tokens: NewTokens) -> None:
-        self.cache, self.tokens = cache, tokens
+    def __init__(self, cache: KVCache, tokens: NewTokens) -> None:
+        super().__init__(cache, tokens)
         self._n_rows, self._longest = len(tokens.seqlens), max(tokens.seqlens)
         self._is_even = min(tokens.seqlens) == self._longest
         self._padded = (tokens.slots - tokens.slots[0]) * self._longest + tokens.positions
         self._masks: dict[int, torch.Tensor] = {}  # by window
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
-        """See `CacheAttention`."""
         q, k, v = _rotated(qkv, rope, self.cache.layer(layer_index)[0])
         self.cache.write(layer_index, self.tokens, k, v)
         mask = None
@@ -120,21 +67,15 @@ class PrefillAttention:
         return x.unflatten(0, (self._n_rows, self._longest)).transpose(1, 2)
 
 
-class DecodeAttention:
-    """Attention of one token for each of the first rows of the cache.
+class DecodeAttention(CacheAttention):
+    """Attention of one token for each of the first rows of the cache, at the ends of the rows."""
 
-    Args:
-        cache: a cache with room for one more token in every row.
-        tokens: places at the ends of the rows.
-    """
-
-    def __init__(self, cache: Cache, tokens: NewTokens) -> None:
-        self.cache, self.tokens = cache, tokens
+    def __init__(self, cache: KVCache, tokens: NewTokens) -> None:
+        super().__init__(cache, tokens)
         self._n_rows = len(tokens.positions)
         self._masks: dict[int | None, torch.Tensor] = {}  # by window
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
-        """See `CacheAttention`."""
         q, k, v = _rotated(qkv, rope, self.cache.layer(layer_index)[0])
         self.cache.write(layer_index, self.tokens, k, v)
         keys, values = self.cache.view(layer_index, self._n_rows)

@@ -6,9 +6,8 @@ import torch
 
 from realrl.cpu.compiled_kernels import CompiledKernels
 from realrl.cpu.machine import HAS_AVX512, product_dtype
-from realrl.cpu.onednn_kernels import OneDNNKernels, can_pack
 from realrl.cpu.operations import can_use
-from realrl.cpu.torch_kernels import TorchKernels
+from realrl.cpu.torch_kernels import OneDNNKernels, TorchKernels, can_pack
 
 _MOST_ROWS_WITH_AVX2 = 24  # SmolLM2-135M: packed a fifth faster with 8 rows, as fast with 32, slower with hundreds
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from realrl.config.schema import GenerationConfig
-from realrl.cpu.attention import Cache, CacheAttention, NewTokens
-from realrl.cpu.operations import HEAD_MULTIPLE, LayerParts, RMSNorm, TiledLayers, TiledLinear, attend, rms_norm, sample
+from realrl.cpu.attention import CacheAttention
+from realrl.cpu.cache import KVCache, NewTokens
+from realrl.cpu.operations import HEAD_MULTIPLE, RMSNorm, TiledLayers, TiledLinear, attend, rms_norm, sample
 from realrl.cpu.reference import Rope
 from realrl.cpu.sampler import InvalidLogitsError, SampledTokens, SamplingOp, keeps_all
 from realrl.cpu.torch_kernels import (
@@ -64,16 +66,16 @@ class CompiledKernels(TorchKernels):
             return None, None
         return (_operand(norm), None) if norm.kind == "rms" else (None, self.norm(norm))
 
-    def attention(self, cache: Cache, tokens: NewTokens) -> CacheAttention:
+    def attention(self, cache: KVCache, tokens: NewTokens) -> CacheAttention:
         keys, _ = cache.layer(0)
         return CompiledAttention(cache, tokens) if self.attends(keys.shape[-1]) else super().attention(cache, tokens)
 
     def layers(self, layers: Sequence[LayerOps], *, n_kv_heads: int, head_dim: int) -> LayersOp | None:
-        parts = [_parts(layer) for layer in layers]
-        whole = [one for one in parts if one is not None]
-        if len(whole) < len(parts) or not self.attends(head_dim):
+        parts = [[op for op in (o.qkv, o.o, o.inner, o.down) if isinstance(op, TiledLinear)] for o in layers]
+        if any(len(kernels) < 4 for kernels in parts) or not self.attends(head_dim):  # a norm is not within its product
             return None
-        return TiledLayers(whole, n_kv_heads=n_kv_heads, head_dim=head_dim)
+        windows = [layer.window for layer in layers]
+        return TiledLayers(parts, windows, n_kv_heads=n_kv_heads, head_dim=head_dim)
 
     def sampler(
         self,
@@ -85,61 +87,33 @@ class CompiledKernels(TorchKernels):
         device: torch.device,
     ) -> SamplingOp:
         if keeps_all(generation, vocab_size) or generation.temperature == 0.0:
-            return CompiledSampler(generation.temperature, stop_ids)
+            return partial(_sample, generation.temperature, stop_ids)
         return super().sampler(generation, stop_ids, max_rows=max_rows, vocab_size=vocab_size, device=device)
 
 
-class CompiledAttention:
-    """Attention in one pass; see `CacheAttention`."""
-
-    def __init__(self, cache: Cache, tokens: NewTokens) -> None:
-        self.cache, self.tokens = cache, tokens
+class CompiledAttention(CacheAttention):
+    """Attention in one pass."""
 
     def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
-        """See `CacheAttention`."""
         keys, values = self.cache.layer(layer_index)
         return attend(qkv, keys, values, self.tokens, rope=rope, window=window, scale=keys.shape[-1] ** -0.5)
 
 
-class CompiledSampler:
-    """Sampling by the kernel, for generation without filters.
-
-    Args:
-        temperature: not negative.
-        stop_ids: tokens that rows below the minimum length cannot take.
-    """
-
-    def __init__(self, temperature: float, stop_ids: Sequence[int]) -> None:
-        self._temperature = temperature
-        self._stop_ids = stop_ids
-
-    def sample(self, logits: torch.Tensor, uniforms: torch.Tensor, is_early: npt.NDArray[np.bool_]) -> SampledTokens:
-        """See `SamplingOp`."""
-        tokens, logprobs, policy_logprobs = sample(
-            logits,
-            uniforms,
-            temperature=self._temperature,
-            is_early=torch.from_numpy(is_early),
-            stop_ids=self._stop_ids,
-        )
-        invalid = (tokens < 0).nonzero()
-        if len(invalid):
-            raise InvalidLogitsError(int(invalid[0]))
-        return SampledTokens(tokens, logprobs, policy_logprobs)
+def _sample(
+    temperature: float,
+    stop_ids: Sequence[int],
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    is_early: npt.NDArray[np.bool_],
+) -> SampledTokens:
+    """Sampling by the kernel, for generation without filters; see `SamplingOp`."""
+    early = torch.from_numpy(is_early)
+    sampled = SampledTokens(*sample(logits, uniforms, temperature=temperature, is_early=early, stop_ids=stop_ids))
+    invalid = (sampled.tokens < 0).nonzero()
+    if len(invalid):
+        raise InvalidLogitsError(int(invalid[0]))
+    return sampled
 
 
 def _operand(norm: NormLayer) -> RMSNorm:
     return RMSNorm(norm.weight.detach().float() + float(norm.has_offset), norm.eps)
-
-
-def _parts(layer: LayerOps) -> LayerParts | None:
-    """The layer as the kernel of whole layers takes it; None if a product is not a kernel with its norm in it."""
-    qkv, o, inner, down = layer.qkv, layer.o, layer.inner, layer.down
-    if (
-        isinstance(qkv, TiledLinear)
-        and isinstance(o, TiledLinear)
-        and isinstance(inner, TiledLinear)
-        and isinstance(down, TiledLinear)
-    ):
-        return LayerParts(qkv, o, inner, down, layer.window)
-    return None

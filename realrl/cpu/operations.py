@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from realrl.cpu import loader
-from realrl.cpu.attention import NewTokens
+from realrl.cpu.cache import NewTokens
 from realrl.cpu.loader import load, why_not
 from realrl.cpu.reference import Rope
 from realrl.shape import Activation
@@ -153,51 +153,38 @@ def attend(
     return out
 
 
-@dataclass(frozen=True)
-class LayerParts:
-    """The products of a decoder's layer, and the window of its attention; see `attend`.
-
-    Attributes:
-        qkv: queries, keys and values, side by side; with norm.
-        o: output product of the attention.
-        inner: first product of the MLP, with norm and activation.
-        down: last product of the MLP.
-        window: number of tokens, itself included, that a token sees; None for all.
-    """
-
-    qkv: TiledLinear
-    o: TiledLinear
-    inner: TiledLinear
-    down: TiledLinear
-    window: int | None
-
-
 class TiledLayers:
     """Layers of a decoder, each attention and MLP with the norm before it and the residual after it.
 
     A step of few tokens is one call: between two calls the interpreter needs some 45 us, its code out of the caches.
 
     Args:
-        layers: at least one, all of the same type.
+        layers: the products qkv, o, inner and down of each layer, as in `LayerOps`; all of the same type.
+        windows: number of tokens, itself included, that a token sees in each layer; None for all.
         n_kv_heads: K.
         head_dim: D, a multiple of `HEAD_MULTIPLE`.
     """
 
-    def __init__(self, layers: Sequence[LayerParts], *, n_kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Sequence[TiledLinear]],
+        windows: Sequence[int | None],
+        *,
+        n_kv_heads: int,
+        head_dim: int,
+    ) -> None:
         self._kept = layers  # they own the memory that their products point to
         self._layers = (loader.Layer * len(layers))(
             *(
                 loader.Layer(
-                    *(part.product for part in (layer.qkv, layer.o, layer.inner, layer.down)),
-                    layer.o.n_inputs // head_dim, n_kv_heads, head_dim, layer.window or 0, head_dim**-0.5,
+                    *(part.product for part in parts),
+                    parts[1].n_inputs // head_dim, n_kv_heads, head_dim, window or 0, head_dim**-0.5,
                 )
-                for layer in layers
+                for parts, window in zip(layers, windows, strict=True)
             )
         )  # fmt: skip
-        self._width = max(
-            layer.qkv.n_outputs + layer.o.n_inputs + layer.o.n_outputs + layer.inner.n_outputs for layer in layers
-        )
-        self._run = _kernel("run_layers", layers[0].qkv.dtype)
+        self._width = max(qkv.n_outputs + o.n_inputs + o.n_outputs + inner.n_outputs for qkv, o, inner, _ in layers)
+        self._run = _kernel("run_layers", layers[0][0].dtype)
 
     def __call__(
         self,

@@ -8,9 +8,8 @@ Shapes: B rows, V vocabulary, M candidates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,20 +46,8 @@ class InvalidLogitsError(ArithmeticError):
         self.row = row
 
 
-class SamplingOp(Protocol):
-    """Chooses one token per row."""
-
-    def sample(self, logits: torch.Tensor, uniforms: torch.Tensor, is_early: npt.NDArray[np.bool_]) -> SampledTokens:
-        """Choose one token per row.
-
-        Args:
-            logits: [B, V], any floating-point type.
-            uniforms: float64 [B] in [0, 1).
-            is_early: bool [B], True for rows that cannot stop yet.
-
-        Raises:
-            InvalidLogitsError: a row with NaN, infinity, or nothing but minus infinity to choose from.
-        """
+SamplingOp = Callable[[torch.Tensor, torch.Tensor, npt.NDArray[np.bool_]], SampledTokens]
+"""Function (logits, uniforms, is_early) -> one token per row; see `Sampler.sample`."""
 
 
 def keeps_all(generation: GenerationConfig, vocab_size: int) -> bool:
@@ -97,7 +84,16 @@ class Sampler:
         self._scaled, self._probs = torch.empty(2, max_rows, vocab_size, device=device)
 
     def sample(self, logits: torch.Tensor, uniforms: torch.Tensor, is_early: npt.NDArray[np.bool_]) -> SampledTokens:
-        """See `SamplingOp`."""
+        """Choose one token per row.
+
+        Args:
+            logits: [B, V], any floating-point type.
+            uniforms: float64 [B] in [0, 1).
+            is_early: bool [B], True for rows that cannot stop yet.
+
+        Raises:
+            InvalidLogitsError: a row with NaN, infinity, or nothing but minus infinity to choose from.
+        """
         probs = self._policy_probs(logits)
         invalid = torch.isnan(probs[:, 0])  # the softmax spreads a single NaN or infinity over its row
         if bool(invalid.any()):

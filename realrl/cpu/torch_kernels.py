@@ -1,4 +1,4 @@
-"""A decoder's step by torch's operations: the twin of every other set of kernels."""
+"""A decoder's step by torch's operations: the twin of every other set of kernels; and its products by oneDNN."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import torch
 from torch.nn import functional as F
 
 from realrl.config.schema import GenerationConfig
-from realrl.cpu.attention import Cache, CacheAttention, DecodeAttention, NewTokens, PrefillAttention
+from realrl.cpu.attention import CacheAttention, DecodeAttention, PrefillAttention
+from realrl.cpu.cache import KVCache, NewTokens
+from realrl.cpu.machine import HAS_ONEDNN, has_bf16_kernels
 from realrl.cpu.reference import Rope, activate
 from realrl.cpu.sampler import Sampler, SamplingOp
 from realrl.shape import Activation, NormKind
+
+_ROWS_HINT = 32  # the packed layout is chosen for about this many rows; others stay within a few percent
 
 UnaryOp = Callable[[torch.Tensor], torch.Tensor]
 LinearOp = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -138,7 +142,7 @@ class TorchKernels:
         """True if heads of this size are attended to in one pass; see `head_multiple`."""
         return self.head_multiple is not None and head_dim % self.head_multiple == 0
 
-    def attention(self, cache: Cache, tokens: NewTokens) -> CacheAttention:
+    def attention(self, cache: KVCache, tokens: NewTokens) -> CacheAttention:
         """Make the attention of new tokens in all layers; the cache has room for them."""
         return PrefillAttention(cache, tokens) if tokens.seqlens else DecodeAttention(cache, tokens)
 
@@ -156,7 +160,7 @@ class TorchKernels:
         device: torch.device,
     ) -> SamplingOp:
         """See `Sampler`."""
-        return Sampler(generation, stop_ids, max_rows=max_rows, vocab_size=vocab_size, device=device)
+        return Sampler(generation, stop_ids, max_rows=max_rows, vocab_size=vocab_size, device=device).sample
 
 
 def join(layers: Sequence[LinearWeights]) -> LinearWeights:
@@ -176,3 +180,53 @@ class PlainLinear:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         y = F.linear(x, self._weight, self._bias)
         return y if residual is None else y.add_(residual)
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if oneDNN multiplies packed matrices of this device and dtype."""
+    if device.type != "cpu" or not HAS_ONEDNN:
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16_kernels())
+
+
+class OneDNNKernels(TorchKernels):
+    """Torch's operations, with products by oneDNN over weights in its blocked layout.
+
+    With AVX-512 they are two to five times as fast as the default kernel for the rows of a decode step; with AVX2 alone
+    somewhat faster for very few rows.
+    """
+
+    packs_weights = True
+
+    def _linear(self, layer: LinearWeights) -> LinearOp:
+        return PackedLinear(layer)
+
+    def _gated(self, gate: LinearWeights, up: LinearWeights, activation: Activation) -> UnaryOp:
+        packed_gate, packed_up = PackedLinear(gate), PackedLinear(up)
+        return lambda x: packed_up.times(x, packed_gate.activated(x, activation))
+
+    def _activated(self, layer: LinearWeights, activation: Activation) -> UnaryOp:
+        packed = PackedLinear(layer)
+        return lambda x: packed.activated(x, activation)
+
+
+class PackedLinear:
+    """A linear layer with its own copy of the weight."""
+
+    def __init__(self, layer: LinearWeights) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS_HINT)
+        self._bias = layer.bias
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if residual is None:
+            return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, self._bias, "add")
+
+    def activated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """Compute activation(x W^T + bias)."""
+        kernel, algorithm = ("swish", "") if activation == "silu" else ("gelu", "tanh")
+        return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, kernel, [], algorithm)
+
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """Compute (x W^T + bias) * factor [T, out]."""
+        return torch.ops.mkldnn._linear_pointwise.binary(x, factor, self._weight, self._bias, "mul")

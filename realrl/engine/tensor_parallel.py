@@ -16,13 +16,14 @@ from torch.nn import functional as F
 
 from realrl.engine.groups import Communicator
 from realrl.model.decoder import Decoder
+from realrl.model.parallel import TensorParallel
 from realrl.plan.parameters.specs import slice_of, units_of
 
 _BUCKET_ELEMENTS = 1 << 24  # gradient elements per collective
 
 
-class TensorParallelGroup:
-    """`realrl.model.parallel.TensorParallel` over a communicator.
+class TensorParallelGroup(TensorParallel):
+    """The group over a communicator.
 
     Args:
         communicator: the ranks that share each layer.
@@ -31,22 +32,13 @@ class TensorParallelGroup:
 
     def __init__(self, communicator: Communicator, *, sp: bool = False) -> None:
         self._communicator = communicator
+        self.tp_rank, self.tp_size = communicator.rank, communicator.n_ranks
         self.is_sequence_parallel = sp and communicator.n_ranks > 1
 
-    @property
-    def tp_rank(self) -> int:
-        return self._communicator.rank
-
-    @property
-    def tp_size(self) -> int:
-        return self._communicator.n_ranks
-
     def n_local_rows(self, n_rows: int) -> int:
-        """Rows that each rank holds of `n_rows`, padding included."""
         return -(-n_rows // self.tp_size) if self.is_sequence_parallel else n_rows
 
     def enter(self, x: torch.Tensor, n_rows: int) -> torch.Tensor:
-        """All rows [n_rows, H] of x [rows, H]; backward adds the ranks' gradients."""
         if self.tp_size == 1:
             return x
         if self.is_sequence_parallel:
@@ -54,7 +46,6 @@ class TensorParallelGroup:
         return _AddGradients.apply(x, self._communicator)
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the sum over the group of x [T, H]; overwrites `x`."""
         if self.tp_size == 1:
             return x
         if self.is_sequence_parallel:
@@ -62,19 +53,15 @@ class TensorParallelGroup:
         return _Add.apply(x, self._communicator)
 
     def gather_rows(self, x: torch.Tensor, n_rows: int) -> torch.Tensor:
-        """All rows [n_rows, H] of x [rows, H]; backward keeps this rank's."""
         return _GatherRows.apply(x, n_rows, self._communicator, False) if self.is_sequence_parallel else x
 
     def reduce_max(self, x: torch.Tensor) -> torch.Tensor:
-        """Elementwise maximum over the group, in place, without gradient."""
         return self._communicator.all_reduce_(x, "max")
 
     def reduce_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Elementwise sum over the group, in place, without gradient."""
         return self._communicator.all_reduce_(x)
 
     def gather_logits(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Logits [T, V] from every rank's [T, its part of V], without gradient."""
         n = self.tp_size
         if n == 1:
             return logits

@@ -3,10 +3,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from realrl.cpu import LinearWeights, TorchKernels, choice, choose_kernels, onednn_kernels
+from realrl.cpu import LinearWeights, TorchKernels, choice, choose_kernels, torch_kernels
 from realrl.cpu.compiled_kernels import CompiledKernels
 from realrl.cpu.loader import why_not
-from realrl.cpu.onednn_kernels import OneDNNKernels, can_pack
+from realrl.cpu.torch_kernels import OneDNNKernels, can_pack
 from realrl.model.layers.norm import Norm
 
 CPU = torch.device("cpu")
@@ -106,7 +106,7 @@ def test_without_avx512_packing_pays_for_few_rows_only(has_avx512, most_rows, mo
 
 def test_kernels_that_were_turned_off_or_are_not_there_leave_torchs(monkeypatch):
     monkeypatch.setattr(choice, "can_use", lambda device, dtype: False)
-    monkeypatch.setattr(onednn_kernels, "HAS_ONEDNN", False)
+    monkeypatch.setattr(torch_kernels, "HAS_ONEDNN", False)
     kernels = choose_kernels(CPU, torch.float32)
     assert type(kernels) is TorchKernels
     assert not kernels.attends(64)

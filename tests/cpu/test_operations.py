@@ -223,7 +223,7 @@ def test_layers_together_are_their_parts(dtype, window, is_gated, n_rows):
     def weight(n_outputs, n_inputs):
         return torch.randn(n_outputs, n_inputs, dtype=dtype) * n_inputs**-0.5
 
-    def layer(inner_size, window):
+    def layer(inner_size):
         norms = [operations.RMSNorm(torch.rand(hidden), 1e-5) for _ in range(2)]
         qkv = operations.TiledLinear(weight(256, hidden), torch.randn(256, dtype=dtype), norms[0])
         o, down = (
@@ -232,21 +232,22 @@ def test_layers_together_are_their_parts(dtype, window, is_gated, n_rows):
         )
         gate = weight(inner_size, hidden) if is_gated else None
         inner = operations.TiledLinear(weight(inner_size, hidden), None, norms[1], activation="gelu_tanh", gate=gate)
-        return operations.LayerParts(qkv, o, inner, down, window)
+        return qkv, o, inner, down
 
-    layers = [layer(100 + 20 * i, window if i % 2 else None) for i in range(n_layers)]
+    layers = [layer(100 + 20 * i) for i in range(n_layers)]
+    windows = [window if i % 2 else None for i in range(n_layers)]
     x, positions = torch.randn(n_rows, hidden, dtype=dtype), torch.arange(n_rows) // 2
     rope = rope_table(torch.rand(head_dim // 2), positions, dtype)
     tokens = NewTokens(positions, torch.arange(n_rows) % 2)
     keys, values = torch.randn(2, n_layers, 2, n_kv_heads, n_rows, head_dim, dtype=dtype)
     wanted, wanted_keys, wanted_values = x, keys.clone(), values.clone()
-    for i, parts in enumerate(layers):
+    for i, (qkv, o, inner, down) in enumerate(layers):
         attended = operations.attend(
-            parts.qkv(wanted), wanted_keys[i], wanted_values[i], tokens, rope=rope, window=parts.window, scale=scale
+            qkv(wanted), wanted_keys[i], wanted_values[i], tokens, rope=rope, window=windows[i], scale=scale
         )
-        middle = parts.o(attended, wanted)
-        wanted = parts.down(parts.inner(middle), middle)
-    together = operations.TiledLayers(layers, n_kv_heads=n_kv_heads, head_dim=head_dim)
+        middle = o(attended, wanted)
+        wanted = down(inner(middle), middle)
+    together = operations.TiledLayers(layers, windows, n_kv_heads=n_kv_heads, head_dim=head_dim)
     before = x.clone()
     assert torch.equal(together(x, keys, values, tokens, rope), wanted)
     assert torch.equal(keys, wanted_keys)

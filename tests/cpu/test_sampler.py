@@ -21,7 +21,7 @@ def sample(logits, uniforms, generation, forbidden=None, stop_ids=()):
     kernels, (n_rows, vocab_size) = choose_kernels(logits.device, logits.dtype), logits.shape
     sampler = kernels.sampler(generation, stop_ids, max_rows=n_rows, vocab_size=vocab_size, device=logits.device)
     is_early = np.zeros(len(logits), dtype=bool) if forbidden is None else forbidden
-    return sampler.sample(logits, uniforms, is_early)
+    return sampler(logits, uniforms, is_early)
 
 
 def reference(logits, temperature=1.0, top_k=0, top_p=1.0):

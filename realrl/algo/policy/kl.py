@@ -1,12 +1,10 @@
-"""KL to the reference policy: the penalty in the token rewards, and the controllers of its weight.
+"""KL to the reference policy: the penalty in the token rewards, and the proportional controller of its weight.
 
 Ziegler et al. 2019, "Fine-tuning language models from human preferences", section 2.2: token rewards
 -kl_coef (log pi - log ref)_t with the score on the last action, and the proportional controller of kl_coef.
 """
 
 from __future__ import annotations
-
-from typing import Literal, Protocol
 
 import torch
 
@@ -15,44 +13,16 @@ from realrl.algo.packed import Actions
 MAX_RELATIVE_ERROR = 0.2
 
 
-class KLController(Protocol):
-    """Holds `coef`, the weight of the KL penalty; `update` moves it after a batch."""
-
-    coef: float
-
-    def update(self, kl: float, n_sequences: int) -> None:
-        """Account for a batch of `n_sequences` whose mean per-sequence KL was `kl` (nats)."""
-
-
-class FixedKL:
-    """A constant weight."""
-
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
-
-    def update(self, kl: float, n_sequences: int) -> None:
-        """Keep the weight."""
-
-
-class AdaptiveKL:
-    """coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * n_sequences / horizon: a KL above target raises the weight.
+def adapted_coef(coef: float, kl: float, n_sequences: int, *, target: float, horizon: float) -> float:
+    """coef * (1 + clip(kl / target - 1, -0.2, 0.2) * n_sequences / horizon): a KL above target raises the weight.
 
     A batch larger than the horizon counts as one horizon, so that the weight can never become negative.
+
+    Args:
+        kl: mean KL of a sequence, in nats, over a batch of `n_sequences`.
     """
-
-    def __init__(self, coef: float, target: float, horizon: float) -> None:
-        self.coef = coef
-        self.target = target
-        self.horizon = horizon
-
-    def update(self, kl: float, n_sequences: int) -> None:
-        error = min(max(kl / self.target - 1.0, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
-        self.coef *= 1.0 + error * min(n_sequences / self.horizon, 1.0)
-
-
-def make_controller(kind: Literal["fixed", "adaptive"], coef: float, target: float, horizon: float) -> KLController:
-    """The controller that `algorithm.kl_controller` names."""
-    return FixedKL(coef) if kind == "fixed" else AdaptiveKL(coef, target, horizon)
+    error = min(max(kl / target - 1.0, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+    return coef * (1.0 + error * min(n_sequences / horizon, 1.0))
 
 
 def sequence_kl(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, actions: Actions) -> torch.Tensor:

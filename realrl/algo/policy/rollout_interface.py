@@ -1,4 +1,4 @@
-"""Base class of the interfaces that train on rollouts: the KL controller, and the state that pieces keep."""
+"""Base class of the interfaces that train on rollouts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from realrl.algo.api import Engine, ModelInterface
-from realrl.algo.policy.kl import KLController, make_controller
+from realrl.algo.policy.kl import adapted_coef
 from realrl.algo.policy.rollout import Rollout, check_granularity
 from realrl.config.policy_options import PolicyOptions
 from realrl.data.sample import SequenceSample
@@ -15,11 +15,13 @@ _PIECE = "piece/"
 
 
 class RolloutInterface(ModelInterface):
-    """Keeps the KL controller. Policy and critic feed it the same numbers, so their weights stay equal."""
+    """Keeps the KL coefficient, and the state of pieces.
+
+    Policy and critic update the coefficient with the same numbers, so theirs stay equal.
+    """
 
     def __init__(self) -> None:
-        self._controller: KLController | None = None
-        self._restored_kl_coef: float | None = None
+        self._kl_coef: float | None = None  # None before the first batch
         self._piece_state: dict[str, float] = {}
 
     def rollout(self, engine: Engine, batch: SequenceSample, options: PolicyOptions) -> Rollout:
@@ -29,24 +31,24 @@ class RolloutInterface(ModelInterface):
             SampleError: a key has another granularity than the formulas need.
         """
         check_granularity(batch)
-        if self._controller is None:
-            start = options.kl_coef if self._restored_kl_coef is None else self._restored_kl_coef
-            self._controller = make_controller(options.kl_controller, start, options.kl_target, options.kl_horizon)
-        return Rollout(batch, options, engine.all_reduce, self._controller.coef, self._piece_state)
+        if self._kl_coef is None:
+            self._kl_coef = options.kl_coef
+        return Rollout(batch, options, engine.all_reduce, self._kl_coef, self._piece_state)
 
     def follow_kl(self, rollout: Rollout) -> None:
-        """Update the KL controller with the KL of a batch; call once per batch."""
-        if self._controller is not None and rollout.sequence_kl is not None:
+        """Adapt the KL coefficient, unless it is fixed, to the KL of a batch; call once per batch."""
+        o = rollout.options
+        if rollout.sequence_kl is not None and o.kl_controller == "adaptive":
             kl = rollout.moments(rollout.sequence_kl)
-            self._controller.update(kl.mean, int(kl.count))
+            self._kl_coef = adapted_coef(
+                rollout.kl_coef, kl.mean, int(kl.count), target=o.kl_target, horizon=o.kl_horizon
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        coef = self._restored_kl_coef if self._controller is None else self._controller.coef
         kept = {_PIECE + name: value for name, value in self._piece_state.items()}
-        return kept if coef is None else {"kl_coef": coef, **kept}
+        return kept if self._kl_coef is None else {"kl_coef": self._kl_coef, **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._restored_kl_coef = state.get("kl_coef")
-        self._controller = None
+        self._kl_coef = state.get("kl_coef")
         kept = {name.removeprefix(_PIECE): float(value) for name, value in state.items() if name.startswith(_PIECE)}
         self._piece_state = kept

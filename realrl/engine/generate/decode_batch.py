@@ -19,12 +19,10 @@ import numpy.typing as npt
 import torch
 
 from realrl.algo.api import GenerationResult
-from realrl.cpu import NewTokens, SampledTokens, SamplingOp
-from realrl.engine.generate.cache import CacheShape, KVCache, SavedRow
+from realrl.cpu import CacheShape, KVCache, NewTokens, SampledTokens, SamplingOp, SavedRow
 from realrl.engine.generate.network import FusedNetwork
 from realrl.engine.generate.philox import RowUniforms, hash_words, step_key
 from realrl.engine.generate.request import GenerateRequest
-from realrl.engine.generate.responses import Responses
 from realrl.engine.generate.slot_table import Admission, Entry, SlotTable
 from realrl.errors import CallError
 from realrl.plan.memory.buffers import PREFILL_TOKENS
@@ -127,7 +125,7 @@ class DecodeBatch:
         n_tokens = self._responses.n_tokens[step.rows]
         numbers = self._uniforms.take(step.rows, n_tokens)
         is_early = n_tokens < generation.min_new_tokens
-        return self._sampler.sample(logits, torch.from_numpy(numbers).to(self._device), is_early)
+        return self._sampler(logits, torch.from_numpy(numbers).to(self._device), is_early)
 
     def finish(self, step: PendingStep, sampled: SampledTokens) -> None:
         """Record the tokens, take finished rows out, and move others, with their cache, into the holes."""
@@ -137,10 +135,10 @@ class DecodeBatch:
             return
         n_responses = self._request.generation.n_responses
         first_slot = len(self._slots.rows) - len(step.rows)
-        for move in self._slots.retire((first_slot + finished).tolist()):
-            row = self._slots.rows[move.target]
+        for source, target in self._slots.retire((first_slot + finished).tolist()):
+            row = self._slots.rows[target]
             n_generated = self._responses.n_tokens[row.sample * n_responses + row.response]
-            self._cache.copy(move.source, move.target, int(self._prompt_lengths[row.sample] + n_generated - 1))
+            self._cache.copy(source, target, int(self._prompt_lengths[row.sample] + n_generated - 1))
 
     def collect(self) -> GenerationResult:
         """All responses, in the order of the request."""
@@ -231,3 +229,53 @@ class DecodeBatch:
         tokens = NewTokens(torch.from_numpy(lengths).to(self._device))
         hidden = network.hidden(x, network.kernels.attention(self._cache, tokens))
         return network.logits(hidden) if network.has_head else hidden
+
+
+class Responses:
+    """Token and log-probability buffers of all rows of a call.
+
+    Attributes:
+        n_tokens: int64 [n_rows], length of each response so far.
+
+    Args:
+        n_rows: number of responses.
+        max_new_tokens: largest length of a response.
+        stop_ids: tokens that end a response.
+    """
+
+    def __init__(self, n_rows: int, max_new_tokens: int, stop_ids: Sequence[int]) -> None:
+        self.n_tokens = np.zeros(n_rows, dtype=np.int64)
+        self._tokens = np.zeros((n_rows, max_new_tokens), dtype=np.int64)
+        self._logprobs = np.zeros((n_rows, max_new_tokens), dtype=np.float32)
+        self._policy_logprobs = np.zeros((n_rows, max_new_tokens), dtype=np.float32)
+        self._stopped = np.zeros(n_rows, dtype=np.bool_)
+        self._stop_ids = np.array(stop_ids, dtype=np.int64)
+
+    def newest(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The last token of each row; every row must have one."""
+        return self._tokens[rows, self.n_tokens[rows] - 1]
+
+    def append(self, rows: npt.NDArray[np.int64], sampled: SampledTokens) -> npt.NDArray[np.bool_]:
+        """Add one token to each row; returns True for rows that are finished, by a stop token or by length."""
+        tokens = sampled.tokens.cpu().numpy()
+        positions = self.n_tokens[rows]
+        self._tokens[rows, positions] = tokens
+        self._logprobs[rows, positions] = sampled.logprobs.cpu().numpy()
+        self._policy_logprobs[rows, positions] = sampled.policy_logprobs.cpu().numpy()
+        self.n_tokens[rows] += 1
+        self._stopped[rows] = (tokens[:, None] == self._stop_ids).any(axis=1)
+        return self._stopped[rows] | (self.n_tokens[rows] == self._tokens.shape[1])
+
+    def collect(self) -> GenerationResult:
+        """All rows in order, as CPU tensors of their own."""
+        lengths = self.n_tokens.tolist()
+        return GenerationResult(
+            responses=_rows(self._tokens, lengths),
+            logprobs=_rows(self._logprobs, lengths),
+            policy_logprobs=_rows(self._policy_logprobs, lengths),
+            truncated=(~self._stopped).tolist(),
+        )
+
+
+def _rows(values: npt.NDArray[np.int64] | npt.NDArray[np.float32], lengths: Sequence[int]) -> list[torch.Tensor]:
+    return [torch.tensor(row[:length]) for row, length in zip(values, lengths, strict=True)]

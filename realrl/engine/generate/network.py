@@ -5,18 +5,18 @@ Shapes: T tokens, H hidden, N heads, K KV heads, D head size, V vocabulary; N an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from realrl.cpu import CacheAttention, LayerOps, LayersOp, LinearWeights, Rope, TorchKernels
-from realrl.engine.generate.experts import FusedExperts
 from realrl.engine.groups import ALONE, Communicator
 from realrl.model.decoder import MLP, Block, Decoder
 from realrl.model.layers.heads import LMHead
 from realrl.model.layers.lora import effective_weight
-from realrl.model.layers.moe import MoE
+from realrl.model.layers.moe import MoE, mix_experts, route
 from realrl.model.layers.norm import Norm
 from realrl.model.layers.rope import inverse_frequencies, make_rope
 
@@ -123,6 +123,34 @@ class _FusedMLP:
         return self.down(self.inner(x), x)
 
 
+class _FusedExperts:
+    """Norm, router, experts and the residual, without packing: in a decode step an expert has a few rows at most.
+
+    Args:
+        moe: source of the weights, which are not copied if they have `dtype` already.
+        norm: norm before router and experts, for activations of `dtype`.
+        dtype: dtype to compute in.
+        tp: the ranks that hold the other slices; all have the same rows and so route alike.
+    """
+
+    def __init__(
+        self, moe: MoE, norm: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, tp: Communicator
+    ) -> None:
+        self._norm = norm
+        self._config = moe.config
+        self._router = moe.router.weight.to(dtype)
+        self._gate, self._up, self._down = (w.to(dtype) for w in (moe.experts.gate, moe.experts.up, moe.experts.down))
+        self._tp = tp
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute ``x + experts(norm(x))``, [T, H]."""
+        normed = self._norm(x)
+        y = mix_experts(normed, route(normed, self._router, self._config), self._gate, self._up, self._down)
+        if self._tp.rank == 0:
+            y += x
+        return self._tp.all_reduce_(y)
+
+
 class _FusedBlock:
     def __init__(self, index: int, block: Block, kernels: TorchKernels, tp: Communicator) -> None:
         attention, dtype = block.attention, kernels.dtype
@@ -138,8 +166,8 @@ class _FusedBlock:
         )
         self._o = _Reduced(attention.o, kernels, tp)
         mlp, norm = block.mlp, block.mlp_norm
-        self._mlp: _FusedMLP | FusedExperts = (
-            FusedExperts(mlp, kernels.norm(norm), dtype, tp)
+        self._mlp: _FusedMLP | _FusedExperts = (
+            _FusedExperts(mlp, kernels.norm(norm), dtype, tp)
             if isinstance(mlp, MoE)
             else _FusedMLP(mlp, norm, kernels, tp)
         )

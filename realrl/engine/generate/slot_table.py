@@ -56,14 +56,6 @@ class Admission:
         return self.prefills + self.copies
 
 
-@dataclass(frozen=True)
-class Move:
-    """A row changes its slot so that no hole is left."""
-
-    source: int
-    target: int
-
-
 class SlotTable:
     """Admits and retires rows.
 
@@ -120,14 +112,14 @@ class SlotTable:
             drop=held_before if self._held != held_before else None,
         )
 
-    def retire(self, slots: Collection[int]) -> list[Move]:
-        """Take finished rows out; the moves, done in any order, close the holes. No row moves twice."""
+    def retire(self, slots: Collection[int]) -> list[tuple[int, int]]:
+        """Take finished rows out; moves (source, target), in any order, close the holes. No row moves twice."""
         leaving = set(slots)
         n_left = len(self.rows) - len(leaving)
         holes = sorted(slot for slot in leaving if slot < n_left)
         survivors = [slot for slot in range(n_left, len(self.rows)) if slot not in leaving]
-        moves = [Move(source, target) for source, target in zip(survivors, holes, strict=True)]
-        for move in moves:
-            self.rows[move.target] = self.rows[move.source]
+        moves = list(zip(survivors, holes, strict=True))
+        for source, target in moves:
+            self.rows[target] = self.rows[source]
         del self.rows[n_left:]
         return moves

@@ -113,15 +113,13 @@ def check_activation(raw: Mapping[str, Any], where: str, *, key: str = "hidden_a
         raise AssetError(f"{where}: {key} {name!r} is not supported", remedy=f"Only {supported} {verb}.")
 
 
-def read_windows(raw: Mapping[str, Any], *, n_layers: int, window: int | None) -> dict[str, Any]:
+def read_windows(raw: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
     """Read `sliding_window` and `windowed_layers` of families in which some layers have a window.
-
-    Args:
-        window: size of the windows; None where they are switched off.
 
     Raises:
         ValueError: layer_types does not fit.
     """
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
     kinds = raw.get("layer_types")
     if kinds is None:
         first = int(raw.get("max_window_layers", 28))
@@ -299,8 +297,3 @@ def stored_tensors(config: DecoderConfig) -> list[StoredTensor]:
     for layer in range(config.n_layers):
         names |= attention_names(config, layer) | mlp_names(config, layer)
     return renamed(names)
-
-
-def is_ignorable(name: str) -> bool:
-    """True if a checkpoint tensor may be left unread: derived values, and a language-model head that is not needed."""
-    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"

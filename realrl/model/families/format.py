@@ -34,6 +34,11 @@ class StoredTensor:
     is_transposed: bool = False
 
 
+def is_ignorable(name: str) -> bool:
+    """True for derived values, and for a language-model head that is not needed."""
+    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+
+
 @dataclass(frozen=True)
 class Family:
     """A translation between one kind of Hugging Face model and `realrl.model.decoder.Decoder`.
@@ -56,7 +61,7 @@ class Family:
     config_from_hf: Callable[[Mapping[str, Any], str], DecoderConfig]
     config_to_hf: Callable[[DecoderConfig], dict[str, Any]]
     stored_tensors: Callable[[DecoderConfig], Sequence[StoredTensor]]
-    is_ignorable: Callable[[str], bool]
+    is_ignorable: Callable[[str], bool] = is_ignorable
     canonical_name: Callable[[str], str] = str
     other_forms: tuple[Callable[[DecoderConfig], Sequence[StoredTensor]], ...] = ()
 

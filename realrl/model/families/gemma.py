@@ -6,14 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.model.families.common import (
-    check_activation,
-    is_ignorable,
-    read_shared,
-    reading,
-    stored_tensors,
-    write_shared,
-)
+from realrl.model.families.common import check_activation, read_shared, reading, stored_tensors, write_shared
 from realrl.model.families.format import Family
 from realrl.shape import DecoderConfig
 
@@ -45,4 +38,4 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return raw | {"attention_bias": config.attention_bias, "hidden_activation": raw["hidden_act"]}
 
 
-FAMILY = Family("gemma", _LM, _SCALAR, config_from_hf, config_to_hf, stored_tensors, is_ignorable)
+FAMILY = Family("gemma", _LM, _SCALAR, config_from_hf, config_to_hf, stored_tensors)

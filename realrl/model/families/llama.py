@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.model.families.common import (
-    check_activation,
-    is_ignorable,
-    read_shared,
-    reading,
-    stored_tensors,
-    write_shared,
-)
+from realrl.model.families.common import check_activation, read_shared, reading, stored_tensors, write_shared
 from realrl.model.families.format import Family
 from realrl.shape import DecoderConfig
 
@@ -36,4 +29,4 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return raw | {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
 
 
-FAMILY = Family("llama", _LM, _SCALAR, config_from_hf, config_to_hf, stored_tensors, is_ignorable)
+FAMILY = Family("llama", _LM, _SCALAR, config_from_hf, config_to_hf, stored_tensors)

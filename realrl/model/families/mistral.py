@@ -6,14 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from realrl.errors import AssetError
-from realrl.model.families.common import (
-    check_activation,
-    is_ignorable,
-    read_shared,
-    reading,
-    stored_tensors,
-    write_shared,
-)
+from realrl.model.families.common import check_activation, read_shared, reading, stored_tensors, write_shared
 from realrl.model.families.format import Family
 from realrl.shape import DecoderConfig
 
@@ -36,4 +29,4 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return write_shared(config, lm=_LM, scalar=_SCALAR) | {"sliding_window": config.sliding_window}
 
 
-FAMILY = Family("mistral", _LM, _SCALAR, config_from_hf, config_to_hf, stored_tensors, is_ignorable)
+FAMILY = Family("mistral", _LM, _SCALAR, config_from_hf, config_to_hf, stored_tensors)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from realrl.errors import AssetError
-from realrl.model.families.common import check_activation, is_ignorable, read_shared, reading, write_shared
+from realrl.model.families.common import check_activation, read_shared, reading, write_shared
 from realrl.model.families.experts import stored_by_expert, stored_together
 from realrl.model.families.format import Family
 from realrl.shape import DecoderConfig, MoEConfig
@@ -50,13 +50,5 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
-    "mixtral",
-    _LM,
-    _SCALAR,
-    config_from_hf,
-    config_to_hf,
-    stored_by_expert("block_sparse_moe", _WORDS),
-    is_ignorable,
-    other_forms=(stored_together,),
-)
+_STORED = stored_by_expert("block_sparse_moe", _WORDS)
+FAMILY = Family("mixtral", _LM, _SCALAR, config_from_hf, config_to_hf, _STORED, other_forms=(stored_together,))

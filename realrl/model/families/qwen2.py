@@ -7,7 +7,6 @@ from typing import Any
 
 from realrl.model.families.common import (
     check_activation,
-    is_ignorable,
     read_shared,
     read_windows,
     reading,
@@ -26,8 +25,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     with reading(where):
         check_activation(raw, where, known=("silu",))
         shared = read_shared(raw, where, family="qwen2")
-        window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
-        windows = read_windows(raw, n_layers=shared["n_layers"], window=window)
+        windows = read_windows(raw, shared["n_layers"])
         return DecoderConfig(**shared, **windows, attention_bias=True)
 
 
@@ -36,4 +34,4 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return write_shared(config, lm=_LM, scalar=_SCALAR) | write_windows(config)
 
 
-FAMILY = Family("qwen2", _LM, _SCALAR, config_from_hf, config_to_hf, stored_tensors, is_ignorable)
+FAMILY = Family("qwen2", _LM, _SCALAR, config_from_hf, config_to_hf, stored_tensors)

@@ -7,7 +7,6 @@ from typing import Any
 
 from realrl.model.families.common import (
     check_activation,
-    is_ignorable,
     read_shared,
     read_windows,
     reading,
@@ -27,8 +26,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     with reading(where):
         check_activation(raw, where, known=("silu",))
         shared = read_shared({"head_dim": _HEAD_DIM, **raw}, where, family="qwen3")
-        window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
-        windows = read_windows(raw, n_layers=shared["n_layers"], window=window)
+        windows = read_windows(raw, shared["n_layers"])
         has_bias = bool(raw.get("attention_bias", False))
         return DecoderConfig(**shared, **windows, qk_norm=True, attention_bias=has_bias, o_bias=has_bias)
 
@@ -39,4 +37,4 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return raw | {"attention_bias": config.attention_bias}
 
 
-FAMILY = Family("qwen3", _LM, _SCALAR, config_from_hf, config_to_hf, stored_tensors, is_ignorable)
+FAMILY = Family("qwen3", _LM, _SCALAR, config_from_hf, config_to_hf, stored_tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from realrl.model.families.common import check_activation, is_ignorable, read_shared, reading, write_shared
+from realrl.model.families.common import check_activation, read_shared, reading, write_shared
 from realrl.model.families.experts import stored_by_expert, stored_together
 from realrl.model.families.format import Family
 from realrl.shape import DecoderConfig, MoEConfig
@@ -70,13 +70,5 @@ def config_to_hf(config: DecoderConfig) -> dict[str, Any]:
     return raw
 
 
-FAMILY = Family(
-    "qwen3_moe",
-    _LM,
-    _SCALAR,
-    config_from_hf,
-    config_to_hf,
-    stored_by_expert("mlp", _WORDS),
-    is_ignorable,
-    other_forms=(stored_together,),
-)
+_STORED = stored_by_expert("mlp", _WORDS)
+FAMILY = Family("qwen3_moe", _LM, _SCALAR, config_from_hf, config_to_hf, _STORED, other_forms=(stored_together,))

@@ -8,29 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.algo.packed import Actions
-from realrl.algo.policy.kl import AdaptiveKL, make_controller, sequence_kl, shape_scores, token_rewards
+from realrl.algo.policy.kl import adapted_coef, sequence_kl, shape_scores, token_rewards
 from tests.algo.batches import Sequence1, pack, sequences
-
-
-def test_a_fixed_controller_stays() -> None:
-    controller = make_controller("fixed", 0.1, 6.0, 10_000)
-    controller.update(100.0, 1000)
-    assert controller.coef == 0.1
 
 
 @pytest.mark.parametrize(("kl", "error"), [(9.0, 0.2), (6.6, 0.1), (6.0, 0.0), (5.4, -0.1), (-3.0, -0.2)])
 def test_kl_above_target_raises_the_weight(kl: float, error: float) -> None:
-    controller = make_controller("adaptive", 0.1, 6.0, 10_000)
-    controller.update(kl, 500)
-    assert controller.coef == pytest.approx(0.1 * (1 + error * 500 / 10_000))
+    assert adapted_coef(0.1, kl, 500, target=6.0, horizon=10_000) == pytest.approx(0.1 * (1 + error * 500 / 10_000))
 
 
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 10**9)), max_size=20))
 def test_the_weight_stays_positive(batches: list[tuple[float, int]]) -> None:
-    controller = AdaptiveKL(0.1, 6.0, 100)
+    coef = 0.1
     for kl, n in batches:
-        controller.update(kl, n)
-        assert controller.coef > 0
+        coef = adapted_coef(coef, kl, n, target=6.0, horizon=100)
+        assert coef > 0
 
 
 @given(st.lists(sequences(), min_size=1, max_size=5), st.floats(0, 1))

@@ -7,9 +7,8 @@ import torch
 
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
-from realrl.cpu import NewTokens
+from realrl.cpu import KVCache, NewTokens
 from realrl.engine.generate import Generator, decode_batch
-from realrl.engine.generate.cache import KVCache
 from realrl.engine.generate.generator import divide
 from realrl.engine.generate.philox import hash_words, step_key, uniforms
 from realrl.engine.generate.request import GenerateRequest

@@ -3,8 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from realrl.cpu import NewTokens, TorchKernels, choose_kernels, machine
-from realrl.engine.generate.cache import CacheShape, KVCache
+from realrl.cpu import CacheShape, KVCache, NewTokens, TorchKernels, choose_kernels, machine
 from realrl.engine.generate.network import FusedNetwork
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention

@@ -44,11 +44,11 @@ class Story:
     def retire(self, slots):
         moves = self.table.retire(slots)
         before = dict(self.slots)
-        for move in moves:
-            self.slots[move.target] = before[move.source]
+        for source, target in moves:
+            self.slots[target] = before[source]
         for slot in range(len(self.table.rows), len(before)):
             del self.slots[slot]
-        assert len({move.source for move in moves}) == len({move.target for move in moves}) == len(moves)
+        assert len({source for source, _ in moves}) == len({target for _, target in moves}) == len(moves)
         self.check()
 
     def check(self):
@@ -96,4 +96,4 @@ def test_holes_are_filled_from_the_end_with_as_few_moves_as_possible():
     table = SlotTable([1] * 6, n_responses=1, max_rows=6)
     table.admit()
     moves = table.retire([1, 4, 5])
-    assert [(move.source, move.target) for move in moves] == [(3, 1)]
+    assert moves == [(3, 1)]

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from realrl.cpu import NewTokens
-from realrl.engine.generate.cache import CacheShape, KVCache
+from realrl.cpu import CacheShape, KVCache, NewTokens
 
 SHAPE = CacheShape(n_layers=2, max_rows=3, n_kv_heads=2, head_dim=4, max_tokens=100)
 

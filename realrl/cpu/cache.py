@@ -1,16 +1,15 @@
 """Keys and values of the tokens seen so far, one row per response in the making.
 
-Shapes: B rows, K KV heads, C capacity in tokens, D head size.
+Shapes: B rows, T tokens, K KV heads, C capacity in tokens, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-
-from realrl.cpu import NewTokens
 
 # Attention by batched products reads rows to their capacity, because these are fastest on whole buffers.
 # Capacity then stays close to the longest row: it grows by an eighth, and by this many tokens at least.
@@ -18,6 +17,34 @@ _MIN_GROWTH = 32
 
 SavedRow = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values [K, tokens, D] per layer."""
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Places of new tokens in the KV cache.
+
+    Attributes:
+        positions: int64 [T], positions in the rows; contiguous.
+        rows: int64 [T], contiguous; None for the first T rows, one token each.
+        seqlens: length of each prompt if the tokens are whole prompts in consecutive rows; else empty.
+    """
+
+    positions: torch.Tensor
+    rows: torch.Tensor | None = None
+    seqlens: tuple[int, ...] = ()
+
+    @classmethod
+    def of_prompts(cls, seqlens: Sequence[int], *, first_row: int, device: torch.device) -> NewTokens:
+        """Make the places of packed prompts in consecutive rows from `first_row` on."""
+        lengths = torch.tensor(seqlens, device=device)
+        rows = torch.repeat_interleave(torch.arange(len(seqlens), device=device), lengths)
+        starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        return cls(torch.arange(len(rows), device=device) - starts, rows + first_row, tuple(seqlens))
+
+    @cached_property
+    def slots(self) -> torch.Tensor:
+        """`rows` as a tensor, also where it is None."""
+        return torch.arange(len(self.positions), device=self.positions.device) if self.rows is None else self.rows
 
 
 @dataclass(frozen=True)
