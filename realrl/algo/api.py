@@ -22,6 +22,7 @@ class ForwardOutput(Protocol):
 
     Transitions are the T - S pairs (t, t + 1) inside a sequence, packed in order. A `mask` (bool [T - S]) selects the
     transitions that matter: the logits of the others need not be computed, and their results are 0 without gradient.
+    A temperature of 0 (greedy sampling) counts as 1.
     """
 
     def logprobs(self, temperature: float = 1.0, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -30,13 +31,16 @@ class ForwardOutput(Protocol):
     def logprobs_and_entropy(
         self, temperature: float = 1.0, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities and entropies, float32 [T - S] each, both with gradient."""
+        """Log-probabilities and entropies (nats), float32 [T - S] each, both with gradient."""
 
     def logprobs_of(self, tokens: torch.Tensor, temperature: float, mask: torch.Tensor) -> torch.Tensor:
-        """float32 [N, K]: log-probabilities of `tokens` (int64 [N, K]) after the N selected transitions' prefixes."""
+        """float32 [N, K]: log-probabilities of `tokens` (int64 [N, K]) in the N selected transitions, with gradient."""
 
     def top_logprobs(self, k: int, temperature: float, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k likeliest next tokens (int64 [N, k]) of the N selected transitions, and their log-probabilities."""
+        """The k likeliest next tokens (int64 [N, k]) of the N selected transitions, and their log-probabilities.
+
+        No gradient; k is cut to the size of the vocabulary.
+        """
 
     def scores(self) -> torch.Tensor:
         """float32 [T]: output of a value or reward head."""

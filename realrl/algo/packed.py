@@ -18,6 +18,11 @@ def response_mask(batch: SequenceSample) -> torch.Tensor:
     return action_mask(batch["prompt_mask"], batch.cu_seqlens("input_ids"))
 
 
+def n_actions(batch: SequenceSample) -> int:
+    """The number of True in `response_mask`."""
+    return int(response_mask(batch).sum())
+
+
 def to_transitions(per_sequence: torch.Tensor, batch: SequenceSample) -> torch.Tensor:
     """[T - S]: each sequence's row of `per_sequence` [S], repeated for every transition of its `input_ids`."""
     lengths = batch.cu_seqlens("input_ids").diff().long()

@@ -15,7 +15,6 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from realrl.engine.backends import TrainingBackend, make_backend
 from realrl.engine.backends.base import move
 from realrl.engine.generate import Generator
 from realrl.engine.parallel import Parallel
-from realrl.engine.parameters.gather_parameters import Copy, ModelCopy, copy_sharded, save_sharded
+from realrl.engine.parameters.gather_parameters import Copy, ModelCopy, copy_sharded
 from realrl.engine.train.load_balance import MinibatchBalance
 from realrl.engine.train.microbatch import TOKENS, split_balanced, split_in_order
 from realrl.engine.train.outputs import DecoderOutput
@@ -76,7 +75,7 @@ class DecoderEngine:
     ) -> None:
         self.decoder = decoder
         self.role = role
-        self._parallel = parallel = Parallel.alone() if parallel is None else parallel
+        self._parallel = parallel = Parallel() if parallel is None else parallel
         shard = decoder.shard
         built_for = (shard.has_embedding, shard.has_head, shard.tp_rank, shard.tp_size)
         if built_for != (parallel.is_first_stage, parallel.is_last_stage, parallel.tp_rank, parallel.tp.n_ranks):
@@ -115,12 +114,6 @@ class DecoderEngine:
 
         A skipped step leaves parameters and moments alone but advances the learning-rate schedule. Where the backend
         scales the loss, so does a step whose gradient overflowed.
-
-        Args:
-            minibatch: this rank's share; must hold `input_ids`, and at least one sample.
-            loss_fn: loss of a micro-batch, as sums.
-            normaliser: number of tokens or sequences of the whole minibatch over all ranks.
-            skip_step: function of the reduced stats that returns True to leave the optimizer step out.
 
         Raises:
             CallError: the role is frozen, the share is empty, or the loss or the gradient is not finite.
@@ -212,11 +205,7 @@ class DecoderEngine:
     def generate(
         self, prompts: SequenceSample, generation: GenerationConfig, *, seed: int, step: int, eos_id: int
     ) -> GenerationResult:
-        """Sample `generation.n_responses` responses for each sample's `prompt_ids`.
-
-        Raises:
-            CallError: the role has no language-model head.
-        """
+        """See `Engine`; raises CallError if the role has no language-model head."""
         if self.decoder.config.is_scalar:
             raise CallError(f"role {self.role!r} gives scores and cannot generate", remedy='Declare it with head="lm".')
         head = self.decoder.head
@@ -228,7 +217,6 @@ class DecoderEngine:
             )
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Reduce ("sum" or "max") over the ranks that hold different samples; returns a new tensor."""
         return self._parallel.dp.all_reduce_(tensor.detach().to(self.device, copy=True), op)
 
     def whole_parameters(self, names: Collection[str] | None = None) -> AbstractContextManager[None]:
@@ -276,7 +264,7 @@ class DecoderEngine:
         return {} if self._optimizer is None else self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where `state_dict` of any backend was taken, with the decoder that `save_hf` wrote then.
+        """Continue exactly where `state_dict` of any backend was taken, with the decoder that `copy_hf` took then.
 
         With adapters, which the state holds, the decoder is the one that the run began with.
         """
@@ -285,19 +273,10 @@ class DecoderEngine:
         elif state:
             raise ValueError(f"role {self.role!r} is frozen, but the state holds {sorted(state)}")
 
-    def save_hf(self, folder: str | Path) -> None:
-        """Write the model in Hugging Face format; all ranks of one data-parallel rank call this together.
+    def copy_hf(self, copy: Copy) -> ModelCopy | None:
+        """Copy the model to host memory, for Hugging Face's format; all ranks of the layout call this together.
 
         Adapters are merged into the model, and also written to the sub-folder `adapter`, in PEFT's format.
-
-        Raises:
-            OSError: the disk is full or the folder cannot be written.
-        """
-        with self.whole_parameters():
-            save_sharded(self.decoder, folder, tp=self._parallel.tp, pp=self._parallel.pp)
-
-    def copy_hf(self, copy: Copy) -> ModelCopy | None:
-        """Copy the model that `save_hf` would write to host memory; all ranks of the layout call this together.
 
         Args:
             copy: see `copy_sharded`.

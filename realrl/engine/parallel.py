@@ -16,6 +16,8 @@ _ONE_DEVICE = ParallelStrategy()
 class Parallel:
     """The groups that one rank of a layout works with; the rank in each group is its coordinate on that axis.
 
+    Without arguments: one rank that holds everything.
+
     Attributes:
         dp: the ranks that hold the same parameters and different samples.
         tp: the ranks that hold the slices of the same layers.
@@ -36,11 +38,6 @@ class Parallel:
         sizes = (self.dp.n_ranks, self.tp.n_ranks, self.pp.n_ranks)
         if sizes != (self.strategy.dp, self.strategy.tp, self.strategy.pp):
             raise ValueError(f"groups of (dp, tp, pp) = {sizes} ranks are not those of {self.strategy}")
-
-    @classmethod
-    def alone(cls) -> Parallel:
-        """One rank that holds everything."""
-        return cls()
 
     @property
     def dp_rank(self) -> int:

@@ -22,10 +22,9 @@ class WeightlessEngine:
     def __init__(self, role: str, device: torch.device, parallel: Parallel | None = None) -> None:
         self.role = role
         self.device = device
-        self._parallel = parallel or Parallel.alone()
+        self._parallel = parallel or Parallel()
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Reduce ("sum" or "max") over the ranks that hold different samples; returns a new tensor."""
         return self._parallel.dp.all_reduce_(tensor.detach().clone(), op)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -21,7 +21,7 @@ from realrl.cpu import Rope, activate, rotate
 from realrl.model.build import Builder, leave
 from realrl.model.dtypes import torch_dtype
 from realrl.model.layers.heads import LMHead, ScalarHead
-from realrl.model.layers.lora import insert_adapters
+from realrl.model.layers.linear import insert_adapters
 from realrl.model.layers.moe import LoadBalance, MoE
 from realrl.model.layers.norm import Norm
 from realrl.model.layers.rope import make_rope

@@ -1,4 +1,4 @@
-"""Decoders with low-rank adapters; see `realrl.model.layers.lora` for one layer."""
+"""Decoders with low-rank adapters; see `realrl.model.layers.linear` for one layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from realrl.model.decoder import Decoder
 from realrl.model.init import init_parameter
-from realrl.model.layers.lora import LoRALinear, effective_weight, insert_adapters
+from realrl.model.layers.linear import LoRALinear, effective_weight, insert_adapters
 from realrl.plan.parameters.adapters import is_adapter, is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.shape import LoRA

@@ -21,6 +21,7 @@ from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import HeadKind
+from tests.helpers.sharded import save_engine
 from tests.helpers.training import CONFIG, OPTIMIZER, make_batch, make_engine, masked_nll, n_masked
 
 ONE = MicroBatching()
@@ -276,7 +277,7 @@ def test_state_continues_bit_exactly(dtype: torch.dtype, tmp_path: Path) -> None
     engine, resumed = make_engine(compute_dtype=dtype), make_engine(compute_dtype=dtype)
     train(engine, batch, n=3)
     torch.save(engine.state_dict(), tmp_path / "state.pt")
-    engine.save_hf(tmp_path)
+    save_engine(engine, tmp_path)
     expected = train(engine, batch, n=2)
     resumed.decoder.load_state_dict(load_model(tmp_path, dtype=dtype).state_dict())
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
@@ -294,7 +295,7 @@ def test_state_of_another_precision_is_refused() -> None:
 def test_saved_model_is_the_trained_one(tmp_path: Path) -> None:
     engine = make_engine()
     train(engine, make_batch())
-    engine.save_hf(tmp_path)
+    save_engine(engine, tmp_path)
     for name, p in load_model(tmp_path).named_parameters():
         assert torch.equal(p, engine.decoder.get_parameter(name))
 

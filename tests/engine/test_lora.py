@@ -23,6 +23,7 @@ from realrl.plan.parameters.adapters import is_adapter
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import HeadKind, LoRA
 from tests.helpers.adapters import LORA, fill_adapters, merged
+from tests.helpers.sharded import save_engine
 from tests.helpers.training import CONFIG, OPTIMIZER, make_batch, masked_nll, n_masked
 
 ONE = MicroBatching()
@@ -209,7 +210,7 @@ def test_state_of_other_adapters_is_refused() -> None:
 def test_saved_folder_holds_the_merged_model_and_the_adapters(tmp_path: Path) -> None:
     engine = make_engine(make_decoder())
     train(engine)
-    engine.save_hf(tmp_path)
+    save_engine(engine, tmp_path)
     loaded = DecoderEngine(load_model(tmp_path), role="actor")
     torch.testing.assert_close(logprobs(loaded), logprobs(engine), atol=2e-5, rtol=1e-5)
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == LORA.rank

@@ -11,7 +11,7 @@ from realrl.plan.groups import process_groups
 
 
 def test_alone_is_every_stage() -> None:
-    alone = Parallel.alone()
+    alone = Parallel()
     assert alone.is_first_stage
     assert alone.is_last_stage
     assert (alone.dp_rank, alone.tp_rank, alone.pp_rank, alone.mesh_rank, alone.last_stage) == (0, 0, 0, 0, 0)

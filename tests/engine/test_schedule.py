@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from realrl.config.schema import OptimizerConfig
-from realrl.engine.schedule import learning_rate
+from realrl.engine.backends.base import learning_rate
 
 N_TOTAL = 100
 

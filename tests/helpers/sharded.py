@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from realrl.engine.decoder_engine import DecoderEngine
+from realrl.engine.groups import Communicator
+from realrl.engine.parameters.gather_parameters import ModelCopy, copy_sharded
 from realrl.engine.train.outputs import DecoderOutput
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.decoder import Decoder
@@ -123,3 +127,22 @@ def assert_gradients_equal(
             assert expected is not None
             total = torch.stack(tied).sum(0) if name == "embedding.weight" else grad
             assert_close(total, expected[stage.place_of(name)], name)
+
+
+def save_sharded(decoder: Decoder, folder: Path, *, tp: Communicator, pp: Communicator) -> None:
+    """Write this rank's part of the model."""
+    _write(copy_sharded(decoder, _copy, tp=tp, pp=pp), folder)
+
+
+def save_engine(engine: DecoderEngine, folder: Path) -> None:
+    """Write this rank's part of the engine's model."""
+    _write(engine.copy_hf(_copy), folder)
+
+
+def _copy(_: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().clone()
+
+
+def _write(part: ModelCopy | None, folder: Path) -> None:
+    if part is not None:
+        part.write(folder)

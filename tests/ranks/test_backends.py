@@ -174,7 +174,7 @@ def _outcomes(rank: int, world_size: int, address: str, cases: list[Case]) -> li
 
 @cache
 def reference(case: Case) -> dict[str, Any]:
-    return outcome(case, Parallel.alone())
+    return outcome(case, Parallel())
 
 
 def check(world_size: int, cases: list[Case], timeout_s: float = 280.0) -> None:

@@ -30,6 +30,7 @@ from realrl.plan.groups import process_groups
 from realrl.plan.parameters.shards import shard_of
 from realrl.shape import DecoderConfig, MoEConfig
 from tests.helpers.ranks import run_ranks
+from tests.helpers.sharded import save_engine
 from tests.helpers.training import VOCAB_SIZE, make_batch, masked_nll, n_masked
 
 CPU = torch.device("cpu")
@@ -176,7 +177,7 @@ def _outcomes(rank: int, world_size: int, address: str, cases: list[Case]) -> li
 
 @cache
 def reference(case: Case) -> dict[str, Any]:
-    return outcome(replace(case, strategy=ParallelStrategy()), Parallel.alone())
+    return outcome(replace(case, strategy=ParallelStrategy()), Parallel())
 
 
 def check(world_size: int, cases: list[Case], timeout_s: float = 110.0) -> None:
@@ -265,7 +266,7 @@ def _resume(rank: int, world_size: int, address: str, folder: Path) -> list[Any]
         state = engine.state_dict()
         torch.save(state, folder / f"{i}-{rank}.pt")
         if parallel.dp_rank == 0:
-            engine.save_hf(folder / f"model-{i}")
+            save_engine(engine, folder / f"model-{i}")
         for group in (parallel.tp, parallel.pp, parallel.dp):
             group.barrier()  # the folder is complete
         shard = engine.decoder.shard

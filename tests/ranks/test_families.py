@@ -13,7 +13,6 @@ import transformers
 from realrl.config.schema import GenerationConfig
 from realrl.engine.groups import Communicator
 from realrl.engine.parallel import Parallel
-from realrl.engine.parameters.gather_parameters import save_sharded
 from realrl.engine.tensor_parallel import TensorParallelGroup, sync_partial_gradients
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.files.hf import load_model
@@ -27,6 +26,7 @@ from tests.helpers.sharded import (
     gradients_of,
     results_of,
     run_stages,
+    save_sharded,
     stages_of,
     whole_model,
 )
@@ -107,7 +107,7 @@ def test_generated_and_saved_like_one_process(
     assert all(tokens == ranks[0] for tokens in ranks)
     for name, config in models.items():
         whole = whole_model(config)
-        assert ranks[0][name] == as_lists(generate(whole, Parallel.alone(), SAMPLED))[0], name
+        assert ranks[0][name] == as_lists(generate(whole, Parallel(), SAMPLED))[0], name
         loaded = load_model(tmp_path / name)
         for parameter, tensor in whole.named_parameters():
             assert torch.equal(loaded.get_parameter(parameter), tensor), parameter

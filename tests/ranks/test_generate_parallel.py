@@ -111,8 +111,8 @@ def free_address() -> str:
 def test_tokens_equal_those_of_one_process_on_every_rank(model: str, strategy: ParallelStrategy) -> None:
     config = {**CONFIGS, "two KV heads": replace(CONFIGS["tied"], n_kv_heads=2)}[model]
     whole = whole_model(config)
-    expected = {name: as_lists(generate(whole, Parallel.alone(), generation)) for name, generation in OPTIONS.items()}
-    expected["two samples"] = as_lists(generate(whole, Parallel.alone(), OPTIONS["sampled"], 2))
+    expected = {name: as_lists(generate(whole, Parallel(), generation)) for name, generation in OPTIONS.items()}
+    expected["two samples"] = as_lists(generate(whole, Parallel(), OPTIONS["sampled"], 2))
     expected["no sample"] = ([], [], [], [])
     assert len({tuple(response) for response in expected["sampled"][0]}) > len(PROMPT_LENGTHS)
     assert len(set(map(len, expected["temperature"][0]))) > 3  # rows leave at different times

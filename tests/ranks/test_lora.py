@@ -25,6 +25,7 @@ from realrl.plan.parameters.shards import shard_of
 from realrl.shape import DecoderConfig
 from tests.helpers.adapters import LORA, fill_adapters, merged
 from tests.helpers.ranks import run_ranks
+from tests.helpers.sharded import save_engine
 from tests.helpers.training import VOCAB_SIZE, make_batch, masked_nll, n_masked
 from tests.ranks.test_engine_3d import N_SAMPLES, free_address, join, score_loss, share_of
 
@@ -107,7 +108,7 @@ def outcome(case: Case, parallel: Parallel, folder: Path | None = None) -> dict[
         responses = [tokens.tolist() for tokens in made.responses]
     state = engine.state_dict()
     if folder is not None and parallel.dp_rank == 0:
-        engine.save_hf(folder)
+        save_engine(engine, folder)
     resumed = make_engine(case, parallel)
     resumed.load_state_dict(state)
     again = [e.train_batch(share, case.loss, normaliser=n_masked(whole), micro_batching=cut) for e in (engine, resumed)]
@@ -132,7 +133,7 @@ def _outcomes(rank: int, world_size: int, address: str, cases: list[Case], folde
 
 @cache
 def reference(case: Case) -> dict[str, Any]:
-    return outcome(case, Parallel.alone())
+    return outcome(case, Parallel())
 
 
 @pytest.mark.parametrize(("world_size", "cases"), [(2, TWO), pytest.param(4, FOUR, marks=pytest.mark.slow)])
@@ -169,7 +170,7 @@ def check_saved(case: Case, folder: Path) -> None:
     from safetensors.torch import load_file
 
     one = Case(case.model, ParallelStrategy(), None)
-    engine = make_engine(one, Parallel.alone())
+    engine = make_engine(one, Parallel())
     whole = make_batch(N_SAMPLES)
     engine.train_batch(whole, case.loss, normaliser=n_masked(whole), micro_batching=MicroBatching())
     saved = load_model(folder, head=case.config.head)

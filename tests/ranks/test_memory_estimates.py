@@ -184,7 +184,7 @@ ALONE = [
     "case", ALONE, ids=lambda case: f"{case.kind.value}, {case.model.hidden_size} {case.model.dtype}"
 )
 def test_one_device(case: Case) -> None:
-    assert_close(case, 0, measured(case, Parallel.alone())[0])
+    assert_close(case, 0, measured(case, Parallel())[0])
 
 
 STRATEGIES = [ParallelStrategy(**sizes) for sizes in ({"dp": 2}, {"tp": 2}, {"tp": 2, "sp": True}, {"pp": 2})]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 
 from realrl.engine.groups import ALONE, Communicator
-from realrl.engine.parameters.gather_parameters import gather_parameters, save_sharded
+from realrl.engine.parameters.gather_parameters import gather_parameters
 from realrl.engine.tensor_parallel import TensorParallelGroup, sync_partial_gradients
 from realrl.engine.train.outputs import DecoderOutput
 from realrl.model.decoder import Decoder
@@ -31,6 +31,7 @@ from tests.helpers.sharded import (
     gradients_of,
     results_of,
     run_stages,
+    save_sharded,
     stages_of,
     whole_model,
 )

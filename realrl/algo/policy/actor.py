@@ -16,8 +16,8 @@ import torch
 
 from realrl.algo.api import CallContext, Engine, ForwardOutput, LossOutput, Model
 from realrl.algo.normalise import whiten
-from realrl.algo.packed import response_mask
-from realrl.algo.policy.experience import batch_metrics
+from realrl.algo.packed import n_actions, response_mask
+from realrl.algo.policy.gae import batch_metrics
 from realrl.algo.policy.policy_losses import ActionBatch, PolicyLoss, kl_estimate
 from realrl.algo.policy.pretraining import ANSWER_WEIGHTS, with_answers
 from realrl.algo.policy.rollout import Rollout
@@ -144,7 +144,7 @@ class PolicyActor(RolloutInterface):
             [share for one_pass in ctx.single_passes for share in weighted_minibatches(data, rollout, model, one_pass)],
             ctx,
             objective,
-            count=_n_actions,
+            count=n_actions,
             skip=lambda stats: is_too_far(stats, options),
         )
         penalty = {f"{role}/kl_coef": rollout.kl_coef} if _has_kl_penalty(rollout) else {}
@@ -265,10 +265,10 @@ def loss_weights(rollout: Rollout, ctx: CallContext, engine: Engine) -> torch.Te
     totals = counts.new_zeros(2, len(ctx.minibatches))
     totals[0].index_add_(0, minibatch, counts)
     totals[1].index_add_(0, minibatch, torch.ones_like(counts))
-    n_actions, n_responses = engine.all_reduce(totals).clamp(min=1.0)
+    n_found, n_responses = engine.all_reduce(totals).clamp(min=1.0)
     is_mean = rollout.options.loss_normaliser == "sequences"
     length = counts.clamp(min=1.0) if is_mean else torch.full_like(counts, ctx.generation.max_new_tokens)
-    return rollout.per_transition((n_actions / n_responses)[minibatch] / length)
+    return rollout.per_transition((n_found / n_responses)[minibatch] / length)
 
 
 def importance_weights(rollout: Rollout, engine: Engine) -> torch.Tensor:
@@ -309,10 +309,6 @@ def _has_kl_penalty(rollout: Rollout) -> bool:
 
 def _weighted_sum(values: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
     return values.sum() if weights is None else (values * weights).sum()
-
-
-def _n_actions(batch: SequenceSample) -> int:
-    return int(response_mask(batch).sum())
 
 
 def _is_prompt(prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:

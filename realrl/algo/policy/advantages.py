@@ -11,8 +11,7 @@ import math
 import torch
 
 from realrl.algo.normalise import Moments
-from realrl.algo.policy.experience import generalised
-from realrl.algo.policy.gae import discounted_suffix_sums
+from realrl.algo.policy.gae import discounted_suffix_sums, generalised
 from realrl.algo.policy.rollout import Rollout
 
 GROUP_STD_EPS = 1e-4

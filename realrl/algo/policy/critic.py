@@ -8,9 +8,9 @@ from typing import Any
 from realrl.algo.api import CallContext, ForwardOutput, LossOutput, Model
 from realrl.algo.losses import value_loss
 from realrl.algo.normalise import Moments, ValueNorm
-from realrl.algo.packed import before_transition, response_mask
+from realrl.algo.packed import before_transition, n_actions, response_mask
 from realrl.algo.policy.actor import PER_TRANSITION, TOKENS
-from realrl.algo.policy.experience import explained_variance, generalised
+from realrl.algo.policy.gae import explained_variance, generalised
 from realrl.algo.policy.rollout_interface import RolloutInterface
 from realrl.algo.training import train_minibatches
 from realrl.config.policy_options import PPOOptions
@@ -75,7 +75,7 @@ class PPOCritic(RolloutInterface):
             batch.select(batch.ids, TOKENS).update(batch.derive("input_ids", columns)),
             ctx,
             loss,
-            count=_n_actions,
+            count=n_actions,
         )
         return {
             **summary.metrics(role),
@@ -88,7 +88,3 @@ class PPOCritic(RolloutInterface):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._norm.load_state_dict(state)
-
-
-def _n_actions(batch: SequenceSample) -> int:
-    return int(response_mask(batch).sum())

@@ -40,13 +40,7 @@ class DPO(ModelInterface):
         def loss(out: ForwardOutput, mb: SequenceSample) -> LossOutput:
             logprobs = out.logprobs(temperature, mask=response_mask(mb))
             logratios, counts = answer_sums(logprobs - mb["ref_logprobs"], mb)
-            result = dpo_loss(
-                logratios,
-                counts,
-                kind=options.loss,
-                beta=options.beta,
-                label_smoothing=options.label_smoothing,
-            )
+            result = _loss(logratios, counts, options)
             return _with_sft(result, logprobs, mb, options.sft_coef) if options.sft_coef else result
 
         summary = train_minibatches(model, batch, ctx, loss, count=len)
@@ -70,13 +64,13 @@ class DPO(ModelInterface):
             return torch.stack([logratios, counts.to(logratios)], dim=1)
 
         found = model.engine.forward(batch, sums, micro_batching=ctx.micro_batching).float().view(-1, 2, 2)
-        stats = [
-            dpo_loss(
-                pair[:, 0], pair[:, 1], kind=options.loss, beta=options.beta, label_smoothing=options.label_smoothing
-            ).stats
-            for pair in found
-        ]
+        stats = [_loss(pair[:, 0], pair[:, 1], options).stats for pair in found]
         return pair_metrics(batch, stats, [float(stat["margin"]) for stat in stats])
+
+
+def _loss(logratios: torch.Tensor, counts: torch.Tensor, options: DPOOptions) -> LossOutput:
+    o = options
+    return dpo_loss(logratios, counts, kind=o.loss, beta=o.beta, label_smoothing=o.label_smoothing)
 
 
 def _with_sft(result: LossOutput, logprobs: torch.Tensor, mb: SequenceSample, coef: float) -> LossOutput:

@@ -8,7 +8,7 @@ import torch
 
 from realrl.algo.api import CallContext, ForwardOutput, LossOutput, Model, ModelInterface
 from realrl.algo.losses import nll_loss
-from realrl.algo.packed import response_mask
+from realrl.algo.packed import n_actions, response_mask
 from realrl.algo.supervised.preference_losses import answer_sums
 from realrl.algo.training import train_minibatches
 from realrl.data.sample import SequenceSample
@@ -24,7 +24,7 @@ class SFT(ModelInterface):
     def train_step(self, model: Model, batch: SequenceSample, ctx: CallContext) -> dict[str, float]:
         """One optimizer step per minibatch of `ctx`; moves what it reads to the engine's device."""
         batch = batch.select(batch.ids, ("input_ids", "prompt_mask")).to(model.engine.device)
-        summary = train_minibatches(model, batch, ctx, _loss, count=lambda mb: int(response_mask(mb).sum()))
+        summary = train_minibatches(model, batch, ctx, _loss, count=n_actions)
         role = model.name.role
         return {
             **summary.metrics(role),

@@ -20,12 +20,19 @@ import torch
 from torch import nn
 
 from realrl.config.schema import OptimizerConfig
-from realrl.engine.backends.base import MOMENTS, OptimizerState, check_parameters, decays, master_of, move
+from realrl.engine.backends.base import (
+    MOMENTS,
+    OptimizerState,
+    check_parameters,
+    decays,
+    master_of,
+    move,
+    n_warmup_steps,
+)
 from realrl.engine.backends.megatron_cpu import cpu_for_cuda
 from realrl.engine.backends.replaced import replaced
 from realrl.engine.groups import all_gather_single, reduce_scatter_single
 from realrl.engine.parallel import Parallel
-from realrl.engine.schedule import n_warmup_steps
 from realrl.engine.tensor_parallel import sync_partial_gradients
 from realrl.engine.train.gradients import TIED, is_copied, is_counted_here, is_tied
 from realrl.engine.train.pipeline import propagate
@@ -48,7 +55,7 @@ _ONE_KIND = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": Fal
 
 
 class _Scheduler(OptimizerParamScheduler):
-    """Megatron's schedule, whose warm-up starts above zero as in `realrl.engine.schedule`."""
+    """Megatron's schedule, whose warm-up starts above zero as in `learning_rate`."""
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
         if self.num_steps < self.lr_warmup_steps:

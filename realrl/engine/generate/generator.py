@@ -38,7 +38,7 @@ class Generator:
         self._decoder = decoder
         self._head = head
         self._device = device
-        self._parallel = Parallel.alone() if parallel is None else parallel
+        self._parallel = Parallel() if parallel is None else parallel
 
     def generate(
         self,

@@ -15,7 +15,7 @@ from realrl.cpu import CacheAttention, LayerOps, LayersOp, LinearWeights, Rope, 
 from realrl.engine.groups import ALONE, Communicator
 from realrl.model.decoder import MLP, Block, Decoder
 from realrl.model.layers.heads import LMHead
-from realrl.model.layers.lora import effective_weight
+from realrl.model.layers.linear import effective_weight
 from realrl.model.layers.moe import MoE, mix_experts, route
 from realrl.model.layers.norm import Norm
 from realrl.model.layers.rope import inverse_frequencies, make_rope

@@ -23,38 +23,6 @@ Copy = Callable[[str, torch.Tensor], torch.Tensor]
 """``copy(name, tensor)``: a copy in host memory."""
 
 
-def save_sharded(decoder: Decoder, folder: str | Path, *, tp: Communicator, pp: Communicator) -> None:
-    """Write the model in Hugging Face format; all ranks of one data-parallel replica call this together.
-
-    Adapters are merged into the model's weights, and also written to the sub-folder `adapter`. The first tensor rank of
-    each stage writes the stage's files; that of the first stage completes the folder.
-
-    Args:
-        tp: the ranks that share this stage's layers.
-        pp: the ranks at the same place in all stages, in order.
-
-    Raises:
-        OSError: the disk is full or the folder cannot be written. Only the rank concerned raises, and the folder gets
-            no index and no `config.json`.
-    """
-    config = replace(decoder.config, lora=None)
-    adapters = gather_trained(decoder, tp=tp, pp=pp) if decoder.config.lora is not None else {}
-    tensors = gather_parameters(decoder, tp)
-    failed = torch.ones(1, device=decoder.device)
-    try:
-        if tp.rank == 0:
-            save_stage(config, folder, tensors, pp_rank=pp.rank, pp_size=pp.n_ranks)
-        failed.zero_()
-    finally:
-        for _ in tensors:  # other ranks are sending: they must not wait for one whose disk is full
-            pass
-        is_complete = not pp.all_reduce_(failed, "max").item()
-    if is_complete and tp.rank == 0 and pp.rank == 0:
-        save_index(config, folder, pp_size=pp.n_ranks)
-        if adapters:
-            save_adapters(decoder.config, Path(folder) / "adapter", adapters)
-
-
 @dataclass(frozen=True)
 class ModelCopy:
     """One rank's share of a model's files, in host memory. Writing it needs no other rank.
@@ -89,7 +57,9 @@ class ModelCopy:
 
 
 def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communicator) -> ModelCopy | None:
-    """Copy to host memory what `save_sharded` writes to files; all ranks of one replica call this together.
+    """Copy the model to host memory; all ranks of one data-parallel replica call this together.
+
+    Adapters are merged into the model's weights, and also copied themselves.
 
     Args:
         copy: called with a name and a tensor that may change afterwards; returns a copy in host memory.

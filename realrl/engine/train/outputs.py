@@ -15,6 +15,8 @@ from realrl.model.lm_logprobs import lm_logprobs, top_logprobs
 class DecoderOutput:
     """Hidden states of a packed micro-batch; the head is applied on demand, to the selected rows.
 
+    Methods raise CallError if the role has another kind of head.
+
     Args:
         decoder: its head is used. All ranks of its tensor-parallel group must call the same methods in the same order.
         hidden: [T, H], output of the decoder or of its last stage.
@@ -37,36 +39,16 @@ class DecoderOutput:
         self._has_next[ends] = False
 
     def logprobs(self, temperature: float = 1.0, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """float32 [T - S]: log-probability of each next token under softmax(logits / temperature).
-
-        Args:
-            temperature: 0 (greedy sampling) counts as 1.
-            mask: bool [T - S]; transitions outside of it are 0 and cost nothing.
-
-        Raises:
-            CallError: the role has no language-model head.
-        """
         return self._next_token(temperature, mask, with_entropy=False)[0]
 
     def logprobs_and_entropy(
         self, temperature: float = 1.0, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`logprobs`, and the entropy in nats of the same distributions, float32 [T - S] each, both with gradient."""
         logprobs, entropy = self._next_token(temperature, mask, with_entropy=True)
         assert entropy is not None
         return logprobs, entropy
 
     def logprobs_of(self, tokens: torch.Tensor, temperature: float, mask: torch.Tensor) -> torch.Tensor:
-        """float32 [N, K]: log-probabilities of other next tokens, with gradient.
-
-        Args:
-            tokens: int64 [N, K], for each of the N selected transitions.
-            temperature: 0 (greedy sampling) counts as 1.
-            mask: bool [T - S], selects N transitions.
-
-        Raises:
-            CallError: the role has no language-model head.
-        """
         head, rows = self._language_head(), self._rows(mask)
         return lm_logprobs(
             self._hidden.index_select(0, rows),
@@ -78,16 +60,6 @@ class DecoderOutput:
         )[0]
 
     def top_logprobs(self, k: int, temperature: float, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k likeliest next tokens, int64 [N, k], and their log-probabilities, float32; without gradient.
-
-        Args:
-            k: cut to the size of the vocabulary.
-            temperature: 0 (greedy sampling) counts as 1.
-            mask: bool [T - S], selects N transitions.
-
-        Raises:
-            CallError: the role has no language-model head.
-        """
         head, hidden = self._language_head(), self._hidden.index_select(0, self._rows(mask))
         return top_logprobs(
             hidden,
@@ -99,11 +71,6 @@ class DecoderOutput:
         )
 
     def scores(self) -> torch.Tensor:
-        """float32 [T]: output of a value or reward head.
-
-        Raises:
-            CallError: the role has a language-model head.
-        """
         if not isinstance(self._head, ScalarHead):
             raise CallError(
                 f"role {self._role!r} predicts tokens and has no scores",
