@@ -194,38 +194,6 @@ def test_moving_average_in_place() -> None:
     run_ranks(3, _moving_average)
 
 
-def _adopted(rank: int, world_size: int) -> None:
-    """Training tp=4, generation tp=2 on the ranks that hold a half together: nothing exists twice."""
-    world = Communicator(dist.group.WORLD, world_size, rank)
-    specs = parameter_specs(DecoderConfig(64, 32, 3, 8, 4, 4, 64))
-    source, target = layout(specs, (1, 1, 4), (0, 1, 2, 3)), layout(specs, (1, 2, 2), (0, 2, 1, 3))
-    whole, bucket_bytes = whole_model(specs, 0), 3000
-    wanted, expected = shard(whole, target, rank), shard(whole, source, rank)
-    held = {name: torch.nn.Parameter(tensor) for name, tensor in (shard(whole, source, rank) or {}).items()}
-    plan = plan_realloc(source, target)
-    for _ in range(2):
-        result = Reallocator(plan, world, rank, CPU, bucket_bytes=bucket_bytes).run(held, adopt=True)
-        assert_equal(result.parameters, wanted)
-        assert_equal({name: tensor.detach() for name, tensor in held.items()}, expected)
-        assert all(shares_memory(held[name], tensor) for name, tensor in result.parameters.items())
-        largest = max(tensor.nbytes for tensor in held.values())
-        assert plan.peak_bytes(rank) <= result.peak_bytes <= plan.peak_bytes(rank) + max(4 * bucket_bytes, largest)
-        with torch.no_grad():
-            result.parameters["norm.weight"].zero_()
-            assert not held["norm.weight"].any()
-            held["norm.weight"].copy_(whole["norm.weight"])
-        result.release()
-        assert_equal({name: tensor.detach() for name, tensor in held.items()}, expected)
-        assert result.parameters == {}
-        for tensor in held.values():
-            assert tensor.is_contiguous()
-            assert tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
-def test_source_shards_that_are_a_part_of_the_target_move_into_it() -> None:
-    run_ranks(4, _adopted)
-
-
 def _beside_other_work(rank: int, world_size: int) -> None:
     world = Communicator(dist.group.WORLD, world_size, rank)
     specs = parameter_specs(MODELS[0])

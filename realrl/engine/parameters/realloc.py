@@ -21,7 +21,7 @@ from realrl.errors import RunError
 from realrl.model.dtypes import torch_dtype
 from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_ROUNDS
 from realrl.plan.parameters.layout import ParameterLayout
-from realrl.plan.parameters.realloc import Keep, ReallocPlan
+from realrl.plan.parameters.realloc import ReallocPlan
 from realrl.plan.parameters.specs import Slice
 
 
@@ -33,23 +33,12 @@ class ReallocResult:
         parameters: this rank's shard of the target layout, by global name; empty where the target layout has no shard.
         bytes_received, bytes_sent: parameter bytes from and to other ranks.
         peak_bytes: largest sum of source shard, new tensors and messages under way.
-        adopted: source tensors that are views of `parameters`.
     """
 
     parameters: dict[str, torch.Tensor]
     bytes_received: int
     bytes_sent: int
     peak_bytes: int
-    adopted: tuple[torch.Tensor, ...] = ()
-
-    def release(self) -> None:
-        """Drop the parameters, and give adopted source tensors memory of their own again, one by one.
-
-        Memory is freed only if nothing else, such as a decoder, refers to the parameters any more.
-        """
-        self.parameters.clear()
-        for tensor in self.adopted:
-            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 
 class Reallocator:
@@ -88,10 +77,9 @@ class Reallocator:
         target: Mapping[str, torch.Tensor] | None = None,
         eta: float = 1.0,
         alias: bool = True,
-        adopt: bool = False,
     ) -> ReallocResult:
         """Start, and wait for the end."""
-        return self.start(source, target=target, eta=eta, alias=alias, adopt=adopt).wait()
+        return self.start(source, target=target, eta=eta, alias=alias).wait()
 
     @torch.no_grad()
     def start(
@@ -101,7 +89,6 @@ class Reallocator:
         target: Mapping[str, torch.Tensor] | None = None,
         eta: float = 1.0,
         alias: bool = True,
-        adopt: bool = False,
     ) -> Reallocation:
         """Send the first messages and copy what the rank keeps; all ranks of both layouts call this in the same order.
 
@@ -113,16 +100,12 @@ class Reallocator:
             target: write ``eta * source + (1 - eta) * target`` into these tensors, which lie apart from the source's;
                 None makes new ones.
             alias: let a target shard that is a part of the source shard be a view of it, contiguous or not.
-            adopt: where a source shard is a part of the target shard, re-point the given source tensor into the target
-                tensor until `ReallocResult.release`, so that nothing exists twice. Adopted source tensors must not be
-                trained or offloaded in between.
 
         Raises:
             RunError: a tensor is missing, or its shape, dtype or device is not the plan's.
         """
         held = self._checked("source", source, self._source_shapes)
         kept = {keep.parameter: keep for keep in self.plan.keeps(self._rank)}
-        adopted: list[torch.Tensor] = []
         if target is not None:
             shards = _Shards(held, self._checked("target", target, self._target_shapes), eta)
         else:
@@ -134,10 +117,7 @@ class Reallocator:
                     continue
                 shards.target[name] = torch.empty(shape, dtype=torch_dtype(self._dtypes[name]), device=self._device)
                 shards.account(shards.target[name].nbytes)
-                if adopt and source is not None and keep is not None and _covers(keep.source_slice, held[name]):
-                    shards.adopt(source[name], kept.pop(name))
-                    adopted.append(source[name])
-        under_way = Reallocation(self._world, self._rounds, shards, adopted)
+        under_way = Reallocation(self._world, self._rounds, shards)
         for keep in kept.values():  # while the first messages travel
             value = _view(held[keep.parameter], keep.source_slice)
             shards.write([(keep.parameter, keep.target_slice)], [value])
@@ -167,12 +147,9 @@ class Reallocator:
 class Reallocation:
     """A reallocation under way; `Reallocator.start` makes it."""
 
-    def __init__(
-        self, world: Communicator, rounds: Sequence[Round], shards: _Shards, adopted: Sequence[torch.Tensor]
-    ) -> None:
+    def __init__(self, world: Communicator, rounds: Sequence[Round], shards: _Shards) -> None:
         self._world = world
         self._shards = shards
-        self._adopted = tuple(adopted)
         self._waiting = deque(rounds)
         self._under_way: deque[_UnderWay] = deque()
         self._bytes_sent = self._bytes_received = 0
@@ -188,9 +165,7 @@ class Reallocation:
         while self._under_way:
             self._finish(self._under_way.popleft())
             self._send_next()
-        return ReallocResult(
-            self._shards.target, self._bytes_received, self._bytes_sent, self._shards.peak_bytes, self._adopted
-        )
+        return ReallocResult(self._shards.target, self._bytes_received, self._bytes_sent, self._shards.peak_bytes)
 
     def _send_next(self) -> None:
         if not self._waiting:
@@ -243,12 +218,6 @@ class _Shards:
         self._num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._num_bytes)
 
-    def adopt(self, given: torch.Tensor, keep: Keep) -> None:
-        """Let a source tensor be a view of the larger target tensor."""
-        view = _view(self.target[keep.parameter], keep.target_slice)
-        given.data = self.source[keep.parameter] = view.copy_(self.source[keep.parameter])
-        self.account(-view.nbytes)
-
     def outgoing(self, message: Message) -> tuple[torch.Tensor, bool]:
         """The message's elements [n], and True if they are a copy."""
         views = [_view(self.source[piece.parameter], piece.slices) for piece in message.pieces]
@@ -274,10 +243,6 @@ class _Shards:
             torch._foreach_copy_(views, values)
         else:
             torch._foreach_lerp_(views, values, self._eta)
-
-
-def _covers(slices: Slice, tensor: torch.Tensor) -> bool:
-    return tuple(stop - start for start, stop in slices) == tuple(tensor.shape)
 
 
 def _view(tensor: torch.Tensor, slices: Slice) -> torch.Tensor:
