@@ -102,7 +102,8 @@ class MasterState:
     def __init__(self, plan: MasterPlan) -> None:
         self.plan = plan
         self.phase = RunPhase.CONNECTING
-        self._stories = Stories(call.name for track in plan.tracks for call in track.calls)
+        evaluating = () if plan.evaluation is None else plan.evaluation.calls
+        self._stories = Stories(call.name for call in (*plan.main.calls, *evaluating))
         self._workers = Workers(plan.main.n_ranks, plan.main.dataset_rank, self._stories)
         self._run: Run | None = None  # from RUNNING on
         self._handle: Callable[[Event], list[Instruction]] = self._start_up  # of the phase
