@@ -11,7 +11,7 @@ Invariants:
   once before it is used.
 - The n-th message that a stage sends to another is the n-th that the other receives from it.
 - No deadlock, even where every send blocks until its receive is posted and a stage goes on only when its whole batch
-  of messages is through (`realrl.plan.pipeline_simulator`).
+  of messages is through.
 - `one_f_one_b`: stage s holds the activations of at most n_stages - s micro-batches.
 
 Why placing messages by time excludes deadlock: `place_messages` runs the computations on a clock. A message that is
@@ -124,48 +124,15 @@ def one_f_one_b(n_stages: int, n_micro_batches: int) -> Schedule:
     for stage in range(n_stages):
         forwards = [forward_step(i, stage) for i in range(n_micro_batches)]
         backwards = [backward_step(i, stage, n_stages) for i in range(n_micro_batches)]
-        orders.append(_alternate(forwards, backwards, n_warm_up=n_stages - 1 - stage))
+        orders.append(alternate(forwards, backwards, n_warm_up=n_stages - 1 - stage))
     return place_messages(orders)
 
 
 @lru_cache(maxsize=256)
-def interleaved(n_stages: int, n_micro_batches: int, n_chunks_per_stage: int) -> Schedule:
-    """Stage s has the chunks s, s + n_stages, ...: smaller bubbles, more messages (Narayanan et al. 2021, "Efficient
-    large-scale language model training on GPU clusters"); any number of micro-batches.
-
-    Micro-batches go through a stage's chunks in groups of n_stages. The last group is filled up for ordering, and the
-    fillers are left out again: with a smaller group the order of forwards and backwards would close a circle.
-    """
-    _check(n_stages=n_stages, n_micro_batches=n_micro_batches, n_chunks_per_stage=n_chunks_per_stage)
-    n_chunks = n_stages * n_chunks_per_stage
-    n_filled = -(-n_micro_batches // n_stages) * n_stages
-    orders = []
-    for stage in range(n_stages):
-        chunks = range(stage, n_chunks, n_stages)
-        forwards = [forward_step(i, chunk) for i, chunk in _in_groups(n_filled, chunks, n_stages)]
-        backwards = [backward_step(i, chunk, n_chunks) for i, chunk in _in_groups(n_filled, chunks[::-1], n_stages)]
-        n_warm_up = n_stages - 1 - stage
-        if n_chunks_per_stage > 1:
-            n_warm_up = 2 * n_warm_up + (n_chunks_per_stage - 1) * n_stages
-        order = _alternate(forwards, backwards, n_warm_up=n_warm_up)
-        orders.append([step for step in order if step.micro_batch < n_micro_batches])
-    return place_messages(orders)
-
-
-@lru_cache(maxsize=256)
-def inference(n_stages: int, n_micro_batches: int, n_chunks_per_stage: int = 1) -> Schedule:
+def inference(n_stages: int, n_micro_batches: int) -> Schedule:
     """Forward only."""
-    _check(n_stages=n_stages, n_micro_batches=n_micro_batches, n_chunks_per_stage=n_chunks_per_stage)
-    n_chunks = n_stages * n_chunks_per_stage
-    return place_messages(
-        [
-            [
-                forward_step(i, chunk)
-                for i, chunk in _in_groups(n_micro_batches, range(stage, n_chunks, n_stages), n_stages)
-            ]
-            for stage in range(n_stages)
-        ]
-    )
+    _check(n_stages=n_stages, n_micro_batches=n_micro_batches)
+    return place_messages([[forward_step(i, stage) for i in range(n_micro_batches)] for stage in range(n_stages)])
 
 
 @lru_cache(maxsize=64)
@@ -301,21 +268,13 @@ def _merge(order: Sequence[Step], gaps: Sequence[Sequence[Step]]) -> Iterator[St
     yield from gaps[-1]
 
 
-def _alternate(forwards: Sequence[Step], backwards: Sequence[Step], *, n_warm_up: int) -> list[Step]:
+def alternate(forwards: Sequence[Step], backwards: Sequence[Step], *, n_warm_up: int) -> list[Step]:
     """Return the first forwards, then forward and backward in turn, then the last backwards."""
     n_warm_up = min(n_warm_up, len(forwards))
     order = list(forwards[:n_warm_up])
     for forward, backward in zip(forwards[n_warm_up:], backwards, strict=False):
         order += (forward, backward)
     return order + list(backwards[len(forwards) - n_warm_up :])
-
-
-def _in_groups(n_micro_batches: int, chunks: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
-    """Yield (micro_batch, chunk): groups of micro-batches, each through all chunks before the next group."""
-    for first in range(0, n_micro_batches, size):
-        for chunk in chunks:
-            for micro_batch in range(first, min(first + size, n_micro_batches)):
-                yield micro_batch, chunk
 
 
 def _check(**sizes: int) -> None:

@@ -11,15 +11,6 @@ from enum import Enum
 
 import msgspec
 
-from realrl.errors import (
-    CallError,
-    CheckpointError,
-    DataError,
-    Error,
-    RunError,
-    TransportError,
-    WorkerLostError,
-)
 from realrl.plan.samples.cursor import CursorState
 from realrl.sched.messages import (
     CallDone,
@@ -131,19 +122,6 @@ class FailureKind(Enum):
     PROTOCOL = "protocol"  # master and worker are of different versions
 
 
-_ERROR_OF_KIND: dict[FailureKind, type[Error]] = {
-    FailureKind.WORKER_FAILED: RunError,  # CallError when a call is named
-    FailureKind.WORKER_LOST: WorkerLostError,
-    FailureKind.WORKER_SILENT: WorkerLostError,
-    FailureKind.BAD_OUTPUT: CallError,
-    FailureKind.CHECKPOINT: CheckpointError,
-    FailureKind.INTERRUPTED: RunError,
-    FailureKind.DATASET: DataError,
-    FailureKind.DROPPED: RunError,
-    FailureKind.PROTOCOL: TransportError,
-}
-
-
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The first cause of a run's end.
 
@@ -174,15 +152,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     waiting_ranks: tuple[int, ...] = ()
     waiting_calls: tuple[str, ...] = ()
     lost_peer: bool = False
-
-    def to_error(self) -> Error:
-        """Return the exception that the shell ends with; its `exit_code` is the failure's."""
-        cls = _ERROR_OF_KIND[self.kind]
-        if self.kind is FailureKind.WORKER_FAILED and self.call is not None:
-            cls = CallError
-        error = cls(self.message, remedy=self.remedy or None, call=self.call, step=self.step, worker=self.rank)
-        error.exit_code = self.exit_code
-        return error
 
 
 class RankSpan(msgspec.Struct, frozen=True):
@@ -314,7 +283,6 @@ Instruction = (
 
 _ENCODER = msgspec.json.Encoder()
 _EVENT_DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
-_INSTRUCTION_DECODER: msgspec.json.Decoder[Instruction] = msgspec.json.Decoder(Instruction)
 
 
 def encode(item: Event | Instruction) -> bytes:
@@ -329,12 +297,3 @@ def decode_event(line: bytes) -> Event:
         msgspec.ValidationError: the line is no event.
     """
     return _EVENT_DECODER.decode(line)
-
-
-def decode_instruction(line: bytes) -> Instruction:
-    """Return the instruction that `encode` wrote.
-
-    Raises:
-        msgspec.ValidationError: the line is no instruction.
-    """
-    return _INSTRUCTION_DECODER.decode(line)

@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from realrl.plan.samples.transfer import RowTransfer
+
 PROTOCOL_VERSION = 6
 
 HookTime = Literal["before", "after"]
@@ -47,15 +49,6 @@ class SampleMeta(msgspec.Struct, frozen=True):
     ids: tuple[str, ...]
     schemas: Mapping[str, KeySchema]
     seqlens: Mapping[str, tuple[tuple[int, ...], ...]]
-
-
-class RowTransfer(msgspec.Struct, frozen=True):
-    """Rows of one key that `target` lacks and fetches from `source` (global ranks) before its call starts."""
-
-    source: int
-    target: int
-    key: str
-    ids: tuple[str, ...]
 
 
 # ---------------------------------------------------------------- requests, master -> worker

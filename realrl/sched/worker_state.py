@@ -6,15 +6,13 @@
              └──► CLOSED          Shutdown is done
 
 Time is an argument; the shell reads the clock. `heartbeat` may be called from another thread: it reads one object,
-which `handle` replaces as a whole.
+which the others replace as a whole.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-
-import msgspec
 
 from realrl.errors import InvalidTransitionError
 from realrl.sched.messages import (
@@ -30,41 +28,9 @@ from realrl.sched.messages import (
     SaveCheckpoint,
     Shutdown,
 )
-from realrl.sched.story import Story
+from realrl.sched.story import Stories
 
 IDLE_ACTIVITY = "idle"
-
-
-class RequestFinished(msgspec.Struct, frozen=True, tag=True):
-    """The request being executed is done."""
-
-
-class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """The request being executed raised."""
-
-
-class ActivityChanged(msgspec.Struct, frozen=True, tag=True):
-    """The request being executed came to another part of its work, such as a transfer."""
-
-    activity: str
-
-
-WorkerEvent = Request | RequestFinished | RequestFailed | ActivityChanged
-
-
-class Execute(msgspec.Struct, frozen=True, tag=True):
-    """Execute `request` and report its end."""
-
-    request: Request
-
-
-class Refuse(msgspec.Struct, frozen=True, tag=True):
-    """Drop `request`: an earlier one failed, and the master knows. It must not be executed nor answered."""
-
-    request: Request
-
-
-WorkerInstruction = Execute | Refuse
 
 
 class WorkerPhase(Enum):
@@ -113,43 +79,59 @@ class WorkerState:
         self._request: Request | None = None
         self._has_failed = False
         self._current = _Current(-1, IDLE_ACTIVITY, 0.0)
-        self._story = Story()
-        self._n_events = 0
+        self._story = Stories()
 
     @property
     def request(self) -> Request | None:
         """The request being executed."""
         return self._request
 
-    def handle(self, event: WorkerEvent, now_s: float) -> list[WorkerInstruction]:
-        """Take in one event and return the instructions.
+    def begin(self, request: Request, *, now_s: float) -> bool:
+        """Handle a request; return True if it is to be executed.
+
+        A refused one must be dropped without an answer: an earlier one failed, and the master knows.
 
         Raises:
-            InvalidTransitionError: a request is out of sequence or comes while another is executed, or something ended
-                that was never begun; the message tells the story so far.
+            InvalidTransitionError: the request is out of sequence or comes while another is executed; the message tells
+                the story so far.
         """
-        self._n_events += 1
-        if isinstance(event, RequestFinished | RequestFailed):
-            self._end(event, now_s)
-            return []
-        if isinstance(event, ActivityChanged):
-            if self._request is None:
-                raise self._illegal(f"worker {self.rank} is not busy, but says it is at '{event.activity}'")
-            self._current = _Current(self._request.seq, event.activity, self._current.since_s)
-            return []
-        return [self._begin(event, now_s)]
-
-    def begin(self, request: Request, *, now_s: float) -> bool:
-        """Handle a request; return True if it is to be executed. A refused one must be dropped without an answer."""
-        return isinstance(self.handle(request, now_s)[0], Execute)
+        self._story.n_events += 1
+        what = f"request {request.seq}, {describe(request)}"
+        if request.seq != self._next_seq:
+            kind = "twice" if request.seq < self._next_seq else "too early"
+            raise self._illegal(f"worker {self.rank} got {what}, {kind}: it expects request {self._next_seq}")
+        if self._request is not None:
+            raise self._illegal(f"worker {self.rank} got {what}, while it executes request {self._request.seq}")
+        if self.phase is WorkerPhase.NEW and not isinstance(request, Initialize | Shutdown):
+            raise self._illegal(f"worker {self.rank} got {what}, before it was initialised")
+        if self.phase is not WorkerPhase.NEW and isinstance(request, Initialize):
+            raise self._illegal(f"worker {self.rank} got {what}, but it was initialised before")
+        self._next_seq += 1
+        if self._has_failed and not isinstance(request, Shutdown):
+            self._story.note(f"{what}: refused")
+            return False
+        self._enter(WorkerPhase.BUSY, what)
+        self._request = request
+        self._current = _Current(request.seq, describe(request), now_s)
+        return True
 
     def finish(self, *, now_s: float) -> None:
-        """Handle that the request being executed is done."""
-        self.handle(RequestFinished(), now_s)
+        """Handle that the request being executed is done.
+
+        Raises:
+            InvalidTransitionError: none is being executed.
+        """
+        done = WorkerPhase.CLOSED if isinstance(self._request, Shutdown) else WorkerPhase.IDLE
+        self._end(done, "is done", now_s)
 
     def fail(self, *, now_s: float) -> None:
-        """Handle that the request being executed raised."""
-        self.handle(RequestFailed(), now_s)
+        """Handle that the request being executed raised.
+
+        Raises:
+            InvalidTransitionError: none is being executed.
+        """
+        self._end(WorkerPhase.FAILED, "raised", now_s)
+        self._has_failed = True
 
     def heartbeat(self, now_s: float) -> Heartbeat:
         """Return the worker's activity, and for how long it has lasted."""
@@ -171,47 +153,19 @@ class WorkerState:
         if is_busy != (self._request is not None) or is_busy != (self._current.seq >= 0):
             raise self._illegal(f"worker {self.rank} is {self.phase.value}, but executes {self._request}")
 
-    def _begin(self, request: Request, now_s: float) -> WorkerInstruction:
-        what = f"request {request.seq}, {describe(request)}"
-        if request.seq != self._next_seq:
-            kind = "twice" if request.seq < self._next_seq else "too early"
-            raise self._illegal(f"worker {self.rank} got {what}, {kind}: it expects request {self._next_seq}")
-        if self._request is not None:
-            raise self._illegal(f"worker {self.rank} got {what}, while it executes request {self._request.seq}")
-        if self.phase is WorkerPhase.NEW and not isinstance(request, Initialize | Shutdown):
-            raise self._illegal(f"worker {self.rank} got {what}, before it was initialised")
-        if self.phase is not WorkerPhase.NEW and isinstance(request, Initialize):
-            raise self._illegal(f"worker {self.rank} got {what}, but it was initialised before")
-        self._next_seq += 1
-        if self._has_failed and not isinstance(request, Shutdown):
-            self._note(f"{what}: refused")
-            return Refuse(request)
-        self._enter(WorkerPhase.BUSY, what)
-        self._request = request
-        self._current = _Current(request.seq, describe(request), now_s)
-        return Execute(request)
-
-    def _end(self, event: RequestFinished | RequestFailed, now_s: float) -> None:
-        request = self._request
-        if request is None:
+    def _end(self, phase: WorkerPhase, how: str, now_s: float) -> None:
+        self._story.n_events += 1
+        if self._request is None:
             raise self._illegal(f"worker {self.rank} executes nothing that could end")
-        if isinstance(event, RequestFailed):
-            self._has_failed = True
-            self._enter(WorkerPhase.FAILED, f"request {request.seq} raised")
-        else:
-            done = WorkerPhase.CLOSED if isinstance(request, Shutdown) else WorkerPhase.IDLE
-            self._enter(done, f"request {request.seq} is done")
+        self._enter(phase, f"request {self._request.seq} {how}")
         self._request = None
         self._current = _Current(-1, IDLE_ACTIVITY, now_s)
 
     def _enter(self, phase: WorkerPhase, why: str) -> None:
         if phase not in _NEXT_PHASES[self.phase]:
             raise self._illegal(f"worker {self.rank} cannot go from {self.phase.value} to {phase.value}: {why}")
-        self._note(f"{self.phase.value} -> {phase.value}: {why}")
+        self._story.note(f"{self.phase.value} -> {phase.value}: {why}")
         self.phase = phase
-
-    def _note(self, line: str) -> None:
-        self._story.note(self._n_events, line)
 
     def _illegal(self, message: str) -> InvalidTransitionError:
         return InvalidTransitionError(message, self._story.lines())

@@ -17,12 +17,11 @@ from realrl.plan.pipeline import (
     forward_step,
     generation,
     inference,
-    interleaved,
     one_f_one_b,
     place_messages,
 )
-from realrl.plan.pipeline_simulator import DeadlockError, Timeline, simulate
-from tests.plan.schedules import random_orders
+from tests.plan.pipeline_simulator import DeadlockError, Timeline, simulate
+from tests.plan.schedules import inference_of_chunks, interleaved, random_orders
 
 STAGES = st.integers(1, 8)
 MICRO_BATCHES = st.integers(1, 14)
@@ -93,9 +92,10 @@ def test_interleaved(n_stages: int, n_micro_batches: int, n_chunks: int) -> None
 
 @given(STAGES, MICRO_BATCHES, CHUNKS)
 def test_inference(n_stages: int, n_micro_batches: int, n_chunks: int) -> None:
-    schedule = inference(n_stages, n_micro_batches, n_chunks)
+    schedule = inference_of_chunks(n_stages, n_micro_batches, n_chunks)
     timeline = assert_invariants(schedule, n_micro_batches=n_micro_batches, n_chunks=n_stages * n_chunks, n_rounds=1)
     if n_chunks == 1:
+        assert schedule == inference(n_stages, n_micro_batches)
         assert timeline.duration == n_micro_batches + n_stages - 1
 
 
@@ -213,6 +213,6 @@ def test_orders_that_cannot_be_placed() -> None:
 
 
 def test_sizes() -> None:
-    for make in (lambda: one_f_one_b(0, 1), lambda: interleaved(1, 1, 0), lambda: inference(1, 0)):
+    for make in (lambda: one_f_one_b(0, 1), lambda: inference(1, 0)):
         with pytest.raises(ValueError, match=r"a pipeline schedule has n_\w+=0; use 1 or more"):
             make()

@@ -13,7 +13,7 @@ from realrl.data.sample import SampleError, SequenceSample
 from realrl.engine.groups import ALONE, Communicator
 from realrl.engine.row_exchange import exchange_rows
 from realrl.errors import TransportError
-from realrl.sched.messages import RowTransfer
+from realrl.plan.samples.transfer import RowTransfer
 from tests.data.samples import SCHEMAS, make_sample
 from tests.helpers.ranks import run_ranks
 

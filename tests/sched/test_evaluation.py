@@ -76,7 +76,7 @@ class Workers:
     def __init__(self, plan, seed, rows=ROWS):
         self.plan, self.random, self.rows = plan.main, random.Random(seed), rows
         self.master = MasterState(plan)
-        self.calls = {call.name: call for track in plan.tracks for call in track.calls}
+        self.calls = {call.name: call for track in (plan.main, plan.evaluation) if track for call in track.calls}
         self.inbox = [deque() for _ in range(self.plan.n_ranks)]
         self.store = [set() for _ in range(self.plan.n_ranks)]
         self.parts = [[] for _ in range(self.plan.n_ranks)]

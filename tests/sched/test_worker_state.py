@@ -16,7 +16,7 @@ from realrl.sched.messages import (
     SaveCheckpoint,
     Shutdown,
 )
-from realrl.sched.worker_state import ActivityChanged, Execute, Refuse, WorkerPhase, WorkerState
+from realrl.sched.worker_state import WorkerPhase, WorkerState
 
 
 def init(seq):
@@ -43,7 +43,7 @@ def test_a_life():
     ]  # fmt: skip
     activities = []
     for request in requests:
-        assert state.handle(request, now_s=10.0) == [Execute(request)]
+        assert state.begin(request, now_s=10.0)
         state.validate()
         assert (state.phase, state.request) == (WorkerPhase.BUSY, request)
         activities.append(state.heartbeat(12.5))
@@ -62,8 +62,7 @@ def test_heartbeat():
     state = ready_worker()
     assert state.heartbeat(100.0) == Heartbeat(3, -1, "idle", 0.0)
     state.begin(call(1), now_s=100.0)
-    state.handle(ActivityChanged("transfer for actor_gen"), now_s=101.0)
-    assert state.heartbeat(104.0) == Heartbeat(3, 1, "transfer for actor_gen", 4.0)
+    assert state.heartbeat(104.0) == Heartbeat(3, 1, "actor_gen", 4.0)
     state.finish(now_s=105.0)
     assert state.heartbeat(106.0) == Heartbeat(3, -1, "idle", 0.0)
 
@@ -73,7 +72,7 @@ def test_after_a_failure_only_shutdown_is_executed():
     state.begin(call(1), now_s=0.0)
     state.fail(now_s=1.0)
     assert state.phase is WorkerPhase.FAILED
-    assert state.handle(call(2), now_s=1.0) == [Refuse(call(2))]
+    assert not state.begin(call(2), now_s=1.0)
     assert not state.begin(SaveCheckpoint(3, 1, "x"), now_s=1.0)
     assert state.begin(Shutdown(4), now_s=1.0)
     state.finish(now_s=1.0)
@@ -85,19 +84,18 @@ def test_shutdown_may_come_first():
 
 
 @pytest.mark.parametrize(
-    ("n_done", "event", "message"),
+    ("n_done", "wrong", "message"),
     [
         (0, call(0), "request 0, actor_gen, before it was initialised"),
         (1, init(1), "request 1, starting, but it was initialised before"),
         (2, call(1), "worker 3 got request 1, actor_gen, twice: it expects request 2"),
         (2, call(3), "worker 3 got request 3, actor_gen, too early: it expects request 2"),
-        (2, ActivityChanged("x"), "is not busy, but says it is at 'x'"),
     ],
 )
-def test_illegal_events_tell_the_story(n_done, event, message):
+def test_illegal_events_tell_the_story(n_done, wrong, message):
     state = ready_worker(n_done)
     with pytest.raises(InvalidTransitionError, match=message) as caught:
-        state.handle(event, 0.0)
+        state.begin(wrong, now_s=0.0)
     assert len(caught.value.story) == 2 * n_done
     assert n_done == 0 or "new -> busy: request 0, starting" in str(caught.value)
 

@@ -57,7 +57,7 @@ def run_stage(
     A message without elements is not sent. Gradients accumulate in the parameters, as in autograd.
 
     Args:
-        steps: this stage's list of a schedule that `realrl.plan.pipeline_simulator` accepts.
+        steps: this stage's list of a schedule of `realrl.plan.pipeline`.
         chunks: every chunk number of the list.
         stages: the pipeline; its ranks are the stages of the schedule.
         device: where received tensors are put.

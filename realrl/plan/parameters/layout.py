@@ -151,38 +151,5 @@ class ParameterLayout:
         s = self.strategy
         return tuple(self.ranks[first : first + s.tp] for first in range(0, s.n_devices, s.tp))
 
-    def dp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return groups of global ranks that hold the same slices: same pp_rank and tp_rank."""
-        s = self.strategy
-        return tuple(
-            tuple(self.rank_at(pp_rank=pp, dp_rank=dp, tp_rank=tp) for dp in range(s.dp))
-            for pp in range(s.pp)
-            for tp in range(s.tp)
-        )
-
-    def pp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return groups of global ranks of the stages of one pipeline: same dp_rank and tp_rank."""
-        s = self.strategy
-        return tuple(
-            tuple(self.rank_at(pp_rank=pp, dp_rank=dp, tp_rank=tp) for pp in range(s.pp))
-            for dp in range(s.dp)
-            for tp in range(s.tp)
-        )
-
     def __str__(self) -> str:
         return f"{self.strategy} on ranks {','.join(map(str, self.ranks))}"
-
-
-def micro_dp_groups(source: ParameterLayout, target: ParameterLayout) -> tuple[tuple[int, ...], ...]:
-    """Return groups of ranks with the same slices in the target layout and in one replica of the source layout.
-
-    For training 1-4-2 (p-t-d) and generation 1-2-2-2 (p_g-t_g-d_g-d) these are the micro data-parallel groups, of d_g
-    ranks each. Ranks in the order of the target's dp_rank; ranks that the source layout lacks are in no group.
-    """
-    groups: dict[tuple[int, int, int], list[int]] = {}
-    for members in target.dp_groups():
-        for rank in members:
-            if rank in source:
-                pp_rank, _, tp_rank = target.coordinates_of(rank)
-                groups.setdefault((source.coordinates_of(rank)[1], pp_rank, tp_rank), []).append(rank)
-    return tuple(tuple(groups[key]) for key in sorted(groups))

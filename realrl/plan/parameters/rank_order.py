@@ -45,7 +45,7 @@ def best_rank_order(
         AllocationError: the number of ranks is not the strategy's, a rank occurs twice, or tp or pp does not fit.
     """
     plain = parameter_layout(source_layout.specs, strategy, ranks)
-    held = overlap_of(portions_of(source_layout, plain), source_layout, plain).held
+    held, _ = overlap_of(portions_of(source_layout, plain), source_layout, plain)
     members_of_part = _by_replica(source_layout, _choose_parts(source_layout, plain, held))
     ordered = [
         members_of_part[pp_rank * strategy.tp + tp_rank][dp_rank]
@@ -72,7 +72,7 @@ def order_for(
     """
     best = best_rank_order(source_layout, strategy, ranks)
     plain = parameter_layout(source_layout.specs, strategy, ranks)
-    held = overlap_of(portions_of(source_layout, plain), source_layout, plain).held
+    held, _ = overlap_of(portions_of(source_layout, plain), source_layout, plain)
 
     def moved(layout: ParameterLayout) -> int:
         kept = (int(held[part_of(source_layout, r), part_of(layout, r)]) for r in layout.ranks if r in source_layout)
@@ -94,11 +94,11 @@ def _choose_parts(source: ParameterLayout, plain: ParameterLayout, held: Matrix)
     for rank in plain.ranks:
         alike.setdefault(source_part.get(rank, -1), []).append(rank)
     gains = np.vstack([held, np.zeros_like(held[:1])])[list(alike)]
-    solution = transport(gains, [len(ranks) for ranks in alike.values()], [plain.strategy.dp] * held.shape[1])
+    amounts, is_free = transport(gains, [len(ranks) for ranks in alike.values()], [plain.strategy.dp] * held.shape[1])
     kept_by_plain = sum(int(held[source_part[rank], part_taken[rank]]) for rank in source_part)
-    if kept_by_plain < int((gains * solution.amounts).sum()):
-        for rows, parts in _components(solution.is_free):
-            free = {source: solution.is_free[row, parts] for row, source in enumerate(alike) if row in rows}
+    if kept_by_plain < int((gains * amounts).sum()):
+        for rows, parts in _components(is_free):
+            free = {source: is_free[row, parts] for row, source in enumerate(alike) if row in rows}
             part_taken.update(_nearest_groups(plain, {source: alike[source] for source in free}, free, parts))
     taken: list[list[int]] = [[] for _ in range(held.shape[1])]
     for rank in plain.ranks:
@@ -150,7 +150,7 @@ def _nearest_groups(
         index_of = {part: index for index, part in enumerate(parts)}
         flags_of = np.array([free[source] for _, source in kinds])[:, [index_of[part] for _, part in columns]]
         gains = np.where(flags_of, -distances, -1 - len(plain.ranks) ** 2)
-        amounts = transport(gains, [len(ranks) for ranks in kinds.values()], [1] * len(columns)).amounts
+        amounts, _ = transport(gains, [len(ranks) for ranks in kinds.values()], [1] * len(columns))
         chosen = [[columns[i][1] for i in np.flatnonzero(amount)] for amount in amounts]
     taken: dict[int, int] = {}
     for ranks, parts_of_kind in zip(kinds.values(), chosen, strict=True):

@@ -27,7 +27,6 @@ from realrl.plan.parameters.layout import ParameterLayout
 from realrl.plan.parameters.rank_order import best_rank_order as best_rank_order
 from realrl.plan.parameters.realloc_portions import (
     Matrix,
-    Overlap,
     Portion,
     UnitRange,
     check_same_model,
@@ -107,7 +106,7 @@ class ReallocPlan:
         self.source_layout = source_layout
         self.target_layout = target_layout
         self._portions = portions
-        self._overlap: Overlap = overlap_of(portions, source_layout, target_layout)
+        self._held_bytes, self._needed_bytes = overlap_of(portions, source_layout, target_layout)
         self._flows = flows  # [n, 5]: source, target, portion, first item, end of items
         self._local_slice_cache: dict[tuple[int, int, int, int, int], Slice] = {}
 
@@ -118,11 +117,7 @@ class ReallocPlan:
         if rank not in self.target_layout:
             return 0
         part = part_of(self.target_layout, rank)
-        return int(self._overlap.needed[part]) - self._held(rank, part)
-
-    def bytes_kept(self, rank: int) -> int:
-        """Return the bytes of its target slices that `rank` holds already."""
-        return self._held(rank, part_of(self.target_layout, rank)) if rank in self.target_layout else 0
+        return int(self._needed_bytes[part]) - self._held(rank, part)
 
     def bytes_sent(self, rank: int) -> int:
         """Return the bytes that `rank` sends to others."""
@@ -150,7 +145,7 @@ class ReallocPlan:
     def _held(self, rank: int, target_part: int) -> int:
         if rank not in self.source_layout:
             return 0
-        return int(self._overlap.held[part_of(self.source_layout, rank), target_part])
+        return int(self._held_bytes[part_of(self.source_layout, rank), target_part])
 
     @cached_property
     def _sent(self) -> Mapping[int, int]:

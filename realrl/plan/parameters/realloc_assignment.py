@@ -10,7 +10,6 @@ Invariants of `transport`:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -21,19 +20,7 @@ from realrl.plan.parameters.realloc_portions import Matrix
 Flags = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class TransportSolution:
-    """Solution of a transportation problem; both arrays are [rows, columns].
-
-    `amounts` has the greatest total gain. A solution has the same gain if and only if it uses only entries that are
-    `is_free`.
-    """
-
-    amounts: Matrix
-    is_free: Flags
-
-
-def transport(gains: Matrix, supplies: Sequence[int], demands: Sequence[int]) -> TransportSolution:
+def transport(gains: Matrix, supplies: Sequence[int], demands: Sequence[int]) -> tuple[Matrix, Flags]:
     """Solve the transportation problem exactly: integer amounts [rows, columns] of the greatest total gain.
 
     Uses successive shortest augmenting paths with dual prices (Edmonds and Karp 1972). Rows are served in order, each
@@ -43,6 +30,9 @@ def transport(gains: Matrix, supplies: Sequence[int], demands: Sequence[int]) ->
         gains: int64 [rows, columns], the gain of one unit.
         supplies: units that each row gives.
         demands: units that each column takes; the same in total.
+
+    Returns:
+        The amounts, and flags of the free entries, both [rows, columns].
     """
     costs = -gains
     n_rows, n_columns = costs.shape
@@ -60,7 +50,7 @@ def transport(gains: Matrix, supplies: Sequence[int], demands: Sequence[int]) ->
     for row in np.flatnonzero(left).tolist():
         while left[row]:
             _augment(row, costs, amounts, left, room, row_prices, column_prices)
-    return TransportSolution(amounts, costs == row_prices[:, None] + column_prices)
+    return amounts, costs == row_prices[:, None] + column_prices
 
 
 def _augment(

@@ -140,21 +140,13 @@ def _holders(spans: Sequence[tuple[int, int]], unit: int) -> range:
     return range(holders[0], holders[-1] + 1)
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """Bytes by (pp_rank, tp_rank), numbered ``pp_rank * tp + tp_rank`` on either side.
+def overlap_of(portions: Sequence[Portion], source: ParameterLayout, target: ParameterLayout) -> tuple[Matrix, Matrix]:
+    """Add up the bytes of portions by part: (pp_rank, tp_rank), numbered ``pp_rank * tp + tp_rank`` on either side.
 
-    Attributes:
-        held: int64 [source parts, target parts]; bytes of a target part that a source part contains.
-        needed: int64 [target parts]; all bytes of a target part.
+    Returns:
+        int64 [source parts, target parts], the bytes of a target part that a source part contains; and int64 [target
+        parts], all bytes of a target part.
     """
-
-    held: Matrix
-    needed: Matrix
-
-
-def overlap_of(portions: Sequence[Portion], source: ParameterLayout, target: ParameterLayout) -> Overlap:
-    """Add up the portions of two layouts."""
     s, t = source.strategy, target.strategy
     held = np.zeros((s.pp, s.tp, t.pp, t.tp), dtype=np.int64)
     needed = np.zeros((t.pp, t.tp), dtype=np.int64)
@@ -165,7 +157,7 @@ def overlap_of(portions: Sequence[Portion], source: ParameterLayout, target: Par
             needed[to_stage, target_tps] += portion.num_bytes
             for from_stage in portion.source_stages:
                 held[from_stage, source_tps, to_stage, target_tps] += portion.num_bytes
-    return Overlap(held.reshape(s.pp * s.tp, t.pp * t.tp), needed.reshape(-1))
+    return held.reshape(s.pp * s.tp, t.pp * t.tp), needed.reshape(-1)
 
 
 def part_of(layout: ParameterLayout, global_rank: int) -> int:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -40,9 +42,8 @@ class Share:
     ids: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Route:
-    """Rows of `key` of the samples `ids`, from rank `source` to rank `target`."""
+class RowTransfer(msgspec.Struct, frozen=True):
+    """Rows of one key that `target` lacks and fetches from `source` (global ranks) before its call starts."""
 
     source: int
     target: int
@@ -59,26 +60,21 @@ class Arrival:
     targets: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TransferPlan:
-    """Routes, and their effect. The routes to one target are in the order of the keys."""
-
-    routes: tuple[Route, ...]
-    arrivals: tuple[Arrival, ...]
-
-
 def plan_transfers(
     shares: Sequence[Share],
     placements: Mapping[str, Mapping[str, Placement]],
     *,
     node_of: Callable[[int], int],
-) -> TransferPlan:
+) -> tuple[tuple[RowTransfer, ...], tuple[Arrival, ...]]:
     """Plan the rows that the ranks of one dispatch must fetch.
 
     Args:
         shares: samples that ranks need; a rank occurs in one share only.
         placements: key -> sample id -> placement, for exactly the keys that the call reads.
         node_of: global rank -> node.
+
+    Returns:
+        Routes, those to one target in the order of the keys; and their effect.
 
     Raises:
         KeyError: a needed sample has no placement: it was not produced, or is already freed.
@@ -104,8 +100,8 @@ def plan_transfers(
                     n_sent[source] = n_sent.get(source, 0) + len(ids)
                     route = (target, key, source)
                     ids_of_route[route] = ids_of_route[route] + ids if route in ids_of_route else ids
-    routes = tuple(Route(source, target, key, ids) for (target, key, source), ids in ids_of_route.items())
-    return TransferPlan(routes, tuple(arrivals))
+    routes = tuple(RowTransfer(source, target, key, ids) for (target, key, source), ids in ids_of_route.items())
+    return routes, tuple(arrivals)
 
 
 def _group_by_placement(ids: Sequence[str], placement_of: Mapping[str, Placement]) -> dict[Placement, tuple[str, ...]]:

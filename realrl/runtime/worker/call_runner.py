@@ -20,9 +20,10 @@ from realrl.errors import RunError
 from realrl.experiment.evaluation import eval_generation
 from realrl.experiment.run_plan import RunPlan
 from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.plan.samples.transfer import RowTransfer
 from realrl.runtime.transport.base import SampleClient
 from realrl.runtime.worker.roles import HostedRole
-from realrl.sched.messages import CallDone, MoveRows, RowsMoved, RowTransfer, RunCall, SampleMeta, Span
+from realrl.sched.messages import CallDone, MoveRows, RowsMoved, RunCall, SampleMeta, Span
 from realrl.sched.track.scores import WEIGHT
 
 

@@ -27,14 +27,6 @@ class MasterPlan:
     save: SaveConfig = _NEVER
     checkpoint_directory: str = ""
 
-    @property
-    def tracks(self) -> tuple[TrackPlan, ...]:
-        return (self.main,) if self.evaluation is None else (self.main, self.evaluation)
-
-    def checkpoint_directory_of(self, step: int) -> str:
-        """Return the folder that ranks write the checkpoint of `step` into."""
-        return self.checkpoint_directory.replace(STEP_PLACEHOLDER, str(step))
-
 
 def plan_master(main: TrackPlan, evaluation: TrackPlan | None, checkpoint_directory: str) -> MasterPlan:
     """Return the plan of a run; a run that trains nothing is not saved.

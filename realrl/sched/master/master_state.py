@@ -1,6 +1,6 @@
 """The master's logic: a pure state machine that turns events into instructions.
 
-    Start, Hello from every rank ──► Initialize ──► Ready from every rank           `Startup`
+    Start, Hello from every rank ──► Initialize ──► Ready from every rank           `Workers`
                                                         │
         ┌───────────────────────────────────────────────┘
         └─► samples through calls, step after step; evaluations; checkpoints        `Run`, with its tracks
@@ -42,9 +42,9 @@ from realrl.sched.master import diagnosis
 from realrl.sched.master.closing import Farewell
 from realrl.sched.master.master_plan import MasterPlan
 from realrl.sched.master.run import Run, nobody_asked
-from realrl.sched.master.startup import Startup
 from realrl.sched.master.workers import Workers
 from realrl.sched.messages import (
+    PROTOCOL_VERSION,
     CheckpointSaved,
     Goodbye,
     Heartbeat,
@@ -102,9 +102,9 @@ class MasterState:
     def __init__(self, plan: MasterPlan) -> None:
         self.plan = plan
         self.phase = RunPhase.CONNECTING
-        self._stories = Stories(call.name for track in plan.tracks for call in track.calls)
-        self._workers = Workers(plan.main.n_ranks, self._stories)
-        self._startup = Startup(self._workers, plan.main.dataset_rank)
+        evaluating = () if plan.evaluation is None else plan.evaluation.calls
+        self._stories = Stories(call.name for call in (*plan.main.calls, *evaluating))
+        self._workers = Workers(plan.main.n_ranks, plan.main.dataset_rank, self._stories)
         self._run: Run | None = None  # from RUNNING on
         self._handle: Callable[[Event], list[Instruction]] = self._start_up  # of the phase
 
@@ -184,11 +184,13 @@ class MasterState:
         """Handle an event in CONNECTING or INITIALIZING."""
         match event:
             case Start():
-                self._startup.add_start(event)
+                self._workers.add_start(event)
             case Hello():
-                self._startup.add_hello(event)
+                self._workers.add(event)
+                if event.protocol_version != PROTOCOL_VERSION:
+                    raise Fatal(diagnosis.wrong_version(event))
             case Ready():
-                self._startup.add_ready(event)
+                self._workers.add_ready(event)
             case SaveIntervalPassed() | Heartbeat():
                 return []
             case CheckpointCommitted():
@@ -197,15 +199,15 @@ class MasterState:
                 return self._on_trouble(event)
             case _:
                 self._workers.answered(event)
-        if self._startup.is_ready:
+        if self._workers.is_ready:
             return self._begin_running()
-        if self.phase is RunPhase.CONNECTING and self._startup.is_connected:
+        if self.phase is RunPhase.CONNECTING and self._workers.is_connected:
             self._enter(RunPhase.INITIALIZING, f"all {self._workers.n_ranks} workers said Hello")
-            return self._startup.initialize()
+            return self._workers.initialize()
         return []
 
     def _begin_running(self) -> list[Instruction]:
-        dataset, first_step = self._startup.dataset, self.plan.main.first_step
+        dataset, first_step = self._workers.dataset, self.plan.main.first_step
         try:
             self._run = run = Run(self.plan, dataset, workers=self._workers, stories=self._stories)
         except UsageError as err:
@@ -213,13 +215,13 @@ class MasterState:
         last_step = run.main.scheduler.last_step
         self._enter(RunPhase.RUNNING, f"{len(dataset.row_ids)} rows, steps {first_step} to {last_step}")
         self._handle = partial(self._go_on, run)
-        return [self._startup.report(first_step, last_step), *run.begin()]
+        return [self._workers.report(first_step, last_step), *run.begin()]
 
     def _go_on(self, run: Run, event: Event) -> list[Instruction]:
         """Handle an event in RUNNING."""
         match event:
             case Start():
-                self._startup.add_start(event)
+                self._workers.add_start(event)
                 return []
             case Hello():
                 self._workers.add(event)

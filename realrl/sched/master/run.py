@@ -25,7 +25,7 @@ from realrl.sched.events import (
     SampleContents,
     SaveIntervalPassed,
 )
-from realrl.sched.master.master_plan import MasterPlan
+from realrl.sched.master.master_plan import STEP_PLACEHOLDER, MasterPlan
 from realrl.sched.master.saving import CheckpointTracker, EvaluationTimes
 from realrl.sched.master.workers import Workers
 from realrl.sched.messages import CheckpointSaved, Ready, Request, SaveCheckpoint
@@ -230,7 +230,8 @@ class Run:
         rows = scheduler.rows_in_flight(in_flight)
         self._checkpoints.begin(step, self._workers.hellos, in_flight)
         scheduler.wake()
-        directory, is_last = self._plan.checkpoint_directory_of(step), step == scheduler.last_step
+        directory = self._plan.checkpoint_directory.replace(STEP_PLACEHOLDER, str(step))
+        is_last = step == scheduler.last_step
         asks = self._workers.ask_all(
             lambda rank, seq: SaveCheckpoint(seq, step, directory, rows.get(rank, {}), is_last)
         )

@@ -8,31 +8,27 @@ a step is complete and due ─► hold: dispatches that read older parameters en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from realrl.sched.messages import CheckpointSaved, SavedFile, SavedRole
 from realrl.sched.samples.in_flight import InFlight
 
 
+@dataclass
 class Save:
     """A checkpoint that ranks are writing.
 
     Attributes:
+        missing: ranks that have not reported.
         in_flight: work done for later steps when the ranks were asked.
         files: rank -> its files, of the ranks that reported so far.
         roles: what they told so far.
     """
 
-    def __init__(self, ranks: Iterable[int], in_flight: InFlight) -> None:
-        self.in_flight = in_flight
-        self.files: dict[int, Mapping[str, SavedFile]] = {}
-        self.roles: dict[str, SavedRole] = {}
-        self.missing = set(ranks)
-
-    def add(self, reply: CheckpointSaved) -> None:
-        """Note that a rank wrote its share."""
-        self.missing.discard(reply.rank)
-        self.files[reply.rank] = reply.files
-        self.roles |= reply.roles
+    missing: set[int]
+    in_flight: InFlight
+    files: dict[int, Mapping[str, SavedFile]] = field(default_factory=dict)
+    roles: dict[str, SavedRole] = field(default_factory=dict)
 
 
 class CheckpointTracker:
@@ -102,14 +98,16 @@ class CheckpointTracker:
 
     def begin(self, step: int, ranks: Iterable[int], in_flight: InFlight) -> None:
         """Note that all `ranks` are asked for their share of the checkpoint of `step`."""
-        self._saves[step] = Save(ranks, in_flight)
+        self._saves[step] = Save(set(ranks), in_flight)
         self._held = None
         self._next = step + 1
 
     def add_saved(self, step: int, reply: CheckpointSaved) -> Save | None:
         """Note that a rank wrote its share of `step`; return the checkpoint if this was the last share."""
         save = self._saves[step]
-        save.add(reply)
+        save.missing.discard(reply.rank)
+        save.files[reply.rank] = reply.files
+        save.roles |= reply.roles
         return None if save.missing else save
 
     def is_committing(self, step: int) -> bool:

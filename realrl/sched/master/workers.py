@@ -1,12 +1,15 @@
-"""The workers as the master knows them: their Hellos, open requests and spans."""
+"""The workers as the master knows them: their start, open requests and spans.
+
+At the start come Start and a Hello from every worker, then Initialize, then Ready from every worker.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from realrl.errors import InvalidTransitionError
-from realrl.sched.events import RankSpan, Send
-from realrl.sched.messages import Hello, Request
+from realrl.sched.events import Instruction, RankSpan, ReportStart, Send, Start
+from realrl.sched.messages import Hello, Initialize, Ready, Request
 from realrl.sched.outbox import Asked, NumberedReply, Outbox
 from realrl.sched.story import Stories
 
@@ -16,14 +19,18 @@ class Workers:
 
     Args:
         n_ranks: number of workers.
+        dataset_rank: the rank that reports the dataset's rows.
         stories: accounts for the error when a reply answers nothing.
     """
 
-    def __init__(self, n_ranks: int, stories: Stories) -> None:
+    def __init__(self, n_ranks: int, dataset_rank: int, stories: Stories) -> None:
         self.n_ranks = n_ranks
         self.hellos: dict[int, Hello] = {}
         self.outbox = Outbox(n_ranks)
+        self._dataset_rank = dataset_rank
         self._stories = stories
+        self._start: Start | None = None
+        self._readies: dict[int, Ready] = {}
         self._spans: list[RankSpan] = []
 
     def add(self, reply: Hello) -> None:
@@ -74,3 +81,53 @@ class Workers:
         """Return the spans that arrived since this was last called."""
         spans, self._spans = tuple(self._spans), []
         return spans
+
+    # ------------------------------------------------------------ start
+
+    @property
+    def is_connected(self) -> bool:
+        """True if the shell said Start and every worker Hello."""
+        return self._start is not None and len(self.hellos) == self.n_ranks
+
+    @property
+    def is_ready(self) -> bool:
+        """True if every worker is ready."""
+        return len(self._readies) == self.n_ranks
+
+    @property
+    def dataset(self) -> Ready:
+        """The reply of the worker that holds the dataset."""
+        return self._readies[self._dataset_rank]
+
+    def add_start(self, event: Start) -> None:
+        """Note that the shell listens."""
+        if self._start is not None:
+            raise InvalidTransitionError("the run was started twice")
+        self._start = event
+
+    def add_ready(self, reply: Ready) -> None:
+        """Note that a worker has built its groups, models and data."""
+        self.answered(reply)
+        self._readies[reply.rank] = reply
+
+    def initialize(self) -> list[Instruction]:
+        """Ask every worker to get ready."""
+        start, hellos = self._start, self.hellos
+        assert start is not None
+        peers = tuple(hellos[rank].data_address for rank in sorted(hellos))
+
+        def request(rank: int, seq: int) -> Request:
+            return Initialize(seq, start.run, peers, start.rendezvous, start.resume_from)
+
+        return [*self.ask_all(request)]
+
+    def report(self, first_step: int, last_step: int) -> ReportStart:
+        """Return the report of the run's length and data, once every worker is ready."""
+        replies = [self._readies[rank] for rank in sorted(self._readies)]
+        return ReportStart(
+            first_step=first_step,
+            last_step=last_step,
+            n_rows=len(self.dataset.row_ids),
+            n_dropped=sum(reply.n_dropped for reply in replies),
+            notes=tuple(dict.fromkeys(note for reply in replies for note in reply.notes)),
+        )

@@ -16,9 +16,9 @@ from itertools import chain
 
 from realrl.plan.minibatches import share_minibatches
 from realrl.plan.protocols import divide
-from realrl.plan.samples.transfer import Arrival, Placement, Share, plan_transfers
+from realrl.plan.samples.transfer import Arrival, Placement, RowTransfer, Share, plan_transfers
 from realrl.sched.calls import ScheduledCall
-from realrl.sched.messages import CallDone, MoveRows, RowTransfer, RunCall, RunHooks
+from realrl.sched.messages import CallDone, MoveRows, RunCall, RunHooks
 from realrl.sched.samples.in_flight import CallRecord
 from realrl.sched.story import ranks_text
 
@@ -224,10 +224,10 @@ def plan_work(
         Share(ranks, tuple(dict.fromkeys(chain.from_iterable(minibatches))))
         for ranks, minibatches in minibatches_of.items()
     ]
-    plan = plan_transfers(shares, placements, node_of=node_of)
+    routes, arrivals = plan_transfers(shares, placements, node_of=node_of)
     transfers_of: dict[int, list[RowTransfer]] = {rank: [] for rank in call.ranks}
-    for route in plan.routes:
-        transfers_of[route.target].append(RowTransfer(route.source, route.target, route.key, route.ids))
+    for route in routes:
+        transfers_of[route.target].append(route)
     minibatches_on = {rank: minibatches for ranks, minibatches in minibatches_of.items() for rank in ranks}
     work = {rank: RankWork(minibatches_on[rank], tuple(transfers_of[rank]), kept.get(rank, ())) for rank in call.ranks}
-    return work, plan.arrivals
+    return work, arrivals

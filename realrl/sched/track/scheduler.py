@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from functools import partial
 
 from realrl.errors import InvalidTransitionError
 from realrl.plan.samples.cursor import DatasetCursor
@@ -60,7 +61,7 @@ from realrl.sched.track.dispatch import Dispatch, Part, PartKind, plan_work
 from realrl.sched.track.faults import check_all_produced, check_output
 from realrl.sched.track.loader import SampleLoader
 from realrl.sched.track.readout import SampleReader
-from realrl.sched.track.release import SampleRelease
+from realrl.sched.track.release import release
 from realrl.sched.track.step_log import StepLog
 from realrl.sched.track.track_plan import TrackPlan
 from realrl.sched.track.versions import Versions
@@ -124,7 +125,7 @@ class Scheduler:
         self._flight = FlightLog(InFlight(tuple(known), plan.in_flight.dropped))
         self._buffer = SampleBuffer(plan.calls, plan.step_size, plan.n_samples(cursor, plan.last_step(cursor)))
         self._loader = SampleLoader(plan, cursor, buffer=self._buffer, flight=self._flight, log=log, outbox=outbox)
-        self._release = SampleRelease(plan, buffer=self._buffer, log=log, reader=reader, outbox=outbox)
+        self._release = partial(release, plan=plan, buffer=self._buffer, log=log, reader=reader, outbox=outbox)
         self._versions = Versions(plan, buffer=self._buffer, log=log)
         self._waits = Waits(plan, buffer=self._buffer, loader=self._loader, holds=holds)
         self._has_leads = any(call.leads for call in plan.calls)
@@ -235,7 +236,7 @@ class Scheduler:
             unneeded += self._loader.settle(position, step, ids, dropped)
         self._end_calls()
         self._has_completed = self._has_news = True
-        return self._release.release(step, unneeded), len(dropped)
+        return self._release(step, unneeded), len(dropped)
 
     def _end_calls(self) -> None:
         """Move waiting calls that are done with the last step to DONE."""

@@ -13,11 +13,12 @@ from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.decoder import Decoder
 from realrl.plan.parameters.decoder_specs import parameter_specs
-from realrl.plan.parameters.layout import micro_dp_groups, parameter_layout
+from realrl.plan.parameters.layout import parameter_layout
 from realrl.plan.parameters.shards import check_tp, shard_of, whole_shard
 from realrl.plan.parameters.specs import slice_of, units_of
 from realrl.plan.parameters.stages import stage_layers, stages_of
 from realrl.shape import DecoderConfig
+from tests.plan.parameters.micro_dp import micro_dp_groups
 
 CONFIG = DecoderConfig(
     vocab_size=13, hidden_size=8, n_layers=5, n_heads=4, n_kv_heads=2, head_dim=2, intermediate_size=11
@@ -189,9 +190,7 @@ def test_the_whole_model_is_one_shard() -> None:
 
 def test_groups_are_those_of_a_mesh() -> None:
     layout = parameter_layout(parameter_specs(CONFIG), ParallelStrategy(dp=2, tp=2, pp=2), range(8, 16))
-    assert layout.pp_groups() == ((8, 12), (9, 13), (10, 14), (11, 15))
     assert layout.tp_groups() == ((8, 9), (10, 11), (12, 13), (14, 15))
-    assert layout.dp_groups() == ((8, 10), (9, 11), (12, 14), (13, 15))
     assert layout.rank_at(pp_rank=1, dp_rank=0, tp_rank=1) == 13
     assert layout.coordinates_of(13) == (1, 0, 1)
     assert 13 in layout

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.parameters.decoder_specs import parameter_specs
-from realrl.plan.parameters.layout import ParameterLayout, micro_dp_groups, parameter_layout
+from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
 from realrl.plan.parameters.realloc import ReallocPlan, SliceTransfer, best_rank_order, plan_realloc
 from realrl.shape import DecoderConfig
 from scripts.realloc_baselines import deepspeed_chat, hybrid_engine, hybridflow_v
@@ -30,6 +30,7 @@ from tests.helpers.layouts import (
     strategies,
     whole_parameters,
 )
+from tests.plan.parameters.micro_dp import micro_dp_groups
 
 ELEMENT_BYTES = 8
 MAX_BRUTE_FORCE = 6
@@ -175,7 +176,6 @@ def check_bytes(plan: ReallocPlan, held: dict[int, dict[str, Array]], expected: 
     for rank in plan.ranks:
         assert plan.bytes_received(rank) == received[rank]
         assert plan.bytes_sent(rank) == sent[rank]
-        assert plan.bytes_kept(rank) == sum(keep.num_bytes for keep in plan.keeps(rank))
         ours, theirs = elements(held.get(rank)), elements(expected.get(rank))
         assert plan.peak_bytes(rank) == len(np.union1d(ours, theirs)) * ELEMENT_BYTES
         for keep in plan.keeps(rank):
@@ -288,7 +288,7 @@ def test_senders_share_the_work() -> None:
     assert sum(sent) == 5 * source.model_bytes
     assert max(sent) - min(sent) <= layer
     assert [plan.bytes_received(rank) for rank in target.ranks] == [source.model_bytes] * 5
-    assert plan.bytes_received(0) == plan.bytes_kept(0) == 0
+    assert plan.bytes_received(0) == 0
     assert plan.peak_bytes(0) == source.model_bytes
 
 
@@ -318,7 +318,7 @@ def test_the_same_layout_moves_nothing() -> None:
     assert plan.total_bytes == 0
     assert plan.transfers == ()
     for rank in layout.ranks:
-        assert plan.peak_bytes(rank) == plan.bytes_kept(rank) == layout.num_bytes_of(rank)
+        assert plan.peak_bytes(rank) == layout.num_bytes_of(rank)
         assert all(keep.is_whole_target for keep in plan.keeps(rank))
 
 
@@ -337,8 +337,8 @@ def test_a_large_model_is_planned_by_its_portions(source: tuple[int, int, int], 
     assert sum(plan.bytes_sent(rank) for rank in plan.ranks) == plan.total_bytes
     rank = layouts[1].ranks[-1]
     assert sum(t.num_bytes for t in plan.transfers_to(rank)) == plan.bytes_received(rank)
-    assert sum(k.num_bytes for k in plan.keeps(rank)) == plan.bytes_kept(rank)
-    assert plan.bytes_received(rank) + plan.bytes_kept(rank) == layouts[1].num_bytes_of(rank)
+    kept = sum(keep.num_bytes for keep in plan.keeps(rank))
+    assert plan.bytes_received(rank) + kept == layouts[1].num_bytes_of(rank)
 
 
 @pytest.mark.parametrize(("dp", "limit_s"), [(2, 2.0), (16, 20.0)])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.plan.samples.transfer import Arrival, Placement, Route, Share, plan_transfers
+from realrl.plan.samples.transfer import Arrival, Placement, RowTransfer, Share, plan_transfers
 
 
 def node_of(rank):
@@ -38,10 +38,10 @@ def situations(draw):
 @given(situations())
 def test_invariants(situation):
     shares, placements = situation
-    plan = plan_transfers(shares, placements, node_of=node_of)
-    came = [(sample_id, r.key, r.target) for r in plan.routes for sample_id in r.ids]
+    routes, arrivals = plan_transfers(shares, placements, node_of=node_of)
+    came = [(sample_id, r.key, r.target) for r in routes for sample_id in r.ids]
     assert len(set(came)) == len(came), "a (sample, key, rank) occurs twice"
-    assert len({(r.source, r.target, r.key) for r in plan.routes}) == len(plan.routes), "routes are not merged"
+    assert len({(r.source, r.target, r.key) for r in routes}) == len(routes), "routes are not merged"
     wanted = {
         (sample_id, key, rank)
         for share in shares
@@ -51,38 +51,38 @@ def test_invariants(situation):
         if rank not in placements[key][sample_id].present
     }
     assert set(came) == wanted
-    for route in plan.routes:
+    for route in routes:
         for sample_id in route.ids:
             held = placements[route.key][sample_id].held
             assert route.source in held, "the source does not hold the rows for certain"
             near = any(node_of(rank) == node_of(route.target) for rank in held)
             assert not near or node_of(route.source) == node_of(route.target), "a nearer source was there"
-    arriving = [(i, a.key, t) for a in plan.arrivals for i in a.ids for t in a.targets]
+    arriving = [(i, a.key, t) for a in arrivals for i in a.ids for t in a.targets]
     assert sorted(arriving) == sorted(came)
-    assert plan == plan_transfers(shares, placements, node_of=node_of)
+    assert (routes, arrivals) == plan_transfers(shares, placements, node_of=node_of)
 
 
 def test_nothing_moves_when_everything_is_there():
     placements = {"a": {"1/0": place([0, 1]), "1/1": place([5], [1])}}
-    plan = plan_transfers([Share((1,), ("1/0", "1/1"))], placements, node_of=node_of)
-    assert plan.routes == plan.arrivals == ()
+    routes, arrivals = plan_transfers([Share((1,), ("1/0", "1/1"))], placements, node_of=node_of)
+    assert routes == arrivals == ()
 
 
 def test_same_node_then_least_loaded():
     placements = {"a": {f"1/{i}": place([1, 2, 4]) for i in range(4)}}
     shares = [Share((0,), ("1/0", "1/1")), Share((3,), ("1/2",)), Share((6,), ("1/3",))]
-    assert plan_transfers(shares, placements, node_of=node_of).routes == (
-        Route(1, 0, "a", ("1/0", "1/1")),
-        Route(2, 3, "a", ("1/2",)),
-        Route(4, 6, "a", ("1/3",)),
+    assert plan_transfers(shares, placements, node_of=node_of)[0] == (
+        RowTransfer(1, 0, "a", ("1/0", "1/1")),
+        RowTransfer(2, 3, "a", ("1/2",)),
+        RowTransfer(4, 6, "a", ("1/3",)),
     )
 
 
 def test_routes_of_differently_placed_samples_are_merged():
     placements = {"a": {"1/0": place([1]), "1/1": place([1], [5]), "1/2": place([2])}}
-    plan = plan_transfers([Share((0,), ("1/0", "1/1", "1/2"))], placements, node_of=node_of)
-    assert plan.routes == (Route(1, 0, "a", ("1/0", "1/1")), Route(2, 0, "a", ("1/2",)))
-    assert plan.arrivals[0] == Arrival("a", ("1/0",), (0,))
+    routes, arrivals = plan_transfers([Share((0,), ("1/0", "1/1", "1/2"))], placements, node_of=node_of)
+    assert routes == (RowTransfer(1, 0, "a", ("1/0", "1/1")), RowTransfer(2, 0, "a", ("1/2",)))
+    assert arrivals[0] == Arrival("a", ("1/0",), (0,))
 
 
 def test_sample_without_a_place():
