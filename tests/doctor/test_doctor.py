@@ -99,7 +99,7 @@ def test_an_error_is_a_problem_and_what_needs_it_is_not_run() -> None:
         raise AssetError(f"{subject} is torn", remedy="Fetch it again.")
 
     def fine(subject: str) -> list[Finding]:
-        return [Finding("c", Status.OK, subject)]
+        return [Finding(Status.OK, subject)]
 
     checks = (Check("a", fail), Check("b", fine, ("a",)), Check("c", fine), Check("d", fine, ("b",)))
     found = list(run_checks(checks, "it"))
@@ -243,7 +243,7 @@ def test_a_check_that_breaks_does_not_hide_the_others() -> None:
         raise ZeroDivisionError("by\nnothing")
 
     def works(subject: None) -> list[Finding]:
-        return [Finding("works", Status.OK, "well")]
+        return [Finding(Status.OK, "well")]
 
     broken, well = run_checks([Check("breaks", breaks), Check("works", works)], None)
     assert (broken.status, broken.message) == (Status.PROBLEM, "this check failed with ZeroDivisionError: by nothing")
