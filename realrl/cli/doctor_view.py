@@ -198,7 +198,9 @@ def _as_json(report: Report, plan: RunPlan) -> dict[str, Any]:
     return {
         "experiment": plan.experiment.name,
         "ok": not report.has_problem,
-        "checks": [{"check": finding.check, **asdict(finding), "status": finding.status.value} for finding in report.findings],
+        "checks": [
+            {"check": finding.check, **asdict(finding), "status": finding.status.value} for finding in report.findings
+        ],
         "memory": memory,
         "dataset": [asdict(histogram) for histogram in report.histograms],
     }

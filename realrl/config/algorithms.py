@@ -11,13 +11,7 @@ from realrl.config.schema import Section, key, rare
 
 
 class SFTOptions(Section):
-    """Supervised fine-tuning."""
-
-    n_minibatches: int = key(1, "optimizer steps per step", ge=1)
-
-
-class RWOptions(Section):
-    """Reward model from preference pairs."""
+    """Training on the rows of a dataset: fine-tuning, and reward models."""
 
     n_minibatches: int = key(1, "optimizer steps per step", ge=1)
 
@@ -33,10 +27,9 @@ class GenOptions(RewardOptions):
         return bool(self.rewards) or self.reward_function is not None
 
 
-class DPOOptions(Section):
+class DPOOptions(SFTOptions):
     """Direct preference optimisation from pairs."""
 
-    n_minibatches: int = key(1, "optimizer steps per step", ge=1)
     loss: Literal["sigmoid", "hinge", "ipo"] = key("sigmoid", "how a pair's margin is penalised")
     beta: float = key(0.1, "weight of staying close to the reference; for ipo its tau", gt=0)
     label_smoothing: float = key(0.0, "share of pairs whose order is taken to be wrong; sigmoid only", ge=0, lt=0.5)
@@ -51,10 +44,9 @@ class DPOOptions(Section):
         return self
 
 
-class KTOOptions(Section):
+class KTOOptions(SFTOptions):
     """Kahneman-Tversky optimisation from answers that are good or bad by themselves."""
 
-    n_minibatches: int = key(1, "optimizer steps per step", ge=1)
     beta: float = key(0.1, "weight of staying close to the reference", gt=0)
     desirable_weight: float = key(1.0, "weight of good answers", ge=0)
     undesirable_weight: float = key(1.0, "weight of bad answers", ge=0)

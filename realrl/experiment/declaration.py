@@ -44,6 +44,8 @@ class Experiment:
         adds: functions of options, applied in this order: (configuration, calls) -> changed calls.
         check: refuses configurations whose values are possible one by one but not together; its arguments are the
             resolved configuration and `defaults`.
+        ancestors: the experiments that a variant comes from, the nearest first -> the defaults that it states beyond
+            theirs.
         eval_metrics: metrics that `ModelInterface.evaluate` of the trained calls' interface returns, besides
             ``weight``. They are for experiments that do not generate; others are evaluated by rewards of responses.
     """
@@ -59,6 +61,7 @@ class Experiment:
     eval_metrics: tuple[str, ...] = ()
     adds: tuple[Callable[[RunConfig, list[MFCDef]], list[MFCDef]], ...] = ()
     check: Callable[[RunConfig, Mapping[str, object]], None] | None = None
+    ancestors: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def calls(self, config: RunConfig) -> list[MFCDef]:
         """Return the calls of a run with this configuration: `mfcs`, changed by `adds`.
@@ -83,8 +86,10 @@ class Experiment:
             defaults: configuration values that differ from this one's, nested like the configuration.
             changes: other fields that differ.
         """
-        merged = _merged(self.defaults, defaults or {})
-        return replace(self, name=name, description=description, defaults=merged, **changes)
+        own = defaults or {}
+        ancestors = {self.name: own, **{older: _merged(stated, own) for older, stated in self.ancestors.items()}}
+        merged = _merged(self.defaults, own)
+        return replace(self, name=name, description=description, defaults=merged, ancestors=ancestors, **changes)
 
     def roles_for(self, config: RunConfig) -> Mapping[str, Role]:
         """Return the roles of a run with this configuration; the names are those of `roles`, or fewer."""
