@@ -6,8 +6,9 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from realrl.cli.console import print_table
 from realrl.errors import UsageError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from realrl.plan.memory.load import Load
     from realrl.plan.memory.plan import Usage
 
+_Value = TypeVar("_Value")
 _BAR = 40
 _MOST_ALTERNATIVES = 6
 
@@ -60,17 +62,8 @@ def _print_roles(report: Report, plan: RunPlan) -> None:
         state = report.roles[name]
         for ranks, usage in _grouped(by_rank):
             training = state.backend if state.is_trained else "frozen"
-            rows.append(
-                (
-                    name,
-                    f"{state.home.strategy} on {ranks}",
-                    training,
-                    _bytes(usage.parameters),
-                    _bytes(usage.gradients),
-                    _bytes(usage.optimizer),
-                    _bytes(usage.host),
-                )
-            )
+            sizes = map(_bytes, (usage.parameters, usage.gradients, usage.optimizer, usage.host))
+            rows.append((name, f"{state.home.strategy} on {ranks}", training, *sizes))
     columns = ("role", "devices", "training", "parameters", "gradients", "optimizer", "in host memory")
     print_table(columns, rows, title="Memory of each role, per device")
 
@@ -89,7 +82,7 @@ def _print_devices(report: Report) -> None:
     assert report.memory is not None
     peaks = {rank: report.memory.peak(rank) for rank in report.memory.ranks}
     rows = []
-    for ranks, call, usage in _grouped_peaks(peaks):
+    for ranks, (call, usage) in _grouped(peaks):
         rows.append((ranks, call, _bytes(usage.total), _share(usage.total, report.capacity_bytes)))
     print_table(("devices", "fullest in", "needs", "of its memory"), rows, title="Peak of each device")
 
@@ -125,19 +118,12 @@ def _work(load: Load) -> str:
     return f"{pieces} tokens of {load.n_seqs} samples"
 
 
-def _grouped(by_rank: Mapping[int, Usage]) -> list[tuple[str, Usage]]:
-    """Return ranks with equal usage together."""
-    found: dict[Usage, list[int]] = {}
-    for rank, usage in sorted(by_rank.items()):
-        found.setdefault(usage, []).append(rank)
-    return [(_ranks(ranks), usage) for usage, ranks in found.items()]
-
-
-def _grouped_peaks(peaks: dict[int, tuple[str, Usage]]) -> list[tuple[str, str, Usage]]:
-    found: dict[tuple[str, Usage], list[int]] = {}
-    for rank, peak in peaks.items():
-        found.setdefault(peak, []).append(rank)
-    return [(_ranks(ranks), call, usage) for (call, usage), ranks in found.items()]
+def _grouped(by_rank: Mapping[int, _Value]) -> list[tuple[str, _Value]]:
+    """Return ranks with equal values together."""
+    found: dict[_Value, list[int]] = {}
+    for rank, value in sorted(by_rank.items(), key=itemgetter(0)):
+        found.setdefault(value, []).append(rank)
+    return [(_ranks(ranks), value) for value, ranks in found.items()]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

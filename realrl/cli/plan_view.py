@@ -56,18 +56,8 @@ def _print_calls(plan: RunPlan) -> None:
             batches += f" of {mfc.max_tokens_per_mb}-token micro-batches"
         elif mfc.n_mbs is not None:
             batches += f" of {mfc.n_mbs} micro-batches"
-        rows.append(
-            (
-                mfc.name,
-                str(mfc.model),
-                mfc.interface_type.value,
-                mfc.interface.name,
-                str(mfc.n_seqs),
-                _devices(allocation),
-                str(allocation.strategy),
-                batches.strip() or "-",
-            )
-        )
+        what = (mfc.name, str(mfc.model), mfc.interface_type.value, mfc.interface.name, str(mfc.n_seqs))
+        rows.append((*what, _devices(allocation), str(allocation.strategy), batches.strip() or "-"))
     columns = ("call", "role", "type", "interface", "n_seqs", "devices", "strategy", "batches")
     print_table(columns, rows, title="Calls", folding=("interface", "batches"))
     _print_call_settings(plan)

@@ -17,7 +17,7 @@ from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, RunError
 from realrl.experiment.rewards import MODEL_REWARDS, SHORT_FORM
 from realrl.rewards.call import Traits
-from realrl.rewards.pool import FunctionSpec, InProcessPool, Outcome, ProcessPool, Request, RewardPool
+from realrl.rewards.pool import FunctionSpec, InProcessPool, Outcome, ProcessPool, Request
 from realrl.sched.messages import KeySchema, Per
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class WeightedRewards(ModelInterface):
         self._functions = [part for part in self._parts if part.is_function]
         self._metrics = metrics
         specs = [FunctionSpec(p.function, p.reads, p.timeout_s, p.options) for p in self._functions]
-        self._pool: RewardPool = (
+        self._pool = (
             InProcessPool(specs, async_concurrency)
             if in_process
             else ProcessPool(specs, concurrency, async_concurrency)
