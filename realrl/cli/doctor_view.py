@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from realrl.cli.console import print_table
@@ -46,6 +43,9 @@ def write_report(report: Report, plan: RunPlan, path: str) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
+    import json
+    from pathlib import Path
+
     try:
         Path(path).write_text(json.dumps(_as_json(report, plan), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -168,15 +168,20 @@ def _plural(status: str, n: int) -> str:
 
 
 def _as_json(report: Report, plan: RunPlan) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    def by_rank(usages: Mapping[int, Usage]) -> dict[str, dict[str, int]]:
+        return {str(rank): {"total": usage.total, **asdict(usage)} for rank, usage in usages.items()}
+
     memory: dict[str, Any] | None = None
     if report.memory is not None:
         peaks = {rank: report.memory.peak(rank) for rank in report.memory.ranks}
         memory = {
             "capacity_bytes": report.capacity_bytes,
-            "roles": {name: _by_rank(by_rank) for name, by_rank in report.memory.roles.items()},
+            "roles": {name: by_rank(usages) for name, usages in report.memory.roles.items()},
             "calls": {
-                name: {"load": asdict(report.memory.loads[name]), "devices": _by_rank(by_rank)}
-                for name, by_rank in report.memory.calls.items()
+                name: {"load": asdict(report.memory.loads[name]), "devices": by_rank(usages)}
+                for name, usages in report.memory.calls.items()
             },
             "peaks": {str(rank): {"call": call, "total": usage.total} for rank, (call, usage) in peaks.items()},
             "alternatives": [asdict(one) for one in report.alternatives],
@@ -190,7 +195,3 @@ def _as_json(report: Report, plan: RunPlan) -> dict[str, Any]:
         "memory": memory,
         "dataset": [asdict(histogram) for histogram in report.histograms],
     }
-
-
-def _by_rank(by_rank: Mapping[int, Usage]) -> dict[str, dict[str, int]]:
-    return {str(rank): {"total": usage.total, **asdict(usage)} for rank, usage in by_rank.items()}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from realrl.config.schema import RunConfig, Section
 from realrl.data.kinds import DatasetKind
-from realrl.graph.mfc import MFCDef
+from realrl.graph.mfc import N_SEQS_OF_THE_RUN, MFCDef
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Experiment:
     ancestors: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def calls(self, config: RunConfig) -> list[MFCDef]:
-        """Return the calls of a run with this configuration: `mfcs`, changed by `adds`.
+        """Return the calls of a run with this configuration: `mfcs`, changed by `adds`; `n_seqs` where it is left out.
 
         Raises:
             ConfigError: `check` or an option refuses the configuration.
@@ -74,7 +74,7 @@ class Experiment:
         calls = list(self.mfcs(config))
         for add in self.adds:
             calls = add(config, calls)
-        return calls
+        return [replace(mfc, n_seqs=config.n_seqs) if mfc.n_seqs == N_SEQS_OF_THE_RUN else mfc for mfc in calls]
 
     def variant(
         self, name: str, description: str, *, defaults: Mapping[str, object] | None = None, **changes: Any
