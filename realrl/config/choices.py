@@ -46,8 +46,8 @@ def yaml_layers(
 ) -> Iterator[tuple[Mapping[str, object], str]]:
     """Yield values and origin of the chosen files: a preset of the user's own, then those of `config_dir`.
 
-    A preset has a part for an experiment. A variant without one takes its nearest ancestor's, save what its own
-    defaults state.
+    A preset has a part for an experiment. A variant without one takes its nearest ancestor's, and puts what its own
+    defaults state in the place of what is there.
 
     Raises:
         ConfigError: a file cannot be read or composed.
@@ -65,7 +65,7 @@ def yaml_layers(
         elif part is not None:
             yield from _composed(selected, config_dir)
             for values, origin in _composed([f"+preset/{preset}={part}"], config_dir):
-                yield _without(values, experiment.ancestors[part]), origin
+                yield _as_stated(values, experiment.ancestors[part]), origin
             selected = []
     selected += [f"+{group}={choices[group]}" for group in ("cluster", "allocation") if group in choices]
     selected += [f"+model@{path}={name}" for path, name in choices.items() if path.startswith("models.")]
@@ -90,15 +90,14 @@ def _is_option(edit: Edit, group: str, config_dir: Path | None, problems: list[P
     return False
 
 
-def _without(values: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values less those that `stated` has too, section by section."""
-    kept = {}
+def _as_stated(values: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, section by section with what `stated` has in the place of them."""
+    merged = {}
     for name, value in values.items():
-        if isinstance(value, Mapping) and isinstance(stated.get(name), Mapping):
-            kept[name] = _without(value, stated[name])
-        elif name not in stated:
-            kept[name] = value
-    return kept
+        own = stated.get(name, value)
+        are_sections = isinstance(value, Mapping) and isinstance(own, Mapping)
+        merged[name] = _as_stated(value, own) if are_sections else own
+    return merged
 
 
 def _composed(selected: Sequence[str], config_dir: Path | None) -> Iterator[tuple[Mapping[str, Any], str]]:
