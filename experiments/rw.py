@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from realrl import DatasetKind, Experiment, InterfaceType, MFCDef, Role, RunConfig
-from realrl.config.algorithms import RWOptions
+from realrl.config.algorithms import SFTOptions
 
 
 def mfcs(config: RunConfig) -> list[MFCDef]:
@@ -19,7 +19,7 @@ EXPERIMENT = Experiment(
     description="reward model from pairs of a chosen and a rejected answer",
     roles={"reward": Role(trainable=True, head="reward")},
     dataset=DatasetKind.PREFERENCE_PAIR,
-    options=RWOptions,
+    options=SFTOptions,
     mfcs=mfcs,
     eval_metrics=("loss", "accuracy", "margin"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from itertools import accumulate
 from typing import Any, NoReturn
 
@@ -107,7 +108,12 @@ def _check_keys(ctx: CallContext, mfc: MFCDef, result: SequenceSample) -> None:
         if wanted not in result.keys:
             has = ", ".join(map(repr, result.keys)) or "nothing"
             alias = f" (for {key!r})" if wanted != key else ""
-            _fail(ctx, mfc, f"did not return {wanted!r}{alias}, but {has}.{did_you_mean(wanted, result.keys)}")
+            hint = did_you_mean(wanted, result.keys)
+            unclaimed = [name for name in result.keys if name not in (*mfc.output_keys, *mfc.output_key_remap)]
+            if wanted == key and (meant := get_close_matches(key, unclaimed, n=1, cutoff=0.5) or unclaimed[:1]):
+                start = f"{hint.removesuffix('?')}, or" if hint else " Did you mean"
+                hint = f"{start} output_key_remap={{{meant[0]!r}: {key!r}}} in its MFCDef?"
+            _fail(ctx, mfc, f"did not return {wanted!r}{alias}, but {has}.{hint}")
 
 
 def _check_ids(ctx: CallContext, mfc: MFCDef, batch: SequenceSample, result: SequenceSample) -> None:

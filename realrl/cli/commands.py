@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
-from realrl.cli.graph_view import print_graph
 from realrl.cli.plan_view import print_plan
 from realrl.cli.unused import check_used
 from realrl.errors import UsageError, did_you_mean
@@ -74,27 +72,6 @@ examples:
 """
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """An experiment with its resolved configuration."""
-
-    experiment: Experiment
-    config: RunConfig
-    overrides: Sequence[str]
-
-    def plan(self) -> RunPlan:
-        """Return calls, graph and allocations; refuse keys that this experiment would ignore.
-
-        Raises:
-            UsageError: see `plan_run`.
-        """
-        from realrl.experiment.planning import plan_run
-
-        plan = plan_run(self.config, self.experiment)
-        check_used(self.overrides, plan)
-        return plan
-
-
 def run(arguments: Sequence[str]) -> int:
     """``realrl run``: train, or show the plan."""
     parser = _parser("run", "Train as an experiment declares.", RUN_EXAMPLES)
@@ -102,7 +79,7 @@ def run(arguments: Sequence[str]) -> int:
     options = _parse(parser, arguments)
     if options.help:
         return _help(parser, options)
-    return _start(_load(parser, options), dry_run=options.dry_run)
+    return _start(*_load(parser, options), options)
 
 
 def gen(arguments: Sequence[str]) -> int:
@@ -116,16 +93,16 @@ def gen(arguments: Sequence[str]) -> int:
         options.arguments = ["gen", *options.arguments]
     if options.help:
         return _help(parser, options)
-    loaded = _load(parser, options)
-    if any(mfc.is_train for mfc in loaded.experiment.calls(loaded.config)):
+    experiment, config = _load(parser, options)
+    if any(mfc.is_train for mfc in experiment.calls(config)):
         raise UsageError(
-            f"experiment '{loaded.experiment.name}' trains, and 'realrl gen' does not",
+            f"experiment '{experiment.name}' trains, and 'realrl gen' does not",
             remedy="Use 'realrl gen models.actor.path=...', or 'realrl run' to train.",
         )
     if options.out is not None:
-        save = loaded.config.save.model_copy(update={"generations_path": options.out})
-        loaded = replace(loaded, config=loaded.config.model_copy(update={"save": save}))
-    return _start(loaded, dry_run=options.dry_run)
+        save = config.save.model_copy(update={"generations_path": options.out})
+        config = config.model_copy(update={"save": save})
+    return _start(experiment, config, options)
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -135,30 +112,29 @@ def evaluate(arguments: Sequence[str]) -> int:
     options = _parse(parser, arguments)
     if options.help:
         return _help(parser, options)
-    loaded = _load(parser, options)
-    only = loaded.config.eval.model_copy(update={"only": True})
-    loaded = replace(loaded, config=loaded.config.model_copy(update={"eval": only}))
-    return _start(loaded, dry_run=options.dry_run)
+    experiment, config = _load(parser, options)
+    only = config.eval.model_copy(update={"only": True})
+    return _start(experiment, config.model_copy(update={"eval": only}), options)
 
 
-def _start(loaded: Loaded, *, dry_run: bool) -> int:
+def _start(experiment: Experiment, config: RunConfig, options: argparse.Namespace) -> int:
     """Check the paths, then run, or check the models and show the plan."""
     from realrl.config.paths import check_paths
     from realrl.data.assets.store import cache_dir
 
-    plan = loaded.plan()
-    check_paths(loaded.config, cache_dir=cache_dir().absolute())
-    if dry_run:
+    plan = _plan(experiment, config, options)
+    check_paths(config, cache_dir=cache_dir().absolute())
+    if options.dry_run:
         from realrl.experiment.planning import check_models_fit
         from realrl.runtime.checkpoints.resume import find_beginning, refuse_mixing
 
-        refuse_mixing(loaded.config)
+        refuse_mixing(config)
         check_models_fit(plan)
         print_plan(plan, find_beginning(plan)[0])
         return 0
     from realrl.runtime.processes.start import start_run
 
-    return start_run(loaded.experiment, loaded.config)
+    return start_run(experiment, config)
 
 
 def doctor(arguments: Sequence[str]) -> int:
@@ -172,12 +148,12 @@ def doctor(arguments: Sequence[str]) -> int:
         return _help(parser, options)
     if options.device_memory is not None and not 0 < options.device_memory < math.inf:
         raise UsageError(f"--device-memory {options.device_memory:g} is no size", remedy="Give it in 1e9 bytes.")
-    loaded = _load(parser, options)
-    plan = loaded.plan()
+    experiment, config = _load(parser, options)
+    plan = _plan(experiment, config, options)
     from realrl.doctor import RunUnderCheck, examine
 
     def recompose(more: Sequence[str]) -> RunConfig:
-        return _compose(loaded.experiment, options.arguments[0], [*loaded.overrides, *more])
+        return _compose(experiment, [*options.arguments, *more])
 
     memory = None if options.device_memory is None else int(options.device_memory * 1e9)
     run = RunUnderCheck(plan, recompose, device_memory_bytes=memory, loads_models=not options.no_models)
@@ -211,9 +187,9 @@ def graph(arguments: Sequence[str]) -> int:
     if options.help:
         parser.print_help()
         return 0
-    plan = _load(parser, options).plan()
+    plan = _plan(*_load(parser, options), options)
     if options.out is None:
-        print_graph(plan)
+        _print_graph(plan)
     else:
         from realrl.draw.picture import write_picture
 
@@ -229,9 +205,34 @@ def config(arguments: Sequence[str]) -> int:
     if options.help:
         parser.print_help()
         return 0
-    loaded = _load(parser, options)
-    print_config(loaded.experiment, loaded.config)
+    print_config(*_load(parser, options))
     return 0
+
+
+def _print_graph(plan: RunPlan) -> None:
+    """Print the calls in the order in which data reaches them, each with its inputs, outputs and waits."""
+    from realrl.graph.build import dataset_keys, producers, readers, topological_calls, version_edges
+
+    graph = plan.graph
+    producer = producers(graph)
+    print(f"{plan.experiment.name}: {plan.experiment.description}\n")
+    print("dataset")
+    for key in dataset_keys(graph):
+        print(f"    -> {key}: {', '.join(readers(graph, key))}")
+    waits = version_edges(graph)
+    for mfc in topological_calls(graph):
+        print(f"\n{mfc.name}  [{mfc.model} {mfc.interface_type.value}, {mfc.n_seqs} samples]")
+        sources: dict[str, list[str]] = {}
+        for key in mfc.input_keys:
+            sources.setdefault(producer.get(key, "dataset"), []).append(key)
+        for source, keys in sources.items():
+            print(f"    <- {source}: {', '.join(keys)}")
+        for key in mfc.output_keys:
+            print(f"    -> {key}: {', '.join(readers(graph, key)) or 'read by no call'}")
+        for edge in waits:
+            if edge.reader == mfc.name:
+                when = "the step before" if edge.lag == 1 else f"{edge.lag} steps before"
+                print(f"    .. waits for {edge.trainer} of {when}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -268,28 +269,41 @@ def _parse(parser: _Parser, arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _load(parser: _Parser, options: argparse.Namespace) -> Loaded:
+def _load(parser: _Parser, options: argparse.Namespace) -> tuple[Experiment, RunConfig]:
     from realrl.experiment.discovery import experiment_names, load_experiment
 
     if not options.arguments:
         raise UsageError(f"{parser.prog} needs an experiment", remedy=f"Choose from {', '.join(experiment_names())}.")
-    name, *overrides = options.arguments
+    name = options.arguments[0]
     if "=" in name:
         raise UsageError(f"the experiment comes before '{name}'", remedy=f"Write: {parser.prog} NAME {name}")
     experiment = load_experiment(name)
-    return Loaded(experiment, _compose(experiment, name, overrides), overrides)
+    return experiment, _compose(experiment, options.arguments)
 
 
-def _compose(experiment: Experiment, name: str, overrides: Sequence[str]) -> RunConfig:
-    """Compose the configuration of an experiment that the user called `name`."""
+def _plan(experiment: Experiment, config: RunConfig, options: argparse.Namespace) -> RunPlan:
+    """Return calls, graph and allocations; refuse keys that this experiment would ignore.
+
+    Raises:
+        UsageError: see `plan_run`.
+    """
+    from realrl.experiment.planning import plan_run
+
+    plan = plan_run(config, experiment)
+    check_used(options.arguments[1:], plan)
+    return plan
+
+
+def _compose(experiment: Experiment, arguments: Sequence[str]) -> RunConfig:
+    """Compose the configuration of an experiment from the user's name for it and overrides."""
     from realrl.config.compose import compose
     from realrl.data.assets.store import cache_dir
     from realrl.experiment.discovery import config_dir, stable_reference
 
     return compose(
         experiment,
-        overrides,
-        reference=stable_reference(name),
+        arguments[1:],
+        reference=stable_reference(arguments[0]),
         config_dir=config_dir(),
         cache_dir=cache_dir().absolute(),
     )
@@ -298,7 +312,7 @@ def _compose(experiment: Experiment, name: str, overrides: Sequence[str]) -> Run
 def _help(parser: _Parser, options: argparse.Namespace) -> int:
     parser.print_help()
     if options.arguments:
-        loaded = _load(parser, options)
+        experiment, config = _load(parser, options)
         print()
-        print_config(loaded.experiment, loaded.config)
+        print_config(experiment, config)
     return 0

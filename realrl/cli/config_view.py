@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from realrl.cli.console import print_table
@@ -22,10 +20,12 @@ FOLDING = ("value", "accepts", "meaning")
 
 def listed_keys(experiment: Experiment, config: RunConfig) -> list[tuple[Key, str]]:
     """Return the keys of this experiment with their values; those of roles and calls once: ``models.<role>``."""
+    from dataclasses import replace
+
     from realrl.config.keys import entry_keys, known_keys
 
     unused = unused_keys(experiment, experiment.calls(config))
-    values = json.loads(config.model_dump_json())
+    values = config.model_dump(mode="json")
     listed: dict[str, tuple[Key, dict[str, str]]] = {}
     known = known_keys(experiment)
     for path, key in known.items():
@@ -71,10 +71,7 @@ def call_rows(experiment: Experiment, config: RunConfig) -> list[tuple[str, ...]
     roles = experiment.roles_for(config)
 
     def cell(mfc: MFCDef, key: str) -> str:
-        value = getattr(mfc, key)
-        return (
-            "-" if why_not(key, mfc, changed_roles, roles) else value if isinstance(value, str) else json.dumps(value)
-        )
+        return "-" if why_not(key, mfc, changed_roles, roles) else _show(getattr(mfc, key), [])
 
     return [(mfc.name, *(cell(mfc, key) for key in KEYS)) for mfc in mfcs]
 
@@ -84,6 +81,8 @@ def _rows(listed: Iterable[tuple[Key, str]]) -> list[tuple[str, str, str, str]]:
 
 
 def _show(values: object, parts: list[str]) -> str:
+    import json
+
     for part in parts:
         values = values[part] if isinstance(values, dict) else None
     return values if isinstance(values, str) and values else json.dumps(values)

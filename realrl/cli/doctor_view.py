@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from realrl.cli.console import print_table
 from realrl.errors import UsageError
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from realrl.plan.memory.load import Load
     from realrl.plan.memory.plan import Usage
 
+_Value = TypeVar("_Value")
 _BAR = 40
 _MOST_ALTERNATIVES = 6
 
@@ -44,6 +43,9 @@ def write_report(report: Report, plan: RunPlan, path: str) -> None:
     Raises:
         UsageError: the file cannot be written.
     """
+    import json
+    from pathlib import Path
+
     try:
         Path(path).write_text(json.dumps(_as_json(report, plan), indent=1) + "\n", encoding="utf-8")
     except OSError as error:
@@ -60,17 +62,8 @@ def _print_roles(report: Report, plan: RunPlan) -> None:
         state = report.roles[name]
         for ranks, usage in _grouped(by_rank):
             training = state.backend if state.is_trained else "frozen"
-            rows.append(
-                (
-                    name,
-                    f"{state.home.strategy} on {ranks}",
-                    training,
-                    _bytes(usage.parameters),
-                    _bytes(usage.gradients),
-                    _bytes(usage.optimizer),
-                    _bytes(usage.host),
-                )
-            )
+            sizes = map(_bytes, (usage.parameters, usage.gradients, usage.optimizer, usage.host))
+            rows.append((name, f"{state.home.strategy} on {ranks}", training, *sizes))
     columns = ("role", "devices", "training", "parameters", "gradients", "optimizer", "in host memory")
     print_table(columns, rows, title="Memory of each role, per device")
 
@@ -89,7 +82,7 @@ def _print_devices(report: Report) -> None:
     assert report.memory is not None
     peaks = {rank: report.memory.peak(rank) for rank in report.memory.ranks}
     rows = []
-    for ranks, call, usage in _grouped_peaks(peaks):
+    for ranks, (call, usage) in _grouped(peaks):
         rows.append((ranks, call, _bytes(usage.total), _share(usage.total, report.capacity_bytes)))
     print_table(("devices", "fullest in", "needs", "of its memory"), rows, title="Peak of each device")
 
@@ -125,19 +118,12 @@ def _work(load: Load) -> str:
     return f"{pieces} tokens of {load.n_seqs} samples"
 
 
-def _grouped(by_rank: Mapping[int, Usage]) -> list[tuple[str, Usage]]:
-    """Return ranks with equal usage together."""
-    found: dict[Usage, list[int]] = {}
-    for rank, usage in sorted(by_rank.items()):
-        found.setdefault(usage, []).append(rank)
-    return [(_ranks(ranks), usage) for usage, ranks in found.items()]
-
-
-def _grouped_peaks(peaks: dict[int, tuple[str, Usage]]) -> list[tuple[str, str, Usage]]:
-    found: dict[tuple[str, Usage], list[int]] = {}
-    for rank, peak in peaks.items():
-        found.setdefault(peak, []).append(rank)
-    return [(_ranks(ranks), call, usage) for (call, usage), ranks in found.items()]
+def _grouped(by_rank: Mapping[int, _Value]) -> list[tuple[str, _Value]]:
+    """Return ranks with equal values together."""
+    found: dict[_Value, list[int]] = {}
+    for rank, value in sorted(by_rank.items(), key=itemgetter(0)):
+        found.setdefault(value, []).append(rank)
+    return [(_ranks(ranks), value) for value, ranks in found.items()]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -182,15 +168,20 @@ def _plural(status: str, n: int) -> str:
 
 
 def _as_json(report: Report, plan: RunPlan) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    def by_rank(usages: Mapping[int, Usage]) -> dict[str, dict[str, int]]:
+        return {str(rank): {"total": usage.total, **asdict(usage)} for rank, usage in usages.items()}
+
     memory: dict[str, Any] | None = None
     if report.memory is not None:
         peaks = {rank: report.memory.peak(rank) for rank in report.memory.ranks}
         memory = {
             "capacity_bytes": report.capacity_bytes,
-            "roles": {name: _by_rank(by_rank) for name, by_rank in report.memory.roles.items()},
+            "roles": {name: by_rank(usages) for name, usages in report.memory.roles.items()},
             "calls": {
-                name: {"load": asdict(report.memory.loads[name]), "devices": _by_rank(by_rank)}
-                for name, by_rank in report.memory.calls.items()
+                name: {"load": asdict(report.memory.loads[name]), "devices": by_rank(usages)}
+                for name, usages in report.memory.calls.items()
             },
             "peaks": {str(rank): {"call": call, "total": usage.total} for rank, (call, usage) in peaks.items()},
             "alternatives": [asdict(one) for one in report.alternatives],
@@ -198,11 +189,9 @@ def _as_json(report: Report, plan: RunPlan) -> dict[str, Any]:
     return {
         "experiment": plan.experiment.name,
         "ok": not report.has_problem,
-        "checks": [{**asdict(finding), "status": finding.status.value} for finding in report.findings],
+        "checks": [
+            {"check": finding.check, **asdict(finding), "status": finding.status.value} for finding in report.findings
+        ],
         "memory": memory,
         "dataset": [asdict(histogram) for histogram in report.histograms],
     }
-
-
-def _by_rank(by_rank: Mapping[int, Usage]) -> dict[str, dict[str, int]]:
-    return {str(rank): {"total": usage.total, **asdict(usage)} for rank, usage in by_rank.items()}

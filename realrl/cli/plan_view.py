@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import struct
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realrl.cli.console import print_table
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from realrl.config.schema import ModelConfigSection, RunConfig
     from realrl.experiment.run_plan import RunPlan
     from realrl.graph.mfc import MFCDef
@@ -56,18 +54,8 @@ def _print_calls(plan: RunPlan) -> None:
             batches += f" of {mfc.max_tokens_per_mb}-token micro-batches"
         elif mfc.n_mbs is not None:
             batches += f" of {mfc.n_mbs} micro-batches"
-        rows.append(
-            (
-                mfc.name,
-                str(mfc.model),
-                mfc.interface_type.value,
-                mfc.interface.name,
-                str(mfc.n_seqs),
-                _devices(allocation),
-                str(allocation.strategy),
-                batches.strip() or "-",
-            )
-        )
+        what = (mfc.name, str(mfc.model), mfc.interface_type.value, mfc.interface.name, str(mfc.n_seqs))
+        rows.append((*what, _devices(allocation), str(allocation.strategy), batches.strip() or "-"))
     columns = ("call", "role", "type", "interface", "n_seqs", "devices", "strategy", "batches")
     print_table(columns, rows, title="Calls", folding=("interface", "batches"))
     _print_call_settings(plan)
@@ -128,6 +116,8 @@ def _training(model: ModelConfigSection) -> str:
 
 def _print_hooks(plan: RunPlan) -> None:
     """Print the hooks of calls, with the bytes that go between devices each time."""
+    from dataclasses import replace
+
     from realrl.plan.hooks import Realloc
     from realrl.plan.memory.plan import show_bytes
 
@@ -194,6 +184,8 @@ def _devices(allocation: Allocation) -> str:
 
 
 def _size(path: str) -> str:
+    from pathlib import Path
+
     from realrl.config.schema import BUILT_IN
 
     if path == BUILT_IN:
@@ -207,6 +199,9 @@ def count_parameters(folder: Path) -> int | None:
 
     A file starts with the header's length (8 bytes, little endian), then the header: JSON, tensor name -> shape.
     """
+    import json
+    import struct
+
     total = 0
     for file in sorted(folder.glob("*.safetensors")):
         try:

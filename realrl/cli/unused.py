@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def unused_keys(experiment: Experiment, mfcs: Sequence[MFCDef]) -> Mapping[str, 
     return unused
 
 
-def is_unused(path: str, unused: Mapping[str, str]) -> bool:
+def is_unused(path: str, unused: Iterable[str]) -> bool:
     """Return True if a key is one of `unused`, or below one."""
     return any(path == key or path.startswith(key + ".") for key in unused)
 
@@ -59,7 +59,8 @@ def check_used(overrides: Sequence[str], plan: RunPlan) -> None:
     Raises:
         ConfigError: lists them with the reason.
     """
-    from realrl.config.problems import Problem, raise_problems
+    from realrl.config.overrides import parse_overrides
+    from realrl.config.problems import Problem, raise_problems, show
 
     problems = []
     unused = dict(unused_keys(plan.experiment, plan.mfcs))
@@ -67,12 +68,22 @@ def check_used(overrides: Sequence[str], plan: RunPlan) -> None:
     if plan.config.eval.only:
         unused |= dict.fromkeys(_UNUSED_IN_EVALUATION, "an evaluation goes once over eval.path and trains nothing")
         unused |= _calls_of_training(plan)
-    for override in overrides:
-        path = override.partition("=")[0].lstrip("+~")
-        for key, reason in unused.items():
-            if is_unused(path, {key: reason}):
-                problems.append(Problem(override, f"has no effect: {reason}"))
+    for override, edit in zip(overrides, parse_overrides(overrides)[0], strict=True):
+        for path, value in _leaves(edit.path, edit.value):
+            subject = override if path == edit.path else f"{path}={show(value)}"
+            for key, reason in unused.items():
+                if is_unused(path, (key,)):
+                    problems.append(Problem(subject, f"has no effect: {reason}"))
     raise_problems(problems, plan.config.experiment)
+
+
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield the single values of an override by dotted path."""
+    if not isinstance(value, Mapping) or not value:
+        yield path, value
+        return
+    for name, inner in value.items():
+        yield from _leaves(f"{path}.{name}", inner)
 
 
 def _calls_of_training(plan: RunPlan) -> dict[str, str]:

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from realrl.config.reward_options import RewardOptions
-from realrl.config.schema import ADVANCED, Section
+from realrl.config.schema import Section, key, rare
 
 
 class SFTOptions(Section):
-    """Supervised fine-tuning."""
+    """Training on the rows of a dataset: fine-tuning, and reward models."""
 
-    n_minibatches: int = Field(1, ge=1, description="optimizer steps per step")
-
-
-class RWOptions(Section):
-    """Reward model from preference pairs."""
-
-    n_minibatches: int = Field(1, ge=1, description="optimizer steps per step")
+    n_minibatches: int = key(1, "optimizer steps per step", ge=1)
 
 
 class GenOptions(RewardOptions):
     """Responses without training; rewarded where a reward is named."""
 
-    sampler: str = Field(
-        "sample",
-        min_length=1,
-        description="how responses come about: sample, or 'module:function'",
-        json_schema_extra=ADVANCED,
-    )
+    sampler: str = rare("sample", "how responses come about: sample, or 'module:function'", min_length=1)
 
     @property
     def has_rewards(self) -> bool:
@@ -38,16 +27,13 @@ class GenOptions(RewardOptions):
         return bool(self.rewards) or self.reward_function is not None
 
 
-class DPOOptions(Section):
+class DPOOptions(SFTOptions):
     """Direct preference optimisation from pairs."""
 
-    n_minibatches: int = Field(1, ge=1, description="optimizer steps per step")
-    loss: Literal["sigmoid", "hinge", "ipo"] = Field("sigmoid", description="how a pair's margin is penalised")
-    beta: float = Field(0.1, gt=0, description="weight of staying close to the reference; for ipo its tau")
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="share of pairs whose order is taken to be wrong; sigmoid only"
-    )
-    sft_coef: float = Field(0.0, ge=0, description="weight of the chosen answers' negative log-likelihood per token")
+    loss: Literal["sigmoid", "hinge", "ipo"] = key("sigmoid", "how a pair's margin is penalised")
+    beta: float = key(0.1, "weight of staying close to the reference; for ipo its tau", gt=0)
+    label_smoothing: float = key(0.0, "share of pairs whose order is taken to be wrong; sigmoid only", ge=0, lt=0.5)
+    sft_coef: float = key(0.0, "weight of the chosen answers' negative log-likelihood per token", ge=0)
 
     @model_validator(mode="after")
     def _check_smoothing(self) -> Self:
@@ -58,10 +44,9 @@ class DPOOptions(Section):
         return self
 
 
-class KTOOptions(Section):
+class KTOOptions(SFTOptions):
     """Kahneman-Tversky optimisation from answers that are good or bad by themselves."""
 
-    n_minibatches: int = Field(1, ge=1, description="optimizer steps per step")
-    beta: float = Field(0.1, gt=0, description="weight of staying close to the reference")
-    desirable_weight: float = Field(1.0, ge=0, description="weight of good answers")
-    undesirable_weight: float = Field(1.0, ge=0, description="weight of bad answers")
+    beta: float = key(0.1, "weight of staying close to the reference", gt=0)
+    desirable_weight: float = key(1.0, "weight of good answers", ge=0)
+    undesirable_weight: float = key(1.0, "weight of bad answers", ge=0)

@@ -1,86 +1,85 @@
-"""Overrides that choose a YAML file: ``preset=tiny``, ``cluster=NAME``, ``allocation=NAME``, ``models.<role>=NAME``."""
+"""Overrides that choose a YAML file: ``preset=tiny``, ``cluster=NAME``, ``allocation=NAME``, ``models.<role>=NAME``.
+
+Hydra composes the files, which stand in one folder for each group: preset, cluster, allocation and model.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from realrl.config.groups import compose_groups, group_options, load_yaml
 from realrl.config.keys import Declared
 from realrl.config.overrides import Edit
 from realrl.config.problems import Problem
-from realrl.errors import did_you_mean
+from realrl.errors import ConfigError, did_you_mean
 
 FILE_ENDINGS = (".yaml", ".yml")
 
 
-@dataclass
-class Choices:
-    """Files chosen on the command line; "" where there is none. `models` maps roles to options of the group model."""
-
-    preset: str = ""
-    cluster: str = ""
-    allocation: str = ""
-    models: dict[str, str] = field(default_factory=dict)
-
-
 def take_choices(
     edits: Sequence[Edit], experiment: Declared, config_dir: Path | None
-) -> tuple[Choices, list[Edit], list[Problem]]:
-    """Separate the edits that choose a file from those that set values; an unknown file is a problem."""
-    choices, left, problems = Choices(), list[Edit](), list[Problem]()
+) -> tuple[dict[str, str], list[Edit], list[Problem]]:
+    """Separate the edits that choose a file from those that set values; an unknown file is a problem.
+
+    Returns:
+        path of an override -> the file that it chooses; the other edits; problems.
+    """
+    choices, left, problems = dict[str, str](), list[Edit](), list[Problem]()
+    groups = {"preset": "preset", "cluster": "cluster", "allocation": "allocation"}
+    groups |= {f"models.{role}": "model" for role in experiment.roles}
     for edit in edits:
-        name = edit.text
-        role = edit.path.removeprefix("models.")
-        if edit.path == "preset" and (edit.is_deletion or edit.value in (None, "")):
-            choices.preset = ""
-        elif edit.is_deletion or name is None:
+        name, group = edit.text, groups.get(edit.path)
+        if group == "preset" and (edit.is_deletion or edit.value in (None, "")):
+            choices.pop("preset", None)
+        elif group is None or edit.is_deletion or name is None:
             left.append(edit)
-        elif edit.path == "preset":
-            if name.endswith(FILE_ENDINGS) or _is_option(edit, "preset", config_dir, problems):
-                choices.preset = name
-        elif edit.path == "cluster":
-            if _is_option(edit, "cluster", config_dir, problems):
-                choices.cluster = name
-        elif edit.path == "allocation":
-            if name in group_options("allocation", config_dir):
-                choices.allocation = name
-            else:
-                left.append(Edit("allocation.mode", name, name))
-        elif edit.path == f"models.{role}" and role in experiment.roles:
-            if _is_option(edit, "model", config_dir, problems):
-                choices.models[role] = name
-        else:
-            left.append(edit)
+        elif group == "allocation" and name not in _options("allocation", config_dir):
+            left.append(Edit("allocation.mode", name, name))
+        elif (group == "preset" and name.endswith(FILE_ENDINGS)) or _is_option(edit, group, config_dir, problems):
+            choices[edit.path] = name
     return choices, left, problems
 
 
 def yaml_layers(
-    choices: Choices, experiment: Declared, config_dir: Path | None
+    choices: Mapping[str, str], experiment: Declared, config_dir: Path | None
 ) -> Iterator[tuple[Mapping[str, object], str]]:
-    """Yield values and origin of the chosen files: a preset of the user's own, then Hydra's groups from `config_dir`.
+    """Yield values and origin of the chosen files: a preset of the user's own, then those of `config_dir`.
+
+    A preset has a part for an experiment. A variant without one takes its nearest ancestor's, and puts what its own
+    defaults state in the place of what is there.
 
     Raises:
         ConfigError: a file cannot be read or composed.
     """
     selected: list[str] = []
-    if choices.preset.endswith(FILE_ENDINGS):
-        yield load_yaml(Path(choices.preset)), choices.preset
-    elif choices.preset:
-        selected.append(f"+preset={choices.preset}")
-        if experiment.name in group_options(f"preset/{choices.preset}", config_dir):
-            selected.append(f"+preset/{choices.preset}={experiment.name}")
-    selected += [f"+cluster={choices.cluster}"] if choices.cluster else []
-    selected += [f"+allocation={choices.allocation}"] if choices.allocation else []
-    selected += [f"+model@models.{role}={name}" for role, name in choices.models.items()]
-    if selected and config_dir is not None:
-        yield compose_groups(selected, config_dir), "configs: " + ", ".join(item.lstrip("+") for item in selected)
+    preset = choices.get("preset", "")
+    if preset.endswith(FILE_ENDINGS):
+        yield _load_yaml(Path(preset)), preset
+    elif preset:
+        selected.append(f"+preset={preset}")
+        parts = _options(f"preset/{preset}", config_dir)
+        part = next((name for name in (experiment.name, *experiment.ancestors) if name in parts), None)
+        if part == experiment.name:
+            selected.append(f"+preset/{preset}={part}")
+        elif part is not None:
+            yield from _composed(selected, config_dir)
+            for values, origin in _composed([f"+preset/{preset}={part}"], config_dir):
+                yield _as_stated(values, experiment.ancestors[part]), origin
+            selected = []
+    selected += [f"+{group}={choices[group]}" for group in ("cluster", "allocation") if group in choices]
+    selected += [f"+model@{path}={name}" for path, name in choices.items() if path.startswith("models.")]
+    yield from _composed(selected, config_dir)
+
+
+def _options(group: str, config_dir: Path | None) -> list[str]:
+    """Return the names of the YAML files of a group, sorted."""
+    return [] if config_dir is None else sorted(path.stem for path in (config_dir / group).glob("*.yaml"))
 
 
 def _is_option(edit: Edit, group: str, config_dir: Path | None, problems: list[Problem]) -> bool:
     """Return True if the edit's value is a file of the group; otherwise add a problem."""
-    options = group_options(group, config_dir)
+    options = _options(group, config_dir)
     if edit.text in options:
         return True
     known = f"choose from {', '.join(options)}" if options else "there is none to choose from"
@@ -89,3 +88,58 @@ def _is_option(edit: Edit, group: str, config_dir: Path | None, problems: list[P
         text += f" A folder is given by {edit.path}.path"
     problems.append(Problem(edit.subject, text))
     return False
+
+
+def _as_stated(values: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, section by section with what `stated` has in the place of them."""
+    merged = {}
+    for name, value in values.items():
+        own = stated.get(name, value)
+        are_sections = isinstance(value, Mapping) and isinstance(own, Mapping)
+        merged[name] = _as_stated(value, own) if are_sections else own
+    return merged
+
+
+def _composed(selected: Sequence[str], config_dir: Path | None) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield values and origin of the selected files, such as ``+preset=tiny`` and ``+model@models.actor=tiny``.
+
+    Interpolations are left as they are: their values come from later layers.
+    """
+    if not selected or config_dir is None:
+        return
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from yaml import YAMLError  # type: ignore[import-untyped]
+
+    try:
+        with initialize_config_dir(config_dir=str(config_dir.resolve()), version_base="1.3"):
+            composed = compose(overrides=list(selected))
+    except (HydraException, YAMLError) as error:
+        raise ConfigError(f"the YAML files in '{config_dir}' cannot be composed: {_one_line(error)}") from error
+    yield _as_plain(OmegaConf.to_container(composed)), "configs: " + ", ".join(item.lstrip("+") for item in selected)
+
+
+def _load_yaml(path: Path) -> Mapping[str, Any]:
+    """Load a YAML file of the user's own: a mapping, nested like the configuration."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError  # type: ignore[import-untyped]
+
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path))
+    except OSError as error:
+        raise ConfigError(f"preset={path}: cannot be read: {error.strerror or error}") from error
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"preset={path}: is not YAML: {_one_line(error)}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"preset={path}: must hold keys and values, such as 'steps: 10'")
+    return _as_plain(loaded)
+
+
+def _as_plain(loaded: Any) -> dict[str, Any]:
+    return {str(name): value for name, value in loaded.items()}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]

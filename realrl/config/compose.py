@@ -62,7 +62,7 @@ def compose(
     edits, problems = parse_overrides(overrides)
     choices, edits, unknown = take_choices(edits, experiment, config_dir)
     problems += unknown
-    composer = _Composer(experiment, known_keys(experiment), problems, {"preset": choices.preset})
+    composer = _Composer(experiment, known_keys(experiment), problems, {"preset": choices.get("preset", "")})
     composer.add_layer(experiment.defaults, f"the defaults of experiment '{experiment.name}'")
     for values, origin in yaml_layers(choices, experiment, config_dir):
         composer.add_layer(values, origin)

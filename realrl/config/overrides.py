@@ -47,6 +47,8 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Edit], list[Problem]
 
     ``+key=value`` and ``++key=value`` mean ``key=value``: every declared key is there already.
     """
+    if not arguments:
+        return [], []  # before the parser is imported, which takes longer than the rest of `realrl list`
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import Override, OverrideType
     from hydra.errors import HydraException

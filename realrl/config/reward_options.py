@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from realrl.config.schema import ADVANCED, Section
+from realrl.config.schema import Section, key, rare
 from realrl.errors import did_you_mean
 
 REWARD_MODEL = "reward_model"
@@ -38,11 +38,11 @@ class RewardPart(Section):
     function: str = Field(
         description="'module:function', 'file.py:function', reward_model, math_verify, reasoning_gym or overlong"
     )
-    weight: float = Field(1.0, description="factor in the sum; 0 only logs it")
-    reads: Reads | None = Field(None, description="as algorithm.reward_reads")
-    timeout_s: float | None = Field(None, gt=0, description="as algorithm.reward_timeout_s")
-    on_failure: OnFailure | None = Field(None, description="as algorithm.reward_on_failure")
-    options: dict[str, Any] = Field({}, description="keyword arguments of the function")
+    weight: float = key(1.0, "factor in the sum; 0 only logs it")
+    reads: Reads | None = key(None, "as algorithm.reward_reads")
+    timeout_s: float | None = key(None, "as algorithm.reward_timeout_s", gt=0)
+    on_failure: OnFailure | None = key(None, "as algorithm.reward_on_failure")
+    options: dict[str, Any] = key({}, "keyword arguments of the function")
 
     @field_validator("function")
     @classmethod
@@ -56,32 +56,25 @@ class RewardOptions(Section):
     Parts with function ``overlong`` only correct a reward: where no other part is named, the reward model gives it.
     """
 
-    reward_function: str | None = Field(
-        None, description="'module:function', 'file.py:function' or a built-in one; takes the place of the reward model"
+    reward_function: str | None = key(
+        None, "'module:function', 'file.py:function' or a built-in one; takes the place of the reward model"
     )
-    rewards: dict[str, RewardPart] = Field(
+    rewards: dict[str, RewardPart] = key(
         {},
-        description="weighted rewards by name, added to that of reward_function: "
+        "weighted rewards by name, added to that of reward_function: "
         "rewards.<name>.{function,weight,...} or rewards.<name>=function",
     )
-    reward_reads: Reads = Field(
-        "auto",
-        description="what the function gets; auto: token ids if its parameters are named *_ids, else text",
-        json_schema_extra=ADVANCED,
+    reward_reads: Reads = rare(
+        "auto", "what the function gets; auto: token ids if its parameters are named *_ids, else text"
     )
-    reward_timeout_s: float = Field(10.0, gt=0, description="time limit of the reward function for one response")
-    reward_concurrency: int = Field(
-        2, ge=1, description="reward processes per data-parallel rank", json_schema_extra=ADVANCED
+    reward_timeout_s: float = key(10.0, "time limit of the reward function for one response", gt=0)
+    reward_concurrency: int = rare(2, "reward processes per data-parallel rank", ge=1)
+    reward_async_concurrency: int = rare(
+        32, "responses that an async function works on at a time in each reward process", ge=1
     )
-    reward_async_concurrency: int = Field(
-        32,
-        ge=1,
-        description="responses that an async function works on at a time in each reward process",
-        json_schema_extra=ADVANCED,
-    )
-    reward_on_failure: OnFailure = Field(
+    reward_on_failure: OnFailure = key(
         "error",
-        description="a response whose reward fails or takes too long ends the run, is scored 0, or its sample is "
+        "a response whose reward fails or takes too long ends the run, is scored 0, or its sample is "
         "dropped and replaced",
     )
 

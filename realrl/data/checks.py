@@ -24,15 +24,11 @@ class SampleError(RunError, ValueError):
     """A batch that contradicts itself or its schema, or a key or id that it does not hold.
 
     Attributes:
-        key: the key concerned, or None.
         sample_ids: the sample ids concerned, as far as they are known.
     """
 
-    def __init__(
-        self, message: str, *, key: str | None = None, sample_ids: Iterable[str] = (), remedy: str | None = None
-    ) -> None:
-        super().__init__(message, remedy=remedy)
-        self.key = key
+    def __init__(self, message: str, *, sample_ids: Iterable[str] = ()) -> None:
+        super().__init__(message)
         self.sample_ids = tuple(sample_ids)
 
 
@@ -47,25 +43,20 @@ def check_ids(ids: tuple[str, ...]) -> None:
 def check_seqlens(key: str, schema: KeySchema, ids: tuple[str, ...], seqlens: SeqLens) -> None:
     """Refuse an unknown dtype, lengths for other samples than `ids`, and lengths that the granularity excludes."""
     if schema.dtype not in DTYPES:
-        raise SampleError(
-            f"key {key!r} has the unknown dtype {schema.dtype!r}.{did_you_mean(schema.dtype, DTYPES)}", key=key
-        )
+        raise SampleError(f"key {key!r} has the unknown dtype {schema.dtype!r}.{did_you_mean(schema.dtype, DTYPES)}")
     if len(seqlens) != len(ids):
         raise SampleError(
-            f"key {key!r} has lengths for {len(seqlens)} samples, but there are {len(ids)} ids", key=key, sample_ids=ids
+            f"key {key!r} has lengths for {len(seqlens)} samples, but there are {len(ids)} ids", sample_ids=ids
         )
     fixed = {Per.SEQUENCE: "sequence", Per.SAMPLE: "sample"}.get(schema.per)
     for sample_id, lens in zip(ids, seqlens, strict=True):
         if any(n < 0 for n in lens):
             raise SampleError(
-                f"key {key!r} of sample {sample_id!r} has a negative length: {short(lens)}",
-                key=key,
-                sample_ids=(sample_id,),
+                f"key {key!r} of sample {sample_id!r} has a negative length: {short(lens)}", sample_ids=(sample_id,)
             )
         if fixed is not None and (any(n != 1 for n in lens) or (schema.per is Per.SAMPLE and len(lens) != 1)):
             raise SampleError(
                 f"key {key!r} of sample {sample_id!r} needs one row per {fixed}, but its lengths are {short(lens)}",
-                key=key,
                 sample_ids=(sample_id,),
             )
 
@@ -75,7 +66,6 @@ def check_row(key: str, schema: KeySchema, tensor: torch.Tensor, sample_id: str)
     if tensor.dtype != DTYPES.get(schema.dtype):
         raise SampleError(
             f"key {key!r} of sample {sample_id!r} has dtype {_name(tensor.dtype)}, its schema says {schema.dtype}",
-            key=key,
             sample_ids=(sample_id,),
         )
     is_single = tuple(tensor.shape) == schema.trailing and schema.per in (Per.SEQUENCE, Per.SAMPLE)
@@ -83,7 +73,6 @@ def check_row(key: str, schema: KeySchema, tensor: torch.Tensor, sample_id: str)
         wanted = ", ".join(("rows", *map(str, schema.trailing)))
         raise SampleError(
             f"key {key!r} of sample {sample_id!r} has shape {list(tensor.shape)}, its schema says [{wanted}]",
-            key=key,
             sample_ids=(sample_id,),
         )
 
@@ -92,13 +81,12 @@ def check_tensor(key: str, schema: KeySchema, tensor: torch.Tensor, n_rows: int,
     """Refuse a packed tensor whose dtype, row shape or number of rows is not what schema and lengths say."""
     if tensor.dtype != DTYPES[schema.dtype]:
         raise SampleError(
-            f"key {key!r} has dtype {_name(tensor.dtype)}, its schema says {schema.dtype}", key=key, sample_ids=ids
+            f"key {key!r} has dtype {_name(tensor.dtype)}, its schema says {schema.dtype}", sample_ids=ids
         )
     if tuple(tensor.shape) != (n_rows, *schema.trailing):
         raise SampleError(
             f"key {key!r} has shape {list(tensor.shape)}, but the lengths of samples {short(ids)} "
             f"ask for {[n_rows, *schema.trailing]}",
-            key=key,
             sample_ids=ids,
         )
 

@@ -1,4 +1,4 @@
-"""Rows from dataset files: JSON, JSON Lines and parquet, one file or a folder of shards.
+"""Rows from dataset files: JSON, JSON Lines and parquet.
 
 Every error names the file and the line (JSON Lines) or row (JSON, parquet) that it is about, both from 1.
 """
@@ -25,39 +25,25 @@ class RawRow:
 
 
 def read_rows(path: str) -> list[RawRow]:
-    """All rows of a file, or of all shards of a folder in the order of their names.
+    """All rows of a file.
 
     Raises:
-        DataError: the path does not exist or has an unknown suffix, a file is empty or broken, a row is no object.
+        DataError: the path does not exist or has an unknown suffix, the file is empty or broken, a row is no object.
     """
-    rows: list[RawRow] = []
-    for file in _shards(Path(path).expanduser()):
-        before = len(rows)
-        rows.extend(READERS[file.suffix.lower()](file))
-        if len(rows) == before:
-            raise DataError(f"the dataset file {file} is empty", remedy="It needs one object per sample.")
+    file = Path(path)
+    if not file.exists():
+        near = did_you_mean(file.name, [other.name for other in file.parent.glob("*")])
+        raise DataError(f"the dataset {file} does not exist.{near}", remedy="Set dataset.path to a file.")
+    reader = READERS.get(file.suffix.lower())
+    if reader is None:
+        known = ", ".join(READERS)
+        raise DataError(
+            f"the dataset file {file} has the unknown suffix {file.suffix!r}", remedy=f"Known suffixes: {known}."
+        )
+    rows = list(reader(file))
+    if not rows:
+        raise DataError(f"the dataset file {file} is empty", remedy="It needs one object per sample.")
     return rows
-
-
-def _shards(path: Path) -> list[Path]:
-    known = ", ".join(READERS)
-    if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.suffix.lower() in READERS and not p.name.startswith("."))
-        if not files:
-            raise DataError(f"the dataset folder {path} holds no file with a known suffix ({known})")
-        return files
-    if not path.exists():
-        if not path.parent.is_dir():
-            raise DataError(f"the dataset {path} does not exist, nor does the folder {path.parent}")
-        near = did_you_mean(path.name, [p.name for p in path.parent.iterdir()])
-        raise DataError(
-            f"the dataset {path} does not exist.{near}", remedy="Set dataset.path to a file or a folder of shards."
-        )
-    if path.suffix.lower() not in READERS:
-        raise DataError(
-            f"the dataset file {path} has the unknown suffix {path.suffix!r}", remedy=f"Known suffixes: {known}."
-        )
-    return [path]
 
 
 def _read_jsonl(file: Path) -> Iterator[RawRow]:

@@ -18,7 +18,6 @@ import json
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
@@ -29,22 +28,8 @@ from realrl.errors import ConfigError, DataError, did_you_mean
 
 FIELD = "reasoning_gym"
 DEFAULT_SIZE = 500
+INSTRUCTION = "instruction"
 _TUPLE, _ITEMS = "(tuple)", "(items)"
-
-
-@dataclass(frozen=True)
-class TaskPath:
-    """A parsed path.
-
-    Attributes:
-        settings: task -> its settings, `size` and `seed` among them.
-        instruction: text below every question.
-        own_instructions: task -> text below its questions instead.
-    """
-
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    instruction: str = ""
-    own_instructions: Mapping[str, str] = field(default_factory=dict)
 
 
 def task_rows(path: str) -> list[RawRow]:
@@ -59,13 +44,12 @@ def task_rows(path: str) -> list[RawRow]:
             f"dataset.path={path} needs the package reasoning-gym, which is not installed",
             remedy="pip install 'realrl[rewards]'",
         )
-    parsed = parse_task_path(path)
     rows: list[RawRow] = []
-    for task, settings in parsed.settings.items():
+    for task, settings in parse_task_path(path).items():
+        instruction = settings.pop(INSTRUCTION)
         dataset = _open(path, task, settings)
         for index in range(len(dataset)):
             where = f"{path}, task {task}, row {index + 1}"
-            instruction = parsed.own_instructions.get(task, parsed.instruction)
             try:
                 rows.append(RawRow(_row(dataset, task, settings, index, instruction), where))
             except Exception as error:  # a task may raise anything for settings that it did not check
@@ -73,8 +57,10 @@ def task_rows(path: str) -> list[RawRow]:
     return rows
 
 
-def parse_task_path(path: str) -> TaskPath:
-    """Tasks and settings of a path; values are read as JSON where they are JSON, and are text otherwise.
+def parse_task_path(path: str) -> dict[str, dict[str, Any]]:
+    """Return task -> its settings, `size`, `seed` and `instruction` among them.
+
+    Values are read as JSON where they are JSON, and are text otherwise; an instruction is text.
 
     Raises:
         DataError: no task, a setting without value, or one that names no task where there are several.
@@ -89,27 +75,23 @@ def parse_task_path(path: str) -> TaskPath:
         raise DataError(
             f"dataset.path={path}: {error}", remedy="Settings are written name=value, with & between."
         ) from None
-    common: dict[str, Any] = {"size": DEFAULT_SIZE, "seed": 0}
+    common: dict[str, Any] = {"size": DEFAULT_SIZE, "seed": 0, INSTRUCTION: ""}
     settings: dict[str, dict[str, Any]] = {task: {} for task in tasks}
-    instruction, own_instructions = "", {}
     for name, text in pairs:
         task, _, own = name.rpartition(".")
-        if name == "instruction":
-            instruction = text
-        elif task in settings and own == "instruction":
-            own_instructions[task] = text
-        elif name in common:
-            common[name] = _value(text)
+        value = text if own == INSTRUCTION else _value(text)
+        if name in common:
+            common[name] = value
         elif not task and len(tasks) == 1:
-            settings[tasks[0]][name] = _value(text)
+            settings[tasks[0]][name] = value
         elif task in settings:
-            settings[task][own] = _value(text)
+            settings[task][own] = value
         else:
             raise DataError(
                 f"dataset.path={path}: setting {name!r} belongs to none of the tasks {', '.join(tasks)}",
                 remedy=f"Write it as {tasks[0]}.{own}.",
             )
-    return TaskPath({task: {**common, **settings[task]} for task in tasks}, instruction, own_instructions)
+    return {task: {**common, **settings[task]} for task in tasks}
 
 
 def task_entry(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -189,13 +189,11 @@ class SampleStore:
         if held is None:
             raise SampleError(
                 f"sample {sample_id!r} is not on this worker, which holds {len(self._rows)} samples",
-                key=key,
                 sample_ids=(sample_id,),
             )
         if key not in held:
             raise SampleError(
                 f"sample {sample_id!r} has no key {key!r} on this worker, only {short(tuple(held))}",
-                key=key,
                 sample_ids=(sample_id,),
             )
         return held[key]

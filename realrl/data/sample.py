@@ -4,8 +4,7 @@ Invariants, asserted by the tests:
 - ``gather(split(x)) == x`` for a contiguous partition; a permuted one gives the same samples in another order;
 - a split never cuts a sample, and the parts hold every row of every key exactly once;
 - ``select(ids)`` has exactly these ids, in this order;
-- ``remap`` by a renaming and then by its inverse changes nothing;
-- ``from_meta(x.describe()) == x.meta()``.
+- ``remap`` by a renaming and then by its inverse changes nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class SequenceSample:
             if mapping.keys() != self.schemas.keys():
                 key = sorted(mapping.keys() ^ self.schemas.keys())[0]
                 where = f"{name} but not in schemas" if key in mapping else f"schemas but not in {name}"
-                raise SampleError(f"key {key!r} of a SequenceSample is in {where}", key=key, sample_ids=self.ids)
+                raise SampleError(f"key {key!r} of a SequenceSample is in {where}", sample_ids=self.ids)
         for key, schema in self.schemas.items():
             check_seqlens(key, schema, self.ids, self.seqlens[key])
             tensor = self.data[key]
@@ -95,9 +94,7 @@ class SequenceSample:
             rank = 1 + len(schema.trailing)
             if len(samples) != len(ids):
                 raise SampleError(
-                    f"key {key!r} has values for {len(samples)} samples, but there are {len(ids)} ids",
-                    key=key,
-                    sample_ids=ids,
+                    f"key {key!r} has values for {len(samples)} samples, but there are {len(ids)} ids", sample_ids=ids
                 )
             for sample_id, sample in zip(ids, samples, strict=True):
                 for tensor in sample:
@@ -107,11 +104,6 @@ class SequenceSample:
             flat = list(chain.from_iterable(packed))
             data[key] = torch.cat(flat) if flat else _empty(schema)
         return cls(tuple(ids), schemas, seqlens, data)
-
-    @classmethod
-    def from_meta(cls, meta: SampleMeta) -> SequenceSample:
-        """The batch that `meta` describes, without tensors."""
-        return cls(meta.ids, meta.schemas, meta.seqlens, dict.fromkeys(meta.schemas))
 
     @classmethod
     def gather(cls, samples: Sequence[SequenceSample], keys: Sequence[str] | None = None) -> SequenceSample:
@@ -134,14 +126,12 @@ class SequenceSample:
                 if sample.schemas[key] != first.schemas[key]:
                     raise SampleError(
                         f"key {key!r} is {sample.schemas[key]} in one batch and {first.schemas[key]} in another",
-                        key=key,
                         sample_ids=sample.ids,
                     )
             extra = sorted(set(sample.keys) - set(names)) if keys is None else []
             if extra:
                 raise SampleError(
                     f"key {extra[0]!r} is in one batch but not in another; name the keys to gather",
-                    key=extra[0],
                     sample_ids=sample.ids,
                 )
         return cls(
@@ -164,7 +154,7 @@ class SequenceSample:
         """
         self._require(like)
         if self.schemas[like].per is not Per.TOKEN:
-            raise SampleError(f"key {like!r} is not per token, so no lengths follow from it", key=like)
+            raise SampleError(f"key {like!r} is not per token, so no lengths follow from it")
         lengths = {per: _derived_lengths(self.seqlens[like], per) for per in {s.per for s, _ in values.values()}}
         return SequenceSample(
             self.ids,
@@ -195,7 +185,7 @@ class SequenceSample:
         self._require(key)
         tensor = self.data[key]
         if tensor is None:
-            raise SampleError(f"key {key!r} holds metadata only, its tensor is elsewhere", key=key, sample_ids=self.ids)
+            raise SampleError(f"key {key!r} holds metadata only, its tensor is elsewhere", sample_ids=self.ids)
         return tensor
 
     def __eq__(self, other: object) -> bool:
@@ -284,7 +274,7 @@ class SequenceSample:
         renamed = [names.get(key, key) for key in self.keys]
         for key in renamed:
             if renamed.count(key) > 1:
-                raise SampleError(f"two keys would both be called {key!r}", key=key)
+                raise SampleError(f"two keys would both be called {key!r}")
         pairs = list(zip(self.keys, renamed, strict=True))
         return SequenceSample(
             self.ids,
@@ -343,7 +333,7 @@ class SequenceSample:
         if key not in self.schemas:
             known = ", ".join(map(repr, self.keys)) or "no keys"
             hint = did_you_mean(key, self.keys)
-            raise SampleError(f"no key {key!r} in this batch; it has {known}.{hint}", key=key, sample_ids=self.ids)
+            raise SampleError(f"no key {key!r} in this batch; it has {known}.{hint}", sample_ids=self.ids)
 
     def _take(self, indices: Sequence[int], keys: Sequence[str]) -> SequenceSample:
         runs = _runs(indices)
@@ -406,7 +396,6 @@ def _concatenate(key: str, samples: Sequence[SequenceSample]) -> torch.Tensor | 
         raise SampleError(
             f"key {key!r} has its tensor in some batches, but only metadata in the one with samples "
             f"{short(lacking.ids)}",
-            key=key,
             sample_ids=lacking.ids,
         )
     return torch.cat(present) if len(present) > 1 else present[0]

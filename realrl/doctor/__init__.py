@@ -6,7 +6,7 @@ plan ──► checks, in order ──► findings
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realrl.doctor.data_checks import (
     Histogram,
@@ -45,7 +45,7 @@ from realrl.plan.memory.plan import MemoryPlan, RoleState, show_bytes
 
 __all__ = ["Alternative", "Finding", "Histogram", "Recompose", "Report", "RunUnderCheck", "Status", "examine"]
 
-_BEFORE_MEMORY: tuple[Check[RunUnderCheck], ...] = (
+_BEFORE_MEMORY: tuple[Check, ...] = (
     Check("files", check_files),
     Check("packages", check_packages),
     Check("devices", check_devices),
@@ -114,7 +114,7 @@ def examine(run: RunUnderCheck) -> Report:
                 )
             )
         is_shared = device.type == "cpu" and run.device_memory_bytes is None
-        findings.append(_verdict(most, capacity, better, is_shared=is_shared))
+        findings.append(replace(_verdict(most, capacity, better, is_shared=is_shared), check="memory"))
     if not any(finding.status is Status.PROBLEM for finding in findings):
         findings += run_checks((Check("start", check_start),), run)
     return Report(
@@ -131,14 +131,14 @@ def _verdict(most: Fullest, capacity: int, better: tuple[Alternative, ...], *, i
     """Return the finding about the memory of the fullest device."""
     message = f"device {most.rank} needs {show_bytes(most.needs)} in {most.call}"
     if not capacity:
-        return Finding("memory", Status.SKIPPED, f"{message}; how much it has is not known", "Give --device-memory GB.")
+        return Finding(Status.SKIPPED, f"{message}; how much it has is not known", "Give --device-memory GB.")
     message += f", of {show_bytes(capacity)}"
     message += ", an equal share of this machine's memory" if is_shared else ""
     if most.needs <= MARGIN * capacity:
-        return Finding("memory", Status.OK, message)
+        return Finding(Status.OK, message)
     remedy = "No single setting is enough: it takes more devices, larger ones, or a smaller model."
     if better and better[0].fits:
         remedy = f"For example {' '.join(better[0].overrides)}: {show_bytes(better[0].peak_bytes)}."
     if most.needs <= capacity:
-        return Finding("memory", Status.WARNING, f"{message}; allocators and kernels need some of the rest", remedy)
-    return Finding("memory", Status.PROBLEM, message, remedy)
+        return Finding(Status.WARNING, f"{message}; allocators and kernels need some of the rest", remedy)
+    return Finding(Status.PROBLEM, message, remedy)

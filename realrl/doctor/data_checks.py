@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,26 +36,21 @@ class Histogram:
     bins: tuple[tuple[int, int, int], ...]
 
 
-def check_tokenizers(run: RunUnderCheck) -> list[Finding]:
+def check_tokenizers(run: RunUnderCheck) -> Iterator[Finding]:
     """Check that each role's tokenizer loads, and that texts survive a round trip."""
-    findings = []
     for path, roles in _by_path(run).items():
         tokenizer = run.tokenizer(path)
         changed = [text for text in ROUND_TRIPS if not _survives(tokenizer, text)]
         who = ", ".join(roles)
         if changed:
-            findings.append(
-                Finding(
-                    "tokenizers",
-                    Status.WARNING,
-                    f"{path} ({who}): {len(tokenizer)} tokens, but {changed[0]!r} comes back as "
-                    f"{_round_trip(tokenizer, changed[0])!r}",
-                    "Rewards that read text see it changed like this; rewards that read ids do not.",
-                )
+            yield Finding(
+                Status.WARNING,
+                f"{path} ({who}): {len(tokenizer)} tokens, but {changed[0]!r} comes back as "
+                f"{_round_trip(tokenizer, changed[0])!r}",
+                "Rewards that read text see it changed like this; rewards that read ids do not.",
             )
         else:
-            findings.append(Finding("tokenizers", Status.OK, f"{path} ({who}): {len(tokenizer)} tokens, round trip"))
-    return findings
+            yield Finding(Status.OK, f"{path} ({who}): {len(tokenizer)} tokens, round trip")
 
 
 def _by_path(run: RunUnderCheck) -> dict[str, list[str]]:
@@ -80,40 +75,27 @@ def _survives(tokenizer: Any, text: str) -> bool:
 # ---------------------------------------------------------------- stop tokens and chat template
 
 
-def check_stop_tokens(run: RunUnderCheck) -> list[Finding]:
+def check_stop_tokens(run: RunUnderCheck) -> Iterator[Finding]:
     """Check that end-of-sequence tokens of generating roles are in the vocabulary, and stop a response."""
-    findings = []
     for name in _generating_roles(run):
         path, model = run.config.models[name].path, run.models[name]
         tokenizer = run.tokenizer(path)
         stops = tuple(dict.fromkeys((tokenizer.eos_token_id, *run.config.generation.stop_ids)))
         shown = ", ".join(f"{i} ({tokenizer.convert_ids_to_tokens(i)})" for i in stops if i < len(tokenizer))
         outside = [i for i in stops if i >= model.vocab_size]
-        if outside:
-            findings.append(
-                Finding(
-                    "stop tokens",
-                    Status.PROBLEM,
-                    f"{name}: stop tokens {outside} are outside of the model's vocabulary of {model.vocab_size}",
-                    "Check generation.stop_ids and the tokenizer's end-of-sequence token.",
-                )
-            )
-            continue
         missing = [i for i in _model_ends(path, model.eos_token_ids) if i not in stops]
-        if missing:
-            findings.append(
-                Finding(
-                    "stop tokens",
-                    Status.WARNING,
-                    f"{name} stops at {shown}, but the model's own files end responses at "
-                    + ", ".join(f"{i} ({tokenizer.convert_ids_to_tokens(i)})" for i in missing)
-                    + " too",
-                    f"Set generation.stop_ids=[{','.join(map(str, missing))}].",
-                )
+        if outside:
+            yield Finding(
+                Status.PROBLEM,
+                f"{name}: stop tokens {outside} are outside of the model's vocabulary of {model.vocab_size}",
+                "Check generation.stop_ids and the tokenizer's end-of-sequence token.",
             )
+        elif missing:
+            ends = ", ".join(f"{i} ({tokenizer.convert_ids_to_tokens(i)})" for i in missing)
+            message = f"{name} stops at {shown}, but the model's own files end responses at {ends} too"
+            yield Finding(Status.WARNING, message, f"Set generation.stop_ids=[{','.join(map(str, missing))}].")
         else:
-            findings.append(Finding("stop tokens", Status.OK, f"{name} stops at {shown}"))
-    return findings
+            yield Finding(Status.OK, f"{name} stops at {shown}")
 
 
 def _generating_roles(run: RunUnderCheck) -> list[str]:
@@ -139,53 +121,40 @@ def check_chat_template(run: RunUnderCheck) -> list[Finding]:
     tokenizer = run.reading_tokenizer
     is_used = run.config.dataset.chat_template or _has_messages(run)
     if tokenizer.chat_template is None:
-        if is_used:
-            return [
-                Finding(
-                    "chat template",
-                    Status.PROBLEM,
-                    "prompts are to be wrapped in a chat template, and the tokenizer has none",
-                    "Use plain strings with dataset.chat_template=false, or add a chat_template to the tokenizer.",
-                )
-            ]
-        return [Finding("chat template", Status.OK, "the tokenizer has none, and none is used")]
+        if not is_used:
+            return [Finding(Status.OK, "the tokenizer has none, and none is used")]
+        message = "prompts are to be wrapped in a chat template, and the tokenizer has none"
+        remedy = "Use plain strings with dataset.chat_template=false, or add a chat_template to the tokenizer."
+        return [Finding(Status.PROBLEM, message, remedy)]
     use = "" if is_used else " (not used: prompts are plain text)"
     try:
         texts = [_rendered(tokenizer, *case) for case in ((CONVERSATION[:1], True), (CONVERSATION, False))]
     except Exception as error:  # noqa: BLE001 - a template is a program, which may raise anything
         message = f"the template cannot be rendered: {type(error).__name__}: {error}{use}"
         remedy = "Correct the tokenizer's chat_template." if is_used else ""
-        return [Finding("chat template", Status.PROBLEM if is_used else Status.OK, message, remedy)]
+        return [Finding(Status.PROBLEM if is_used else Status.OK, message, remedy)]
     for said, text, status in zip(CONVERSATION, texts, (Status.PROBLEM, Status.WARNING), strict=True):
         if is_used and said["content"] not in text:
             message = f"the template loses text: {said['content']!r} of the {said['role']} is not in what it renders"
-            return [Finding("chat template", status, message, "Correct the tokenizer's chat_template.")]
+            return [Finding(status, message, "Correct the tokenizer's chat_template.")]
     prompt, whole = encode_batch(tokenizer, texts, with_start=False)
     if whole[: len(prompt)] != prompt:
         n_equal = next(i for i, pair in enumerate(zip([*prompt, -1], [*whole, -2])) if pair[0] != pair[1])
-        return [
-            Finding(
-                "chat template",
-                Status.WARNING if is_used else Status.OK,
-                f"the prompt's {len(prompt)} tokens are no beginning of the conversation's {len(whole)}: token "
-                f"{n_equal} differs{use}",
-                "The template renders a finished answer in another way than it begins one; responses of earlier turns "
-                "are not seen as they were generated." if is_used else "",
-            )
-        ]  # fmt: skip
+        message = (
+            f"the prompt's {len(prompt)} tokens are no beginning of the conversation's {len(whole)}: token "
+            f"{n_equal} differs{use}"
+        )
+        remedy = (
+            "The template renders a finished answer in another way than it begins one; responses of earlier turns "
+            "are not seen as they were generated."
+        )
+        return [Finding(Status.WARNING, message, remedy) if is_used else Finding(Status.OK, message)]
     end = whole[len(prompt) :]
     stops = {tokenizer.eos_token_id, *run.config.generation.stop_ids}
     if is_used and _generating_roles(run) and not stops.intersection(end):
-        return [
-            Finding(
-                "chat template",
-                Status.WARNING,
-                f"a finished answer ends with {tokenizer.decode(end[-2:])!r}, which holds no stop token",
-                "Add the token that closes an answer to generation.stop_ids.",
-            )
-        ]
-    message = f"the prompt's {len(prompt)} tokens begin the conversation's {len(whole)}{use}"
-    return [Finding("chat template", Status.OK, message)]
+        message = f"a finished answer ends with {tokenizer.decode(end[-2:])!r}, which holds no stop token"
+        return [Finding(Status.WARNING, message, "Add the token that closes an answer to generation.stop_ids.")]
+    return [Finding(Status.OK, f"the prompt's {len(prompt)} tokens begin the conversation's {len(whole)}{use}")]
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], is_prompt: bool) -> str:
@@ -209,15 +178,15 @@ def _has_messages(run: RunUnderCheck) -> bool:
 def check_dataset(run: RunUnderCheck) -> list[Finding]:
     """Check that the dataset, and validation data if there is any, is readable and long enough for a step."""
     dataset = run.dataset
-    findings = [_about("dataset", run.config.dataset.path, dataset, run.plan.samples_per_step)]
+    findings = [_about(run.config.dataset.path, dataset, run.plan.samples_per_step)]
     if run.plan.evaluation is not None:
         config = held_out_data(run.config)
         held_out = load_dataset(config, run.kind, run.reading_tokenizer, is_held_out=True)
-        findings.append(_about("dataset", f"eval.path: {config.path}", held_out, 1))
+        findings.append(_about(f"eval.path: {config.path}", held_out, 1))
     return findings
 
 
-def _about(check: str, path: str, dataset: Dataset, n_needed: int) -> Finding:
+def _about(path: str, dataset: Dataset, n_needed: int) -> Finding:
     n_kept, n_dropped = len(dataset), dataset.n_dropped
     longest = max(dataset.prompt_lens)
     message = f"{path}: {n_kept} rows, {n_dropped} dropped; prompts of {min(dataset.prompt_lens)} to {longest} tokens"
@@ -225,12 +194,10 @@ def _about(check: str, path: str, dataset: Dataset, n_needed: int) -> Finding:
         message += f", whole sequences of up to {max(map(max, dataset.seqlens))}"
     if n_kept < n_needed:
         remedy = "Lower n_seqs, or give more rows."
-        return Finding(check, Status.PROBLEM, f"{message}; a step needs {n_needed} rows", remedy)
+        return Finding(Status.PROBLEM, f"{message}; a step needs {n_needed} rows", remedy)
     if n_dropped > n_kept:
-        return Finding(
-            check, Status.WARNING, f"{message}; {'; '.join(dataset.notes)}", "Raise the limits of dataset.*."
-        )
-    return Finding(check, Status.OK, message)
+        return Finding(Status.WARNING, f"{message}; {'; '.join(dataset.notes)}", "Raise the limits of dataset.*.")
+    return Finding(Status.OK, message)
 
 
 def row_lengths(dataset: Dataset) -> RowLengths:
@@ -277,27 +244,20 @@ def check_lengths(run: RunUnderCheck) -> list[Finding]:
     new = run.config.generation.max_new_tokens if generating else 0
     dataset = run.dataset
     longest = max(dataset.prompt_lens) + new if new else max(map(max, dataset.seqlens))
-    too_short = {name: model for name, model in run.models.items() if model.max_positions < longest}
     what = f"prompts of up to {max(dataset.prompt_lens)} tokens and {new} new ones" if new else "prompts with answers"
-    if not too_short:
-        fewest = min((model.max_positions for model in run.models.values()), default=0)
-        message = f"{what} make up to {longest} tokens; the models have {fewest} positions or more"
-        return [Finding("lengths", Status.OK, message)]
+    limit = "generation.max_new_tokens" if new else "dataset.max_answer_tokens"
+    remedy = f"Lower dataset.max_prompt_tokens or {limit}."
     findings = []
-    for name, model in too_short.items():
+    for name, model in run.models.items():
+        if model.max_positions >= longest:
+            continue
         is_limit = name in generating or model.learned_positions
-        findings.append(
-            Finding(
-                "lengths",
-                Status.PROBLEM if is_limit else Status.WARNING,
-                f"{what} make up to {longest} tokens, {name} has {model.max_positions} positions"
-                + ("" if is_limit else ", beyond which it was not trained"),
-                "Lower dataset.max_prompt_tokens or generation.max_new_tokens."
-                if new
-                else "Lower dataset.max_prompt_tokens or dataset.max_answer_tokens.",
-            )
-        )
-    return findings
+        message = f"{what} make up to {longest} tokens, {name} has {model.max_positions} positions"
+        message += "" if is_limit else ", beyond which it was not trained"
+        findings.append(Finding(Status.PROBLEM if is_limit else Status.WARNING, message, remedy))
+    fewest = min((model.max_positions for model in run.models.values()), default=0)
+    enough = Finding(Status.OK, f"{what} make up to {longest} tokens; the models have {fewest} positions or more")
+    return findings or [enough]
 
 
 def check_vocabulary(run: RunUnderCheck) -> list[Finding]:
@@ -306,16 +266,11 @@ def check_vocabulary(run: RunUnderCheck) -> list[Finding]:
     check_vocabularies(run.plan, run.dataset, n_tokens=len(tokenizer))
     sizes = {name: model.vocab_size for name, model in run.models.items()}
     shown = ", ".join(f"{name} {size}" for name, size in sizes.items()) or "no model"
-    if len(set(sizes.values())) > 1:
-        return [
-            Finding(
-                "vocabularies",
-                Status.WARNING,
-                f"sizes differ: {shown}; the tokenizer has {len(tokenizer)}",
-                "Make sure that all models were trained with one tokenizer; padded vocabularies are harmless.",
-            )
-        ]
-    return [Finding("vocabularies", Status.OK, f"{shown}; the tokenizer has {len(tokenizer)}")]
+    message = f"{shown}; the tokenizer has {len(tokenizer)}"
+    if len(set(sizes.values())) < 2:
+        return [Finding(Status.OK, message)]
+    remedy = "Make sure that all models were trained with one tokenizer; padded vocabularies are harmless."
+    return [Finding(Status.WARNING, f"sizes differ: {message}", remedy)]
 
 
 def some_prompts(run: RunUnderCheck, n: int) -> list[torch.Tensor]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Any
 
 from realrl.errors import Error
-
-Subject = TypeVar("Subject")
 
 
 class Status(Enum):
@@ -26,49 +24,48 @@ class Finding:
     """One result of a check.
 
     Attributes:
-        check: name of the check.
-        status: severity.
         message: the result, with its numbers.
         remedy: advice to the user; "" where there is nothing to do.
+        check: name of the check, which `run_checks` fills in.
     """
 
-    check: str
     status: Status
     message: str
     remedy: str = ""
+    check: str = ""
 
 
 @dataclass(frozen=True)
-class Check(Generic[Subject]):
+class Check:
     """A named check.
 
     Attributes:
-        run: returns the findings; an `Error` that it raises is a problem.
+        run: returns the findings about its subject; an `Error` that it raises is a problem.
         needs: names of checks that must find no problem before this one runs.
     """
 
     name: str
-    run: Callable[[Subject], Sequence[Finding]]
+    run: Callable[[Any], Iterable[Finding]]
     needs: tuple[str, ...] = ()
 
 
-def run_checks(checks: Sequence[Check[Subject]], subject: Subject) -> Iterator[Finding]:
+def run_checks(checks: Sequence[Check], subject: object) -> Iterator[Finding]:
     """Yield the findings of all checks, in order; a check that needs one with a problem is not run."""
     broken: set[str] = set()
     for check in checks:
         missing = [name for name in check.needs if name in broken]
         if missing:
             broken.add(check.name)
-            yield Finding(check.name, Status.SKIPPED, f"needs what has a problem: {', '.join(missing)}")
+            yield Finding(Status.SKIPPED, f"needs what has a problem: {', '.join(missing)}", check=check.name)
             continue
         try:
-            found = check.run(subject)
+            found = list(check.run(subject))
         except Error as error:
-            found = [Finding(check.name, Status.PROBLEM, error.message, error.remedy or "")]
+            found = [Finding(Status.PROBLEM, error.message, error.remedy or "")]
         except Exception as error:  # noqa: BLE001 - a file that breaks one check must not hide the others
             message = f"this check failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             remedy = "Look at the files that it reads; if nothing is wrong with them, report it as a bug in realrl."
-            found = [Finding(check.name, Status.PROBLEM, message, remedy)]
+            found = [Finding(Status.PROBLEM, message, remedy)]
         if any(finding.status is Status.PROBLEM for finding in found):
             broken.add(check.name)
-        yield from found
+        yield from (replace(finding, check=check.name) for finding in found)

@@ -37,7 +37,7 @@ EXTRAS = {
 def check_files(run: RunUnderCheck) -> list[Finding]:
     """Check that models, datasets and the run folder of the configuration exist."""
     check_paths(run.config, cache_dir=cache_dir().absolute())
-    return [Finding("files", Status.OK, f"models, data and {_run_folder(run)}/")]
+    return [Finding(Status.OK, f"models, data and {_run_folder(run)}/")]
 
 
 def check_devices(run: RunUnderCheck) -> list[Finding]:
@@ -49,20 +49,15 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
     except ConfigError as error:
         if run.device_memory_bytes is None:
             raise
-        return [Finding("devices", Status.WARNING, f"planned for other machines than this one: {error.message}")]
+        return [Finding(Status.WARNING, f"planned for other machines than this one: {error.message}")]
     message = f"{run.plan.n_workers} of type {run.device.type}"
     if cluster.n_nodes > 1:
-        return [
-            Finding(
-                "devices",
-                Status.PROBLEM if run.device_memory_bytes is None else Status.WARNING,
-                f"{message} on {cluster.n_nodes} nodes, but this version starts workers on one machine only",
-                "Use cluster.n_nodes=1; plans for more nodes can be made and drawn.",
-            )
-        ]
+        status = Status.PROBLEM if run.device_memory_bytes is None else Status.WARNING
+        message += f" on {cluster.n_nodes} nodes, but this version starts workers on one machine only"
+        return [Finding(status, message, "Use cluster.n_nodes=1; plans for more nodes can be made and drawn.")]
     if run.device.type == "cpu":
         message += f"; generation with {describe()}"
-    return [Finding("devices", Status.OK, message)]
+    return [Finding(Status.OK, message)]
 
 
 def check_disk(run: RunUnderCheck) -> list[Finding]:
@@ -73,7 +68,7 @@ def check_disk(run: RunUnderCheck) -> list[Finding]:
     states = role_states(run.plan, run.models)
     one = sum(checkpoint_bytes(state) for state in states.values() if state.is_changed)
     if not one:
-        return [Finding("disk", Status.OK, f"{show_bytes(free)} free in {existing}; nothing is trained")]
+        return [Finding(Status.OK, f"{show_bytes(free)} free in {existing}; nothing is trained")]
     save = run.config.save
     is_regular = save.every_steps or save.every_epochs or save.every_s
     most = save.keep + 1 + bool(save.keep_best) if is_regular else 1
@@ -81,23 +76,23 @@ def check_disk(run: RunUnderCheck) -> list[Finding]:
         f"a checkpoint takes {show_bytes(one)}, {most} at most exist at a time; {show_bytes(free)} free in {existing}"
     )
     if most * one > free:
-        return [Finding("disk", Status.PROBLEM, message, "Set run_dir to a larger disk, or lower save.keep.")]
-    return [Finding("disk", Status.OK, message)]
+        return [Finding(Status.PROBLEM, message, "Set run_dir to a larger disk, or lower save.keep.")]
+    return [Finding(Status.OK, message)]
 
 
 def check_port(run: RunUnderCheck) -> list[Finding]:
     """Check that the port that the master is to listen on is free."""
     port = run.config.cluster.master_port
     if port == 0:
-        return [Finding("port", Status.OK, "the master takes a free one")]
+        return [Finding(Status.OK, "the master takes a free one")]
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", port))
         except OSError as error:
             message = f"cluster.master_port={port}: {error.strerror}"
-            return [Finding("port", Status.PROBLEM, message, "Choose another port, or 0 for a free one.")]
-    return [Finding("port", Status.OK, f"{port} is free")]
+            return [Finding(Status.PROBLEM, message, "Choose another port, or 0 for a free one.")]
+    return [Finding(Status.OK, f"{port} is free")]
 
 
 def check_packages(run: RunUnderCheck) -> list[Finding]:
@@ -108,9 +103,9 @@ def check_packages(run: RunUnderCheck) -> list[Finding]:
     if missing:
         extras = ",".join(dict.fromkeys(EXTRAS[module] for module in missing))
         message = f"not installed, but needed: {', '.join(missing)}"
-        return [Finding("packages", Status.PROBLEM, message, f"pip install 'realrl[{extras}]'")]
+        return [Finding(Status.PROBLEM, message, f"pip install 'realrl[{extras}]'")]
     message = f"needed: {', '.join(needed) or 'no optional one'}; installed: {', '.join(installed) or 'none'}"
-    return [Finding("packages", Status.OK, message)]
+    return [Finding(Status.OK, message)]
 
 
 def _is_installed(module: str) -> bool:
@@ -139,9 +134,9 @@ def check_start(run: RunUnderCheck) -> list[Finding]:
     resume = check_inputs(replace(run.plan, config=config))
     if resume.notes:
         message = f"realrl run would start this, but not where it ended: {'; '.join(resume.notes)}"
-        return [Finding("start", Status.WARNING, message)]
+        return [Finding(Status.WARNING, message)]
     where = "" if resume.folder is None else f", from {resume.folder} on"
-    return [Finding("start", Status.OK, f"realrl run would start this{where}")]
+    return [Finding(Status.OK, f"realrl run would start this{where}")]
 
 
 def _run_folder(run: RunUnderCheck) -> Path:

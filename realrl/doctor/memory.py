@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from realrl.config.schema import RunConfig
 from realrl.cpu import attention_dtype, choose_kernels
 from realrl.doctor.run_under_check import Recompose
-from realrl.engine.device import total_memory_bytes
+from realrl.engine.device import free_memory_bytes, total_memory_bytes
 from realrl.errors import UsageError
 from realrl.experiment.evaluation import eval_generation
 from realrl.experiment.models import role_configs
@@ -172,10 +172,10 @@ def machine_memory() -> int:
     return total
 
 
-def free_memory(device: torch.device) -> int:
-    """Return the bytes of a CUDA device's memory; of host memory, those that the kernel can give without swapping."""
+def free_memory(device: torch.device, of_accelerator: Callable[[torch.device], int] = free_memory_bytes) -> int:
+    """Return the free bytes of a CUDA device; of host memory, those that the kernel can give without swapping."""
     if device.type != "cpu":
-        return total_memory_bytes(device)
+        return of_accelerator(device)
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").is_file() else []
     available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return min([*available, machine_memory()])
@@ -216,13 +216,8 @@ def _candidates(plan: RunPlan) -> list[tuple[str, ...]]:
     optimizers = {
         key: tuple(f"models.{name}.optimizer.{key}" for name in sections) for key in ("zero_stage=1", "offload=true")
     }
-    singles = [checkpointing, *optimizers.values()]
-    pieces: tuple[str, ...] = ()
-    if config.max_tokens_per_mb is None and sections:
-        trained = (plan.allocations[mfc.name].strategy.pp for mfc in plan.mfcs if mfc.is_train)
-        n_mbs = config.n_mbs or max(default_n_mbs(pp, is_train=True) for pp in trained)
-        singles += [(f"n_mbs={factor * n_mbs}",) for factor in (2, 4, 16)]
-        pieces = (f"n_mbs={16 * n_mbs}",)
+    pieces = [_more_micro_batches(plan, factor) for factor in (2, 4, 16)] if sections else [()]
+    singles = [checkpointing, *optimizers.values(), *pieces]
     if any(mfc.interface_type is InterfaceType.GENERATE for mfc in plan.mfcs):
         singles.append((f"generation.max_batch_size={max(1, config.generation.max_batch_size // 4)}",))
     if any(not role.trainable and role.head != "none" for role in plan.roles.values()):
@@ -232,5 +227,21 @@ def _candidates(plan: RunPlan) -> list[tuple[str, ...]]:
     if config.precision == "fp32":
         singles.append(("precision=bf16",))
     singles.append(tuple(f"models.{name}.lora.rank=16" for name in sections))
-    together = [(*checkpointing, *pieces), (*checkpointing, *pieces, *optimizers["offload=true"])]
+    together = [(*checkpointing, *pieces[-1]), (*checkpointing, *pieces[-1], *optimizers["offload=true"])]
     return list(dict.fromkeys(overrides for overrides in (*singles, *together) if overrides))
+
+
+def _more_micro_batches(plan: RunPlan, factor: int) -> tuple[str, ...]:
+    """Return settings that cut each minibatch into more micro-batches, also of calls with a number of their own.
+
+    Calls that follow a token budget stay as they are.
+    """
+    config = plan.config
+    own = {name: call.n_mbs for name, call in config.calls.items() if call.n_mbs is not None}
+    own |= {mfc.name: mfc.n_mbs for mfc in plan.mfcs if mfc.n_mbs not in (None, config.n_mbs)}
+    others = [mfc for mfc in plan.mfcs if mfc.is_train and mfc.name not in own and mfc.max_tokens_per_mb is None]
+    of_calls = tuple(f"calls.{name}.n_mbs={factor * n_mbs}" for name, n_mbs in own.items())
+    if not others:
+        return of_calls
+    n_mbs = config.n_mbs or max(default_n_mbs(plan.allocations[mfc.name].strategy.pp, is_train=True) for mfc in others)
+    return (f"n_mbs={factor * n_mbs}", *of_calls)

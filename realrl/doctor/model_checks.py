@@ -42,14 +42,13 @@ _WORKING_SPACE = 2.5  # times the parameters: weights packed for generation, and
 _TOKENS = KeySchema("int64", Per.TOKEN)
 _FLAGS = KeySchema("bool", Per.TOKEN)
 _REWARDS = KeySchema("float32", Per.SEQUENCE)
-_METADATA = KeySchema("uint8", Per.TOKEN)
 
 
 def check_models(run: RunUnderCheck) -> list[Finding]:
     """Check that every role's model can be built, and that the strategies can cut it."""
     check_models_fit(run.plan)
     shown = ", ".join(f"{name} {_count(run, name) / 1e6:.1f}M" for name in run.models) or "none"
-    return [Finding("models", Status.OK, f"parameters: {shown}; they fit the strategies")]
+    return [Finding(Status.OK, f"parameters: {shown}; they fit the strategies")]
 
 
 def check_weights(run: RunUnderCheck) -> list[Finding]:
@@ -61,7 +60,7 @@ def check_weights(run: RunUnderCheck) -> list[Finding]:
             check_model(path, head=run.models[name].head, makes_head=role.trainable)
             folders.append(path)
     shown = ", ".join(dict.fromkeys(folders))
-    return [Finding("weights", Status.OK, f"whole: {shown}" if shown else "made on the spot")]
+    return [Finding(Status.OK, f"whole: {shown}" if shown else "made on the spot")]
 
 
 def _count(run: RunUnderCheck, name: str) -> int:
@@ -82,9 +81,9 @@ def check_rewards(run: RunUnderCheck) -> list[Finding]:
             findings.append(_score(run, mfc, interface))
         elif not isinstance(interface, Filter):
             message = f"{mfc.name}: {mfc.interface.name} is no reward function, and was not called"
-            findings.append(Finding("rewards", Status.SKIPPED, message))
+            findings.append(Finding(Status.SKIPPED, message))
     if not findings:
-        findings.append(Finding("rewards", Status.OK, "no call of this run is a reward function"))
+        findings.append(Finding(Status.OK, "no call of this run is a reward function"))
     return findings
 
 
@@ -109,17 +108,18 @@ def _score(run: RunUnderCheck, mfc: MFCDef, interface: WeightedRewards) -> Findi
     took_s = time.monotonic() - start_s
     failed = sum(total for name, (total, _) in context.metrics.sums.items() if name.endswith("/failed"))
     if failed:
-        return Finding(
-            "rewards",
-            Status.WARNING,
+        message = (
             f"{mfc.name}: failed for {failed:.0f} of {len(batch)} placeholder responses, which count as "
-            "algorithm.reward_on_failure says",
-            "Call the function yourself with such a response: the run's log will only have a line for each failure.",
+            "algorithm.reward_on_failure says"
         )
+        remedy = (
+            "Call the function yourself with such a response: the run's log will only have a line for each failure."
+        )
+        return Finding(Status.WARNING, message, remedy)
     values = ", ".join(f"{value:.4g}" for value in rewards["rewards"].tolist())
     took = f"in {took_s:.1f} s, the start of processes included"
     message = f"{mfc.name}: {values} for {len(batch)} placeholder responses, {took}"
-    return Finding("rewards", Status.OK, message)
+    return Finding(Status.OK, message)
 
 
 def _placeholders(run: RunUnderCheck, mfc: MFCDef) -> SequenceSample:
@@ -161,26 +161,23 @@ def check_logprobs(run: RunUnderCheck) -> list[Finding]:
     generates = [mfc for mfc in run.plan.mfcs if mfc.interface_type is InterfaceType.GENERATE]
     roles = list(dict.fromkeys(mfc.role for mfc in generates if mfc.role in run.models))
     if not roles:
-        return [Finding("log-probabilities", Status.OK, "nothing is generated")]
+        return [Finding(Status.OK, "nothing is generated")]
     if not run.loads_models:
-        return [Finding("log-probabilities", Status.SKIPPED, "no model is to be loaded")]
+        return [Finding(Status.SKIPPED, "no model is to be loaded")]
     try:
         _ = run.device
     except ConfigError as error:
-        return [Finding("log-probabilities", Status.SKIPPED, error.message)]
+        return [Finding(Status.SKIPPED, error.message)]
     return [_agreement(run, name) for name in roles]
 
 
 def _agreement(run: RunUnderCheck, name: str) -> Finding:
-    check, model = "log-probabilities", run.models[name]
+    model = run.models[name]
     needed = int(_WORKING_SPACE * sum(spec.num_bytes for spec in parameter_specs(replace(model, lora=None))))
     free = free_memory(run.device)
     if needed > free:
-        return Finding(
-            check,
-            Status.SKIPPED,
-            f"{name}: the whole model on one device takes about {show_bytes(needed)}, {show_bytes(free)} are free",
-        )
+        message = f"{name}: the whole model on one device takes about {show_bytes(needed)}, {show_bytes(free)} are free"
+        return Finding(Status.SKIPPED, message)
     engine = DecoderEngine(_load(run, name), role=name)
     prompts = some_prompts(run, N_PROMPTS)
     ids = tuple(f"prompt {i}" for i in range(len(prompts)))
@@ -193,11 +190,11 @@ def _agreement(run: RunUnderCheck, name: str) -> Finding:
         f"{mean:.2g} on average; up to {tolerance:g} is rounding in {run.config.precision}"
     )
     if largest <= tolerance:  # False for NaN as well
-        return Finding(check, Status.OK, message)
+        return Finding(Status.OK, message)
     remedy = (
         "Try precision=fp32: if they agree there, rounding is the cause; otherwise report it with the model's name."
     )
-    return Finding(check, Status.WARNING, message, remedy)
+    return Finding(Status.WARNING, message, remedy)
 
 
 def compare(
@@ -205,12 +202,9 @@ def compare(
 ) -> tuple[float, float, int]:
     """Return the largest and the mean absolute difference in nats, and the number of compared tokens."""
     config = run.config
+    n_tokens = min(N_NEW_TOKENS, config.generation.max_new_tokens)
     generation = config.generation.model_copy(
-        update={
-            "n_responses": 1,
-            "max_new_tokens": min(N_NEW_TOKENS, config.generation.max_new_tokens),
-            "min_new_tokens": 0,
-        }
+        update={"n_responses": 1, "max_new_tokens": n_tokens, "min_new_tokens": 0}
     )
     tokenizer = run.reading_tokenizer
     batch = SequenceSample.from_lists(tuple(ids), {"prompt_ids": (_TOKENS, [[prompt] for prompt in prompts])})

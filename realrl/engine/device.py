@@ -91,6 +91,12 @@ def total_memory_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device that no process uses."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free)
+
+
 def release_cached_memory(device: torch.device) -> None:
     """Return unused memory that the CUDA allocator keeps to the device."""
     if device.type == "cuda":

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from realrl.config.schema import RunConfig, Section
 from realrl.data.kinds import DatasetKind
-from realrl.graph.mfc import MFCDef
+from realrl.graph.mfc import N_SEQS_OF_THE_RUN, MFCDef
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Experiment:
         adds: functions of options, applied in this order: (configuration, calls) -> changed calls.
         check: refuses configurations whose values are possible one by one but not together; its arguments are the
             resolved configuration and `defaults`.
+        ancestors: the experiments that a variant comes from, the nearest first -> the defaults that it states beyond
+            theirs.
         eval_metrics: metrics that `ModelInterface.evaluate` of the trained calls' interface returns, besides
             ``weight``. They are for experiments that do not generate; others are evaluated by rewards of responses.
     """
@@ -59,9 +61,10 @@ class Experiment:
     eval_metrics: tuple[str, ...] = ()
     adds: tuple[Callable[[RunConfig, list[MFCDef]], list[MFCDef]], ...] = ()
     check: Callable[[RunConfig, Mapping[str, object]], None] | None = None
+    ancestors: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
 
     def calls(self, config: RunConfig) -> list[MFCDef]:
-        """Return the calls of a run with this configuration: `mfcs`, changed by `adds`.
+        """Return the calls of a run with this configuration: `mfcs`, changed by `adds`; `n_seqs` where it is left out.
 
         Raises:
             ConfigError: `check` or an option refuses the configuration.
@@ -71,7 +74,7 @@ class Experiment:
         calls = list(self.mfcs(config))
         for add in self.adds:
             calls = add(config, calls)
-        return calls
+        return [replace(mfc, n_seqs=config.n_seqs) if mfc.n_seqs == N_SEQS_OF_THE_RUN else mfc for mfc in calls]
 
     def variant(
         self, name: str, description: str, *, defaults: Mapping[str, object] | None = None, **changes: Any
@@ -83,8 +86,10 @@ class Experiment:
             defaults: configuration values that differ from this one's, nested like the configuration.
             changes: other fields that differ.
         """
-        merged = _merged(self.defaults, defaults or {})
-        return replace(self, name=name, description=description, defaults=merged, **changes)
+        own = defaults or {}
+        ancestors = {self.name: own, **{older: _merged(stated, own) for older, stated in self.ancestors.items()}}
+        merged = _merged(self.defaults, own)
+        return replace(self, name=name, description=description, defaults=merged, ancestors=ancestors, **changes)
 
     def roles_for(self, config: RunConfig) -> Mapping[str, Role]:
         """Return the roles of a run with this configuration; the names are those of `roles`, or fewer."""

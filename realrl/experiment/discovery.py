@@ -20,6 +20,7 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import experiment_reference, load_config
 from realrl.errors import ConfigError, did_you_mean
 from realrl.experiment.declaration import Experiment
+from realrl.experiment.loading import execute_module, find_working_directory
 
 ATTRIBUTE = "EXPERIMENT"
 PACKAGE = "realrl_experiments"
@@ -40,15 +41,11 @@ def load_experiment(reference: str) -> Experiment:
     """
     if _is_file(reference):
         return _declared(_import_file(Path(reference)), reference)
-    names = experiment_names()
-    if reference in names:
+    if reference in experiment_names():
         return _declared(_import_module(f"{_package().__name__}.{reference}", reference), reference)
     if "." in reference and all(part.isidentifier() for part in reference.split(".")):
         return _declared(_import_module(reference, reference), reference)
-    raise ConfigError(
-        f"there is no experiment '{reference}'.{did_you_mean(reference, names)}",
-        remedy=f"Choose from {', '.join(names)}, or give a file such as ./my_algorithm.py.",
-    )
+    raise _unknown("experiment", reference)
 
 
 def stable_reference(reference: str) -> str:
@@ -99,25 +96,28 @@ def _package() -> ModuleType:
     )
     if spec is None or not folder.is_dir():
         raise ConfigError(f"the registered experiments are missing: there is no package {PACKAGE} and no '{folder}'")
-    return _execute(spec, PACKAGE)
+    return execute_module(spec, PACKAGE)
 
 
 def _import_module(name: str, reference: str) -> ModuleType:
     """Import a module by name; the current folder counts, as it does for ``python -m``."""
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    find_working_directory()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            names = experiment_names()
-            raise ConfigError(
-                f"there is no experiment or module '{reference}'.{did_you_mean(reference, names)}",
-                remedy=f"Choose from {', '.join(names)}, or give a file such as ./my_algorithm.py.",
-            ) from error
+            raise _unknown("experiment or module", reference) from error
         raise _import_failed(reference, error) from error
     except Exception as error:
         raise _import_failed(reference, error) from error
+
+
+def _unknown(kind: str, reference: str) -> ConfigError:
+    names = experiment_names()
+    return ConfigError(
+        f"there is no {kind} '{reference}'.{did_you_mean(reference, names)}",
+        remedy=f"Choose from {', '.join(names)}, or give a file such as ./my_algorithm.py.",
+    )
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -140,21 +140,9 @@ def _import_file(path: Path) -> ModuleType:
     if spec is None:
         raise ConfigError(f"'{path}' is not a Python file")
     try:
-        return _execute(spec, name)
+        return execute_module(spec, name)
     except Exception as error:
         raise _import_failed(str(path), error) from error
-
-
-def _execute(spec: importlib.machinery.ModuleSpec, name: str) -> ModuleType:
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 def _import_failed(reference: str, error: Exception) -> ConfigError:

@@ -10,73 +10,49 @@ alone (``realrl eval``) they are the graph of a run that trains nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from realrl.config.schema import BUILT_IN, DatasetConfig, GenerationConfig, RunConfig
 from realrl.errors import ConfigError
 from realrl.experiment.call_settings import configured_calls
 from realrl.experiment.declaration import Experiment, Role
+from realrl.experiment.run_plan import RunPlan
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef
-from realrl.mesh.device_mesh import Allocation
 from realrl.plan.hooks import CallHooks, Offload
 from realrl.sched.track.scores import JUDGED, WEIGHT
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 PREFIX = "eval_"  # prefix of the calls' names beside a training graph
 TARGETS = ("input_ids", "rewards", "costs")
 PARTS = ("input_ids", "prompt_mask", "truncated")  # generated keys that are kept even if no call reads them
 
 
-@dataclass(frozen=True)
-class EvalPlan:
-    """The calls that evaluate a training run; the fields are those of `realrl.experiment.run_plan.RunPlan`."""
-
-    mfcs: tuple[MFCDef, ...]
-    graph: nx.DiGraph
-    allocations: Mapping[str, Allocation]
-    hooks: Mapping[str, CallHooks]
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(mfc.name for mfc in self.mfcs)
-
-
-def plan_evaluation(
-    experiment: Experiment,
-    config: RunConfig,
-    finish: Callable[[MFCDef], MFCDef],
-    allocations: Mapping[str, Allocation],
-    hooks: Mapping[str, CallHooks],
-) -> EvalPlan:
-    """Return the evaluation of a training run.
+def plan_evaluation(plan: RunPlan, finish: Callable[[MFCDef], MFCDef]) -> RunPlan:
+    """Return the evaluation of a training run: its calls, on the allocations of those that they come from.
 
     Args:
-        experiment: the experiment that trains.
-        config: the run's resolved configuration.
+        plan: the training run.
         finish: completes a call with the run's settings for all calls.
-        allocations: training call -> its allocation.
-        hooks: training call -> its hooks.
 
     Raises:
         ConfigError: the experiment trains nothing or has nothing to evaluate, or there is no validation data.
     """
+    experiment, config = plan.experiment, plan.config
     held_out_data(config)
-    if not any(mfc.is_train for mfc in experiment.calls(config)):
+    if not any(mfc.is_train for mfc in plan.mfcs):
         raise ConfigError(
             f"experiment '{experiment.name}' trains nothing, so that there is nothing to evaluate on the way",
             remedy=f"Evaluate its models alone: realrl eval {experiment.name} eval.path=FILE",
         )
     calls = {base: finish(replace(mfc, name=PREFIX + mfc.name)) for base, mfc in _calls(experiment, config).items()}
     mfcs = tuple(calls.values())
-    return EvalPlan(
-        mfcs,
-        build_graph(mfcs, experiment.dataset.keys),
-        {mfc.name: allocations[base] for base, mfc in calls.items()},
-        {mfc.name: _hooks(hooks[base]) for base, mfc in calls.items()},
+    return replace(
+        plan,
+        mfcs=mfcs,
+        graph=build_graph(mfcs, experiment.dataset.keys),
+        allocations={mfc.name: plan.allocations[base] for base, mfc in calls.items()},
+        hooks={mfc.name: _hooks(plan.hooks[base]) for base, mfc in calls.items()},
     )
 
 

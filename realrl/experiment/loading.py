@@ -48,7 +48,7 @@ def require_module(name: str, key: str) -> None:
     if where.endswith(".py"):
         found = Path(where).is_file()
     else:
-        _find_working_directory()
+        find_working_directory()
         try:
             found = importlib.util.find_spec(where) is not None
         except ModuleNotFoundError:
@@ -74,7 +74,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _import(name: str, module: str) -> ModuleType:
-    _find_working_directory()
+    find_working_directory()
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -92,18 +92,24 @@ def _load_file(name: str, path: str) -> ModuleType:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None
+    return execute_module(spec, module_name)
+
+
+def execute_module(spec: importlib.machinery.ModuleSpec, name: str) -> ModuleType:
+    """Return a new module under `name`; one that raises leaves no trace, so that it can be loaded anew."""
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[module_name]
+        del sys.modules[name]
         raise
     return module
 
 
-def _find_working_directory() -> None:
+def find_working_directory() -> None:
+    """Let imports find modules in the current folder, as under ``python -m``."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)

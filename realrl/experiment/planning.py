@@ -61,8 +61,7 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     def finish(mfc: MFCDef) -> MFCDef:
         return dataclasses.replace(with_run_settings(mfc, config), min_n_seqs=None)
 
-    evaluation = plan_evaluation(experiment, config, finish, allocations, hooks)
-    return dataclasses.replace(plan, evaluation=evaluation)
+    return dataclasses.replace(plan, evaluation=plan_evaluation(plan, finish))
 
 
 def check_models_fit(plan: RunPlan) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from realrl.config.schema import RunConfig
 from realrl.experiment.declaration import Experiment, Role
-from realrl.experiment.evaluation import EvalPlan
 from realrl.graph.mfc import MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.groups import ProcessGroup, process_groups
@@ -25,7 +24,7 @@ class RunPlan:
     Attributes:
         allocations: call -> its allocation.
         hooks: call -> reallocs and offloads around it.
-        evaluation: the calls that evaluate a training run; None where it is not evaluated.
+        evaluation: plan of the calls that evaluate a training run; None where it is not evaluated.
     """
 
     config: RunConfig
@@ -35,7 +34,7 @@ class RunPlan:
     allocations: Mapping[str, Allocation]
     cluster: Cluster
     hooks: Mapping[str, CallHooks]
-    evaluation: EvalPlan | None = None
+    evaluation: RunPlan | None = None
 
     @property
     def roles(self) -> Mapping[str, Role]:
@@ -73,7 +72,7 @@ class RunPlan:
 
     def eval_calls_of(self, role: str) -> tuple[MFCDef, ...]:
         """Return all calls of one role that evaluate the run."""
-        return tuple(mfc for mfc in self.evaluation.mfcs if mfc.role == role) if self.evaluation is not None else ()
+        return () if self.evaluation is None else self.evaluation.calls_of(role)
 
     def hooks_of(self, call: str) -> CallHooks:
         """Return the hooks of a call of training or of evaluation."""
@@ -87,7 +86,7 @@ class RunPlan:
 
     def is_evaluating(self, call: str) -> bool:
         """Return True if a call evaluates."""
-        return self.config.eval.only or (self.evaluation is not None and call in self.evaluation.names)
+        return self.config.eval.only or (self.evaluation is not None and call in self.evaluation.hooks)
 
     def home_of(self, role: str) -> Allocation | None:
         """Return the allocation in which the parameters of a role live; None if it has none."""

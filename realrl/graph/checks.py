@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from realrl.errors import GraphError, did_you_mean
-from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook, protocol_names
+from realrl.graph.mfc import (
+    N_SEQS_OF_THE_RUN,
+    InterfaceType,
+    MFCDef,
+    ModelName,
+    OffloadHook,
+    ParamReallocHook,
+    protocol_names,
+)
 
 _ARTICLE = {
     InterfaceType.GENERATE: "a generate",
@@ -73,6 +81,12 @@ def _check_names(mfcs: Sequence[MFCDef]) -> None:
 
 
 def _check_counts(mfc: MFCDef) -> None:
+    if mfc.n_seqs == N_SEQS_OF_THE_RUN:
+        raise GraphError(
+            f"call '{mfc.name}' has no n_seqs",
+            remedy="Only the calls of a run have a default: write MFCDef(..., n_seqs=SAMPLES).",
+            call=mfc.name,
+        )
     counts: Mapping[str, tuple[int | None, int]] = {
         "n_seqs": (mfc.n_seqs, 1),
         "min_n_seqs": (mfc.min_n_seqs, 1),

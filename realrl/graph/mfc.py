@@ -10,6 +10,7 @@ from typing import Any
 from realrl.errors import GraphError
 
 DEFAULT_PROTOCOL = "3D_PROTO"
+N_SEQS_OF_THE_RUN = -1
 _PROTOCOL_NAMES = [DEFAULT_PROTOCOL, "DP_PROTO", "ONE_TO_ALL", "ALL_TO_ALL", "3D_ALL_MICRO_DP", "3D_PP_ONLY"]
 
 
@@ -80,7 +81,7 @@ class MFCDef:
         output_keys: keys that the call produces.
         input_key_remap: graph key -> name under which the interface sees it.
         output_key_remap: name that the interface returns -> graph key.
-        n_seqs: samples per call.
+        n_seqs: samples per call; by default those of the run, which `Experiment.calls` fills in.
         min_n_seqs: the call may start on this many samples as they become available (streaming).
         n_mbs: number of micro-batches per minibatch and rank.
         max_tokens_per_mb: token budget of a micro-batch; takes the place of `n_mbs`.
@@ -108,7 +109,7 @@ class MFCDef:
     output_keys: tuple[str, ...] = ()
     input_key_remap: Mapping[str, str] = field(default_factory=dict)
     output_key_remap: Mapping[str, str] = field(default_factory=dict)
-    n_seqs: int = 1
+    n_seqs: int = N_SEQS_OF_THE_RUN
     min_n_seqs: int | None = None
     n_mbs: int | None = None
     max_tokens_per_mb: int | None = None

@@ -17,13 +17,13 @@ from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, RunError
 from realrl.experiment.rewards import MODEL_REWARDS, SHORT_FORM
 from realrl.rewards.call import Traits
-from realrl.rewards.pool import FunctionSpec, InProcessPool, Outcome, ProcessPool, Request, RewardPool
-from realrl.rewards.shaping import overlong_penalty
+from realrl.rewards.pool import FunctionSpec, InProcessPool, Outcome, ProcessPool, Request
 from realrl.sched.messages import KeySchema, Per
 
 log = logging.getLogger(__name__)
 
 METADATA = "metadata"
+DEFAULT_CACHE_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class WeightedRewards(ModelInterface):
         self._functions = [part for part in self._parts if part.is_function]
         self._metrics = metrics
         specs = [FunctionSpec(p.function, p.reads, p.timeout_s, p.options) for p in self._functions]
-        self._pool: RewardPool = (
+        self._pool = (
             InProcessPool(specs, async_concurrency)
             if in_process
             else ProcessPool(specs, concurrency, async_concurrency)
@@ -264,3 +264,25 @@ class _Responses:
             return {sample_id: {} for sample_id in self.batch.ids}
         packed = self.batch.samples(METADATA)
         return {i: json.loads(bytes(rows.tolist())) for i, rows in zip(self.batch.ids, packed, strict=True)}
+
+
+def overlong_penalty(lengths: torch.Tensor, max_tokens: int, cache_tokens: int | None = None) -> torch.Tensor:
+    """Soft overlong punishment: 0 up to ``max_tokens - cache_tokens``, then falling linearly to -1 at `max_tokens`.
+
+    Yu et al. 2025, "DAPO: an open-source LLM reinforcement learning system at scale", equation 13.
+
+    Args:
+        lengths: int64 [S], tokens of each response, its stop token included.
+        max_tokens: length from which the penalty is -1.
+        cache_tokens: length of the slope; default: a fifth of `max_tokens`, as in the paper, and at least 1.
+
+    Returns:
+        float64 [S], in [-1, 0].
+
+    Raises:
+        ValueError: not 0 < cache_tokens <= max_tokens.
+    """
+    cache = max(1, round(DEFAULT_CACHE_SHARE * max_tokens)) if cache_tokens is None else cache_tokens
+    if not 0 < cache <= max_tokens:
+        raise ValueError(f"cache_tokens={cache} must be above 0 and at most max_tokens={max_tokens}")
+    return ((max_tokens - cache - lengths.double()) / cache).clamp(-1.0, 0.0)

@@ -13,12 +13,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import Any, NoReturn
 
 from realrl.errors import RunError
 from realrl.rewards.call import RewardFunction, Traits
-from realrl.rewards.server import Lines, hard_limit_s, time_limit_s
+from realrl.rewards.server import hard_limit_s, read_lines, time_limit_s
 
 log = logging.getLogger(__name__)
 
@@ -59,19 +59,6 @@ class Outcome:
     failure: str | None = None
 
 
-class RewardPool(Protocol):
-    """Runs functions on requests."""
-
-    def traits(self) -> Sequence[Traits]:
-        """Load the functions, and return the traits of each."""
-
-    def score(self, requests: Sequence[Request]) -> Iterator[Outcome]:
-        """Yield one outcome per request as each gets ready."""
-
-    def close(self) -> None:
-        """End all processes; the other methods may start new ones."""
-
-
 class InProcessPool:
     """Runs functions in the calling thread, where a debugger can stop. It cannot interrupt a slow one, and logs that.
 
@@ -84,7 +71,7 @@ class InProcessPool:
         self._functions: list[RewardFunction] = []
 
     def traits(self) -> Sequence[Traits]:
-        """See `RewardPool`.
+        """Load the functions, and return the traits of each.
 
         Raises:
             ConfigError: there is no such function.
@@ -95,6 +82,7 @@ class InProcessPool:
         return [function.traits for function in self._functions]
 
     def score(self, requests: Sequence[Request]) -> Iterator[Outcome]:
+        """Yield one outcome per request as each gets ready."""
         traits = self.traits()
         waiting = [index for index, request in enumerate(requests) if traits[request.part].is_async]
         for index, request in enumerate(requests):
@@ -104,7 +92,7 @@ class InProcessPool:
             yield self._outcome(index, requests[index], result)
 
     def close(self) -> None:
-        pass
+        """End nothing: there are no processes."""
 
     def _evaluate(self, index: int, request: Request) -> Mapping[str, Any]:
         limit_s = self._limit_s(request)
@@ -150,7 +138,7 @@ class ProcessPool:
         self._traits: Sequence[Traits] = ()
 
     def traits(self) -> Sequence[Traits]:
-        """See `RewardPool`.
+        """Load the functions, and return the traits of each.
 
         Raises:
             RunError: a function cannot be imported, or does not take a prompt and a response.
@@ -165,7 +153,7 @@ class ProcessPool:
                 self._replace(lost, n_lost)
 
     def score(self, requests: Sequence[Request]) -> Iterator[Outcome]:
-        """See `RewardPool`. If the server is lost, a new one gets the requests without an answer.
+        """Yield one outcome per request as each gets ready; a lost server's open requests go to a new one.
 
         Raises:
             RunError: the server was lost more than `MAX_RESTARTS` times.
@@ -198,6 +186,7 @@ class ProcessPool:
             yield _outcome(index, reply, limits_s[index])
 
     def close(self) -> None:
+        """End all processes; the other methods may start new ones."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -238,10 +227,7 @@ class _Connection:
     """A running server whose functions are loaded, and its pipes."""
 
     def __init__(self, specs: Sequence[FunctionSpec], concurrency: int, async_concurrency: int) -> None:
-        functions = [
-            {"function": s.function, "reads": s.reads, "timeout_s": s.timeout_s, "options": dict(s.options)}
-            for s in specs
-        ]
+        functions = [asdict(spec) for spec in specs]
         spec = {"functions": functions, "concurrency": concurrency, "async_concurrency": async_concurrency}
         paths = [path or os.getcwd() for path in sys.path]
         self._process = subprocess.Popen(
@@ -255,7 +241,8 @@ class _Connection:
         assert self._process.stdout is not None
         self._requests_fd = self._process.stdin.fileno()
         os.set_blocking(self._requests_fd, False)
-        self._replies = Lines(self._process.stdout.fileno())
+        self._replies_fd = self._process.stdout.fileno()
+        self._replies = read_lines(self._replies_fd)
         self._lines: deque[bytes] = deque()
         self.close = weakref.finalize(self, _end, self._process)
         ready = self.receive(START_TIMEOUT_S)
@@ -271,7 +258,7 @@ class _Connection:
             try:
                 data = data[os.write(self._requests_fd, data) :]
             except BlockingIOError:
-                readable, writable, _ = select.select([self._replies.fd], [self._requests_fd], [], GRACE_S)
+                readable, writable, _ = select.select([self._replies_fd], [self._requests_fd], [], GRACE_S)
                 if readable:
                     self._read()
                 elif not writable:
@@ -283,14 +270,14 @@ class _Connection:
         deadline_s = time.monotonic() + timeout_s
         while not self._lines:
             wait_s = max(deadline_s - time.monotonic(), 0.0)
-            if not select.select([self._replies.fd], [], [], wait_s)[0]:
+            if not select.select([self._replies_fd], [], [], wait_s)[0]:
                 raise _Silent(*self._lost(f"was silent for {timeout_s:g} s").args)
             self._read()
         message: dict[str, Any] = json.loads(self._lines.popleft())
         return message
 
     def _read(self) -> None:
-        lines = self._replies.read()
+        lines = next(self._replies, None)
         if lines is None:
             raise self._lost("ended")
         self._lines.extend(lines)

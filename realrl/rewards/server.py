@@ -31,7 +31,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -52,20 +52,12 @@ def hard_limit_s(limit_s: float, *, is_async: bool) -> float:
     return 1.5 * limit_s + ASYNC_GRACE_S if is_async else limit_s
 
 
-class Lines:
-    """Reader of whole lines from a pipe."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self._rest = b""
-
-    def read(self) -> list[bytes] | None:
-        """Read once, and return the lines that are complete; None at the end of the file."""
-        chunk = os.read(self.fd, CHUNK_BYTES)
-        if not chunk:
-            return None
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        return lines
+def read_lines(fd: int) -> Iterator[list[bytes]]:
+    """Yield what each read from a pipe completes, whole lines or none, until the end of the file."""
+    rest = b""
+    while chunk := os.read(fd, CHUNK_BYTES):
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield lines
 
 
 def write_line(fd: int, message: Mapping[str, Any]) -> None:
@@ -90,8 +82,7 @@ def _work(functions: Sequence[RewardFunction], timeouts_s: Sequence[float], requ
 
         asyncio.run(_work_async(functions, timeouts_s, requests_fd, results_fd))
         os._exit(0)
-    requests = Lines(requests_fd)
-    while (lines := requests.read()) is not None:
+    for lines in read_lines(requests_fd):
         for line in lines:
             request = json.loads(line)
             outcome = functions[request["part"]].evaluate(request)
@@ -107,7 +98,7 @@ async def _work_async(
 
     loop = asyncio.get_running_loop()
     is_over = loop.create_future()
-    requests, tasks = Lines(requests_fd), set[asyncio.Task[None]]()
+    requests, tasks = read_lines(requests_fd), set[asyncio.Task[None]]()
 
     async def serve(request: Mapping[str, Any]) -> None:
         function, timeout_s = functions[request["part"]], timeouts_s[request["part"]]
@@ -120,7 +111,7 @@ async def _work_async(
         write_line(results_fd, {"id": request["id"], **outcome})
 
     def receive() -> None:
-        lines = requests.read()
+        lines = next(requests, None)
         if lines is None:
             is_over.set_result(None)
         for line in lines or ():
@@ -157,13 +148,13 @@ class Worker:
 
     def __init__(self, functions: Sequence[RewardFunction], timeouts_s: Sequence[float], inherited: set[int]) -> None:
         request_read, self.request_fd = os.pipe()
-        result_read, result_write = os.pipe()
+        self.result_fd, result_write = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             try:
                 os.setpgid(0, 0)
                 _die_with_parent()
-                for fd in inherited | {self.request_fd, result_read}:
+                for fd in inherited | {self.request_fd, self.result_fd}:
                     os.close(fd)
                 _work(functions, timeouts_s, request_read, result_write)
             finally:
@@ -171,14 +162,14 @@ class Worker:
         os.close(request_read)
         os.close(result_write)
         os.set_blocking(self.request_fd, False)  # a worker that hangs with a full pipe must not hang the server
-        self.results = Lines(result_read)
+        self.results = read_lines(self.result_fd)
         self.jobs: dict[int, Job] = {}
         self._unsent = b""
 
     @property
     def fds(self) -> set[int]:
         """The server's ends of the worker's pipes."""
-        return {self.request_fd, self.results.fd}
+        return {self.request_fd, self.result_fd}
 
     @property
     def has_unsent(self) -> bool:
@@ -227,7 +218,7 @@ class Server:
         self._concurrency: int = spec["concurrency"]
         self._async_concurrency: int = spec["async_concurrency"]
         self._replies_fd = replies_fd
-        self._requests = Lines(0)
+        self._requests = read_lines(0)
         self._queue: deque[Job] = deque()
         self._workers: list[Worker] = []
 
@@ -244,7 +235,7 @@ class Server:
         self._hand_out()
         for worker, events in self._wait():
             if worker is None:
-                lines = self._requests.read()
+                lines = next(self._requests, None)
                 if lines is None:
                     return False
                 self._queue.extend(self._job(json.loads(line)) for line in lines)
@@ -262,9 +253,9 @@ class Server:
     def _wait(self) -> list[tuple[Worker | None, int]]:
         """Wait for an event or a deadline; returns (worker, event mask) of each event, None for the owner."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self._requests.fd, selectors.EVENT_READ, None)
+            selector.register(0, selectors.EVENT_READ, None)
             for worker in self._workers:
-                selector.register(worker.results.fd, selectors.EVENT_READ, worker)
+                selector.register(worker.result_fd, selectors.EVENT_READ, worker)
                 if worker.has_unsent:
                     selector.register(worker.request_fd, selectors.EVENT_WRITE, worker)
             next_deadline_s = min((w.deadline_s for w in self._workers), default=math.inf)
@@ -290,7 +281,7 @@ class Server:
             worker.give(self._queue.popleft(), time.monotonic())
 
     def _collect(self, worker: Worker) -> None:
-        lines = worker.results.read()
+        lines = next(worker.results, None)
         if lines is None:
             status = self._end(worker)
             ending = f"died of signal {-status}" if status < 0 else f"left its process with status {status}"

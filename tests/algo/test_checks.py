@@ -50,6 +50,18 @@ def test_names_are_remapped() -> None:
         check_output(CTX, call, BATCH, GOOD)
 
 
+@pytest.mark.parametrize("name", ["logprobs", "unlike"])
+def test_a_forgotten_remap_is_suggested(name: str) -> None:
+    result = output(name, TRANSITION, torch.arange(7.0))
+    expected = rf"output_key_remap=\{{'{name}': 'ref_logprobs'\}} in its MFCDef\?"
+    with pytest.raises(CallError, match=f"Did you mean .*{expected}"):
+        check_output(CTX, mfc(output_keys=("ref_logprobs",)), BATCH, result)
+    both = mfc(output_keys=("ref_logprobs", name))
+    with pytest.raises(CallError, match="did not return 'ref_logprobs'") as error:
+        check_output(CTX, both, BATCH, result)
+    assert "output_key_remap" not in str(error.value)
+
+
 def with_lengths(values: tuple[tuple[int, ...], ...]) -> SequenceSample:
     n = sum(map(sum, values))
     return SequenceSample(BATCH.ids, {"values": TOKEN}, {"values": values}, {"values": torch.zeros(n)})

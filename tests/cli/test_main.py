@@ -300,6 +300,14 @@ def test_config_lists_what_holds_for_each_call(capsys: pytest.CaptureFixture[str
             ["eval", "ppo", "preset=tiny", "calls.actor_gen.max_staleness=1"],
             ["calls.actor_gen.max_staleness=1: has no effect: an evaluation trains nothing"],
         ),
+        (
+            ["eval", "ppo", "preset=tiny", "calls={actor_gen: {max_staleness: 1}, rew_inf: {n_mbs: null}}"],
+            ["calls.actor_gen.max_staleness=1: has no effect: an evaluation trains nothing"],
+        ),
+        (
+            ["run", "grpo", "eval={n_responses: 4}"],
+            ["eval.n_responses=4: has no effect: eval.every_steps is 0, so that"],
+        ),
         (["run", "ppo", "allocation=d2"], ["d2"]),
         (
             ["run", "ppo", "--dry-run", "cluster=eight_workers", "allocation=p8"],

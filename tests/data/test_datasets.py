@@ -193,15 +193,6 @@ def test_a_row_may_appear_under_several_ids(tmp_path: Path) -> None:
     assert load(tmp_path / "d.jsonl").samples([], []).n_rows("prompt_ids") == 0
 
 
-def test_a_folder_of_shards_is_one_dataset(tmp_path: Path) -> None:
-    write(tmp_path / "b.json", [{"prompt": "third"}])
-    write(tmp_path / "a.jsonl", [{"prompt": "first"}, {"prompt": "second", "id": 7}])
-    (tmp_path / "README.md").write_text("not a shard")
-    dataset = load(tmp_path)
-    assert dataset.row_ids == ("0", "7", "2")
-    assert texts(dataset, "prompt_ids") == [["first"], ["second"], ["third"]]
-
-
 def test_blank_lines_and_byte_order_marks_are_no_rows(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\n\n')
     assert load(tmp_path / "d.jsonl").row_ids == ("0", "1")
@@ -323,7 +314,7 @@ def test_missing_file(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [GOOD])
     with pytest.raises(DataError, match=r"trian.jsonl does not exist. Did you mean 'train.jsonl'"):
         load(tmp_path / "trian.jsonl")
-    with pytest.raises(DataError, match=r"does not exist, nor does the folder .*/nowhere"):
+    with pytest.raises(DataError, match=r"nowhere/d.jsonl does not exist\.\n"):
         load(tmp_path / "nowhere" / "d.jsonl")
 
 
@@ -331,8 +322,6 @@ def test_unknown_suffix(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text("prompt\na\n")
     with pytest.raises(DataError, match=r"unknown suffix '.csv'\n  Known suffixes: .jsonl, .json, .parquet"):
         load(tmp_path / "d.csv")
-    with pytest.raises(DataError, match=r"holds no file with a known suffix"):
-        load(tmp_path)
 
 
 def test_broken_parquet(tmp_path: Path) -> None:
@@ -349,11 +338,12 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load(tmp_path / "d.parquet")
 
 
-def test_duplicate_ids_across_shards(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", [{"prompt": "a", "id": "x"}])
-    write(tmp_path / "b.jsonl", [{"prompt": "b", "id": "y"}, {"prompt": "b", "id": "x"}])
-    with pytest.raises(DataError, match=r"b.jsonl, line 2 has the id 'x', which .*a.jsonl, line 1 has already"):
-        load(tmp_path)
+def test_duplicate_ids(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "d.jsonl", [{"prompt": "b", "id": "x"}, {"prompt": "b", "id": "y"}, {"prompt": "b", "id": "x"}]
+    )
+    with pytest.raises(DataError, match=r"d.jsonl, line 3 has the id 'x', which .*d.jsonl, line 1 has already"):
+        load(path)
 
 
 def test_all_rows_too_long(tmp_path: Path) -> None:

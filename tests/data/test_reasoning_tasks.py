@@ -23,16 +23,16 @@ def test_a_path_names_tasks_and_settings() -> None:
     parsed = parse_task_path(
         "reasoning_gym:chain_sum?size=5&min_terms=2&allow_negation=true&instruction=Only%20the+sum."
     )
-    assert parsed.settings == {"chain_sum": {"size": 5, "seed": 0, "min_terms": 2, "allow_negation": True}}
-    assert parsed.instruction == "Only the sum."
-    assert parse_task_path("reasoning_gym:x").settings == {"x": {"size": 500, "seed": 0}}
+    common = {"size": 5, "seed": 0, "instruction": "Only the sum."}
+    assert parsed == {"chain_sum": {**common, "min_terms": 2, "allow_negation": True}}
+    assert parse_task_path("reasoning_gym:x") == {"x": {"size": 500, "seed": 0, "instruction": ""}}
 
 
 def test_several_tasks_share_size_and_seed() -> None:
     parsed = parse_task_path("reasoning_gym:a+b?seed=3&b.depth=[1,2]&a.kind=hard")
-    assert parsed.settings == {
-        "a": {"size": 500, "seed": 3, "kind": "hard"},
-        "b": {"size": 500, "seed": 3, "depth": [1, 2]},
+    assert parsed == {
+        "a": {"size": 500, "seed": 3, "instruction": "", "kind": "hard"},
+        "b": {"size": 500, "seed": 3, "instruction": "", "depth": [1, 2]},
     }
 
 
@@ -90,9 +90,10 @@ def test_a_task_may_have_an_instruction_of_its_own() -> None:
     parsed = parse_task_path(
         "reasoning_gym:chain_sum+lcm?size=9&chain_sum.size=5&instruction=Think.&lcm.instruction=Answer%3A"
     )
-    assert parsed.instruction == "Think."
-    assert parsed.own_instructions == {"lcm": "Answer:"}
-    assert parsed.settings == {"chain_sum": {"size": 5, "seed": 0}, "lcm": {"size": 9, "seed": 0}}
+    assert parsed == {
+        "chain_sum": {"size": 5, "seed": 0, "instruction": "Think."},
+        "lcm": {"size": 9, "seed": 0, "instruction": "Answer:"},
+    }
 
 
 def test_an_instruction_stands_below_the_question(gym: Any) -> None:

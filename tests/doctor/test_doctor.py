@@ -99,7 +99,7 @@ def test_an_error_is_a_problem_and_what_needs_it_is_not_run() -> None:
         raise AssetError(f"{subject} is torn", remedy="Fetch it again.")
 
     def fine(subject: str) -> list[Finding]:
-        return [Finding("c", Status.OK, subject)]
+        return [Finding(Status.OK, subject)]
 
     checks = (Check("a", fail), Check("b", fine, ("a",)), Check("c", fine), Check("d", fine, ("b",)))
     found = list(run_checks(checks, "it"))
@@ -157,6 +157,21 @@ def test_more_micro_batches_than_there_are_without_saying_so(overrides: tuple[st
     assert [one for [one, *more] in candidates if one.startswith("n_mbs=") and not more] == expected
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("calls.actor_train.n_mbs=3",), ("calls.actor_train.n_mbs=6",)),
+        (("calls.ref_inf.n_mbs=3",), ("n_mbs=2", "calls.ref_inf.n_mbs=6")),
+        (("n_mbs=4", "calls.actor_train.n_mbs=4"), ("calls.actor_train.n_mbs=8",)),
+        (("calls.actor_train.max_tokens_per_mb=64",), ()),
+    ],
+)
+def test_calls_with_their_own_micro_batches_get_more(overrides: tuple[str, ...], expected: tuple[str, ...]) -> None:
+    plan = prepared("dpo", *overrides).plan
+    assert doctor_memory._more_micro_batches(plan, 2) == expected
+    assert not expected or expected in doctor_memory._candidates(plan)
+
+
 def test_nothing_helps_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_memory, "_candidates", lambda plan: [("n_mbs=4",), ("n_mbs=0",)])  # the last is refused
     report = examine(prepared("dpo", device_memory_bytes=1_000_000))
@@ -204,6 +219,7 @@ def test_memory_of_a_container_is_limited(tmp_path: Path, monkeypatch: pytest.Mo
     assert doctor_memory.device_capacity(two.config, torch.device("cpu")) == 500_000
     (tmp_path / "limit").write_text("max\n")
     assert doctor_memory.machine_memory() > 1_000_000
+    assert doctor_memory.free_memory(torch.device("cuda", 1), lambda device: 10 + device.index) == 11
     monkeypatch.setattr(model_checks, "free_memory", lambda device: 1000)
     finding = only(model_checks.check_logprobs(two))
     assert finding.status is Status.SKIPPED
@@ -243,7 +259,7 @@ def test_a_check_that_breaks_does_not_hide_the_others() -> None:
         raise ZeroDivisionError("by\nnothing")
 
     def works(subject: None) -> list[Finding]:
-        return [Finding("works", Status.OK, "well")]
+        return [Finding(Status.OK, "well")]
 
     broken, well = run_checks([Check("breaks", breaks), Check("works", works)], None)
     assert (broken.status, broken.message) == (Status.PROBLEM, "this check failed with ZeroDivisionError: by nothing")

@@ -83,7 +83,7 @@ def check(drawing):
         (sft(), DATASET_KEYS["sft"]),
         (seventeen(), DATASET_KEYS["seventeen"]),
         (chain(9), ["k0"]),
-        ([MFCDef("alone", "actor", TRAIN, "x")], []),
+        ([MFCDef("alone", "actor", TRAIN, "x", n_seqs=1)], []),
     ],
     ids=["ppo", "sft", "seventeen", "chain", "alone"],
 )
@@ -105,7 +105,7 @@ def call_lists(draw):
             trained.add(role)
         reads = draw(st.lists(st.sampled_from([f"key_{j}" for j in range(i + 1)]), unique=True, max_size=3))
         hooks = (OffloadHook(),) * draw(st.integers(0, 1))
-        mfcs.append(MFCDef(f"call_{i}", role, kind, "x", tuple(reads), (f"key_{i + 1}",), post_hooks=hooks))
+        mfcs.append(MFCDef(f"call_{i}", role, kind, "x", tuple(reads), (f"key_{i + 1}",), post_hooks=hooks, n_seqs=1))
     return mfcs
 
 

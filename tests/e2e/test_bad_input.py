@@ -196,7 +196,10 @@ def test_long_prompts_are_dropped_and_counted_and_epochs_end_the_run(call: Call,
 FAULTS = {
     "raise": ("judge of role 'critic' at step 2: interface 'misbehaving:Judge' raised RuntimeError: the judge is out",),
     "none": ("judge of role 'critic' at step 1: interface 'misbehaving:Judge' returned NoneType",),
-    "key": ("judge of role 'critic' at step 1", "did not return 'rewards', but 'reward'. Did you mean 'reward'?"),
+    "key": (
+        "judge of role 'critic' at step 1",
+        "did not return 'rewards', but 'reward'. Did you mean 'reward', or output_key_remap=",
+    ),
     "length": ("judge of role 'critic' at step 1", "key 'rewards' has shape [7]", "samples", "'1/"),
     "nan": ("judge of role 'critic' at step 1", "returned 'rewards' = nan in row 0 of sample '1/"),
     "sample": ("judge of role 'critic' at step 1", "returned nothing for sample '1/"),

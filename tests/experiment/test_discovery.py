@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from realrl.config.compose import compose
 from realrl.config.serialize import dump_config
 from realrl.errors import ConfigError
+from realrl.experiment.declaration import Experiment
 from realrl.experiment.discovery import (
     config_dir,
     experiment_names,
@@ -19,6 +22,7 @@ from realrl.experiment.discovery import (
     load_run,
     stable_reference,
 )
+from realrl.graph.mfc import InterfaceType, MFCDef
 
 SOURCE = """
 from realrl import DatasetKind, Experiment, Role
@@ -146,3 +150,27 @@ def test_a_module_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "my_demo_broken/other.py").write_text("1 / 0\n")
     with pytest.raises(ConfigError, match=r"ZeroDivisionError.*\n  .*other\.py:1: 1 / 0"):
         load_experiment("my_demo_broken.other")
+
+
+def test_a_variant_takes_its_ancestors_part_of_a_preset(tmp_path: Path) -> None:
+    def n_seqs(experiment: Experiment, folder: Path) -> tuple[int, str]:
+        config = compose(experiment, ["preset=tiny"], config_dir=folder)
+        return config.n_seqs, config.algorithm.reward_function
+
+    mine = load_experiment("grpo").variant("mine", "d")
+    assert n_seqs(mine, config_dir()) == (8, "realrl.data.tiny:toy_reward")
+    own = {"n_seqs": 6, "algorithm": {"reward_function": "math:hypot"}}
+    assert n_seqs(mine.variant("younger", "d", defaults=own), config_dir()) == (6, "math:hypot")
+    assert n_seqs(load_experiment("rloo").variant("nearest", "d"), config_dir())[0] == 16
+    shutil.copytree(config_dir(), tmp_path / "configs")
+    (tmp_path / "configs/preset/tiny/mine.yaml").write_text("# @package _global_\nn_seqs: 12\n")
+    assert n_seqs(mine, tmp_path / "configs") == (12, None)
+
+
+def test_calls_without_n_seqs_take_those_of_the_run() -> None:
+    calls = [
+        MFCDef("a", "actor", InterfaceType.TRAIN_STEP, "sft"),
+        MFCDef("b", "b", InterfaceType.INFERENCE, "x", n_seqs=2),
+    ]
+    experiment = replace(load_experiment("sft"), mfcs=lambda config: calls)
+    assert [mfc.n_seqs for mfc in experiment.calls(compose(experiment, ["n_seqs=5"]))] == [5, 2]

@@ -24,7 +24,7 @@ from realrl.graph.build import (
     version_edges,
     writer_waits,
 )
-from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
+from realrl.graph.mfc import N_SEQS_OF_THE_RUN, InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from tests.graph.examples import GENERATE, INFERENCE, PPO_KEYS, TRAIN, chain, ppo, sft
 
 
@@ -86,9 +86,9 @@ def test_staleness_is_the_lag():
 def staged(gen_staleness, inf_staleness):
     """The actor generates, then computes log-probabilities again, then trains."""
     return [
-        MFCDef("gen", "actor", GENERATE, "x", ("p",), ("ids",), max_staleness=gen_staleness),
-        MFCDef("again", "actor", INFERENCE, "x", ("ids",), ("lp",), max_staleness=inf_staleness),
-        MFCDef("train", "actor", TRAIN, "x", ("ids", "lp")),
+        MFCDef("gen", "actor", GENERATE, "x", ("p",), ("ids",), max_staleness=gen_staleness, n_seqs=1),
+        MFCDef("again", "actor", INFERENCE, "x", ("ids",), ("lp",), max_staleness=inf_staleness, n_seqs=1),
+        MFCDef("train", "actor", TRAIN, "x", ("ids", "lp"), n_seqs=1),
     ]
 
 
@@ -104,17 +104,17 @@ def test_stricter_later_reader_keeps_its_own_version_edge():
 
 def test_two_earliest_readers_get_an_edge_each():
     mfcs = [
-        MFCDef("a", "actor", INFERENCE, "x", ("p",), ("ka",)),
-        MFCDef("b", "actor", INFERENCE, "x", ("p",), ("kb",)),
-        MFCDef("train", "actor", TRAIN, "x", ("ka", "kb")),
+        MFCDef("a", "actor", INFERENCE, "x", ("p",), ("ka",), n_seqs=1),
+        MFCDef("b", "actor", INFERENCE, "x", ("p",), ("kb",), n_seqs=1),
+        MFCDef("train", "actor", TRAIN, "x", ("ka", "kb"), n_seqs=1),
     ]
     assert [edge.reader for edge in version_edges(build_graph(mfcs, ["p"]))] == ["a", "b"]
 
 
 def test_data_and_version_between_the_same_calls():
     mfcs = [
-        MFCDef("train", "actor", TRAIN, "x", ("p",), ("report",)),
-        MFCDef("judge", "actor", INFERENCE, "x", ("report",), ("verdict",)),
+        MFCDef("train", "actor", TRAIN, "x", ("p",), ("report",), n_seqs=1),
+        MFCDef("judge", "actor", INFERENCE, "x", ("report",), ("verdict",), n_seqs=1),
     ]
     graph = build_graph(mfcs, ["p"])
     assert graph.edges["train", "judge"] == {"kind": "data", "keys": ("report",), "lag": 1}
@@ -290,7 +290,7 @@ def test_writers_wait_for_the_step_before_of_readers_behind_them():
 
 def test_writers_that_leave_no_order():
     def call(name, role, hook=(), reads=("p",), out=()):
-        return MFCDef(name, role, InterfaceType.INFERENCE, "x", reads, out, pre_hooks=hook)
+        return MFCDef(name, role, InterfaceType.INFERENCE, "x", reads, out, pre_hooks=hook, n_seqs=1)
 
     mfcs = [
         call("a", "a", (ParamReallocHook(source=ModelName("b")),), out=("ka",)),
@@ -352,3 +352,8 @@ def test_accepted_forms():
         post_hooks=(OffloadHook(),),
     )
     assert build_graph(mfcs, ["prompt_ids"]).nodes["rew_inf"]["mfc"].n_seqs == 16
+
+
+def test_a_call_without_n_seqs_is_named():
+    with pytest.raises(GraphError, match=r"call 'ref_inf' has no n_seqs\n  .*MFCDef\(\.\.\., n_seqs=SAMPLES\)"):
+        build_graph(replaced("ref_inf", n_seqs=N_SEQS_OF_THE_RUN), PPO_KEYS)

@@ -156,7 +156,7 @@ def forget_ranks(ids, token_counts, layout):
 
 
 def test_a_protocol_of_the_user():
-    call = MFCDef("c", "a", InterfaceType.INFERENCE, "x", ("p",), ("k",), protocol="TO_LAST")
+    call = MFCDef("c", "a", InterfaceType.INFERENCE, "x", ("p",), ("k",), protocol="TO_LAST", n_seqs=1)
     with pytest.raises(GraphError, match=r"call 'c' has protocol='TO_LAST', which is not registered"):
         build_graph([call], ["p"])
     register_protocol("TO_LAST", to_last, keep_all)
@@ -213,6 +213,6 @@ def test_a_batch_divided():
 def test_unknown_names_get_the_closest():
     with pytest.raises(GraphError, match=r"no transfer protocol 'DP_PROTOS'[\s\S]*Did you mean 'DP_PROTO'"):
         transfer_protocol("DP_PROTOS")
-    call = MFCDef("c", "a", InterfaceType.INFERENCE, "x", ("p",), ("k",), protocol="3D_PROT")
+    call = MFCDef("c", "a", InterfaceType.INFERENCE, "x", ("p",), ("k",), protocol="3D_PROT", n_seqs=1)
     with pytest.raises(GraphError, match=r"protocol='3D_PROT'[\s\S]*Did you mean '3D_PROTO'"):
         build_graph([call], ["p"])

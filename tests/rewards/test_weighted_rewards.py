@@ -14,8 +14,7 @@ from realrl.algo.api import CallContext
 from realrl.config.schema import GenerationConfig
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError
-from realrl.rewards.interface import FunctionReward, WeightedRewards
-from realrl.rewards.shaping import overlong_penalty
+from realrl.rewards.interface import FunctionReward, WeightedRewards, overlong_penalty
 from tests.algo.batches import SEQUENCE, token_batch
 from tests.helpers.fake_engine import Bigram, FakeEngine, fake_context, fake_model
 

@@ -25,7 +25,9 @@ from realrl.algo.policy.rollout_interface import RolloutInterface
 from realrl.algo.training import train_minibatches
 from realrl.config.policy_options import DEFAULT_IMPORTANCE_CAP, PolicyOptions
 from realrl.config.schema import GenerationConfig
+from realrl.data.checks import SampleError
 from realrl.data.sample import SequenceSample
+from realrl.errors import CallError
 from realrl.experiment.pieces import advantage_weights, chosen_pieces, find_piece, training_keys
 from realrl.sched.messages import KeySchema, Per
 
@@ -226,7 +228,7 @@ def mixed_advantages(rollout: Rollout) -> torch.Tensor:
     options: PolicyOptions = rollout.options
     total: torch.Tensor | None = None
     for name, weight in advantage_weights(options).items():
-        part = find_piece("advantage", name).load()(rollout)
+        part = _advantage(name, rollout)
         if part.shape != rollout.mask.shape:
             raise ValueError(
                 f"algorithm.advantage={name} returned shape {tuple(part.shape)}, not one number for each of the "
@@ -236,6 +238,20 @@ def mixed_advantages(rollout: Rollout) -> torch.Tensor:
         total = part if total is None else total + part
     assert total is not None
     return whiten(total, rollout.mask, rollout.all_reduce) if options.normalise_advantages else total
+
+
+def _advantage(name: str, rollout: Rollout) -> torch.Tensor:
+    piece = find_piece("advantage", name)
+    try:
+        result: torch.Tensor = piece.load()(rollout)
+    except SampleError as error:
+        if piece.reads or piece.reads_if:
+            raise
+        raise CallError(
+            f"algorithm.advantage={name} declares no key that it reads, and so gets none: {error}",
+            remedy="Decorate the function: @realrl.register_piece('advantage', 'NAME', reads=('rewards',)).",
+        ) from error
+    return result
 
 
 def weighted_minibatches(

@@ -45,7 +45,7 @@ def check_granularity(batch: SequenceSample) -> None:
     for key in batch.keys:
         found, needed = batch.schemas[key].per, GRANULARITY.get(key, batch.schemas[key].per)
         if found is not needed:
-            raise SampleError(f"key {key!r} is per {found.value}, and training needs it per {needed.value}", key=key)
+            raise SampleError(f"key {key!r} is per {found.value}, and training needs it per {needed.value}")
 
 
 @dataclass(frozen=True)

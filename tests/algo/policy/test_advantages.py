@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from realrl.algo.policy.advantages import (
 from realrl.algo.policy.filters import Filter, equal_rewards
 from realrl.config.policy_options import PolicyOptions, PPOOptions, SafeRLHFOptions
 from realrl.data.sample import SequenceSample
+from realrl.errors import CallError
 from realrl.experiment.pieces import find_piece
 from tests.helpers.fake_engine import Bigram, FakeEngine, fake_context, fake_model
 from tests.helpers.policies import CASES, rollout_batch, rollout_of
@@ -283,6 +285,17 @@ def test_an_advantage_of_a_wrong_shape_is_refused() -> None:
     rollout = rollout_of(batch, PolicyOptions(advantage="tests.helpers.pieces:per_response"))
     with pytest.raises(ValueError, match="not one number for each of the"):
         mixed_advantages(rollout)
+
+
+def test_a_function_that_declares_no_keys_learns_how_to(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def plain(rollout): return rollout.per_transition(rollout.scores)\n")
+    options = PolicyOptions(advantage=f"{tmp_path}/mine.py:plain")
+    batch = rollout_batch(3, vocab_size=N_TOKENS)
+    assert len(mixed_advantages(rollout_of(batch, options))) > 0
+    without = batch.select(batch.ids, [key for key in batch.keys if key != "rewards"])
+    with pytest.raises(CallError, match=r"mine.py:plain declares no key that it reads, .*no key 'rewards'") as error:
+        mixed_advantages(rollout_of(without, options))
+    assert "@realrl.register_piece('advantage', 'NAME', reads=('rewards',))" in str(error.value)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -85,5 +85,5 @@ def test_generate_calls_are_found_with_their_prefix() -> None:
     readout = plan_readout(graph, SaveConfig(n_generations=3, generations_every_steps=2))
     assert (readout.every_steps, readout.n_samples) == (2, 3)
     assert plan_readout(graph, SaveConfig(n_generations=0)) == NO_READOUT
-    nothing = build_graph([MFCDef("inf", "a", INFERENCE, "x", ("x",), ("y",))], ["x"])
+    nothing = build_graph([MFCDef("inf", "a", INFERENCE, "x", ("x",), ("y",), n_seqs=1)], ["x"])
     assert plan_readout(nothing, SaveConfig()) == NO_READOUT
