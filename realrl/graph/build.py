@@ -45,8 +45,10 @@ class VersionEdge:
 class LeadWait:
     """`writer`, at step i, must not change parameters before `reader` runs with them, or is sent, at step ``i + lead``.
 
+    Replacements of dropped samples are no part of it: calls before them may wait for the writer.
+
     Attributes:
-        is_done: the writer waits until the reader, hooks included, is done with the step, not only until it is sent.
+        is_done: the writer waits until the reader, hooks included, is done, not only until it is sent.
     """
 
     writer: str
