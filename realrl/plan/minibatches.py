@@ -36,7 +36,7 @@ Ranks = tuple[int, ...]
 def draw_minibatches(
     token_counts: Sequence[int], n_minibatches: int, *, n_passes: int = 1, seed: int, step: int, batch: int = 0
 ) -> list[list[int]]:
-    """Return the samples of every minibatch, pass after pass, as ascending indices; `batch` counts those of the step."""
+    """Return the samples of every minibatch, pass after pass, as ascending indices; `batch` counts within the step."""
     rounds = _rounds(token_counts, n_minibatches)
     minibatches: list[list[int]] = []
     for number in range(1, n_passes + 1):

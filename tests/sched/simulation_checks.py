@@ -73,21 +73,21 @@ class Checks:
     def check_waits_for_leads(self):
         """No call waits for a stale reader that is ahead: only calls that wait for it could bring more samples."""
         for call in self.plan.calls if self.start is not None else ():
-            for lead in call.leads:
+            for lead in (lead for lead in call.leads if lead.until != "finished"):
                 told = self.master.explain(call.name).partition(f"'{lead.reader}' to read the same parameters at step ")
                 assert not told[2] or not self.is_ahead(lead, int(told[2])), "it waits for a reader that is ahead"
 
     def is_ahead(self, lead, step):
-        """Whether the master knows a stale reader to have read for `step`, as far as nothing is replaced."""
+        """Whether the master knows a stale reader to have read for `step`, as far as that step's lead demands."""
         reader = self.calls[lead.reader]
         loaded, places = self.all_steps[step - self.plan.first_step]
-        first = loaded[: self.plan.step_size] if reader.feeds_drop else places
-        has_read = (self.done if lead.is_done else self.taken)[reader.name]
+        due = loaded[: len(loaded) if lead.until == "finished" else len(places)] if reader.feeds_drop else places
+        has_read = (self.taken if lead.until == "sent" else self.done)[reader.name]
         before = self.dropping_before(reader) if reader.feeds_drop else []
         return all(
             self.index.get(i) in has_read
             or any(self.index.get(i) in self.done[d.name] and self.is_dropped_by(d, i) for d in before)
-            for i in first
+            for i in due
         )
 
     def steps_done(self, name):

@@ -66,6 +66,17 @@ def test_parameters_that_a_hook_reads_after_the_call_must_be_read_before_they_ch
     assert lead_waits(build_graph(mfcs, ["prompt_ids"])) == ()  # it changes the copy
 
 
+def test_replacements_are_waited_for_unless_they_wait_for_training():
+    stay = (ParamReallocHook(source=ModelName("actor")),)
+    mfcs = [dataclasses.replace(m, post_hooks=stay) if m.name == "gen" else m for m in with_staleness(grpo(), gen=1)]
+    assert lead_waits(build_graph(mfcs, ["prompt_ids"])) == (LeadWait("train", "gen", 1, "finished"),)
+    plan = split_plan(mfcs, n_steps=4)
+    for seed in range(5):
+        simulation = Simulation(plan, seed=seed, n_rows=9, drop_share=0.5).run()
+        simulation.check_complete()
+        assert all(simulation.versions_read["gen", step] == {max(0, step - 2)} for step in range(1, 5))
+
+
 def test_capacity_must_hold_what_runs_ahead():
     mfcs = ppo(max_staleness=2)
     make_plan(mfcs, on_all(mfcs, Cluster(1, 1)), Cluster(1, 1), capacity_steps=3)
@@ -162,7 +173,7 @@ def test_training_waits_for_no_replacements_of_a_step_that_waits_for_it(n_seqs):
         MFCDef("judge", "a", INFERENCE, "x", ("k0",), ("k1",), n_seqs=n_seqs, may_drop=True),
         MFCDef("train", "a", TRAIN, "x", ("k1",), n_seqs=n_seqs),
     ]  # fmt: skip
-    assert lead_waits(build_graph(mfcs, ["prompt_ids"])) == (LeadWait("train", "stale", 1, is_done=True),)
+    assert lead_waits(build_graph(mfcs, ["prompt_ids"])) == (LeadWait("train", "stale", 1, "read"),)
     plan = make_plan(mfcs, on_all(mfcs, Cluster(1, 1)), Cluster(1, 1), n_steps=3, max_refill_rounds=100)
     for seed in range(20):
         simulation = Simulation(plan, seed=seed, n_rows=9).run()

@@ -8,8 +8,8 @@ it back (see `lead_waits`), and replacements of dropped samples may read later p
 Invariants:
     - a call that changes parameters at step i starts when every reader with a lead of n has all samples of step i + n
       that it gets before replacements, and, where a hook reads the parameters after it, is done with them;
-    - it waits for no more of a reader than that: replacements, and with them the end of step i + n, come after calls
-      that may wait for the parameters of step i.
+    - it waits for no call that waits for it at step i or later: replacements of step i + n count only where the
+      dropping calls before them need older parameters.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Waits:
                 return f"'{wait.trainer}' to finish step {step - wait.lag}"
         for lead in call.leads:
             ahead, reader = min(step + lead.lead, self._loader.last_step), self._position[lead.reader]
-            if (self.read_step(reader) if lead.is_done else self.begun_step(reader)) < ahead:
+            progress = {"sent": self.begun_step, "read": self.read_step, "finished": self.finished_step}[lead.until]
+            if progress(reader) < ahead:
                 return f"'{lead.reader}' to read the same parameters at step {ahead}"
         if not call.changes_parameters:
             return None
