@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from realrl.errors import GraphError, did_you_mean
 from realrl.graph.checks import check_calls
@@ -41,18 +41,22 @@ class VersionEdge:
     lag: int
 
 
+Progress = Literal["sent", "read", "finished"]
+
+
 @dataclass(frozen=True)
 class LeadWait:
     """`writer`, at step i, must not change parameters before `reader` runs with them, or is sent, at step ``i + lead``.
 
     Attributes:
-        is_done: the writer waits until the reader, hooks included, is done with the step, not only until it is sent.
+        until: the reader was sent, or, hooks included, is done with that step: "read" without replacements of dropped
+            samples, since they come after calls that wait for the writer, "finished" with them.
     """
 
     writer: str
     reader: str
     lead: int
-    is_done: bool = False
+    until: Progress = "sent"
 
 
 @dataclass(frozen=True)
@@ -205,14 +209,20 @@ def lead_waits(graph: nx.DiGraph) -> tuple[LeadWait, ...]:
 
     data, waits = data_graph(graph), _wait_graph(graph)
     writers = [mfc for mfc in calls(graph) if mfc.changed_roles]
+    last = [mfc.name for mfc in topological_calls(graph) if mfc.may_drop][-1:]
     lags = [nx.single_source_dijkstra_path_length(waits, writer.name, weight="lag") for writer in writers]
     found = []
     for reader in (mfc for mfc in calls(graph) if mfc.max_staleness > 0 and not mfc.changed_roles):
         lead = min((lag[reader.name] for lag in lags if reader.name in lag), default=0) - 1
+        # The step that is read ahead gets replacements after the last dropping call, which may wait for a writer.
+        is_late = any(lag[name] <= lead for lag in lags for name in last if name in lag)
         for writer in writers if lead > 0 else ():
             roles_read = reader.read_roles & writer.changed_roles
             if roles_read and reader.name not in nx.descendants(data, writer.name):
-                found.append(LeadWait(writer.name, reader.name, lead, is_done=_reads_afterwards(reader, roles_read)))
+                until: Progress = (
+                    ("read" if is_late else "finished") if _reads_afterwards(reader, roles_read) else "sent"
+                )
+                found.append(LeadWait(writer.name, reader.name, lead, until))
     return tuple(found)
 
 

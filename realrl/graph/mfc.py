@@ -86,7 +86,7 @@ class MFCDef:
         n_mbs: number of micro-batches per minibatch and rank.
         max_tokens_per_mb: token budget of a micro-batch; takes the place of `n_mbs`.
         n_minibatches: optimizer steps per train_step call and pass over the batch.
-        n_passes: passes over the batch of a train_step; each draws its minibatches anew.
+        n_passes: passes over the batch of a train_step; each draws its minibatches anew, and so does every batch.
         balanced_dp: give every data-parallel rank the same number of samples, not of tokens.
         log_return_value: write the call's returned metrics to the log.
         max_staleness: number of versions by which a non-training call may lag when it reads its role.

@@ -12,7 +12,8 @@ A whole round belongs to one data-parallel rank in all passes, so a rank holds e
 Invariants of `draw_minibatches`:
     - the minibatches of a pass are disjoint and cover all samples, and their sizes differ by at most one;
     - the tokens of two minibatches of a pass differ by at most those of the longest sample;
-    - they depend on token counts, seed and step alone: not on the call's mesh, strategy or protocol.
+    - they depend on token counts, seed, step and the batch's number in the step alone: not on the call's mesh, strategy
+      or protocol.
 Invariants of `share_minibatches`:
     - the shares of a minibatch are disjoint and cover it, if the protocol gives each sample to one group of ranks;
     - a group of ranks has the same samples in every pass;
@@ -33,13 +34,13 @@ Ranks = tuple[int, ...]
 
 
 def draw_minibatches(
-    token_counts: Sequence[int], n_minibatches: int, *, n_passes: int = 1, seed: int, step: int
+    token_counts: Sequence[int], n_minibatches: int, *, n_passes: int = 1, seed: int, step: int, batch: int = 0
 ) -> list[list[int]]:
-    """Return the samples of every minibatch, pass after pass, as ascending indices."""
+    """Return the samples of every minibatch, pass after pass, as ascending indices; `batch` counts within the step."""
     rounds = _rounds(token_counts, n_minibatches)
     minibatches: list[list[int]] = []
     for number in range(1, n_passes + 1):
-        draw = keyed_draw(seed, "minibatches", step, number)
+        draw = keyed_draw(seed, "minibatches", step, number, *([batch] if batch else []))
         dealt: list[list[int]] = [[] for _ in range(n_minibatches)]
         for members in rounds:
             for i, minibatch in zip(members, permutation(n_minibatches, draw)):
@@ -49,7 +50,14 @@ def draw_minibatches(
 
 
 def share_minibatches(
-    mfc: MFCDef, ids: Sequence[str], token_counts: Sequence[int], layout: CallLayout, *, seed: int, step: int
+    mfc: MFCDef,
+    ids: Sequence[str],
+    token_counts: Sequence[int],
+    layout: CallLayout,
+    *,
+    seed: int,
+    step: int,
+    batch: int = 0,
 ) -> dict[Ranks, tuple[tuple[str, ...], ...]]:
     """Draw the minibatches of a train_step and divide each over the ranks of its mesh.
 
@@ -60,12 +68,15 @@ def share_minibatches(
         layout: where the call runs.
         seed: of the run.
         step: of the batch.
+        batch: number of the batch among those of the step, from 0.
 
     Returns:
         Ranks that work on the same samples -> those samples of every minibatch, pass after pass.
     """
     owners = _divide_rounds(mfc, ids, token_counts, layout)
-    minibatches = draw_minibatches(token_counts, mfc.n_minibatches, n_passes=mfc.n_passes, seed=seed, step=step)
+    minibatches = draw_minibatches(
+        token_counts, mfc.n_minibatches, n_passes=mfc.n_passes, seed=seed, step=step, batch=batch
+    )
     shares: dict[Ranks, list[list[str]]] = {ranks: [[] for _ in minibatches] for ranks in owners}
     owners_of: list[list[Ranks]] = [[] for _ in ids]
     for ranks, members in owners.items():

@@ -1,4 +1,4 @@
-"""Minibatches: random by seed, step and pass, the same under every plan, and divided by whole rounds."""
+"""Minibatches: random by seed, step, batch and pass, the same under every plan, and divided by whole rounds."""
 
 import dataclasses
 import math
@@ -77,6 +77,15 @@ def test_seeds_steps_and_passes_draw_other_minibatches():
     draws = [draw_minibatches(lengths, 4, n_passes=3, seed=seed, step=step) for seed, step in keys]
     passes = [str(drawn[start : start + 4]) for drawn in draws for start in (0, 4, 8)]
     assert len(set(passes)) == len(passes)
+
+
+def test_batches_of_a_step_draw_other_minibatches():
+    lengths = [10 + i for i in range(32)]
+    draws = [draw_minibatches(lengths, 4, n_passes=3, seed=1, step=1, batch=batch) for batch in range(3)]
+    passes = [str(drawn[start : start + 4]) for drawn in draws for start in (0, 4, 8)]
+    assert len(set(passes)) == len(passes)
+    assert draws[0] == draw_minibatches(lengths, 4, n_passes=3, seed=1, step=1)
+    assert draw_minibatches([5, 9, 1, 7, 3, 8, 2], 3, seed=1, step=1, batch=1) == [[0, 1], [4, 5], [2, 3, 6]]
 
 
 def test_passes_before_others_do_not_depend_on_how_many_follow():

@@ -54,17 +54,41 @@ class Checks:
             assert self.n_dispatched[name] - self.n_done[name] == 1, "two dispatches of one call are under way"
             if call.mfc.is_train:
                 assert self.steps_done(name) >= steps_before
+            for lead in () if self.plan.in_flight.calls else call.leads:
+                assert self.is_ahead(lead, min(step + lead.lead, self.start.last_step)), "a stale reader is not ahead"
             for wait in call.waits_for:
                 if not self.calls[wait.trainer].feeds_drop:
                     assert self.steps_done(wait.trainer) >= steps_before + 1 - wait.lag, "the weights are too old"
             if call.mfc.min_n_seqs is not None and not self.plan.drops:
                 assert sorted(indices) == self.ready(call, steps_before)[: len(indices)], "not the oldest samples"
             self.taken[name] |= indices
+        if not self.plan.in_flight.calls:
+            self.check_waits_for_leads()
         for rank in range(self.plan.n_ranks):
             sent = [i.request for i in instructions if isinstance(i, Send) and i.rank == rank]
             n_open = sum(isinstance(request, RunCall) for request in [*self.ranks[rank].inbox, *sent])
             n_unseen = sum(isinstance(reply, CallDone) for reply in self.ranks[rank].replies)
             assert n_open + n_unseen <= 2, "a device has a long queue"
+
+    def check_waits_for_leads(self):
+        """No call waits for a stale reader that is ahead: only calls that wait for it could bring more samples."""
+        for call in self.plan.calls if self.start is not None else ():
+            for lead in (lead for lead in call.leads if lead.until != "finished"):
+                told = self.master.explain(call.name).partition(f"'{lead.reader}' to read the same parameters at step ")
+                assert not told[2] or not self.is_ahead(lead, int(told[2])), "it waits for a reader that is ahead"
+
+    def is_ahead(self, lead, step):
+        """Whether the master knows a stale reader to have read for `step`, as far as that step's lead demands."""
+        reader = self.calls[lead.reader]
+        loaded, places = self.all_steps[step - self.plan.first_step]
+        due = loaded[: len(loaded) if lead.until == "finished" else len(places)] if reader.feeds_drop else places
+        has_read = (self.taken if lead.until == "sent" else self.done)[reader.name]
+        before = self.dropping_before(reader) if reader.feeds_drop else []
+        return all(
+            self.index.get(i) in has_read
+            or any(self.index.get(i) in self.done[d.name] and self.is_dropped_by(d, i) for d in before)
+            for i in due
+        )
 
     def steps_done(self, name):
         """Steps of this run that the master knows a call that does not stream to be done with."""
@@ -145,7 +169,7 @@ class Checks:
                 if call.feeds_drop:
                     assert set(seen) <= set(loaded)
                     assert not any(self.is_dropped_by(gate, i) for gate in gates for i in seen)
-                    if not self.behind_a_dropping_call(call):
+                    if not self.dropping_before(call):
                         assert sorted(seen) == sorted(loaded)
                         assert seen == loaded or call.mfc.min_n_seqs is not None
                 elif call.mfc.min_n_seqs is None:
@@ -156,14 +180,14 @@ class Checks:
                     assert sorted(seen) == sorted(places)
                 assert len(set(seen)) == len(seen)
 
-    def behind_a_dropping_call(self, call):
-        """Whether some dropping call comes before this one, by data or by an edge of its own."""
+    def dropping_before(self, call):
+        """The dropping calls before this one, by data or by an edge of their own."""
         produced = {key: other for other in self.plan.calls for key in other.mfc.output_keys}
         before = [
             *(produced[key] for key in call.mfc.input_keys if key in produced),
             *(self.calls[g] for g in call.gates),
         ]
-        return any(other.mfc.may_drop or self.behind_a_dropping_call(other) for other in before)
+        return [other for b in before for other in (*([b] if b.mfc.may_drop else []), *self.dropping_before(b))]
 
     def batches(self):
         """Call -> its batches in the order of dispatch, each a step and the sorted numbers of its samples."""

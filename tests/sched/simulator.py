@@ -13,6 +13,7 @@ import random
 import zlib
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from realrl.plan.hooks import Realloc
 from realrl.sched.events import (
@@ -109,6 +110,7 @@ class Simulation(Checks):
         self.index = {}
         self.visible = defaultdict(set)  # sample -> keys that the master knows of
         self.taken = defaultdict(set)  # call -> numbers of the samples that it was sent
+        self.done = defaultdict(set)  # call -> the same, of those that the master knows to be done
         self.n_dispatched = Counter()  # call -> dispatches
         self.dispatch_of = {}  # (call, sample) -> dispatch
         self.n_done = Counter()  # call -> dispatches that the master knows to be done
@@ -175,7 +177,9 @@ class Simulation(Checks):
             self.answered[event.dispatch_id, kind].add(event.rank)
             parts = [(event.dispatch_id, kind) for kind in PartKind]
             is_whole = not self.calls[event.call].hooks.after or (event.dispatch_id, PartKind.AFTER) in self.sent
-            self.n_done[event.call] += is_whole and all(self.answered[p] == self.sent[p].keys() for p in parts)
+            if is_whole and all(self.answered[p] == self.sent[p].keys() for p in parts):
+                self.n_done[event.call] += 1
+                self.done[event.call] |= self.taken[event.call]
 
     def perform(self, instruction):
         match instruction:
@@ -412,6 +416,11 @@ class Simulation(Checks):
                     places[places.index(None)] = sample_id
             steps.append((loaded, places))
         return steps
+
+    @cached_property
+    def all_steps(self):
+        """`expected_steps` of the whole run."""
+        return self.expected_steps(self.start.last_step - self.plan.first_step + 1)
 
     def refs(self):
         """Ids of the samples in the order of the dataset."""

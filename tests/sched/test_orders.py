@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from realrl.errors import InvalidTransitionError
+from realrl.graph.mfc import MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
+from realrl.plan.minibatches import draw_minibatches
 from realrl.plan.samples.cursor import DatasetCursor
 from realrl.sched.events import (
     Abort,
@@ -27,8 +29,8 @@ from realrl.sched.events import (
 from realrl.sched.master.master_state import MasterState, RunPhase
 from realrl.sched.messages import RunCall, WorkerFailed
 from realrl.sched.track.track_plan import ResumePoint
-from tests.sched.plans import make_plan, on_all, plans, ppo, with_resume
-from tests.sched.simulator import Simulation, Stuck
+from tests.sched.plans import INFERENCE, TRAIN, make_plan, on_all, plans, ppo, with_resume
+from tests.sched.simulator import Simulation, Stuck, meta
 
 SEEDS = st.integers(0, 2**32)
 ROWS = st.integers(3, 30)
@@ -124,6 +126,26 @@ def test_replay_of_the_event_log(plan, seed, n_rows):
     simulation = Simulation(plan, seed=seed, n_rows=n_rows, validate=False).run()
     again = MasterState(plan)
     assert [again.handle(decode_event(encode(event))) for event in simulation.events] == simulation.instructions
+
+
+def test_minibatches_are_drawn_by_the_number_of_the_batch_in_its_step():
+    mfcs = [
+        MFCDef("score", "b", INFERENCE, "x", ("prompt_ids",), ("k",), n_seqs=24),
+        MFCDef("train", "a", TRAIN, "x", ("prompt_ids",), n_seqs=8, n_minibatches=2, n_passes=2),
+    ]
+    plan = make_plan(mfcs, on_all(mfcs, Cluster(1, 1)), Cluster(1, 1), n_steps=3)
+    whole = Simulation(plan, seed=1, n_rows=50).run()
+    resumed = with_resume(plan, ResumePoint(1, whole.master.cursor_state(1)))
+    for run in (whole, Simulation(resumed, seed=2, n_rows=50).run()):
+        for step in range(run.plan.first_step, 4):
+            batches = membership(run)["train", step, 0]
+            for number, minibatches in enumerate(batches):
+                start = 24 * (step - run.plan.first_step) + 8 * number
+                ids = run.order[start : start + 8]
+                lengths = [length for (length,) in meta(ids, ["prompt_ids"]).seqlens["prompt_ids"]]
+                drawn = draw_minibatches(lengths, 2, n_passes=2, seed=7, step=step, batch=number)
+                assert minibatches == tuple(tuple(ids[i] for i in members) for members in drawn)
+            assert len(batches) == 3
 
 
 def test_staleness_lets_generation_run_ahead_of_training():

@@ -14,7 +14,7 @@ from realrl.plan.samples.cursor import DatasetCursor
 from realrl.sched.events import Send
 from realrl.sched.messages import CallDone, RunCall
 from realrl.sched.track.track_plan import ResumePoint
-from tests.sched.plans import INFERENCE, make_plan, on_all, plans, ppo
+from tests.sched.plans import INFERENCE, TRAIN, make_plan, on_all, plans, ppo
 from tests.sched.simulator import Simulation
 from tests.sched.test_dropping import grpo, split_plan
 from tests.sched.test_orders import ROWS, SEEDS, membership, orders, split_ppo
@@ -64,6 +64,17 @@ def test_parameters_that_a_hook_reads_after_the_call_must_be_read_before_they_ch
     assert waits == (LeadWait("actor_train", "actor_gen", 1),)
     mfcs = [dataclasses.replace(m, post_hooks=push) if m.name == "actor_gen" else m for m in mfcs]
     assert lead_waits(build_graph(mfcs, ["prompt_ids"])) == ()  # it changes the copy
+
+
+def test_replacements_are_waited_for_unless_they_wait_for_training():
+    stay = (ParamReallocHook(source=ModelName("actor")),)
+    mfcs = [dataclasses.replace(m, post_hooks=stay) if m.name == "gen" else m for m in with_staleness(grpo(), gen=1)]
+    assert lead_waits(build_graph(mfcs, ["prompt_ids"])) == (LeadWait("train", "gen", 1, "finished"),)
+    plan = split_plan(mfcs, n_steps=4)
+    for seed in range(5):
+        simulation = Simulation(plan, seed=seed, n_rows=9, drop_share=0.5).run()
+        simulation.check_complete()
+        assert all(simulation.versions_read["gen", step] == {max(0, step - 2)} for step in range(1, 5))
 
 
 def test_capacity_must_hold_what_runs_ahead():
@@ -151,6 +162,26 @@ def test_replacements_are_at_most_as_stale(max_staleness):
             assert max(versions) <= step - 1
             metrics = simulation.reports[step - 1].metrics
             assert 0 <= metrics["staleness/mean"] <= metrics["staleness/max"] <= max_staleness
+
+
+@pytest.mark.parametrize("n_seqs", [1, 4])
+def test_training_waits_for_no_replacements_of_a_step_that_waits_for_it(n_seqs):
+    """The judge of step 2 waits for training at step 1, which waits for the stale call to be done with step 2."""
+    mfcs = [
+        MFCDef("stale", "a", INFERENCE, "x", ("prompt_ids",), ("k0",), max_staleness=1,
+               post_hooks=(ParamReallocHook(source=ModelName("a")),)),
+        MFCDef("judge", "a", INFERENCE, "x", ("k0",), ("k1",), n_seqs=n_seqs, may_drop=True),
+        MFCDef("train", "a", TRAIN, "x", ("k1",), n_seqs=n_seqs),
+    ]  # fmt: skip
+    assert lead_waits(build_graph(mfcs, ["prompt_ids"])) == (LeadWait("train", "stale", 1, "read"),)
+    plan = make_plan(mfcs, on_all(mfcs, Cluster(1, 1)), Cluster(1, 1), n_steps=3, max_refill_rounds=100)
+    for seed in range(20):
+        simulation = Simulation(plan, seed=seed, n_rows=9).run()
+        simulation.check_complete()
+        for step in range(1, 4):
+            versions = simulation.versions_read["stale", step]
+            assert min(versions) == max(0, step - 2)
+            assert max(versions) < step
 
 
 @orders(25)

@@ -51,6 +51,11 @@ class CallQueue:
         """The same as `steps_taken`: no replacements come later (see `RoundQueue`)."""
         return self.steps_taken
 
+    @property
+    def steps_read(self) -> int:
+        """The same as `steps_finished`."""
+        return self.steps_finished
+
     def add_ready(self, index: int) -> bool:
         """All inputs of the sample exist; return whether that may have made a batch complete."""
         if self._min_n_seqs is None:
@@ -136,8 +141,7 @@ class RoundQueue:
         self._n_ready_in: dict[int, int] = {}  # window -> samples; these two without streaming only
         self._n_dropped_in: dict[int, int] = {}
         self._n_steps = 0
-        self._n_under_way = 0
-        self._n_of_closed_step = 0  # of those under way
+        self._before_batch: tuple[int, int] | None = None  # steps taken, and begun, before the batch under way
 
     @property
     def steps_taken(self) -> int:
@@ -147,13 +151,18 @@ class RoundQueue:
     @property
     def steps_finished(self) -> int:
         """Whole steps of samples that the call is done with."""
-        return self._n_steps - 1 if self._n_of_closed_step else self._n_steps
+        return self._n_steps if self._before_batch is None else self._before_batch[0]
 
     @property
     def steps_begun(self) -> int:
         """Steps whose samples, apart from replacements, are all taken."""
         is_begun = self._n_rounds > 1 or (self._n_rounds == 1 and self._n_left == 0)
         return self._n_steps + is_begun
+
+    @property
+    def steps_read(self) -> int:
+        """Steps whose samples, apart from replacements, the call is done with; later calls have no say in it."""
+        return self.steps_begun if self._before_batch is None else self._before_batch[1]
 
     def open(self, size: int) -> None:
         """Begin a round of the next `size` samples; all earlier ones are taken, or dropped."""
@@ -171,7 +180,6 @@ class RoundQueue:
         assert self._n_rounds > 0
         self._n_rounds = 0
         self._n_steps += 1
-        self._n_of_closed_step = self._n_under_way
 
     def add_ready(self, index: int) -> bool:
         """All inputs of the sample exist; return whether that may have made a batch complete."""
@@ -203,20 +211,19 @@ class RoundQueue:
         return heapq.nsmallest(self.batch_size(), self._ready)
 
     def take(self) -> list[int]:
-        """Take the next batch, as `peek` tells it."""
+        """Take the next batch, as `peek` tells it; the one before is done."""
         size = self.batch_size()
+        self._before_batch = self._n_steps, self.steps_begun
         if self._min_n_seqs is None:
             # Later windows may be ready before this one, but their samples are younger.
             self._window += 1
         indices = [heapq.heappop(self._ready) for _ in range(size)]
         self._n_left -= size
-        self._n_under_way += size
         return indices
 
     def finish(self, size: int) -> None:
         """The batch taken last, of `size` samples, is done."""
-        self._n_under_way -= size
-        self._n_of_closed_step = 0
+        self._before_batch = None
 
     def _count(self, n_in: dict[int, int], index: int) -> None:
         window = (index - self._start) // self._n_seqs

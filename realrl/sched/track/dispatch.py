@@ -197,8 +197,7 @@ def plan_work(
     placements: Mapping[str, Mapping[str, Placement]],
     node_of: Callable[[int], int],
     *,
-    seed: int,
-    step: int,
+    key: tuple[int, int, int],
 ) -> tuple[dict[int, RankWork], tuple[Arrival, ...]]:
     """Divide a batch over the ranks of a call's mesh by its protocol, and plan the rows that each must fetch.
 
@@ -207,8 +206,7 @@ def plan_work(
         token_counts: tokens of each sample.
         placements: key -> sample id -> placement, for the call's input keys.
         node_of: global rank -> node.
-        seed: of the run; with `step` it decides the minibatches of a train_step.
-        step: of the batch.
+        key: seed of the run, step, and number of the batch in the step; they decide the minibatches of a train_step.
 
     Returns:
         Rank -> its work, in mesh order; and the changes of placements by the fetching.
@@ -216,7 +214,8 @@ def plan_work(
     minibatches_of: Mapping[tuple[int, ...], tuple[tuple[str, ...], ...]]
     kept: Mapping[int, tuple[str, ...]] = {}
     if call.mfc.is_train:
-        minibatches_of = share_minibatches(call.mfc, ids, token_counts, call.layout, seed=seed, step=step)
+        seed, step, batch = key
+        minibatches_of = share_minibatches(call.mfc, ids, token_counts, call.layout, seed=seed, step=step, batch=batch)
     else:
         divided, kept = divide(call.mfc.protocol, list(ids), list(token_counts), call.layout, call=call.name)
         minibatches_of = {share.ranks: (share.ids,) for share in divided}

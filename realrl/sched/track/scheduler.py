@@ -328,9 +328,9 @@ class Scheduler:
         ids, known = self._flight.split(call.name, taken)
         token_counts = self._buffer.token_counts(ids, call.mfc.input_keys)
         placements = self._buffer.placements(call.mfc.input_keys)
-        work, arrivals = plan_work(
-            call, ids, token_counts, placements, self._plan.cluster.node_of, seed=self._plan.config.seed, step=step
-        )
+        place = self._buffer.places(taken[:1]).get(taken[0], 0)  # every sample of a train_step has one
+        key = self._plan.config.seed, step, place % self._plan.step_size // call.mfc.n_seqs
+        work, arrivals = plan_work(call, ids, token_counts, placements, self._plan.cluster.node_of, key=key)
         self._buffer.begin_arrivals(arrivals)
         number = self._outbox.next_dispatch()
         dispatch = Dispatch(number, call, step, ids, work, arrivals, self._plan.moves_rows, known)

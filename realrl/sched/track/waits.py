@@ -4,6 +4,12 @@ A call that may be stale runs a fixed number of steps ahead of the training of i
 training waits until it was sent. At step i it reads the parameters after step ``i - 1 - max_staleness``; in the first
 steps, also of a resumed run, those that the run began with. There are two exceptions: other waits of the call may hold
 it back (see `lead_waits`), and replacements of dropped samples may read later parameters, up to those of step i - 1.
+
+Invariants:
+    - a call that changes parameters at step i starts when every reader with a lead of n has all samples of step i + n
+      that it gets before replacements, and, where a hook reads the parameters after it, is done with them;
+    - it waits for no call that waits for it at step i or later: replacements of step i + n count only where the
+      dropping calls before them need older parameters.
 """
 
 from __future__ import annotations
@@ -53,6 +59,10 @@ class Waits:
         """Return the last step whose samples, apart from replacements, were all sent to the call."""
         return self._before + self._queues[position].steps_begun
 
+    def read_step(self, position: int) -> int:
+        """Return the last step whose samples, apart from replacements, the call is done with, hooks included."""
+        return self._before + self._queues[position].steps_read
+
     def finished_step(self, position: int) -> int:
         """The last step that the call is done with."""
         return self._before + self._queues[position].steps_finished
@@ -67,7 +77,8 @@ class Waits:
                 return f"'{wait.trainer}' to finish step {step - wait.lag}"
         for lead in call.leads:
             ahead, reader = min(step + lead.lead, self._loader.last_step), self._position[lead.reader]
-            if (self.finished_step(reader) if lead.is_done else self.begun_step(reader)) < ahead:
+            progress = {"sent": self.begun_step, "read": self.read_step, "finished": self.finished_step}[lead.until]
+            if progress(reader) < ahead:
                 return f"'{lead.reader}' to read the same parameters at step {ahead}"
         if not call.changes_parameters:
             return None

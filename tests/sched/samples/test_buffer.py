@@ -187,8 +187,29 @@ def test_a_step_is_finished_when_its_last_batch_is_done():
     for index in range(2):
         queue.add_ready(index)
     assert queue.take() == [0, 1]
+    assert (queue.steps_begun, queue.steps_read) == (1, 0)
     queue.close_step()
     assert (queue.steps_taken, queue.steps_finished) == (1, 0)
     queue.open(2)
+    assert (queue.steps_begun, queue.steps_read) == (1, 0)
     queue.finish(2)
     assert (queue.steps_taken, queue.steps_finished) == (1, 1)
+    assert (queue.steps_begun, queue.steps_read) == (1, 1)
+
+
+def test_a_step_is_read_before_its_replacements_come():
+    queue = RoundQueue(n_seqs=1, min_n_seqs=None)
+    queue.open(2)
+    for index in range(2):
+        queue.add_ready(index)
+    seen = []
+    for _ in range(2):
+        queue.take()
+        seen.append(queue.steps_read)
+        queue.finish(1)
+        seen.append(queue.steps_read)
+    queue.open(1)
+    queue.add_ready(2)
+    queue.take()
+    assert [*seen, queue.steps_read] == [0, 0, 0, 1, 1]
+    assert queue.steps_finished == 0

@@ -33,7 +33,7 @@ def calls_on(dp, *, weightless=(), protocol="3D_PROTO"):
 
 def dispatch(call, number=0, ids=IDS):
     placements = {key: dict.fromkeys(ids, Placement(frozenset((0,)))) for key in call.mfc.input_keys}
-    work, arrivals = plan_work(call, ids, [1] * len(ids), placements, lambda rank: 0, seed=1, step=1)
+    work, arrivals = plan_work(call, ids, [1] * len(ids), placements, lambda rank: 0, key=(1, 1, 0))
     return Dispatch(number, call, 1, ids, work, arrivals)
 
 
