@@ -23,9 +23,10 @@ FOLDING = ("value", "accepts", "meaning")
 def listed_keys(experiment: Experiment, config: RunConfig) -> list[tuple[Key, str]]:
     """Return the keys of this experiment with their values; those of roles and calls once: ``models.<role>``."""
     from realrl.config.keys import entry_keys, known_keys
+    from realrl.config.serialize import shown_config
 
     unused = unused_keys(experiment, experiment.calls(config))
-    values = json.loads(config.model_dump_json())
+    values = shown_config(config)
     listed: dict[str, tuple[Key, dict[str, str]]] = {}
     known = known_keys(experiment)
     for path, key in known.items():

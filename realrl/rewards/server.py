@@ -1,18 +1,19 @@
-"""A process that runs reward functions in forked workers: ``python -m realrl.rewards.server SPEC`` (JSON).
+"""A process that runs reward functions in forked workers: ``python -m realrl.rewards.server``.
 
     owner --requests--> server --requests--> worker 1..n      (all pipes, one JSON object a line)
           <--replies---        <--results---
 
 The server imports the functions once and forks workers from itself, so that it replaces a hung or dead worker in
 milliseconds. After the import it runs no user code: it always notices a time limit, a dead worker and the end of its
-owner (end of file on its input), and then kills its workers.
+owner (end of file on its input), and then kills its workers. User code has an empty standard input.
 
 A worker has one request at a time, or many of async functions. It watches the time of async requests itself. If one of
 them keeps the whole process busy, or ends it, all requests of the worker are tried again, each in a worker of its own.
 A worker may also die by no fault of its request (the system is out of memory, somebody kills it), so a request whose
 worker died is tried once more before it counts as failed.
 
-SPEC: ``{"functions": [{"function", "reads", "options", "timeout_s"}], "concurrency", "async_concurrency"}``.
+First line: ``{"functions": [{"function", "reads", "options", "timeout_s"}], "concurrency", "async_concurrency",
+"search_path"}``, the last one being where the owner finds modules.
 Requests: ``{"id", "part", "prompt", "response", "row"}``; `part` is the number of the function. First reply:
 ``{"ready": true, "functions": [traits]}`` or ``{"failed": text, "part"}``; then ``{"id", "rewards"}``,
 ``{"id", "error"}`` or ``{"id", "timeout": true}`` for each request. The functions' own output goes to stderr.
@@ -221,13 +222,15 @@ class Worker:
 class Server:
     """The event loop: hands requests to workers, watches their time, replaces failed ones."""
 
-    def __init__(self, functions: Sequence[RewardFunction], spec: Mapping[str, Any], replies_fd: int) -> None:
+    def __init__(
+        self, functions: Sequence[RewardFunction], spec: Mapping[str, Any], requests: Lines, replies_fd: int
+    ) -> None:
         self._functions = functions
         self._timeouts_s = [part["timeout_s"] for part in spec["functions"]]
         self._concurrency: int = spec["concurrency"]
         self._async_concurrency: int = spec["async_concurrency"]
         self._replies_fd = replies_fd
-        self._requests = Lines(0)
+        self._requests = requests
         self._queue: deque[Job] = deque()
         self._workers: list[Worker] = []
 
@@ -282,7 +285,7 @@ class Server:
             free = [w for w in self._workers if w.can_take(job, self._async_concurrency)]
             worker = min(free, key=lambda w: len(w.jobs), default=None)
             if len(self._workers) < self._concurrency and (worker is None or worker.jobs):
-                inherited = {0, self._replies_fd}.union(*(w.fds for w in self._workers))
+                inherited = {self._requests.fd, self._replies_fd}.union(*(w.fds for w in self._workers))
                 worker = Worker(self._functions, self._timeouts_s, inherited)
                 self._workers.append(worker)
             if worker is None:
@@ -316,12 +319,24 @@ class Server:
         return worker.end()
 
 
+def _read_spec(requests: Lines) -> dict[str, Any]:
+    """Return the first line; its owner sends no other before it has the reply."""
+    while (lines := requests.read()) is not None:
+        for line in lines:
+            spec: dict[str, Any] = json.loads(line)
+            return spec
+    sys.exit(0)  # the owner is gone
+
+
 def main() -> None:
-    """Serve the functions that the first argument describes."""
+    """Serve the functions that the first line of the input describes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
-    spec = json.loads(sys.argv[1])
-    replies_fd = os.dup(1)
+    requests, replies_fd = Lines(os.dup(0)), os.dup(1)
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
     os.dup2(2, 1)
+    spec = _read_spec(requests)
+    sys.path += [path for path in spec["search_path"] if path not in sys.path]  # last: nothing of theirs hides ours
     functions: list[RewardFunction] = []
     try:
         for part in spec["functions"]:
@@ -332,7 +347,7 @@ def main() -> None:
         return
     write_line(replies_fd, {"ready": True, "functions": [asdict(function.traits) for function in functions]})
     try:
-        Server(functions, spec, replies_fd).serve()
+        Server(functions, spec, requests, replies_fd).serve()
     except BrokenPipeError:
         sys.exit(0)  # the owner is gone; serve() has ended the workers
 

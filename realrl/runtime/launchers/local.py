@@ -79,7 +79,7 @@ class LocalLauncher:
     def _spawn(self, rank: int, address: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         path = log_path(self._run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "realrl.runtime.processes.main", "worker"]
+        command = [sys.executable, "-P", "-m", "realrl.runtime.processes.main", "worker"]
         command += ["--rank", str(rank), "--address", address, "--host", self._host]
         # Signals that arrive before the child can handle them wait until it can.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
