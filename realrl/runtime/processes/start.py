@@ -15,6 +15,7 @@ from realrl.config.serialize import dump_config, shown_config
 from realrl.errors import ConfigError
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.planning import plan_run
+from realrl.files import write_output
 from realrl.runtime.checkpoints.resume import newest, refuse_mixing
 from realrl.runtime.checkpoints.store import CHECKPOINTS, checkpoint_store
 from realrl.runtime.processes.preflight import check_inputs
@@ -122,7 +123,7 @@ def _reserved(folder: Path) -> Iterator[None]:
 def _write_config(folder: Path, config: RunConfig) -> None:
     temporary = folder / f".{CONFIG_FILE}.new"
     try:
-        temporary.write_text(json.dumps(shown_config(config), indent=2) + "\n", encoding="utf-8")
+        write_output(temporary, json.dumps(shown_config(config), indent=2).encode() + b"\n")
         os.replace(temporary, folder / CONFIG_FILE)
     except OSError as err:
         raise ConfigError(
