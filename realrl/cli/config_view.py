@@ -23,9 +23,10 @@ def listed_keys(experiment: Experiment, config: RunConfig) -> list[tuple[Key, st
     from dataclasses import replace
 
     from realrl.config.keys import entry_keys, known_keys
+    from realrl.config.serialize import shown_config
 
     unused = unused_keys(experiment, experiment.calls(config))
-    values = config.model_dump(mode="json")
+    values = shown_config(config)
     listed: dict[str, tuple[Key, dict[str, str]]] = {}
     known = known_keys(experiment)
     for path, key in known.items():

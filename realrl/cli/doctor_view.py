@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from realrl.cli.console import print_table
 from realrl.errors import UsageError
+from realrl.files import write_output
 
 if TYPE_CHECKING:
     from realrl.doctor import Report
@@ -44,10 +45,9 @@ def write_report(report: Report, plan: RunPlan, path: str) -> None:
         UsageError: the file cannot be written.
     """
     import json
-    from pathlib import Path
 
     try:
-        Path(path).write_text(json.dumps(_as_json(report, plan), indent=1) + "\n", encoding="utf-8")
+        write_output(path, json.dumps(_as_json(report, plan), indent=1).encode() + b"\n")
     except OSError as error:
         raise UsageError(f"--json {path} cannot be written: {error.strerror}") from error
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from realrl.config.keys import Declared, known_keys
 from realrl.config.problems import raise_problems
 from realrl.config.schema import RunConfig
+from realrl.config.secrets import masked
 from realrl.config.validate import describe_plainly, validate
 from realrl.errors import ConfigError
 
@@ -14,6 +16,12 @@ from realrl.errors import ConfigError
 def dump_config(config: RunConfig) -> bytes:
     """Return the configuration as indented JSON; `load_config` gives back an equal one."""
     return config.model_dump_json(indent=2).encode() + b"\n"
+
+
+def shown_config(config: RunConfig) -> dict[str, Any]:
+    """Return the configuration as JSON values for people to read, without its secrets."""
+    shown: dict[str, Any] = masked(config.model_dump(mode="json"))
+    return shown
 
 
 def experiment_reference(data: bytes) -> str:

@@ -11,6 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
+from realrl.config.secrets import masked
 from realrl.draw.layout import Drawing
 from realrl.draw.scene import DATASET, TYPE_WORDS, Placement, Scene, hook_text
 from realrl.draw.svg import document, node_ids
@@ -89,7 +90,8 @@ def _details(
 
 def _rows(graph: nx.DiGraph, mfc: MFCDef, place: Placement | None) -> Iterator[Row]:
     origin = producers(graph)
-    yield "interface", [mfc.interface.name, *(f"{name} = {value!r}" for name, value in mfc.interface.args.items())]
+    shown = masked(mfc.interface.args)
+    yield "interface", [mfc.interface.name, *(f"{name} = {value!r}" for name, value in shown.items())]
     yield "reads", [f"{_remapped(mfc, key)} from {origin.get(key, 'dataset')}" for key in mfc.input_keys]
     yield "produces", [_produced(graph, key) for key in mfc.output_keys]
     yield "batch", list(_batch(mfc))

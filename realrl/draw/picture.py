@@ -17,6 +17,7 @@ from realrl.draw.scene import Placement, make_scene
 from realrl.draw.svg import render_svg
 from realrl.draw.theme import LIGHT
 from realrl.errors import UsageError, did_you_mean
+from realrl.files import write_output
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -84,7 +85,7 @@ def write_picture(
         )
     content = draw(graph, title=title, allocations=allocations, fmt=known[suffix])
     try:
-        path.write_bytes(content)
+        write_output(path, content)
     except OSError as error:
         raise UsageError(
             f"cannot write the picture '{path}': {error.strerror or error}",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from realrl.config.secrets import without_secrets
 from realrl.experiment.loading import load_object
 
 MAX_ERROR_CHARS = 2000
@@ -57,6 +58,7 @@ class RewardFunction:
         self._function = load_object(function)
         if not callable(self._function):
             raise TypeError(f"{function!r} is not a function")
+        self._options = options or {}
         if options:
             self._function = functools.partial(self._function, **options)
         self.traits = _traits(self._function, function, reads)
@@ -66,7 +68,7 @@ class RewardFunction:
         try:
             return self._checked(self._call(request), request)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is reported to its owner
-            return _raised(error)
+            return self._raised(error)
 
     async def evaluate_async(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Like `evaluate`, for async functions; returns ``{"timeout": True}`` if the time is over."""
@@ -77,11 +79,14 @@ class RewardFunction:
             async with limit:
                 return self._checked(await self._call(request), request)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
-            return {"timeout": True} if limit.expired() else _raised(error)
+            return {"timeout": True} if limit.expired() else self._raised(error)
 
     def _call(self, request: Mapping[str, Any]) -> Any:
         row = [request.get("row") or {}] if self.traits.takes_row else []
         return self._function(request["prompt"], request["response"], *row)
+
+    def _raised(self, error: BaseException) -> dict[str, Any]:
+        return {"error": without_secrets(_describe(error), self._options)[:MAX_ERROR_CHARS]}
 
     def _checked(self, value: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         if not self.traits.is_group:
@@ -114,13 +119,13 @@ def _as_rewards(values: list[Any], what: str) -> dict[str, Any]:
     return {"rewards": rewards}
 
 
-def _raised(error: BaseException) -> dict[str, Any]:
+def _describe(error: BaseException) -> str:
     lines = traceback.format_exception(error)
     try:
         text = str(error)
     except Exception:  # noqa: BLE001 - an exception of the user's that cannot even be printed
         text = "(its text cannot be shown)"
-    return {"error": f"raised {type(error).__name__}: {text}\n{''.join(lines[-3:])}"[:MAX_ERROR_CHARS]}
+    return f"raised {type(error).__name__}: {text}\n{''.join(lines[-3:])}"
 
 
 def _traits(function: Callable[..., Any], name: str, reads: str) -> Traits:
@@ -146,4 +151,5 @@ def _traits(function: Callable[..., Any], name: str, reads: str) -> Traits:
 
 
 def _signature(function: Callable[..., Any]) -> str:
-    return str(inspect.signature(function))
+    """Return the signature without options: their values may be secret."""
+    return str(inspect.signature(function.func if isinstance(function, functools.partial) else function))

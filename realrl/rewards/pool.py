@@ -227,14 +227,17 @@ class _Connection:
     """A running server whose functions are loaded, and its pipes."""
 
     def __init__(self, specs: Sequence[FunctionSpec], concurrency: int, async_concurrency: int) -> None:
-        functions = [asdict(spec) for spec in specs]
-        spec = {"functions": functions, "concurrency": concurrency, "async_concurrency": async_concurrency}
-        paths = [path or os.getcwd() for path in sys.path]
+        spec = {
+            "functions": [asdict(spec) for spec in specs],
+            "concurrency": concurrency,
+            "async_concurrency": async_concurrency,
+            "search_path": [path or os.getcwd() for path in sys.path],
+        }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "realrl.rewards.server", json.dumps(spec)],
+            [sys.executable, "-P", "-m", "realrl.rewards.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             bufsize=0,
         )
         assert self._process.stdin is not None
@@ -245,6 +248,7 @@ class _Connection:
         self._replies = read_lines(self._replies_fd)
         self._lines: deque[bytes] = deque()
         self.close = weakref.finalize(self, _end, self._process)
+        self.send(spec)  # by the pipe: arguments of a process are read by every user of the machine
         ready = self.receive(START_TIMEOUT_S)
         if "failed" in ready:
             self.close()

@@ -1,18 +1,19 @@
-"""A process that runs reward functions in forked workers: ``python -m realrl.rewards.server SPEC`` (JSON).
+"""A process that runs reward functions in forked workers: ``python -m realrl.rewards.server``.
 
     owner --requests--> server --requests--> worker 1..n      (all pipes, one JSON object a line)
           <--replies---        <--results---
 
 The server imports the functions once and forks workers from itself, so that it replaces a hung or dead worker in
 milliseconds. After the import it runs no user code: it always notices a time limit, a dead worker and the end of its
-owner (end of file on its input), and then kills its workers.
+owner (end of file on its input), and then kills its workers. User code has an empty standard input.
 
 A worker has one request at a time, or many of async functions. It watches the time of async requests itself. If one of
 them keeps the whole process busy, or ends it, all requests of the worker are tried again, each in a worker of its own.
 A worker may also die by no fault of its request (the system is out of memory, somebody kills it), so a request whose
 worker died is tried once more before it counts as failed.
 
-SPEC: ``{"functions": [{"function", "reads", "options", "timeout_s"}], "concurrency", "async_concurrency"}``.
+First line: ``{"functions": [{"function", "reads", "options", "timeout_s"}], "concurrency", "async_concurrency",
+"search_path"}``, the last one being where the owner finds modules.
 Requests: ``{"id", "part", "prompt", "response", "row"}``; `part` is the number of the function. First reply:
 ``{"ready": true, "functions": [traits]}`` or ``{"failed": text, "part"}``; then ``{"id", "rewards"}``,
 ``{"id", "error"}`` or ``{"id", "timeout": true}`` for each request. The functions' own output goes to stderr.
@@ -212,13 +213,16 @@ class Worker:
 class Server:
     """The event loop: hands requests to workers, watches their time, replaces failed ones."""
 
-    def __init__(self, functions: Sequence[RewardFunction], spec: Mapping[str, Any], replies_fd: int) -> None:
+    def __init__(
+        self, functions: Sequence[RewardFunction], spec: Mapping[str, Any], requests_fd: int, replies_fd: int
+    ) -> None:
         self._functions = functions
         self._timeouts_s = [part["timeout_s"] for part in spec["functions"]]
         self._concurrency: int = spec["concurrency"]
         self._async_concurrency: int = spec["async_concurrency"]
         self._replies_fd = replies_fd
-        self._requests = read_lines(0)
+        self._requests_fd = requests_fd
+        self._requests = read_lines(requests_fd)
         self._queue: deque[Job] = deque()
         self._workers: list[Worker] = []
 
@@ -253,7 +257,7 @@ class Server:
     def _wait(self) -> list[tuple[Worker | None, int]]:
         """Wait for an event or a deadline; returns (worker, event mask) of each event, None for the owner."""
         with selectors.DefaultSelector() as selector:
-            selector.register(0, selectors.EVENT_READ, None)
+            selector.register(self._requests_fd, selectors.EVENT_READ, None)
             for worker in self._workers:
                 selector.register(worker.result_fd, selectors.EVENT_READ, worker)
                 if worker.has_unsent:
@@ -273,7 +277,7 @@ class Server:
             free = [w for w in self._workers if w.can_take(job, self._async_concurrency)]
             worker = min(free, key=lambda w: len(w.jobs), default=None)
             if len(self._workers) < self._concurrency and (worker is None or worker.jobs):
-                inherited = {0, self._replies_fd}.union(*(w.fds for w in self._workers))
+                inherited = {self._requests_fd, self._replies_fd}.union(*(w.fds for w in self._workers))
                 worker = Worker(self._functions, self._timeouts_s, inherited)
                 self._workers.append(worker)
             if worker is None:
@@ -307,12 +311,24 @@ class Server:
         return worker.end()
 
 
+def _read_spec(requests_fd: int) -> dict[str, Any]:
+    """Return the first line; the owner sends no other before it has the reply."""
+    for lines in read_lines(requests_fd):
+        for line in lines:
+            spec: dict[str, Any] = json.loads(line)
+            return spec
+    sys.exit(0)  # the owner is gone
+
+
 def main() -> None:
-    """Serve the functions that the first argument describes."""
+    """Serve the functions that the first line of the input describes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
-    spec = json.loads(sys.argv[1])
-    replies_fd = os.dup(1)
+    requests_fd, replies_fd = os.dup(0), os.dup(1)
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
     os.dup2(2, 1)
+    spec = _read_spec(requests_fd)
+    sys.path += [path for path in spec["search_path"] if path not in sys.path]  # last: nothing of theirs hides ours
     functions: list[RewardFunction] = []
     try:
         for part in spec["functions"]:
@@ -323,7 +339,7 @@ def main() -> None:
         return
     write_line(replies_fd, {"ready": True, "functions": [asdict(function.traits) for function in functions]})
     try:
-        Server(functions, spec, replies_fd).serve()
+        Server(functions, spec, requests_fd, replies_fd).serve()
     except BrokenPipeError:
         sys.exit(0)  # the owner is gone; serve() has ended the workers
 

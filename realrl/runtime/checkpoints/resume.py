@@ -7,6 +7,7 @@ from pathlib import Path
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError
 from realrl.experiment.run_plan import RunPlan
+from realrl.files import why_no_output
 from realrl.runtime.checkpoints.store import (
     CHECKPOINTS,
     CheckpointStore,
@@ -37,9 +38,14 @@ def refuse_mixing(config: RunConfig) -> None:
     path = Path(config.save.generations_path)
     if not config.save.generations_path:
         return
-    if path.is_dir() or (config.resume == "never" and _is_filled(path)):
-        state = "is a folder" if path.is_dir() else "holds something already"
-        raise ConfigError(f"save.generations_path={path} {state}", remedy="Choose another file, or remove this one.")
+    reason = why_no_output(path)
+    if not reason and config.resume == "never" and _is_filled(path):
+        reason = "it holds something already"
+    if reason:
+        raise ConfigError(
+            f"save.generations_path={path} cannot be written: {reason}",
+            remedy="Choose another file, or remove this one.",
+        )
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"save.generations_path={path}: there is no folder {path.absolute().parent}")
 

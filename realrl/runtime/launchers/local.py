@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from realrl.errors import RunError
+from realrl.files import open_output
 from realrl.runtime.launchers.base import threads_per_worker
 from realrl.runtime.output.logs import log_path
 from realrl.runtime.processes.lifeline import RUN_ID, WORKERS_OF, kill_leftovers
@@ -79,12 +80,12 @@ class LocalLauncher:
     def _spawn(self, rank: int, address: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         path = log_path(self._run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "realrl.runtime.processes.main", "worker"]
+        command = [sys.executable, "-P", "-m", "realrl.runtime.processes.main", "worker"]
         command += ["--rank", str(rank), "--address", address, "--host", self._host]
         # Signals that arrive before the child can handle them wait until it can.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
-            with path.open("ab") as log:
+            with open_output(path, append=True) as log:
                 return subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=dict(variables), process_group=0
                 )

@@ -10,6 +10,7 @@ from typing import Any
 
 from realrl.errors import RunError
 from realrl.experiment.run_plan import RunPlan
+from realrl.files import write_output
 
 FILE_NAME = "eval.json"
 _ERROR = "/stderr"
@@ -57,7 +58,7 @@ def write_evaluation(path: Path, plan: RunPlan, metrics: Mapping[str, float]) ->
         },
     }
     try:
-        path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        write_output(path, json.dumps(found, indent=1, allow_nan=False).encode() + b"\n")
     except OSError as error:
         raise RunError(f"cannot write {path}: {error.strerror}", remedy="Free some space there.") from error
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from realrl.errors import RunError
+from realrl.files import write_output
 from realrl.runtime.output.json_lines import cut_after
 from realrl.sched.events import ReportSamples, SampleContents
 from realrl.sched.track.readout import Readout
@@ -50,8 +51,7 @@ class GenerationsFile:
         if not text:
             return
         try:
-            with self.path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-                file.write(text)
+            write_output(self.path, text.encode(errors="backslashreplace"), append=True)
         except OSError as error:
             raise self._failed(error) from error
 

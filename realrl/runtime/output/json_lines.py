@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
 
 from realrl.errors import RunError
+from realrl.files import open_output, read_input
 
 
 def cut_after(path: Path, last_step: int) -> None:
@@ -16,11 +18,15 @@ def cut_after(path: Path, last_step: int) -> None:
         OSError: the file cannot be rewritten; it is then as it was.
         RunError: a line is no object with a step.
     """
+    path = path.resolve()  # a link stays one
     if not path.exists():
         return
     temporary = path.with_name(f".{path.name}.new")
     try:
-        with path.open("rb") as old, temporary.open("wb") as new:
+        with (
+            io.BufferedReader(open_output(path, append=True)) as old,
+            io.BufferedWriter(open_output(temporary)) as new,
+        ):
             for line in old:
                 if line.endswith(b"\n") and _step_of(line, path) <= last_step:
                     new.write(line)
@@ -34,7 +40,7 @@ def cut_after(path: Path, last_step: int) -> None:
 def last_step(path: Path) -> int:
     """The step of the last whole line; 0 if there is none."""
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
+        lines = read_input(path).split(b"\n")[:-1]
     except FileNotFoundError:
         return 0
     return _step_of(lines[-1], path) if lines else 0

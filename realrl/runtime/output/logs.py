@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from realrl.files import open_output
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _TAIL_BYTES = 16_384
@@ -29,7 +32,7 @@ def logging_to(path: Path | None) -> Iterator[None]:
         handler = logging.StreamHandler(sys.stderr)
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
+        handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(_FORMAT))
     logging.getLogger("realrl").setLevel(os.environ.get("REALRL_LOG_LEVEL", "INFO").upper())
     logging.getLogger().addHandler(handler)
@@ -43,6 +46,9 @@ def logging_to(path: Path | None) -> Iterator[None]:
 
 class _LogFile(logging.FileHandler):
     """Log file that loses lines on a full disk, instead of filling the screen with tracebacks."""
+
+    def _open(self) -> io.TextIOWrapper:
+        return io.TextIOWrapper(open_output(self.baseFilename, append=True), "utf-8", "backslashreplace")
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from realrl.errors import ConfigError, RunError
+from realrl.files import open_output
 from realrl.runtime.output.json_lines import cut_after
 
 FILE_NAME = "metrics.jsonl"
@@ -42,7 +43,7 @@ class JsonlSink:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)  # nothing unwritten stays behind when the disk is full
+            self._file = open_output(path, append=True)  # no buffer: nothing stays behind on a full disk
         except OSError as error:
             raise self._failed(error) from error
 
@@ -50,7 +51,7 @@ class JsonlSink:
         try:
             cut_after(self._path, step)
             self._file.close()
-            self._file = self._path.open("ab", buffering=0)
+            self._file = open_output(self._path, append=True)
         except OSError as error:
             raise self._failed(error) from error
 

@@ -7,6 +7,7 @@ Times are microseconds since the start of the run.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import math
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from realrl.files import open_output
 from realrl.sched.messages import Span
 
 FILE_NAME = "trace.json"
@@ -47,7 +49,7 @@ class TraceWriter:
         self._start_s = time.time() if start_s is None else start_s
         self._named: set[int] = set()
         self._is_first = True
-        self._file: TextIO | None = path.open("w", encoding="utf-8")
+        self._file: TextIO | None = io.TextIOWrapper(io.BufferedWriter(open_output(path)), encoding="utf-8")
         self._write([self._metadata("process_name", 0, {"name": "realrl"})])
 
     def spans(self, rank: int | None, spans: Iterable[Span]) -> None:

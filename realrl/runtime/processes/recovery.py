@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from realrl.errors import Error
+from realrl.files import read_input, write_output
 from realrl.runtime.checkpoints.store import Resume, load_manifest
 from realrl.runtime.output.json_lines import last_step
 from realrl.runtime.output.metrics import FILE_NAME as METRICS_FILE
@@ -40,7 +41,7 @@ def write_failure(run_dir: Path, failure: Failure) -> None:
     path = run_dir / FAILURE_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.encode(failure))
+        write_output(path, msgspec.json.encode(failure))
     except OSError as err:
         _log.warning("cannot write %s: %s", path, err)
 
@@ -54,7 +55,7 @@ def forget_failure(run_dir: Path) -> None:
 def describe_end(run_dir: Path, exit_code: int, *, is_interrupted: bool) -> AttemptEnded:
     """Describe an ended attempt from its exit code, failure file and metrics."""
     try:
-        failure = msgspec.json.decode((run_dir / FAILURE_FILE).read_bytes(), type=Failure)
+        failure = msgspec.json.decode(read_input(run_dir / FAILURE_FILE), type=Failure)
     except (OSError, msgspec.MsgspecError):
         failure = None
     try:

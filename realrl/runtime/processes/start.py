@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 from realrl.config.schema import RunConfig
-from realrl.config.serialize import dump_config
+from realrl.config.serialize import dump_config, shown_config
 from realrl.errors import ConfigError
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.planning import plan_run
+from realrl.files import write_output
 from realrl.runtime.checkpoints.resume import newest, refuse_mixing
 from realrl.runtime.checkpoints.store import CHECKPOINTS, checkpoint_store
 from realrl.runtime.processes.preflight import check_inputs
@@ -22,6 +24,7 @@ from realrl.runtime.processes.session import SessionStart
 from realrl.runtime.processes.supervise import run_inline, run_supervised
 
 CONFIG_FILE = "config.json"
+_OWNER_ONLY = 0o700  # rows of the dataset and what users set may be nobody else's
 
 
 def start_run(experiment: Experiment, config: RunConfig) -> int:
@@ -49,11 +52,11 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
     if config.save.generations_path:
         path = str(Path(config.save.generations_path).absolute())
         changes["save"] = config.save.model_copy(update={"generations_path": path})
-    run = dump_config(config.model_copy(update=changes))
+    config = config.model_copy(update=changes)
     with _reserved(run_dir):
-        _write_config(run_dir, run)
+        _write_config(run_dir, config)
         start = SessionStart(
-            run=run,
+            run=dump_config(config),
             run_dir=str(run_dir),
             track=config.track,
             port=config.cluster.master_port,
@@ -77,7 +80,8 @@ def _make_new_folder(base: Path) -> Path:
 
 def _make_folder(folder: Path, *, exist_ok: bool) -> Path:
     try:
-        folder.mkdir(parents=True, exist_ok=exist_ok)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(_OWNER_ONLY, exist_ok=exist_ok)
     except OSError as err:
         if isinstance(err, FileExistsError) and not exist_ok:
             raise
@@ -116,10 +120,10 @@ def _reserved(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _write_config(folder: Path, run: bytes) -> None:
+def _write_config(folder: Path, config: RunConfig) -> None:
     temporary = folder / f".{CONFIG_FILE}.new"
     try:
-        temporary.write_bytes(run)
+        write_output(temporary, json.dumps(shown_config(config), indent=2).encode() + b"\n")
         os.replace(temporary, folder / CONFIG_FILE)
     except OSError as err:
         raise ConfigError(

@@ -126,7 +126,7 @@ class _Supervisor:
         return msgspec.structs.replace(self._start, resume_from=folder, notes=(*resume.notes, told))
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "realrl.runtime.processes.main", "master"]
+        command = [sys.executable, "-P", "-m", "realrl.runtime.processes.main", "master"]
         environment = {**os.environ, RUN_ID: self._start.run_id}
         try:
             return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)

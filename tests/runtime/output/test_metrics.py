@@ -70,11 +70,12 @@ def test_rows_that_no_run_wrote_stay(tmp_path: Path, line: str) -> None:
 
 
 def test_a_folder_in_its_place_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"cannot write .*: Is a directory"):
+    with pytest.raises(RunError, match=r"cannot write .*: it is a folder, not a file"):
         JsonlSink(tmp_path)
 
 
-def test_a_full_disk_is_named() -> None:
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realrl.files._why_not", lambda mode: "")  # the device that is always full is no file
     sink = JsonlSink(Path("/dev/full"))
     with pytest.raises(RunError, match=r"cannot write /dev/full: No space left on device\n.*Free some space"):
         sink.write(1, 0, {})

@@ -1,0 +1,112 @@
+"""What a run keeps to itself: secrets, its folder; and modules in the working directory that it does not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import SMALL, realrl
+
+SECRET = "sk-not-for-others"
+REWARD = """
+import os
+import sys
+from pathlib import Path
+
+
+def score(prompt, response, *, api_key, say):
+    seen = Path(os.environ["SEEN"])
+    here = os.getpid()
+    while here > 1:  # every process above this one, up to the command line
+        arguments = Path(f"/proc/{here}/cmdline").read_bytes().decode()
+        with seen.open("a") as out:
+            out.write(arguments.replace(chr(0), " ") + chr(10))
+        here = int(Path(f"/proc/{here}/stat").read_text().rpartition(")")[2].split()[1])
+    assert sys.stdin.read() == ""
+    if say:
+        raise ValueError(f"the service refused {api_key}")
+    return float(len(response))
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    (folder / "judge.py").write_text(REWARD)
+    return folder
+
+
+def run_judged(*more: str) -> tuple[int, str]:
+    done = realrl(
+        *("run", "ppo", *SMALL, "steps=1", "run_dir=run", "algorithm.reward_function=null"),
+        *("algorithm.rewards.judge.function=judge.py:score", "algorithm.rewards.judge.options.say=false"),
+        "algorithm.rewards.judge.options.api_key=${oc.env:JUDGE_KEY}",
+        *more,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def contents(folder: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in folder.rglob("*") if file.is_file())
+
+
+def test_a_secret_reaches_its_function_and_no_file_or_argument(workplace: Path, tmp_path: Path) -> None:
+    code, said = run_judged()
+    assert code == 0, said
+    written = json.loads((workplace / "run" / "config.json").read_text())
+    assert written["algorithm"]["rewards"]["judge"]["options"] == {"say": False, "api_key": "***"}
+    arguments = (tmp_path / "seen").read_text()
+    assert "realrl.rewards.server" in arguments
+    assert SECRET not in said + arguments
+    assert SECRET.encode() not in contents(workplace / "run")
+    assert (workplace / "run").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_failing_function_tells_no_secret(workplace: Path) -> None:
+    code, said = run_judged("algorithm.rewards.judge.options.say=true")
+    assert code == 1
+    assert "the service refused ***" in said
+    assert SECRET not in said
+    assert SECRET.encode() not in contents(workplace / "run")
+
+
+def test_pictures_and_tables_show_no_secret(workplace: Path) -> None:
+    options = ("algorithm.rewards.judge.function=judge.py:score", "algorithm.rewards.judge.options.say=false")
+    key = f"algorithm.rewards.judge.options.api_key={SECRET}"
+    for command in (("graph", "ppo", "--out", "ppo.html"), ("config", "ppo"), ("run", "ppo", "--dry-run")):
+        done = realrl(*command, "preset=tiny", *options, key)
+        assert done.returncode == 0, done.stderr
+        assert SECRET not in done.stdout + done.stderr
+    assert SECRET.encode() not in contents(workplace)
+
+
+def test_modules_in_the_working_directory_take_no_other_ones_place(workplace: Path) -> None:
+    for name in ("random", "msgspec", "zmq", "json", "torch", "realrl"):
+        (workplace / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the working directory was imported')\n")
+    (workplace / "helper.py").write_text("def value():\n    return 0.5\n")
+    (workplace / "own.py").write_text("import helper\n\ndef score(prompt, response):\n    return helper.value()\n")
+    command = [sys.executable, "-P", "-m", "realrl", "run", "ppo", *SMALL, "steps=1", "run_dir=run"]
+    command.append("algorithm.reward_function=own.py:score")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = json.loads((workplace / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert metrics["reward/mean"] == 0.5
+
+
+def test_the_umask_can_only_close_a_run_folder_further(workplace: Path) -> None:
+    before = os.umask(0o277)
+    try:
+        done = realrl("run", "ppo", *SMALL, "steps=1", "run_dir=run")
+    finally:
+        os.umask(before)
+    assert (workplace / "run").stat().st_mode & 0o777 == 0o500
+    assert done.returncode in (0, 2)  # root writes there anyway
