@@ -36,8 +36,7 @@ def main() -> int:
         options.out.rename(aside)
         print(f"the earlier quickstart is now {aside}")
     started_s = time.time() if options.since is None else options.since
-    full = Lengths(RUNGS[FULL_STEPS], FULL_STEPS, options.prompts)
-    pacer = Pacer(options.out, full, limit_min=options.minutes, started_s=started_s)
+    pacer = Pacer(options.out, Lengths(RUNGS[FULL_STEPS], FULL_STEPS), limit_min=options.minutes, started_s=started_s)
     reward = f"models.reward.path={options.out / 'rw'}/checkpoints/latest/reward"
     stages: list[tuple[str, Callable[[], int]]] = [
         ("1/4  model and human ratings", _fetch),
@@ -51,7 +50,7 @@ def main() -> int:
             print(f"\nthe quickstart stopped at: {title}", file=sys.stderr)
             return exit_code
     print("\n4/4  evaluation on held-out pairs and prompts", flush=True)
-    _evaluate(options.out, pacer.n_prompts(), options.pairs)
+    _evaluate(options.out, options.prompts, options.pairs)
     print(f"\ntotal time {(time.time() - started_s) / 60:.1f} min")
     return 0
 
@@ -139,11 +138,6 @@ class Pacer:
             if exit_code is not None:
                 return exit_code
 
-    def n_prompts(self) -> int:
-        """Prompts of the evaluation that there is time for."""
-        choice = self._choose("eval", n_done=None)
-        return self._full.n_prompts if choice is None else choice.lengths.n_prompts
-
     def _goes_on(self, stage: Stage, line: str) -> bool:
         """Look at the clock where `line` says that a step is complete; False if the stage must begin anew."""
         if not line.startswith("step "):
@@ -159,9 +153,8 @@ class Pacer:
         if step_s is None:
             return None
         limit_s = self._started_s + 60 * self._limit_min - self._clock()
-        # What comes after the stage is chosen again when its time comes, so only the stage's own length is kept.
-        after = replace(self._full, rw_steps=self._lengths.rw_steps)
-        lengths = after if stage == "rw" else replace(after, ppo_steps=self._lengths.ppo_steps)
+        # PPO is chosen again when its time comes, so the reward model's stage keeps its own length only.
+        lengths = replace(self._lengths, ppo_steps=self._full.ppo_steps) if stage == "rw" else self._lengths
         costs = REFERENCE.times(slowness(measured, step_s))
         choice = choose(stage, lengths, n_done=n_done, limit_s=limit_s, costs=costs)
         is_news = not self._has_told or n_done is None or choice.begins_anew

@@ -1,13 +1,14 @@
 """Lengths of the quickstart that fit into its time: pure functions of measured seconds.
 
-The time of a quickstart is a sum: steps of the reward model, steps of PPO, held-out prompts, and what is done once.
+The time of a quickstart is a sum: steps of the reward model, steps of PPO, and what is done once. The evaluation keeps
+its size: fewer prompts would save little, and widen the error of the gain more than fewer steps of PPO lessen the gain.
 `REFERENCE` has the seconds of each part on one machine. A step's seconds here, divided by those there, are the slowness
 of this machine, which predicts the parts that are still to come.
 
 Properties of `choose`:
 
-- Lengths never grow; the steps are those of a rung, or what the stage under way was begun with.
-- The predicted end is within the limit if any lengths are; if none are, the end is the earliest possible.
+- Lengths never grow; the steps are those of a rung, or those that the stage under way was begun with.
+- The predicted end is within the limit if that of any lengths is; if none is, it is the earliest possible.
 - PPO gets as many steps as fit, and the reward model at least as many as the rung has for them.
 - A stage under way goes on where that fits. Otherwise it begins anew, as a run with a schedule of its own.
 """
@@ -19,11 +20,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Literal
 
-Stage = Literal["rw", "ppo", "eval"]
+Stage = Literal["rw", "ppo"]
 
 # Steps of PPO -> steps of the reward model that go with them.
 RUNGS: Mapping[int, int] = {10: 66, 9: 62, 8: 58, 7: 54, 6: 48, 5: 42, 4: 36}
-LEAST_PROMPTS = 320
 N_UNSTEADY = 1  # first steps of a stage, which are slower than the others
 N_MEASURED: Mapping[Stage, int] = {"rw": 3, "ppo": 1}  # steps after those that are enough to decide on
 N_RECENT: Mapping[Stage, int] = {"rw": 8, "ppo": 2}  # last steps whose mean is the present speed
@@ -32,23 +32,21 @@ RESERVE = 0.08  # share of the predicted time that is kept free by lengths that 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Steps of the reward model, steps of PPO, prompts of the evaluation."""
+    """Steps of the reward model and of PPO."""
 
     rw_steps: int
     ppo_steps: int
-    n_prompts: int
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a step of each stage and of a prompt, and of what each stage does once: start, save, score pairs."""
+    """Seconds of a step of each stage, of starting and saving each, and of the evaluation."""
 
     rw_step_s: float
     ppo_step_s: float
-    prompt_s: float
     rw_once_s: float
     ppo_once_s: float
-    eval_once_s: float
+    eval_s: float
 
     def times(self, factor: float) -> Costs:
         """Return the costs on a machine that takes `factor` times as long."""
@@ -72,7 +70,7 @@ class Choice:
 
 
 # Two vCPUs with AVX-512, but without instructions for bfloat16.
-REFERENCE = Costs(rw_step_s=8.0, ppo_step_s=65.0, prompt_s=0.2, rw_once_s=20.0, ppo_once_s=35.0, eval_once_s=45.0)
+REFERENCE = Costs(rw_step_s=8.0, ppo_step_s=65.0, rw_once_s=25.0, ppo_once_s=45.0, eval_s=130.0)
 
 
 def step_seconds(stage: Stage, seconds: Sequence[float]) -> float | None:
@@ -112,12 +110,8 @@ def choose(stage: Stage, lengths: Lengths, *, n_done: int | None, limit_s: float
 
 def _candidates(stage: Stage, lengths: Lengths, *, is_under_way: bool) -> Iterator[tuple[Lengths, bool]]:
     """Yield lengths, best first, and whether they make the stage under way begin anew."""
-    fewer = replace(lengths, n_prompts=min(lengths.n_prompts, LEAST_PROMPTS))
-    if stage == "eval" or (stage == "ppo" and is_under_way):
+    if stage == "ppo" and is_under_way:
         yield lengths, False
-        yield fewer, False
-    if stage == "eval":
-        return
     for ppo_steps, rw_steps in RUNGS.items():
         if stage == "ppo" and ppo_steps < lengths.ppo_steps + (not is_under_way):
             yield replace(lengths, ppo_steps=ppo_steps), is_under_way
@@ -126,22 +120,14 @@ def _candidates(stage: Stage, lengths: Lengths, *, is_under_way: bool) -> Iterat
                 yield replace(lengths, ppo_steps=ppo_steps), False
             if lengths.rw_steps > rw_steps:
                 yield replace(lengths, ppo_steps=ppo_steps, rw_steps=rw_steps), is_under_way
-    shortest = replace(fewer, ppo_steps=min(lengths.ppo_steps, *RUNGS))
-    if stage == "ppo":
-        yield shortest, is_under_way and shortest.ppo_steps < lengths.ppo_steps
-    else:
-        yield shortest, False
-        yield replace(shortest, rw_steps=min(lengths.rw_steps, *RUNGS.values())), is_under_way
 
 
 def _left_s(stage: Stage, lengths: Lengths, n_done: int, costs: Costs) -> float:
     """Predict the seconds from now to the end; what a stage does once counts in full while the stage is under way."""
-    seconds = costs.eval_once_s + lengths.n_prompts * costs.prompt_s
-    if stage != "eval":
-        seconds += costs.ppo_once_s + (lengths.ppo_steps - (n_done if stage == "ppo" else 0)) * costs.ppo_step_s
-    if stage == "rw":
-        seconds += costs.rw_once_s + (lengths.rw_steps - n_done) * costs.rw_step_s
-    return seconds
+    seconds = costs.eval_s + costs.ppo_once_s + lengths.ppo_steps * costs.ppo_step_s
+    if stage == "ppo":
+        return seconds - n_done * costs.ppo_step_s
+    return seconds + costs.rw_once_s + (lengths.rw_steps - n_done) * costs.rw_step_s
 
 
 def explain(choice: Choice, full: Lengths, *, stage: Stage, step_s: float, limit_min: float) -> list[str]:
@@ -154,12 +140,10 @@ def explain(choice: Choice, full: Lengths, *, stage: Stage, step_s: float, limit
         limit_min: minutes that the whole quickstart may take.
     """
     lengths, step = choice.lengths, "reward-model step" if stage == "rw" else "PPO step"
-    sizes = (
-        f"{lengths.rw_steps} reward-model steps, {lengths.ppo_steps} PPO steps, {lengths.n_prompts} held-out prompts"
-    )
-    whole = f"{full.rw_steps}, {full.ppo_steps} and {full.n_prompts}"
+    sizes = f"{lengths.rw_steps} reward-model steps and {lengths.ppo_steps} PPO steps"
+    whole = f"{full.rw_steps} and {full.ppo_steps}"
     if not choice.fits:
-        told = f"{sizes}: longer than {limit_min:g} minutes, but nothing ends sooner"
+        told = f"{sizes}: it may take longer than {limit_min:g} minutes, but nothing ends sooner"
     elif lengths == full:
         told = f"{sizes}: nothing has to be left out to end within {limit_min:g} minutes"
     else:

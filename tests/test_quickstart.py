@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quickstart import Pacer, run_lines, step_times
 from quickstart_pace import (
-    LEAST_PROMPTS,
     REFERENCE,
     RESERVE,
     RUNGS,
@@ -30,16 +29,15 @@ from quickstart_pace import (
 from realrl.config.compose import compose
 from realrl.experiment.discovery import config_dir, load_experiment
 
-FULL = Lengths(rw_steps=66, ppo_steps=10, n_prompts=448)
-SHORTEST = Lengths(rw_steps=min(RUNGS.values()), ppo_steps=min(RUNGS), n_prompts=LEAST_PROMPTS)
+FULL = Lengths(rw_steps=66, ppo_steps=10)
+SHORTEST = Lengths(rw_steps=min(RUNGS.values()), ppo_steps=min(RUNGS))
 LIMIT_S = 1200.0
 FACTORS = [0.1, 0.3, 0.5, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 5.0]
-ONCE = ("rw_once_s", "ppo_once_s", "eval_once_s")
 
 
 def seconds(lengths: Lengths, costs: Costs) -> float:
     steps = lengths.rw_steps * costs.rw_step_s + lengths.ppo_steps * costs.ppo_step_s
-    return steps + lengths.n_prompts * costs.prompt_s + sum(getattr(costs, name) for name in ONCE)
+    return steps + costs.rw_once_s + costs.ppo_once_s + costs.eval_s
 
 
 def test_the_longest_lengths_are_those_of_the_preset() -> None:
@@ -74,7 +72,6 @@ def test_the_end_is_within_the_limit_if_any_lengths_are(factor: float, limit_s: 
             assert choice.left_s <= limit_s
         else:
             assert choice.left_s == pytest.approx(least_s)
-            assert choice.lengths.n_prompts == LEAST_PROMPTS
 
 
 @given(slower=st.floats(1.0, 3.0), factor=st.floats(0.1, 40))
@@ -84,17 +81,6 @@ def test_a_slower_machine_gets_no_more_steps(slower: float, factor: float) -> No
         for f in (factor, factor * slower)
     )
     assert other.ppo_steps <= one.ppo_steps
-    assert other.n_prompts <= one.n_prompts
-
-
-def test_the_evaluation_takes_fewer_prompts_where_that_helps() -> None:
-    whole_s = (REFERENCE.eval_once_s + FULL.n_prompts * REFERENCE.prompt_s) * (1 + RESERVE)
-    for limit_s, expected in ((whole_s + 1, FULL), (whole_s - 1, replace(FULL, n_prompts=LEAST_PROMPTS))):
-        assert choose("eval", FULL, n_done=None, limit_s=limit_s, costs=REFERENCE) == Choice(
-            expected, False, pytest.approx(REFERENCE.eval_once_s + expected.n_prompts * REFERENCE.prompt_s), True
-        )
-    few = replace(FULL, n_prompts=100)
-    assert choose("eval", few, n_done=None, limit_s=1.0, costs=REFERENCE).lengths == few
 
 
 @pytest.mark.parametrize(
@@ -117,18 +103,16 @@ def test_the_speed_is_that_of_the_last_steps(stage: Stage, times: list[float], e
     [
         (
             Choice(FULL, False, 400.0, True),
-            "length  66 reward-model steps, 10 PPO steps, 448 held-out prompts: "
-            "nothing has to be left out to end within 20 minutes",
+            "length  66 reward-model steps and 10 PPO steps: nothing has to be left out to end within 20 minutes",
         ),
         (
             Choice(replace(FULL, ppo_steps=7), False, 400.0, True),
-            "length  66 reward-model steps, 7 PPO steps, 448 held-out prompts, instead of 66, 10 and 448, "
-            "so that it ends within 20 minutes",
+            "length  66 reward-model steps and 7 PPO steps, instead of 66 and 10, so that it ends within 20 minutes",
         ),
         (
             Choice(SHORTEST, True, 4000.0, False),
-            f"length  {SHORTEST.rw_steps} reward-model steps, 4 PPO steps, {LEAST_PROMPTS} held-out prompts: "
-            "longer than 20 minutes, but nothing ends sooner",
+            f"length  {SHORTEST.rw_steps} reward-model steps and 4 PPO steps: "
+            "it may take longer than 20 minutes, but nothing ends sooner",
         ),
     ],
 )
@@ -187,10 +171,9 @@ class Machine:
         )
         assert pacer.train("rw", []) == 0
         assert pacer.train("ppo", ["models.reward.path=x"]) == 0
-        n_prompts = pacer.n_prompts()
-        self.spend(REFERENCE.eval_once_s + n_prompts * REFERENCE.prompt_s)
+        self.spend(REFERENCE.eval_s)
         done = [json.loads((self.out / stage / "config.json").read_text())["steps"] for stage in ("rw", "ppo")]
-        return Lengths(*done, n_prompts)
+        return Lengths(*done)
 
 
 @pytest.mark.parametrize("ppo_factor", [0.85, 1.0, 1.2])
@@ -208,7 +191,7 @@ def test_a_quickstart_ends_in_time(tmp_path: Path, factor: float, ppo_factor: fl
     if (seconds(FULL, real) + measured_s) * (1 + RESERVE) * max(1, 1 / ppo_factor) <= LIMIT_S:
         assert lengths == FULL
     if factor >= 1.5:
-        assert replace(lengths, n_prompts=LEAST_PROMPTS) == replace(SHORTEST, rw_steps=lengths.rw_steps)
+        assert lengths.ppo_steps == SHORTEST.ppo_steps
 
 
 def test_a_fast_machine_runs_the_commands_of_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +202,7 @@ def test_a_fast_machine_runs_the_commands_of_the_preset(tmp_path: Path, capsys: 
         ["run", "ppo", "preset=quickstart", f"run_dir={tmp_path / 'ppo'}", "resume=auto", "models.reward.path=x"],
     ]
     out = capsys.readouterr().out
-    assert out.count("nothing has to be left out") == 3  # in the reward model's fourth step, before PPO, before the end
+    assert out.count("nothing has to be left out") == 2  # in the reward model's fourth step, and before PPO
     assert "anew" not in out
 
 
@@ -232,7 +215,7 @@ def test_a_machine_that_gets_slower_on_the_way(tmp_path: Path, slow_from_s: floa
 
 
 def test_ppo_begins_anew_where_it_would_end_too_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    machine = Machine(tmp_path, lambda now_s: 1.6 if now_s > 1e9 + 240 else 0.35, now_s=1e9)
+    machine = Machine(tmp_path, lambda now_s: 1.4 if now_s > 1e9 + 240 else 0.35, now_s=1e9)
     lengths = machine.quickstart()
     assert lengths.ppo_steps < FULL.ppo_steps
     assert machine.now_s - 1e9 <= LIMIT_S
