@@ -1,6 +1,7 @@
 # Two commands: `make quickstart` (PPO on a real language model) and `make test`. Each creates .venv by itself.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
+STARTED := $(shell date +%s)
 BIN := $(VENV)/bin
 
 .PHONY: help install quickstart test test-all check bench clean
@@ -18,7 +19,7 @@ $(VENV)/.installed: constraints.txt setup.py pyproject.toml
 install: $(VENV)/.installed   ## create .venv with the pinned set
 
 quickstart: install   ## fetch a real model and human ratings, train a reward model, run PPO, print what changed
-	$(BIN)/python scripts/quickstart.py
+	$(BIN)/python scripts/quickstart.py --since $(STARTED)
 
 $(VENV)/.references: $(VENV)/.installed
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[trl]' && touch $@ || echo "TRL cannot be installed here: the tests that compare losses with it are skipped"

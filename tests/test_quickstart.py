@@ -1,0 +1,264 @@
+"""The quickstart ends within its time on machines of any speed, and is whole on a fast one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from quickstart import Pacer, run_lines, step_times
+from quickstart_pace import (
+    REFERENCE,
+    RESERVE,
+    RUNGS,
+    Choice,
+    Costs,
+    Lengths,
+    Stage,
+    choose,
+    explain,
+    slowness,
+    step_seconds,
+)
+
+from realrl.config.compose import compose
+from realrl.experiment.discovery import config_dir, load_experiment
+
+FULL = Lengths(rw_steps=66, ppo_steps=10)
+SHORTEST = Lengths(rw_steps=min(RUNGS.values()), ppo_steps=min(RUNGS))
+LIMIT_S = 1200.0
+FACTORS = [0.1, 0.3, 0.5, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 5.0]
+
+
+def seconds(lengths: Lengths, costs: Costs) -> float:
+    steps = lengths.rw_steps * costs.rw_step_s + lengths.ppo_steps * costs.ppo_step_s
+    return steps + costs.rw_once_s + costs.ppo_once_s + costs.eval_s
+
+
+def test_the_longest_lengths_are_those_of_the_preset() -> None:
+    steps = {
+        stage: compose(
+            load_experiment(stage), ["preset=quickstart"], config_dir=config_dir(), cache_dir=Path("/c")
+        ).steps
+        for stage in ("rw", "ppo")
+    }
+    assert steps == {"rw": RUNGS[max(RUNGS)], "ppo": max(RUNGS)}
+
+
+@given(factor=st.floats(0.1, 40), limit_s=st.floats(60, 2000), n_done=st.integers(4, 65))
+def test_the_end_is_within_the_limit_if_any_lengths_are(factor: float, limit_s: float, n_done: int) -> None:
+    costs = REFERENCE.times(factor)
+    for stage, done, once in (
+        ("rw", n_done, 0.0),
+        ("ppo", None, costs.rw_once_s),
+        ("ppo", n_done % 10, costs.rw_once_s),
+    ):
+        choice = choose(stage, FULL, n_done=done, limit_s=limit_s, costs=costs)
+        spent = FULL.rw_steps * costs.rw_step_s + once if stage == "ppo" else 0.0
+        goes_on = replace(SHORTEST, rw_steps=FULL.rw_steps, ppo_steps=FULL.ppo_steps if done and spent else 4)
+        saved = (done or 0) * (costs.ppo_step_s if spent else costs.rw_step_s)
+        least_s = (
+            min(seconds(goes_on, costs) - saved, seconds(replace(SHORTEST, rw_steps=66 if spent else 36), costs))
+            - spent
+        )
+        if least_s * (1 + RESERVE) <= limit_s:
+            assert choice.fits
+        if choice.fits:
+            assert choice.left_s <= limit_s
+        else:
+            assert choice.left_s == pytest.approx(least_s)
+
+
+@given(slower=st.floats(1.0, 3.0), factor=st.floats(0.1, 40))
+def test_a_slower_machine_gets_no_more_steps(slower: float, factor: float) -> None:
+    one, other = (
+        choose("rw", FULL, n_done=4, limit_s=LIMIT_S, costs=REFERENCE.times(f)).lengths
+        for f in (factor, factor * slower)
+    )
+    assert other.ppo_steps <= one.ppo_steps
+
+
+@pytest.mark.parametrize(
+    ("stage", "times", "expected"),
+    [
+        ("rw", [9.0, 2.0, 3.0], None),
+        ("rw", [9.0, 2.0, 3.0, 4.0], 3.0),
+        ("rw", [9.0, 2.0, *[5.0] * 8], 5.0),
+        ("ppo", [9.0], None),
+        ("ppo", [9.0, 7.0], 7.0),
+        ("ppo", [9.0, 2.0, 6.0, 8.0], 7.0),
+    ],
+)
+def test_the_speed_is_that_of_the_last_steps(stage: Stage, times: list[float], expected: float | None) -> None:
+    assert step_seconds(stage, times) == expected
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (
+            Choice(FULL, False, 400.0, True),
+            "length  66 reward-model steps and 10 PPO steps: nothing has to be left out to end within 20 minutes",
+        ),
+        (
+            Choice(replace(FULL, ppo_steps=7), False, 400.0, True),
+            "length  66 reward-model steps and 7 PPO steps, instead of 66 and 10, so that it ends within 20 minutes",
+        ),
+        (
+            Choice(SHORTEST, True, 4000.0, False),
+            f"length  {SHORTEST.rw_steps} reward-model steps and 4 PPO steps: "
+            "it may take longer than 20 minutes, but nothing ends sooner",
+        ),
+    ],
+)
+def test_what_is_said(choice: Choice, expected: str) -> None:
+    step_s = 3 * REFERENCE.ppo_step_s
+    assert slowness("ppo", step_s) == 3
+    assert explain(choice, FULL, stage="ppo", step_s=step_s, limit_min=20) == [
+        f"speed   a PPO step takes {step_s:.1f} s on this machine now",
+        expected,
+    ]
+    assert explain(choice, FULL, stage="rw", step_s=2 * REFERENCE.rw_step_s, limit_min=20)[0] == (
+        f"speed   a reward-model step takes {2 * REFERENCE.rw_step_s:.1f} s on this machine now, and a PPO step should "
+        f"take about {2 * REFERENCE.ppo_step_s:.0f} s"
+    )
+
+
+@dataclass
+class Machine:
+    """A machine whose time passes by running: `factor(now_s)` times as slow as the reference."""
+
+    out: Path
+    factor: Callable[[float], float]
+    ppo_factor: float = 1.0
+    now_s: float = 0.0
+    commands: list[Sequence[str]] = field(default_factory=list)
+
+    def spend(self, reference_s: float) -> float:
+        spent_s = reference_s * self.factor(self.now_s)
+        self.now_s += spent_s
+        return spent_s
+
+    def run(self, command: Sequence[str], goes_on: Callable[[str], bool]) -> int | None:
+        self.commands.append(command)
+        stage = command[4]
+        steps = next((int(item[6:]) for item in command if item.startswith("steps=")), getattr(FULL, f"{stage}_steps"))
+        once_s = getattr(REFERENCE, f"{stage}_once_s")
+        step_s = getattr(REFERENCE, f"{stage}_step_s") * (self.ppo_factor if stage == "ppo" else 1)
+        folder = self.out / stage
+        (folder / "checkpoints/latest/state").mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({"steps": steps}))
+        rows = ""
+        self.spend(once_s / 2)
+        for step in range(1, steps + 1):
+            rows += json.dumps({"step": step, "time_s/step": self.spend(step_s * (1.5 if step == 1 else 1))}) + "\n"
+            (folder / "metrics.jsonl").write_text(rows)
+            if not goes_on(f"step {step}/{steps}\n"):
+                return None
+        self.spend(once_s / 2)
+        (folder / "checkpoints/latest/state/manifest.json").write_text(json.dumps({"step": steps}))
+        return 0
+
+    def quickstart(self) -> Lengths:
+        """Run all of it; returns the lengths."""
+        pacer = Pacer(
+            self.out, FULL, limit_min=LIMIT_S / 60, started_s=self.now_s, run=self.run, clock=lambda: self.now_s
+        )
+        assert pacer.train("rw", []) == 0
+        assert pacer.train("ppo", ["models.reward.path=x"]) == 0
+        self.spend(REFERENCE.eval_s)
+        done = [json.loads((self.out / stage / "config.json").read_text())["steps"] for stage in ("rw", "ppo")]
+        return Lengths(*done)
+
+
+@pytest.mark.parametrize("ppo_factor", [0.85, 1.0, 1.2])
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_quickstart_ends_in_time(tmp_path: Path, factor: float, ppo_factor: float) -> None:
+    machine = Machine(tmp_path, lambda _: factor, ppo_factor, now_s=1e9)
+    lengths = machine.quickstart()
+    costs = REFERENCE.times(factor)
+    real = replace(costs, ppo_step_s=costs.ppo_step_s * ppo_factor)
+    measured_s = 5 * real.rw_step_s + real.rw_once_s  # steps that are run twice
+    if ppo_factor > 1:
+        measured_s += 2.5 * real.ppo_step_s + real.ppo_once_s
+    if (seconds(replace(SHORTEST, rw_steps=FULL.rw_steps), real) + measured_s) * (1 + RESERVE) <= LIMIT_S:
+        assert machine.now_s - 1e9 <= LIMIT_S
+    if (seconds(FULL, real) + measured_s) * (1 + RESERVE) * max(1, 1 / ppo_factor) <= LIMIT_S:
+        assert lengths == FULL
+    if factor >= 1.5:
+        assert lengths.ppo_steps == SHORTEST.ppo_steps
+
+
+def test_a_fast_machine_runs_the_commands_of_the_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = Machine(tmp_path, lambda _: 0.35, now_s=1e9)
+    assert machine.quickstart() == FULL
+    assert [command[3:] for command in machine.commands] == [
+        ["run", "rw", "preset=quickstart", f"run_dir={tmp_path / 'rw'}", "resume=auto"],
+        ["run", "ppo", "preset=quickstart", f"run_dir={tmp_path / 'ppo'}", "resume=auto", "models.reward.path=x"],
+    ]
+    out = capsys.readouterr().out
+    assert out.count("nothing has to be left out") == 2  # in the reward model's fourth step, and before PPO
+    assert "anew" not in out
+
+
+@pytest.mark.parametrize("slow_from_s", [60.0, 150.0, 250.0, 330.0])
+def test_a_machine_that_gets_slower_on_the_way(tmp_path: Path, slow_from_s: float) -> None:
+    machine = Machine(tmp_path, lambda now_s: 1.0 if now_s > 1e9 + slow_from_s else 0.35, now_s=1e9)
+    lengths = machine.quickstart()
+    assert machine.now_s - 1e9 <= LIMIT_S
+    assert lengths.rw_steps >= RUNGS[lengths.ppo_steps]
+
+
+def test_ppo_begins_anew_where_it_would_end_too_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = Machine(tmp_path, lambda now_s: 1.4 if now_s > 1e9 + 240 else 0.35, now_s=1e9)
+    lengths = machine.quickstart()
+    assert lengths.ppo_steps < FULL.ppo_steps
+    assert machine.now_s - 1e9 <= LIMIT_S
+    assert "this stage is stopped now, and begins anew with its new length" in capsys.readouterr().out
+    assert [command[-1] for command in machine.commands[1:]] == ["models.reward.path=x", f"steps={lengths.ppo_steps}"]
+
+
+def test_a_complete_stage_is_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = Machine(tmp_path, lambda _: 1.2, now_s=1e9)
+    lengths = slow.quickstart()
+    assert lengths.rw_steps < FULL.rw_steps or lengths.ppo_steps < FULL.ppo_steps
+    (tmp_path / "ppo/checkpoints/latest/state/manifest.json").unlink()  # interrupted
+    fast = Machine(tmp_path, lambda _: 0.35, now_s=1e9)
+    capsys.readouterr()
+    assert fast.quickstart().rw_steps == lengths.rw_steps
+    assert [command[4] for command in fast.commands] == ["ppo"]
+    assert capsys.readouterr().out.count("done before") == 1
+
+
+CHILD = """
+import json, pathlib, signal, sys, time
+folder = pathlib.Path(sys.argv[1])
+signal.signal(signal.SIGTERM, lambda *_: (print("stopped in order", flush=True), sys.exit(3)))
+for step in range(1, 1000):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "time_s/step": 0.5}) + "\\n")
+    print(f"step {step}/1000", flush=True)
+    time.sleep(0.05)
+"""
+
+
+def test_a_stopped_command_ends_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-c", CHILD, str(tmp_path)]
+    assert run_lines(command, lambda line: len(step_times(tmp_path)) < 3) is None
+    assert capsys.readouterr().out.endswith("stopped in order\n")
+    assert step_times(tmp_path)[:3] == [0.5] * 3
+    assert run_lines([sys.executable, "-c", "raise SystemExit(7)"], lambda line: True) == 7
+
+
+def test_an_interrupt_ends_the_command_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(line: str) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_lines([sys.executable, "-c", CHILD, str(tmp_path)], interrupt)
+    assert capsys.readouterr().out.endswith("stopped in order\n")
