@@ -93,7 +93,7 @@ def time_one_worker(n_calls: int, ids: tuple[str, ...]) -> list[float]:
         launcher.start(1, master.address, {**keys.for_workers.environment(), "PYTHONPATH": search_path})
         try:
             _await_hellos(master, 1, lambda: not launcher.poll())
-            master.send(0, Initialize(0, b"", (), ""))
+            master.send(0, Initialize(0, b"", ()))
             return [_round_trip_ms(master, seq, ids) for seq in range(1, n_calls + _WARM_UP + 1)][_WARM_UP:]
         finally:
             launcher.stop()

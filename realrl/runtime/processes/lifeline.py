@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ RUN_ID = "REALRL_RUN_ID"
 WORKERS_OF = "REALRL_WORKERS_OF"
 _PR_SET_PDEATHSIG = 1
 _LEFTOVER_PATIENCE_S = 5.0
+_MAX_FOLDER_LENGTH = 80  # the system's limit on a socket's path is about 100
 
 _log = logging.getLogger(__name__)
 
@@ -70,6 +72,12 @@ def kill_leftovers(mark: str, run_id: str) -> list[int]:
     if killed:
         _log.info("killed leftover processes of the run: %s", killed)
     return killed
+
+
+def socket_folder(run_id: str) -> Path:
+    """Folder of a run's sockets: among the temporary files, as far as the length of their paths allows."""
+    folder = Path(tempfile.gettempdir(), f"realrl-{run_id}")
+    return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_LENGTH else Path("/tmp", folder.name)
 
 
 def find_leftovers(mark: str, run_id: str) -> list[int]:

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from realrl.runtime.launchers.local import STACK_SIGNAL
@@ -21,9 +21,17 @@ from realrl.runtime.output.logs import logging_to
 from realrl.runtime.processes.lifeline import RUN_ID, die_with_parent, kill_leftovers, take_stdin
 from realrl.runtime.processes.session import decode_start, load_dotted, run_session
 from realrl.runtime.transport.base import WorkerTransport
-from realrl.runtime.transport.zmq import WorkerKeys, ZmqSampleClient, ZmqSampleServer, ZmqWorker
+from realrl.runtime.transport.zmq import (
+    STORE_ADDRESS,
+    WorkerKeys,
+    ZmqKeyValueClient,
+    ZmqSampleClient,
+    ZmqSampleServer,
+    ZmqWorker,
+    endpoint_beside,
+)
 from realrl.runtime.worker.heartbeat import HeartbeatThread
-from realrl.runtime.worker.loop import WorkerLoop
+from realrl.runtime.worker.loop import HostFactory, WorkerLoop
 from realrl.sched.messages import Hello, Request
 
 _RECEIVE_TIMEOUT_S = 1.0
@@ -65,16 +73,18 @@ def worker_main(rank: int, address: str, host: str) -> int:
     keys = WorkerKeys.from_environment(os.environ)
     for name in keys.environment():
         del os.environ[name]  # not for the processes that user code starts
+    meeting = ZmqKeyValueClient(os.environ.pop(STORE_ADDRESS), keys)
     with logging_to(None):
-        _run_worker(rank, address, host, keys)
+        _run_worker(rank, address, lambda: partial(load_dotted(host), meeting=meeting), keys)
+    meeting.close()
     return 0
 
 
-def _run_worker(rank: int, address: str, host: str, keys: WorkerKeys) -> None:
+def _run_worker(rank: int, address: str, make_host: Callable[[], HostFactory], keys: WorkerKeys) -> None:
     client = ZmqSampleClient(keys)
     transport = ZmqWorker(address, rank, keys)
-    loop = WorkerLoop(rank, client, lambda: load_dotted(host), post=transport.send)
-    server = ZmqSampleServer(loop.fetch, keys)
+    loop = WorkerLoop(rank, client, make_host, post=transport.send)
+    server = ZmqSampleServer(loop.fetch, keys, endpoint=endpoint_beside(address, f"samples-{rank}"))
     transport.send(Hello(rank, os.getpid(), server.address))
     heartbeat = HeartbeatThread(loop.heartbeat, transport.send)
     try:

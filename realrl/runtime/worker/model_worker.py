@@ -30,6 +30,7 @@ from realrl.data.rows import SampleStore, encode_rows
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine import device as devices
 from realrl.engine.groups import Groups
+from realrl.engine.rendezvous import KeyValueClient
 from realrl.errors import RunError
 from realrl.experiment.backends import needs_library_groups
 from realrl.experiment.discovery import load_run
@@ -78,12 +79,14 @@ class ModelWorker:
     Args:
         rank: global rank.
         client: client that pulls rows from other workers' stores; None if there is a single worker.
+        meeting: key-value store through which the workers' process groups are made; None if there is a single worker.
     """
 
-    def __init__(self, rank: int, client: SampleClient | None = None) -> None:
+    def __init__(self, rank: int, client: SampleClient | None = None, *, meeting: KeyValueClient | None = None) -> None:
         self.rank = rank
         self.store = SampleStore()
         self._client = client
+        self._meeting = meeting
         self._plan: RunPlan | None = None
         self._groups: Groups | None = None
         self._roles: dict[str, HostedRole] = {}
@@ -148,7 +151,7 @@ class ModelWorker:
             planned,
             rank=self.rank,
             world_size=plan.n_workers,
-            rendezvous=request.rendezvous,
+            meeting=self._meeting,
             device=device,
             timeout_s=config.cluster.worker_timeout_s,
             for_libraries=needs_library_groups(plan),

@@ -88,7 +88,7 @@ def run_to_the_end(
     state = ScriptedState()
     plan = SimpleNamespace(n_workers=2, config=SimpleNamespace(launcher="local", save=SaveConfig()))
     master = MasterWorker(plan, state, session, CheckpointStore(folder, keep=1, experiment="ppo"))  # type: ignore[arg-type]
-    assert master.run(Start(run=b"", rendezvous="", resume_from="")) == 1
+    assert master.run(Start(run=b"", resume_from="")) == 1
     told = describe_end(folder, 1, is_interrupted=False).failure
     assert told == Failure(kind=FailureKind.WORKER_LOST, message="a worker is gone", rank=0)
     return state, reports

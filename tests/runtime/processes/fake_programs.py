@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from realrl.engine.rendezvous import KeyValueClient
 from realrl.errors import DataError
 from realrl.runtime.output import failure_report as report
 from realrl.runtime.processes.session import Session, SignalReceived
@@ -32,13 +33,13 @@ from realrl.sched.messages import (
 )
 
 N_WORKERS = 2
-INITIALIZE = Initialize(0, b"", (), "")
+INITIALIZE = Initialize(0, b"", ())
 
 
 class FakeHost:
     """Does what the call's name says."""
 
-    def __init__(self, rank: int, client: SampleClient) -> None:
+    def __init__(self, rank: int, client: SampleClient, *, meeting: KeyValueClient) -> None:
         self.rank = rank
         self.client = client
 

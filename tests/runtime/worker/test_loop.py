@@ -30,7 +30,7 @@ from realrl.sched.messages import (
     WorkerFailed,
 )
 
-INITIALIZE = Initialize(0, b"", (), "")
+INITIALIZE = Initialize(0, b"", ())
 
 
 def call(seq: int, name: str = "actor_gen") -> RunCall:

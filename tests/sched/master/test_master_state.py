@@ -86,7 +86,7 @@ def sent(instructions, kind):
 def connected(plan):
     """A master that all workers said Hello to, and what it answered last."""
     master = MasterState(plan)
-    assert master.handle(Start(b"run", "host:1", "checkpoints/step_3")) == []
+    assert master.handle(Start(b"run", "checkpoints/step_3")) == []
     for rank in range(plan.main.n_ranks - 1):
         assert master.handle(Hello(rank, 7, f"address {rank}")) == []
     return master, master.handle(Hello(plan.main.n_ranks - 1, 7, "last"))
@@ -94,7 +94,7 @@ def connected(plan):
 
 def test_initialize_goes_to_all_when_the_last_worker_says_hello():
     _, instructions = connected(ppo_plan())
-    expected = Initialize(0, b"run", ("address 0", "last"), "host:1", "checkpoints/step_3")
+    expected = Initialize(0, b"run", ("address 0", "last"), "checkpoints/step_3")
     assert instructions == [Send(0, expected), Send(1, expected)]
 
 
