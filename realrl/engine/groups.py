@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from realrl.engine.device import backend_name
-from realrl.engine.rendezvous import KeyValueClient, RunStore
+from realrl.engine.rendezvous import RunStore
 from realrl.errors import TransportError
 from realrl.plan.groups import ProcessGroup
+from realrl.sched.key_value import KeyValueClient
 
 _LEAVE_LIMIT_S = 5.0
 # the names of torch 2.13; the older ones still exist there, but warn

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -16,21 +15,11 @@ from realrl.sched.key_value import (
     CountKeys,
     DeleteKey,
     KeyValueAnswer,
+    KeyValueClient,
     KeyValueRequest,
     SetKeys,
     WaitFor,
 )
-
-
-class KeyValueClient(Protocol):
-    """A rank's access to the key-value store of its run, safe from any thread."""
-
-    @property
-    def is_local(self) -> bool:
-        """True if all ranks are on this machine."""
-
-    def ask(self, request: KeyValueRequest) -> KeyValueAnswer:
-        """Wait for the answer to a request. Raises `TransportError` if it was refused, or none came in time."""
 
 
 class RunStore(dist.Store):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -83,6 +83,17 @@ class KeyValueAnswer(msgspec.Struct, frozen=True, tag=True):
     values: tuple[bytes, ...] = ()
     number: int = 0
     refusal: str = ""
+
+
+class KeyValueClient(Protocol):
+    """A rank's access to the key-value store of its run, safe from any thread."""
+
+    @property
+    def is_local(self) -> bool:
+        """True if all ranks are on this machine."""
+
+    def ask(self, request: KeyValueRequest) -> KeyValueAnswer:
+        """Wait for the answer to a request. Raises `TransportError` if it was refused, or none came in time."""
 
 
 @dataclass(frozen=True)
@@ -162,20 +173,23 @@ class KeyValues(Generic[Client]):
             case AppendTo(key, value):
                 return KeyValueAnswer(), self._put({key: self._data.get(key, b"") + value})
             case CompareSet(key, expected, desired):
-                if self._data.get(key, b"" if not expected else None) == expected:
+                if expected == self._data.get(key, b""):
                     return KeyValueAnswer((desired,)), self._put({key: desired})
                 return KeyValueAnswer((self._data.get(key, expected),)), ()
-            case CountKeys(None):
-                return KeyValueAnswer(number=len(self._data)), ()
             case CountKeys(keys):
-                return KeyValueAnswer(number=sum(key in self._data for key in keys)), ()
+                return KeyValueAnswer(
+                    number=len(self._data) if keys is None else sum(map(self._data.__contains__, keys))
+                ), ()
             case DeleteKey(key):
-                value = self._data.pop(key, None)
-                if value is not None:
-                    self._used_bytes -= _size(key, value)
-                    for waiting in self._waiting.get(key, ()):
-                        self._parked[waiting].n_missing += 1
-                return KeyValueAnswer(number=int(value is not None)), ()
+                return KeyValueAnswer(number=int(self._delete(key))), ()
+
+    def _delete(self, key: str) -> bool:
+        if key not in self._data:
+            return False
+        self._used_bytes -= _size(key, self._data.pop(key))
+        for client in self._waiting.get(key, ()):
+            self._parked[client].n_missing += 1
+        return True
 
     def _put(self, items: dict[str, bytes]) -> Iterable[str]:
         """Store values; returns the keys that are new.

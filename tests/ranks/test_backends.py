@@ -22,7 +22,6 @@ from realrl.algo.api import MicroBatching, TrainResult
 from realrl.config.schema import BackendName, GenerationConfig, OptimizerConfig
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.parallel import Parallel
-from realrl.engine.rendezvous import KeyValueClient
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import ConfigError
 from realrl.mesh.device_mesh import ParallelStrategy
@@ -30,6 +29,7 @@ from realrl.model.init import random_model
 from realrl.model.lora import add_adapters
 from realrl.plan.backends import TrainedRole, check_backend
 from realrl.plan.parameters.shards import shard_of
+from realrl.sched.key_value import KeyValueClient
 from realrl.shape import LoRA
 from scripts.plan_table import LIMIT, largest_difference, run_plan
 from tests.helpers.ranks import run_ranks

@@ -11,11 +11,11 @@ import torch
 from realrl.algo.api import MicroBatching
 from realrl.data.sample import SequenceSample
 from realrl.engine.groups import ALONE, Groups
-from realrl.engine.rendezvous import KeyValueClient
 from realrl.errors import CallError, TransportError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.plan.groups import GroupKind, ProcessGroup, group_of, process_groups
 from realrl.runtime.transport.inproc import InprocKeyValues
+from realrl.sched.key_value import KeyValueClient
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_batch, make_engine, masked_nll, n_masked
 

@@ -19,7 +19,6 @@ from realrl.data.sample import SequenceSample
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import Groups
 from realrl.engine.parallel import Parallel, parallel_of
-from realrl.engine.rendezvous import KeyValueClient
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import CallError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
@@ -28,6 +27,7 @@ from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from realrl.plan.groups import process_groups
 from realrl.plan.parameters.shards import shard_of
+from realrl.sched.key_value import KeyValueClient
 from realrl.shape import DecoderConfig, MoEConfig
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import VOCAB_SIZE, make_batch, masked_nll, n_masked

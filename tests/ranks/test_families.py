@@ -14,10 +14,10 @@ from realrl.config.schema import GenerationConfig
 from realrl.engine.groups import Communicator
 from realrl.engine.parallel import Parallel
 from realrl.engine.parameters.gather_parameters import save_sharded
-from realrl.engine.rendezvous import KeyValueClient
 from realrl.engine.tensor_parallel import TensorParallelGroup, sync_partial_gradients
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.files.hf import load_model
+from realrl.sched.key_value import KeyValueClient
 from realrl.shape import DecoderConfig
 from tests.helpers.families import CASES, ONE_EACH, decoder_config
 from tests.helpers.ranks import run_ranks

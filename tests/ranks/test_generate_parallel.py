@@ -13,12 +13,12 @@ from realrl.data.sample import SequenceSample
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import Groups
 from realrl.engine.parallel import Parallel, parallel_of
-from realrl.engine.rendezvous import KeyValueClient
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import CallError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.model.decoder import Decoder
 from realrl.plan.groups import process_groups
+from realrl.sched.key_value import KeyValueClient
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import DecoderConfig
 from tests.helpers.ranks import run_ranks

@@ -15,7 +15,6 @@ from realrl.algo.api import LossFn, MicroBatching
 from realrl.config.schema import GenerationConfig, OptimizerConfig
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.parallel import Parallel
-from realrl.engine.rendezvous import KeyValueClient
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.decoder import Decoder
@@ -23,6 +22,7 @@ from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from realrl.plan.parameters.adapters import is_adapter
 from realrl.plan.parameters.shards import shard_of
+from realrl.sched.key_value import KeyValueClient
 from realrl.shape import DecoderConfig
 from tests.helpers.adapters import LORA, fill_adapters, merged
 from tests.helpers.ranks import run_ranks

@@ -16,7 +16,6 @@ from realrl.doctor.memory import kernels_of
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import Groups
 from realrl.engine.parallel import Parallel, parallel_of
-from realrl.engine.rendezvous import KeyValueClient
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
@@ -31,6 +30,7 @@ from realrl.plan.memory.plan import CallState, RoleState, Usage, plan_memory
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.shards import shard_of
 from realrl.plan.parameters.specs import DTYPE_BYTES
+from realrl.sched.key_value import KeyValueClient
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import DecoderConfig, tiny_config
 from tests.helpers.live_memory import LiveMemory

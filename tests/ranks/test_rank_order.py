@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from realrl.engine.groups import Groups
-from realrl.engine.rendezvous import KeyValueClient
 from realrl.experiment.discovery import load_run
 from realrl.experiment.models import role_configs
 from realrl.experiment.planning import plan_run
@@ -18,6 +17,7 @@ from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStr
 from realrl.plan.groups import GroupKind, group_of, process_groups
 from realrl.plan.hooks import Realloc
 from realrl.runtime.worker.reallocs import Reallocs
+from realrl.sched.key_value import KeyValueClient
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import assert_same_numbers, read_metrics, realrl
 

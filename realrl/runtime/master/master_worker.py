@@ -98,7 +98,7 @@ class MasterWorker:
         """Run to the end; returns the exit code."""
         n_workers = self._plan.n_workers
         self._session.progress.phase(f"starting {n_workers} worker{'s' if n_workers > 1 else ''}")
-        self._session.launcher.start(n_workers, self._session.address, self._session.environment)
+        self._session.launcher.start(n_workers, self._session.admission)
         now_s = time.monotonic()
         self._last_heard_s = dict.fromkeys(range(n_workers), now_s)
         self._dispatch(start)

@@ -1,9 +1,10 @@
 """Lifelines, by which a child process ends with its parent, and the search for leftovers of a run.
 
 A child's stdin is a pipe whose other end only the parent holds: end of file means that the parent is gone, on every
-system. On Linux the kernel also signals the child when its parent dies, so that a child stuck in native code ends too.
-Every process of a run carries the run's id in its environment (`RUN_ID`, below a worker also `WORKERS_OF`). By that id
-`kill_leftovers` finds processes that neither reached, such as children of a killed worker.
+system. The first message down the pipe is for the child alone: command lines are for every user to read, and children of
+user code would inherit an environment. On Linux the kernel also signals the child when its parent dies, so that a child
+stuck in native code ends too. Every process of a run carries the run's id in its environment (`RUN_ID`, below a worker
+also `WORKERS_OF`). By that id `kill_leftovers` finds processes that neither reached, such as children of a killed worker.
 """
 
 from __future__ import annotations
@@ -38,6 +39,26 @@ def take_stdin() -> int:
     os.dup2(null, 0)
     os.close(null)
     return lifeline
+
+
+def framed(message: bytes) -> bytes:
+    """Put its length before a message that goes down a lifeline."""
+    return len(message).to_bytes(8, "big") + message
+
+
+def read_framed(lifeline: int) -> bytes:
+    """Read one message from a lifeline; ends the process if the parent is gone."""
+    return _read_exactly(lifeline, int.from_bytes(_read_exactly(lifeline, 8), "big"))
+
+
+def _read_exactly(descriptor: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        chunk = os.read(descriptor, size - len(data))
+        if not chunk:
+            sys.exit("the start message of this process ended early: its parent is gone")
+        data += chunk
+    return data
 
 
 def die_with_parent(lifeline: int, *, death_signal: signal.Signals, on_parent_gone: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ import logging
 import secrets
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,10 @@ from realrl.runtime.output.metrics import MetricsSink, open_sinks
 from realrl.runtime.output.progress import Progress, make_progress
 from realrl.runtime.output.trace import FILE_NAME as TRACE_FILE
 from realrl.runtime.output.trace import TraceWriter
-from realrl.runtime.processes.lifeline import socket_folder
+from realrl.runtime.processes.lifeline import framed, socket_folder
 from realrl.runtime.transport.base import MasterTransport
 from realrl.runtime.transport.inproc import InprocKeyValues, InprocMaster
-from realrl.runtime.transport.zmq import STORE_ADDRESS, RunKeys, ZmqKeyValueServer, ZmqMaster, endpoint_beside
+from realrl.runtime.transport.zmq import Admission, RunKeys, ZmqKeyValueServer, ZmqMaster, endpoint_beside
 
 DEFAULT_PROGRAM = "realrl.runtime.master.master_worker:run_master"
 _STOP_GRACE_S = 2.0
@@ -73,8 +73,7 @@ class Session:
     """Argument of a master program.
 
     Attributes:
-        address, environment: arguments of `launcher.start`: the master's address, and the keys and the address of the
-            key-value store that workers need.
+        admission: argument of `launcher.start`.
         resume_from: see `SessionStart`.
     """
 
@@ -82,8 +81,7 @@ class Session:
     run_dir: Path
     transport: MasterTransport
     launcher: Launcher
-    address: str
-    environment: Mapping[str, str]
+    admission: bytes
     progress: Progress
     metrics: MetricsSink
     trace: TraceWriter
@@ -197,7 +195,7 @@ def _open_session(start: SessionStart, *, inline: bool, progress: Progress) -> I
         transport: InprocMaster | ZmqMaster
         launcher: Launcher
         if inline:
-            transport, address, environment = InprocMaster(), "", dict[str, str]()
+            transport, admission = InprocMaster(), b""
             meeting = InprocKeyValues()
             launcher = InlineLauncher(transport, lambda: partial(load_dotted(start.host), meeting=meeting))
         else:
@@ -208,13 +206,11 @@ def _open_session(start: SessionStart, *, inline: bool, progress: Progress) -> I
             transport = ZmqMaster(keys, endpoint=endpoint)
             store = ZmqKeyValueServer(keys, endpoint=endpoint_beside(transport.address, "key-values"))
             stack.callback(store.close)
-            address, environment = transport.address, {**keys.for_workers.environment(), STORE_ADDRESS: store.address}
+            admission = msgspec.msgpack.encode(Admission(transport.address, store.address, keys.for_workers))
             launcher = LocalLauncher(run_dir, start.run_id, host=start.host)
         stack.callback(transport.close)
         stack.callback(launcher.stop, _STOP_GRACE_S)
-        yield Session(
-            start.run, run_dir, transport, launcher, address, environment, progress, metrics, trace, start.resume_from
-        )
+        yield Session(start.run, run_dir, transport, launcher, admission, progress, metrics, trace, start.resume_from)
 
 
 @contextlib.contextmanager
@@ -234,9 +230,8 @@ def _open_folder(path: Path) -> Iterator[Path]:
 
 
 def encode_start(start: SessionStart) -> bytes:
-    """Length-prefixed msgpack, for the master's stdin."""
-    data = msgspec.msgpack.encode(start)
-    return len(data).to_bytes(8, "big") + data
+    """Msgpack behind its length, for the master's stdin."""
+    return framed(msgspec.msgpack.encode(start))
 
 
 def decode_start(data: bytes) -> SessionStart:

@@ -4,7 +4,7 @@ master                              worker
 MasterTransport.send  --request-->  WorkerTransport.receive
 MasterTransport.receive <--reply--  WorkerTransport.send
                                     SampleServer  <--pull--  SampleClient (another worker)
-key-value store     <--request--    KeyValueClient, see `realrl.engine.rendezvous`
+key-value store     <--request--    KeyValueClient, see `realrl.sched.key_value`
                     --answer-->
 """
 

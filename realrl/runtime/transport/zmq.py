@@ -18,10 +18,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import zmq
 from zmq.utils import z85
 
@@ -42,13 +43,8 @@ from realrl.sched.key_value import KeyValueAnswer, KeyValueRequest, KeyValues, L
 from realrl.sched.messages import Reply, Request
 
 LOOPBACK = "tcp://127.0.0.1:*"
-STORE_ADDRESS = "REALRL_STORE_ADDRESS"
-"""Environment variable that hands a worker the address of the key-value store."""
 Context = zmq.Context[zmq.Socket[bytes]]
 
-_MASTER_PUBLIC = "REALRL_MASTER_PUBLIC_KEY"
-_WORKER_PUBLIC = "REALRL_WORKER_PUBLIC_KEY"
-_WORKER_SECRET = "REALRL_WORKER_SECRET_KEY"
 _DOMAIN = b"realrl"
 _BESIDE = b"/beside"
 _OK, _FAILED = b"\x00", b"\x01"
@@ -62,32 +58,25 @@ def new_context() -> Context:
     return zmq.Context()
 
 
-@dataclass(frozen=True)
-class WorkerKeys:
+class WorkerKeys(msgspec.Struct, frozen=True):
     """Keys of a worker: the master's public key and the key pair that all workers of the run share (Z85 text)."""
 
     master_public: bytes
     worker_public: bytes
     worker_secret: bytes
 
-    def environment(self) -> dict[str, str]:
-        """Environment variables that hand these keys to a worker process."""
-        return {
-            _MASTER_PUBLIC: self.master_public.decode(),
-            _WORKER_PUBLIC: self.worker_public.decode(),
-            _WORKER_SECRET: self.worker_secret.decode(),
-        }
 
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> WorkerKeys:
-        """Read the keys back. Raises `UsageError` naming the variable that is missing."""
-        for name in (_MASTER_PUBLIC, _WORKER_PUBLIC, _WORKER_SECRET):
-            if not environment.get(name):
-                raise UsageError(
-                    f"the environment variable {name} is not set, so this worker cannot talk to its master",
-                    remedy="Workers are started by the launcher; start a run with `realrl run`.",
-                )
-        return cls(*(environment[name].encode() for name in (_MASTER_PUBLIC, _WORKER_PUBLIC, _WORKER_SECRET)))
+class Admission(msgspec.Struct, frozen=True):
+    """Addresses and keys that admit a worker to its run; its launcher hands it over where no other user can read.
+
+    Attributes:
+        master: address of the master.
+        key_values: address of the key-value store.
+    """
+
+    master: str
+    key_values: str
+    keys: WorkerKeys
 
 
 @dataclass(frozen=True)

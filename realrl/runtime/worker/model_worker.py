@@ -30,7 +30,6 @@ from realrl.data.rows import SampleStore, encode_rows
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine import device as devices
 from realrl.engine.groups import Groups
-from realrl.engine.rendezvous import KeyValueClient
 from realrl.errors import RunError
 from realrl.experiment.backends import needs_library_groups
 from realrl.experiment.discovery import load_run
@@ -49,6 +48,7 @@ from realrl.runtime.worker.hook_runner import HookRunner
 from realrl.runtime.worker.reallocs import Reallocs
 from realrl.runtime.worker.roles import HostedRole, build_roles, role_tokenizer
 from realrl.runtime.worker.sample_text import read_samples
+from realrl.sched.key_value import KeyValueClient
 from realrl.sched.messages import (
     FreeSamples,
     Goodbye,

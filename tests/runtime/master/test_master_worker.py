@@ -57,7 +57,7 @@ class Launcher:
         self.ended = ended
         self.news_after = news_after
 
-    def start(self, n_workers: int, address: str, environment: dict[str, str]) -> None:
+    def start(self, n_workers: int, admission: bytes) -> None:
         """The workers of this test are dead already."""
 
     def poll(self) -> list[tuple[int, int]]:
@@ -80,8 +80,7 @@ def run_to_the_end(
     session = SimpleNamespace(
         transport=transport,
         launcher=launcher,
-        address="",
-        environment={},
+        admission=b"",
         run_dir=folder,
         progress=SimpleNamespace(phase=lambda text: None, failed=reports.append),
     )

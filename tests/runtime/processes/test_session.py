@@ -28,7 +28,7 @@ HERE = __name__
 
 
 def greet_and_leave(session: Session) -> int:
-    session.launcher.start(1, session.address, session.environment)
+    session.launcher.start(1, session.admission)
     assert isinstance(session.transport.receive(0), Hello)
     session.metrics.write(1, 0, {"reward/mean": 1.0})
     session.transport.send(0, Shutdown(0))

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import zmq
 
-from realrl.engine.rendezvous import KeyValueClient
 from realrl.errors import TransportError, UsageError
 from realrl.runtime.transport.base import FetchRows, SampleClient, SampleServer
 from realrl.runtime.transport.codec import PullRows, decode_key_value_answer, encode
@@ -31,7 +30,7 @@ from realrl.runtime.transport.zmq import (
     endpoint_beside,
 )
 from realrl.runtime.worker.heartbeat import HeartbeatThread
-from realrl.sched.key_value import AddTo, CountKeys, SetKeys, WaitFor
+from realrl.sched.key_value import AddTo, CountKeys, KeyValueClient, SetKeys, WaitFor
 from realrl.sched.messages import Goodbye, Heartbeat, Hello, Reply, Request, Shutdown
 
 LIMIT_S = 30.0
@@ -461,17 +460,3 @@ class TestStrangers:
             worker.send(Hello(0, 1, ""))
             assert false_master.receive(NOTHING_S) is None
             worker.close()
-
-
-class TestKeys:
-    def test_they_travel_through_the_environment(self, keys: RunKeys) -> None:
-        environment = keys.for_workers.environment()
-        assert all(name.startswith("REALRL_") for name in environment)
-        assert keys.master_secret.decode() not in environment.values()
-        assert WorkerKeys.from_environment(environment) == keys.for_workers
-
-    def test_a_missing_one_is_named(self, keys: RunKeys) -> None:
-        environment = keys.for_workers.environment()
-        del environment["REALRL_WORKER_SECRET_KEY"]
-        with pytest.raises(UsageError, match=r"REALRL_WORKER_SECRET_KEY is not set.*\n.*realrl run"):
-            WorkerKeys.from_environment(environment)
