@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from realrl.engine.device import backend_name
-from realrl.engine.rendezvous import RunStore
+from realrl.engine.rendezvous import RunStore, prove_connections
 from realrl.errors import TransportError
 from realrl.plan.groups import ProcessGroup
 from realrl.sched.key_value import KeyValueClient
@@ -199,7 +199,7 @@ class Groups:
             for_libraries: True gives groups of one rank a `library_handle`, and a single worker a world of its own.
 
         Raises:
-            TransportError: the key-value store cannot be reached, or some rank did not come in time.
+            TransportError: the key-value store cannot be reached, some rank did not come in time, or a stranger did.
         """
         mine = [group for group in planned if rank in group.ranks]
         if world_size == 1 and not for_libraries:
@@ -218,6 +218,8 @@ class Groups:
                     device_id=device if device.type == "cuda" else None,
                 )
                 handles = _create_handles(planned, world_size, timeout, smallest=1 if for_libraries else 2)
+                if device.type == "cpu":
+                    prove_connections(handles, store=store, rank=rank)
             except (dist.DistError, RuntimeError, OSError) as error:
                 raise TransportError(
                     f"worker {rank} could not join the {world_size} workers of this run: {str(error).splitlines()[0]}",

@@ -1,10 +1,13 @@
-"""The store through which torch.distributed meets: its calls become requests to the run's own key-value store."""
+"""The meeting of the ranks: torch.distributed's store over the run's own key-value store, and proofs of membership."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hmac
+import secrets
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from realrl.errors import TransportError
@@ -93,6 +96,46 @@ class RunStore(dist.Store):
             return self._client.ask(request)
         except TransportError as error:  # torch catches its own kind in some places
             raise dist.DistStoreError(str(error)) from error
+
+
+def prove_connections(handles: Mapping[frozenset[int], dist.ProcessGroup], *, store: dist.Store, rank: int) -> None:
+    """Exchange a proof over every connection of the groups that its other end is the rank that it should be.
+
+    The sockets of groups on CPUs ask for no key: a process that connects to one early enough takes the place of a rank.
+    Each rank sends to each other one an HMAC-SHA256 of group, sender and receiver, under a secret that only members of
+    the run find in the store. A proof received from one rank is of no use towards another.
+
+    Args:
+        handles: members -> group, whose tensors are on the CPU.
+        store: the run's store.
+        rank: this global rank.
+
+    Raises:
+        TransportError: a proof is wrong.
+        RuntimeError: a proof did not come within the group's timeout.
+    """
+    secret = store.compare_set("realrl/secret", "", secrets.token_hex(32))
+    for members, handle in handles.items():
+        if rank not in members:
+            continue
+        ranks = sorted(members)
+        sent = torch.stack([_proof(secret, ranks, rank, peer) for peer in ranks])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=handle)
+        for peer, proof in zip(ranks, received, strict=True):
+            if not torch.equal(proof, _proof(secret, ranks, peer, rank)):
+                raise TransportError(
+                    f"the connection of worker {rank} to worker {peer} leads to no member of this run",
+                    remedy="Another user of this machine may interfere: see the section on security in "
+                    "docs/architecture.md.",
+                    worker=rank,
+                )
+
+
+def _proof(secret: bytes, ranks: Sequence[int], sender: int, receiver: int) -> torch.Tensor:
+    """32 bytes that `sender` can make, and show to `receiver` only."""
+    digest = hmac.digest(secret, f"{ranks} {sender} {receiver}".encode(), "sha256")
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
 
 
 def _encoded(value: str | bytes) -> bytes:

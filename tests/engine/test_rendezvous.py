@@ -9,8 +9,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from realrl.engine.rendezvous import RunStore
+from realrl.engine.rendezvous import RunStore, _proof, prove_connections
+from realrl.errors import TransportError
 from realrl.runtime.transport.inproc import InprocKeyValues
+from tests.helpers.ranks import run_ranks
 
 SECOND = timedelta(seconds=1)
 
@@ -73,3 +75,33 @@ def test_a_clone_is_the_same_store() -> None:
     store = run_store()
     dist.PrefixStore("p", store).clone().set("k", "v")
     assert store.get("p/k") == b"v"
+
+
+def _prove(rank: int, world_size: int, secret_of_rank: list[str]) -> str:
+    """The message of the error that a rank gets, which takes its secret from a store of its own."""
+    store = run_store()
+    store.set("realrl/secret", secret_of_rank[rank])
+    everyone = frozenset(range(world_size))
+    handles = {everyone: dist.group.WORLD, frozenset({0, 2}): dist.new_group([0, 2])}
+    try:
+        prove_connections(handles, store=store, rank=rank)
+    except TransportError as error:
+        return error.message
+    return ""
+
+
+def test_members_prove_themselves_to_each_other() -> None:
+    assert run_ranks(3, _prove, ["a"] * 3) == [""] * 3
+
+
+def test_a_stranger_in_the_place_of_a_rank_is_found_by_all_others() -> None:
+    told = run_ranks(3, _prove, ["a", "b", "a"])
+    wrong = "the connection of worker {} to worker {} leads to no member of this run"
+    assert told == [wrong.format(0, 1), wrong.format(1, 0), wrong.format(2, 1)]
+
+
+def test_a_proof_serves_one_rank_in_one_group_only() -> None:
+    proofs = {
+        bytes(_proof(b"s", ranks, a, b).tolist()) for ranks in ([0, 1], [0, 1, 2]) for a in (0, 1) for b in (0, 1)
+    }
+    assert len(proofs) == 8

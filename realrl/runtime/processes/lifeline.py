@@ -1,10 +1,11 @@
 """Lifelines, by which a child process ends with its parent, and the search for leftovers of a run.
 
 A child's stdin is a pipe whose other end only the parent holds: end of file means that the parent is gone, on every
-system. The first message down the pipe is for the child alone: command lines are for every user to read, and children of
-user code would inherit an environment. On Linux the kernel also signals the child when its parent dies, so that a child
+system. The first message down the pipe is for the child alone: every user may read command lines, and children of user
+code would inherit an environment. On Linux the kernel also signals the child when its parent dies, so that a child
 stuck in native code ends too. Every process of a run carries the run's id in its environment (`RUN_ID`, below a worker
-also `WORKERS_OF`). By that id `kill_leftovers` finds processes that neither reached, such as children of a killed worker.
+also `WORKERS_OF`). By that id `kill_leftovers` finds processes that neither reached, such as children of a killed
+worker.
 """
 
 from __future__ import annotations
