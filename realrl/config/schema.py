@@ -219,7 +219,11 @@ class ClusterConfig(Section):
         json_schema_extra=ADVANCED,
     )
     master_port: int = Field(
-        0, ge=0, le=65535, description="port the master listens on; 0 takes a free one", json_schema_extra=ADVANCED
+        0,
+        ge=0,
+        le=65535,
+        description="port that the master listens on; 0 takes a socket file that only its user can open",
+        json_schema_extra=ADVANCED,
     )
     worker_timeout_s: float = Field(
         120.0,

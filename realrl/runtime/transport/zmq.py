@@ -48,6 +48,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 _DOMAIN = b"realrl"
 _BESIDE = b"/beside"
 _OK, _FAILED = b"\x00", b"\x01"
+_MAX_RECEIVED_BYTES = 1 << 30  # by a server, from a client that it need not know yet
 _LINGER_MS = 1000  # long enough for a last reply on a live connection; the bound on every close()
 
 _log = logging.getLogger(__name__)
@@ -392,6 +393,7 @@ class _GuardedRouter:
         self.socket.curve_secretkey = secret
         self.socket.zap_domain = _DOMAIN
         self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no client gets in
+        self.socket.maxmsgsize = _MAX_RECEIVED_BYTES
         self.socket.router_mandatory = True
         self.socket.router_handover = True  # a worker that reconnects takes its old place
         _prepare(self.socket)

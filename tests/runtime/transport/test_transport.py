@@ -411,6 +411,25 @@ class TestStrangers:
         assert worker.receive(LIMIT_S) == Shutdown(0)
         assert master.receive(0) is None
 
+    def test_a_stranger_who_announces_a_huge_message_is_hung_up_on(self, keys: RunKeys, master: ZmqMaster) -> None:
+        host, port = master.address.removeprefix("tcp://").split(":")
+        greeting = bytes([0xFF, *bytes(8), 0x7F, 3, 0]) + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+        def is_hung_up_on(size_bytes: int) -> bool:
+            with socket.create_connection((host, int(port)), 1.0) as stranger:
+                stranger.sendall(greeting + bytes([6]) + size_bytes.to_bytes(8, "big"))  # the head of a command
+                try:
+                    while stranger.recv(4096):
+                        continue
+                except TimeoutError:
+                    return False
+                except ConnectionResetError:
+                    return True
+                return True
+
+        assert is_hung_up_on(2 << 30)
+        assert not is_hung_up_on(1 << 20)  # libzmq gives a stranger half a minute
+
     def test_a_refused_connection_is_logged(
         self, keys: RunKeys, master: ZmqMaster, caplog: pytest.LogCaptureFixture
     ) -> None:
