@@ -5,6 +5,7 @@ The attacker knows all ports, files and process ids of the run, which the tests 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import socket
@@ -139,9 +140,12 @@ class _Squatter(threading.Thread):
             for port in sockets_of(self._run.processes())[0]:
                 for number in range(4):
                     if (port, number) not in self.doors:
-                        door = self.doors[port, number] = socket.create_connection(("127.0.0.1", port), 5.0)
-                        door.sendall(struct.pack("<Q", number))
+                        with contextlib.suppress(ConnectionError):  # the worker has ended meanwhile
+                            door = self.doors[port, number] = socket.create_connection(("127.0.0.1", port), 5.0)
+                            door.sendall(struct.pack("<Q", number))
             time.sleep(0.001)
+        for door in self.doors.values():
+            door.close()
 
 
 @pytest.mark.slow
