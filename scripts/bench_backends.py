@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import socket
 import statistics
 import sys
 import time
@@ -42,6 +41,7 @@ from realrl.model.init import random_model
 from realrl.plan.backends import BACKENDS
 from realrl.plan.groups import process_groups
 from realrl.plan.parameters.shards import shard_of
+from realrl.runtime.transport.zmq import RunKeys, WorkerKeys, ZmqKeyValueClient, ZmqKeyValueServer
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import DecoderConfig
 
@@ -111,13 +111,14 @@ def _variants(strategy: ParallelStrategy, precision: str) -> list[Variant]:
 
 def _run(variant: Variant, strategy: ParallelStrategy, args: argparse.Namespace) -> Measured | None:
     """Train one variant in processes of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    keys = RunKeys.new()
+    store = ZmqKeyValueServer(keys)
+    place = (store.address, keys.for_workers)
     context = multiprocessing.get_context("forkserver")
     pipes, ranks = [], []
     for rank in range(strategy.n_devices):
         reader, writer = context.Pipe(duplex=False)
-        ranks.append(context.Process(target=_rank_main, args=(rank, address, variant, strategy, args, writer)))
+        ranks.append(context.Process(target=_rank_main, args=(rank, place, variant, strategy, args, writer)))
         ranks[-1].start()
         writer.close()
         pipes.append(reader)
@@ -130,11 +131,17 @@ def _run(variant: Variant, strategy: ParallelStrategy, args: argparse.Namespace)
     finally:
         for process in ranks:
             process.join()
+        store.close()
     return Measured(max(r.step_s for r in results), max(r.peak_gb for r in results))
 
 
 def _rank_main(
-    rank: int, address: str, variant: Variant, strategy: ParallelStrategy, args: argparse.Namespace, writer: Connection
+    rank: int,
+    place: tuple[str, WorkerKeys],
+    variant: Variant,
+    strategy: ParallelStrategy,
+    args: argparse.Namespace,
+    writer: Connection,
 ) -> None:
     devices.resolve_device("cpu")
     torch.set_num_threads(1)
@@ -145,7 +152,7 @@ def _rank_main(
         planned,
         rank=rank,
         world_size=strategy.n_devices,
-        rendezvous=address,
+        meeting=ZmqKeyValueClient(*place),
         device=CPU,
         timeout_s=600.0,
         for_libraries=True,

@@ -54,7 +54,7 @@ class Worker:
         self._seq = 0
         self._n_seqs = n_seqs
         run = dump_config(config.model_copy(update={"run_dir": str(folder / "run")}))
-        (ready,) = self._worker.handle(Initialize(self._next(), run, ("",), ""))
+        (ready,) = self._worker.handle(Initialize(self._next(), run, ("",)))
         self._row_ids = ready.row_ids
         self._call = experiment.calls(config)[-1].name
         torch.set_num_threads(threads)

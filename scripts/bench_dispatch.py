@@ -22,12 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from realrl.runtime.launchers.local import LocalLauncher
 from realrl.runtime.transport.base import SampleClient
-from realrl.runtime.transport.zmq import RunKeys, WorkerKeys, ZmqMaster, ZmqWorker, new_context
+from realrl.runtime.transport.zmq import Admission, RunKeys, ZmqMaster, ZmqWorker, new_context
 from realrl.sched.messages import (
     CallDone,
     Goodbye,
@@ -52,7 +53,7 @@ _WARM_UP = 50
 class EchoHost:
     """Answers a call as a generation does: lengths of its output, a metric, a span; reports the time that it worked."""
 
-    def __init__(self, rank: int, client: SampleClient) -> None:
+    def __init__(self, rank: int, client: SampleClient, *, meeting: object) -> None:
         self.rank = rank
 
     def handle(self, request: Request) -> list[Reply]:
@@ -89,11 +90,11 @@ def time_one_worker(n_calls: int, ids: tuple[str, ...]) -> list[float]:
     master = ZmqMaster(keys)
     with tempfile.TemporaryDirectory() as run_dir:
         launcher = LocalLauncher(Path(run_dir), "bench", host="bench_dispatch:EchoHost")
-        search_path = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-        launcher.start(1, master.address, {**keys.for_workers.environment(), "PYTHONPATH": search_path})
+        os.environ["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+        launcher.start(1, msgspec.msgpack.encode(Admission(master.address, "", keys.for_workers)))
         try:
             _await_hellos(master, 1, lambda: not launcher.poll())
-            master.send(0, Initialize(0, b"", (), ""))
+            master.send(0, Initialize(0, b"", ()))
             return [_round_trip_ms(master, seq, ids) for seq in range(1, n_calls + _WARM_UP + 1)][_WARM_UP:]
         finally:
             launcher.stop()
@@ -104,13 +105,16 @@ def time_all_workers(n_workers: int, n_processes: int, n_rounds: int, ids: tuple
     """Milliseconds from the first send to the last reply, per round, over `n_workers` simulated workers."""
     keys = RunKeys.new()
     master = ZmqMaster(keys)
-    command = [sys.executable, __file__, "--simulate", master.address]
-    environment = {**os.environ, **keys.for_workers.environment()}
+    admission = msgspec.msgpack.encode(Admission(master.address, "", keys.for_workers))
     shares = [range(n_workers)[i::n_processes] for i in range(n_processes)]
     processes = [
-        subprocess.Popen([*command, ",".join(map(str, share))], env=environment, stdin=subprocess.DEVNULL)
+        subprocess.Popen([sys.executable, __file__, "--simulate", ",".join(map(str, share))], stdin=subprocess.PIPE)
         for share in shares
     ]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(admission)
+        process.stdin.close()
     try:
         _await_hellos(master, n_workers, lambda: all(process.poll() is None for process in processes))
         times = [_round_ms(master, n_workers, seq, ids) for seq in range(n_rounds + 5)][5:]
@@ -126,11 +130,11 @@ def time_all_workers(n_workers: int, n_processes: int, n_rounds: int, ids: tuple
         master.close()
 
 
-def simulate(address: str, ranks: Sequence[int]) -> None:
+def simulate(ranks: Sequence[int]) -> None:
     """Play the workers `ranks`: the master sends in rank order, so they take turns."""
-    keys = WorkerKeys.from_environment(os.environ)
+    admission = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Admission)
     context = new_context()
-    workers = {rank: ZmqWorker(address, rank, keys, context=context) for rank in ranks}
+    workers = {rank: ZmqWorker(admission.master, rank, admission.keys, context=context) for rank in ranks}
     for rank, worker in workers.items():
         worker.send(Hello(rank, os.getpid(), ""))
     while workers:
@@ -206,10 +210,10 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="processes that simulate them")
     parser.add_argument("--samples", type=int, default=8, help="samples per call and worker")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
-    parser.add_argument("--simulate", nargs=2, metavar=("ADDRESS", "RANKS"), help=argparse.SUPPRESS)
+    parser.add_argument("--simulate", metavar="RANKS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.simulate:
-        simulate(options.simulate[0], [int(rank) for rank in options.simulate[1].split(",")])
+        simulate([int(rank) for rank in options.simulate.split(",")])
         return 0
     ids = tuple(f"0/{row}" for row in range(options.samples))
     results = {

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import socket
 import statistics
 import sys
 import time
@@ -41,6 +40,7 @@ from realrl.plan.groups import GroupKind, group_of, process_groups
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
+from realrl.runtime.transport.zmq import RunKeys, WorkerKeys, ZmqKeyValueClient, ZmqKeyValueServer
 from realrl.shape import DecoderConfig
 
 N_RANKS = 4
@@ -71,12 +71,13 @@ class Measured:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases; returns the exit code."""
     args = _parse(argv)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    keys = RunKeys.new()
+    store = ZmqKeyValueServer(keys)
+    place = (store.address, keys.for_workers)
     multiprocessing.set_forkserver_preload(["realrl.engine.parameters.realloc", "realrl.model.files.hf"])
     context = multiprocessing.get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
-    ranks = [context.Process(target=_rank_main, args=(rank, address, args, writer)) for rank in range(N_RANKS)]
+    ranks = [context.Process(target=_rank_main, args=(rank, place, args, writer)) for rank in range(N_RANKS)]
     for process in ranks:
         process.start()
     writer.close()
@@ -88,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         for process in ranks:
             process.join()
+        store.close()
     _print(results, args)
     if args.out is not None:
         report = {"model": str(args.model), "dtype": args.dtype, "results": [asdict(result) for result in results]}
@@ -95,14 +97,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _rank_main(rank: int, address: str, args: argparse.Namespace, writer: Connection) -> None:
+def _rank_main(rank: int, place: tuple[str, WorkerKeys], args: argparse.Namespace, writer: Connection) -> None:
     resolve_device("cpu")
     torch.set_num_threads(1)
     cluster = Cluster(1, N_RANKS)
     allocation = Allocation(DeviceMesh.whole(cluster), ParallelStrategy(dp=N_RANKS))
     planned = process_groups([allocation], cluster)
     groups = Groups.create(
-        planned, rank=rank, world_size=N_RANKS, rendezvous=address, device=CPU, timeout_s=args.timeout_s
+        planned,
+        rank=rank,
+        world_size=N_RANKS,
+        meeting=ZmqKeyValueClient(*place),
+        device=CPU,
+        timeout_s=args.timeout_s,
     )
     world = groups[group_of(planned, GroupKind.GLOBAL, allocation, rank)]
     whole = _whole_model(args.model, DTYPES[args.dtype])

@@ -175,7 +175,9 @@ class ClusterConfig(Section):
     data_plane: Literal["socket", "collective"] = rare(
         "socket", "how rows move between workers: pulled over sockets, or sent by torch.distributed (gloo, NCCL)"
     )
-    master_port: int = rare(0, "port the master listens on; 0 takes a free one", ge=0, le=65535)
+    master_port: int = rare(
+        0, "port that the master listens on; 0 takes a socket file that only its user can open", ge=0, le=65535
+    )
     worker_timeout_s: float = rare(120.0, "a worker that is silent for so long is reported as lost", gt=0)
 
     @property

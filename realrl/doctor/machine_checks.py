@@ -84,14 +84,14 @@ def check_port(run: RunUnderCheck) -> list[Finding]:
     """Check that the port that the master is to listen on is free."""
     port = run.config.cluster.master_port
     if port == 0:
-        return [Finding(Status.OK, "the master takes a free one")]
+        return [Finding(Status.OK, "the master takes a socket file")]
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", port))
         except OSError as error:
             message = f"cluster.master_port={port}: {error.strerror}"
-            return [Finding(Status.PROBLEM, message, "Choose another port, or 0 for a free one.")]
+            return [Finding(Status.PROBLEM, message, "Choose another port, or 0 for a socket file.")]
     return [Finding(Status.OK, f"{port} is free")]
 
 

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from realrl.engine.device import backend_name
+from realrl.engine.rendezvous import RunStore, prove_connections
 from realrl.errors import TransportError
 from realrl.plan.groups import ProcessGroup
+from realrl.sched.key_value import KeyValueClient
 
 _LEAVE_LIMIT_S = 5.0
 # the names of torch 2.13; the older ones still exist there, but warn
@@ -167,9 +169,10 @@ ALONE = Communicator()
 class Groups:
     """The communicators of this rank, by planned group."""
 
-    def __init__(self, communicators: Mapping[ProcessGroup, Communicator], *, owns_world: bool) -> None:
+    def __init__(self, communicators: Mapping[ProcessGroup, Communicator], *, store: RunStore | None = None) -> None:
         self._communicators = dict(communicators)
-        self._owns_world = owns_world
+        self._owns_world = store is not None
+        self._store = store  # kept for torch, which has its C++ half only
 
     @classmethod
     def create(
@@ -178,7 +181,7 @@ class Groups:
         *,
         rank: int,
         world_size: int,
-        rendezvous: str,
+        meeting: KeyValueClient | None,
         device: torch.device,
         timeout_s: float,
         for_libraries: bool = False,
@@ -190,23 +193,22 @@ class Groups:
 
         Args:
             planned: groups from `realrl.plan.groups.process_groups`, in its order.
-            rendezvous: "host:port" that rank 0 listens on; unused by a single worker.
+            meeting: key-value store through which the ranks find each other; unused by a single worker without
+                a world of its own.
             timeout_s: limit of the meeting and of every collective.
             for_libraries: True gives groups of one rank a `library_handle`, and a single worker a world of its own.
 
         Raises:
-            TransportError: the address cannot be bound or reached, or some rank did not come in time.
+            TransportError: the key-value store cannot be reached, some rank did not come in time, or a stranger did.
         """
         mine = [group for group in planned if rank in group.ranks]
+        if world_size == 1 and not for_libraries:
+            return cls(dict.fromkeys(mine, ALONE))
+        assert meeting is not None
         timeout = timedelta(seconds=timeout_s)
-        if world_size == 1:
-            if not for_libraries:
-                return cls(dict.fromkeys(mine, ALONE), owns_world=False)
-            dist.init_process_group(backend_name(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-            return cls({g: Communicator.of(g, rank, dist.group.WORLD) for g in mine}, owns_world=True)
-        with _loopback_only(rendezvous):
+        store = RunStore(meeting, timeout_s=timeout_s)
+        with _loopback_only() if meeting.is_local else nullcontext():
             try:
-                store = _make_store(rendezvous, rank, world_size, timeout)
                 dist.init_process_group(
                     backend_name(device),
                     store=store,
@@ -216,13 +218,14 @@ class Groups:
                     device_id=device if device.type == "cuda" else None,
                 )
                 handles = _create_handles(planned, world_size, timeout, smallest=1 if for_libraries else 2)
+                if device.type == "cpu":
+                    prove_connections(handles, store=store, rank=rank)
             except (dist.DistError, RuntimeError, OSError) as error:
                 raise TransportError(
-                    f"worker {rank} could not join the {world_size} workers that meet at {rendezvous}: "
-                    f"{str(error).splitlines()[0]}",
+                    f"worker {rank} could not join the {world_size} workers of this run: {str(error).splitlines()[0]}",
                     worker=rank,
                 ) from error
-        return cls({g: Communicator.of(g, rank, handles.get(frozenset(g.ranks))) for g in mine}, owns_world=True)
+        return cls({g: Communicator.of(g, rank, handles.get(frozenset(g.ranks))) for g in mine}, store=store)
 
     def __getitem__(self, group: ProcessGroup) -> Communicator:
         """The communicator of a planned group that this rank is a member of."""
@@ -237,26 +240,6 @@ class Groups:
         leaving = threading.Thread(target=dist.destroy_process_group, name="leave-groups", daemon=True)
         leaving.start()
         leaving.join(_LEAVE_LIMIT_S)
-
-
-def _make_store(rendezvous: str, rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Make the key-value store of the meeting; rank 0 listens on the given host only, not on every interface."""
-    host, _, port = rendezvous.rpartition(":")
-    if rank != 0:
-        return dist.TCPStore(host, int(port), world_size, is_master=False, timeout=timeout)
-    listener = socket.create_server((host, int(port)), backlog=max(128, world_size))
-    try:
-        return dist.TCPStore(
-            host,
-            int(port),
-            world_size,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.fileno(),
-        )
-    finally:
-        listener.detach()  # the store owns the descriptor now
 
 
 def _create_handles(
@@ -275,11 +258,11 @@ def _create_handles(
 
 
 @contextmanager
-def _loopback_only(rendezvous: str) -> Iterator[None]:
-    """Keep gloo's own sockets on the loopback interface when the meeting is there."""
+def _loopback_only() -> Iterator[None]:
+    """Keep gloo's own sockets on the loopback interface."""
     variable = "GLOO_SOCKET_IFNAME"
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if variable in os.environ or not names or not rendezvous.startswith(("127.", "localhost:", "[::1]")):
+    if variable in os.environ or not names:
         yield
         return
     os.environ[variable] = names[0]

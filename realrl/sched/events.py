@@ -39,7 +39,6 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     """The shell listens and every worker process was launched. Arguments are passed on in `Initialize`."""
 
     run: bytes = b""
-    rendezvous: str = ""
     resume_from: str = ""
 
 

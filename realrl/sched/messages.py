@@ -14,7 +14,7 @@ import msgspec
 
 from realrl.plan.samples.transfer import RowTransfer
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 HookTime = Literal["before", "after"]
 """Side of a call on which hooks run."""
@@ -60,14 +60,12 @@ class Initialize(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         run: the resolved run as JSON (`RunConfig`, experiment reference).
         peers: data-server address of every rank, by rank; empty where no transfer can happen.
-        rendezvous: address of the collective rendezvous ("host:port"), or "" for a single worker.
         resume_from: checkpoint folder to continue from, or "".
     """
 
     seq: int
     run: bytes
     peers: tuple[str, ...]
-    rendezvous: str
     resume_from: str = ""
 
 

@@ -7,6 +7,7 @@ file, so there is no port to race for.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing as mp
 import os
@@ -17,6 +18,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from realrl.runtime.transport.zmq import RunKeys, WorkerKeys, ZmqKeyValueClient, ZmqKeyValueServer
 
 mp.set_forkserver_preload(["torch.distributed", "torch._dynamo", "realrl.runtime.worker.model_worker"])
 
@@ -39,16 +42,18 @@ def run_ranks(
     """Call `fn(rank, world_size, *args)` on every rank; return the results in rank order.
 
     Args:
-        joined: True if the ranks are members of a gloo world when `fn` starts; otherwise `fn` may join one itself.
+        joined: True if the ranks are members of a gloo world when `fn` starts; otherwise `fn` may join one itself
+            through its third argument, a `KeyValueClient`.
 
     Raises:
         RankFailure: a rank raised or died; the most likely cause is reported first.
         TimeoutError: some rank gave no result in `timeout_s` seconds. Stacks are on stderr.
     """
     ctx = mp.get_context("forkserver")
-    with tempfile.TemporaryDirectory() as tmp:
+    keys = RunKeys.new()
+    with tempfile.TemporaryDirectory() as tmp, contextlib.closing(ZmqKeyValueServer(keys)) as store:
         procs, pipes = [], []
-        rendezvous = f"{tmp}/rendezvous" if joined else None
+        rendezvous = f"{tmp}/rendezvous" if joined else (store.address, keys.for_workers)
         for rank in range(world_size):
             recv_end, send_end = ctx.Pipe(duplex=False)
             proc = ctx.Process(target=_rank_main, args=(rank, world_size, rendezvous, timeout_s, send_end, fn, args))
@@ -67,7 +72,7 @@ def run_ranks(
 def _rank_main(
     rank: int,
     world_size: int,
-    rendezvous: str | None,
+    rendezvous: str | tuple[str, WorkerKeys],
     timeout_s: float,
     out: Connection,
     fn: Callable[..., Any],
@@ -79,7 +84,7 @@ def _rank_main(
     faulthandler.dump_traceback_later(max(timeout_s - 2.0, 1.0), exit=False)
     torch.set_num_threads(1)
     try:
-        if rendezvous is not None:
+        if isinstance(rendezvous, str):
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{rendezvous}",
@@ -87,6 +92,8 @@ def _rank_main(
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout_s),
             )
+        else:
+            args = (ZmqKeyValueClient(*rendezvous), *args)
         out.send((None, fn(rank, world_size, *args)))
     except BaseException:  # noqa: BLE001 - reported to the parent, whatever it is
         out.send((traceback.format_exc(), None))

@@ -29,12 +29,13 @@ from realrl.model.init import random_model
 from realrl.model.lora import add_adapters
 from realrl.plan.backends import TrainedRole, check_backend
 from realrl.plan.parameters.shards import shard_of
+from realrl.sched.key_value import KeyValueClient
 from realrl.shape import LoRA
 from scripts.plan_table import LIMIT, largest_difference, run_plan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import SMALL, read_metrics, realrl
 from tests.helpers.training import make_batch, masked_nll, n_masked
-from tests.ranks.test_engine_3d import CONFIGS, N_SAMPLES, free_address, join, score_loss, share_of
+from tests.ranks.test_engine_3d import CONFIGS, N_SAMPLES, join, score_loss, share_of
 
 N_STEPS = 4
 OPTIMIZER = OptimizerConfig(
@@ -165,8 +166,8 @@ def outcome(case: Case, parallel: Parallel) -> dict[str, Any]:
     }
 
 
-def _outcomes(rank: int, world_size: int, address: str, cases: list[Case]) -> list[dict[str, Any]]:
-    groups, places = join(rank, world_size, address, {case.strategy for case in cases}, for_libraries=True)
+def _outcomes(rank: int, world_size: int, meeting: KeyValueClient, cases: list[Case]) -> list[dict[str, Any]]:
+    groups, places = join(rank, world_size, meeting, {case.strategy for case in cases}, for_libraries=True)
     out = [outcome(case, places[case.strategy]) for case in cases]
     groups.destroy()
     return out
@@ -178,7 +179,7 @@ def reference(case: Case) -> dict[str, Any]:
 
 
 def check(world_size: int, cases: list[Case], timeout_s: float = 280.0) -> None:
-    by_rank = run_ranks(world_size, _outcomes, free_address(), cases, joined=False, timeout_s=timeout_s)
+    by_rank = run_ranks(world_size, _outcomes, cases, joined=False, timeout_s=timeout_s)
     for index, case in enumerate(cases):
         expected = reference(case.reference)
         exact = case.dtype == torch.float32
@@ -227,8 +228,8 @@ def test_native_sharded_and_offloaded() -> None:
     check(2, cases)
 
 
-def _bits(rank: int, world_size: int, address: str) -> bool:
-    groups, places = join(rank, world_size, address, {D2})
+def _bits(rank: int, world_size: int, meeting: KeyValueClient) -> bool:
+    groups, places = join(rank, world_size, meeting, {D2})
     outcomes = [outcome(Case("native", stage, D2, dtype=torch.bfloat16), places[D2]) for stage in (0, 1)]
     groups.destroy()
     for kind in ("slices", "moments"):
@@ -238,7 +239,7 @@ def _bits(rank: int, world_size: int, address: str) -> bool:
 
 
 def test_native_stage_1_is_stage_0_bit_for_bit() -> None:
-    assert run_ranks(2, _bits, free_address(), joined=False) == [True, True]
+    assert run_ranks(2, _bits, joined=False) == [True, True]
 
 
 # ---------------------------------------------------------------- megatron
@@ -315,10 +316,10 @@ OVERFLOWS = {"scale": 2.0**26, "growth_tracker": 0}
 
 
 def _continues(
-    rank: int, world_size: int, address: str, cases: list[Case], n_steps: int
+    rank: int, world_size: int, meeting: KeyValueClient, cases: list[Case], n_steps: int
 ) -> list[tuple[list[float | None], list[str]]]:
     """After each step, another engine continues from the state; gives the loss scales and what is not equal in bits."""
-    groups, places = join(rank, world_size, address, {case.strategy for case in cases}, for_libraries=True)
+    groups, places = join(rank, world_size, meeting, {case.strategy for case in cases}, for_libraries=True)
     found = []
     for case in cases:
         scales, differences = [], []
@@ -357,7 +358,7 @@ def _differences(engine: DecoderEngine, other: DecoderEngine) -> Iterator[str]:
 
 def check_continues(cases: list[Case], world_size: int = 2, n_steps: int = 4) -> None:
     by_rank = run_ranks(
-        world_size, _continues, free_address(), cases, n_steps, joined=False, timeout_s=280.0 if n_steps == 4 else 580.0
+        world_size, _continues, cases, n_steps, joined=False, timeout_s=280.0 if n_steps == 4 else 580.0
     )
     for found in by_rank:
         for case, (scales, differences) in zip(cases, found, strict=True):
@@ -408,9 +409,9 @@ def test_every_backend_continues_bit_for_bit(backend: str, dtype: torch.dtype) -
 # ---------------------------------------------------------------- fp16
 
 
-def _overflow(rank: int, world_size: int, address: str, case: Case) -> list[tuple[bool, float, float, bool]]:
+def _overflow(rank: int, world_size: int, meeting: KeyValueClient, case: Case) -> list[tuple[bool, float, float, bool]]:
     """Steps in fp16 from a loss scale that is far too high: (stepped, loss scale, overflow, did a parameter move)."""
-    groups, places = join(rank, world_size, address, {case.strategy}, for_libraries=True)
+    groups, places = join(rank, world_size, meeting, {case.strategy}, for_libraries=True)
     parallel = places[case.strategy]
     engine = make_engine(case, parallel)
     state = engine.state_dict()
@@ -446,7 +447,7 @@ def _overflow(rank: int, world_size: int, address: str, case: Case) -> list[tupl
     ids=lambda case: f"{case.backend}-{case.stage}",
 )
 def test_an_overflow_in_fp16_skips_the_step_and_lowers_the_scale(case: Case) -> None:
-    by_rank = run_ranks(2, _overflow, free_address(), case, joined=False, timeout_s=280.0)
+    by_rank = run_ranks(2, _overflow, case, joined=False, timeout_s=280.0)
     assert by_rank[0] == by_rank[1]
     stepped, scales, overflows, moved = (list(column) for column in zip(*by_rank[0], strict=True))
     assert overflows == [float(not done) for done in stepped]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -28,6 +27,7 @@ from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from realrl.plan.groups import process_groups
 from realrl.plan.parameters.shards import shard_of
+from realrl.sched.key_value import KeyValueClient
 from realrl.shape import DecoderConfig, MoEConfig
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import save_engine
@@ -94,13 +94,8 @@ def share_of(batch: SequenceSample, dp_rank: int, dp: int) -> SequenceSample:
     return batch.split([range(ends[i], ends[i + 1]) for i in range(dp)])[dp_rank]
 
 
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
-
-
 def join(
-    rank: int, world_size: int, address: str, used: set[ParallelStrategy], *, for_libraries: bool = False
+    rank: int, world_size: int, meeting: KeyValueClient, used: set[ParallelStrategy], *, for_libraries: bool = False
 ) -> tuple[Groups, dict[Any, Parallel]]:
     cluster = Cluster(1, world_size)
     mesh = DeviceMesh.whole(cluster)
@@ -110,7 +105,7 @@ def join(
         planned,
         rank=rank,
         world_size=world_size,
-        rendezvous=address,
+        meeting=meeting,
         device=CPU,
         timeout_s=120.0,
         for_libraries=for_libraries,
@@ -167,8 +162,8 @@ def outcome(case: Case, parallel: Parallel) -> dict[str, Any]:
     }
 
 
-def _outcomes(rank: int, world_size: int, address: str, cases: list[Case]) -> list[dict[str, Any]]:
-    groups, places = join(rank, world_size, address, {case.strategy for case in cases})
+def _outcomes(rank: int, world_size: int, meeting: KeyValueClient, cases: list[Case]) -> list[dict[str, Any]]:
+    groups, places = join(rank, world_size, meeting, {case.strategy for case in cases})
     with mock.patch.object(shared_prefix, "CALL_COST", 0):  # share the beginnings even of so small a model
         out = [outcome(case, places[case.strategy]) for case in cases]
     groups.destroy()
@@ -181,7 +176,7 @@ def reference(case: Case) -> dict[str, Any]:
 
 
 def check(world_size: int, cases: list[Case], timeout_s: float = 110.0) -> None:
-    by_rank = run_ranks(world_size, _outcomes, free_address(), cases, joined=False, timeout_s=timeout_s)
+    by_rank = run_ranks(world_size, _outcomes, cases, joined=False, timeout_s=timeout_s)
     for index, case in enumerate(cases):
         expected = reference(replace(case, strategy=ParallelStrategy(), micro_batching=MicroBatching()))
         forwards: dict[int, Any] = {}
@@ -256,8 +251,8 @@ def tied_weights(engine: DecoderEngine) -> Any:
     return named["embedding.weight"].detach().float().numpy() if "embedding.weight" in named else None
 
 
-def _resume(rank: int, world_size: int, address: str, folder: Path) -> list[Any]:
-    groups, places = join(rank, world_size, address, {case.strategy for case in BF16})
+def _resume(rank: int, world_size: int, meeting: KeyValueClient, folder: Path) -> list[Any]:
+    groups, places = join(rank, world_size, meeting, {case.strategy for case in BF16})
     out = []
     for i, case in enumerate(BF16):
         parallel = places[case.strategy]
@@ -284,7 +279,7 @@ def _resume(rank: int, world_size: int, address: str, folder: Path) -> list[Any]
 
 
 def test_saved_models_and_states_continue_exactly(tmp_path: Path) -> None:
-    by_rank = run_ranks(4, _resume, free_address(), tmp_path, joined=False)
+    by_rank = run_ranks(4, _resume, tmp_path, joined=False)
     for i, case in enumerate(BF16):
         whole = {name: p.detach().float().numpy() for name, p in load_model(tmp_path / f"model-{i}").named_parameters()}
         for saved, places, _ in (results[i] for results in by_rank):
@@ -296,8 +291,8 @@ def test_saved_models_and_states_continue_exactly(tmp_path: Path) -> None:
             np.testing.assert_array_equal(results[i][2], tied.setdefault(tp_rank, results[i][2]))
 
 
-def _errors(rank: int, world_size: int, address: str) -> list[Any]:
-    groups, places = join(rank, world_size, address, {D2P2.strategy, T2P2.strategy})
+def _errors(rank: int, world_size: int, meeting: KeyValueClient) -> list[Any]:
+    groups, places = join(rank, world_size, meeting, {D2P2.strategy, T2P2.strategy})
     out: list[Any] = []
     for case in (D2P2, T2P2):
         parallel = places[case.strategy]
@@ -332,7 +327,7 @@ def _errors(rank: int, world_size: int, address: str) -> list[Any]:
 
 
 def test_errors_and_odd_results_are_the_same_on_all_ranks() -> None:
-    by_rank = run_ranks(4, _errors, free_address(), joined=False)
+    by_rank = run_ranks(4, _errors, joined=False)
     n_rows = make_batch(3).n_rows("mask")
     for rank, results in enumerate(by_rank):
         for i, reduced_to in enumerate(([1, 5][rank // 2], rank)):
@@ -344,10 +339,10 @@ def test_errors_and_odd_results_are_the_same_on_all_ranks() -> None:
             assert reduced == [reduced_to]  # mesh ranks over dp
 
 
-def _pieces(rank: int, world_size: int, address: str, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
+def _pieces(rank: int, world_size: int, meeting: KeyValueClient, sizes: tuple[int, ...]) -> list[tuple[int, int]]:
     """Micro-batches of a training and of an inference on so many samples, where nothing says how many."""
     case = Case("tied", ParallelStrategy(pp=world_size), MicroBatching())
-    groups, places = join(rank, world_size, address, {case.strategy})
+    groups, places = join(rank, world_size, meeting, {case.strategy})
     parallel, found = places[case.strategy], []
     engine = make_engine(case, parallel)
     for size in sizes:
@@ -372,6 +367,6 @@ def _pieces(rank: int, world_size: int, address: str, sizes: tuple[int, ...]) ->
 
 
 def test_a_pipeline_is_kept_busy_where_no_number_of_micro_batches_is_given() -> None:
-    first, last = run_ranks(2, _pieces, free_address(), (1, 2, 3, 4, 10), joined=False)
+    first, last = run_ranks(2, _pieces, (1, 2, 3, 4, 10), joined=False)
     assert first == [(0, 0)] * 5
     assert last == [(1, 1), (2, 2), (3, 2), (4, 2), (4, 2)]

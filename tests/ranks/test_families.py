@@ -16,6 +16,7 @@ from realrl.engine.parallel import Parallel
 from realrl.engine.tensor_parallel import TensorParallelGroup, sync_partial_gradients
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.files.hf import load_model
+from realrl.sched.key_value import KeyValueClient
 from realrl.shape import DecoderConfig
 from tests.helpers.families import CASES, ONE_EACH, decoder_config
 from tests.helpers.ranks import run_ranks
@@ -30,7 +31,7 @@ from tests.helpers.sharded import (
     stages_of,
     whole_model,
 )
-from tests.ranks.test_generate_parallel import as_lists, free_address, generate, place, shard
+from tests.ranks.test_generate_parallel import as_lists, generate, place, shard
 
 FEW = ("qwen3 window", "gpt2")  # head norms and windows; learned positions and biases
 ALL = tuple(tuple(CASES)[i::4] for i in range(4))
@@ -75,9 +76,14 @@ def test_results_and_gradients_equal_those_of_the_whole_module(n_ranks: int, cas
 
 
 def _generate_and_save(
-    rank: int, world_size: int, address: str, models: dict[str, DecoderConfig], strategy: ParallelStrategy, folder: Path
+    rank: int,
+    world_size: int,
+    meeting: KeyValueClient,
+    models: dict[str, DecoderConfig],
+    strategy: ParallelStrategy,
+    folder: Path,
 ) -> dict[str, object]:
-    parallel = place(rank, strategy, address)
+    parallel = place(rank, strategy, meeting)
     tokens: dict[str, object] = {}
     for name, config in models.items():
         stage = shard(whole_model(config), parallel)
@@ -102,7 +108,7 @@ def test_generated_and_saved_like_one_process(
     strategy: ParallelStrategy, cases: tuple[str, ...], tmp_path: Path
 ) -> None:
     models = configs(cases)
-    arguments = (free_address(), models, strategy, tmp_path)
+    arguments = (models, strategy, tmp_path)
     ranks = run_ranks(strategy.n_devices, _generate_and_save, *arguments, timeout_s=100.0, joined=False)
     assert all(tokens == ranks[0] for tokens in ranks)
     for name, config in models.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,7 @@ from realrl.errors import CallError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.model.decoder import Decoder
 from realrl.plan.groups import process_groups
+from realrl.sched.key_value import KeyValueClient
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import DecoderConfig
 from tests.helpers.ranks import run_ranks
@@ -55,12 +55,12 @@ def generate(
     return engine.generate(batch, generation, seed=3, step=4, eos_id=EOS)
 
 
-def place(rank: int, strategy: ParallelStrategy, address: str) -> Parallel:
+def place(rank: int, strategy: ParallelStrategy, meeting: KeyValueClient) -> Parallel:
     cluster = Cluster(1, strategy.n_devices)
     allocation = Allocation(DeviceMesh(cluster, tuple(range(strategy.n_devices))), strategy)
     planned = process_groups([allocation], cluster)
     groups = Groups.create(
-        planned, rank=rank, world_size=strategy.n_devices, rendezvous=address, device=CPU, timeout_s=30.0
+        planned, rank=rank, world_size=strategy.n_devices, meeting=meeting, device=CPU, timeout_s=30.0
     )
     return parallel_of(groups, planned, allocation, rank)
 
@@ -79,18 +79,15 @@ def as_lists(result: GenerationResult) -> tuple[list[list[int]], list[list[float
     )
 
 
-def _generate_sharded(rank: int, world_size: int, address: str, config: DecoderConfig, strategy: ParallelStrategy):
-    parallel = place(rank, strategy, address)
+def _generate_sharded(
+    rank: int, world_size: int, meeting: KeyValueClient, config: DecoderConfig, strategy: ParallelStrategy
+):
+    parallel = place(rank, strategy, meeting)
     decoder = shard(whole_model(config), parallel)
     results = {name: as_lists(generate(decoder, parallel, generation)) for name, generation in OPTIONS.items()}
     results["two samples"] = as_lists(generate(decoder, parallel, OPTIONS["sampled"], 2))
     results["no sample"] = as_lists(generate(decoder, parallel, OPTIONS["sampled"], 0))
     return results
-
-
-def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +114,7 @@ def test_tokens_equal_those_of_one_process_on_every_rank(model: str, strategy: P
     assert len({tuple(response) for response in expected["sampled"][0]}) > len(PROMPT_LENGTHS)
     assert len(set(map(len, expected["temperature"][0]))) > 3  # rows leave at different times
 
-    ranks = run_ranks(strategy.n_devices, _generate_sharded, free_address(), config, strategy, joined=False)
+    ranks = run_ranks(strategy.n_devices, _generate_sharded, config, strategy, joined=False)
     assert all(results == ranks[0] for results in ranks)
     for name, (tokens, logprobs, policy_logprobs, truncated) in expected.items():
         assert ranks[0][name][0] == tokens, name
@@ -127,8 +124,8 @@ def test_tokens_equal_those_of_one_process_on_every_rank(model: str, strategy: P
                 assert a == pytest.approx(b, abs=1e-4), name
 
 
-def _generate_invalid(rank: int, world_size: int, address: str, strategy: ParallelStrategy) -> str:
-    parallel = place(rank, strategy, address)
+def _generate_invalid(rank: int, world_size: int, meeting: KeyValueClient, strategy: ParallelStrategy) -> str:
+    parallel = place(rank, strategy, meeting)
     whole = whole_model(CONFIGS["biases"])
     prompts, _ = make_prompts(4)
     assert 60 not in torch.cat(prompts)
@@ -152,7 +149,7 @@ def _generate_invalid(rank: int, world_size: int, address: str, strategy: Parall
     ids=str,
 )
 def test_logits_that_are_not_finite_stop_every_rank_of_the_replica(strategy: ParallelStrategy) -> None:
-    outcomes = run_ranks(strategy.n_devices, _generate_invalid, free_address(), strategy, joined=False)
+    outcomes = run_ranks(strategy.n_devices, _generate_invalid, strategy, joined=False)
     for mesh_rank, outcome in enumerate(outcomes):
         if strategy.coordinates(mesh_rank)[1] == 0:
             assert outcome == outcomes[0]

@@ -22,12 +22,13 @@ from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from realrl.plan.parameters.adapters import is_adapter
 from realrl.plan.parameters.shards import shard_of
+from realrl.sched.key_value import KeyValueClient
 from realrl.shape import DecoderConfig
 from tests.helpers.adapters import LORA, fill_adapters, merged
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sharded import save_engine
 from tests.helpers.training import VOCAB_SIZE, make_batch, masked_nll, n_masked
-from tests.ranks.test_engine_3d import N_SAMPLES, free_address, join, score_loss, share_of
+from tests.ranks.test_engine_3d import N_SAMPLES, join, score_loss, share_of
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, schedule="constant", clip_grad_norm=0.1, weight_decay=0.1, eps=1e-2)
 # 46 MLP rows that no tp divides, 2 KV heads that 4 ranks share
@@ -124,8 +125,10 @@ def outcome(case: Case, parallel: Parallel, folder: Path | None = None) -> dict[
     }
 
 
-def _outcomes(rank: int, world_size: int, address: str, cases: list[Case], folder: Path) -> list[dict[str, Any]]:
-    groups, places = join(rank, world_size, address, {case.strategy for case in cases})
+def _outcomes(
+    rank: int, world_size: int, meeting: KeyValueClient, cases: list[Case], folder: Path
+) -> list[dict[str, Any]]:
+    groups, places = join(rank, world_size, meeting, {case.strategy for case in cases})
     out = [outcome(case, places[case.strategy], folder / str(i)) for i, case in enumerate(cases)]
     groups.destroy()
     return out
@@ -141,7 +144,7 @@ def test_every_layout_gives_the_numbers_of_one_rank(
     world_size: int, cases: list[tuple[str, ParallelStrategy]], tmp_path: Path
 ) -> None:
     every = [Case(*case) for case in cases]
-    by_rank = run_ranks(world_size, _outcomes, free_address(), every, tmp_path, joined=False, timeout_s=110.0)
+    by_rank = run_ranks(world_size, _outcomes, every, tmp_path, joined=False, timeout_s=110.0)
     for index, case in enumerate(every):
         expected = reference(Case(case.model, ParallelStrategy(), None))
         forwards: dict[int, list[Any]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 from dataclasses import dataclass, replace
 
 import pytest
@@ -31,6 +30,7 @@ from realrl.plan.memory.plan import CallState, RoleState, Usage, plan_memory
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.shards import shard_of
 from realrl.plan.parameters.specs import DTYPE_BYTES
+from realrl.sched.key_value import KeyValueClient
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import DecoderConfig, tiny_config
 from tests.helpers.live_memory import LiveMemory
@@ -191,7 +191,7 @@ STRATEGIES = [ParallelStrategy(**sizes) for sizes in ({"dp": 2}, {"tp": 2}, {"tp
 SPREAD = [Case(kind, SMALLER, strategy, n_seqs=8) for strategy in STRATEGIES for kind in (TRAIN, INFERENCE, GENERATE)]
 
 
-def _measure_all(rank: int, world_size: int, address: str, cases: list[Case]) -> list[tuple[int, int]]:
+def _measure_all(rank: int, world_size: int, meeting: KeyValueClient, cases: list[Case]) -> list[tuple[int, int]]:
     torch.set_num_threads(1)
     cluster = Cluster(1, world_size)
     groups_planned = process_groups(list(dict.fromkeys(case.allocation for case in cases)), cluster)
@@ -199,7 +199,7 @@ def _measure_all(rank: int, world_size: int, address: str, cases: list[Case]) ->
         groups_planned,
         rank=rank,
         world_size=world_size,
-        rendezvous=address,
+        meeting=meeting,
         device=CPU,
         timeout_s=100.0,
         for_libraries=any(case.backend != "native" for case in cases),
@@ -211,9 +211,7 @@ def _measure_all(rank: int, world_size: int, address: str, cases: list[Case]) ->
 
 def measure_two_devices(cases: list[Case], timeout_s: float = 110.0) -> list[list[tuple[int, int]]]:
     """By rank and case."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    return run_ranks(2, _measure_all, address, cases, joined=False, timeout_s=timeout_s)
+    return run_ranks(2, _measure_all, cases, joined=False, timeout_s=timeout_s)
 
 
 def check_two_devices(cases: list[Case]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStr
 from realrl.plan.groups import GroupKind, group_of, process_groups
 from realrl.plan.hooks import Realloc
 from realrl.runtime.worker.reallocs import Reallocs
+from realrl.sched.key_value import KeyValueClient
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import assert_same_numbers, read_metrics, realrl
 
@@ -25,20 +25,14 @@ CLUSTER = Cluster(1, 4)
 ORDER = (2, 0, 3, 1)
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
-def _collectives(rank: int, world_size: int, address: str) -> dict[str, object]:
+def _collectives(rank: int, world_size: int, meeting: KeyValueClient) -> dict[str, object]:
     """Every operation whose result depends on places, in a tensor group in the order `ORDER`, and one in pairs."""
     whole = DeviceMesh.whole(CLUSTER)
     four = Allocation(whole, ParallelStrategy(tp=4), ORDER)
     pairs = Allocation(whole, ParallelStrategy(dp=2, tp=2), ORDER)
     planned = process_groups([four, pairs, replace(four, order=None)], CLUSTER)
     groups = Groups.create(
-        planned, rank=rank, world_size=world_size, rendezvous=address, device=torch.device("cpu"), timeout_s=30.0
+        planned, rank=rank, world_size=world_size, meeting=meeting, device=torch.device("cpu"), timeout_s=30.0
     )
     group = groups[group_of(planned, GroupKind.TP, four, rank)]
     pair = groups[group_of(planned, GroupKind.TP, pairs, rank)]
@@ -61,7 +55,7 @@ def _collectives(rank: int, world_size: int, address: str) -> dict[str, object]:
 
 
 def test_places_in_a_group_are_those_of_its_order() -> None:
-    results = run_ranks(4, _collectives, free_address(), joined=False)
+    results = run_ranks(4, _collectives, joined=False)
     for rank, result in enumerate(results):
         place = ORDER.index(rank)
         assert result == {

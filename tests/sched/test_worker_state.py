@@ -20,7 +20,7 @@ from realrl.sched.worker_state import WorkerPhase, WorkerState
 
 
 def init(seq):
-    return Initialize(seq, b"", (), "")
+    return Initialize(seq, b"", ())
 
 
 def call(seq):

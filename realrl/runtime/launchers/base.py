@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -12,11 +11,11 @@ from typing import Protocol
 class Launcher(Protocol):
     """Starts, watches and ends worker processes."""
 
-    def start(self, n_workers: int, address: str, environment: Mapping[str, str]) -> None:
-        """Start workers 0 .. n_workers - 1, which connect to the master at `address`.
+    def start(self, n_workers: int, admission: bytes) -> None:
+        """Start workers 0 .. n_workers - 1, which connect to the master.
 
         Args:
-            environment: variables added to each worker's environment: the run's keys.
+            admission: the run's addresses and keys, for each worker and nobody else to read.
         """
 
     def poll(self) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from realrl.runtime.transport.inproc import InprocMaster, InprocSamples, InprocSampleServer
@@ -25,8 +25,8 @@ class InlineLauncher:
         self._samples = InprocSamples()
         self._servers: list[InprocSampleServer] = []
 
-    def start(self, n_workers: int, address: str, environment: Mapping[str, str]) -> None:
-        """Attach the workers. `address` and `environment` have no meaning inside one process."""
+    def start(self, n_workers: int, admission: bytes) -> None:
+        """Attach the workers. `admission` has no meaning inside one process."""
         for rank in range(n_workers):
             loop = WorkerLoop(rank, self._samples.client(), self._make_host, post=self._transport.deliver)
             server = self._samples.serve(loop.fetch)

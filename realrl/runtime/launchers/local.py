@@ -15,7 +15,7 @@ from realrl.errors import RunError
 from realrl.files import open_output
 from realrl.runtime.launchers.base import threads_per_worker
 from realrl.runtime.output.logs import log_path
-from realrl.runtime.processes.lifeline import RUN_ID, WORKERS_OF, kill_leftovers
+from realrl.runtime.processes.lifeline import RUN_ID, WORKERS_OF, framed, kill_leftovers
 
 STACK_SIGNAL = signal.SIGUSR1
 DEFAULT_HOST = "realrl.runtime.worker.model_worker:ModelWorker"
@@ -40,12 +40,13 @@ class LocalLauncher:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._reported: set[int] = set()
 
-    def start(self, n_workers: int, address: str, environment: Mapping[str, str]) -> None:
+    def start(self, n_workers: int, admission: bytes) -> None:
         threads = str(threads_per_worker(n_workers))
-        variables = {"OMP_NUM_THREADS": threads, **os.environ, **environment}
+        variables = {"OMP_NUM_THREADS": threads, **os.environ}
         variables |= {RUN_ID: self._run_id, WORKERS_OF: self._run_id, "PYTHONUNBUFFERED": "1"}
         for rank in range(n_workers):
-            self._processes[rank] = self._spawn(rank, address, variables)
+            self._processes[rank] = self._spawn(rank, variables)
+            self._admit(rank, admission)
 
     def poll(self) -> list[tuple[int, int]]:
         ended = []
@@ -77,11 +78,11 @@ class LocalLauncher:
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid
 
-    def _spawn(self, rank: int, address: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _spawn(self, rank: int, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         path = log_path(self._run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-P", "-m", "realrl.runtime.processes.main", "worker"]
-        command += ["--rank", str(rank), "--address", address, "--host", self._host]
+        command += ["--rank", str(rank), "--host", self._host]
         # Signals that arrive before the child can handle them wait until it can.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
@@ -97,6 +98,13 @@ class LocalLauncher:
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    def _admit(self, rank: int, admission: bytes) -> None:
+        """Send a worker its admission; the pipe stays open as its lifeline."""
+        stdin = self._processes[rank].stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # dead already, as `poll` will tell
+            os.write(stdin.fileno(), framed(admission))
 
     def _signal_all(self, signum: signal.Signals) -> None:
         for process in self._processes.values():

@@ -15,7 +15,6 @@ from __future__ import annotations
 import gc
 import logging
 import math
-import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -99,7 +98,7 @@ class MasterWorker:
         """Run to the end; returns the exit code."""
         n_workers = self._plan.n_workers
         self._session.progress.phase(f"starting {n_workers} worker{'s' if n_workers > 1 else ''}")
-        self._session.launcher.start(n_workers, self._session.address, self._session.environment)
+        self._session.launcher.start(n_workers, self._session.admission)
         now_s = time.monotonic()
         self._last_heard_s = dict.fromkeys(range(n_workers), now_s)
         self._dispatch(start)
@@ -332,7 +331,6 @@ def run_master(session: Session) -> int:
     store = checkpoint_store(plan, session.run_dir / CHECKPOINTS)
     resume_from = Path(session.resume_from) if session.resume_from else None
     master_plan = make_master_plan(plan, store, resume_from)
-    rendezvous = f"127.0.0.1:{_free_port()}" if plan.n_workers > 1 else ""
     store.discard_unfinished()
     for folder in store.set_aside(master_plan.main.first_step - 1):
         session.progress.phase(f"{folder} is of a step that is done again")
@@ -340,12 +338,5 @@ def run_master(session: Session) -> int:
     if resume_from is not None:
         session.progress.phase(f"resuming from {resume_from}")
     gc.freeze()  # a full collection over everything imported would stall hundreds of workers for tens of milliseconds
-    start = Start(run=session.run, rendezvous=rendezvous, resume_from=session.resume_from)
+    start = Start(run=session.run, resume_from=session.resume_from)
     return MasterWorker(plan, MasterState(master_plan), session, store).run(start)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -1,9 +1,11 @@
 """Lifelines, by which a child process ends with its parent, and the search for leftovers of a run.
 
 A child's stdin is a pipe whose other end only the parent holds: end of file means that the parent is gone, on every
-system. On Linux the kernel also signals the child when its parent dies, so that a child stuck in native code ends too.
-Every process of a run carries the run's id in its environment (`RUN_ID`, below a worker also `WORKERS_OF`). By that id
-`kill_leftovers` finds processes that neither reached, such as children of a killed worker.
+system. The first message down the pipe is for the child alone: every user may read command lines, and children of user
+code would inherit an environment. On Linux the kernel also signals the child when its parent dies, so that a child
+stuck in native code ends too. Every process of a run carries the run's id in its environment (`RUN_ID`, below a worker
+also `WORKERS_OF`). By that id `kill_leftovers` finds processes that neither reached, such as children of a killed
+worker.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +25,7 @@ RUN_ID = "REALRL_RUN_ID"
 WORKERS_OF = "REALRL_WORKERS_OF"
 _PR_SET_PDEATHSIG = 1
 _LEFTOVER_PATIENCE_S = 5.0
+_MAX_FOLDER_LENGTH = 80  # the system's limit on a socket's path is about 100
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +40,26 @@ def take_stdin() -> int:
     os.dup2(null, 0)
     os.close(null)
     return lifeline
+
+
+def framed(message: bytes) -> bytes:
+    """Put its length before a message that goes down a lifeline."""
+    return len(message).to_bytes(8, "big") + message
+
+
+def read_framed(lifeline: int) -> bytes:
+    """Read one message from a lifeline; ends the process if the parent is gone."""
+    return _read_exactly(lifeline, int.from_bytes(_read_exactly(lifeline, 8), "big"))
+
+
+def _read_exactly(descriptor: int, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        chunk = os.read(descriptor, size - len(data))
+        if not chunk:
+            sys.exit("the start message of this process ended early: its parent is gone")
+        data += chunk
+    return data
 
 
 def die_with_parent(lifeline: int, *, death_signal: signal.Signals, on_parent_gone: Callable[[], None]) -> None:
@@ -70,6 +94,12 @@ def kill_leftovers(mark: str, run_id: str) -> list[int]:
     if killed:
         _log.info("killed leftover processes of the run: %s", killed)
     return killed
+
+
+def socket_folder(run_id: str) -> Path:
+    """Folder of a run's sockets: among the temporary files, as far as the length of their paths allows."""
+    folder = Path(tempfile.gettempdir(), f"realrl-{run_id}")
+    return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_LENGTH else Path("/tmp", folder.name)
 
 
 def find_leftovers(mark: str, run_id: str) -> list[int]:

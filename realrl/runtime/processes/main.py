@@ -13,17 +13,26 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+
+import msgspec
 
 from realrl.runtime.launchers.local import STACK_SIGNAL
 from realrl.runtime.output.logs import logging_to
-from realrl.runtime.processes.lifeline import RUN_ID, die_with_parent, kill_leftovers, take_stdin
+from realrl.runtime.processes.lifeline import RUN_ID, die_with_parent, kill_leftovers, read_framed, take_stdin
 from realrl.runtime.processes.session import decode_start, load_dotted, run_session
 from realrl.runtime.transport.base import WorkerTransport
-from realrl.runtime.transport.zmq import WorkerKeys, ZmqSampleClient, ZmqSampleServer, ZmqWorker
+from realrl.runtime.transport.zmq import (
+    Admission,
+    ZmqKeyValueClient,
+    ZmqSampleClient,
+    ZmqSampleServer,
+    ZmqWorker,
+    endpoint_beside,
+)
 from realrl.runtime.worker.heartbeat import HeartbeatThread
-from realrl.runtime.worker.loop import WorkerLoop
+from realrl.runtime.worker.loop import HostFactory, WorkerLoop
 from realrl.sched.messages import Hello, Request
 
 _RECEIVE_TIMEOUT_S = 1.0
@@ -37,44 +46,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m realrl.runtime.processes.main", description=__doc__)
     kinds = parser.add_subparsers(dest="kind", required=True)
     kinds.add_parser("master", help="reads its start message from stdin")
-    worker = kinds.add_parser("worker", help="reads its keys from the environment")
+    worker = kinds.add_parser("worker", help="reads its admission to the run from stdin")
     worker.add_argument("--rank", type=int, required=True, help="global rank")
-    worker.add_argument("--address", required=True, help="where the master listens")
     worker.add_argument("--host", required=True, help="what the worker hosts, as package.module:factory")
     options = parser.parse_args(arguments)
     if options.kind == "master":
         return master_main()
-    return worker_main(options.rank, options.address, options.host)
+    return worker_main(options.rank, options.host)
 
 
 def master_main() -> int:
     """The master process: no accelerator, no torch; ends in order on a signal or when its supervisor is gone."""
     lifeline = take_stdin()
-    start = decode_start(_read_exactly(lifeline, int.from_bytes(_read_exactly(lifeline, 8), "big")))
+    start = decode_start(read_framed(lifeline))
     die_with_parent(lifeline, death_signal=signal.SIGTERM, on_parent_gone=partial(_stop_orphaned_master, start.run_id))
     return run_session(start, inline=False)
 
 
-def worker_main(rank: int, address: str, host: str) -> int:
+def worker_main(rank: int, host: str) -> int:
     """A worker process: receives, executes and replies until its goodbye; killed as soon as its master is gone."""
-    die_with_parent(take_stdin(), death_signal=signal.SIGKILL, on_parent_gone=_kill_own_group)
+    lifeline = take_stdin()
+    admission = msgspec.msgpack.decode(read_framed(lifeline), type=Admission)
+    die_with_parent(lifeline, death_signal=signal.SIGKILL, on_parent_gone=_kill_own_group)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master decides what a Ctrl-C means
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL)
-    keys = WorkerKeys.from_environment(os.environ)
-    for name in keys.environment():
-        del os.environ[name]  # not for the processes that user code starts
+    meeting = ZmqKeyValueClient(admission.key_values, admission.keys)
     with logging_to(None):
-        _run_worker(rank, address, host, keys)
+        _run_worker(rank, admission, lambda: partial(load_dotted(host), meeting=meeting))
+    meeting.close()
     return 0
 
 
-def _run_worker(rank: int, address: str, host: str, keys: WorkerKeys) -> None:
+def _run_worker(rank: int, admission: Admission, make_host: Callable[[], HostFactory]) -> None:
+    address, keys = admission.master, admission.keys
     client = ZmqSampleClient(keys)
     transport = ZmqWorker(address, rank, keys)
-    loop = WorkerLoop(rank, client, lambda: load_dotted(host), post=transport.send)
-    server = ZmqSampleServer(loop.fetch, keys)
+    loop = WorkerLoop(rank, client, make_host, post=transport.send)
+    server = ZmqSampleServer(loop.fetch, keys, endpoint=endpoint_beside(address, f"samples-{rank}"))
     transport.send(Hello(rank, os.getpid(), server.address))
     heartbeat = HeartbeatThread(loop.heartbeat, transport.send)
     try:
@@ -113,16 +123,6 @@ def _stop_orphaned_master(run_id: str) -> None:
 def _kill_own_group() -> None:
     """End the worker together with the processes that it started: it leads its process group."""
     os.killpg(0, signal.SIGKILL)
-
-
-def _read_exactly(descriptor: int, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        chunk = os.read(descriptor, size - len(data))
-        if not chunk:
-            sys.exit("the start message of the master ended early: its supervisor is gone")
-        data += chunk
-    return data
 
 
 if __name__ == "__main__":

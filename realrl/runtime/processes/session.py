@@ -10,9 +10,11 @@ import contextlib
 import importlib
 import logging
 import secrets
+import shutil
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,9 +31,10 @@ from realrl.runtime.output.metrics import MetricsSink, open_sinks
 from realrl.runtime.output.progress import Progress, make_progress
 from realrl.runtime.output.trace import FILE_NAME as TRACE_FILE
 from realrl.runtime.output.trace import TraceWriter
+from realrl.runtime.processes.lifeline import framed, socket_folder
 from realrl.runtime.transport.base import MasterTransport
-from realrl.runtime.transport.inproc import InprocMaster
-from realrl.runtime.transport.zmq import RunKeys, ZmqMaster
+from realrl.runtime.transport.inproc import InprocKeyValues, InprocMaster
+from realrl.runtime.transport.zmq import Admission, RunKeys, ZmqKeyValueServer, ZmqMaster, endpoint_beside
 
 DEFAULT_PROGRAM = "realrl.runtime.master.master_worker:run_master"
 _STOP_GRACE_S = 2.0
@@ -47,7 +50,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
         run_dir: absolute path of the run folder.
         run_id: mark in the environment of the run's processes.
         track: extra metric sinks: "tensorboard", "wandb".
-        port: port of the master on loopback; 0 takes a free one.
+        port: port of the master on loopback; 0 takes a socket file, which only the run's user can reach.
         program: dotted path of ``program(session) -> exit code``.
         host: dotted path of the factory of each worker's host.
         resume_from: the verified checkpoint to continue from; empty for the first step.
@@ -70,7 +73,7 @@ class Session:
     """Argument of a master program.
 
     Attributes:
-        address, environment: arguments of `launcher.start`: the master's address, and the keys that workers need.
+        admission: argument of `launcher.start`.
         resume_from: see `SessionStart`.
     """
 
@@ -78,8 +81,7 @@ class Session:
     run_dir: Path
     transport: MasterTransport
     launcher: Launcher
-    address: str
-    environment: Mapping[str, str]
+    admission: bytes
     progress: Progress
     metrics: MetricsSink
     trace: TraceWriter
@@ -193,24 +195,43 @@ def _open_session(start: SessionStart, *, inline: bool, progress: Progress) -> I
         transport: InprocMaster | ZmqMaster
         launcher: Launcher
         if inline:
-            transport, address, environment = InprocMaster(), "", dict[str, str]()
-            launcher = InlineLauncher(transport, lambda: load_dotted(start.host))
+            transport, admission = InprocMaster(), b""
+            meeting = InprocKeyValues()
+            launcher = InlineLauncher(transport, lambda: partial(load_dotted(start.host), meeting=meeting))
         else:
             keys = RunKeys.new()
-            transport = ZmqMaster(keys, port=start.port)
-            address, environment = transport.address, keys.for_workers.environment()
+            endpoint = f"tcp://127.0.0.1:{start.port}"
+            if not start.port:
+                endpoint = f"ipc://{stack.enter_context(_open_folder(socket_folder(start.run_id)))}/master"
+            transport = ZmqMaster(keys, endpoint=endpoint)
+            store = ZmqKeyValueServer(keys, endpoint=endpoint_beside(transport.address, "key-values"))
+            stack.callback(store.close)
+            admission = msgspec.msgpack.encode(Admission(transport.address, store.address, keys.for_workers))
             launcher = LocalLauncher(run_dir, start.run_id, host=start.host)
         stack.callback(transport.close)
         stack.callback(launcher.stop, _STOP_GRACE_S)
-        yield Session(
-            start.run, run_dir, transport, launcher, address, environment, progress, metrics, trace, start.resume_from
-        )
+        yield Session(start.run, run_dir, transport, launcher, admission, progress, metrics, trace, start.resume_from)
+
+
+@contextlib.contextmanager
+def _open_folder(path: Path) -> Iterator[Path]:
+    """Make a folder that no other user can enter, for as long as the context lasts."""
+    try:
+        path.mkdir(mode=0o700)
+    except OSError as error:
+        raise UsageError(
+            f"cannot make the folder of the run's sockets, {path}: {error.strerror}",
+            remedy="Name another folder for temporary files with TMPDIR=PATH, or set cluster.master_port.",
+        ) from error
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def encode_start(start: SessionStart) -> bytes:
-    """Length-prefixed msgpack, for the master's stdin."""
-    data = msgspec.msgpack.encode(start)
-    return len(data).to_bytes(8, "big") + data
+    """Msgpack behind its length, for the master's stdin."""
+    return framed(msgspec.msgpack.encode(start))
 
 
 def decode_start(data: bytes) -> SessionStart:

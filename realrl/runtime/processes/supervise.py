@@ -8,6 +8,7 @@ realrl run ──supervises──► master ──LocalLauncher──► worker 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from realrl.errors import Error, RunError
 from realrl.runtime.checkpoints.store import load_manifest
 from realrl.runtime.output import failure_report as report
 from realrl.runtime.output.logs import log_path
-from realrl.runtime.processes.lifeline import RUN_ID, kill_leftovers
+from realrl.runtime.processes.lifeline import RUN_ID, kill_leftovers, socket_folder
 from realrl.runtime.processes.recovery import Recover, describe_end, describe_restart, forget_failure
 from realrl.runtime.processes.session import SessionStart, encode_start, run_session
 from realrl.sched.master.recovery import GiveUp, Recovery
@@ -96,7 +97,7 @@ class _Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self._hand_over(master)
         exit_code = master.wait()
-        kill_leftovers(RUN_ID, self._start.run_id)
+        self._remove_leftovers()
         self._end(master)
         if exit_code < 0:
             self._explain(master, exit_code)
@@ -171,12 +172,17 @@ class _Supervisor:
         if master.poll() is None:  # only when an exception interrupted the wait
             master.kill()
             master.wait()
-            kill_leftovers(RUN_ID, self._start.run_id)
+            self._remove_leftovers()
         assert master.stdin is not None
         try:
             master.stdin.close()
         except BrokenPipeError:
             return  # unsent rest of a start message for a master that died
+
+    def _remove_leftovers(self) -> None:
+        """End the processes and remove the sockets that a killed master left."""
+        kill_leftovers(RUN_ID, self._start.run_id)
+        shutil.rmtree(socket_folder(self._start.run_id), ignore_errors=True)
 
 
 def _restore_cursor() -> None:

@@ -4,6 +4,8 @@ master                              worker
 MasterTransport.send  --request-->  WorkerTransport.receive
 MasterTransport.receive <--reply--  WorkerTransport.send
                                     SampleServer  <--pull--  SampleClient (another worker)
+key-value store     <--request--    KeyValueClient, see `realrl.sched.key_value`
+                    --answer-->
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from realrl.errors import TransportError
+from realrl.sched.key_value import KeyValueAnswer
 from realrl.sched.messages import Reply, Request
 
 FetchRows = Callable[[str, Sequence[str]], bytes]
@@ -66,6 +70,13 @@ class SampleClient(Protocol):
 
     def close(self) -> None:
         """Drop all connections. May be called twice."""
+
+
+def accepted(answer: KeyValueAnswer) -> KeyValueAnswer:
+    """Return the answer. Raises `TransportError` if it is a refusal."""
+    if answer.refusal:
+        raise TransportError(answer.refusal)
+    return answer
 
 
 def describe_ids(ids: Sequence[str], limit: int = 4) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from realrl.errors import TransportError
+from realrl.sched.key_value import KeyValueAnswer, KeyValueRequest
 from realrl.sched.messages import PROTOCOL_VERSION, Reply, Request
 
 _MAGIC = b"RL"
@@ -37,10 +38,12 @@ _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(Reply)
 _pulls: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(PullRows)
+_key_value_requests: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(KeyValueRequest)
+_key_value_answers: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(KeyValueAnswer)
 _pull_failures: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(PullFailed)
 
 
-def encode(message: Request | Reply | PullRows | PullFailed) -> bytes:
+def encode(message: Request | Reply | PullRows | PullFailed | KeyValueRequest | KeyValueAnswer) -> bytes:
     """Serialise one message.
 
     Raises:
@@ -77,6 +80,18 @@ def decode_pull_failure(data: bytes) -> PullFailed:
     """Parse a producer's refusal. Raises `TransportError` like `decode_request`."""
     failure: PullFailed = _decode(data, _pull_failures, "answer about sample rows")
     return failure
+
+
+def decode_key_value_request(data: bytes) -> KeyValueRequest:
+    """Parse a request to the key-value store. Raises `TransportError` like `decode_request`."""
+    request: KeyValueRequest = _decode(data, _key_value_requests, "request to the key-value store")
+    return request
+
+
+def decode_key_value_answer(data: bytes) -> KeyValueAnswer:
+    """Parse the key-value store's answer. Raises `TransportError` like `decode_request`."""
+    answer: KeyValueAnswer = _decode(data, _key_value_answers, "answer of the key-value store")
+    return answer
 
 
 def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[Any], what: str) -> Any:

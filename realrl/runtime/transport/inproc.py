@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import itertools
 import queue
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from realrl.errors import TransportError
-from realrl.runtime.transport.base import FetchRows, describe_ids
+from realrl.runtime.transport.base import FetchRows, accepted, describe_ids
 from realrl.runtime.transport.codec import decode_reply, decode_request, encode
+from realrl.sched.key_value import KeyValueAnswer, KeyValueRequest, KeyValues
 from realrl.sched.messages import Reply, Request
 
 Handler = Callable[[Request], Sequence[Reply]]
@@ -103,6 +106,29 @@ class InprocSampleClient:
 
     def close(self) -> None:
         return None
+
+
+class InprocKeyValues:
+    """The key-value store of one process, and its client for any number of threads."""
+
+    is_local = True
+
+    def __init__(self) -> None:
+        self._state = KeyValues[int]()
+        self._answers: dict[int, KeyValueAnswer] = {}  # number of the request -> answer not fetched yet
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+
+    def ask(self, request: KeyValueRequest) -> KeyValueAnswer:
+        with self._changed:
+            number = next(self._numbers)
+            self._answers.update(self._state.handle(number, request, now_s=time.monotonic()))
+            self._changed.notify_all()
+            while number not in self._answers:
+                deadline_s = self._state.next_deadline_s
+                self._changed.wait(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
+                self._answers.update(self._state.expire(time.monotonic()))
+            return accepted(self._answers.pop(number))
 
 
 def _not_connected(rank: int) -> TransportError:

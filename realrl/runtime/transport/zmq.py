@@ -4,6 +4,9 @@
     worker: DEALER "3" for requests and the replies of the main thread,
             DEALER "3/beside" for messages of other threads (heartbeats)
     samples: ROUTER in a thread of the producer, one DEALER per producer at the puller
+    keys and values: ROUTER in a thread of the master, a DEALER for each request under way at a worker
+
+On one machine the sockets are files in a folder of the run that other users cannot enter (``ipc://``).
 
 Keys are made for one run. The master's public key proves the master to a worker, the worker key proves a worker to the
 master and to other workers. Without the keys a process can neither send, nor read, nor pose as the master.
@@ -12,35 +15,40 @@ master and to other workers. Without the keys a process can neither send, nor re
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import zmq
 from zmq.utils import z85
 
 from realrl.errors import TransportError, UsageError
-from realrl.runtime.transport.base import FetchRows, describe_ids
+from realrl.runtime.transport.base import FetchRows, accepted, describe_ids
 from realrl.runtime.transport.codec import (
     PullFailed,
     PullRows,
+    decode_key_value_answer,
+    decode_key_value_request,
     decode_pull,
     decode_pull_failure,
     decode_reply,
     decode_request,
     encode,
 )
+from realrl.sched.key_value import KeyValueAnswer, KeyValueRequest, KeyValues, Limits, WaitFor
 from realrl.sched.messages import Reply, Request
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK = "tcp://127.0.0.1:*"
 Context = zmq.Context[zmq.Socket[bytes]]
 
-_MASTER_PUBLIC = "REALRL_MASTER_PUBLIC_KEY"
-_WORKER_PUBLIC = "REALRL_WORKER_PUBLIC_KEY"
-_WORKER_SECRET = "REALRL_WORKER_SECRET_KEY"
 _DOMAIN = b"realrl"
 _BESIDE = b"/beside"
 _OK, _FAILED = b"\x00", b"\x01"
+_MAX_RECEIVED_BYTES = 1 << 30  # by a server, from a client that it need not know yet
 _LINGER_MS = 1000  # long enough for a last reply on a live connection; the bound on every close()
 
 _log = logging.getLogger(__name__)
@@ -51,32 +59,25 @@ def new_context() -> Context:
     return zmq.Context()
 
 
-@dataclass(frozen=True)
-class WorkerKeys:
+class WorkerKeys(msgspec.Struct, frozen=True):
     """Keys of a worker: the master's public key and the key pair that all workers of the run share (Z85 text)."""
 
     master_public: bytes
     worker_public: bytes
     worker_secret: bytes
 
-    def environment(self) -> dict[str, str]:
-        """Environment variables that hand these keys to a worker process."""
-        return {
-            _MASTER_PUBLIC: self.master_public.decode(),
-            _WORKER_PUBLIC: self.worker_public.decode(),
-            _WORKER_SECRET: self.worker_secret.decode(),
-        }
 
-    @classmethod
-    def from_environment(cls, environment: Mapping[str, str]) -> WorkerKeys:
-        """Read the keys back. Raises `UsageError` naming the variable that is missing."""
-        for name in (_MASTER_PUBLIC, _WORKER_PUBLIC, _WORKER_SECRET):
-            if not environment.get(name):
-                raise UsageError(
-                    f"the environment variable {name} is not set, so this worker cannot talk to its master",
-                    remedy="Workers are started by the launcher; start a run with `realrl run`.",
-                )
-        return cls(*(environment[name].encode() for name in (_MASTER_PUBLIC, _WORKER_PUBLIC, _WORKER_SECRET)))
+class Admission(msgspec.Struct, frozen=True):
+    """Addresses and keys that admit a worker to its run; its launcher hands it over where no other user can read.
+
+    Attributes:
+        master: address of the master.
+        key_values: address of the key-value store.
+    """
+
+    master: str
+    key_values: str
+    keys: WorkerKeys
 
 
 @dataclass(frozen=True)
@@ -92,21 +93,25 @@ class RunKeys:
         return cls(master_secret, WorkerKeys(master_public, *zmq.curve_keypair()))
 
 
+def endpoint_beside(address: str, name: str) -> str:
+    """An endpoint for another server of the machine that listens at `address`: a file there, or a free port."""
+    medium, _, place = address.partition("://")
+    return f"ipc://{Path(place).parent / name}" if medium == "ipc" else f"tcp://{place.rpartition(':')[0]}:*"
+
+
 class ZmqMaster:
     """The master's end of the socket transport.
 
     Args:
         keys: the run's keys.
-        host: interface to bind to; loopback unless the cluster has several nodes.
-        port: 0 takes a free one.
+        endpoint: where to listen: ``ipc://PATH``, or ``tcp://HOST:PORT`` with ``*`` for a free port.
 
     Raises:
-        UsageError: the port is taken, or `host` is not an address of this machine.
+        UsageError: the port is taken, or the host is not an address of this machine.
     """
 
-    def __init__(self, keys: RunKeys, *, host: str = LOOPBACK, port: int = 0) -> None:
-        public = keys.for_workers.master_public
-        self._server = _GuardedRouter(public, keys.master_secret, keys.for_workers.worker_public, host, port)
+    def __init__(self, keys: RunKeys, *, endpoint: str = LOOPBACK) -> None:
+        self._server = _GuardedRouter.of_master(keys, endpoint)
         self.address = self._server.address
         self._timeout_ms = -1
 
@@ -190,9 +195,9 @@ class ZmqWorker:
 class ZmqSampleServer:
     """Serves `fetch` to the run's other workers, in its own thread."""
 
-    def __init__(self, fetch: FetchRows, keys: WorkerKeys, *, host: str = LOOPBACK) -> None:
+    def __init__(self, fetch: FetchRows, keys: WorkerKeys, *, endpoint: str = LOOPBACK) -> None:
         public, secret = keys.worker_public, keys.worker_secret
-        self._server = _GuardedRouter(public, secret, public, host, 0)
+        self._server = _GuardedRouter(public, secret, public, endpoint)
         self.address = self._server.address
         self._fetch = fetch
         self._thread = threading.Thread(target=self._serve, name="samples", daemon=True)
@@ -263,10 +268,120 @@ class ZmqSampleClient:
             self._context.term()
 
 
+class ZmqKeyValueServer:
+    """The run's key-value store, in a thread of the master: a wait is parked there and answered once.
+
+    Args:
+        limits: sizes beyond which requests are refused.
+    """
+
+    def __init__(self, keys: RunKeys, *, endpoint: str = LOOPBACK, limits: Limits | None = None) -> None:
+        self._server = _GuardedRouter.of_master(keys, endpoint)
+        self.address = self._server.address
+        self._state = KeyValues[bytes](limits)
+        self._thread = threading.Thread(target=self._serve, name="key-values", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.close(socket_owner=self._thread)
+
+    def _serve(self) -> None:
+        socket, state = self._server.socket, self._state
+        try:
+            while True:
+                deadline_s = state.next_deadline_s
+                left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+                is_asked = socket.poll(None if left_s is None else math.ceil(left_s * 1000))
+                answers = self._handle(*socket.recv_multipart()) if is_asked else []
+                for client, answer in (*answers, *state.expire(time.monotonic())):
+                    self._send(client, answer)
+        except zmq.ContextTerminated:
+            _log.debug("key-value store at %s stopped", self.address)
+        finally:
+            socket.close(linger=0)
+
+    def _handle(self, client: bytes, *frames: bytes) -> list[tuple[bytes, KeyValueAnswer]]:
+        try:
+            request = decode_key_value_request(frames[-1])
+        except TransportError as error:
+            return [(client, KeyValueAnswer(refusal=str(error)))]
+        return self._state.handle(client, request, now_s=time.monotonic())
+
+    def _send(self, client: bytes, answer: KeyValueAnswer) -> None:
+        try:
+            self._server.socket.send_multipart((client, encode(answer)))
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            _log.info("a worker left before the key-value store answered it")
+
+
+class ZmqKeyValueClient:
+    """Asks the run's key-value store. Safe from any thread: each request under way has a connection to itself.
+
+    Args:
+        address: where the store listens; the first request connects.
+        timeout_s: limit of an answer, beyond the time that the request itself may wait at the store.
+    """
+
+    def __init__(self, address: str, keys: WorkerKeys, *, timeout_s: float = 60.0) -> None:
+        self._address = address
+        self._keys = keys
+        self._timeout_s = timeout_s
+        self._context = new_context()
+        self._idle: list[zmq.Socket[bytes]] = []  # a socket may change threads, but never be in two at once
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @property
+    def is_local(self) -> bool:
+        return self._address.startswith(("ipc://", "tcp://127."))
+
+    def ask(self, request: KeyValueRequest) -> KeyValueAnswer:
+        limit_s = self._timeout_s + (request.timeout_s if isinstance(request, WaitFor) else 0.0)
+        socket = self._take()
+        try:
+            socket.rcvtimeo = math.ceil(limit_s * 1000)
+            socket.send(encode(request))
+            answer = decode_key_value_answer(socket.recv())
+        except zmq.ZMQError as error:
+            socket.close(linger=0)  # a late answer must not be taken for the next one's
+            why = f"gave no answer within {limit_s:g} s" if isinstance(error, zmq.Again) else f"is closed ({error})"
+            raise TransportError(f"the run's key-value store at {self._address} {why}") from error
+        except BaseException:
+            socket.close(linger=0)
+            raise
+        self._put_back(socket)
+        return accepted(answer)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            for socket in self._idle:
+                socket.close(linger=0)
+            self._idle.clear()
+        self._context.term()  # ends the requests under way
+
+    def _take(self) -> zmq.Socket[bytes]:
+        with self._lock:
+            if self._is_closed:
+                raise TransportError(f"the connection to the run's key-value store at {self._address} is closed")
+            if self._idle:
+                return self._idle.pop()
+            return _dealer(self._context, self._keys, self._keys.master_public, self._address, None)
+
+    def _put_back(self, socket: zmq.Socket[bytes]) -> None:
+        with self._lock:
+            if self._is_closed:
+                socket.close(linger=0)
+            else:
+                self._idle.append(socket)
+
+
 class _GuardedRouter:
     """A bound ROUTER that admits clients with one public key only; owns its context and the gate's thread."""
 
-    def __init__(self, public: bytes, secret: bytes, allowed: bytes, host: str, port: int) -> None:
+    def __init__(self, public: bytes, secret: bytes, allowed: bytes, endpoint: str) -> None:
         self._context = new_context()
         gate: zmq.Socket[bytes] = self._context.socket(zmq.REP)
         gate.bind("inproc://zeromq.zap.01")  # must be there before the first client shakes hands
@@ -278,15 +393,21 @@ class _GuardedRouter:
         self.socket.curve_secretkey = secret
         self.socket.zap_domain = _DOMAIN
         self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a gate no client gets in
+        self.socket.maxmsgsize = _MAX_RECEIVED_BYTES
         self.socket.router_mandatory = True
         self.socket.router_handover = True  # a worker that reconnects takes its old place
         _prepare(self.socket)
         try:
-            self.socket.bind(f"tcp://{host}:{port or '*'}")
+            self.socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise _bind_error(host, port, error) from error
+            raise _bind_error(endpoint, error) from error
         self.address = bytes(self.socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\x00")
+
+    @classmethod
+    def of_master(cls, keys: RunKeys, endpoint: str) -> _GuardedRouter:
+        """Make a socket of the master, for all workers."""
+        return cls(keys.for_workers.master_public, keys.master_secret, keys.for_workers.worker_public, endpoint)
 
     def close(self, *, socket_owner: threading.Thread | None = None) -> None:
         """Close; with `socket_owner` that thread closes the socket when the context ends under it."""
@@ -343,7 +464,8 @@ def _set_timeout(socket: zmq.Socket[bytes], timeout_s: float, current_ms: int) -
     return timeout_ms
 
 
-def _bind_error(host: str, port: int, error: zmq.ZMQError) -> UsageError:
+def _bind_error(endpoint: str, error: zmq.ZMQError) -> UsageError:
+    host, _, port = endpoint.partition("://")[2].rpartition(":")
     if error.errno == zmq.EADDRINUSE:
         return UsageError(
             f"port {port} on {host} is taken by another program",
@@ -351,6 +473,6 @@ def _bind_error(host: str, port: int, error: zmq.ZMQError) -> UsageError:
             "a free one is found.",
         )
     return UsageError(
-        f"cannot listen on {host}{f' port {port}' * (port > 0)}: {error.strerror}",
-        remedy="The host must be an address of this machine; without one, loopback is used.",
+        f"cannot listen on {endpoint}: {error.strerror}",
+        remedy="A host must be an address of this machine, and a socket file's folder must exist.",
     )

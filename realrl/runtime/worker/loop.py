@@ -49,7 +49,7 @@ class Host(Protocol):
 
 
 HostFactory = Callable[[int, SampleClient], Host]
-"""Factory of a host, called with the worker's rank and client."""
+"""Factory of a host, called with the worker's rank and the client of its peers' samples."""
 
 
 class WorkerLoop:

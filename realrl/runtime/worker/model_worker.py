@@ -48,6 +48,7 @@ from realrl.runtime.worker.hook_runner import HookRunner
 from realrl.runtime.worker.reallocs import Reallocs
 from realrl.runtime.worker.roles import HostedRole, build_roles, role_tokenizer
 from realrl.runtime.worker.sample_text import read_samples
+from realrl.sched.key_value import KeyValueClient
 from realrl.sched.messages import (
     FreeSamples,
     Goodbye,
@@ -78,12 +79,14 @@ class ModelWorker:
     Args:
         rank: global rank.
         client: client that pulls rows from other workers' stores; None if there is a single worker.
+        meeting: key-value store through which the workers' process groups are made; None if there is a single worker.
     """
 
-    def __init__(self, rank: int, client: SampleClient | None = None) -> None:
+    def __init__(self, rank: int, client: SampleClient | None = None, *, meeting: KeyValueClient | None = None) -> None:
         self.rank = rank
         self.store = SampleStore()
         self._client = client
+        self._meeting = meeting
         self._plan: RunPlan | None = None
         self._groups: Groups | None = None
         self._roles: dict[str, HostedRole] = {}
@@ -148,7 +151,7 @@ class ModelWorker:
             planned,
             rank=self.rank,
             world_size=plan.n_workers,
-            rendezvous=request.rendezvous,
+            meeting=self._meeting,
             device=device,
             timeout_s=config.cluster.worker_timeout_s,
             for_libraries=needs_library_groups(plan),

@@ -117,7 +117,7 @@ class Workers:
         peers = tuple(hellos[rank].data_address for rank in sorted(hellos))
 
         def request(rank: int, seq: int) -> Request:
-            return Initialize(seq, start.run, peers, start.rendezvous, start.resume_from)
+            return Initialize(seq, start.run, peers, start.resume_from)
 
         return [*self.ask_all(request)]
 

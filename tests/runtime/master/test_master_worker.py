@@ -57,7 +57,7 @@ class Launcher:
         self.ended = ended
         self.news_after = news_after
 
-    def start(self, n_workers: int, address: str, environment: dict[str, str]) -> None:
+    def start(self, n_workers: int, admission: bytes) -> None:
         """The workers of this test are dead already."""
 
     def poll(self) -> list[tuple[int, int]]:
@@ -80,15 +80,14 @@ def run_to_the_end(
     session = SimpleNamespace(
         transport=transport,
         launcher=launcher,
-        address="",
-        environment={},
+        admission=b"",
         run_dir=folder,
         progress=SimpleNamespace(phase=lambda text: None, failed=reports.append),
     )
     state = ScriptedState()
     plan = SimpleNamespace(n_workers=2, config=SimpleNamespace(launcher="local", save=SaveConfig()))
     master = MasterWorker(plan, state, session, CheckpointStore(folder, keep=1, experiment="ppo"))  # type: ignore[arg-type]
-    assert master.run(Start(run=b"", rendezvous="", resume_from="")) == 1
+    assert master.run(Start(run=b"", resume_from="")) == 1
     told = describe_end(folder, 1, is_interrupted=False).failure
     assert told == Failure(kind=FailureKind.WORKER_LOST, message="a worker is gone", rank=0)
     return state, reports

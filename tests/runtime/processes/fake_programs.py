@@ -17,6 +17,7 @@ from realrl.runtime.output import failure_report as report
 from realrl.runtime.processes.session import Session, SignalReceived
 from realrl.runtime.transport.base import SampleClient
 from realrl.sched.events import WorkerLost
+from realrl.sched.key_value import KeyValueClient
 from realrl.sched.master import diagnosis
 from realrl.sched.messages import (
     CallDone,
@@ -32,13 +33,13 @@ from realrl.sched.messages import (
 )
 
 N_WORKERS = 2
-INITIALIZE = Initialize(0, b"", (), "")
+INITIALIZE = Initialize(0, b"", ())
 
 
 class FakeHost:
     """Does what the call's name says."""
 
-    def __init__(self, rank: int, client: SampleClient) -> None:
+    def __init__(self, rank: int, client: SampleClient, *, meeting: KeyValueClient) -> None:
         self.rank = rank
         self.client = client
 
@@ -66,8 +67,8 @@ class FakeHost:
             case "tensor":
                 metrics["x"] = object()
             case "environment":
-                secret = any("SECRET" in name for name in os.environ)
-                print("cores", os.environ["OMP_NUM_THREADS"], "secret", secret, flush=True)
+                ours = sorted(name for name in os.environ if name.startswith("REALRL_"))
+                print("cores", os.environ["OMP_NUM_THREADS"], *ours, flush=True)
             case "child":
                 metrics["pid"] = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
             case "sleep":
@@ -81,7 +82,7 @@ class FakeHost:
         return CallDone(self.rank, request.seq, request.dispatch_id, request.call, request.step, None, metrics, ())
 
 
-def broken_host(rank: int, client: SampleClient) -> FakeHost:
+def broken_host(rank: int, client: SampleClient, *, meeting: KeyValueClient) -> FakeHost:
     raise ImportError("no accelerator library")
 
 
@@ -99,7 +100,7 @@ def start_workers(session: Session) -> list[Hello]:
 
 def greet_workers(session: Session) -> list[Hello]:
     """Start the workers and return their greetings, by rank."""
-    session.launcher.start(N_WORKERS, session.address, session.environment)
+    session.launcher.start(N_WORKERS, session.admission)
     hellos: dict[int, Hello] = {}
     while len(hellos) < N_WORKERS:
         reply = session.transport.receive(0.2)

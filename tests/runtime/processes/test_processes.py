@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from realrl.runtime.processes.lifeline import RUN_ID, WORKERS_OF, socket_folder
+
 REPOSITORY = Path(__file__).parents[3]
 LIMIT_S = 60  # how long a test waits for something that normally takes a second
 FAKES = "tests.runtime.processes.fake_programs"
@@ -111,15 +113,19 @@ def test_a_whole_life_leaves_nothing_behind(start: Callable[..., Run]) -> None:
         "ended": [[0, 0], [1, 0]],
     }
     log = (run.run_dir / "logs" / "worker_1.log").read_text()
-    assert "secret False" in log
+    assert f"{RUN_ID} {WORKERS_OF}\n" in log  # the only ones of ours: no key is in a worker's environment
     assert (run.run_dir / "trace.json").read_text().endswith("]\n")
 
 
 def test_a_killed_master_is_reported_and_everything_ends(start: Callable[..., Run]) -> None:
     run = start("wait_for_worse")
     pids = run.pids()
+    environment = Path(f"/proc/{pids['master']}/environ").read_bytes().split(b"\0")
+    sockets = socket_folder(next(v.partition(b"=")[2].decode() for v in environment if v.startswith(RUN_ID.encode())))
+    assert (sockets / "master").is_socket()
     os.kill(pids["master"], signal.SIGKILL)
     assert run.wait() == 1
+    assert not sockets.exists()
     assert f"error: the master process ({pids['master']}) died: killed by SIGKILL" in run.output()
     assert "out of memory" in run.output()
     assert_all_end(pids)

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from realrl.errors import ConfigError, TransportError, UsageError
 from realrl.runtime.processes import session as sessions
+from realrl.runtime.processes.lifeline import socket_folder
 from realrl.runtime.processes.session import (
     Session,
     SessionStart,
@@ -28,7 +30,7 @@ HERE = __name__
 
 
 def greet_and_leave(session: Session) -> int:
-    session.launcher.start(1, session.address, session.environment)
+    session.launcher.start(1, session.admission)
     assert isinstance(session.transport.receive(0), Hello)
     session.metrics.write(1, 0, {"reward/mean": 1.0})
     session.transport.send(0, Shutdown(0))
@@ -98,3 +100,22 @@ def test_neither_master_nor_supervisor_import_torch() -> None:
     modules = "realrl.runtime.processes.main, realrl.runtime.processes.supervise"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sockets_are_among_the_temporary_files_where_their_paths_are_short_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for folder, expected in (("/scratch/tmp", "/scratch/tmp/realrl-0123"), ("/" + "x" * 90, "/tmp/realrl-0123")):
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        assert socket_folder("0123") == Path(expected)
+
+
+def test_a_folder_of_sockets_is_new_and_for_its_user_alone(tmp_path: Path) -> None:
+    with sessions._open_folder(tmp_path / "sockets") as folder:
+        assert folder.stat().st_mode & 0o777 == 0o700
+        (folder / "master").touch()
+    assert not folder.exists()
+    told = rf"cannot make the folder of the run's sockets, {tmp_path}: File exists\n.*TMPDIR"
+    with pytest.raises(UsageError, match=told), sessions._open_folder(tmp_path):
+        pass
+    assert tmp_path.exists()

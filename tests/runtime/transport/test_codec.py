@@ -53,7 +53,7 @@ META = SampleMeta(("0/1", "0/2"), {"x": KeySchema("int64", Per.TOKEN, (3,))}, {"
 SPAN = Span("actor_gen", "call", 1.5, 2.5, {"tokens": 3, "share": 0.5, "note": "ü"})
 
 REQUESTS: list[Request] = [
-    Initialize(0, b"\x00\xff", ("tcp://127.0.0.1:1", ""), "host:1", "/checkpoints/step_3"),
+    Initialize(0, b"\x00\xff", ("tcp://127.0.0.1:1", ""), "/checkpoints/step_3"),
     LoadSamples(1, ("0/1",), (7,)),
     RunCall(2, 9, "actor_gen", 1, (("0/1",), ("0/2",)), (RowTransfer(0, 1, "rewards", ("0/1",)),)),
     ReadSamples(3, 1, {"": ("0/1",)}, {"": "actor"}, {"rewards": ("0/1",)}),

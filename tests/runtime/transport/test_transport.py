@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import zmq
 
 from realrl.errors import TransportError, UsageError
 from realrl.runtime.transport.base import FetchRows, SampleClient, SampleServer
-from realrl.runtime.transport.codec import PullRows, encode
-from realrl.runtime.transport.inproc import InprocMaster, InprocSamples
+from realrl.runtime.transport.codec import PullRows, decode_key_value_answer, encode
+from realrl.runtime.transport.inproc import InprocKeyValues, InprocMaster, InprocSamples
 from realrl.runtime.transport.zmq import (
     RunKeys,
     WorkerKeys,
+    ZmqKeyValueClient,
+    ZmqKeyValueServer,
     ZmqMaster,
     ZmqSampleClient,
     ZmqSampleServer,
     ZmqWorker,
+    endpoint_beside,
 )
 from realrl.runtime.worker.heartbeat import HeartbeatThread
+from realrl.sched.key_value import AddTo, CountKeys, KeyValueClient, SetKeys, WaitFor
 from realrl.sched.messages import Goodbye, Heartbeat, Hello, Reply, Request, Shutdown
 
 LIMIT_S = 30.0
@@ -138,6 +145,108 @@ class TestSamples:
             server.close()
 
 
+class TestKeyValues:
+    @pytest.fixture(params=["inproc", "zmq"])
+    def client(self, request: pytest.FixtureRequest, keys: RunKeys) -> Iterator[KeyValueClient]:
+        if request.param == "inproc":
+            yield InprocKeyValues()
+            return
+        with (
+            contextlib.closing(ZmqKeyValueServer(keys)) as server,
+            contextlib.closing(ZmqKeyValueClient(server.address, keys.for_workers, timeout_s=LIMIT_S)) as client,
+        ):
+            yield client
+
+    def test_values_come_back(self, client: KeyValueClient) -> None:
+        large = bytes(range(256)) * 4000
+        client.ask(SetKeys(("k", "l"), (large, b"")))
+        assert client.ask(WaitFor(("l", "k"), 1.0, with_values=True)).values == (b"", large)
+        assert [client.ask(AddTo("n", 3)).number for _ in range(2)] == [3, 6]
+        assert client.is_local
+
+    def test_threads_wait_at_the_same_time_and_are_released_together(self, client: KeyValueClient) -> None:
+        n_threads, arrived = 16, list[int]()
+
+        def meet() -> None:
+            if client.ask(AddTo("n", 1)).number == n_threads:
+                client.ask(SetKeys(("all",), (b"",)))
+            client.ask(WaitFor(("all",), LIMIT_S))
+            arrived.append(client.ask(AddTo("n", 0)).number)
+
+        threads = [threading.Thread(target=meet) for _ in range(n_threads)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        assert arrived == [n_threads] * n_threads
+
+    def test_a_wait_in_vain_ends(self, client: KeyValueClient) -> None:
+        with pytest.raises(TransportError, match=r"no other worker has set 'k' within 0\.1 s"):
+            client.ask(WaitFor(("k",), 0.1))
+        client.ask(SetKeys(("k",), (b"1",)))  # and the late key disturbs nobody
+        assert client.ask(CountKeys()).number == 1
+
+    def test_a_refusal_is_told(self, client: KeyValueClient) -> None:
+        with pytest.raises(TransportError, match="is longer than 4096 bytes"):
+            client.ask(SetKeys(("k" * 5000,), (b"",)))
+        assert client.ask(CountKeys()).number == 0
+
+
+class TestKeyValuesOverSockets:
+    def test_a_server_that_is_gone_is_named(self, keys: RunKeys) -> None:
+        server = ZmqKeyValueServer(keys)
+        with contextlib.closing(ZmqKeyValueClient(server.address, keys.for_workers, timeout_s=0.1)) as client:
+            server.close()
+            with pytest.raises(TransportError, match=rf"store at {server.address} gave no answer within 0\.3 s"):
+                client.ask(WaitFor(("k",), 0.2))
+
+    def test_closing_ends_what_waits(self, keys: RunKeys) -> None:
+        told: list[str] = []
+
+        def wait() -> None:
+            with pytest.raises(TransportError, match="is closed") as caught:
+                client.ask(WaitFor(("k",), LIMIT_S))
+            told.append(str(caught.value))
+
+        with contextlib.closing(ZmqKeyValueServer(keys)) as server:
+            client = ZmqKeyValueClient(server.address, keys.for_workers, timeout_s=LIMIT_S)
+            client.ask(CountKeys())
+            waiting = threading.Thread(target=wait)
+            waiting.start()
+            client.close()
+            waiting.join(LIMIT_S)
+        assert len(told) == 1
+
+    def test_a_client_that_dies_while_it_waits_disturbs_nobody(self, keys: RunKeys) -> None:
+        with (
+            contextlib.closing(ZmqKeyValueServer(keys)) as server,
+            contextlib.closing(ZmqKeyValueClient(server.address, keys.for_workers, timeout_s=LIMIT_S)) as client,
+        ):
+            limits = {"timeout_s": 0.05 - LIMIT_S}  # it leaves long before the server would answer
+            with (
+                contextlib.closing(ZmqKeyValueClient(server.address, keys.for_workers, **limits)) as impatient,
+                pytest.raises(TransportError, match="gave no answer"),
+            ):
+                impatient.ask(WaitFor(("k",), LIMIT_S))
+            client.ask(SetKeys(("k",), (b"1",)))
+            assert client.ask(CountKeys()).number == 1
+
+    def test_garbage_of_a_member_is_refused(self, keys: RunKeys) -> None:
+        with (
+            contextlib.closing(ZmqKeyValueServer(keys)) as server,
+            zmq.Context() as context,
+            context.socket(zmq.DEALER) as member,
+        ):
+            member.linger = 0
+            member.curve_serverkey = keys.for_workers.master_public
+            member.curve_publickey = keys.for_workers.worker_public
+            member.curve_secretkey = keys.for_workers.worker_secret
+            member.connect(server.address)
+            member.send(b"junk")
+            assert member.poll(round(LIMIT_S * 1000))
+            assert "not a realrl request" in decode_key_value_answer(member.recv()).refusal
+
+
 class TestZmq:
     def test_round_trip(self, master: ZmqMaster, connect: Callable[..., ZmqWorker]) -> None:
         worker = connect(7)
@@ -224,11 +333,28 @@ class TestZmq:
             taken.listen()
             port = taken.getsockname()[1]
             with pytest.raises(UsageError, match=f"port {port} on 127.0.0.1 is taken"):
-                ZmqMaster(keys, port=port)
+                ZmqMaster(keys, endpoint=f"tcp://127.0.0.1:{port}")
 
-    def test_a_foreign_address_is_refused(self, keys: RunKeys) -> None:
-        with pytest.raises(UsageError, match=r"cannot listen on 192.0.2.1: .*\n.*loopback"):
-            ZmqMaster(keys, host="192.0.2.1")
+    @pytest.mark.parametrize("endpoint", ["tcp://192.0.2.1:*", "ipc:///no/such/folder/master"])
+    def test_a_foreign_address_is_refused(self, keys: RunKeys, endpoint: str) -> None:
+        with pytest.raises(UsageError, match=rf"cannot listen on {re.escape(endpoint)}: .*\n.*must be an address"):
+            ZmqMaster(keys, endpoint=endpoint)
+
+    def test_files_carry_everything_as_ports_do(self, keys: RunKeys) -> None:
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))  # tmp_path is too long for a socket
+            master = stack.enter_context(contextlib.closing(ZmqMaster(keys, endpoint=f"ipc://{folder}/master")))
+            endpoint = endpoint_beside(master.address, "samples-0")
+            server = stack.enter_context(contextlib.closing(ZmqSampleServer(rows, keys.for_workers, endpoint=endpoint)))
+            worker = stack.enter_context(contextlib.closing(ZmqWorker(master.address, 0, keys.for_workers)))
+            client = stack.enter_context(contextlib.closing(ZmqSampleClient(keys.for_workers, timeout_s=LIMIT_S)))
+            worker.send(Hello(0, 1, server.address))
+            assert master.receive(LIMIT_S) == Hello(0, 1, f"ipc://{folder}/samples-0")
+            assert client.pull(server.address, "rewards", ["a"]) == b"rewards:a"
+            assert sorted(path.name for path in folder.iterdir()) == ["master", "samples-0"]
+
+    def test_an_endpoint_beside_a_port_is_another_port(self) -> None:
+        assert endpoint_beside("tcp://10.0.0.3:4242", "x") == "tcp://10.0.0.3:*"
 
 
 class TestStrangers:
@@ -287,6 +413,25 @@ class TestStrangers:
         assert worker.receive(LIMIT_S) == Shutdown(0)
         assert master.receive(0) is None
 
+    def test_a_stranger_who_announces_a_huge_message_is_hung_up_on(self, keys: RunKeys, master: ZmqMaster) -> None:
+        host, port = master.address.removeprefix("tcp://").split(":")
+        greeting = bytes([0xFF, *bytes(8), 0x7F, 3, 0]) + b"CURVE".ljust(20, b"\0") + bytes(32)
+
+        def is_hung_up_on(size_bytes: int) -> bool:
+            with socket.create_connection((host, int(port)), 1.0) as stranger:
+                stranger.sendall(greeting + bytes([6]) + size_bytes.to_bytes(8, "big"))  # the head of a command
+                try:
+                    while stranger.recv(4096):
+                        continue
+                except TimeoutError:
+                    return False
+                except ConnectionResetError:
+                    return True
+                return True
+
+        assert is_hung_up_on(2 << 30)
+        assert not is_hung_up_on(1 << 20)  # libzmq gives a stranger half a minute
+
     def test_a_refused_connection_is_logged(
         self, keys: RunKeys, master: ZmqMaster, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -310,6 +455,17 @@ class TestStrangers:
             assert self.send_as_stranger(server.address, prepare, encode(PullRows("rewards", ("a",)))) is None
         assert not fetched.is_set()
 
+    @pytest.mark.parametrize("kind", ["without_key", "with_own_key"])
+    def test_a_stranger_cannot_reach_the_key_values(self, keys: RunKeys, kind: str) -> None:
+        with (
+            contextlib.closing(ZmqKeyValueServer(keys)) as server,
+            contextlib.closing(ZmqKeyValueClient(server.address, keys.for_workers, timeout_s=LIMIT_S)) as client,
+        ):
+            public = keys.for_workers.master_public
+            prepare = self.without_key(public) if kind == "without_key" else self.with_own_key(public)
+            assert self.send_as_stranger(server.address, prepare, encode(SetKeys(("k",), (b"",)))) is None
+            assert client.ask(CountKeys()).number == 0
+
     def test_a_worker_of_another_run_gets_nothing_through(
         self, master: ZmqMaster, connect: Callable[..., ZmqWorker]
     ) -> None:
@@ -325,17 +481,3 @@ class TestStrangers:
             worker.send(Hello(0, 1, ""))
             assert false_master.receive(NOTHING_S) is None
             worker.close()
-
-
-class TestKeys:
-    def test_they_travel_through_the_environment(self, keys: RunKeys) -> None:
-        environment = keys.for_workers.environment()
-        assert all(name.startswith("REALRL_") for name in environment)
-        assert keys.master_secret.decode() not in environment.values()
-        assert WorkerKeys.from_environment(environment) == keys.for_workers
-
-    def test_a_missing_one_is_named(self, keys: RunKeys) -> None:
-        environment = keys.for_workers.environment()
-        del environment["REALRL_WORKER_SECRET_KEY"]
-        with pytest.raises(UsageError, match=r"REALRL_WORKER_SECRET_KEY is not set.*\n.*realrl run"):
-            WorkerKeys.from_environment(environment)

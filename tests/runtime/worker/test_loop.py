@@ -30,7 +30,7 @@ from realrl.sched.messages import (
     WorkerFailed,
 )
 
-INITIALIZE = Initialize(0, b"", (), "")
+INITIALIZE = Initialize(0, b"", ())
 
 
 def call(seq: int, name: str = "actor_gen") -> RunCall:
@@ -239,7 +239,7 @@ def test_the_inline_launcher_runs_requests_on_the_callers_stack() -> None:
 
     host = ScriptedHost({"actor_gen": remember_stack})
     launcher = InlineLauncher(master, lambda: lambda rank, client: host)
-    launcher.start(2, "", {})
+    launcher.start(2, b"")
     hellos = [master.receive(0), master.receive(0)]
     assert [reply.rank for reply in hellos if isinstance(reply, Hello)] == [0, 1]
     master.send(0, INITIALIZE)

@@ -85,7 +85,7 @@ def sent(instructions, kind):
 def connected(plan):
     """A master that all workers said Hello to, and what it answered last."""
     master = MasterState(plan)
-    assert master.handle(Start(b"run", "host:1", "checkpoints/step_3")) == []
+    assert master.handle(Start(b"run", "checkpoints/step_3")) == []
     for rank in range(plan.main.n_ranks - 1):
         assert master.handle(Hello(rank, 7, f"address {rank}")) == []
     return master, master.handle(Hello(plan.main.n_ranks - 1, 7, "last"))
@@ -93,7 +93,7 @@ def connected(plan):
 
 def test_initialize_goes_to_all_when_the_last_worker_says_hello():
     _, instructions = connected(ppo_plan())
-    expected = Initialize(0, b"run", ("address 0", "last"), "host:1", "checkpoints/step_3")
+    expected = Initialize(0, b"run", ("address 0", "last"), "checkpoints/step_3")
     assert instructions == [Send(0, expected), Send(1, expected)]
 
 
@@ -114,7 +114,7 @@ def test_first_samples_are_loaded_when_the_last_worker_is_ready():
 def test_worker_of_another_version():
     master = MasterState(ppo_plan())
     failure = abort_of(master.handle(Hello(1, 7, "", protocol_version=99)))
-    assert failure.message == "worker 1 speaks protocol version 99, the master 6"
+    assert failure.message == "worker 1 speaks protocol version 99, the master 7"
     assert failure.kind is FailureKind.PROTOCOL
 
 
