@@ -121,7 +121,8 @@ class FailureKind(Enum):
     """Origin of a run's failure."""
 
     WORKER_FAILED = "worker_failed"  # an exception in a worker, which reported it
-    WORKER_LOST = "worker_lost"  # its process is gone
+    WORKER_LOST = "worker_lost"  # its process was killed, crashed, or cannot be reached
+    WORKER_EXITED = "worker_exited"  # its process ended itself, by an exit status
     WORKER_SILENT = "worker_silent"  # its heartbeat stopped
     BAD_OUTPUT = "bad_output"  # a worker's answer does not match its call's declaration
     CHECKPOINT = "checkpoint"
@@ -134,6 +135,7 @@ class FailureKind(Enum):
 _ERROR_OF_KIND: dict[FailureKind, type[Error]] = {
     FailureKind.WORKER_FAILED: RunError,  # CallError when a call is named
     FailureKind.WORKER_LOST: WorkerLostError,
+    FailureKind.WORKER_EXITED: WorkerLostError,
     FailureKind.WORKER_SILENT: WorkerLostError,
     FailureKind.BAD_OUTPUT: CallError,
     FailureKind.CHECKPOINT: CheckpointError,

@@ -72,6 +72,7 @@ class Session:
     Attributes:
         address, environment: arguments of `launcher.start`: the master's address, and the keys that workers need.
         resume_from: see `SessionStart`.
+        beat: tells the supervisor that the master lives; to be called several times a second.
     """
 
     run: bytes
@@ -84,6 +85,7 @@ class Session:
     metrics: MetricsSink
     trace: TraceWriter
     resume_from: str = ""
+    beat: Callable[[], None] = lambda: None
 
 
 class SignalReceived(BaseException):
@@ -127,13 +129,14 @@ class InterruptGuard:
             raise SignalReceived(signum)
 
 
-def run_session(start: SessionStart, *, inline: bool) -> int:
+def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] = lambda: None) -> int:
     """Run `start.program` to its end and return the exit code of the run.
 
     Takes over SIGINT, SIGTERM and SIGHUP for good, so it belongs in the main thread.
 
     Args:
         inline: run the workers in this thread instead of starting processes.
+        beat: see `Session`.
     """
     guard = InterruptGuard()
     run_dir = Path(start.run_dir)
@@ -144,7 +147,7 @@ def run_session(start: SessionStart, *, inline: bool) -> int:
         try:
             guard.install()  # a signal that was held back until now is raised here
             stack.enter_context(_open_log(log))
-            with _open_session(start, inline=inline, progress=progress) as session:
+            with _open_session(start, inline=inline, progress=progress, beat=beat) as session:
                 for note in start.notes:
                     progress.phase(note)
                 try:
@@ -183,8 +186,10 @@ def _open_log(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _open_session(start: SessionStart, *, inline: bool, progress: Progress) -> Iterator[Session]:
-    run_dir = Path(start.run_dir)
+def _open_session(
+    start: SessionStart, *, inline: bool, progress: Progress, beat: Callable[[], None]
+) -> Iterator[Session]:
+    run_dir, resume_from = Path(start.run_dir), start.resume_from
     with contextlib.ExitStack() as stack:
         metrics = open_sinks(run_dir, start.track)
         stack.callback(metrics.close)
@@ -203,7 +208,7 @@ def _open_session(start: SessionStart, *, inline: bool, progress: Progress) -> I
         stack.callback(transport.close)
         stack.callback(launcher.stop, _STOP_GRACE_S)
         yield Session(
-            start.run, run_dir, transport, launcher, address, environment, progress, metrics, trace, start.resume_from
+            start.run, run_dir, transport, launcher, address, environment, progress, metrics, trace, resume_from, beat
         )
 
 

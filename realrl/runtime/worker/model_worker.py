@@ -70,6 +70,7 @@ from realrl.sched.messages import (
 )
 
 _WAIT_WORTH_TRACING_S = 0.001
+_COLLECTIVE_TIMEOUTS = 30  # by the clock, which goes on in a pause: heartbeats find what is gone long before
 
 
 class ModelWorker:
@@ -150,7 +151,7 @@ class ModelWorker:
             world_size=plan.n_workers,
             rendezvous=request.rendezvous,
             device=device,
-            timeout_s=config.cluster.worker_timeout_s,
+            timeout_s=_COLLECTIVE_TIMEOUTS * config.cluster.worker_timeout_s,
             for_libraries=needs_library_groups(plan),
         )
         world = self._groups[next(group for group in planned if group.kind is GroupKind.GLOBAL)]
