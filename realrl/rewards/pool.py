@@ -9,7 +9,6 @@ import select
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 from realrl.errors import RunError
-from realrl.rewards.call import RewardFunction, Traits
-from realrl.rewards.server import Lines, hard_limit_s, time_limit_s
+from realrl.rewards.call import SLICE_S, RewardFunction, Traits
+from realrl.rewards.server import Lines, hard_limit_s, is_stopped, time_limit_s
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +270,7 @@ class _Connection:
             try:
                 data = data[os.write(self._requests_fd, data) :]
             except BlockingIOError:
-                readable, writable, _ = select.select([self._replies.fd], [self._requests_fd], [], GRACE_S)
+                readable, writable = _wait_for([self._replies.fd], [self._requests_fd], GRACE_S)
                 if readable:
                     self._read()
                 elif not writable:
@@ -280,11 +279,10 @@ class _Connection:
                 raise self._lost("ended") from None
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        deadline_s = time.monotonic() + timeout_s
         while not self._lines:
-            wait_s = max(deadline_s - time.monotonic(), 0.0)
-            if not select.select([self._replies.fd], [], [], wait_s)[0]:
-                raise _Silent(*self._lost(f"was silent for {timeout_s:g} s").args)
+            if not _wait_for([self._replies.fd], [], timeout_s)[0]:
+                kind = _Lost if is_stopped(self._process.pid) else _Silent
+                raise kind(*self._lost(f"was silent for {timeout_s:g} s").args)
             self._read()
         message: dict[str, Any] = json.loads(self._lines.popleft())
         return message
@@ -298,6 +296,16 @@ class _Connection:
     def _lost(self, what: str) -> _Lost:
         self.close()
         return _Lost(f"{what} (status {self._process.returncode})")
+
+
+def _wait_for(reads: list[int], writes: list[int], timeout_s: float) -> tuple[list[int], list[int]]:
+    """Descriptors that are ready; none when the time is over, of which a pause of this process takes a slice only."""
+    while timeout_s > 0:
+        readable, writable, _ = select.select(reads, writes, [], min(timeout_s, SLICE_S))
+        if readable or writable:
+            return readable, writable
+        timeout_s -= SLICE_S
+    return [], []
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
