@@ -224,7 +224,7 @@ class ClusterConfig(Section):
     worker_timeout_s: float = Field(
         120.0,
         gt=0,
-        description="a worker that is silent for so long is reported as lost",
+        description="a worker or master that is silent for so long counts as lost",
         json_schema_extra=ADVANCED,
     )
 
