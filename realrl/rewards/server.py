@@ -87,10 +87,10 @@ def write_line(fd: int, message: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------- in the worker
 
 
-def _die_with_parent() -> None:
-    """Let the system (Linux) kill this process when the one above dies, even if this one hangs or is stopped."""
+def _at_death_of_parent(signum: signal.Signals) -> None:
+    """Let the system (Linux) send a signal to this process when the one above dies."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def _work(functions: Sequence[RewardFunction], timeouts_s: Sequence[float], requests_fd: int, results_fd: int) -> None:
@@ -171,7 +171,7 @@ class Worker:
         if self.pid == 0:
             try:
                 os.setpgid(0, 0)
-                _die_with_parent()
+                _at_death_of_parent(signal.SIGKILL)  # even if it hangs
                 for fd in inherited | {self.request_fd, result_read}:
                     os.close(fd)
                 _work(functions, timeouts_s, request_read, result_write)
@@ -331,7 +331,7 @@ class Server:
 def main() -> None:
     """Serve the functions that the first argument describes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
-    _die_with_parent()
+    _at_death_of_parent(signal.SIGCONT)  # a stopped server goes on, meets the end of its input and ends its workers
     spec = json.loads(sys.argv[1])
     replies_fd = os.dup(1)
     os.dup2(2, 1)

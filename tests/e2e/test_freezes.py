@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -83,6 +84,20 @@ def test_a_pause_is_no_death(start: Callable[..., LiveRun], tmp_path: Path, mome
     assert "restart" not in run.output
     quiet = run_ppo(tmp_path / "quiet", "steps=6", "cluster.n_devices_per_node=2", "allocation=split")
     assert_same_numbers(read_metrics(run.run_dir), quiet, rel=0.0, floor=0.0)
+
+
+@pytest.mark.slow
+def test_the_folder_stays_locked_until_the_master_has_ended(start: Callable[..., LiveRun]) -> None:
+    run = start()
+    run.wait_for("step")
+    os.kill(run.pid("worker 1"), signal.SIGSTOP)  # which takes its master two seconds to end
+    os.kill(run.pid("cli"), signal.SIGKILL)
+    run.process.wait()
+    with (run.run_dir / ".lock").open() as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        run.end()
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 LEAVING = """

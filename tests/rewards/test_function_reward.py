@@ -398,12 +398,13 @@ def test_a_pause_of_all_processes_costs_no_time(make: Make, tmp_path: Path, kind
         f"reward = FunctionReward('{tmp_path}/rewards.py:score', timeout_s=3.0)\n"
         "assert score(reward, responses(3, 4)) == [3.0, 4.0]\n"
     )
-    owner = psutil.Popen([sys.executable, "-c", code])
+    owner = subprocess.Popen([sys.executable, "-c", code])
     try:
         while not (tmp_path / "busy").exists():
             assert owner.poll() is None
             time.sleep(0.01)
-        family = [owner, *owner.children(recursive=True)]
+        above = psutil.Process(owner.pid)
+        family = [above, *above.children(recursive=True)]
         for process in family:
             process.suspend()
         time.sleep(5.0)

@@ -35,7 +35,8 @@ from realrl.sched.silence import Silences
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 0.2
-_MASTER_SLACK_S = 5.0  # beyond its limit: importing at the start, killing workers at the end
+_MASTER_SLACK_S = 5.0  # beyond its limit: it kills workers at the end
+_MASTER_START_S = 60.0  # limit before its first sign of life: it imports, perhaps on a busy machine
 _SAME_KEYPRESS_S = 0.3  # a wrapper may pass on the Ctrl-C that the terminal has delivered already
 
 
@@ -122,12 +123,14 @@ class _Supervisor:
         """
         assert self._lifeline is not None
         limit_s = self._recover.master_timeout_s + _MASTER_SLACK_S
-        silences = Silences(limit_s, (master.pid,), now_s=time.monotonic())
+        silences, has_started = Silences(max(limit_s, _MASTER_START_S), (master.pid,), now_s=time.monotonic()), False
         self._lifeline.settimeout(_LOOK_S)
         while True:
             try:
                 if not self._lifeline.recv(4096):
                     return 0.0
+                if not has_started:
+                    silences, has_started = Silences(limit_s, (master.pid,), now_s=time.monotonic()), True
                 silences.hear(master.pid)
             except TimeoutError:
                 if not _is_output_taken():

@@ -195,12 +195,14 @@ def freezes_at_first(session: Session) -> int:
     first = session.run_dir / "frozen"
     if not first.exists():
         first.touch()
+        session.beat()
         os.kill(os.getpid(), signal.SIGSTOP)
     return one_of_each(session)
 
 
 def talkative(session: Session) -> int:
     """Writes more than a pipe holds."""
+    session.beat()
     print("x" * 1_000_000, flush=True)
     return 0
 
