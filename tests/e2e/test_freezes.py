@@ -57,17 +57,20 @@ def test_a_run_goes_on_after_a_frozen_worker(start: Callable[..., LiveRun]) -> N
 
 
 @pytest.mark.parametrize(
-    ("moment", "how"),
+    ("moment", "how", "allocation"),
     [
-        ("step", "all"),
-        pytest.param("start", "all", marks=pytest.mark.slow),
-        pytest.param("step", "Ctrl-Z", marks=pytest.mark.slow),
-        pytest.param("step", "job", marks=pytest.mark.slow),
+        ("step", "all", "split"),
+        pytest.param("step", "all", "t2", marks=pytest.mark.slow),  # which is in a collective most of the time
+        pytest.param("start", "all", "split", marks=pytest.mark.slow),
+        pytest.param("step", "Ctrl-Z", "split", marks=pytest.mark.slow),
+        pytest.param("step", "job", "t2", marks=pytest.mark.slow),
     ],
 )
-def test_a_pause_is_no_death(start: Callable[..., LiveRun], tmp_path: Path, moment: str, how: str) -> None:
+def test_a_pause_is_no_death(
+    start: Callable[..., LiveRun], tmp_path: Path, moment: str, how: str, allocation: str
+) -> None:
     """Longer than any silence may be: all processes, by Ctrl-Z, or those of the shell's job only."""
-    run = start(*SHORT)  # without restarts
+    run = start(*SHORT, f"allocation={allocation}")  # without restarts
     run.wait_for(moment)
     everybody, cli = run.processes(), run.pid("cli")
     for order in (signal.SIGSTOP, signal.SIGCONT):
@@ -82,7 +85,7 @@ def test_a_pause_is_no_death(start: Callable[..., LiveRun], tmp_path: Path, mome
     assert run.end() == 0, run.output + run.errors
     assert run.errors == ""
     assert "restart" not in run.output
-    quiet = run_ppo(tmp_path / "quiet", "steps=6", "cluster.n_devices_per_node=2", "allocation=split")
+    quiet = run_ppo(tmp_path / "quiet", "steps=6", "cluster.n_devices_per_node=2", f"allocation={allocation}")
     assert_same_numbers(read_metrics(run.run_dir), quiet, rel=0.0, floor=0.0)
 
 

@@ -130,7 +130,7 @@ class _Supervisor:
                 if not self._lifeline.recv(4096):
                     return 0.0
                 if not has_started:
-                    silences, has_started = Silences(limit_s, (master.pid,), now_s=time.monotonic()), True
+                    has_started, silences = True, Silences(limit_s, (master.pid,), now_s=time.monotonic())
                 silences.hear(master.pid)
             except TimeoutError:
                 if not _is_output_taken():
@@ -173,6 +173,7 @@ class _Supervisor:
             with stdin:
                 return subprocess.Popen(command, stdin=stdin.fileno(), env=environment, pass_fds=self._inherited)
         except OSError as error:
+            self._lifeline.close()
             raise RunError(
                 f"cannot start the master process: {error}",
                 remedy="The limit on processes (`ulimit -u`) or open files (`ulimit -n`) may be too low.",
