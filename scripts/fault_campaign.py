@@ -1,20 +1,27 @@
-"""Kill processes of runs at many moments: they must finish by themselves with the weights of a quiet run.
+"""Kill and stop processes of runs at many moments: they must finish by themselves with the weights of a quiet run.
 
-    python scripts/fault_campaign.py [--kills 30] [--per-run 6] [--seed 0] [--what ppo|grpo|supervisor] [key=value ...]
+    python scripts/fault_campaign.py [--kills 30] [--pauses 0] [--per-run 6] [--seed 0]
+                                     [--what ppo|grpo|supervisor|mixed] [key=value ...]
 
-Each run has several kills. For every kill a victim and a kind of moment are drawn: generation, transfer of rows,
+Each run has several faults. For every fault a victim and a kind of moment are drawn: generation, transfer of rows,
 reallocation of parameters, optimizer step, writing of a checkpoint. A thread in every worker tells at which moment it
-is, from the stacks of the others, and the script sends SIGKILL at the right one. (It does not ask for the stacks by a
-signal: faulthandler, which writes them at once, crashes a process now and then that is not stuck.)
+is, from the stacks of the others, and the script sends the signal at the right one. (It does not ask for the stacks by
+a signal: faulthandler, which writes them at once, crashes a process now and then that is not stuck.)
 
 - ppo: workers and the master are killed;
 - grpo: processes that run reward functions as well, which are replaced without a restart; calls run two steps ahead;
 - supervisor: the process that the user started is killed: all others must end, and the same command with resume=auto
-  continues.
+  continues;
+- mixed: all of these, in the run with reward functions.
+
+Pauses (SIGSTOP) are drawn over the same processes, and the whole run. A short one ends soon and changes nothing. A long
+pause of the whole run, or of its supervisor, takes twice `cluster.worker_timeout_s`, and changes nothing either. Any
+other process stays frozen: a worker or master is found and killed, and the run started again; a reward process is
+replaced.
 
 Runs use a copy of the code, for one that is started again would pick up what was edited meanwhile. The table says where
-the processes really were, by the last look before the kill, what became of the run, and what it told of the loss. The
-exit code is 1 if a run did not finish, has other weights or was started again without a kill.
+the processes really were, by the last look before the fault, what became of the run, and what it told of the loss. The
+exit code is 1 if a run did not finish, has other weights or was not started again as often as it should be.
 """
 
 from __future__ import annotations
@@ -44,9 +51,13 @@ ROOT = Path(__file__).resolve().parent.parent
 MOMENTS = ("generation", "transfer", "realloc", "optimizer step", "checkpoint writing")
 WORKERS_AND_MASTER = ("worker 0", "worker 1", "master")
 REWARDS = ("reward server", "reward worker")  # the process that forks the others, and one of the others
-STEPS_PER_KILL = 3
-PATIENCE_STEPS = 2  # steps to wait for a moment; then the kill happens at any moment
-LIMIT_S = 600.0  # time in which a run must continue after a kill
+STEPS_PER_FAULT = 3
+PATIENCE_STEPS = 2  # steps to wait for a moment; then the fault happens at any moment
+LIMIT_S = 600.0  # time in which a run must continue after a fault
+TIMEOUT_S = 12.0  # cluster.worker_timeout_s: a worker starts within it on a busy machine
+SHORT_S = 2.0
+KILL, SHORT, LONG = "kill", "short pause", "long pause"
+ALL = "all"
 END_LIMIT_S = 30.0  # time in which all processes must end after the death of their supervisor
 MARK = "REALRL_CAMPAIGN"
 BY_HAND = "\nrestart by hand: the supervisor was killed;\n"
@@ -103,7 +114,7 @@ if "realrl.runtime.processes.main" in sys.orig_argv and "--rank" in sys.orig_arg
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run, and the pairs of victim and moment that kills are drawn from."""
+    """A run, and the pairs of victim and moment that faults are drawn from."""
 
     experiment: str
     overrides: tuple[str, ...]
@@ -112,7 +123,7 @@ class Scenario:
 
 COMMON = (
     "preset=tiny", "n_seqs=8", "generation.max_new_tokens=12", "save.every_steps=1", "cluster.n_devices_per_node=2",
-    "allocation=split", "recover.retries=100",
+    "allocation=split", "recover.retries=100", f"cluster.worker_timeout_s={TIMEOUT_S:g}",
 )  # fmt: skip
 PPO = (
     *COMMON,
@@ -121,11 +132,14 @@ PPO = (
     "allocation.calls.critic_inf=d1@0:0",
 )
 GRPO = (*COMMON, "generation.n_responses=2", "max_staleness=2")
-KILLS = tuple((victim, moment) for moment in MOMENTS for victim in WORKERS_AND_MASTER)
+TARGETS = tuple((victim, moment) for moment in MOMENTS for victim in WORKERS_AND_MASTER)
+REWARD_TARGETS = tuple((victim, "rewards") for victim in REWARDS) * 3
+SUPERVISOR_TARGETS = tuple(("supervisor", moment) for moment in MOMENTS)
 SCENARIOS = {
-    "ppo": Scenario("ppo", PPO, KILLS),
-    "grpo": Scenario("grpo", GRPO, KILLS + tuple((victim, "rewards") for victim in REWARDS) * 3),
-    "supervisor": Scenario("ppo", PPO, tuple(("supervisor", moment) for moment in MOMENTS)),
+    "ppo": Scenario("ppo", PPO, TARGETS),
+    "grpo": Scenario("grpo", GRPO, TARGETS + REWARD_TARGETS),
+    "supervisor": Scenario("ppo", PPO, SUPERVISOR_TARGETS),
+    "mixed": Scenario("grpo", GRPO, TARGETS + REWARD_TARGETS + SUPERVISOR_TARGETS),
 }
 # Moments by their stacks, most telling first: a part of a file's path, and of the text " in " and a function's name.
 SIGNS = (
@@ -145,9 +159,10 @@ SIGNS = (
 
 
 @dataclass
-class Kill:
-    """One kill and what followed."""
+class Fault:
+    """A kill or a pause, and what followed."""
 
+    kind: str
     victim: str
     wanted: str
     seen: str = ""
@@ -157,12 +172,14 @@ class Kill:
     told: str = ""
 
     @property
-    def is_survived_without_restart(self) -> bool:
-        return self.victim in REWARDS
+    def restarts(self) -> bool:
+        """True if the run is started again, by itself or by hand."""
+        survivors = REWARDS if self.kind == KILL else (*REWARDS, "supervisor", ALL)
+        return self.kind != SHORT and self.victim not in survivors
 
     def __str__(self) -> str:
         return (
-            f"{self.step:>4}  {self.victim:<13} {self.wanted:<18} {self.seen:<44} {self.outcome:<12} "
+            f"{self.step:>4}  {self.kind:<11} {self.victim:<13} {self.wanted:<18} {self.seen:<44} {self.outcome:<12} "
             f"{self.seconds:>6.1f}  {self.told}"
         )
 
@@ -173,7 +190,7 @@ class Run:
     def __init__(self, run_dir: Path, scenario: Scenario, *overrides: str) -> None:
         self.run_dir = run_dir
         self._code = run_dir.parent / "code"
-        self._mark = secrets.token_hex(8)
+        self.mark = secrets.token_hex(8)
         self._pids: dict[str, int] = {}
         self._moments = run_dir.with_suffix(".moment")
         self._output, self._errors = run_dir.with_suffix(".out"), run_dir.with_suffix(".err")
@@ -182,7 +199,7 @@ class Run:
         self.process = self._start()
 
     def _start(self, *overrides: str) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "PYTHONPATH": str(self._code), "OMP_NUM_THREADS": "1", MARK: self._mark}
+        environment = {**os.environ, "PYTHONPATH": str(self._code), "OMP_NUM_THREADS": "1", MARK: self.mark}
         environment[f"{MARK}_MOMENT"] = str(self._moments)
         with self._output.open("ab") as output, self._errors.open("ab") as errors:
             return subprocess.Popen(
@@ -201,7 +218,7 @@ class Run:
         """
         self.process.wait()
         start_s = time.monotonic()
-        while find_leftovers(MARK, self._mark):
+        while find_leftovers(MARK, self.mark):
             if time.monotonic() > start_s + END_LIMIT_S:
                 return None
             time.sleep(0.01)
@@ -234,12 +251,12 @@ class Run:
 
     def pid(self, who: str) -> int | None:
         """Process id of a victim; None while it is not up."""
-        if who == "supervisor":
+        if who in ("supervisor", ALL):
             return self.process.pid
         known = self._pids.get(who)
         if known is not None and _is_alive(known):
             return known
-        for pid in find_leftovers(MARK, self._mark):
+        for pid in find_leftovers(MARK, self.mark):
             if _role(pid) == who:
                 self._pids[who] = pid
                 return pid
@@ -257,8 +274,24 @@ class Run:
                 found[f"worker {rank}"] = moment
         return found
 
+    def strike(self, fault: Fault) -> None:
+        """Kill or stop the victim; let it go on after a pause that ends."""
+        if fault.kind == KILL:
+            self._signal(fault, signal.SIGKILL)
+            return
+        self._signal(fault, signal.SIGSTOP)
+        if fault.kind == SHORT or fault.victim in ("supervisor", ALL):
+            time.sleep(SHORT_S if fault.kind == SHORT else 2 * TIMEOUT_S)
+            self._signal(fault, signal.SIGCONT)
+
+    def _signal(self, fault: Fault, signum: signal.Signals) -> None:
+        for pid in find_leftovers(MARK, self.mark) if fault.victim == ALL else [self.pid(fault.victim)]:
+            with contextlib.suppress(ProcessLookupError):
+                if pid is not None:
+                    os.kill(pid, signum)
+
     def clean_up(self) -> None:
-        for pid in find_leftovers(MARK, self._mark):
+        for pid in find_leftovers(MARK, self.mark):
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
@@ -295,45 +328,46 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def strike(run: Run, kill: Kill, armed_after: int) -> None:
-    """Wait until the run is at the kill's step and moment, then kill."""
+def strike(run: Run, fault: Fault, armed_after: int) -> None:
+    """Wait until the run is at the fault's step and moment, then do it."""
     while run.step < armed_after and not run.is_over:
         time.sleep(0.02)
     seen: dict[str, str] = {}
     while not run.is_over:
         time.sleep(random.random() * 0.005)
         seen = run.moments()
-        at = [seen[kill.victim]] if kill.victim in seen else [] if kill.victim.startswith("worker") else seen.values()
-        pid = run.pid(kill.victim)
-        if pid is not None and (kill.wanted in at or run.step >= armed_after + PATIENCE_STEPS):
-            os.kill(pid, signal.SIGKILL)
+        at = (
+            [seen[fault.victim]] if fault.victim in seen else [] if fault.victim.startswith("worker") else seen.values()
+        )
+        if run.pid(fault.victim) is not None and (fault.wanted in at or run.step >= armed_after + PATIENCE_STEPS):
+            fault.step = run.step + 1
+            run.strike(fault)
             break
-    kill.step = run.step + 1
-    kill.seen = seen.get(kill.victim) or ", ".join(f"{who}: {what}" for who, what in seen.items())
+    fault.seen = seen.get(fault.victim) or ", ".join(f"{who}: {what}" for who, what in seen.items())
 
 
-def wait_for_progress(run: Run, kill: Kill, n_attempts: int) -> None:
-    """Wait until the attempt after the kill has done the step of the kill, or the run is over."""
+def wait_for_progress(run: Run, fault: Fault, n_attempts: int) -> None:
+    """Wait until the attempt after the fault has done the step of the fault, or the run is over."""
     start_s, is_past = time.monotonic(), False
-    if kill.victim == "supervisor":
+    if fault.victim == "supervisor" and fault.kind == KILL:
         ended_s = run.continue_by_hand()
         if ended_s is None:
-            kill.outcome = "left processes"
+            fault.outcome = "left processes"
             return
-        kill.told = f"all processes ended within {ended_s:.1f} s; "
-    n_expected = n_attempts + (not kill.is_survived_without_restart)
+        fault.told = f"all processes ended within {ended_s:.1f} s; "
+    n_expected = n_attempts + fault.restarts
     while not is_past and not run.is_over and time.monotonic() < start_s + LIMIT_S:
         time.sleep(0.05)
         attempts = run.attempts
         steps = [int(step) for step in re.findall(r"^step (\d+)/", attempts[-1], re.MULTILINE)]
-        is_past = len(attempts) >= n_expected and max(steps, default=0) >= kill.step
-    kill.seconds = time.monotonic() - start_s
+        is_past = len(attempts) >= n_expected and max(steps, default=0) >= fault.step
+    fault.seconds = time.monotonic() - start_s
     is_past |= run.process.poll() == 0
-    kill.outcome = "went on" if is_past else f"ended with {run.process.poll()}" if run.is_over else "stuck"
+    fault.outcome = "went on" if is_past else f"ended with {run.process.poll()}" if run.is_over else "stuck"
     later = run.attempts[n_attempts:]
     if len(later) != n_expected - n_attempts:
-        kill.outcome = f"{len(later)} restarts"
-    kill.told += "; ".join(re.sub(r"^\d+ of \d+: ", "", attempt.splitlines()[0]) for attempt in later)
+        fault.outcome = f"{len(later)} restarts"
+    fault.told += "; ".join(re.sub(r"^\d+ of \d+: ", "", attempt.splitlines()[0]) for attempt in later)
 
 
 def digest(run_dir: Path) -> dict[str, str]:
@@ -347,6 +381,7 @@ def main() -> int:
     """Run the campaign; returns 0 if every run finished with the right weights."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--pauses", type=int, default=0)
     parser.add_argument("--per-run", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--what", choices=SCENARIOS, default="ppo")
@@ -365,7 +400,7 @@ def main() -> int:
 
 
 def campaign(folder: Path, options: argparse.Namespace) -> int:
-    """Do a quiet run, then the runs with kills."""
+    """Do a quiet run, then the runs with faults."""
     scenario, overrides = SCENARIOS[options.what], list(options.overrides)
     for package in ("realrl", "experiments", "configs"):
         shutil.copytree(ROOT / package, folder / "code" / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -373,11 +408,12 @@ def campaign(folder: Path, options: argparse.Namespace) -> int:
     if scenario.experiment == "grpo":
         (folder / "slow_reward.py").write_text(SLOW_REWARD)
         overrides.insert(0, f"algorithm.reward_function={folder / 'slow_reward.py'}:score")
-    targets = list(scenario.targets)
-    random.shuffle(targets)
-    targets *= options.kills // len(targets) + 1
-    kills = [Kill(*target) for target in targets[: options.kills]]
-    n_steps = STEPS_PER_KILL * options.per_run + 2
+        overrides.insert(0, "algorithm.reward_timeout_s=3")
+    pauses = [*scenario.targets, *((ALL, moment) for moment in MOMENTS)] * 2
+    faults = [Fault(KILL, *target) for target in draw(scenario.targets, options.kills)]
+    faults += [Fault((SHORT, LONG)[n % 2], *target) for n, target in enumerate(draw(pauses, options.pauses))]
+    random.shuffle(faults)
+    n_steps = STEPS_PER_FAULT * options.per_run + 2
     overrides.append(f"steps={n_steps}")
     quiet = Run(folder / "quiet", scenario, *overrides)
     try:
@@ -386,29 +422,42 @@ def campaign(folder: Path, options: argparse.Namespace) -> int:
         quiet.clean_up()
     expected = digest(quiet.run_dir)
     print(f"quiet run: {n_steps} steps, {len(expected)} tensor files", flush=True)
-    titles = f"{'run':>3} {'step':>4}  {'victim':<13} {'wanted':<18} {'was at':<44} {'outcome':<12} seconds  told"
-    print(titles, flush=True)
+    titles = f"{'run':>3} {'step':>4}  {'fault':<11} {'victim':<13} {'wanted':<18} {'was at':<44} {'outcome':<12}"
+    print(f"{titles} seconds  told", flush=True)
     is_good = True
-    for number, first in enumerate(range(0, len(kills), options.per_run), 1):
+    start_s = time.monotonic()
+    for number, first in enumerate(range(0, len(faults), options.per_run), 1):
         run = Run(folder / f"run{number}", scenario, *overrides)
         try:
-            is_good &= hurt(number, run, n_steps, kills[first : first + options.per_run], expected)
+            is_good &= hurt(number, run, n_steps, faults[first : first + options.per_run], expected)
         finally:
             run.clean_up()
-    struck = sum(kill.wanted in kill.seen for kill in kills)
-    went_on = sum(kill.outcome == "went on" for kill in kills)
-    print(f"{went_on} of {len(kills)} kills were survived; {struck} hit the wanted moment")
-    return 0 if is_good and went_on == len(kills) else 1
+    for kind in (KILL, SHORT, LONG):
+        those = [fault for fault in faults if fault.kind == kind]
+        if those:
+            went_on, struck = (sum(x) for x in zip(*((f.outcome == "went on", f.wanted in f.seen) for f in those)))
+            is_good &= went_on == len(those)
+            print(f"{kind}: {went_on} of {len(those)} were survived, {struck} hit the wanted moment")
+    print(f"{len(faults)} faults took {(time.monotonic() - start_s) / 60:.0f} minutes")
+    return 0 if is_good else 1
 
 
-def hurt(number: int, run: Run, n_steps: int, kills: Sequence[Kill], expected: dict[str, str]) -> bool:
-    """Do one run with its kills; True if it ended by itself with the right weights."""
+def draw(targets: Sequence[tuple[str, str]], n: int) -> list[tuple[str, str]]:
+    """Draw `n` targets: each about equally often, in random order."""
+    drawn: list[tuple[str, str]] = []
+    while len(drawn) < n:
+        drawn += random.sample(targets, len(targets))
+    return drawn[:n]
+
+
+def hurt(number: int, run: Run, n_steps: int, faults: Sequence[Fault], expected: dict[str, str]) -> bool:
+    """Do one run with its faults; True if it ended by itself with the right weights, and nothing is left of it."""
     try:
-        for place, kill in enumerate(kills):
+        for place, fault in enumerate(faults):
             n_attempts = len(run.attempts)
-            strike(run, kill, place * STEPS_PER_KILL + 1)
-            wait_for_progress(run, kill, n_attempts)
-            print(f"{number:>3} {kill}", flush=True)
+            strike(run, fault, place * STEPS_PER_FAULT + 1)
+            wait_for_progress(run, fault, n_attempts)
+            print(f"{number:>3} {fault}", flush=True)
         exit_code = run.process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         print(f"{number:>3} did not finish within {LIMIT_S:.0f} s\n{run.errors[-2000:]}", flush=True)
@@ -416,10 +465,12 @@ def hurt(number: int, run: Run, n_steps: int, kills: Sequence[Kill], expected: d
     found = digest(run.run_dir)
     steps = [line.split(",")[0] for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     has_all_steps = len(steps) == len(set(steps)) == n_steps
-    is_equal = exit_code == 0 and found == expected and has_all_steps
+    left = find_leftovers(MARK, run.mark)
+    is_equal = exit_code == 0 and found == expected and has_all_steps and not left
     different = [path for path in expected if found.get(path) != expected[path]]
-    told = "bit-equal to the quiet run" if is_equal else f"exit code {exit_code}, different: {different}"
-    n_restarts, n_expected = len(run.attempts) - 1, sum(not kill.is_survived_without_restart for kill in kills)
+    bad = f"exit code {exit_code}, different: {different}, processes left: {left}"
+    told = "bit-equal to the quiet run" if is_equal else bad
+    n_restarts, n_expected = len(run.attempts) - 1, sum(fault.restarts for fault in faults)
     print(f"{number:>3} ended by itself, {len(steps)} rows of metrics, {n_restarts} restarts: {told}", flush=True)
     if exit_code != 0:
         print(run.errors[-4000:], flush=True)

@@ -178,7 +178,7 @@ class ClusterConfig(Section):
     master_port: int = rare(
         0, "port that the master listens on; 0 takes a socket file that only its user can open", ge=0, le=65535
     )
-    worker_timeout_s: float = rare(120.0, "a worker that is silent for so long is reported as lost", gt=0)
+    worker_timeout_s: float = rare(120.0, "a worker or master that is silent for so long counts as lost", gt=0)
 
     @property
     def n_devices(self) -> int:

@@ -21,6 +21,9 @@ from realrl.plan.groups import ProcessGroup
 from realrl.sched.key_value import KeyValueClient
 
 _LEAVE_LIMIT_S = 5.0
+_PATIENCE = (
+    30  # of collectives, whose clock goes on in a pause of the machine: heartbeats find what is gone long before
+)
 # the names of torch 2.13; the older ones still exist there, but warn
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -195,7 +198,7 @@ class Groups:
             planned: groups from `realrl.plan.groups.process_groups`, in its order.
             meeting: key-value store through which the ranks find each other; unused by a single worker without
                 a world of its own.
-            timeout_s: limit of the meeting and of every collective.
+            timeout_s: limit of the meeting; collectives later have 30 times as long.
             for_libraries: True gives groups of one rank a `library_handle`, and a single worker a world of its own.
 
         Raises:
@@ -220,6 +223,9 @@ class Groups:
                 handles = _create_handles(planned, world_size, timeout, smallest=1 if for_libraries else 2)
                 if device.type == "cpu":
                     prove_connections(handles, store=store, rank=rank)
+                for members, handle in {frozenset({rank}): dist.group.WORLD, **handles}.items():
+                    if rank in members:
+                        dist.distributed_c10d._set_pg_timeout(_PATIENCE * timeout, handle)
             except (dist.DistError, RuntimeError, OSError) as error:
                 raise TransportError(
                     f"worker {rank} could not join the {world_size} workers of this run: {str(error).splitlines()[0]}",

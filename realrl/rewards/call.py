@@ -19,6 +19,7 @@ from realrl.config.secrets import without_secrets
 from realrl.experiment.loading import load_object
 
 MAX_ERROR_CHARS = 2000
+SLICE_S = 0.2  # of a time limit
 MAX_REWARD = 3.4028234663852886e38  # the largest float32, the dtype of rewards
 _GROUP_NAMES = ("responses", "responses_ids")
 _ROW_NAMES = ("row", "metadata")
@@ -67,19 +68,31 @@ class RewardFunction:
         """Return ``{"rewards": [...]}`` for the request's response or responses, or ``{"error": text}``."""
         try:
             return self._checked(self._call(request), request)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever user code raises is reported to its owner
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - user code may raise anything
             return self._raised(error)
 
     async def evaluate_async(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Like `evaluate`, for async functions; returns ``{"timeout": True}`` if the time is over."""
+        """Like `evaluate`, for async functions; returns ``{"timeout": True}`` if the time is over.
+
+        The time is counted in slices, so that a pause of the whole process costs no more than one.
+        """
         import asyncio
 
-        limit = asyncio.timeout(timeout_s)
-        try:
-            async with limit:
+        async def answer() -> dict[str, Any]:
+            try:
                 return self._checked(await self._call(request), request)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
-            return {"timeout": True} if limit.expired() else self._raised(error)
+            except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - as above
+                return self._raised(error)
+
+        task = asyncio.ensure_future(answer())
+        while timeout_s > 0 and not task.done():
+            await asyncio.wait({task}, timeout=min(timeout_s, SLICE_S))
+            timeout_s -= SLICE_S
+        if task.done():
+            return {"error": "was cancelled"} if task.cancelled() else task.result()
+        task.cancel()
+        await asyncio.wait({task})
+        return {"timeout": True}
 
     def _call(self, request: Mapping[str, Any]) -> Any:
         row = [request.get("row") or {}] if self.traits.takes_row else []

@@ -9,7 +9,6 @@ import select
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
 from realrl.errors import RunError
-from realrl.rewards.call import RewardFunction, Traits
-from realrl.rewards.server import hard_limit_s, read_lines, time_limit_s
+from realrl.rewards.call import SLICE_S, RewardFunction, Traits
+from realrl.rewards.server import hard_limit_s, is_stopped, read_lines, time_limit_s
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +261,7 @@ class _Connection:
             try:
                 data = data[os.write(self._requests_fd, data) :]
             except BlockingIOError:
-                readable, writable, _ = select.select([self._replies_fd], [self._requests_fd], [], GRACE_S)
+                readable, writable = _wait_for([self._replies_fd], [self._requests_fd], GRACE_S)
                 if readable:
                     self._read()
                 elif not writable:
@@ -271,11 +270,10 @@ class _Connection:
                 raise self._lost("ended") from None
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        deadline_s = time.monotonic() + timeout_s
         while not self._lines:
-            wait_s = max(deadline_s - time.monotonic(), 0.0)
-            if not select.select([self._replies_fd], [], [], wait_s)[0]:
-                raise _Silent(*self._lost(f"was silent for {timeout_s:g} s").args)
+            if not _wait_for([self._replies_fd], [], timeout_s)[0]:
+                kind = _Lost if is_stopped(self._process.pid) else _Silent
+                raise kind(*self._lost(f"was silent for {timeout_s:g} s").args)
             self._read()
         message: dict[str, Any] = json.loads(self._lines.popleft())
         return message
@@ -289,6 +287,16 @@ class _Connection:
     def _lost(self, what: str) -> _Lost:
         self.close()
         return _Lost(f"{what} (status {self._process.returncode})")
+
+
+def _wait_for(reads: list[int], writes: list[int], timeout_s: float) -> tuple[list[int], list[int]]:
+    """Descriptors that are ready; none when the time is over, of which a pause of this process takes a slice only."""
+    while timeout_s > 0:
+        readable, writable, _ = select.select(reads, writes, [], min(timeout_s, SLICE_S))
+        if readable or writable:
+            return readable, writable
+        timeout_s -= SLICE_S
+    return [], []
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -9,8 +9,9 @@ owner (end of file on its input), and then kills its workers. User code has an e
 
 A worker has one request at a time, or many of async functions. It watches the time of async requests itself. If one of
 them keeps the whole process busy, or ends it, all requests of the worker are tried again, each in a worker of its own.
-A worker may also die by no fault of its request (the system is out of memory, somebody kills it), so a request whose
-worker died is tried once more before it counts as failed.
+A worker may also die by no fault of its request (the system is out of memory, somebody kills it), or be stopped. So a
+request whose worker died, or was found stopped when the time was over, is tried once more before it counts as failed.
+Time limits are kept on a clock that a pause of the server, which stops its workers as well, does not advance.
 
 First line: ``{"functions": [{"function", "reads", "options", "timeout_s"}], "concurrency", "async_concurrency",
 "search_path"}``, the last one being where the owner finds modules.
@@ -37,9 +38,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from realrl.rewards.call import RewardFunction
+from realrl.sched.silence import AwakeClock
 
 CHUNK_BYTES = 1 << 16
 ASYNC_GRACE_S = 1.0
+TURN_S = 0.2  # longest wait for a time limit; a pause costs no more than twice as long
 _PR_SET_PDEATHSIG = 1
 
 
@@ -51,6 +54,12 @@ def time_limit_s(timeout_s: float, request: Mapping[str, Any], *, is_group: bool
 def hard_limit_s(limit_s: float, *, is_async: bool) -> float:
     """The server's own time limit: longer for async functions, whose worker should notice `limit_s` itself."""
     return 1.5 * limit_s + ASYNC_GRACE_S if is_async else limit_s
+
+
+def is_stopped(pid: int) -> bool:
+    """True if a child was stopped by a signal, and did not go on."""
+    flags = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, pid, flags) is not None
 
 
 def read_lines(fd: int) -> Iterator[list[bytes]]:
@@ -71,10 +80,10 @@ def write_line(fd: int, message: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------- in the worker
 
 
-def _die_with_parent() -> None:
-    """Let the system (Linux) kill this worker when the server dies, even if the worker hangs."""
+def _at_death_of_parent(signum: signal.Signals) -> None:
+    """Let the system (Linux) send a signal to this process when the one above dies."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def _work(functions: Sequence[RewardFunction], timeouts_s: Sequence[float], requests_fd: int, results_fd: int) -> None:
@@ -154,7 +163,7 @@ class Worker:
         if self.pid == 0:
             try:
                 os.setpgid(0, 0)
-                _die_with_parent()
+                _at_death_of_parent(signal.SIGKILL)  # even if it hangs
                 for fd in inherited | {self.request_fd, self.result_fd}:
                     os.close(fd)
                 _work(functions, timeouts_s, request_read, result_write)
@@ -225,6 +234,7 @@ class Server:
         self._requests = read_lines(requests_fd)
         self._queue: deque[Job] = deque()
         self._workers: list[Worker] = []
+        self._clock = AwakeClock(time.monotonic(), 2 * TURN_S)
 
     def serve(self) -> None:
         """Serve until the owner closes the input; no worker is left afterwards."""
@@ -248,10 +258,11 @@ class Server:
                     worker.send()
                 else:
                     self._collect(worker)
-        now_s = time.monotonic()
+        now_s = self._clock.look(time.monotonic())
         for worker in [w for w in self._workers if w.deadline_s <= now_s]:
+            is_at_fault = not is_stopped(worker.pid) or all(job.is_suspect for job in worker.jobs.values())
             self._end(worker)
-            self._give_up(worker, {"timeout": True}, is_final=True)
+            self._give_up(worker, {"timeout": True}, is_final=is_at_fault)
         return True
 
     def _wait(self) -> list[tuple[Worker | None, int]]:
@@ -263,7 +274,8 @@ class Server:
                 if worker.has_unsent:
                     selector.register(worker.request_fd, selectors.EVENT_WRITE, worker)
             next_deadline_s = min((w.deadline_s for w in self._workers), default=math.inf)
-            wait_s = None if next_deadline_s == math.inf else max(next_deadline_s - time.monotonic(), 0.0)
+            left_s = next_deadline_s - self._clock.look(time.monotonic())
+            wait_s = None if left_s == math.inf else min(max(left_s, 0.0), TURN_S)
             return [(key.data, events) for key, events in selector.select(wait_s)]
 
     def _job(self, request: Mapping[str, Any]) -> Job:
@@ -282,7 +294,7 @@ class Server:
                 self._workers.append(worker)
             if worker is None:
                 return
-            worker.give(self._queue.popleft(), time.monotonic())
+            worker.give(self._queue.popleft(), self._clock.look(time.monotonic()))
 
     def _collect(self, worker: Worker) -> None:
         lines = next(worker.results, None)
@@ -323,6 +335,7 @@ def _read_spec(requests_fd: int) -> dict[str, Any]:
 def main() -> None:
     """Serve the functions that the first line of the input describes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the owner's to handle
+    _at_death_of_parent(signal.SIGCONT)  # a stopped server goes on, meets the end of its input and ends its workers
     requests_fd, replies_fd = os.dup(0), os.dup(1)
     with open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)
@@ -333,7 +346,7 @@ def main() -> None:
     try:
         for part in spec["functions"]:
             functions.append(RewardFunction(part["function"], part["reads"], part["options"]))
-    except Exception as error:  # noqa: BLE001 - an import can raise anything; the owner reports it
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - imports can raise anything
         text = "".join(traceback.format_exception_only(error)).strip()
         write_line(replies_fd, {"failed": text, "part": len(functions)})
         return

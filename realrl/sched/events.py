@@ -111,7 +111,8 @@ class FailureKind(Enum):
     """Origin of a run's failure."""
 
     WORKER_FAILED = "worker_failed"  # an exception in a worker, which reported it
-    WORKER_LOST = "worker_lost"  # its process is gone
+    WORKER_LOST = "worker_lost"  # its process was killed, crashed, or cannot be reached
+    WORKER_EXITED = "worker_exited"  # its process ended itself, by an exit status
     WORKER_SILENT = "worker_silent"  # its heartbeat stopped
     BAD_OUTPUT = "bad_output"  # a worker's answer does not match its call's declaration
     CHECKPOINT = "checkpoint"

@@ -274,12 +274,26 @@ def test_a_taken_port_and_the_same_folder_again(call: Call, workplace: Path) -> 
 
 def test_a_folder_belongs_to_one_run_at_a_time(call: Call, workplace: Path) -> None:
     (workplace / "a").mkdir()
-    descriptor = os.open(workplace / "a", os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    try:
-        assert_refused(call(*PPO, INLINE, "run_dir=a"), "another run is going on in run_dir=", "Wait for its end")
-    finally:
-        os.close(descriptor)
+    lock = workplace / "a" / ".lock"
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("4242\n")
+        file.flush()
+        told = "another run is going on in run_dir=", "/a: process 4242", "Wait for its end"
+        for overrides in ((), ("resume=auto",)):
+            assert_refused(call(*PPO, INLINE, "run_dir=a", *overrides), *told)
+    lock.unlink()
+    lock.symlink_to(workplace / "elsewhere")
+    told = "cannot be locked against other runs: Too many levels of symbolic links", "Choose another folder"
+    assert_refused(call(*PPO, INLINE, "run_dir=a"), *told)
+    assert not (workplace / "elsewhere").exists()
+
+
+def test_a_refused_run_leaves_no_folder(call: Call, workplace: Path) -> None:
+    overrides = ("models.actor.path=tiny", "dataset.path=data.jsonl", "run_dir=new/a")
+    (workplace / "data.jsonl").write_text("nonsense")
+    assert call(*PPO, INLINE, *overrides)[0] == 2
+    assert not (workplace / "new").exists()
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_to_continue_from(call: Call, workplace: Path) -> None:

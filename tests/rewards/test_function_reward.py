@@ -332,3 +332,105 @@ def test_an_empty_batch_needs_no_process(make: Make) -> None:
     before = len(children())
     assert score(make(f"{FUNCTIONS}:sum_ids"), BATCH.select(())) == []
     assert len(children()) == before
+
+
+STOPPING = (
+    "import os, pathlib, signal, threading, time\n"
+    "{kind} score(prompt_ids, response_ids):\n"
+    "    mark = pathlib.Path({mark!r})\n"
+    "    if response_ids[0] == 5 and not mark.exists():\n"
+    "        mark.touch()\n"
+    "        os.kill({victim}, signal.SIGSTOP)\n"
+    "    return response_ids[0]\n"
+)
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize("victim", ["os.getpid()", "os.getppid()"])
+def test_a_frozen_process_is_replaced_like_a_killed_one(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, victim: str
+) -> None:
+    monkeypatch.setattr(reward_pool, "GRACE_S", 1.0)
+    (tmp_path / "rewards.py").write_text(STOPPING.format(kind=kind, mark=str(tmp_path / "mark"), victim=victim))
+    interface = make(f"{tmp_path}/rewards.py:score", timeout_s=2.0)
+    assert score(interface, responses(*range(8))) == [float(n) for n in range(8)]
+
+
+def test_a_function_that_always_freezes_its_process_fails(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "import os, signal\ndef score(prompt_ids, response_ids):\n    os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    with pytest.raises(CallError, match=r"did not answer within 0\.5 s"):
+        score(make(f"{tmp_path}/rewards.py:score", timeout_s=0.5), responses(1))
+
+
+def test_a_server_that_freezes_while_it_starts_is_replaced(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_pool, "START_TIMEOUT_S", 5.0)
+    (tmp_path / "rewards.py").write_text(
+        "import os, pathlib, signal\n"
+        f"mark = pathlib.Path({str(tmp_path / 'mark')!r})\n"
+        "if not mark.exists():\n"
+        "    mark.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "def score(prompt_ids, response_ids):\n"
+        "    return response_ids[0]\n"
+    )
+    assert score(make(f"{tmp_path}/rewards.py:score"), responses(3)) == [3.0]
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_pause_of_all_processes_costs_no_time(make: Make, tmp_path: Path, kind: str) -> None:
+    """A process beside them stops owner, server and workers for longer than the time limit, and continues them."""
+    wait = "await asyncio.sleep(1.0)" if kind == "async def" else "time.sleep(1.0)"
+    (tmp_path / "rewards.py").write_text(
+        "import asyncio, os, pathlib, time\n"
+        f"{kind} score(prompt_ids, response_ids):\n"
+        f"    pathlib.Path({str(tmp_path)!r}, 'busy').touch()\n"
+        f"    {wait}\n"
+        f"    with open({str(tmp_path / 'calls')!r}, 'a') as file:\n"
+        "        file.write('x')\n"
+        "    return response_ids[0]\n"
+    )
+    code = (
+        "from tests.rewards.test_function_reward import *\n"
+        f"reward = FunctionReward('{tmp_path}/rewards.py:score', timeout_s=3.0)\n"
+        "assert score(reward, responses(3, 4)) == [3.0, 4.0]\n"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        while not (tmp_path / "busy").exists():
+            assert owner.poll() is None
+            time.sleep(0.01)
+        above = psutil.Process(owner.pid)
+        family = [above, *above.children(recursive=True)]
+        for process in family:
+            process.suspend()
+        time.sleep(5.0)
+        for process in family:
+            process.resume()
+        assert owner.wait(60) == 0
+    finally:
+        owner.kill()
+    assert (tmp_path / "calls").read_text() == "xx"  # nobody was asked again
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+        ("raise SystemExit(3)", "raised SystemExit: 3"),
+        ("os._exit(3)", "left its process with status 3"),
+        ("raise asyncio.CancelledError", ""),
+    ],
+)
+def test_exits_of_a_function_are_failures_of_it(
+    make: Make, tmp_path: Path, kind: str, statement: str, told: str
+) -> None:
+    code = f"import asyncio, os\n{kind} score(prompt_ids, response_ids):\n    {statement}\n"
+    (tmp_path / "rewards.py").write_text(code)
+    with pytest.raises(CallError) as error:
+        score(make(f"{tmp_path}/rewards.py:score"), responses(1))
+    assert told in str(error.value)

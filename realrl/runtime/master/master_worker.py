@@ -56,6 +56,7 @@ from realrl.sched.events import (
 )
 from realrl.sched.master.master_state import MasterState
 from realrl.sched.messages import CallDone, Heartbeat, Hello, Reply, Request, RunCall, WorkerFailed
+from realrl.sched.silence import Silences
 
 _POLL_S = 0.2
 _STACK_DUMP_S = 0.5
@@ -84,7 +85,7 @@ class MasterWorker:
             state.plan.main.readout,
             last_step=state.plan.main.first_step - 1,
         )
-        self._last_heard_s: dict[int, float] = {}
+        self._silences = Silences[int](math.inf, (), now_s=time.monotonic())  # of no worker until they start
         self._activity: dict[int, str] = {}
         self._exit_code: int | None = None
         self._last_step = 0
@@ -99,8 +100,8 @@ class MasterWorker:
         n_workers = self._plan.n_workers
         self._session.progress.phase(f"starting {n_workers} worker{'s' if n_workers > 1 else ''}")
         self._session.launcher.start(n_workers, self._session.admission)
-        now_s = time.monotonic()
-        self._last_heard_s = dict.fromkeys(range(n_workers), now_s)
+        limit_s = math.inf if self._plan.config.launcher == "inline" else self._plan.config.cluster.worker_timeout_s
+        self._silences = Silences(limit_s, range(n_workers), now_s=time.monotonic())
         self._dispatch(start)
         next_look_s = time.monotonic() + _POLL_S
         while self._exit_code is None:
@@ -111,29 +112,28 @@ class MasterWorker:
                     self._on_failure(reply)
                 elif not isinstance(reply, Heartbeat):
                     self._dispatch(reply)
-            if self._exit_code is None and time.monotonic() >= next_look_s:
-                self._look_around()
+            # With replies waiting, the look is put off, but not for long.
+            if self._exit_code is None and time.monotonic() >= next_look_s + (0 if reply is None else _POLL_S):
+                self._look_around(has_heard_all=reply is None)
                 next_look_s = time.monotonic() + _POLL_S
         return self._exit_code
 
-    def _look_around(self) -> None:
-        """Turn deaths and silence of workers, and the time of a checkpoint, into events."""
+    def _look_around(self, *, has_heard_all: bool) -> None:
+        """Turn deaths and silence of workers, and the time of a checkpoint, into events; tell that the master lives."""
+        self._session.beat()
         for lost in self._deaths():
             self._dispatch(lost)
-        limit_s, now_s = self._plan.config.cluster.worker_timeout_s, time.monotonic()
-        if self._next_save_s is not None and now_s > self._next_save_s:
+        if self._next_save_s is not None and time.monotonic() > self._next_save_s:
             self._next_save_s = None  # until that checkpoint is begun
             self._dispatch(SaveIntervalPassed())
-        for rank, heard_s in list(self._last_heard_s.items()):
-            if self._exit_code is None and now_s - heard_s > limit_s and self._plan.config.launcher != "inline":
-                del self._last_heard_s[rank]
+        for rank, silent_s in self._silences.look(time.monotonic()) if has_heard_all else ():
+            if self._exit_code is None:
                 self._session.launcher.dump_stack(rank)
                 time.sleep(_STACK_DUMP_S)  # the stack must be in the log before the log is quoted
-                self._dispatch(WorkerSilent(rank, self._activity.get(rank, ""), now_s - heard_s))
+                self._dispatch(WorkerSilent(rank, self._activity.get(rank, ""), silent_s))
 
     def _note(self, reply: Reply) -> None:
-        if reply.rank in self._last_heard_s:
-            self._last_heard_s[reply.rank] = time.monotonic()
+        self._silences.hear(reply.rank)
         if isinstance(reply, Heartbeat):
             self._activity[reply.rank] = reply.activity
             self._session.progress.activity(reply.rank, reply.activity)
@@ -202,7 +202,7 @@ class MasterWorker:
         while not (ended := self._session.launcher.poll()) and time.monotonic() < deadline_s:
             time.sleep(0.02)
         for rank, _ in ended:
-            self._last_heard_s.pop(rank, None)
+            self._silences.forget(rank)
         return [WorkerLost(rank, exit_code, report.signal_name(exit_code)) for rank, exit_code in ended]
 
     def _report_start(self, instruction: ReportStart) -> None:
@@ -326,6 +326,7 @@ def run_master(session: Session) -> int:
     Raises:
         UsageError: the run cannot be planned, or the checkpoint to resume from cannot be used.
     """
+    session.beat()
     experiment, config = load_run(session.run)
     plan = plan_run(config, experiment)
     store = checkpoint_store(plan, session.run_dir / CHECKPOINTS)

@@ -16,12 +16,17 @@ from realrl.errors import Error, UsageError
 from realrl.runtime.output.logs import tail
 from realrl.runtime.transport.base import describe_ids
 from realrl.sched import events
-from realrl.sched.master.diagnosis import death_remedy
+from realrl.sched.master.diagnosis import SILENCE_REMEDY, death_remedy
 
 MAX_LINES = 24
 _MAX_WIDTH = 120
 _MAX_MESSAGE_LINES = 6
 _MAX_FOOT_LINES = 8
+_KINDS_OF_GONE_WORKERS = (
+    events.FailureKind.WORKER_LOST,
+    events.FailureKind.WORKER_EXITED,
+    events.FailureKind.WORKER_SILENT,
+)
 
 
 @dataclass(frozen=True)
@@ -64,13 +69,16 @@ def signal_name(exit_code: int) -> str:
         return f"killed by signal {-exit_code}"
 
 
-def master_died(pid: int, exit_code: int, *, log: Path | None = None) -> FailureReport:
-    """Report of a master process that ended without a report of its own."""
+def master_died(pid: int, exit_code: int, *, silent_s: float = 0.0, log: Path | None = None) -> FailureReport:
+    """Report of a master process that ended without a report of its own; for `silent_s` see `AttemptEnded`."""
+    silence = f"gave no sign of life for {silent_s:.0f} s and was killed"
+    what = silence if silent_s else f"died: {signal_name(exit_code)}"
     return FailureReport(
-        headline=f"the master process ({pid}) died: {signal_name(exit_code)}; its workers were stopped",
+        headline=f"the master process ({pid}) {what}; its workers were stopped",
         log=log,
         quotes_log=True,
-        remedy=death_remedy(exit_code) + " Continue from the last checkpoint with resume=auto.",
+        remedy=f"{SILENCE_REMEDY if silent_s else death_remedy(exit_code)} "
+        "Continue from the last checkpoint with resume=auto.",
     )
 
 
@@ -84,7 +92,7 @@ def from_failure(failure: events.Failure, *, log: Path | None = None) -> Failure
         waiting=dict.fromkeys(failure.waiting_ranks, calls),
         traceback="" if usage else failure.traceback,
         log=None if usage else log,
-        quotes_log=failure.kind in (events.FailureKind.WORKER_LOST, events.FailureKind.WORKER_SILENT),
+        quotes_log=failure.kind in _KINDS_OF_GONE_WORKERS,
         remedy=failure.remedy,
         exit_code=failure.exit_code,
     )

@@ -1,15 +1,17 @@
 """Lifelines, by which a child process ends with its parent, and the search for leftovers of a run.
 
-A child's stdin is a pipe whose other end only the parent holds: end of file means that the parent is gone, on every
-system. The first message down the pipe is for the child alone: every user may read command lines, and children of user
-code would inherit an environment. On Linux the kernel also signals the child when its parent dies, so that a child
-stuck in native code ends too. Every process of a run carries the run's id in its environment (`RUN_ID`, below a worker
+A child's stdin is a pipe or socket whose other end only the parent holds: end of file means that the parent is gone,
+on every system. The first message down it is for the child alone: every user may read command lines, and children of
+user code would inherit an environment. On Linux the kernel also signals the child when its parent dies. A worker is
+killed by that, even if it is stopped or stuck in native code. A master that is stopped goes on, reads the end of file
+and ends the run in order. Every process of a run carries the run's id in its environment (`RUN_ID`, below a worker
 also `WORKERS_OF`). By that id `kill_leftovers` finds processes that neither reached, such as children of a killed
 worker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -31,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def take_stdin() -> int:
-    """Return stdin's pipe as a private descriptor and give the process an empty stdin.
+    """Return stdin, the lifeline, as a private descriptor and give the process an empty stdin.
 
     User code that reads stdin (a breakpoint, ``input()``) then meets its end instead of waiting on the lifeline.
     """
@@ -63,13 +65,17 @@ def _read_exactly(descriptor: int, size: int) -> bytes:
 
 
 def die_with_parent(lifeline: int, *, death_signal: signal.Signals, on_parent_gone: Callable[[], None]) -> None:
-    """Call `on_parent_gone` in a thread when `lifeline` ends; on Linux the kernel sends `death_signal` as well."""
+    """Call `on_parent_gone` in a thread when `lifeline` ends; on Linux the kernel sends `death_signal` as well.
+
+    The parent is the thread that started this process: it must live as long as its process.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0)
 
     def watch() -> None:
-        while os.read(lifeline, 4096):
-            continue
+        with contextlib.suppress(ConnectionResetError):  # a socket's end, if the parent left something unread
+            while os.read(lifeline, 4096):
+                continue
         on_parent_gone()
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()

@@ -7,10 +7,12 @@ already going out.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +38,7 @@ from realrl.runtime.worker.loop import HostFactory, WorkerLoop
 from realrl.sched.messages import Hello, Request
 
 _RECEIVE_TIMEOUT_S = 1.0
-_ORPHAN_GRACE_S = 15.0
+_ORPHAN_GRACE_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -59,8 +61,9 @@ def master_main() -> int:
     """The master process: no accelerator, no torch; ends in order on a signal or when its supervisor is gone."""
     lifeline = take_stdin()
     start = decode_start(read_framed(lifeline))
-    die_with_parent(lifeline, death_signal=signal.SIGTERM, on_parent_gone=partial(_stop_orphaned_master, start.run_id))
-    return run_session(start, inline=False)
+    # SIGCONT wakes a stopped master, whose thread then finds that its supervisor is gone.
+    die_with_parent(lifeline, death_signal=signal.SIGCONT, on_parent_gone=partial(_stop_orphaned_master, start.run_id))
+    return run_session(start, inline=False, beat=partial(_beat, socket.socket(fileno=os.dup(lifeline))))
 
 
 def worker_main(rank: int, host: str) -> int:
@@ -109,6 +112,12 @@ def _execute(loop: WorkerLoop, transport: WorkerTransport, request: Request) -> 
     except Exception as error:  # noqa: BLE001 - the master must hear of it, or it would wait in vain
         _log.exception("cannot send the reply to request %d", request.seq)
         transport.send(loop.failure(request, error))
+
+
+def _beat(supervisor: socket.socket) -> None:
+    """Tell the supervisor that the master lives; one that is stopped itself, or gone, does not block it."""
+    with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
+        supervisor.send(b".", socket.MSG_DONTWAIT)
 
 
 def _stop_orphaned_master(run_id: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,12 @@ class Recover:
     Attributes:
         retries: largest number of restarts.
         find_checkpoint: returns the starting point of a restart.
+        master_timeout_s: a master that is silent for so long is killed.
     """
 
     retries: int = 0
     find_checkpoint: Callable[[], Resume] = Resume
+    master_timeout_s: float = math.inf
 
 
 def write_failure(run_dir: Path, failure: Failure) -> None:
@@ -52,8 +55,8 @@ def forget_failure(run_dir: Path) -> None:
         (run_dir / FAILURE_FILE).unlink()
 
 
-def describe_end(run_dir: Path, exit_code: int, *, is_interrupted: bool) -> AttemptEnded:
-    """Describe an ended attempt from its exit code, failure file and metrics."""
+def describe_end(run_dir: Path, exit_code: int, *, is_interrupted: bool, silent_s: float = 0.0) -> AttemptEnded:
+    """Describe an ended attempt from its exit code, failure file and metrics; for `silent_s` see `AttemptEnded`."""
     try:
         failure = msgspec.json.decode(read_input(run_dir / FAILURE_FILE), type=Failure)
     except (OSError, msgspec.MsgspecError):
@@ -62,7 +65,7 @@ def describe_end(run_dir: Path, exit_code: int, *, is_interrupted: bool) -> Atte
         step = last_step(run_dir / METRICS_FILE)
     except (OSError, Error):
         step = 0
-    return AttemptEnded(exit_code, failure, step, is_interrupted)
+    return AttemptEnded(exit_code, failure, step, is_interrupted, silent_s)
 
 
 def describe_restart(restart: Restart, retries: int, resume: Resume, done: int) -> str:

@@ -75,6 +75,7 @@ class Session:
     Attributes:
         admission: argument of `launcher.start`.
         resume_from: see `SessionStart`.
+        beat: tells the supervisor that the master lives; to be called several times a second.
     """
 
     run: bytes
@@ -86,6 +87,7 @@ class Session:
     metrics: MetricsSink
     trace: TraceWriter
     resume_from: str = ""
+    beat: Callable[[], None] = lambda: None
 
 
 class SignalReceived(BaseException):
@@ -129,13 +131,14 @@ class InterruptGuard:
             raise SignalReceived(signum)
 
 
-def run_session(start: SessionStart, *, inline: bool) -> int:
+def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] = lambda: None) -> int:
     """Run `start.program` to its end and return the exit code of the run.
 
     Takes over SIGINT, SIGTERM and SIGHUP for good, so it belongs in the main thread.
 
     Args:
         inline: run the workers in this thread instead of starting processes.
+        beat: see `Session`.
     """
     guard = InterruptGuard()
     run_dir = Path(start.run_dir)
@@ -146,7 +149,7 @@ def run_session(start: SessionStart, *, inline: bool) -> int:
         try:
             guard.install()  # a signal that was held back until now is raised here
             stack.enter_context(_open_log(log))
-            with _open_session(start, inline=inline, progress=progress) as session:
+            with _open_session(start, inline=inline, progress=progress, beat=beat) as session:
                 for note in start.notes:
                     progress.phase(note)
                 try:
@@ -185,8 +188,10 @@ def _open_log(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _open_session(start: SessionStart, *, inline: bool, progress: Progress) -> Iterator[Session]:
-    run_dir = Path(start.run_dir)
+def _open_session(
+    start: SessionStart, *, inline: bool, progress: Progress, beat: Callable[[], None]
+) -> Iterator[Session]:
+    run_dir, resume_from = Path(start.run_dir), start.resume_from
     with contextlib.ExitStack() as stack:
         metrics = open_sinks(run_dir, start.track)
         stack.callback(metrics.close)
@@ -210,7 +215,7 @@ def _open_session(start: SessionStart, *, inline: bool, progress: Progress) -> I
             launcher = LocalLauncher(run_dir, start.run_id, host=start.host)
         stack.callback(transport.close)
         stack.callback(launcher.stop, _STOP_GRACE_S)
-        yield Session(start.run, run_dir, transport, launcher, admission, progress, metrics, trace, start.resume_from)
+        yield Session(start.run, run_dir, transport, launcher, admission, progress, metrics, trace, resume_from, beat)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -15,15 +16,17 @@ from realrl.config.serialize import dump_config, shown_config
 from realrl.errors import ConfigError
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.planning import plan_run
+from realrl.experiment.run_plan import RunPlan
 from realrl.files import write_output
 from realrl.runtime.checkpoints.resume import newest, refuse_mixing
-from realrl.runtime.checkpoints.store import CHECKPOINTS, checkpoint_store
+from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store
 from realrl.runtime.processes.preflight import check_inputs
 from realrl.runtime.processes.recovery import Recover
 from realrl.runtime.processes.session import SessionStart
 from realrl.runtime.processes.supervise import run_inline, run_supervised
 
 CONFIG_FILE = "config.json"
+LOCK_FILE = ".lock"
 _OWNER_ONLY = 0o700  # rows of the dataset and what users set may be nobody else's
 
 
@@ -39,13 +42,20 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
             f"cluster.n_nodes={config.cluster.n_nodes}, but this version starts workers on one machine only",
             remedy="Use cluster.n_nodes=1; --dry-run and realrl graph show plans for more nodes.",
         )
-    refuse_mixing(config)
     plan = plan_run(config, experiment)
-    resume = check_inputs(plan)
     if config.run_dir:
-        run_dir = _make_folder(Path(config.run_dir).absolute(), exist_ok=True)
-    else:
-        run_dir = _make_new_folder(Path("runs").absolute() / experiment.name)
+        with _locked(Path(config.run_dir).absolute()) as (run_dir, lock):
+            refuse_mixing(config)  # reads the folder, so no other run may be at work there
+            return _run(plan, run_dir, check_inputs(plan), lock)
+    refuse_mixing(config)
+    resume = check_inputs(plan)
+    with _locked(_make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
+        return _run(plan, run_dir, resume, lock)
+
+
+def _run(plan: RunPlan, run_dir: Path, resume: Resume, lock: int) -> int:
+    """Run in a locked folder, after the checks."""
+    config = plan.config
     if plan.changed_roles and config.save.is_on:
         _check_checkpoints(run_dir / CHECKPOINTS)
     changes: dict[str, object] = {"run_dir": str(run_dir)}
@@ -53,20 +63,20 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
         path = str(Path(config.save.generations_path).absolute())
         changes["save"] = config.save.model_copy(update={"generations_path": path})
     config = config.model_copy(update=changes)
-    with _reserved(run_dir):
-        _write_config(run_dir, config)
-        start = SessionStart(
-            run=dump_config(config),
-            run_dir=str(run_dir),
-            track=config.track,
-            port=config.cluster.master_port,
-            resume_from="" if resume.folder is None else str(resume.folder.resolve()),
-            notes=resume.notes,
-        )
-        if config.launcher == "inline":
-            return run_inline(start)
-        store = checkpoint_store(plan, run_dir / CHECKPOINTS)
-        return run_supervised(start, Recover(config.recover.retries, lambda: newest(store, resume)))
+    _write_config(run_dir, config)
+    start = SessionStart(
+        run=dump_config(config),
+        run_dir=str(run_dir),
+        track=config.track,
+        port=config.cluster.master_port,
+        resume_from="" if resume.folder is None else str(resume.folder.resolve()),
+        notes=resume.notes,
+    )
+    if config.launcher == "inline":
+        return run_inline(start)
+    store = checkpoint_store(plan, run_dir / CHECKPOINTS)
+    recover = Recover(config.recover.retries, lambda: newest(store, resume), config.cluster.worker_timeout_s)
+    return run_supervised(start, recover, inherited=(lock,))
 
 
 def _make_new_folder(base: Path) -> Path:
@@ -106,18 +116,63 @@ def _check_checkpoints(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _reserved(folder: Path) -> Iterator[None]:
-    """Lock the folder against other runs; the lock ends with this process, however that ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _locked(folder: Path) -> Iterator[tuple[Path, int]]:
+    """Make the folder, and lock it against other runs; gives folder and lock.
+
+    The system takes the lock back when the last process that holds it has ended: this one, or its master. A run that is
+    refused leaves no folder behind that was not there before.
+
+    Raises:
+        ConfigError: another run holds the lock, or there cannot be one.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    lock = _lock(folder)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError:
-        raise ConfigError(
-            f"another run is going on in run_dir={folder}", remedy="Wait for its end, or choose another folder."
-        ) from None
+        yield folder, lock
     finally:
-        os.close(descriptor)
+        with contextlib.suppress(OSError):
+            (folder / LOCK_FILE).unlink()
+            for path in made:
+                path.rmdir()  # unless something is in it
+        fcntl.flock(lock, fcntl.LOCK_UN)  # also for copies that user code may have forked
+        os.close(lock)
+
+
+def _lock(folder: Path) -> int:
+    """Make the folder and lock its lock file; returns its descriptor."""
+    path, lock = folder / LOCK_FILE, -1
+    while True:
+        _make_folder(folder, exist_ok=True)
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                os.ftruncate(lock, 0)
+                os.write(lock, b"%d\n" % os.getpid())
+                return lock
+            os.close(lock)
+        except FileNotFoundError:  # a run that ended meanwhile has removed the file or the folder
+            continue
+        except BlockingIOError:
+            raise ConfigError(
+                f"another run is going on in run_dir={folder}: process {_read_holder(lock)}",
+                remedy="Wait for its end, or choose another folder.",
+            ) from None
+        except OSError as err:
+            raise ConfigError(
+                f"run_dir={folder} cannot be locked against other runs: {err.strerror}",
+                remedy="Choose another folder with run_dir=PATH, on a writable file system that has locks.",
+            ) from err
+
+
+def _read_holder(lock: int) -> str:
+    """The process that holds the lock, which may be about to write it down; closes the descriptor."""
+    for _ in range(100):
+        if holder := os.pread(lock, 32, 0).strip():
+            break
+        time.sleep(0.01)
+    os.close(lock)
+    return holder.decode() or "unknown"
 
 
 def _write_config(folder: Path, config: RunConfig) -> None:

@@ -1,19 +1,24 @@
 """The process that the user started: it starts the master, passes signals on, and starts it again if processes die.
 
 realrl run ──supervises──► master ──LocalLauncher──► worker 0, worker 1, ...
-   │ stdin pipe: start message, then the lifeline       │ stdin pipe: lifeline
-   └ Ctrl-C, SIGTERM: passed on once; a second Ctrl-C kills everything
+   │ stdin, a socket: start message and lifeline;       │ stdin pipe: lifeline
+   │                  the master's signs of life back
+   ├ Ctrl-C, SIGTERM, SIGHUP: the first is passed on, a second one kills everything
+   └ Ctrl-Z: everything stops, and goes on with this process
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import FrameType
 
@@ -23,27 +28,32 @@ from realrl.errors import Error, RunError
 from realrl.runtime.checkpoints.store import load_manifest
 from realrl.runtime.output import failure_report as report
 from realrl.runtime.output.logs import log_path
-from realrl.runtime.processes.lifeline import RUN_ID, kill_leftovers, socket_folder
+from realrl.runtime.processes.lifeline import RUN_ID, find_leftovers, kill_leftovers, socket_folder
 from realrl.runtime.processes.recovery import Recover, describe_end, describe_restart, forget_failure
 from realrl.runtime.processes.session import SessionStart, encode_start, run_session
 from realrl.sched.master.recovery import GiveUp, Recovery
+from realrl.sched.silence import Silences
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LOOK_S = 0.2
+_MASTER_SLACK_S = 5.0  # beyond its limit: it kills workers at the end
+_MASTER_START_S = 60.0  # limit before its first sign of life: it imports, perhaps on a busy machine
 _SAME_KEYPRESS_S = 0.3  # a wrapper may pass on the Ctrl-C that the terminal has delivered already
 
 
-def run_supervised(start: SessionStart, recover: Recover | None = None) -> int:
+def run_supervised(start: SessionStart, recover: Recover | None = None, *, inherited: Collection[int] = ()) -> int:
     """Run the master in a process of its own and return the run's exit code; no process of the run is left behind.
 
     Must be called from the main thread: it handles signals until it returns.
 
     Args:
         recover: restart policy after lost processes; None never restarts.
+        inherited: descriptors that the master holds open as well, as long as it lives.
 
     Raises:
         RunError: the master process cannot be started.
     """
-    return _Supervisor(start, recover or Recover()).run()
+    return _Supervisor(start, recover or Recover(), inherited).run()
 
 
 def run_inline(start: SessionStart) -> int:
@@ -57,22 +67,25 @@ def run_inline(start: SessionStart) -> int:
 
 
 class _Supervisor:
-    def __init__(self, start: SessionStart, recover: Recover) -> None:
+    def __init__(self, start: SessionStart, recover: Recover, inherited: Collection[int]) -> None:
         self._start = start
+        self._inherited = inherited
         self._recover = recover
         self._recovery = Recovery(recover.retries)
         self._run_dir = Path(start.run_dir)
         self._master: subprocess.Popen[bytes] | None = None
+        self._lifeline: socket.socket | None = None  # of the master
+        self._silent_s = 0.0  # of a master that was killed for it
         self._received: int | None = None  # the first signal
         self._received_at_s = 0.0
 
     def run(self) -> int:
-        previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+        previous = {signum: signal.getsignal(signum) for signum in (*_SIGNALS, signal.SIGTSTP)}
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             for signum, handler in previous.items():
                 if handler is not signal.SIG_IGN:  # nohup, background jobs
-                    signal.signal(signum, self._on_signal)
+                    signal.signal(signum, self._on_stop if signum == signal.SIGTSTP else self._on_signal)
             while True:
                 exit_code = self._attempt(blocked)
                 restarted = self._next_attempt(exit_code)
@@ -95,7 +108,8 @@ class _Supervisor:
         # The master inherits the blocked signals: what arrives before it can handle it waits until it can.
         master = self._master = self._spawn()
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        self._hand_over(master)
+        self._hand_over()
+        self._silent_s = self._watch(master)
         exit_code = master.wait()
         self._remove_leftovers()
         self._end(master)
@@ -103,12 +117,38 @@ class _Supervisor:
             self._explain(master, exit_code)
         return exit_code
 
+    def _watch(self, master: subprocess.Popen[bytes]) -> float:
+        """Wait for the end of the master and return 0, or kill one that is silent and return the seconds.
+
+        A master whose output nobody takes (Ctrl-S, a pager) may be waiting for that: it is not judged.
+        """
+        assert self._lifeline is not None
+        limit_s = self._recover.master_timeout_s + _MASTER_SLACK_S
+        silences, has_started = Silences(max(limit_s, _MASTER_START_S), (master.pid,), now_s=time.monotonic()), False
+        self._lifeline.settimeout(_LOOK_S)
+        while True:
+            try:
+                if not self._lifeline.recv(4096):
+                    return 0.0
+                if not has_started:
+                    has_started, silences = True, Silences(limit_s, (master.pid,), now_s=time.monotonic())
+                silences.hear(master.pid)
+            except TimeoutError:
+                if not _is_output_taken():
+                    silences.hear(master.pid)
+            except ConnectionResetError:  # it left a part of its start message unread
+                return 0.0
+            for _, silent_s in silences.look(time.monotonic()):
+                master.kill()
+                return silent_s
+
     def _next_attempt(self, exit_code: int) -> SessionStart | int:
         """The start message of the next attempt, or the exit code if the run is over."""
         died = min(exit_code, 0)
         if died:
             exit_code = 1 if self._received is None else 128 + self._received
-        ended = describe_end(self._run_dir, died or exit_code, is_interrupted=self._received is not None)
+        is_interrupted = self._received is not None
+        ended = describe_end(self._run_dir, died or exit_code, is_interrupted=is_interrupted, silent_s=self._silent_s)
         decision = self._recovery.handle(ended)
         if isinstance(decision, GiveUp):
             if decision.why:
@@ -129,30 +169,40 @@ class _Supervisor:
     def _spawn(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "realrl.runtime.processes.main", "master"]
         environment = {**os.environ, RUN_ID: self._start.run_id}
+        self._lifeline, stdin = socket.socketpair()
         try:
-            return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+            with stdin:
+                return subprocess.Popen(command, stdin=stdin.fileno(), env=environment, pass_fds=self._inherited)
         except OSError as error:
+            self._lifeline.close()
             raise RunError(
                 f"cannot start the master process: {error}",
                 remedy="The limit on processes (`ulimit -u`) or open files (`ulimit -n`) may be too low.",
             ) from error
 
-    def _hand_over(self, master: subprocess.Popen[bytes]) -> None:
-        """Send the start message; the pipe stays open as the master's lifeline."""
-        assert master.stdin is not None
-        try:
-            master.stdin.write(encode_start(self._start))
-            master.stdin.flush()
-        except BrokenPipeError:
-            return  # the master is dead already: what wait() returns says how
+    def _hand_over(self) -> None:
+        """Send the start message; the socket stays open as the master's lifeline."""
+        assert self._lifeline is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # wait() tells how the master died
+            self._lifeline.sendall(encode_start(self._start))
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self._received is None:
             self._received, self._received_at_s = signum, now_s
             self._pass_on(signum)
-        elif signum == signal.SIGINT and now_s - self._received_at_s > _SAME_KEYPRESS_S:
+        elif now_s - self._received_at_s > _SAME_KEYPRESS_S:
             self._pass_on(signal.SIGKILL)
+
+    def _on_stop(self, signum: int, frame: FrameType | None) -> None:
+        """Stop the whole run with this process (workers have process groups of their own), and go on with it."""
+        pids = find_leftovers(RUN_ID, self._start.run_id)
+        for stop_or_go in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, stop_or_go)
+            if stop_or_go == signal.SIGSTOP:
+                os.kill(os.getpid(), signal.SIGSTOP)
 
     def _pass_on(self, signum: int) -> None:
         if self._master is not None:
@@ -166,23 +216,27 @@ class _Supervisor:
             print(f"stopped at once after {name}", file=sys.stderr)
             return
         log = log_path(self._run_dir, None)
-        print(report.render(report.master_died(master.pid, exit_code, log=log)), file=sys.stderr, flush=True)
+        died = report.master_died(master.pid, exit_code, silent_s=self._silent_s, log=log)
+        print(report.render(died), file=sys.stderr, flush=True)
 
     def _end(self, master: subprocess.Popen[bytes]) -> None:
         if master.poll() is None:  # only when an exception interrupted the wait
             master.kill()
             master.wait()
             self._remove_leftovers()
-        assert master.stdin is not None
-        try:
-            master.stdin.close()
-        except BrokenPipeError:
-            return  # unsent rest of a start message for a master that died
+        if self._lifeline is not None:
+            self._lifeline.close()
 
     def _remove_leftovers(self) -> None:
         """End the processes and remove the sockets that a killed master left."""
         kill_leftovers(RUN_ID, self._start.run_id)
         shutil.rmtree(socket_folder(self._start.run_id), ignore_errors=True)
+
+
+def _is_output_taken() -> bool:
+    """True if stdout and stderr, which the master shares, have room for more."""
+    descriptors = [stream.fileno() for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
+    return len(select.select([], descriptors, [], 0.0)[1]) == len(descriptors)
 
 
 def _restore_cursor() -> None:

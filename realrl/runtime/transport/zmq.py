@@ -50,6 +50,7 @@ _BESIDE = b"/beside"
 _OK, _FAILED = b"\x00", b"\x01"
 _MAX_RECEIVED_BYTES = 1 << 30  # by a server, from a client that it need not know yet
 _LINGER_MS = 1000  # long enough for a last reply on a live connection; the bound on every close()
+_SLICE_S = 1.0  # of a long wait: if all processes are stopped in it, no more is lost
 
 _log = logging.getLogger(__name__)
 
@@ -243,18 +244,20 @@ class ZmqSampleClient:
             socket = self._sockets.get(address)
             if socket is None:
                 socket = _dealer(self._context, self._keys, self._keys.worker_public, address, None)
-                socket.rcvtimeo = round(self._timeout_s * 1000)
                 self._sockets[address] = socket
             socket.send(request)
-            try:
-                status, payload = socket.recv_multipart()
-            except zmq.Again:
+            left_s = self._timeout_s
+            while not socket.poll(round(min(left_s, _SLICE_S) * 1000)):
+                left_s -= _SLICE_S
+                if left_s > 0:
+                    continue
                 # A late answer must not be taken for the next one's.
                 self._sockets.pop(address).close(linger=0)
                 raise TransportError(
                     f"cannot pull {what}: no answer within {self._timeout_s:g} s",
                     remedy="The worker that holds them may have died; its log tells.",
-                ) from None
+                )
+            status, payload = socket.recv_multipart()
         if status == _OK:
             return payload
         failure = decode_pull_failure(payload)

@@ -92,7 +92,7 @@ class WorkerLoop:
             return []
         try:
             replies = self._handle(request)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a reward function may call sys.exit()
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - user code may raise anything
             _log.exception("request %d (%s) failed", request.seq, describe(request))
             replies = [self._farewell(request) if isinstance(request, Shutdown) else self.failure(request, error)]
         if any(isinstance(reply, WorkerFailed) for reply in replies):

@@ -24,7 +24,7 @@ from realrl.sched.messages import (
 )
 from realrl.sched.track.dispatch import Dispatch
 
-_SILENCE_REMEDY = "Its node may be overloaded or swapping. If that is normal here, raise cluster.worker_timeout_s."
+SILENCE_REMEDY = "Its node may be overloaded or swapping. If that is normal here, raise cluster.worker_timeout_s."
 
 
 def describe_request(request: Request | None) -> str:
@@ -102,13 +102,13 @@ def never_appeared(event: WorkerLost | WorkerSilent) -> Failure:
         return _gone(
             FailureKind.WORKER_SILENT, f"worker {event.rank} did not start within {event.silent_s:.0f} s", event
         )
-    return _gone(FailureKind.WORKER_LOST, f"worker {event.rank} ended{_how(event)} while it was starting up", event)
+    return _gone(_kind_of(event), f"worker {event.rank} ended{_how(event)} while it was starting up", event)
 
 
 def worker_lost(event: WorkerLost, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
     """Return the failure of a worker whose process is gone."""
     message = f"worker {event.rank} ended{_how(event)} {describe_request(request)}"
-    return _gone(FailureKind.WORKER_LOST, message, event, dispatches, request)
+    return _gone(_kind_of(event), message, event, dispatches, request)
 
 
 def worker_silent(event: WorkerSilent, dispatches: Iterable[Dispatch], request: Request | None) -> Failure:
@@ -116,6 +116,11 @@ def worker_silent(event: WorkerSilent, dispatches: Iterable[Dispatch], request: 
     doing = f"; it last said: {event.activity}" if event.activity else ""
     message = f"worker {event.rank} gave no sign of life for {event.silent_s:.0f} s {describe_request(request)}{doing}"
     return _gone(FailureKind.WORKER_SILENT, message, event, dispatches, request)
+
+
+def _kind_of(event: WorkerLost) -> FailureKind:
+    is_exit = event.exit_code is not None and event.exit_code >= 0
+    return FailureKind.WORKER_EXITED if is_exit else FailureKind.WORKER_LOST
 
 
 def unusable_dataset(err: UsageError) -> Failure:
@@ -146,7 +151,7 @@ def _gone(
     return Failure(
         kind=kind,
         message=message,
-        remedy=death_remedy(event.exit_code) if isinstance(event, WorkerLost) else _SILENCE_REMEDY,
+        remedy=death_remedy(event.exit_code) if isinstance(event, WorkerLost) else SILENCE_REMEDY,
         rank=event.rank,
         call=request.call if isinstance(request, RunCall | MoveRows | RunHooks) else None,
         step=request.step if isinstance(request, RunCall | MoveRows | RunHooks | SaveCheckpoint) else None,
@@ -163,6 +168,8 @@ def death_remedy(exit_code: int | None) -> str:
         return "A native library crashed; the stack of each thread is in the log."
     if exit_code == -signal.SIGTERM:
         return "Someone or some job scheduler ended it."
+    if exit_code is not None and exit_code >= 0:
+        return "Code in it ended the process (`os._exit`, a library's exit): its log tells what it did last."
     return "Its log tells what it did last."
 
 

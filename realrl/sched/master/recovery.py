@@ -1,10 +1,11 @@
 """The decision to start a run again after it ended: a pure state machine over its attempts.
 
-attempt ──ended well, by the user, or by an error that would come again──► over
+attempt ──ended well, by the user, or by an error or exit that would come again──► over
    ▲   └──a process was lost, retries are left, and it was not lost there too often─────────────────┐
    └────────────────────────────────────────── Restart ◄────────────────────────────────────────────┘
 
-Processes that are killed at random may well be killed twice at one place. The third loss at a place ends the run,
+A worker that ends itself, by an exit status and no signal, was told to by code that would run again. Processes that are
+killed at random may well be killed twice at one place. The third loss at a place ends the run,
 unless the run got further in between: otherwise it could restart without end.
 """
 
@@ -31,12 +32,14 @@ class AttemptEnded(msgspec.Struct, frozen=True):
         failure: the master's last report; None if there was none.
         step: the last step that the master reported.
         is_interrupted: the user asked for the end.
+        silent_s: the silence of the master, in seconds, for which it was killed; 0 if it was not.
     """
 
     exit_code: int
     failure: Failure | None
     step: int
     is_interrupted: bool = False
+    silent_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,9 @@ def _diagnose(event: AttemptEnded) -> tuple[bool, str, _Place]:
     """Return True if a process was lost, the loss in words, and its place, to compare with other losses."""
     failure = event.failure
     if failure is None:
-        return event.exit_code < 0, "the master process died", ("master", None, event.step)
+        silence = f"gave no sign of life for {event.silent_s:.0f} s"
+        what = f"the master process {silence if event.silent_s else 'died'}"
+        return event.exit_code < 0, what, ("master", None, event.step)
     is_lost = failure.kind in _LOST or failure.lost_peer
     step = event.step if failure.step is None else failure.step
     return is_lost, failure.message, (failure.kind.value, failure.call, step)

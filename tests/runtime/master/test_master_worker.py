@@ -7,14 +7,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from realrl.config.schema import SaveConfig
+from realrl.config.schema import ClusterConfig, SaveConfig
 from realrl.errors import TransportError
 from realrl.runtime.checkpoints.store import CheckpointStore
 from realrl.runtime.master import master_worker
 from realrl.runtime.master.master_worker import MasterWorker
 from realrl.runtime.processes.recovery import describe_end
-from realrl.sched.events import Abort, Event, Failure, FailureKind, Instruction, Send, Start, WorkerLost
-from realrl.sched.messages import Shutdown, WorkerFailed
+from realrl.sched.events import (
+    Abort,
+    Event,
+    Failure,
+    FailureKind,
+    Instruction,
+    Send,
+    Start,
+    WorkerLost,
+    WorkerSilent,
+)
+from realrl.sched.messages import Heartbeat, Shutdown, WorkerFailed
 from realrl.sched.track.readout import NO_READOUT
 
 
@@ -67,12 +77,15 @@ class Launcher:
         ended, self.ended = self.ended, []
         return ended
 
+    def dump_stack(self, rank: int) -> None:
+        """There is none."""
+
     def log_path(self, rank: int) -> None:
         return None
 
 
 def run_to_the_end(
-    transport: object, launcher: Launcher, folder: Path, monkeypatch: pytest.MonkeyPatch
+    transport: object, launcher: Launcher, folder: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 60.0
 ) -> tuple[ScriptedState, list[str]]:
     """A master of two workers; what its state was told, and what the user read."""
     monkeypatch.setattr(master_worker, "_DEATH_NOTICE_S", 0.1)
@@ -82,10 +95,12 @@ def run_to_the_end(
         launcher=launcher,
         admission=b"",
         run_dir=folder,
-        progress=SimpleNamespace(phase=lambda text: None, failed=reports.append),
+        progress=SimpleNamespace(phase=lambda text: None, failed=reports.append, activity=lambda rank, text: None),
+        beat=lambda: None,
     )
     state = ScriptedState()
-    plan = SimpleNamespace(n_workers=2, config=SimpleNamespace(launcher="local", save=SaveConfig()))
+    config = SimpleNamespace(launcher="local", save=SaveConfig(), cluster=ClusterConfig(worker_timeout_s=timeout_s))
+    plan = SimpleNamespace(n_workers=2, config=config)
     master = MasterWorker(plan, state, session, CheckpointStore(folder, keep=1, experiment="ppo"))  # type: ignore[arg-type]
     assert master.run(Start(run=b"", resume_from="")) == 1
     told = describe_end(folder, 1, is_interrupted=False).failure
@@ -153,3 +168,40 @@ def test_a_failure_is_blamed_on_the_worker_that_died_before(
     launcher = Launcher(ended, news_after)
     state, _ = run_to_the_end(FailingTransport(failure), launcher, tmp_path, monkeypatch)
     assert state.events[1:] == [blamed]
+
+
+class PausedTransport:
+    """The master is stopped for 100 s; then the heartbeats that came meanwhile are there, and after them one worker's.
+
+    The time is this transport's: `receive` lets it pass.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.waiting = [Heartbeat(rank, -1, f"beat {n}", 0.0) for n in range(100) for rank in (0, 1)]
+        self.n_read_late = 0
+
+    def send(self, rank: int, request: object) -> None:
+        """Nobody reads it."""
+
+    def receive(self, timeout_s: float) -> Heartbeat | None:
+        if self.now_s == 0.0:
+            self.now_s = 100.0
+        if self.waiting:
+            self.n_read_late += 1
+            return self.waiting.pop()
+        self.now_s += max(timeout_s, 0.01)
+        return Heartbeat(0, -1, "alive", 0.0) if round(self.now_s * 100) % 50 == 0 else None
+
+
+def test_heartbeats_that_waited_are_read_before_silence_is_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = PausedTransport()
+    monkeypatch.setattr(master_worker, "time", SimpleNamespace(monotonic=lambda: transport.now_s, sleep=lambda s: None))
+    state, _ = run_to_the_end(transport, Launcher([]), tmp_path, monkeypatch, timeout_s=5.0)
+    assert transport.n_read_late == 200
+    [silent] = state.events[1:]
+    assert isinstance(silent, WorkerSilent)
+    assert (silent.rank, silent.activity) == (1, "beat 0")
+    assert transport.now_s > 104.0  # the pause was no part of the silence

@@ -75,7 +75,7 @@ def test_hundreds_of_waiting_workers_take_one_line() -> None:
         (-signal.SIGSEGV, ["killed by SIGSEGV", "native library crashed"]),
         (-signal.SIGTERM, ["killed by SIGTERM", "job scheduler"]),
         (-250, ["killed by signal 250"]),
-        (3, ["exited with code 3", "Its log tells"]),
+        (3, ["exited with code 3", "Code in it ended the process", "its log tells"]),
     ],
 )
 def test_a_dead_worker_is_named_with_its_signal_and_last_words(

@@ -169,6 +169,7 @@ def wait_for_worse(session: Session) -> int:
     partial.write_text(json.dumps(pids))
     partial.rename(session.run_dir / "pids.json")
     while True:
+        session.beat()
         session.transport.receive(0.1)
         for rank, exit_code in session.launcher.poll():
             lost = WorkerLost(rank, exit_code, report.signal_name(exit_code))
@@ -188,6 +189,23 @@ def dies_so_often(session: Session) -> int:
     if attempts.stat().st_size <= int(session.run):
         os.kill(os.getpid(), signal.SIGKILL)
     return one_of_each(session)
+
+
+def freezes_at_first(session: Session) -> int:
+    """Stops itself in its first attempt; the next one works."""
+    first = session.run_dir / "frozen"
+    if not first.exists():
+        first.touch()
+        session.beat()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return one_of_each(session)
+
+
+def talkative(session: Session) -> int:
+    """Writes more than a pipe holds."""
+    session.beat()
+    print("x" * 1_000_000, flush=True)
+    return 0
 
 
 def stubborn(session: Session) -> int:

@@ -24,9 +24,9 @@ import sys
 from realrl.runtime.processes.session import SessionStart
 from realrl.runtime.processes.recovery import Recover
 from realrl.runtime.processes.supervise import run_supervised
-run_dir, program, host, run, port, retries = sys.argv[1:]
+run_dir, program, host, run, port, retries, timeout_s = sys.argv[1:]
 start = SessionStart(run=run.encode(), run_dir=run_dir, program=program, host=host, port=int(port))
-sys.exit(run_supervised(start, Recover(int(retries))))
+sys.exit(run_supervised(start, Recover(int(retries), master_timeout_s=float(timeout_s))))
 """
 
 
@@ -34,7 +34,15 @@ class Run:
     """A supervised run in processes of its own, as the command line starts it."""
 
     def __init__(
-        self, run_dir: Path, program: str, *, host: str = "FakeHost", run: str = "", port: int = 0, retries: int = 0
+        self,
+        run_dir: Path,
+        program: str,
+        *,
+        host: str = "FakeHost",
+        run: str = "",
+        port: int = 0,
+        retries: int = 0,
+        timeout_s: float = 60.0,
     ) -> None:
         self.run_dir = run_dir
         self._output = run_dir.with_name("stderr.txt")
@@ -48,6 +56,7 @@ class Run:
             run,
             str(port),
             str(retries),
+            str(timeout_s),
         ]
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output, process_group=0)
@@ -91,11 +100,16 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
-def is_alive(pid: int) -> bool:
+def state(pid: int) -> str:
+    """Letter of the system for a process: "T" is stopped, "Z" has ended, as has what is not there."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "Z"
+
+
+def is_alive(pid: int) -> bool:
+    return state(pid) != "Z"
 
 
 def assert_all_end(pids: dict[str, int]) -> None:
@@ -155,6 +169,64 @@ def test_a_master_that_is_killed_again_and_again(start: Callable[..., Run], retr
     assert not (run.run_dir / "results.json").exists()
 
 
+SHORT_S = 0.5  # the supervisor adds five seconds
+
+
+def test_a_frozen_master_is_killed_and_everything_ends(start: Callable[..., Run]) -> None:
+    run = start("wait_for_worse", timeout_s=SHORT_S)
+    pids = run.pids()
+    os.kill(pids["master"], signal.SIGSTOP)
+    assert run.wait() == 1
+    assert f"error: the master process ({pids['master']}) gave no sign of life for 6 s and was killed" in run.output()
+    assert "cluster.worker_timeout_s" in run.output()
+    assert_all_end(pids)
+
+
+def test_a_frozen_master_is_started_again(start: Callable[..., Run]) -> None:
+    run = start("freezes_at_first", retries=1, timeout_s=SHORT_S)
+    assert run.wait() == 0, run.output()
+    told = "restart 1 of 1: the master process gave no sign of life for 6 s; going on from the beginning"
+    assert told in run.output()
+    assert (run.run_dir / "results.json").exists()
+
+
+def test_a_pause_of_all_processes_is_no_death(start: Callable[..., Run]) -> None:
+    run = start("wait_for_worse", timeout_s=SHORT_S)
+    pids = run.pids()
+    for order in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in pids.values():
+            os.kill(pid, order)
+        time.sleep(7.0)
+        assert run.process.poll() is None
+    os.kill(pids["supervisor"], signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
+    assert "interrupted by SIGTERM: everything was stopped" in run.output()
+    assert "sign of life" not in run.output()
+    assert_all_end(pids)
+
+
+def test_ctrl_z_stops_everything_until_it_goes_on(start: Callable[..., Run]) -> None:
+    run = start("wait_for_worse", timeout_s=SHORT_S)
+    pids = run.pids()
+    os.kill(pids["supervisor"], signal.SIGTSTP)
+    wait_until(lambda: all(state(pid) == "T" for pid in pids.values()), "everything to stop")
+    time.sleep(7.0)
+    os.kill(pids["supervisor"], signal.SIGCONT)
+    wait_until(lambda: not any(state(pid) in "TZ" for pid in pids.values()), "everything to go on")
+    os.kill(pids["supervisor"], signal.SIGINT)
+    assert run.wait() == 130
+    assert "sign of life" not in run.output()
+    assert_all_end(pids)
+
+
+def test_a_master_whose_output_nobody_reads_is_not_frozen(tmp_path: Path) -> None:
+    arguments = [str(tmp_path / "run"), f"{FAKES}:talkative", f"{FAKES}:FakeHost", "", "0", "0", str(SHORT_S)]
+    run = subprocess.Popen([sys.executable, "-c", _SUPERVISOR, *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE)
+    time.sleep(8.0)
+    assert len(run.communicate(timeout=LIMIT_S)[0]) > 1_000_000
+    assert run.returncode == 0
+
+
 def test_a_killed_worker_is_reported_and_everything_ends(start: Callable[..., Run]) -> None:
     run = start("wait_for_worse")
     pids = run.pids()
@@ -171,6 +243,29 @@ def test_a_killed_supervisor_takes_everything_along(start: Callable[..., Run]) -
     pids = run.pids()
     os.kill(pids["supervisor"], signal.SIGKILL)
     assert run.wait() == -signal.SIGKILL
+    assert_all_end(pids)
+
+
+@pytest.mark.parametrize("frozen", [("master",), ("worker 0",), ("master", "worker 0", "worker 1", "child")], ids=str)
+def test_a_killed_supervisor_takes_frozen_processes_along(start: Callable[..., Run], frozen: tuple[str, ...]) -> None:
+    run = start("wait_for_worse")
+    pids = run.pids()
+    for who in frozen:
+        os.kill(pids[who], signal.SIGSTOP)
+    os.kill(pids["supervisor"], signal.SIGKILL)
+    assert run.wait() == -signal.SIGKILL
+    assert_all_end(pids)
+
+
+def test_a_second_signal_ends_a_frozen_run(start: Callable[..., Run]) -> None:
+    run = start("wait_for_worse")
+    pids = run.pids()
+    for who in ("master", "worker 0", "child"):
+        os.kill(pids[who], signal.SIGSTOP)
+    for _ in range(2):
+        os.kill(pids["supervisor"], signal.SIGTERM)
+        time.sleep(0.4)
+    assert run.wait() == 128 + signal.SIGTERM
     assert_all_end(pids)
 
 
@@ -199,14 +294,15 @@ def test_ctrl_c_reaches_the_whole_group_and_counts_once(start: Callable[..., Run
     assert_all_end(pids)
 
 
-def test_a_second_ctrl_c_kills_at_once(start: Callable[..., Run]) -> None:
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_kills_at_once(start: Callable[..., Run], second: signal.Signals) -> None:
     run = start("stubborn")
     pids = run.pids()
     os.kill(pids["supervisor"], signal.SIGINT)
     wait_until((run.run_dir / "interrupted").exists, "the master to hear of it")
     assert run.process.poll() is None
     time.sleep(0.4)  # nobody presses twice within one keypress
-    os.kill(pids["supervisor"], signal.SIGINT)
+    os.kill(pids["supervisor"], second)
     assert run.wait() == 130
     assert "stopped at once after SIGINT" in run.output()
     assert_all_end(pids)

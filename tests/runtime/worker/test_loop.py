@@ -10,6 +10,7 @@ import pytest
 from realrl.errors import CallError, CheckpointError, DataError, InvalidTransitionError, TransportError
 from realrl.runtime.launchers.base import available_cores, threads_per_worker
 from realrl.runtime.launchers.inline import InlineLauncher
+from realrl.runtime.processes.session import SignalReceived
 from realrl.runtime.transport.base import SampleClient
 from realrl.runtime.transport.inproc import InprocMaster, InprocSamples
 from realrl.runtime.worker.loop import WorkerLoop
@@ -71,9 +72,18 @@ def raise_data_error() -> None:
     raise DataError("row 17 is not JSON")
 
 
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
     ("action", "error", "exit_code"),
-    [(raise_data_error, "DataError", 2), (lambda: {}["x"], "KeyError", 1), (lambda: sys.exit(5), "SystemExit", 1)],
+    [
+        (raise_data_error, "DataError", 2),
+        (lambda: {}["x"], "KeyError", 1),
+        (lambda: sys.exit(5), "SystemExit", 1),
+        (raise_interrupt, "KeyboardInterrupt", 1),
+    ],
 )
 def test_what_a_call_raises_becomes_a_failure(action: Callable[[], object], error: str, exit_code: int) -> None:
     loop = loop_around(ScriptedHost({"actor_gen": action}))
@@ -156,11 +166,11 @@ def test_without_a_way_to_send_it_a_late_reply_is_waited_for() -> None:
     assert loop.execute(SaveCheckpoint(1, 4, "/x")) == [CheckpointSaved(0, 1, 4)]
 
 
-def test_a_keyboard_interrupt_is_not_a_failure_of_the_call() -> None:
+def test_a_signal_is_not_a_failure_of_the_call() -> None:
     def interrupt() -> None:
-        raise KeyboardInterrupt
+        raise SignalReceived(2)
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SignalReceived):
         loop_around(ScriptedHost({"actor_gen": interrupt})).execute(call(1))
 
 

@@ -350,12 +350,15 @@ def test_worker_lost_outside_of_a_call(n_actions, where):
         until(simulation, lambda: not any(r.inbox or r.replies for r in simulation.ranks[1:]))
     failure = abort_of(simulation.master.handle(WorkerLost(1, 3, "")))
     assert failure.message == f"worker 1 ended with exit code 3 {where}"
+    assert failure.kind is FailureKind.WORKER_EXITED
+    assert "os._exit" in failure.remedy
     assert failure.waiting_ranks == ()
 
 
 def test_worker_that_never_appears():
     failure = abort_of(MasterState(ppo_plan()).handle(WorkerLost(1, 1, "")))
     assert failure.message == "worker 1 ended with exit code 1 while it was starting up"
+    assert failure.kind is FailureKind.WORKER_EXITED
     failure = abort_of(MasterState(ppo_plan()).handle(WorkerSilent(1, "", 60.0)))
     assert failure.message == "worker 1 did not start within 60 s"
 

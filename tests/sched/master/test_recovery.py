@@ -60,6 +60,11 @@ def test_a_master_that_dies_without_a_word():
     assert recovery.handle(AttemptEnded(-9, None, 5)) == SAME_PLACE
 
 
+def test_a_master_that_was_silent():
+    event = AttemptEnded(-9, None, 4, silent_s=125.4)
+    assert Recovery(1).handle(event) == Restart(1, "the master process gave no sign of life for 125 s")
+
+
 @pytest.mark.parametrize("retries", [1, 2, 5])
 def test_retries_count_all_restarts_of_a_run_however_far_it_comes(retries):
     recovery = Recovery(retries)
