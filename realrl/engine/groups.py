@@ -223,7 +223,7 @@ class Groups:
                 handles = _create_handles(planned, world_size, timeout, smallest=1 if for_libraries else 2)
                 if device.type == "cpu":
                     prove_connections(handles, store=store, rank=rank)
-                for members, handle in {frozenset({rank}): dist.group.WORLD, **handles}.items():
+                for members, handle in handles.items():
                     if rank in members:
                         dist.distributed_c10d._set_pg_timeout(_PATIENCE * timeout, handle)
             except (dist.DistError, RuntimeError, OSError) as error:
