@@ -88,9 +88,11 @@ class Loaded:
         Raises:
             UsageError: see `plan_run`.
         """
+        from realrl.experiment.discovery import staying
         from realrl.experiment.planning import plan_run
 
-        plan = plan_run(self.config, self.experiment)
+        with staying():
+            plan = plan_run(self.config, self.experiment)
         check_used(self.overrides, plan)
         return plan
 
@@ -284,15 +286,16 @@ def _compose(experiment: Experiment, name: str, overrides: Sequence[str]) -> Run
     """Compose the configuration of an experiment that the user called `name`."""
     from realrl.config.compose import compose
     from realrl.data.assets.store import cache_dir
-    from realrl.experiment.discovery import config_dir, stable_reference
+    from realrl.experiment.discovery import config_dir, stable_reference, staying
 
-    return compose(
-        experiment,
-        overrides,
-        reference=stable_reference(name),
-        config_dir=config_dir(),
-        cache_dir=cache_dir().absolute(),
-    )
+    with staying():
+        return compose(
+            experiment,
+            overrides,
+            reference=stable_reference(name),
+            config_dir=config_dir(),
+            cache_dir=cache_dir().absolute(),
+        )
 
 
 def _help(parser: _Parser, options: argparse.Namespace) -> int:

@@ -208,14 +208,17 @@ class _Composer:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
-        context = OmegaConf.create({**nested, **({} if cache_dir is None else {"cache_dir": str(cache_dir)})})
+        context: Any = None
         for path in marked:
             subject, origin = self.subjects[path]
             try:
+                if context is None:
+                    own = {} if cache_dir is None else {"cache_dir": str(cache_dir)}
+                    context = OmegaConf.create({**nested, **own})
                 node = OmegaConf.select(context, path)
                 value = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-            except OmegaConfBaseException as error:
-                self.problems.append(Problem(subject, str(error).splitlines()[0], origin))
+            except (OmegaConfBaseException, RecursionError) as error:
+                self.problems.append(Problem(subject, (str(error).splitlines() or ["cannot be resolved"])[0], origin))
             else:
                 _put(nested, path, value)
 

@@ -12,8 +12,11 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 
+from realrl.errors import MAX_TEXT_CHARS, is_text
+
 BackendName = Literal["native", "megatron", "deepspeed"]
 BUILT_IN = "tiny"  # path of the random model, its tokenizer and the toy task, which no file holds
+MAX_DEVICES = 4096  # of all nodes; planning is meant for so many
 REASONING_TASKS = "reasoning_gym:"  # start of a dataset path that names tasks instead of a file
 ADVANCED: JsonDict = {"advanced": True}
 
@@ -25,8 +28,12 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_bool_as_number(cls, value: object, info: ValidationInfo) -> object:
-        """pydantic would read true as 1."""
+    def _refuse_impossible(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic would read true as 1, and would take any text and any whole number."""
+        if isinstance(value, str) and not is_text(value):
+            raise ValueError(f"text needs valid Unicode without NUL, and at most {MAX_TEXT_CHARS} characters")
+        if isinstance(value, int) and abs(value) >= 2**64:
+            raise ValueError("a whole number of so many digits is impossible")
         annotation = cls.model_fields[info.field_name or ""].annotation
         kinds = {annotation, *get_args(annotation)}
         if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
@@ -210,8 +217,10 @@ class CallConfig(Section):
 class ClusterConfig(Section):
     """The machines."""
 
-    n_nodes: int = Field(1, ge=1, description="number of machines")
-    n_devices_per_node: int = Field(1, ge=1, description="accelerators of each machine; on the CPU, worker processes")
+    n_nodes: int = Field(1, ge=1, le=MAX_DEVICES, description="number of machines")
+    n_devices_per_node: int = Field(
+        1, ge=1, le=MAX_DEVICES, description="accelerators of each machine; on the CPU, worker processes"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="'auto' takes CUDA when it is there")
     data_plane: Literal["socket", "collective"] = Field(
         "socket",
@@ -223,7 +232,7 @@ class ClusterConfig(Section):
     )
     worker_timeout_s: float = Field(
         120.0,
-        gt=0,
+        ge=2,
         description="a worker that is silent for so long is reported as lost",
         json_schema_extra=ADVANCED,
     )
@@ -342,7 +351,7 @@ class RunConfig(Section):
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="of computation; master weights are always fp32"
     )
-    n_seqs: int = Field(32, ge=1, description="samples per step")
+    n_seqs: int = Field(32, ge=1, le=1_000_000, description="samples per step")
     min_n_seqs: int | None = Field(
         None,
         ge=1,

@@ -6,6 +6,7 @@ Every error names the file and the line (JSON Lines) or row (JSON, parquet) that
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,13 +42,13 @@ def read_rows(path: str) -> list[RawRow]:
 
 def _shards(path: Path) -> list[Path]:
     known = ", ".join(READERS)
-    if path.is_dir():
+    if os.path.isdir(path):
         files = sorted(p for p in path.iterdir() if p.suffix.lower() in READERS and not p.name.startswith("."))
         if not files:
             raise DataError(f"the dataset folder {path} holds no file with a known suffix ({known})")
         return files
-    if not path.exists():
-        if not path.parent.is_dir():
+    if not os.path.exists(path):
+        if not os.path.isdir(path.parent):
             raise DataError(f"the dataset {path} does not exist, nor does the folder {path.parent}")
         near = did_you_mean(path.name, [p.name for p in path.parent.iterdir()])
         raise DataError(
@@ -102,7 +103,7 @@ def _not_json(file: Path, content: bytes, error: Exception) -> DataError:
             return DataError(
                 f"{where} follows a complete JSON value", remedy="Call the file .jsonl if it is JSON Lines."
             )
-    except (UnicodeDecodeError, RecursionError) as detail:
+    except (ValueError, RecursionError) as detail:
         reason = str(detail)
     return DataError(f"{where} is not JSON: {reason}", remedy="A .json file holds one list of objects.")
 
@@ -116,7 +117,7 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
         ) from error
     try:
         values = parquet.read_table(file).to_pylist()
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         reason = " ".join(str(error).split())
         raise DataError(
             f"{file} is not a readable parquet file: {reason}", remedy="Write or fetch it again."

@@ -7,24 +7,33 @@ it; in a bare checkout it is the folder `experiments` beside `realrl`. The same 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
+import sysconfig
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 from realrl.config.schema import RunConfig
 from realrl.config.serialize import experiment_reference, load_config
 from realrl.errors import ConfigError, did_you_mean
-from realrl.experiment.declaration import Experiment
+from realrl.experiment.declaration import Experiment, check_declaration
 
 ATTRIBUTE = "EXPERIMENT"
 PACKAGE = "realrl_experiments"
 CONFIG_PACKAGE = "realrl_configs"
 ROOT = Path(__file__).resolve().parent.parent.parent
+_NOT_OF_USERS = (
+    "<",
+    *(str(ROOT / name) + os.sep for name in ("realrl", "experiments")),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+)
 
 
 def load_experiment(reference: str) -> Experiment:
@@ -38,17 +47,35 @@ def load_experiment(reference: str) -> Experiment:
     Raises:
         ConfigError: there is no such experiment, its module cannot be imported, or declares none.
     """
-    if _is_file(reference):
-        return _declared(_import_file(Path(reference)), reference)
-    names = experiment_names()
-    if reference in names:
-        return _declared(_import_module(f"{_package().__name__}.{reference}", reference), reference)
-    if "." in reference and all(part.isidentifier() for part in reference.split(".")):
-        return _declared(_import_module(reference, reference), reference)
+    with staying():
+        if _is_file(reference):
+            return _declared(_import_file(Path(reference)), reference)
+        names = experiment_names()
+        if reference in names:
+            return _declared(_import_module(f"{_package().__name__}.{reference}", reference), reference)
+        if "." in reference and all(part.isidentifier() for part in reference.split(".")):
+            return _declared(_import_module(reference, reference), reference)
     raise ConfigError(
         f"there is no experiment '{reference}'.{did_you_mean(reference, names)}",
         remedy=f"Choose from {', '.join(names)}, or give a file such as ./my_algorithm.py.",
     )
+
+
+@contextlib.contextmanager
+def staying() -> Iterator[None]:
+    """Make `os._exit` raise `SystemExit` while code of users runs: an exit code is not theirs to choose."""
+    leave, own = os._exit, os.getpid()
+
+    def refuse(status: int) -> None:
+        if os.getpid() != own:  # a process that they forked
+            leave(status)
+        raise SystemExit(status)
+
+    os._exit = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def stable_reference(reference: str) -> str:
@@ -116,14 +143,14 @@ def _import_module(name: str, reference: str) -> ModuleType:
                 remedy=f"Choose from {', '.join(names)}, or give a file such as ./my_algorithm.py.",
             ) from error
         raise _import_failed(reference, error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_failed(reference, error) from error
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
+    if not os.path.isfile(path):
         folder = path.parent
-        near = sorted(other.stem for other in folder.glob("*.py")) if folder.is_dir() else []
+        near = sorted(other.stem for other in folder.glob("*.py")) if os.path.isdir(folder) else []
         raise ConfigError(f"there is no experiment file '{path}'.{did_you_mean(path.stem, near)}")
     path = path.resolve()
     name = path.stem
@@ -141,7 +168,7 @@ def _import_file(path: Path) -> ModuleType:
         raise ConfigError(f"'{path}' is not a Python file")
     try:
         return _execute(spec, name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _import_failed(str(path), error) from error
 
 
@@ -157,29 +184,41 @@ def _execute(spec: importlib.machinery.ModuleSpec, name: str) -> ModuleType:
     return module
 
 
-def _import_failed(reference: str, error: Exception) -> ConfigError:
-    """Return an error that names the line at fault: the last one outside of the import machinery."""
+def failed_in(error: BaseException) -> ConfigError | None:
+    """Return an error that names the line of a user's file which raised `error`; None if no such file did."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OF_USERS)]
+    if not frames:
+        return None
+    last = frames[-1]
+    return ConfigError(_in_words(error), remedy=f"{last.filename}:{last.lineno}: {(last.line or '').strip()}")
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"code of your own called exit({error.code!r}), which ends no run"
     if isinstance(error, SyntaxError):
-        place, source = f"{error.filename}:{error.lineno}", error.text or ""
-    else:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-        last = frames[-1]
-        place, source = f"{last.filename}:{last.lineno}", last.line or ""
-    text = str(error.msg) if isinstance(error, SyntaxError) else str(error)
-    remedy = f"{place}: {source.strip()}"
-    return ConfigError(f"experiment '{reference}' cannot be imported: {type(error).__name__}: {text}", remedy=remedy)
+        return f"{type(error).__name__}: {error.msg}"
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _import_failed(reference: str, error: BaseException) -> ConfigError:
+    """Return an error that names the line at fault: the last one that is a user's."""
+    failed = failed_in(error)
+    remedy = None if failed is None else failed.remedy
+    if isinstance(error, SyntaxError):
+        remedy = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    return ConfigError(f"experiment '{reference}' cannot be imported: {_in_words(error)}", remedy=remedy)
 
 
 def _declared(module: ModuleType, reference: str) -> Experiment:
-    experiment = getattr(module, ATTRIBUTE, None)
-    if isinstance(experiment, Experiment):
-        return experiment
-    if experiment is None:
+    if not hasattr(module, ATTRIBUTE):
         near = did_you_mean(ATTRIBUTE, vars(module))
         raise ConfigError(
             f"'{reference}' declares no experiment: it has no attribute {ATTRIBUTE}.{near}",
             remedy=f"End it with {ATTRIBUTE} = realrl.Experiment(name=..., roles=..., mfcs=...).",
         )
-    raise ConfigError(
-        f"{ATTRIBUTE} in '{reference}' is of type {type(experiment).__name__}, not realrl.Experiment",
-    )
+    experiment = getattr(module, ATTRIBUTE)
+    if not isinstance(experiment, Experiment):
+        raise ConfigError(f"{ATTRIBUTE} in '{reference}' is of type {type(experiment).__name__}, not realrl.Experiment")
+    check_declaration(experiment, reference)
+    return experiment

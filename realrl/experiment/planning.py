@@ -66,20 +66,25 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
 
 
 def check_models_fit(plan: RunPlan) -> None:
-    """Check every role's model against the strategies of its calls and its adapters; others need no check.
+    """Check every role's model against the strategies of its calls, its adapters, and the lengths of responses.
 
     Raises:
         AllocationError: tp or pp does not fit a model, or a hook moves parameters between models that differ.
         AssetError: config.json or a tokenizer cannot be used.
         ConfigError: an adapter's target matches no layer of the role's model, one without experts has a
-            load-balancing loss, or a training backend does not support a setting.
+            load-balancing loss, a training backend does not support a setting, or a response alone fills all positions.
     """
     check_backends(plan)
+    shapes, n_new = role_configs(plan), plan.config.generation.max_new_tokens
+    for role in plan.generating_roles:
+        if role in shapes and n_new >= shapes[role].max_positions:
+            raise ConfigError(
+                f"generation.max_new_tokens={n_new} leaves no place for a prompt in the "
+                f"{shapes[role].max_positions} positions of the model of role '{role}'",
+                remedy="Lower it.",
+            )
     is_sharded = any(a.strategy.tp > 1 or a.strategy.pp > 1 for a in plan.allocations.values())
-    sections = [plan.config.models[role] for role in plan.roles]
-    depends_on_model = any(s.lora.rank or s.router_aux_loss_coef is not None for s in sections)
-    if is_sharded or depends_on_model or any(mfc.reallocs for mfc in plan.mfcs):
-        shapes = role_configs(plan)
+    if is_sharded or any(mfc.reallocs for mfc in plan.mfcs):
         check_shapes(plan.graph, plan.allocations, shapes)
         check_realloc_shapes(plan.graph, shapes)
 

@@ -6,11 +6,13 @@ value that would be accepted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from realrl.errors import GraphError, did_you_mean
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook, protocol_names
 
+_NAME = re.compile(r"\w[\w.#:-]{0,99}")
 _ARTICLE = {
     InterfaceType.GENERATE: "a generate",
     InterfaceType.INFERENCE: "an inference",
@@ -49,8 +51,11 @@ def nearest_divisor(value: int, of: int) -> int:
 def _check_names(mfcs: Sequence[MFCDef]) -> None:
     seen: set[str] = set()
     for position, mfc in enumerate(mfcs):
-        if not mfc.name or mfc.name != mfc.name.strip():
-            raise GraphError(f"call number {position + 1} has the name {mfc.name!r}", remedy="Give it a short name.")
+        if not isinstance(mfc.name, str) or _NAME.fullmatch(mfc.name) is None:
+            raise GraphError(
+                f"call number {position + 1} has the name {mfc.name!r}",
+                remedy="Give it a short name of letters, digits, '_', '-' and '.'.",
+            )
         if mfc.name in seen:
             raise GraphError(
                 f"two calls have the name '{mfc.name}'",
@@ -58,7 +63,7 @@ def _check_names(mfcs: Sequence[MFCDef]) -> None:
                 call=mfc.name,
             )
         seen.add(mfc.name)
-        if not mfc.role or mfc.model.replica_id < 0:
+        if not isinstance(mfc.role, str) or not mfc.role or mfc.model.replica_id < 0:
             raise GraphError(
                 f"call '{mfc.name}' runs on role {mfc.role!r}, replica {mfc.model.replica_id}",
                 remedy="A role needs a name, and replicas are numbered from 0.",
@@ -166,6 +171,8 @@ def _check_keys(mfc: MFCDef) -> None:
                 remedy=f"Write a tuple: {field}=({keys!r},).",
                 call=mfc.name,
             )
+        if not isinstance(keys, (tuple, list)) or not all(isinstance(key, str) and key for key in keys):
+            raise GraphError(f"{field} of call '{mfc.name}' is no tuple of names: {keys!r}", call=mfc.name)
         twice = sorted({key for key in keys if list(keys).count(key) > 1})
         if twice:
             raise GraphError(
