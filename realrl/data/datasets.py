@@ -192,7 +192,7 @@ def load_dataset(config: DatasetConfig, kind: DatasetKind, tokenizer: Any, *, is
 def _check_row(row: RawRow, index: int, kind: DatasetKind, config: DatasetConfig, tokenizer: Any) -> _Row:
     row_id = row.fields.get("id", index)
     if isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":
-        raise DataError(f"{row.where} has an id that is neither a string nor a number: {str(row_id)[:100]!r}")
+        raise DataError(f"{row.where} has an id that is neither a string nor a number: {repr(row_id)[:100]}")
     if isinstance(row_id, str) and not is_text(row_id):
         raise DataError(f"{row.where} has an id of {len(row_id)} characters that is no name: {row_id[:40]!r}...")
     is_complete = row.fields.get("complete", True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from realrl.errors import ConfigError
-from realrl.experiment.loading import load_object, require_module
+from realrl.experiment.loading import load_object, require_function
 
 
 @pytest.mark.parametrize("name", ["math:hypot", "math.hypot"])
@@ -25,7 +25,7 @@ def test_a_module_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "my_rewards_here.py").write_text("def score(p, r): return 1.0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["/nowhere"])
-    require_module("my_rewards_here:score", "algorithm.reward_function")
+    require_function("my_rewards_here:score", "algorithm.reward_function")
     assert load_object("my_rewards_here:score")(1, 2) == 1.0
 
 
@@ -62,5 +62,5 @@ def test_a_file_that_raises_is_loaded_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["no_such_module:f", "no.such.module:f", "/no/such/file.py:f"])
 def test_a_missing_module_is_found_out_without_importing(name: str) -> None:
     with pytest.raises(ConfigError, match=r"^algorithm\.reward_function='.*': there is no (module|file)"):
-        require_module(name, "algorithm.reward_function")
-    require_module("antigravity:f", "algorithm.reward_function")
+        require_function(name, "algorithm.reward_function")
+    require_function("antigravity:geohash", "algorithm.reward_function")
