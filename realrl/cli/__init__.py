@@ -84,7 +84,7 @@ def _unexpected(error: BaseException) -> int:
     """Report an error of the user's own code, which ran before anything started, or a bug; return the exit code."""
     import traceback
 
-    from realrl.experiment.discovery import failed_in
+    from realrl.experiment.loading import failed_in
 
     own = failed_in(error)
     if own is not None:

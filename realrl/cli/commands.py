@@ -88,11 +88,9 @@ class Loaded:
         Raises:
             UsageError: see `plan_run`.
         """
-        from realrl.experiment.discovery import staying
         from realrl.experiment.planning import plan_run
 
-        with staying():
-            plan = plan_run(self.config, self.experiment)
+        plan = plan_run(self.config, self.experiment)
         check_used(self.overrides, plan)
         return plan
 
@@ -286,7 +284,8 @@ def _compose(experiment: Experiment, name: str, overrides: Sequence[str]) -> Run
     """Compose the configuration of an experiment that the user called `name`."""
     from realrl.config.compose import compose
     from realrl.data.assets.store import cache_dir
-    from realrl.experiment.discovery import config_dir, stable_reference, staying
+    from realrl.experiment.discovery import config_dir, stable_reference
+    from realrl.experiment.loading import staying
 
     with staying():
         return compose(

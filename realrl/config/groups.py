@@ -10,7 +10,7 @@ from typing import Any
 
 from realrl.errors import ConfigError
 
-_MAX_CHARS, _MAX_VALUES, _MAX_DEPTH = 100_000, 10_000, 20
+_MAX_CHARS, _MAX_VALUES, _MAX_LEVELS = 100_000, 10_000, 20
 
 
 def group_options(group: str, config_dir: Path | None) -> list[str]:
@@ -54,38 +54,49 @@ def load_yaml(path: Path) -> Mapping[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(_MAX_CHARS + 1)
-        n_values, depth = _extent(yaml.compose(text, Loader=yaml.SafeLoader), (), {})
-        if len(text) > _MAX_CHARS or n_values > _MAX_VALUES or depth > _MAX_DEPTH:
-            raise ConfigError(
-                f"preset={path}: is too large: it has more than {_MAX_CHARS:,} characters, {_MAX_VALUES:,} values with "
-                f"aliases written out, or {_MAX_DEPTH} levels"
-            )
+        if len(text) > _MAX_CHARS:
+            raise ValueError(f"it has more than {_MAX_CHARS:,} characters")
+        _check_extent(text)
         loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
         json.dumps(loaded, default=str)  # fails for numbers of thousands of digits
     except OSError as error:
         raise ConfigError(f"preset={path}: cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, OmegaConfBaseException) as error:
-        raise ConfigError(f"preset={path}: is not YAML: {_one_line(error)}") from error
+        raise ConfigError(f"preset={path}: is no YAML that can be used: {_one_line(error)}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"preset={path}: must hold keys and values, such as 'steps: 10'")
     return {str(name): value for name, value in loaded.items()}
 
 
-def _extent(node: Any, above: tuple[int, ...], known: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return the number of values and of levels of a YAML node with its aliases written out.
+def _check_extent(text: str) -> None:
+    """Refuse YAML that is too deep, or too large with its aliases written out; nothing of it is built.
 
     Raises:
-        ValueError: the node holds itself.
+        ValueError: says what is too much, or which alias stands inside of what it stands for.
+        YAMLError: the text is no YAML.
     """
-    if node is None or isinstance(node.value, str):
-        return 1, 0
-    if id(node) in above:
-        raise ValueError("an alias stands inside of what it stands for")
-    if id(node) not in known:
-        children = [child for item in node.value for child in (item if isinstance(item, tuple) else (item,))]
-        sizes = [_extent(child, (*above, id(node)), known) for child in children]
-        known[id(node)] = 1 + sum(n for n, _ in sizes), 1 + max((depth for _, depth in sizes), default=0)
-    return known[id(node)]
+    import yaml
+
+    known: dict[str, tuple[int, int]] = {}  # anchor -> values and levels below it
+    above: list[tuple[str | None, int, int]] = [(None, 0, 0)]
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        n_values, n_levels, anchor = 1, 0, getattr(event, "anchor", None)
+        if isinstance(event, yaml.CollectionStartEvent):
+            above.append((anchor, 1, 1))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, n_values, n_levels = above.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            if anchor in (name for name, _, _ in above):
+                raise ValueError(f"the alias '{anchor}' stands inside of what it stands for")
+            n_values, n_levels = known.get(anchor, (1, 0))
+        elif not isinstance(event, yaml.ScalarEvent):
+            continue
+        if not isinstance(event, yaml.CollectionStartEvent):
+            known |= {anchor: (n_values, n_levels)} if anchor is not None else {}
+            parent, n_inside, levels_inside = above.pop()
+            above.append((parent, n_inside + n_values, max(levels_inside, n_levels + 1)))
+        if above[-1][1] > _MAX_VALUES or len(above) + above[-1][2] > _MAX_LEVELS:
+            raise ValueError(f"it has more than {_MAX_VALUES:,} values with aliases written out, or {_MAX_LEVELS} levels")
 
 
 def _one_line(error: Exception) -> str:

@@ -16,7 +16,7 @@ from realrl.errors import MAX_TEXT_CHARS, is_text
 
 BackendName = Literal["native", "megatron", "deepspeed"]
 BUILT_IN = "tiny"  # path of the random model, its tokenizer and the toy task, which no file holds
-MAX_DEVICES = 4096  # of all nodes; planning is meant for so many
+MAX_DEVICES = 1024  # of all nodes; planning is meant for so many
 REASONING_TASKS = "reasoning_gym:"  # start of a dataset path that names tasks instead of a file
 ADVANCED: JsonDict = {"advanced": True}
 

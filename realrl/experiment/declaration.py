@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,8 @@ from typing import Any, Literal, get_args
 from realrl.config.schema import RunConfig, Section
 from realrl.data.kinds import DatasetKind
 from realrl.errors import ConfigError
+from realrl.experiment.loading import staying
+from realrl.graph.checks import check_types
 from realrl.graph.mfc import MFCDef
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # runs and checkpoints have folders of these names
@@ -73,11 +76,12 @@ class Experiment:
         Raises:
             ConfigError: `check` or an option refuses the configuration.
         """
-        if self.check is not None:
-            self.check(config, self.defaults)
-        calls = self._checked(self.mfcs(config))
-        for add in self.adds:
-            calls = self._checked(add(config, calls))
+        with staying():
+            if self.check is not None:
+                self.check(config, self.defaults)
+            calls = self._checked(self.mfcs(config))
+            for add in self.adds:
+                calls = self._checked(add(config, calls))
         return calls
 
     def _checked(self, calls: Sequence[MFCDef]) -> list[MFCDef]:
@@ -85,6 +89,7 @@ class Experiment:
         for call in listed:
             if not isinstance(call, MFCDef):
                 raise ConfigError(f"experiment '{self.name}' gives {type(call).__name__} for a list of MFCDef")
+            check_types(call)
         return listed
 
     def variant(
@@ -102,7 +107,8 @@ class Experiment:
 
     def roles_for(self, config: RunConfig) -> Mapping[str, Role]:
         """Return the roles of a run with this configuration; the names are those of `roles`, or fewer."""
-        changes = self.role_changes(config) if self.role_changes else {}
+        with staying():
+            changes = self.role_changes(config) if self.role_changes else {}
         if not isinstance(changes, Mapping) or not all(role is None or isinstance(role, Role) for role in changes.values()):
             raise ConfigError(f"role_changes of experiment '{self.name}' gives no mapping of names to Role or None")
         changed = {**self.roles, **changes}
@@ -131,12 +137,12 @@ def check_declaration(experiment: Experiment, reference: str) -> None:
         "description": (isinstance(e.description, str), "text"),
         "roles": (0 < len(roles) <= _MOST_ROLES, f"a mapping of 1 to {_MOST_ROLES} names to Role(...)"),
         "dataset": (isinstance(e.dataset, DatasetKind), "a DatasetKind"),
-        "mfcs": (callable(e.mfcs), "a function from the configuration to a list of MFCDef"),
+        "mfcs": (_takes(e.mfcs, 1), "a function from the configuration to a list of MFCDef"),
         "options": (isinstance(e.options, type) and issubclass(e.options, Section), "a subclass of Section"),
         "defaults": (_is_plain(e.defaults), "a mapping of plain values"),
-        "role_changes": (e.role_changes is None or callable(e.role_changes), "a function of the configuration"),
-        "adds": (isinstance(e.adds, Sequence) and all(map(callable, e.adds)), "a tuple of functions"),
-        "check": (e.check is None or callable(e.check), "a function"),
+        "role_changes": (e.role_changes is None or _takes(e.role_changes, 1), "a function of the configuration"),
+        "adds": (isinstance(e.adds, Sequence) and all(_takes(f, 2) for f in e.adds), "functions (configuration, calls)"),
+        "check": (e.check is None or _takes(e.check, 2), "a function (configuration, defaults)"),
         "eval_metrics": (isinstance(e.eval_metrics, tuple) and all(isinstance(m, str) for m in e.eval_metrics), "names"),
     }
     for name, role in roles.items():
@@ -149,6 +155,18 @@ def check_declaration(experiment: Experiment, reference: str) -> None:
     for field_name, (is_right, wanted) in fields.items():
         if not is_right:
             raise ConfigError(f"EXPERIMENT in '{reference}' has an impossible {field_name}: it must be {wanted}")
+
+
+def _takes(function: object, n_arguments: int) -> bool:
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*[None] * n_arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function that does not tell
+        return True
+    return True
 
 
 def _is_plain(defaults: object) -> bool:

@@ -7,16 +7,12 @@ it; in a bare checkout it is the folder `experiments` beside `realrl`. The same 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import importlib.util
 import os
 import pkgutil
 import sys
-import sysconfig
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -24,16 +20,12 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import experiment_reference, load_config
 from realrl.errors import ConfigError, did_you_mean
 from realrl.experiment.declaration import Experiment, check_declaration
+from realrl.experiment.loading import import_failed, staying
 
 ATTRIBUTE = "EXPERIMENT"
 PACKAGE = "realrl_experiments"
 CONFIG_PACKAGE = "realrl_configs"
 ROOT = Path(__file__).resolve().parent.parent.parent
-_NOT_OF_USERS = (
-    "<",
-    *(str(ROOT / name) + os.sep for name in ("realrl", "experiments")),
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
-)
 
 
 def load_experiment(reference: str) -> Experiment:
@@ -59,23 +51,6 @@ def load_experiment(reference: str) -> Experiment:
         f"there is no experiment '{reference}'.{did_you_mean(reference, names)}",
         remedy=f"Choose from {', '.join(names)}, or give a file such as ./my_algorithm.py.",
     )
-
-
-@contextlib.contextmanager
-def staying() -> Iterator[None]:
-    """Make `os._exit` raise `SystemExit` while code of users runs: an exit code is not theirs to choose."""
-    leave, own = os._exit, os.getpid()
-
-    def refuse(status: int) -> None:
-        if os.getpid() != own:  # a process that they forked
-            leave(status)
-        raise SystemExit(status)
-
-    os._exit = refuse  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        os._exit = leave
 
 
 def stable_reference(reference: str) -> str:
@@ -142,9 +117,9 @@ def _import_module(name: str, reference: str) -> ModuleType:
                 f"there is no experiment or module '{reference}'.{did_you_mean(reference, names)}",
                 remedy=f"Choose from {', '.join(names)}, or give a file such as ./my_algorithm.py.",
             ) from error
-        raise _import_failed(reference, error) from error
+        raise import_failed(f"experiment '{reference}'", error) from error
     except (Exception, SystemExit) as error:
-        raise _import_failed(reference, error) from error
+        raise import_failed(f"experiment '{reference}'", error) from error
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -169,7 +144,7 @@ def _import_file(path: Path) -> ModuleType:
     try:
         return _execute(spec, name)
     except (Exception, SystemExit) as error:
-        raise _import_failed(str(path), error) from error
+        raise import_failed(f"experiment '{path}'", error) from error
 
 
 def _execute(spec: importlib.machinery.ModuleSpec, name: str) -> ModuleType:
@@ -182,32 +157,6 @@ def _execute(spec: importlib.machinery.ModuleSpec, name: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def failed_in(error: BaseException) -> ConfigError | None:
-    """Return an error that names the line of a user's file which raised `error`; None if no such file did."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OF_USERS)]
-    if not frames:
-        return None
-    last = frames[-1]
-    return ConfigError(_in_words(error), remedy=f"{last.filename}:{last.lineno}: {(last.line or '').strip()}")
-
-
-def _in_words(error: BaseException) -> str:
-    if isinstance(error, SystemExit):
-        return f"code of your own called exit({error.code!r}), which ends no run"
-    if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg}"
-    return "".join(traceback.format_exception_only(error)).strip()
-
-
-def _import_failed(reference: str, error: BaseException) -> ConfigError:
-    """Return an error that names the line at fault: the last one that is a user's."""
-    failed = failed_in(error)
-    remedy = None if failed is None else failed.remedy
-    if isinstance(error, SyntaxError):
-        remedy = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
-    return ConfigError(f"experiment '{reference}' cannot be imported: {_in_words(error)}", remedy=remedy)
 
 
 def _declared(module: ModuleType, reference: str) -> Experiment:

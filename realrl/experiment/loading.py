@@ -6,17 +6,43 @@ Imports no torch. Modules in the working directory are found as they would be by
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from realrl.errors import ConfigError, did_you_mean
+
+_NOT_OF_USERS = (
+    "<",
+    *(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("realrl", "experiments")),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+)
+
+
+@contextlib.contextmanager
+def staying() -> Iterator[None]:
+    """Make `os._exit` raise `SystemExit` while code of users runs: an exit code is not theirs to choose."""
+    leave, own = os._exit, os.getpid()
+
+    def refuse(status: int) -> None:
+        if os.getpid() != own:  # a process that they forked
+            leave(status)
+        raise SystemExit(status)
+
+    os._exit = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def load_object(name: str) -> Any:
@@ -135,6 +161,32 @@ def check_reward_signature(signature: inspect.Signature, name: str) -> None:
         raise TypeError(f"{name!r} needs the option {missing[0]!r}")
 
 
+def failed_in(error: BaseException) -> ConfigError | None:
+    """Return an error that names the line of a user's file which raised `error`; None if no such file did."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OF_USERS)]
+    if not frames:
+        return None
+    last = frames[-1]
+    return ConfigError(_in_words(error), remedy=f"{last.filename}:{last.lineno}: {(last.line or '').strip()}")
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"code of your own called exit({error.code!r}), which ends no run"
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def import_failed(what: str, error: BaseException) -> ConfigError:
+    """Return an error for an import that failed; it names the line at fault, the last one that is a user's."""
+    failed = failed_in(error)
+    remedy = None if failed is None else failed.remedy
+    if isinstance(error, SyntaxError):
+        remedy = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    return ConfigError(f"{what} cannot be imported: {_in_words(error)}", remedy=remedy)
+
+
 def split_name(name: str) -> tuple[str, str]:
     """Split a name into "package.module" or "file.py", and "object".
 
@@ -149,6 +201,8 @@ def split_name(name: str) -> tuple[str, str]:
 
 def _import(name: str, module: str) -> ModuleType:
     _find_working_directory()
+    if not all(map(str.isidentifier, module.split("."))):
+        raise ConfigError(f"there is no module {module!r} (asked for as {name!r})")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

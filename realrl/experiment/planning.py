@@ -15,7 +15,7 @@ from realrl.experiment.evaluation import evaluation_experiment, plan_evaluation
 from realrl.experiment.models import role_config, role_configs
 from realrl.experiment.registry import check_interface_name
 from realrl.experiment.run_plan import RunPlan
-from realrl.graph.build import build_graph, calls, replace_calls, topological_calls
+from realrl.graph.build import build_graph, calls, dataset_keys, replace_calls, topological_calls
 from realrl.graph.mfc import MFCDef, OffloadHook
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.allocation import check_shapes, plan_allocations
@@ -45,6 +45,11 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     _check_roles(mfcs, experiment.name, roles)
     check_run_staleness(mfcs, config, experiment.name)
     graph = build_graph(mfcs, experiment.dataset.keys)
+    if not dataset_keys(graph):
+        raise GraphError(
+            f"no call of experiment '{experiment.name}' reads a key of the dataset",
+            remedy=f"Give one of them an input key: {', '.join(experiment.dataset.keys)}.",
+        )
     replace_calls(graph, _offloading_calls(graph, config, roles))
     if not config.eval.only:
         check_leads(graph, config)

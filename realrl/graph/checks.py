@@ -43,6 +43,30 @@ def check_calls(mfcs: Sequence[MFCDef]) -> None:
     _check_n_seqs_divide(mfcs)
 
 
+def check_types(mfc: MFCDef) -> None:
+    """Check the types of a call's names and keys, on which all else relies.
+
+    Raises:
+        GraphError: names the field.
+    """
+    fields = {
+        "name": (mfc.name, isinstance(mfc.name, str)),
+        "model_name": (mfc.model_name, isinstance(mfc.role, str)),
+        "interface_impl": (mfc.interface_impl, isinstance(mfc.interface.name, str)),
+        "input_keys": (mfc.input_keys, _are_names(mfc.input_keys)),
+        "output_keys": (mfc.output_keys, _are_names(mfc.output_keys)),
+        "input_key_remap": (mfc.input_key_remap, isinstance(mfc.input_key_remap, Mapping)),
+        "output_key_remap": (mfc.output_key_remap, isinstance(mfc.output_key_remap, Mapping)),
+    }
+    for field, (value, is_right) in fields.items():
+        if not is_right:
+            raise GraphError(f"call {mfc.name!r} has {field}={value!r}, which is of another type than MFCDef says")
+
+
+def _are_names(keys: object) -> bool:
+    return isinstance(keys, (str, tuple, list)) and all(isinstance(key, str) for key in keys)
+
+
 def nearest_divisor(value: int, of: int) -> int:
     """Return the divisor of `of` that is closest to `value`; the larger of two equally close ones."""
     return min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - value), -d))
@@ -51,7 +75,7 @@ def nearest_divisor(value: int, of: int) -> int:
 def _check_names(mfcs: Sequence[MFCDef]) -> None:
     seen: set[str] = set()
     for position, mfc in enumerate(mfcs):
-        if not isinstance(mfc.name, str) or _NAME.fullmatch(mfc.name) is None:
+        if _NAME.fullmatch(mfc.name) is None:
             raise GraphError(
                 f"call number {position + 1} has the name {mfc.name!r}",
                 remedy="Give it a short name of letters, digits, '_', '-' and '.'.",
@@ -63,7 +87,7 @@ def _check_names(mfcs: Sequence[MFCDef]) -> None:
                 call=mfc.name,
             )
         seen.add(mfc.name)
-        if not isinstance(mfc.role, str) or not mfc.role or mfc.model.replica_id < 0:
+        if not mfc.role or mfc.model.replica_id < 0:
             raise GraphError(
                 f"call '{mfc.name}' runs on role {mfc.role!r}, replica {mfc.model.replica_id}",
                 remedy="A role needs a name, and replicas are numbered from 0.",
@@ -171,8 +195,6 @@ def _check_keys(mfc: MFCDef) -> None:
                 remedy=f"Write a tuple: {field}=({keys!r},).",
                 call=mfc.name,
             )
-        if not isinstance(keys, (tuple, list)) or not all(isinstance(key, str) and key for key in keys):
-            raise GraphError(f"{field} of call '{mfc.name}' is no tuple of names: {keys!r}", call=mfc.name)
         twice = sorted({key for key in keys if list(keys).count(key) > 1})
         if twice:
             raise GraphError(

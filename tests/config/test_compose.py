@@ -225,7 +225,7 @@ def test_values_of_yaml_and_defaults_are_named_with_their_origin(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "cannot be read: No such file"), ("a: [1", "is not YAML"), ("- a\n", "must hold keys and values")],
+    [(None, "cannot be read: No such file"), ("a: [1", "is no YAML that can be used"), ("- a\n", "must hold keys and values")],
 )
 def test_a_preset_file_that_cannot_be_used(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "mine.yaml"
