@@ -178,7 +178,7 @@ def templates(draw: st.DrawFn) -> Command:
     changed = {"tokenizer_config.json": to_json(config)}
     if draw(st.booleans()) and isinstance(template, str):
         changed = {"chat_template.jinja": template.encode("utf-8", "surrogatepass")}
-    return _with_model(changed, "dataset.chat_template=true")
+    return _with_model(changed, "dataset.chat_template=true", gone=("chat_template.jinja",))
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -230,5 +230,9 @@ def checkpoints(draw: st.DrawFn) -> Command:
 
 def warm_up(folder: Path) -> None:
     """Make what the strategies start from, and import what a run imports, before any limit counts."""
+    import torch._dynamo
+    import transformers
+
     checkpoint()
+    assert transformers.AutoTokenizer, torch._dynamo
     assert check(_with_model({}), folder / "whole") == 0
