@@ -93,7 +93,9 @@ def _unexpected(error: BaseException) -> int:
     if isinstance(error, SystemExit):  # argparse, after --help
         return int(error.code or 0)
     traceback.print_exception(error)
-    print("realrl: this was not expected: it is a bug in realrl, please report it with the lines above.", file=sys.stderr)
+    print(
+        "realrl: this was not expected: it is a bug in realrl, please report it with the lines above.", file=sys.stderr
+    )
     return 1
 
 

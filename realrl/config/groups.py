@@ -96,7 +96,9 @@ def _check_extent(text: str) -> None:
             parent, n_inside, levels_inside = above.pop()
             above.append((parent, n_inside + n_values, max(levels_inside, n_levels + 1)))
         if above[-1][1] > _MAX_VALUES or len(above) + above[-1][2] > _MAX_LEVELS:
-            raise ValueError(f"it has more than {_MAX_VALUES:,} values with aliases written out, or {_MAX_LEVELS} levels")
+            raise ValueError(
+                f"it has more than {_MAX_VALUES:,} values with aliases written out, or {_MAX_LEVELS} levels"
+            )
 
 
 def _one_line(error: Exception) -> str:

@@ -54,7 +54,9 @@ def cross_check(config: RunConfig) -> list[Problem]:
                 )
             )
     if config.cluster.n_devices > MAX_DEVICES:
-        text = f"with cluster.n_devices_per_node={config.cluster.n_devices_per_node} there are {config.cluster.n_devices}"
+        text = (
+            f"with cluster.n_devices_per_node={config.cluster.n_devices_per_node} there are {config.cluster.n_devices}"
+        )
         problems.append(
             Problem(f"cluster.n_nodes={config.cluster.n_nodes}", f"{text} devices; the most is {MAX_DEVICES}")
         )

@@ -59,7 +59,11 @@ def _limited() -> Iterator[None]:
     def stop(signum: int, frame: FrameType | None) -> None:
         raise TimeoutError(f"it takes more than {MAX_SECONDS:g} s")
 
-    start_s, before, memory = time.monotonic(), signal.signal(signal.SIGALRM, stop), resource.getrlimit(resource.RLIMIT_AS)
+    start_s, before, memory = (
+        time.monotonic(),
+        signal.signal(signal.SIGALRM, stop),
+        resource.getrlimit(resource.RLIMIT_AS),
+    )
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     left_s, _ = signal.setitimer(signal.ITIMER_REAL, MAX_SECONDS)
     if memory[0] == resource.RLIM_INFINITY or memory[0] > in_use + _MAX_BYTES:

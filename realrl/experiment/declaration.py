@@ -109,7 +109,9 @@ class Experiment:
         """Return the roles of a run with this configuration; the names are those of `roles`, or fewer."""
         with staying():
             changes = self.role_changes(config) if self.role_changes else {}
-        if not isinstance(changes, Mapping) or not all(role is None or isinstance(role, Role) for role in changes.values()):
+        if not isinstance(changes, Mapping) or not all(
+            role is None or isinstance(role, Role) for role in changes.values()
+        ):
             raise ConfigError(f"role_changes of experiment '{self.name}' gives no mapping of names to Role or None")
         changed = {**self.roles, **changes}
         return {name: role for name, role in changed.items() if role is not None}
@@ -141,9 +143,15 @@ def check_declaration(experiment: Experiment, reference: str) -> None:
         "options": (isinstance(e.options, type) and issubclass(e.options, Section), "a subclass of Section"),
         "defaults": (_is_plain(e.defaults), "a mapping of plain values"),
         "role_changes": (e.role_changes is None or _takes(e.role_changes, 1), "a function of the configuration"),
-        "adds": (isinstance(e.adds, Sequence) and all(_takes(f, 2) for f in e.adds), "functions (configuration, calls)"),
+        "adds": (
+            isinstance(e.adds, Sequence) and all(_takes(f, 2) for f in e.adds),
+            "functions (configuration, calls)",
+        ),
         "check": (e.check is None or _takes(e.check, 2), "a function (configuration, defaults)"),
-        "eval_metrics": (isinstance(e.eval_metrics, tuple) and all(isinstance(m, str) for m in e.eval_metrics), "names"),
+        "eval_metrics": (
+            isinstance(e.eval_metrics, tuple) and all(isinstance(m, str) for m in e.eval_metrics),
+            "names",
+        ),
     }
     for name, role in roles.items():
         fields[f"roles[{name!r}]"] = (_is_name(name), "named by letters, digits, '_', '-' and '.', a letter first")

@@ -163,7 +163,9 @@ def check_reward_signature(signature: inspect.Signature, name: str) -> None:
 
 def failed_in(error: BaseException) -> ConfigError | None:
     """Return an error that names the line of a user's file which raised `error`; None if no such file did."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OF_USERS)]
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OF_USERS)
+    ]
     if not frames:
         return None
     last = frames[-1]

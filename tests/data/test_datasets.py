@@ -374,7 +374,9 @@ def test_no_chat_template(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 1 needs a chat template, and the tokenizer has none"):
         load_dataset(DatasetConfig(path=str(path)), PROMPT, plain)
     plain.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"line 1 does not fit: the tokenizer's chat template fails: roles must alternate"):
+    with pytest.raises(
+        DataError, match=r"line 1 does not fit: the tokenizer's chat template fails: roles must alternate"
+    ):
         load_dataset(DatasetConfig(path=str(path)), PROMPT, plain)
 
 

@@ -63,7 +63,11 @@ def json_datasets(draw: st.DrawFn) -> Command:
     content = b"\n".join(map(to_json, rows)) if is_lines else to_json(rows)
     if draw(st.integers(0, 3)) == 0:
         content = draw(damaged(content))
-    file = "data.jsonl" if is_lines else draw(st.sampled_from(["data.json", "data.JSON", "data.jsonl", "data.txt", "é.json"]))
+    file = (
+        "data.jsonl"
+        if is_lines
+        else draw(st.sampled_from(["data.json", "data.JSON", "data.jsonl", "data.txt", "é.json"]))
+    )
     more = draw(st.sampled_from([(), (), ("dataset.chat_template=true",), ("dataset.max_prompt_tokens=3",)]))
     return Command(_run(name, f"dataset.path={file}", *more), {file: content})
 
@@ -79,7 +83,9 @@ def parquet_datasets(draw: st.DrawFn) -> Command:
         pa.array([float("nan")] * 6), pa.array([2**63] * 6, pa.uint64()), pa.array([[("k", 1)]] * 6, pa.map_("string", "int64")),
         pa.array(["x", "y"] * 3).dictionary_encode(), pa.array([True] * 6), pa.array([-(2**40)] * 6, pa.date64()),
     ]  # fmt: skip
-    columns[draw(st.sampled_from(["prompt", "answer", "id", "more", "label", ""]) | texts)] = draw(st.sampled_from(other))
+    columns[draw(st.sampled_from(["prompt", "answer", "id", "more", "label", ""]) | texts)] = draw(
+        st.sampled_from(other)
+    )
     out = io.BytesIO()
     try:
         parquet.write_table(pa.table(columns), out, compression=draw(st.sampled_from(["none", "snappy", "gzip"])))

@@ -45,7 +45,9 @@ def to_json(document: Any) -> bytes:
 def _places(document: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value in a document, itself included."""
     yield above
-    items = document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    items = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
     for key, value in items:
         yield from _places(value, (*above, key))
 
@@ -67,7 +69,9 @@ def spoilt(draw: st.DrawFn, document: Any, most: int = 3) -> Any:
         if action == "replace":
             parent[path[-1]] = draw(values)
         elif action == "wrap":
-            parent[path[-1]] = draw(st.sampled_from([[parent[path[-1]]], {"a": parent[path[-1]]}, str(parent[path[-1]])]))
+            parent[path[-1]] = draw(
+                st.sampled_from([[parent[path[-1]]], {"a": parent[path[-1]]}, str(parent[path[-1]])])
+            )
         elif action == "remove":
             del parent[path[-1]]
         elif isinstance(parent, dict):
@@ -85,7 +89,9 @@ def damaged(draw: st.DrawFn, content: bytes) -> bytes:
         at = draw(st.integers(0, max(0, len(content) - 1)) | st.integers(0, 40))
         action = draw(st.sampled_from(["overwrite", "overwrite", "cut", "insert", "repeat", "end"]))
         if action == "overwrite":
-            new = draw(st.binary(min_size=1, max_size=8) | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\x7f" + b"\xff" * 7]))
+            new = draw(
+                st.binary(min_size=1, max_size=8) | st.sampled_from([b"\xff" * 8, b"\0" * 8, b"\x7f" + b"\xff" * 7])
+            )
             content[at : at + len(new)] = new
         elif action == "cut":
             del content[at : at + draw(st.integers(1, 4000))]

@@ -32,7 +32,9 @@ override_values = st.one_of(
     numbers.map(_typed),
     st.sampled_from(NASTY_TEXTS).map(_typed),
     st.text("[]{},:'\"$()\\ a1=~*é-.", max_size=30),
-    st.sampled_from(["[" * 900 + "]" * 900, "{a:" * 300, "1," * 1500, "choice(1,2)", "${a}", "[1,2", "d1@0:0", "'" * 99]),
+    st.sampled_from(
+        ["[" * 900 + "]" * 900, "{a:" * 300, "1," * 1500, "choice(1,2)", "${a}", "[1,2", "d1@0:0", "'" * 99]
+    ),
 )
 
 
@@ -70,10 +72,22 @@ def yaml_files(draw: st.DrawFn) -> Command:
         text = yaml.dump(draw(spoilt(valid)), allow_unicode=draw(st.booleans()))
         text = text.replace("'@digits@'", "9" * 5000).replace("'@deep@'", "[" * 3000)
         if kind == 2:
-            text = draw(st.sampled_from(["<<: {}\n", "&a ", "*a", "!!binary ", "!!set ", "--- ", "%YAML 9\n", "\t"])) + text
+            text = (
+                draw(st.sampled_from(["<<: {}\n", "&a ", "*a", "!!binary ", "!!set ", "--- ", "%YAML 9\n", "\t"]))
+                + text
+            )
     else:
         lines = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, draw(st.integers(1, 40)))]
-        loops = ["&a [*a]", "a: &a {b: *a}", "a: &a\n  <<: *a", "? [1]\n: 2", "[" * 5000, "- " * 3000, "a: b: c", "{" * 99]
+        loops = [
+            "&a [*a]",
+            "a: &a {b: *a}",
+            "a: &a\n  <<: *a",
+            "? [1]\n: 2",
+            "[" * 5000,
+            "- " * 3000,
+            "a: b: c",
+            "{" * 99,
+        ]
         bomb = "a0: &a0 [x]\n" + "\n".join(lines)
         text = draw(st.sampled_from([bomb, *loops]) | st.text(max_size=60) | st.just("0x" + "f" * 6000) | texts)
     command = draw(st.sampled_from(LOOKING))
@@ -100,7 +114,7 @@ def allocations(draw: st.DrawFn) -> Command:
     return Command((command[0], name, *command[1:], *cluster, *mode, *chosen))
 
 
-EXPERIMENT = '''
+EXPERIMENT = """
 from realrl import DatasetKind, Experiment, InterfaceType, MFCDef, PPOOptions, Role, Section
 N = InterfaceType
 def mfcs(config):
@@ -114,7 +128,7 @@ def mfcs(config):
 ROLES = {roles}
 EXPERIMENT = {experiment}
 {end}
-'''
+"""
 _WHOLE = (
     'Experiment({title}, "d", ROLES, {dataset}, mfcs, options={options}, defaults={defaults}, '
     "role_changes={changes}, check={check}, adds={adds})"
@@ -169,7 +183,9 @@ def experiments(draw: st.DrawFn) -> Command:
             source = source.replace("{" + name + "}", text)
     content = source.encode("utf-8", "surrogatepass")
     if draw(st.integers(0, 9)) == 0:
-        junk = st.binary(max_size=99) | st.sampled_from([b"\0", b"(" * 10_000, b"\xff\xfe", b"# coding: nope\n", b"x=" * 9999])
+        junk = st.binary(max_size=99) | st.sampled_from(
+            [b"\0", b"(" * 10_000, b"\xff\xfe", b"# coding: nope\n", b"x=" * 9999]
+        )
         content = draw(junk)
     command = draw(st.sampled_from(LOOKING))
     file = draw(st.sampled_from(["./mine.py", "mine.py", "./mine.py", "./my mine.py", "./é.py", "deep/er/mine.py"]))
@@ -206,4 +222,3 @@ def reward_files(draw: st.DrawFn) -> Command:
     command = draw(st.sampled_from(LOOKING[1:4]))
     experiment = "safe_rlhf" if key.endswith("cost_function") else draw(st.sampled_from(["ppo", "grpo", "gen"]))
     return Command((command[0], experiment, *command[1:], *SMALL, f"{key}={name}", *more), {"mine.py": source})
-

@@ -61,7 +61,9 @@ def check_inputs(plan: RunPlan) -> Resume:
     held_out = [held_out_data(config)] if is_evaluated else []
     paths = [source.path for source in (*sources, *held_out)]
     is_built_in = all(path == BUILT_IN for path in (*paths, *(config.models[name].path for name in plan.roles)))
-    is_short = config.generation.max_new_tokens <= tiny_config(VOCAB_SIZE).max_positions // 2 or not plan.generating_roles
+    is_short = (
+        config.generation.max_new_tokens <= tiny_config(VOCAB_SIZE).max_positions // 2 or not plan.generating_roles
+    )
     if is_built_in and is_short and found.folder is None:
         return found
     from realrl.data.datasets import load_dataset
