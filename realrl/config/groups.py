@@ -88,7 +88,7 @@ def _check_extent(text: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if anchor in (name for name, _, _ in above):
                 raise ValueError(f"the alias '{anchor}' stands inside of what it stands for")
-            n_values, n_levels = known.get(anchor, (1, 0))
+            n_values, n_levels = known.get(str(anchor), (1, 0))
         elif not isinstance(event, yaml.ScalarEvent):
             continue
         if not isinstance(event, yaml.CollectionStartEvent):

@@ -334,6 +334,8 @@ def _tokenise(rows: Sequence[_Row], kind: DatasetKind, config: DatasetConfig, to
         end = [tokenizer.eos_token_id] if row.is_complete else []
         parts = [next(answers) + end for _ in row.answers]
         longest = max(map(len, parts), default=0)
+        if not all([prompt + answer for answer in parts] or [prompt]):
+            raise DataError(f"the tokenizer makes no token of row {row.row_id!r} of {config.path}")
         if len(prompt) > config.max_prompt_tokens:
             long_prompts.append(len(prompt))
         elif longest > config.max_answer_tokens:

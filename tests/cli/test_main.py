@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import operator
 import json
+import operator
 import os
 import re
 import struct

@@ -259,6 +259,11 @@ def test_an_experiment_cannot_choose_the_exit_code(call: Call, workplace: Path) 
         assert_refused(outcome, f"mine_{number}.py:", line)
 
 
+def test_a_cost_needs_a_function(call: Call) -> None:
+    outcome = call("run", "safe_rlhf", "preset=tiny", "algorithm.cost_function=overlong", "--dry-run")
+    assert_refused(outcome, "cost_function: 'overlong' is no function", "leave it out for the cost model")
+
+
 def test_a_reward_function_that_hangs(workplace: Path) -> None:
     (workplace / "rewards.py").write_text("import time\n\ndef f(prompt, response):\n    time.sleep(1000)\n")
     done = realrl(*PPO, "algorithm.reward_function=rewards.py:f", "algorithm.reward_timeout_s=0.5")

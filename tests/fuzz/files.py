@@ -25,9 +25,12 @@ INLINE = ("launcher=inline", "steps=2", "n_seqs=4", "generation.max_new_tokens=8
 ROWS: dict[str, list[dict[str, Any]]] = {
     "ppo": [{"prompt": f"hello {i}", "id": f"r{i}", "field": [i, {"a": None}]} for i in range(6)],
     "sft": [{"prompt": f"hello {i}", "answer": "world", "complete": True} for i in range(6)],
-    "dpo": [{"prompt": f"hello {i}", "chosen": "yes", "rejected": [{"role": "assistant", "content": "no"}]} for i in range(6)],
+    "dpo": [
+        {"prompt": f"hello {i}", "chosen": "yes", "rejected": [{"role": "assistant", "content": "no"}]}
+        for i in range(6)
+    ],
     "kto": [{"prompt": [{"role": "user", "content": f"hello {i}"}], "answer": "yes", "label": True} for i in range(6)],
-}  # fmt: skip
+}
 
 
 @cache
@@ -78,11 +81,20 @@ def parquet_datasets(draw: st.DrawFn) -> Command:
     name = draw(st.sampled_from(["ppo", "sft"]))
     columns: dict[str, Any] = {"prompt": [f"hello {i}" for i in range(6)], "answer": ["yes"] * 6}
     other = [
-        pa.array([b"\xff\xfe"] * 6), pa.array([10**15] * 6, pa.timestamp("s")), pa.array([2**62] * 6, pa.timestamp("ns")),
-        pa.array([1] * 6, pa.duration("ns")), pa.array([[1, 2]] * 6), pa.array([{"a": 1}] * 6), pa.nulls(6),
-        pa.array([float("nan")] * 6), pa.array([2**63] * 6, pa.uint64()), pa.array([[("k", 1)]] * 6, pa.map_("string", "int64")),
-        pa.array(["x", "y"] * 3).dictionary_encode(), pa.array([True] * 6), pa.array([-(2**40)] * 6, pa.date64()),
-    ]  # fmt: skip
+        pa.array([b"\xff\xfe"] * 6),
+        pa.array([10**15] * 6, pa.timestamp("s")),
+        pa.array([2**62] * 6, pa.timestamp("ns")),
+        pa.array([1] * 6, pa.duration("ns")),
+        pa.array([[1, 2]] * 6),
+        pa.array([{"a": 1}] * 6),
+        pa.nulls(6),
+        pa.array([float("nan")] * 6),
+        pa.array([2**63] * 6, pa.uint64()),
+        pa.array([[("k", 1)]] * 6, pa.map_("string", "int64")),
+        pa.array(["x", "y"] * 3).dictionary_encode(),
+        pa.array([True] * 6),
+        pa.array([-(2**40)] * 6, pa.date64()),
+    ]
     columns[draw(st.sampled_from(["prompt", "answer", "id", "more", "label", ""]) | texts)] = draw(
         st.sampled_from(other)
     )
@@ -166,14 +178,34 @@ def tokenizers(draw: st.DrawFn) -> Command:
 
 
 TEMPLATES = [
-    "{{ messages[0].content }}", "{% for m in messages %}{{ m.content }}{% endfor %}", "{{ 9 ** 9 ** 9 }}", "{{ 'a' * 10**10 }}",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ 'a' * 9999999999 }}", "{{ 1 / 0 }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ ''.__class__.__mro__ }}", "{% include 'x' %}", "{{ messages * 10 }}",
-    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}", "{{", "{% if %}", "",
-    "{{ raise_exception('x' * 9999) }}", "{{ cycler.__init__.__globals__ }}", "{{ '%999999999999d' % 1 }}", "{{ 'x'|center(9999999999) }}",
-    "{% generation %}{{ messages[0].content }}{% endgeneration %}", "{{ strftime_now('%Y') }}", "{{ range(10**9)|list }}", "(" * 999,
-    "{{ " + "(" * 3000 + ")" * 3000 + " }}", "{{ " + "1 + " * 9999 + "1 }}", "{% do x %}", "{{ messages|tojson(indent=999999999) }}",
-]  # fmt: skip
+    "{{ messages[0].content }}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "{{ 9 ** 9 ** 9 }}",
+    "{{ 'a' * 10**10 }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 9999999999 }}",
+    "{{ 1 / 0 }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{% include 'x' %}",
+    "{{ messages * 10 }}",
+    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{{",
+    "{% if %}",
+    "",
+    "{{ raise_exception('x' * 9999) }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ '%999999999999d' % 1 }}",
+    "{{ 'x'|center(9999999999) }}",
+    "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+    "{{ strftime_now('%Y') }}",
+    "{{ range(10**9)|list }}",
+    "(" * 999,
+    "{{ " + "(" * 3000 + ")" * 3000 + " }}",
+    "{{ " + "1 + " * 9999 + "1 }}",
+    "{% do x %}",
+    "{{ messages|tojson(indent=999999999) }}",
+]
 
 
 @st.composite

@@ -63,12 +63,22 @@ def yaml_files(draw: st.DrawFn) -> Command:
     kind = draw(st.integers(0, 3))
     if kind < 3:
         valid = {
-            "steps": 2, "n_seqs": 8, "seed": 1, "track": [], "dataset": {"path": "tiny", "max_prompt_tokens": 32},
+            "steps": 2,
+            "n_seqs": 8,
+            "seed": 1,
+            "track": [],
+            "dataset": {"path": "tiny", "max_prompt_tokens": 32},
             "generation": {"max_new_tokens": 8, "stop_ids": [1, 2], "temperature": 1.0},
-            "models": {"*": {"path": "tiny", "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}}, "actor": {"path": "tiny"}},
-            "cluster": {"n_devices_per_node": 1}, "allocation": {"mode": "data", "calls": {"actor_gen": "d1@0:0"}},
-            "calls": {"actor_gen": {"n_mbs": 1}}, "algorithm": {"n_minibatches": 1}, "eval": {"every_steps": 0},
-        }  # fmt: skip
+            "models": {
+                "*": {"path": "tiny", "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95]}},
+                "actor": {"path": "tiny"},
+            },
+            "cluster": {"n_devices_per_node": 1},
+            "allocation": {"mode": "data", "calls": {"actor_gen": "d1@0:0"}},
+            "calls": {"actor_gen": {"n_mbs": 1}},
+            "algorithm": {"n_minibatches": 1},
+            "eval": {"every_steps": 0},
+        }
         text = yaml.dump(draw(spoilt(valid)), allow_unicode=draw(st.booleans()))
         text = text.replace("'@digits@'", "9" * 5000).replace("'@deep@'", "[" * 3000)
         if kind == 2:
@@ -134,41 +144,149 @@ _WHOLE = (
     "role_changes={changes}, check={check}, adds={adds})"
 )
 _PARTS: dict[str, tuple[str, list[str]]] = {
-    "body": ("pass", ["raise KeyError('x' * 9999)", "import sys; sys.exit(0)", "import os; os._exit(0)", "return None",
-                      "return 5", "return [1]", "return []", "1 / 0", "return [None]", "yield 1", "raise SystemExit",
-                      "raise GeneratorExit", "raise BaseException('no')", "config.steps = 3", "config.nothing",
-                      "return mfcs(config)"]),
+    "body": (
+        "pass",
+        [
+            "raise KeyError('x' * 9999)",
+            "import sys; sys.exit(0)",
+            "import os; os._exit(0)",
+            "return None",
+            "return 5",
+            "return [1]",
+            "return []",
+            "1 / 0",
+            "return [None]",
+            "yield 1",
+            "raise SystemExit",
+            "raise GeneratorExit",
+            "raise BaseException('no')",
+            "config.steps = 3",
+            "config.nothing",
+            "return mfcs(config)",
+        ],
+    ),
     "name": ('"gen"', ['"../x"', "5", '""', '"a b"', '"x" * 5000', "None", '"\\0"', '"/"', '"train"', '"rew"', "[]"]),
     "role": ('"actor"', ['"nobody"', "5", "None", '"reward"', '"../x"', "Role", "[]", "{}"]),
-    "interface": ('"ppo_actor"', ['"nope"', "5", "None", '"a:b"', '"os:system"', '":"', "[]", '"x" * 5000', '"a.b.c:d"']),
-    "keys": ('("prompt_ids",)', ['"prompt_ids"', "5", "None", "(5,)", "()", '("nope",)', "[[]]", '("prompt_ids",) * 2']),
+    "interface": (
+        '"ppo_actor"',
+        ['"nope"', "5", "None", '"a:b"', '"os:system"', '":"', "[]", '"x" * 5000', '"a.b.c:d"'],
+    ),
+    "keys": (
+        '("prompt_ids",)',
+        ['"prompt_ids"', "5", "None", "(5,)", "()", '("nope",)', "[[]]", '("prompt_ids",) * 2'],
+    ),
     "n_seqs": ("config.n_seqs", ["0", "-1", "2.5", '"8"', "None", "10**30", "True", "3", "float('nan')"]),
     "n_minibatches": ("1", ["0", "10**9", "None", '"2"', "1.0"]),
-    "top": ("", ["import sys; sys.exit(0)", "import os; os._exit(0)", "1 / 0", "import nothing_at_all", "x = (", "\\0",
-                 "raise SystemExit(3)", "raise KeyboardInterrupt_", "def f(:", "assert False, 'y' * 9999", "\ud7ff\u202e", "é = 1",
-                 "class E(Exception):\n    def __str__(self): raise ValueError\nraise E", "(" * 300 + ")" * 300,
-                 "x = " + "-" * 20000 + "1", "raise BaseException", "import sys; sys.stderr = None", "exec('sys.exit()')",
-                 "def g(): g()\ng()", "raise RuntimeError('\\n' * 99)", "raise UnicodeDecodeError('a', b'', 0, 1, 'x')"]),
-    "roles": ('{"actor": Role(True), "reward": Role(False, "reward")}',
-              ["None", "{}", "[]", '{"../x": Role(True)}', '{"actor": 5}', '{5: Role(True)}', '{"actor": Role(True)}',
-               '{"actor": Role(True), "reward": Role(False, "none", "nobody")}', '{"actor": Role("x"), "reward": Role(0, 9)}',
-               '{"actor": Role(True, path_from="reward"), "reward": Role(False, "reward", "actor")}',
-               '{f"r{i}": Role(False) for i in range(10**4)}', '{"actor": Role(True, "none"), "reward": Role(False)}']),
+    "top": (
+        "",
+        [
+            "import sys; sys.exit(0)",
+            "import os; os._exit(0)",
+            "1 / 0",
+            "import nothing_at_all",
+            "x = (",
+            "\\0",
+            "raise SystemExit(3)",
+            "raise KeyboardInterrupt_",
+            "def f(:",
+            "assert False, 'y' * 9999",
+            "\ud7ff\u202e",
+            "é = 1",
+            "class E(Exception):\n    def __str__(self): raise ValueError\nraise E",
+            "(" * 300 + ")" * 300,
+            "x = " + "-" * 20000 + "1",
+            "raise BaseException",
+            "import sys; sys.stderr = None",
+            "exec('sys.exit()')",
+            "def g(): g()\ng()",
+            "raise RuntimeError('\\n' * 99)",
+            "raise UnicodeDecodeError('a', b'', 0, 1, 'x')",
+        ],
+    ),
+    "roles": (
+        '{"actor": Role(True), "reward": Role(False, "reward")}',
+        [
+            "None",
+            "{}",
+            "[]",
+            '{"../x": Role(True)}',
+            '{"actor": 5}',
+            "{5: Role(True)}",
+            '{"actor": Role(True)}',
+            '{"actor": Role(True), "reward": Role(False, "none", "nobody")}',
+            '{"actor": Role("x"), "reward": Role(0, 9)}',
+            '{"actor": Role(True, path_from="reward"), "reward": Role(False, "reward", "actor")}',
+            '{f"r{i}": Role(False) for i in range(10**4)}',
+            '{"actor": Role(True, "none"), "reward": Role(False)}',
+        ],
+    ),
     "experiment": (_WHOLE, ["None", "5", "Experiment", "Experiment()", "[Experiment]", _WHOLE, "mfcs", "...", "type"]),
     "title": ('"mine"', ['"../x"', '""', "None", "5", '"x" * 300', '"a/b"', '"\\0"', '"."', '".."', '"модель"']),
     "dataset": ("DatasetKind.PROMPT", ["None", '"prompt"', "DatasetKind", "DatasetKind.PREFERENCE_PAIR", "5"]),
     "options": ("PPOOptions", ["None", "5", "Section", "dict", "PPOOptions()", "object", "type('T', (Section,), {})"]),
-    "defaults": ("{}", ["None", "5", "[]", '{"steps": "x"}', '{"nope": 1}', '{"models": 5}', "{5: 6}", '{"steps": [[]]}',
-                        '{"algorithm": {"gamma": 9}}', '{"generation": None}', '{"models": {"*": {"path": "nowhere"}}}',
-                        '{"seed": 10**400}', '{"a": object()}', '{"x" * 9999: 1}', '{"run_dir": "\\0"}']),
-    "changes": ("None", ["5", "lambda c: None", "lambda c: 5", "lambda c: {'a': 5}", "lambda: {}", "lambda c: 1 / 0",
-                         "lambda c: {'reward': None}", "lambda c: {'new': Role(False)}", "lambda c: exit(0)"]),
+    "defaults": (
+        "{}",
+        [
+            "None",
+            "5",
+            "[]",
+            '{"steps": "x"}',
+            '{"nope": 1}',
+            '{"models": 5}',
+            "{5: 6}",
+            '{"steps": [[]]}',
+            '{"algorithm": {"gamma": 9}}',
+            '{"generation": None}',
+            '{"models": {"*": {"path": "nowhere"}}}',
+            '{"seed": 10**400}',
+            '{"a": object()}',
+            '{"x" * 9999: 1}',
+            '{"run_dir": "\\0"}',
+        ],
+    ),
+    "changes": (
+        "None",
+        [
+            "5",
+            "lambda c: None",
+            "lambda c: 5",
+            "lambda c: {'a': 5}",
+            "lambda: {}",
+            "lambda c: 1 / 0",
+            "lambda c: {'reward': None}",
+            "lambda c: {'new': Role(False)}",
+            "lambda c: exit(0)",
+        ],
+    ),
     "check": ("None", ["5", "lambda a, b: 1 / 0", "lambda: 1", "lambda a, b: exit(0)", "print", "lambda a, b: a.x"]),
-    "adds": ("()", ["None", "5", "(5,)", "(lambda c, m: None,)", "(lambda c, m: [],)", "(lambda c, m: m + m,)",
-                    "[lambda c, m: m]", "(print,)", "(lambda c, m: exit(0),)", "(lambda c, m: [5],)"]),
-    "end": ("", ["del EXPERIMENT", "EXPERIMENT = [EXPERIMENT]", "import sys; sys.exit(2)", "EXPERIMENTS = 1",
-                 "EXPERIMENT.name = 5", "def __getattr__(name): raise KeyError(name)", "object.__setattr__(EXPERIMENT, 'mfcs', 5)"]),
-}  # fmt: skip
+    "adds": (
+        "()",
+        [
+            "None",
+            "5",
+            "(5,)",
+            "(lambda c, m: None,)",
+            "(lambda c, m: [],)",
+            "(lambda c, m: m + m,)",
+            "[lambda c, m: m]",
+            "(print,)",
+            "(lambda c, m: exit(0),)",
+            "(lambda c, m: [5],)",
+        ],
+    ),
+    "end": (
+        "",
+        [
+            "del EXPERIMENT",
+            "EXPERIMENT = [EXPERIMENT]",
+            "import sys; sys.exit(2)",
+            "EXPERIMENTS = 1",
+            "EXPERIMENT.name = 5",
+            "def __getattr__(name): raise KeyError(name)",
+            "object.__setattr__(EXPERIMENT, 'mfcs', 5)",
+        ],
+    ),
+}
 
 
 @st.composite
@@ -193,16 +311,44 @@ def experiments(draw: st.DrawFn) -> Command:
 
 
 REWARDS = [
-    "def score(prompt, response): return 1.0", "async def score(prompt, response, row): return 1.0", "score = len",
-    "def score(): return 1.0", "def score(a): return 1", "def score(a, b, c, d): pass", "def score(a, b, *, c): pass",
-    "def score(*args, **kwargs): return 1", "def other(a, b): return 1", "score = 5", "class score: pass", "x = (",
-    "from math import hypot as score", "from nothing import *", "import sys; sys.exit(0)", "import os; os._exit(0)",
-    "raise SystemExit", "1 / 0", "def score(a, b=1, /, c=2, *d, e=3, **f): pass", "lambda: 0", "globals()['score'] = len",
-    "def __getattr__(name): return len", "if True:\n  def score(a, b): pass", "def f():\n  def score(a, b): pass",
-    "try:\n  from nothing import score\nexcept ImportError:\n  def score(p, r): return 0", "@staticmethod\ndef score(a): 1",
-    "score: int", "(" * 5000, "x = " + "1 + " * 20000 + "1", "\0", "é = 1", "def score(a, b): return score(a, b)",
-    "match 1:\n  case score: pass", "with open('x') as score: pass", "for score in []: pass", "import score", "del score",
-]  # fmt: skip
+    "def score(prompt, response): return 1.0",
+    "async def score(prompt, response, row): return 1.0",
+    "score = len",
+    "def score(): return 1.0",
+    "def score(a): return 1",
+    "def score(a, b, c, d): pass",
+    "def score(a, b, *, c): pass",
+    "def score(*args, **kwargs): return 1",
+    "def other(a, b): return 1",
+    "score = 5",
+    "class score: pass",
+    "x = (",
+    "from math import hypot as score",
+    "from nothing import *",
+    "import sys; sys.exit(0)",
+    "import os; os._exit(0)",
+    "raise SystemExit",
+    "1 / 0",
+    "def score(a, b=1, /, c=2, *d, e=3, **f): pass",
+    "lambda: 0",
+    "globals()['score'] = len",
+    "def __getattr__(name): return len",
+    "if True:\n  def score(a, b): pass",
+    "def f():\n  def score(a, b): pass",
+    "try:\n  from nothing import score\nexcept ImportError:\n  def score(p, r): return 0",
+    "@staticmethod\ndef score(a): 1",
+    "score: int",
+    "(" * 5000,
+    "x = " + "1 + " * 20000 + "1",
+    "\0",
+    "é = 1",
+    "def score(a, b): return score(a, b)",
+    "match 1:\n  case score: pass",
+    "with open('x') as score: pass",
+    "for score in []: pass",
+    "import score",
+    "del score",
+]
 
 
 @st.composite
@@ -211,14 +357,54 @@ def reward_files(draw: st.DrawFn) -> Command:
     source = draw(st.sampled_from(REWARDS)).encode("utf-8", "surrogatepass")
     if draw(st.integers(0, 9)) == 0:
         source = draw(st.binary(max_size=60))
-    names = ["mine.py:score", "mine:score", "mine.score", "mine.py", "mine.py:", ":score", "mine.py:a.b", "mine:score:x",
-             "nowhere:score", "nowhere.py:score", "a..b:c", "os:system", "os.path:join", "sys:exit", ".mine:score",
-             "math_verify", "reasoning_gym", "overlong", "reward_model", "mine/:score", "./mine.py:score", "mine.py:score "]  # fmt: skip
+    names = [
+        "mine.py:score",
+        "mine:score",
+        "mine.score",
+        "mine.py",
+        "mine.py:",
+        ":score",
+        "mine.py:a.b",
+        "mine:score:x",
+        "nowhere:score",
+        "nowhere.py:score",
+        "a..b:c",
+        "os:system",
+        "os.path:join",
+        "sys:exit",
+        ".mine:score",
+        "math_verify",
+        "reasoning_gym",
+        "overlong",
+        "reward_model",
+        "mine/:score",
+        "./mine.py:score",
+        "mine.py:score ",
+    ]
     name = draw(st.sampled_from(names[:3] * 8 + names) | texts.map(_typed))
-    key = draw(st.sampled_from(["algorithm.reward_function"] * 3 + ["algorithm.rewards.mine", "algorithm.cost_function",
-               "algorithm.advantage", "algorithm.policy_loss", "algorithm.filter", "algorithm.sampler"]))  # fmt: skip
-    more = draw(st.sampled_from([(), (), ("algorithm.rewards.b={function: 'mine.py:score', options: {x: 1}}",),
-                                 ("algorithm.rewards.overlong={function: overlong, options: {max_tokens: -1}}",)]))  # fmt: skip
+    key = draw(
+        st.sampled_from(
+            ["algorithm.reward_function"] * 3
+            + [
+                "algorithm.rewards.mine",
+                "algorithm.cost_function",
+                "algorithm.advantage",
+                "algorithm.policy_loss",
+                "algorithm.filter",
+                "algorithm.sampler",
+            ]
+        )
+    )
+    more = draw(
+        st.sampled_from(
+            [
+                (),
+                (),
+                ("algorithm.rewards.b={function: 'mine.py:score', options: {x: 1}}",),
+                ("algorithm.rewards.overlong={function: overlong, options: {max_tokens: -1}}",),
+            ]
+        )
+    )
     command = draw(st.sampled_from(LOOKING[1:4]))
     experiment = "safe_rlhf" if key.endswith("cost_function") else draw(st.sampled_from(["ppo", "grpo", "gen"]))
     return Command((command[0], experiment, *command[1:], *SMALL, f"{key}={name}", *more), {"mine.py": source})

@@ -15,7 +15,6 @@ from realrl.model.families import FAMILIES, find_family
 from realrl.model.families.format import Family
 from realrl.shape import DecoderConfig, DType, HeadKind
 
-
 _MOST_BYTES = 100_000_000  # of a JSON file; the index of a model of many thousand tensors has ten
 _Count = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
@@ -175,7 +174,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _check_types(raw: dict[str, Any], schema: type[msgspec.Struct], path: Path) -> None:
     try:
         msgspec.convert(raw, schema)
-    except (msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:
         raise AssetError(f"{path} holds an impossible value: {error}") from None
 
 
