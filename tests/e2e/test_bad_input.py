@@ -99,7 +99,7 @@ def assert_refused(outcome: tuple[int, str, str], *messages: str) -> None:
         (("resume=auto",), ("resume=auto: continues the run in run_dir: give it with run_dir=PATH",)),
         (("algorithm.reward_function=rewardz.py:f",), ("there is no file 'rewardz.py'",)),
         (("run_dir=/tmp/" + "x" * 300,), ("is no usable path: File name too long",)),
-        (("run_dir=" + "x" * 5000,), ("argument 8 has 5,008 characters: run_dir=xxx", "The most is 4,096")),
+        (("run_dir=" + "x" * 5000,), ("argument 9 has 5,008 characters: run_dir=xxx", "The most is 4,096")),
         (("run_dir=a\udcff",), ("is no text in UTF-8",)),
         (("steps=" + "9" * 4000,), ("a whole number of so many digits is impossible",)),
         (("steps=" + "[" * 900,), ("a bracket is not closed",)),
@@ -261,7 +261,7 @@ def test_an_experiment_cannot_choose_the_exit_code(call: Call, workplace: Path) 
 
 def test_a_cost_needs_a_function(call: Call) -> None:
     outcome = call("run", "safe_rlhf", "preset=tiny", "algorithm.cost_function=overlong", "--dry-run")
-    assert_refused(outcome, "cost_function: 'overlong' is no function", "leave it out for the cost model")
+    assert_refused(outcome, "cost_function=overlong: 'overlong' is no function", "leave it out for the cost model")
 
 
 def test_a_reward_function_that_hangs(workplace: Path) -> None:

@@ -132,7 +132,8 @@ def mfcs(config):
     return [
         MFCDef({name}, {role}, N.GENERATE, {interface}, {keys}, ("input_ids", "prompt_mask"), n_seqs={n_seqs}),
         MFCDef("rew", "reward", N.INFERENCE, "reward_model", ("input_ids",), ("rewards",), n_seqs=config.n_seqs),
-        MFCDef("train", "actor", N.TRAIN_STEP, "sft", ("input_ids", "rewards"), n_seqs=config.n_seqs, n_minibatches={n_minibatches}),
+        MFCDef("train", "actor", N.TRAIN_STEP, "sft", ("input_ids", "rewards"), n_seqs=config.n_seqs,
+               n_minibatches={n_minibatches}),
     ]
 {top}
 ROLES = {roles}
