@@ -15,9 +15,10 @@ from realrl.config.keys import Declared
 from realrl.config.overrides import Edit
 from realrl.config.problems import Problem
 from realrl.errors import ConfigError, did_you_mean
+from realrl.files import read_input
 
 FILE_ENDINGS = (".yaml", ".yml")
-_MAX_CHARS, _MAX_VALUES, _MAX_LEVELS = 100_000, 10_000, 20  # of a YAML file of the user's own
+_MAX_BYTES, _MAX_VALUES, _MAX_LEVELS = 100_000, 10_000, 20  # of a YAML file of the user's own
 
 
 def take_choices(
@@ -130,10 +131,10 @@ def _load_yaml(path: Path) -> Mapping[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(_MAX_CHARS + 1)
-        if len(text) > _MAX_CHARS:
-            raise ValueError(f"it has more than {_MAX_CHARS:,} characters")
+        content = read_input(path, most_bytes=_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
+        text = content.decode()
         _check_extent(text)
         loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
         json.dumps(loaded, default=str)  # fails for numbers of thousands of digits

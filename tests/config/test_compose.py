@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -235,7 +236,7 @@ def test_values_of_yaml_and_defaults_are_named_with_their_origin(tmp_path: Path)
             "more than 10,000 values",
         ),
         ("[" * 3000, "or 20 levels"),
-        ("x" * 200_000, "more than 100,000 characters"),
+        ("x" * 200_000, "more than 100,000 bytes"),
         ("steps: 0x" + "f" * 6000, "is no YAML that can be used"),
         ('run_dir: "a\\0b"', "run_dir=a.*text needs valid Unicode without NUL"),
         ('models: {"*": 5}', r"models\.\*=5: must be a mapping"),
@@ -248,6 +249,12 @@ def test_a_preset_file_that_cannot_be_used(tmp_path: Path, text: str | None, mes
         path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         compose(experiment(), [f"preset={path}"])
+
+
+def test_a_preset_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: it is a pipe, not a file"):
+        compose(experiment(), [f"preset={tmp_path}/pipe.yaml"])
 
 
 def test_yaml_that_hydra_cannot_compose(config_dir: Path) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from pathlib import Path
 
@@ -114,3 +116,8 @@ def test_a_signature_is_read_without_running_the_file(tmp_path: Path, arguments:
     else:
         with pytest.raises(TypeError, match=message):
             check_reward_signature(signature, "score")
+
+
+def test_a_message_about_a_signature_shows_no_defaults() -> None:
+    with pytest.raises(TypeError, match=r"not \(prompt, \*, key\)$"):
+        check_reward_signature(inspect.signature(functools.partial(lambda prompt, *, key: 1, key="sk-123")), "score")
