@@ -21,6 +21,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MAX_TEXT_CHARS = 4096  # of a text that a user gives, such as a path
+_MAX_LINES, _MAX_CHARS, _LEAST_CHARS = 24, 3600, 140
+
 
 class Error(Exception):
     """Base of all deliberate errors: one sentence, then a remedy.
@@ -112,9 +115,26 @@ class InvalidTransitionError(Error):
         self.story = lines
 
 
+def is_text(value: str) -> bool:
+    """Return True if a string can be a path or a value: short enough, valid Unicode, and without NUL."""
+    return len(value) <= MAX_TEXT_CHARS and "\0" not in value and not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def one_screen(text: str) -> str:
+    """Return a message that fits a terminal: at most 24 lines and 4,000 characters, control characters escaped."""
+    lines = text.splitlines()
+    if len(lines) > _MAX_LINES:
+        lines = [*lines[: _MAX_LINES - 2], "...", lines[-1]]
+    printable = ["".join(c if c.isprintable() else ascii(c)[1:-1] for c in line[:_MAX_CHARS]) for line in lines]
+    limit = max(_MAX_CHARS // max(1, len(lines)), _LEAST_CHARS)
+    if sum(map(len, printable)) <= _MAX_CHARS:
+        limit = _MAX_CHARS
+    return "\n".join(line if len(line) <= limit else f"{line[: limit - 45]} ... {line[-40:]}" for line in printable)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x' or 'y'?"`` for the closest of `known`, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name[:100], [other for other in known if isinstance(other, str)], n=3, cutoff=0.5)
     if not close:
         return ""
     return " Did you mean " + " or ".join(repr(c) for c in close) + "?"

@@ -29,10 +29,14 @@ def open_output(path: str | Path, *, append: bool = False) -> FileIO:
     return file
 
 
-def read_input(path: str | Path) -> bytes:
-    """Return what a regular file holds. Raises `OSError` as `open_output` does, and if there is no such file."""
+def read_input(path: str | Path, *, most_bytes: int = -1) -> bytes:
+    """Return what a regular file holds, no more than its first `most_bytes` if these are given.
+
+    Raises:
+        OSError: as for `open_output`, and if there is no such file.
+    """
     with FileIO(_open(path, os.O_RDONLY), "rb") as file:
-        return file.readall()
+        return file.read(most_bytes)
 
 
 def write_output(path: str | Path, content: bytes, *, append: bool = False) -> None:

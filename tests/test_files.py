@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from realrl.files import open_output, why_no_output, write_output
+from realrl.files import open_output, read_input, why_no_output, write_output
 
 
 def test_files_are_made_emptied_and_continued(tmp_path: Path) -> None:
@@ -19,7 +19,8 @@ def test_files_are_made_emptied_and_continued(tmp_path: Path) -> None:
         assert file.read() == b"2"
         file.write(b"3")
         assert not os.get_inheritable(file.fileno())
-    assert path.read_bytes() == b"23"
+    assert read_input(path) == b"23"
+    assert read_input(path, most_bytes=1) == b"2"
 
 
 def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
 
 from realrl import __version__
-from realrl.errors import Error, UsageError, did_you_mean
+from realrl.errors import MAX_TEXT_CHARS, Error, UsageError, did_you_mean, is_text, one_screen
 
 INTERRUPTED = 130
 COMMANDS = {
@@ -70,23 +70,48 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("realrl: interrupted", file=sys.stderr)
         return INTERRUPTED
     except Error as error:
-        print(f"realrl: error: {error}", file=sys.stderr)
+        print(one_screen(f"realrl: error: {error}"), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         # The reader of our output has left (realrl list | head); stdout must not be flushed into the pipe again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception:  # noqa: BLE001 - the last resort
-        traceback.print_exc()
-        print(
-            "realrl: this error was not expected. The last lines above say where it happened: if that is your own "
-            "file, look there; otherwise it is a bug in realrl, please report it with the lines above.",
-            file=sys.stderr,
-        )
-        return 1
+    except BaseException as error:  # noqa: BLE001 - the last resort
+        return _unexpected(error)
+
+
+def _unexpected(error: BaseException) -> int:
+    """Report an error of the user's own code, which ran before anything started, or a bug; return the exit code."""
+    import traceback
+
+    from realrl.experiment.loading import failed_in
+
+    own = failed_in(error)
+    if own is not None:
+        print(one_screen(f"realrl: error: {own}"), file=sys.stderr)
+        return UsageError.exit_code
+    if isinstance(error, SystemExit):  # argparse, after --help
+        return int(error.code or 0)
+    traceback.print_exception(error)
+    print(
+        "realrl: this was not expected: it is a bug in realrl, please report it with the lines above.", file=sys.stderr
+    )
+    return 1
+
+
+def _check_arguments(arguments: list[str]) -> None:
+    for number, argument in enumerate(arguments, start=1):
+        if len(argument) > MAX_TEXT_CHARS:
+            raise UsageError(
+                f"argument {number} has {len(argument):,} characters: {argument[:40]}...",
+                remedy=f"The most is {MAX_TEXT_CHARS:,}; write long values into a YAML file, preset=FILE.yaml.",
+            )
+        if not is_text(argument):
+            raise UsageError(f"argument {number} is no text in UTF-8: {argument!r}", remedy="Rename the file.")
 
 
 def _dispatch(arguments: list[str]) -> int:
+    _check_arguments(arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
@@ -129,13 +154,16 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
 def _open_closed_streams() -> None:
     """Open streams that were closed at the start (``>&-``) on /dev/null, so that nothing is read or shown.
 
-    Left closed, their numbers would go to the next files that are opened, and prints would end up in those.
+    Left closed, their numbers would go to the next files that are opened, and prints would end up in those. What
+    the terminal's encoding lacks is escaped.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
             os.set_inheritable(null, True)
             setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w"))  # noqa: SIM115 - for the whole process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _require_working_directory() -> None:

@@ -299,14 +299,16 @@ def _compose(experiment: Experiment, arguments: Sequence[str]) -> RunConfig:
     from realrl.config.compose import compose
     from realrl.data.assets.store import cache_dir
     from realrl.experiment.discovery import config_dir, stable_reference
+    from realrl.experiment.loading import staying
 
-    return compose(
-        experiment,
-        arguments[1:],
-        reference=stable_reference(arguments[0]),
-        config_dir=config_dir(),
-        cache_dir=cache_dir().absolute(),
-    )
+    with staying():
+        return compose(
+            experiment,
+            arguments[1:],
+            reference=stable_reference(arguments[0]),
+            config_dir=config_dir(),
+            cache_dir=cache_dir().absolute(),
+        )
 
 
 def _help(parser: _Parser, options: argparse.Namespace) -> int:

@@ -85,7 +85,7 @@ def _show(values: object, parts: list[str]) -> str:
     import json
 
     for part in parts:
-        values = values[part] if isinstance(values, dict) else None
+        values = values.get(part) if isinstance(values, dict) else None
     return values if isinstance(values, str) and values else json.dumps(values)
 
 

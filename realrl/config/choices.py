@@ -5,6 +5,8 @@ Hydra composes the files, which stand in one folder for each group: preset, clus
 
 from __future__ import annotations
 
+import io
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ from realrl.config.keys import Declared
 from realrl.config.overrides import Edit
 from realrl.config.problems import Problem
 from realrl.errors import ConfigError, did_you_mean
+from realrl.files import read_input
 
 FILE_ENDINGS = (".yaml", ".yml")
+_MAX_BYTES, _MAX_VALUES, _MAX_LEVELS = 100_000, 10_000, 20  # of a YAML file of the user's own
 
 
 def take_choices(
@@ -122,19 +126,58 @@ def _composed(selected: Sequence[str], config_dir: Path | None) -> Iterator[tupl
 
 def _load_yaml(path: Path) -> Mapping[str, Any]:
     """Load a YAML file of the user's own: a mapping, nested like the configuration."""
+    import yaml  # type: ignore[import-untyped]
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError  # type: ignore[import-untyped]
 
     try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path))
+        content = read_input(path, most_bytes=_MAX_BYTES + 1)
+        if len(content) > _MAX_BYTES:
+            raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
+        text = content.decode()
+        _check_extent(text)
+        loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+        json.dumps(loaded, default=str)  # fails for numbers of thousands of digits
     except OSError as error:
         raise ConfigError(f"preset={path}: cannot be read: {error.strerror or error}") from error
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ConfigError(f"preset={path}: is not YAML: {_one_line(error)}") from error
+    except (yaml.YAMLError, ValueError, RecursionError, TypeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"preset={path}: is no YAML that can be used: {_one_line(error)}") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"preset={path}: must hold keys and values, such as 'steps: 10'")
     return _as_plain(loaded)
+
+
+def _check_extent(text: str) -> None:
+    """Refuse YAML that is too deep, or too large with its aliases written out; nothing of it is built.
+
+    Raises:
+        ValueError: says what is too much, or which alias stands inside of what it stands for.
+        YAMLError: the text is no YAML.
+    """
+    import yaml
+
+    known: dict[str, tuple[int, int]] = {}  # anchor -> values and levels below it
+    above: list[tuple[str | None, int, int]] = [(None, 0, 0)]
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        n_values, n_levels, anchor = 1, 0, getattr(event, "anchor", None)
+        if isinstance(event, yaml.CollectionStartEvent):
+            above.append((anchor, 1, 1))
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, n_values, n_levels = above.pop()
+        elif isinstance(event, yaml.AliasEvent):
+            if anchor in (name for name, _, _ in above):
+                raise ValueError(f"the alias '{anchor}' stands inside of what it stands for")
+            n_values, n_levels = known.get(str(anchor), (1, 0))
+        elif not isinstance(event, yaml.ScalarEvent):
+            continue
+        if not isinstance(event, yaml.CollectionStartEvent):
+            known |= {anchor: (n_values, n_levels)} if anchor is not None else {}
+            parent, n_inside, levels_inside = above.pop()
+            above.append((parent, n_inside + n_values, max(levels_inside, n_levels + 1)))
+        if above[-1][1] > _MAX_VALUES or len(above) + above[-1][2] > _MAX_LEVELS:
+            raise ValueError(
+                f"it has more than {_MAX_VALUES:,} values with aliases written out, or {_MAX_LEVELS} levels"
+            )
 
 
 def _as_plain(loaded: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from realrl.config.keys import (
     entry_keys,
     key_of,
     known_keys,
+    model_keys,
     sections,
 )
 from realrl.config.overrides import Edit, parse_overrides
@@ -94,6 +95,7 @@ class _Composer:
 
     def add_layer(self, values: Mapping[str, object], origin: str) -> None:
         """Take over a nested mapping; unknown keys become problems."""
+        self._check_shared(values, origin)
         shared, own = _split_shared(values, self.experiment)
         for part, is_shared in ((shared, True), (own, False)):
             for path, value in self._leaves("", part):
@@ -102,6 +104,19 @@ class _Composer:
                     self.problems.append(Problem(subject, "only the command line chooses a preset", origin))
                 elif self._check_path(path, subject, value, origin):
                     self._set(path, value, subject, origin, is_shared=is_shared)
+
+    def _check_shared(self, values: Mapping[str, object], origin: str) -> None:
+        """Refuse keys of ``models."*"`` that no role would notice: no role of this experiment can have them."""
+        every = _as_mapping(values.get("models")).get(ALL_ROLES, {})
+        if not isinstance(every, Mapping):
+            self.problems.append(Problem(f"models.*={show(every)}", "must be a mapping {key: value}", origin))
+            return
+        idle = {k: v for k, v in every.items() if not any(can_have(r, k) for r in self.experiment.roles.values())}
+        known = model_keys()
+        for path, value in self._leaves("models.*", idle):
+            if path not in known:
+                text = f"unknown key.{closest_keys(path, known)}"
+                self.problems.append(Problem(f"{path}={show(value)}", text, origin))
 
     def apply_to_roles(self, edit: Edit) -> None:
         """Apply one override of the command line, with ``models.*`` to every role that can have the key."""
@@ -208,14 +223,17 @@ class _Composer:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
-        context = OmegaConf.create({**nested, **({} if cache_dir is None else {"cache_dir": str(cache_dir)})})
+        context: Any = None
         for path in marked:
             subject, origin = self.subjects[path]
             try:
+                if context is None:
+                    own = {} if cache_dir is None else {"cache_dir": str(cache_dir)}
+                    context = OmegaConf.create({**nested, **own})
                 node = OmegaConf.select(context, path)
                 value = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
-            except OmegaConfBaseException as error:
-                self.problems.append(Problem(subject, str(error).splitlines()[0], origin))
+            except (OmegaConfBaseException, RecursionError) as error:
+                self.problems.append(Problem(subject, (str(error).splitlines() or ["cannot be resolved"])[0], origin))
             else:
                 _put(nested, path, value)
 

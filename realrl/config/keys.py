@@ -95,6 +95,11 @@ def known_keys(experiment: Declared) -> dict[str, Key]:
     return {key.path: key for key in keys}
 
 
+def model_keys() -> dict[str, Key]:
+    """Return every key that the model of some role can have, as ``models.*.KEY``."""
+    return {key.path: key for key in _walk(ModelConfigSection, "models.*.")}
+
+
 def base_values(experiment: Declared) -> dict[str, object]:
     """Return the defaults of the schema, as nested JSON-like values; an option without a default is absent."""
     fields = RunConfig.model_fields

@@ -61,11 +61,12 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Edit], list[Problem]
         if not equals and not argument.startswith("~"):
             problems.append(Problem(argument, f"not an override; write it as {argument}=VALUE"))
             continue
-        if raw.startswith(REASONING_TASKS):  # holds characters that the grammar wants to be quoted
+        # these hold characters that the grammar wants to be quoted
+        if raw.startswith(REASONING_TASKS) or not (raw.isascii() or raw.startswith(("'", '"', "[", "{"))):
             argument = f"{key}='" + raw.replace("'", "\\'") + "'"
         try:
             parsed: Override = parser.parse_override(_STAR.sub(rf"\g<1>{_STAND_IN}", argument))
-        except HydraException:
+        except (HydraException, ValueError, RecursionError):
             problems.append(Problem(argument, _why_malformed(key, raw)))
             continue
         path = parsed.key_or_group

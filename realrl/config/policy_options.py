@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from realrl.config.reward_options import RewardOptions, check_function_name
+from realrl.config.reward_options import OVERLONG, REWARD_MODEL, RewardOptions, check_function_name
 from realrl.config.schema import key, rare
 
 DEFAULT_IMPORTANCE_CAP = 2.0
@@ -132,6 +132,8 @@ class SafeRLHFOptions(PPOOptions):
     @field_validator("cost_function")
     @classmethod
     def _names_a_function(cls, value: str | None) -> str | None:
+        if value in (OVERLONG, REWARD_MODEL):
+            raise ValueError(f"{value!r} is no function; name one, or leave it out for the cost model")
         return None if value is None else check_function_name(value)
 
     @model_validator(mode="after")

@@ -49,8 +49,8 @@ def raise_problems(problems: Sequence[Problem], reference: str) -> None:
 
 def show(value: object) -> str:
     """Return a value as it would be typed, cut to a reasonable length."""
-    if isinstance(value, str):
-        text = value
-    else:
-        text = json.dumps(value, default=str)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+    except (ValueError, RecursionError):
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 3] + "..."

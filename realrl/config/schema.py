@@ -11,8 +11,11 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from realrl.errors import MAX_TEXT_CHARS, is_text
+
 BackendName = Literal["native", "megatron", "deepspeed"]
 BUILT_IN = "tiny"  # path of the random model, its tokenizer and the toy task, which no file holds
+MAX_DEVICES = 1024  # of all nodes; planning is meant for so many
 REASONING_TASKS = "reasoning_gym:"  # start of a dataset path that names tasks instead of a file
 
 
@@ -33,8 +36,12 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_bool_as_number(cls, value: object, info: ValidationInfo) -> object:
-        """pydantic would read true as 1."""
+    def _refuse_impossible(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic would read true as 1, and would take any text and any whole number."""
+        if isinstance(value, str) and not is_text(value):
+            raise ValueError(f"text needs valid Unicode without NUL, and at most {MAX_TEXT_CHARS} characters")
+        if isinstance(value, int) and abs(value) >= 2**64:
+            raise ValueError("a whole number of so many digits is impossible")
         annotation = cls.model_fields[info.field_name or ""].annotation
         kinds = {annotation, *get_args(annotation)}
         if isinstance(value, bool) and kinds & {int, float} and bool not in kinds:
@@ -169,8 +176,8 @@ class CallConfig(Section):
 class ClusterConfig(Section):
     """The machines."""
 
-    n_nodes: int = key(1, "number of machines", ge=1)
-    n_devices_per_node: int = key(1, "accelerators of each machine; on the CPU, worker processes", ge=1)
+    n_nodes: int = key(1, "number of machines", ge=1, le=MAX_DEVICES)
+    n_devices_per_node: int = key(1, "accelerators of each machine; on the CPU, worker processes", ge=1, le=MAX_DEVICES)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "'auto' takes CUDA when it is there")
     data_plane: Literal["socket", "collective"] = rare(
         "socket", "how rows move between workers: pulled over sockets, or sent by torch.distributed (gloo, NCCL)"
@@ -178,7 +185,7 @@ class ClusterConfig(Section):
     master_port: int = rare(
         0, "port that the master listens on; 0 takes a socket file that only its user can open", ge=0, le=65535
     )
-    worker_timeout_s: float = rare(120.0, "a worker or master that is silent for so long counts as lost", gt=0)
+    worker_timeout_s: float = rare(120.0, "a worker or master that is silent for so long counts as lost", ge=2)
 
     @property
     def n_devices(self) -> int:
@@ -255,7 +262,7 @@ class RunConfig(Section):
     epochs: int = rare(1_000_000, "passes over the dataset; the run ends at `steps` or here", ge=1)
     seed: int = key(1, "everything random follows from it", ge=0, lt=2**63)
     precision: Literal["fp32", "bf16", "fp16"] = key("fp32", "of computation; master weights are always fp32")
-    n_seqs: int = key(32, "samples per step", ge=1)
+    n_seqs: int = key(32, "samples per step", ge=1, le=1_000_000)
     min_n_seqs: int | None = rare(
         None, "a call that does not train starts when so many of its samples are there; null waits for all", ge=1
     )

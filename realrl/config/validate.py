@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from realrl.config.keys import Declared, Key
 from realrl.config.problems import Problem, show
-from realrl.config.schema import CallConfig, RunConfig
+from realrl.config.schema import MAX_DEVICES, CallConfig, RunConfig
 from realrl.errors import did_you_mean
 
 Describe = Callable[[str, object], tuple[str, str]]
@@ -53,6 +53,13 @@ def cross_check(config: RunConfig) -> list[Problem]:
                     "to null",
                 )
             )
+    if config.cluster.n_devices > MAX_DEVICES:
+        text = (
+            f"with cluster.n_devices_per_node={config.cluster.n_devices_per_node} there are {config.cluster.n_devices}"
+        )
+        problems.append(
+            Problem(f"cluster.n_nodes={config.cluster.n_nodes}", f"{text} devices; the most is {MAX_DEVICES}")
+        )
     if config.launcher == "inline" and config.cluster.n_devices > 1:
         problems.append(
             Problem(

@@ -23,13 +23,14 @@ import msgspec
 import torch
 
 from realrl.config.schema import BUILT_IN, REASONING_TASKS, DatasetConfig
+from realrl.data.chat_template import render
 from realrl.data.kinds import DatasetKind
 from realrl.data.readers import RawRow, read_rows
 from realrl.data.reasoning_tasks import task_rows
 from realrl.data.sample import SequenceSample
 from realrl.data.tiny import toy_rows
 from realrl.data.tokenizer import encode_batch
-from realrl.errors import DataError, did_you_mean
+from realrl.errors import DataError, did_you_mean, is_text
 from realrl.sched.messages import KeySchema, Per
 
 ANSWER_FIELDS = ("answer", "response", "completion")
@@ -191,7 +192,9 @@ def load_dataset(config: DatasetConfig, kind: DatasetKind, tokenizer: Any, *, is
 def _check_row(row: RawRow, index: int, kind: DatasetKind, config: DatasetConfig, tokenizer: Any) -> _Row:
     row_id = row.fields.get("id", index)
     if isinstance(row_id, bool) or not isinstance(row_id, str | int) or row_id == "":
-        raise DataError(f"{row.where} has an id that is neither a string nor a number: {row_id!r}")
+        raise DataError(f"{row.where} has an id that is neither a string nor a number: {repr(row_id)[:100]}")
+    if isinstance(row_id, str) and not is_text(row_id):
+        raise DataError(f"{row.where} has an id of {len(row_id)} characters that is no name: {row_id[:40]!r}...")
     is_complete = row.fields.get("complete", True)
     if not isinstance(is_complete, bool):
         raise DataError(f"{row.where} has a field complete that is neither true nor false: {is_complete!r}")
@@ -255,10 +258,9 @@ def _render(messages: list[dict[str, str]], row: RawRow, tokenizer: Any) -> str:
             remedy="Use plain strings with dataset.chat_template=false, or add a chat_template to the tokenizer.",
         )
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program: it raises whatever it likes
-        raise DataError(f"{row.where} does not fit the tokenizer's chat template: {error}") from error
-    return text
+        return render(tokenizer, messages)
+    except DataError as error:
+        raise DataError(f"{row.where} does not fit: {error.message}") from error
 
 
 def _answer_field(row: RawRow) -> str:
@@ -332,6 +334,8 @@ def _tokenise(rows: Sequence[_Row], kind: DatasetKind, config: DatasetConfig, to
         end = [tokenizer.eos_token_id] if row.is_complete else []
         parts = [next(answers) + end for _ in row.answers]
         longest = max(map(len, parts), default=0)
+        if not all([prompt + answer for answer in parts] or [prompt]):
+            raise DataError(f"the tokenizer makes no token of row {row.row_id!r} of {config.path}")
         if len(prompt) > config.max_prompt_tokens:
             long_prompts.append(len(prompt))
         elif longest > config.max_answer_tokens:

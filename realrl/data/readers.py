@@ -6,6 +6,7 @@ Every error names the file and the line (JSON Lines) or row (JSON, parquet) that
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ def read_rows(path: str) -> list[RawRow]:
         DataError: the path does not exist or has an unknown suffix, the file is empty or broken, a row is no object.
     """
     file = Path(path)
-    if not file.exists():
+    if not os.path.exists(file):
         near = did_you_mean(file.name, [other.name for other in file.parent.glob("*")])
         raise DataError(f"the dataset {file} does not exist.{near}", remedy="Set dataset.path to a file.")
     reader = READERS.get(file.suffix.lower())
@@ -88,7 +89,7 @@ def _not_json(file: Path, content: bytes, error: Exception) -> DataError:
             return DataError(
                 f"{where} follows a complete JSON value", remedy="Call the file .jsonl if it is JSON Lines."
             )
-    except (UnicodeDecodeError, RecursionError) as detail:
+    except (ValueError, RecursionError) as detail:
         reason = str(detail)
     return DataError(f"{where} is not JSON: {reason}", remedy="A .json file holds one list of objects.")
 
@@ -102,7 +103,7 @@ def _read_parquet(file: Path) -> Iterator[RawRow]:
         ) from error
     try:
         values = parquet.read_table(file).to_pylist()
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         reason = " ".join(str(error).split())
         raise DataError(
             f"{file} is not a readable parquet file: {reason}", remedy="Write or fetch it again."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 # A folder needs one of these files: the first is read directly, the others are converted.
 _FAST_FILE = "tokenizer.json"
+_MOST_BYTES = 1 << 28
 _OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -35,7 +37,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     folder = Path(path).expanduser()
     _check_folder(folder)
     tokenizer = _read(folder)
-    if tokenizer.eos_token_id is None:
+    if not isinstance(tokenizer.eos_token_id, int):
         raise AssetError(
             f"the tokenizer in {folder} has no end-of-sequence token, so no response could ever end",
             remedy='Name one in its tokenizer_config.json, e.g. "eos_token": "</s>".',
@@ -52,13 +54,17 @@ def encode_batch(tokenizer: Any, texts: Sequence[str], *, with_start: bool) -> l
         tokenizer: a `transformers` fast tokenizer.
         texts: any strings, possibly empty.
         with_start: prepend the start token if the tokenizer does so by default.
+
+    Raises:
+        AssetError: the tokenizer fails.
     """
     if not texts:
         return []
-    encoded: list[list[int]] = tokenizer(
-        list(texts), add_special_tokens=with_start, return_attention_mask=False, verbose=False
-    )["input_ids"]
-    closing = tokenizer("", add_special_tokens=True)["input_ids"][-1:] if with_start else []
+    with _guarded(f"the tokenizer {tokenizer.name_or_path!r} cannot encode a text"):
+        encoded: list[list[int]] = tokenizer(
+            list(texts), add_special_tokens=with_start, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        closing = tokenizer("", add_special_tokens=True)["input_ids"][-1:] if with_start else []
     if closing == [tokenizer.eos_token_id] and closing != [tokenizer.bos_token_id]:
         return [ids[:-1] for ids in encoded]
     return encoded
@@ -83,20 +89,16 @@ def _check_folder(folder: Path) -> None:
 def _read(folder: Path) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
-    try:
+    with _guarded(f"the tokenizer in {folder} cannot be read"):
         if (folder / _FAST_FILE).is_file():
+            if (folder / _FAST_FILE).stat().st_size > _MOST_BYTES:
+                raise ValueError(f"{_FAST_FILE} is larger than {_MOST_BYTES:,} bytes")
             json.loads((folder / _FAST_FILE).read_text(encoding="utf-8"))
             fast: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
             return fast
         from transformers import AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the libraries raise bare Exception for a file that they cannot read
-        reason = " ".join(str(error).split())
-        raise AssetError(
-            f"the tokenizer in {folder} cannot be read: {reason[:300]}",
-            remedy="Fetch its files again; one of them is cut off or was changed.",
-        ) from error
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise AssetError(
             f"the tokenizer in {folder} has no fast version",
@@ -104,3 +106,17 @@ def _read(folder: Path) -> PreTrainedTokenizerFast:
         )
     converted: PreTrainedTokenizerFast = tokenizer
     return converted
+
+
+@contextmanager
+def _guarded(what: str) -> Iterator[None]:
+    """Turn the errors of the libraries into `AssetError`: bare Exceptions, and panics, which are none."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = " ".join(str(error).split())
+        raise AssetError(
+            f"{what}: {reason[:300]}", remedy="Fetch its files again; one of them is cut off or was changed."
+        ) from error

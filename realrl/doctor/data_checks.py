@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from realrl.config.schema import BUILT_IN
+from realrl.data.chat_template import render
 from realrl.data.datasets import Dataset, load_dataset
 from realrl.data.kinds import DatasetKind
 from realrl.data.readers import READERS
 from realrl.data.tokenizer import encode_batch
 from realrl.doctor.findings import Finding, Status
 from realrl.doctor.run_under_check import RunUnderCheck
+from realrl.errors import DataError
 from realrl.experiment.evaluation import held_out_data
 from realrl.graph.mfc import InterfaceType
 from realrl.plan.memory.load import RowLengths
@@ -128,9 +130,9 @@ def check_chat_template(run: RunUnderCheck) -> list[Finding]:
         return [Finding(Status.PROBLEM, message, remedy)]
     use = "" if is_used else " (not used: prompts are plain text)"
     try:
-        texts = [_rendered(tokenizer, *case) for case in ((CONVERSATION[:1], True), (CONVERSATION, False))]
-    except Exception as error:  # noqa: BLE001 - a template is a program, which may raise anything
-        message = f"the template cannot be rendered: {type(error).__name__}: {error}{use}"
+        texts = [render(tokenizer, CONVERSATION[:1]), render(tokenizer, CONVERSATION, asks=False)]
+    except DataError as error:
+        message = f"{error.message}{use}"
         remedy = "Correct the tokenizer's chat_template." if is_used else ""
         return [Finding(Status.PROBLEM if is_used else Status.OK, message, remedy)]
     for said, text, status in zip(CONVERSATION, texts, (Status.PROBLEM, Status.WARNING), strict=True):
@@ -155,11 +157,6 @@ def check_chat_template(run: RunUnderCheck) -> list[Finding]:
         message = f"a finished answer ends with {tokenizer.decode(end[-2:])!r}, which holds no stop token"
         return [Finding(Status.WARNING, message, "Add the token that closes an answer to generation.stop_ids.")]
     return [Finding(Status.OK, f"the prompt's {len(prompt)} tokens begin the conversation's {len(whole)}{use}")]
-
-
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], is_prompt: bool) -> str:
-    text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=is_prompt)
-    return text
 
 
 def _has_messages(run: RunUnderCheck) -> bool:

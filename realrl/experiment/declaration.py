@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from realrl.config.schema import RunConfig, Section
 from realrl.data.kinds import DatasetKind
+from realrl.errors import ConfigError
+from realrl.experiment.loading import staying
+from realrl.graph.checks import check_types
 from realrl.graph.mfc import N_SEQS_OF_THE_RUN, MFCDef
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")  # runs and checkpoints have folders of these names
+_MOST_ROLES = 64
+RoleHead = Literal["lm", "value", "reward", "none"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +33,7 @@ class Role:
     """
 
     trainable: bool
-    head: Literal["lm", "value", "reward", "none"] = "lm"
+    head: RoleHead = "lm"
     path_from: str | None = None
 
 
@@ -69,12 +79,21 @@ class Experiment:
         Raises:
             ConfigError: `check` or an option refuses the configuration.
         """
-        if self.check is not None:
-            self.check(config, self.defaults)
-        calls = list(self.mfcs(config))
-        for add in self.adds:
-            calls = add(config, calls)
+        with staying():
+            if self.check is not None:
+                self.check(config, self.defaults)
+            calls = self._checked(self.mfcs(config))
+            for add in self.adds:
+                calls = self._checked(add(config, calls))
         return [replace(mfc, n_seqs=config.n_seqs) if mfc.n_seqs == N_SEQS_OF_THE_RUN else mfc for mfc in calls]
+
+    def _checked(self, calls: Sequence[MFCDef]) -> list[MFCDef]:
+        listed = list(calls) if isinstance(calls, Sequence) else [calls]
+        for call in listed:
+            if not isinstance(call, MFCDef):
+                raise ConfigError(f"experiment '{self.name}' gives {type(call).__name__} for a list of MFCDef")
+            check_types(call)
+        return listed
 
     def variant(
         self, name: str, description: str, *, defaults: Mapping[str, object] | None = None, **changes: Any
@@ -93,7 +112,13 @@ class Experiment:
 
     def roles_for(self, config: RunConfig) -> Mapping[str, Role]:
         """Return the roles of a run with this configuration; the names are those of `roles`, or fewer."""
-        changed = {**self.roles, **(self.role_changes(config) if self.role_changes else {})}
+        with staying():
+            changes = self.role_changes(config) if self.role_changes else {}
+        if not isinstance(changes, Mapping) or not all(
+            role is None or isinstance(role, Role) for role in changes.values()
+        ):
+            raise ConfigError(f"role_changes of experiment '{self.name}' gives no mapping of names to Role or None")
+        changed = {**self.roles, **changes}
         return {name: role for name, role in changed.items() if role is not None}
 
 
@@ -105,3 +130,65 @@ def _merged(first: Mapping[str, object], second: Mapping[str, object]) -> dict[s
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
         merged[key] = _merged(old, value) if both else value  # type: ignore[arg-type]
     return merged
+
+
+def check_declaration(experiment: Experiment, reference: str) -> None:
+    """Refuse an experiment with a field of another type, or a name that cannot be that of a folder.
+
+    Raises:
+        ConfigError: names the field.
+    """
+    e, roles = experiment, experiment.roles if isinstance(experiment.roles, Mapping) else {}
+    fields = {
+        "name": (_is_name(e.name), "at most 64 letters, digits, '_', '-' and '.', a letter first"),
+        "description": (isinstance(e.description, str), "text"),
+        "roles": (0 < len(roles) <= _MOST_ROLES, f"a mapping of 1 to {_MOST_ROLES} names to Role(...)"),
+        "dataset": (isinstance(e.dataset, DatasetKind), "a DatasetKind"),
+        "mfcs": (_takes(e.mfcs, 1), "a function from the configuration to a list of MFCDef"),
+        "options": (isinstance(e.options, type) and issubclass(e.options, Section), "a subclass of Section"),
+        "defaults": (_is_plain(e.defaults), "a mapping of plain values"),
+        "role_changes": (e.role_changes is None or _takes(e.role_changes, 1), "a function of the configuration"),
+        "adds": (
+            isinstance(e.adds, Sequence) and all(_takes(f, 2) for f in e.adds),
+            "functions (configuration, calls)",
+        ),
+        "check": (e.check is None or _takes(e.check, 2), "a function (configuration, defaults)"),
+        "ancestors": (_is_plain(e.ancestors), "a mapping of names to defaults"),
+        "eval_metrics": (
+            isinstance(e.eval_metrics, tuple) and all(isinstance(m, str) for m in e.eval_metrics),
+            "names",
+        ),
+    }
+    for name, role in roles.items():
+        fields[f"roles[{name!r}]"] = (_is_name(name), "named by letters, digits, '_', '-' and '.', a letter first")
+        is_role = isinstance(role, Role) and isinstance(role.trainable, bool) and role.head in get_args(RoleHead)
+        fields[f"role {name!r}"] = (
+            is_role and (role.path_from is None or role.path_from in roles),
+            f"a Role(trainable=..., head=one of {', '.join(get_args(RoleHead))}, path_from=another role)",
+        )
+    for field_name, (is_right, wanted) in fields.items():
+        if not is_right:
+            raise ConfigError(f"EXPERIMENT in '{reference}' has an impossible {field_name}: it must be {wanted}")
+
+
+def _takes(function: object, n_arguments: int) -> bool:
+    if not callable(function):
+        return False
+    try:
+        inspect.signature(function).bind(*[None] * n_arguments)
+    except TypeError:
+        return False
+    except ValueError:  # a built-in function that does not tell
+        return True
+    return True
+
+
+def _is_plain(defaults: object) -> bool:
+    try:
+        return isinstance(defaults, Mapping) and bool(json.dumps(defaults, default=dict))
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None

@@ -10,17 +10,17 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import pkgutil
 import sys
-import traceback
 from pathlib import Path
 from types import ModuleType
 
 from realrl.config.schema import RunConfig
 from realrl.config.serialize import experiment_reference, load_config
 from realrl.errors import ConfigError, did_you_mean
-from realrl.experiment.declaration import Experiment
-from realrl.experiment.loading import execute_module, find_working_directory
+from realrl.experiment.declaration import Experiment, check_declaration
+from realrl.experiment.loading import execute_module, find_working_directory, import_failed, staying
 
 ATTRIBUTE = "EXPERIMENT"
 PACKAGE = "realrl_experiments"
@@ -39,12 +39,13 @@ def load_experiment(reference: str) -> Experiment:
     Raises:
         ConfigError: there is no such experiment, its module cannot be imported, or declares none.
     """
-    if _is_file(reference):
-        return _declared(_import_file(Path(reference)), reference)
-    if reference in experiment_names():
-        return _declared(_import_module(f"{_package().__name__}.{reference}", reference), reference)
-    if "." in reference and all(part.isidentifier() for part in reference.split(".")):
-        return _declared(_import_module(reference, reference), reference)
+    with staying():
+        if _is_file(reference):
+            return _declared(_import_file(Path(reference)), reference)
+        if reference in experiment_names():
+            return _declared(_import_module(f"{_package().__name__}.{reference}", reference), reference)
+        if "." in reference and all(part.isidentifier() for part in reference.split(".")):
+            return _declared(_import_module(reference, reference), reference)
     raise _unknown("experiment", reference)
 
 
@@ -107,9 +108,9 @@ def _import_module(name: str, reference: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise _unknown("experiment or module", reference) from error
-        raise _import_failed(reference, error) from error
-    except Exception as error:
-        raise _import_failed(reference, error) from error
+        raise import_failed(f"experiment '{reference}'", error) from error
+    except (Exception, SystemExit) as error:
+        raise import_failed(f"experiment '{reference}'", error) from error
 
 
 def _unknown(kind: str, reference: str) -> ConfigError:
@@ -121,9 +122,9 @@ def _unknown(kind: str, reference: str) -> ConfigError:
 
 
 def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
+    if not os.path.isfile(path):
         folder = path.parent
-        near = sorted(other.stem for other in folder.glob("*.py")) if folder.is_dir() else []
+        near = sorted(other.stem for other in folder.glob("*.py")) if os.path.isdir(folder) else []
         raise ConfigError(f"there is no experiment file '{path}'.{did_you_mean(path.stem, near)}")
     path = path.resolve()
     name = path.stem
@@ -141,33 +142,19 @@ def _import_file(path: Path) -> ModuleType:
         raise ConfigError(f"'{path}' is not a Python file")
     try:
         return execute_module(spec, name)
-    except Exception as error:
-        raise _import_failed(str(path), error) from error
-
-
-def _import_failed(reference: str, error: Exception) -> ConfigError:
-    """Return an error that names the line at fault: the last one outside of the import machinery."""
-    if isinstance(error, SyntaxError):
-        place, source = f"{error.filename}:{error.lineno}", error.text or ""
-    else:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-        last = frames[-1]
-        place, source = f"{last.filename}:{last.lineno}", last.line or ""
-    text = str(error.msg) if isinstance(error, SyntaxError) else str(error)
-    remedy = f"{place}: {source.strip()}"
-    return ConfigError(f"experiment '{reference}' cannot be imported: {type(error).__name__}: {text}", remedy=remedy)
+    except (Exception, SystemExit) as error:
+        raise import_failed(f"experiment '{path}'", error) from error
 
 
 def _declared(module: ModuleType, reference: str) -> Experiment:
-    experiment = getattr(module, ATTRIBUTE, None)
-    if isinstance(experiment, Experiment):
-        return experiment
-    if experiment is None:
+    if not hasattr(module, ATTRIBUTE):
         near = did_you_mean(ATTRIBUTE, vars(module))
         raise ConfigError(
             f"'{reference}' declares no experiment: it has no attribute {ATTRIBUTE}.{near}",
             remedy=f"End it with {ATTRIBUTE} = realrl.Experiment(name=..., roles=..., mfcs=...).",
         )
-    raise ConfigError(
-        f"{ATTRIBUTE} in '{reference}' is of type {type(experiment).__name__}, not realrl.Experiment",
-    )
+    experiment = getattr(module, ATTRIBUTE)
+    if not isinstance(experiment, Experiment):
+        raise ConfigError(f"{ATTRIBUTE} in '{reference}' is of type {type(experiment).__name__}, not realrl.Experiment")
+    check_declaration(experiment, reference)
+    return experiment

@@ -5,15 +5,44 @@ Imports no torch. Modules in the working directory are found as they would be by
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from realrl.errors import ConfigError, did_you_mean
+
+_NOT_OF_USERS = (
+    "<",
+    *(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("realrl", "experiments")),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+)
+
+
+@contextlib.contextmanager
+def staying() -> Iterator[None]:
+    """Make `os._exit` raise `SystemExit` while code of users runs: an exit code is not theirs to choose."""
+    leave, own = os._exit, os.getpid()
+
+    def refuse(status: int) -> None:
+        if os.getpid() != own:  # a process that they forked
+            leave(status)
+        raise SystemExit(status)
+
+    os._exit = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def load_object(name: str) -> Any:
@@ -34,31 +63,131 @@ def load_object(name: str) -> Any:
         ) from None
 
 
-def require_module(name: str, key: str) -> None:
-    """Refuse a name whose module or file does not exist, without importing it.
+def require_function(name: str, key: str) -> inspect.Signature | None:
+    """Refuse a name whose module, file or object does not exist, from its source alone: nothing of it is run.
 
     Args:
         name: as for `load_object`.
         key: configuration key that holds the name, for the message.
 
+    Returns:
+        The signature of a plain function; None where only running the file would tell.
+
     Raises:
-        ConfigError: the module or file is missing; names `key`.
+        ConfigError: the module or file is missing, is no Python, or binds no such name; names `key`.
     """
-    where, _ = split_name(name)
+    where, attribute = split_name(name)
+    file: str | None = where
     if where.endswith(".py"):
-        found = Path(where).is_file()
+        found = os.path.isfile(where)
     else:
         find_working_directory()
         try:
-            found = importlib.util.find_spec(where) is not None
+            spec = importlib.util.find_spec(where) if all(map(str.isidentifier, where.split("."))) else None
         except ModuleNotFoundError:
-            found = False
+            spec = None
+        found, file = spec is not None, spec and spec.origin
     if not found:
         kind = "file" if where.endswith(".py") else "module"
         raise ConfigError(
             f"{key}={name!r}: there is no {kind} {where!r}",
             remedy="Write 'module:object' for a module that Python can import from here, or 'file.py:object'.",
         )
+    if file is None or not file.endswith(".py"):
+        return None
+    try:
+        tree = ast.parse(Path(file).read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
+        raise ConfigError(f"{key}={name!r}: '{file}' is no Python file: {error}") from error
+    bound = list(_bindings(tree))
+    definitions = [node for node in bound if _name_of(node) == attribute]
+    if not definitions and not any(_name_of(node) in ("*", "__getattr__", "globals", "exec") for node in bound):
+        public = [n for n in map(_name_of, bound) if not n.startswith("_")]
+        raise ConfigError(f"{key}={name!r}: {where!r} has no {attribute!r}.{did_you_mean(attribute, public)}")
+    [only] = definitions if len(definitions) == 1 else [None]
+    if isinstance(only, ast.FunctionDef | ast.AsyncFunctionDef) and not only.decorator_list:
+        return _signature(only.args)
+    return None
+
+
+def _bindings(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield definitions, imports and names at the top of a module, without entering functions and classes."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Name | ast.alias):
+            yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield from _bindings(child)
+
+
+def _name_of(node: ast.AST) -> str:
+    if isinstance(node, ast.alias):
+        return node.asname or node.name.partition(".")[0]
+    if isinstance(node, ast.Name):
+        return node.id if isinstance(node.ctx, ast.Store) or node.id in ("globals", "exec") else ""
+    return str(getattr(node, "name", ""))
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    positional = [*arguments.posonlyargs, *arguments.args]
+    n_required = len(positional) - len(arguments.defaults)
+    kinds = [(arg.arg, inspect.Parameter.POSITIONAL_OR_KEYWORD, i < n_required) for i, arg in enumerate(positional)]
+    if arguments.vararg is not None:
+        kinds.append((arguments.vararg.arg, inspect.Parameter.VAR_POSITIONAL, True))
+    for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        kinds.append((arg.arg, inspect.Parameter.KEYWORD_ONLY, default is None))
+    if arguments.kwarg is not None:
+        kinds.append((arguments.kwarg.arg, inspect.Parameter.VAR_KEYWORD, True))
+    empty = inspect.Parameter.empty
+    return inspect.Signature(
+        [inspect.Parameter(name, kind, default=empty if needed else None) for name, kind, needed in kinds]
+    )
+
+
+def check_reward_signature(signature: inspect.Signature, name: str) -> None:
+    """Refuse a function that cannot be called with a prompt, a response and perhaps a row.
+
+    Raises:
+        TypeError: it takes too few or too many arguments, or needs an option.
+    """
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = list(signature.parameters.values())
+    named = [p for p in parameters if p.kind in positional]
+    required = [p for p in named if p.default is p.empty]
+    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    missing = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if len(required) > 3 or (len(named) < 2 and not takes_more):
+        bare = signature.replace(parameters=[p.replace(default=p.empty) for p in parameters])  # defaults may be secret
+        raise TypeError(f"{name!r} must take (prompt, response) or (prompt, response, row), not {bare}")
+    if missing:
+        raise TypeError(f"{name!r} needs the option {missing[0]!r}")
+
+
+def failed_in(error: BaseException) -> ConfigError | None:
+    """Return an error that names the line of a user's file which raised `error`; None if no such file did."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_OF_USERS)
+    ]
+    if not frames:
+        return None
+    last = frames[-1]
+    return ConfigError(_in_words(error), remedy=f"{last.filename}:{last.lineno}: {(last.line or '').strip()}")
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"code of your own called exit({error.code!r}), which ends no run"
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}"
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def import_failed(what: str, error: BaseException) -> ConfigError:
+    """Return an error for an import that failed; it names the line at fault, the last one that is a user's."""
+    failed = failed_in(error)
+    remedy = None if failed is None else failed.remedy
+    if isinstance(error, SyntaxError):
+        remedy = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    return ConfigError(f"{what} cannot be imported: {_in_words(error)}", remedy=remedy)
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -75,6 +204,8 @@ def split_name(name: str) -> tuple[str, str]:
 
 def _import(name: str, module: str) -> ModuleType:
     find_working_directory()
+    if not all(map(str.isidentifier, module.split("."))):
+        raise ConfigError(f"there is no module {module!r} (asked for as {name!r})")
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -84,9 +215,9 @@ def _import(name: str, module: str) -> ModuleType:
 
 
 def _load_file(name: str, path: str) -> ModuleType:
-    file = Path(path).resolve()
-    if not file.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"there is no file {path!r} (asked for as {name!r})")
+    file = Path(path).resolve()
     module_name = f"realrl_user_{file.stem}_{abs(hash(str(file))):x}"
     if module_name in sys.modules:
         return sys.modules[module_name]

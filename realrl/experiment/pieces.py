@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from realrl.errors import ConfigError, did_you_mean
-from realrl.experiment.loading import load_object
+from realrl.experiment.loading import import_failed, load_object, staying
 
 PieceKind = Literal["sampler", "reward", "advantage", "policy_loss", "filter"]
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -183,7 +183,13 @@ def find_piece(kind: PieceKind, name: str) -> Piece:
             f"algorithm.{kind}={name}: there is no {kind} {name!r}.{did_you_mean(name, names)}",
             remedy=f"Choose from {', '.join(names)}, or write 'module:function' or 'file.py:function'.",
         )
-    function = load_object(name)
+    try:
+        with staying():
+            function = load_object(name)
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.{kind}={name}: {error.message}") from error
+    except (Exception, SystemExit) as error:
+        raise import_failed(f"algorithm.{kind}={name}", error) from error
     if not callable(function):
         raise ConfigError(f"algorithm.{kind}={name} is a {type(function).__name__}, not a function")
     declared = (p for p in _registered.values() if p.kind == kind and p.function is function)

@@ -15,7 +15,7 @@ from realrl.experiment.evaluation import evaluation_experiment, plan_evaluation
 from realrl.experiment.models import role_config, role_configs
 from realrl.experiment.registry import check_interface_name
 from realrl.experiment.run_plan import RunPlan
-from realrl.graph.build import build_graph, calls, replace_calls, topological_calls
+from realrl.graph.build import build_graph, calls, dataset_keys, replace_calls, topological_calls
 from realrl.graph.mfc import MFCDef, OffloadHook
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.allocation import check_shapes, plan_allocations
@@ -45,6 +45,11 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     _check_roles(mfcs, experiment.name, roles)
     check_run_staleness(mfcs, config, experiment.name)
     graph = build_graph(mfcs, experiment.dataset.keys)
+    if not dataset_keys(graph):
+        raise GraphError(
+            f"no call of experiment '{experiment.name}' reads a key of the dataset",
+            remedy=f"Give one of them an input key: {', '.join(experiment.dataset.keys)}.",
+        )
     replace_calls(graph, _offloading_calls(graph, config, roles))
     if not config.eval.only:
         check_leads(graph, config)
@@ -65,20 +70,25 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
 
 
 def check_models_fit(plan: RunPlan) -> None:
-    """Check every role's model against the strategies of its calls and its adapters; others need no check.
+    """Check every role's model against the strategies of its calls, its adapters, and the lengths of responses.
 
     Raises:
         AllocationError: tp or pp does not fit a model, or a hook moves parameters between models that differ.
         AssetError: config.json or a tokenizer cannot be used.
         ConfigError: an adapter's target matches no layer of the role's model, one without experts has a
-            load-balancing loss, or a training backend does not support a setting.
+            load-balancing loss, a training backend does not support a setting, or a response alone fills all positions.
     """
     check_backends(plan)
+    shapes, n_new = role_configs(plan), plan.config.generation.max_new_tokens
+    for role in plan.generating_roles:
+        if role in shapes and n_new >= shapes[role].max_positions:
+            raise ConfigError(
+                f"generation.max_new_tokens={n_new} leaves no place for a prompt in the "
+                f"{shapes[role].max_positions} positions of the model of role '{role}'",
+                remedy="Lower it.",
+            )
     is_sharded = any(a.strategy.tp > 1 or a.strategy.pp > 1 for a in plan.allocations.values())
-    sections = [plan.config.models[role] for role in plan.roles]
-    depends_on_model = any(s.lora.rank or s.router_aux_loss_coef is not None for s in sections)
-    if is_sharded or depends_on_model or any(mfc.reallocs for mfc in plan.mfcs):
-        shapes = role_configs(plan)
+    if is_sharded or any(mfc.reallocs for mfc in plan.mfcs):
         check_shapes(plan.graph, plan.allocations, shapes)
         check_realloc_shapes(plan.graph, shapes)
 

@@ -19,7 +19,7 @@ from realrl.config.reward_options import BUILT_IN_REWARDS, OVERLONG, REWARD_MODE
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError, did_you_mean
 from realrl.experiment.declaration import Role
-from realrl.experiment.loading import require_module
+from realrl.experiment.loading import check_reward_signature, require_function
 from realrl.graph.mfc import InterfaceRef, InterfaceType, MFCDef
 
 REWARD, SCORER = "reward", "scorer"
@@ -176,7 +176,12 @@ def _check(config: RunConfig, parts: Mapping[str, RewardPart]) -> None:
         is_short = name == SHORT_FORM and name not in options.rewards
         key = "algorithm.reward_function" if is_short else f"algorithm.rewards.{name}.function"
         if part.function not in BUILT_IN_REWARDS:
-            require_module(part.function, key)
+            signature = require_function(part.function, key)
+            try:
+                if signature is not None and not part.options:
+                    check_reward_signature(signature, part.function)
+            except TypeError as error:
+                raise ConfigError(f"{key}: {error}") from None
             continue
         _check_built_in(name, part, key)
         if part.function == OVERLONG:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from realrl.config.schema import RunConfig
 from realrl.experiment.declaration import Experiment, Role
-from realrl.graph.mfc import MFCDef
+from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.groups import ProcessGroup, process_groups
 from realrl.plan.hooks import CallHooks
@@ -106,6 +106,12 @@ class RunPlan:
     def changed_roles(self) -> frozenset[str]:
         """Roles whose parameters some call or hook changes."""
         return frozenset().union(*(mfc.changed_roles for mfc in self.mfcs))
+
+    @property
+    def generating_roles(self) -> frozenset[str]:
+        """Roles that generate, in training or evaluation."""
+        mfcs = self.mfcs if self.evaluation is None else self.mfcs + self.evaluation.mfcs
+        return frozenset(mfc.role for mfc in mfcs if mfc.interface_type is InterfaceType.GENERATE)
 
     @property
     def process_groups(self) -> tuple[ProcessGroup, ...]:

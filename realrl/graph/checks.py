@@ -6,6 +6,7 @@ value that would be accepted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from realrl.errors import GraphError, did_you_mean
@@ -19,6 +20,7 @@ from realrl.graph.mfc import (
     protocol_names,
 )
 
+_NAME = re.compile(r"\w[\w.#:-]{0,99}")
 _ARTICLE = {
     InterfaceType.GENERATE: "a generate",
     InterfaceType.INFERENCE: "an inference",
@@ -49,6 +51,30 @@ def check_calls(mfcs: Sequence[MFCDef]) -> None:
     _check_n_seqs_divide(mfcs)
 
 
+def check_types(mfc: MFCDef) -> None:
+    """Check the types of a call's names and keys, on which all else relies.
+
+    Raises:
+        GraphError: names the field.
+    """
+    fields = {
+        "name": (mfc.name, isinstance(mfc.name, str)),
+        "model_name": (mfc.model_name, isinstance(mfc.role, str)),
+        "interface_impl": (mfc.interface_impl, isinstance(mfc.interface.name, str)),
+        "input_keys": (mfc.input_keys, _are_names(mfc.input_keys)),
+        "output_keys": (mfc.output_keys, _are_names(mfc.output_keys)),
+        "input_key_remap": (mfc.input_key_remap, isinstance(mfc.input_key_remap, Mapping)),
+        "output_key_remap": (mfc.output_key_remap, isinstance(mfc.output_key_remap, Mapping)),
+    }
+    for field, (value, is_right) in fields.items():
+        if not is_right:
+            raise GraphError(f"call {mfc.name!r} has {field}={value!r}, which is of another type than MFCDef says")
+
+
+def _are_names(keys: object) -> bool:
+    return isinstance(keys, (str, tuple, list)) and all(isinstance(key, str) for key in keys)
+
+
 def nearest_divisor(value: int, of: int) -> int:
     """Return the divisor of `of` that is closest to `value`; the larger of two equally close ones."""
     return min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - value), -d))
@@ -57,8 +83,11 @@ def nearest_divisor(value: int, of: int) -> int:
 def _check_names(mfcs: Sequence[MFCDef]) -> None:
     seen: set[str] = set()
     for position, mfc in enumerate(mfcs):
-        if not mfc.name or mfc.name != mfc.name.strip():
-            raise GraphError(f"call number {position + 1} has the name {mfc.name!r}", remedy="Give it a short name.")
+        if _NAME.fullmatch(mfc.name) is None:
+            raise GraphError(
+                f"call number {position + 1} has the name {mfc.name!r}",
+                remedy="Give it a short name of letters, digits, '_', '-' and '.'.",
+            )
         if mfc.name in seen:
             raise GraphError(
                 f"two calls have the name '{mfc.name}'",

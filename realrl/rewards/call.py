@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from realrl.config.secrets import without_secrets
-from realrl.experiment.loading import load_object
+from realrl.experiment.loading import check_reward_signature, load_object
 
 MAX_ERROR_CHARS = 2000
 SLICE_S = 0.2  # of a time limit
@@ -143,15 +143,11 @@ def _describe(error: BaseException) -> str:
 
 def _traits(function: Callable[..., Any], name: str, reads: str) -> Traits:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = list(inspect.signature(function).parameters.values())
+    signature = inspect.signature(function)
+    check_reward_signature(signature, name)
+    parameters = list(signature.parameters.values())
     named = [p for p in parameters if p.kind in positional]
     required = [p for p in named if p.default is p.empty]
-    takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    missing = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    if len(required) > 3 or (len(named) < 2 and not takes_more):
-        raise TypeError(f"{name!r} must take (prompt, response) or (prompt, response, row), not {_signature(function)}")
-    if missing:
-        raise TypeError(f"{name!r} needs the option {missing[0]!r}")
     names = [p.name for p in named]
     are_ids = len(names) >= 2 and all(n.endswith("_ids") for n in names[:2])
     return Traits(
@@ -161,8 +157,3 @@ def _traits(function: Callable[..., Any], name: str, reads: str) -> Traits:
         is_async=inspect.iscoroutinefunction(function)
         or inspect.iscoroutinefunction(getattr(function, "__call__", None)),  # noqa: B004 - an object with async __call__
     )
-
-
-def _signature(function: Callable[..., Any]) -> str:
-    """Return the signature without options: their values may be secret."""
-    return str(inspect.signature(function.func if isinstance(function, functools.partial) else function))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -225,7 +226,22 @@ def test_values_of_yaml_and_defaults_are_named_with_their_origin(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "cannot be read: No such file"), ("a: [1", "is not YAML"), ("- a\n", "must hold keys and values")],
+    [
+        (None, "cannot be read: No such file"),
+        ("a: [1", "is no YAML that can be used"),
+        ("- a\n", "must hold keys and values"),
+        ("a: &a [*a]", "the alias 'a' stands inside of what it stands for"),
+        (
+            "a0: &a0 [1]\n" + "\n".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9}]" for i in range(1, 9)),
+            "more than 10,000 values",
+        ),
+        ("[" * 3000, "or 20 levels"),
+        ("x" * 200_000, "more than 100,000 bytes"),
+        ("steps: 0x" + "f" * 6000, "is no YAML that can be used"),
+        ('run_dir: "a\\0b"', "run_dir=a.*text needs valid Unicode without NUL"),
+        ('models: {"*": 5}', r"models\.\*=5: must be a mapping"),
+        ("models: {'*': {optimizer: {lrr: 1}}}", r"optimizer\.lrr=1: unknown key"),
+    ],
 )
 def test_a_preset_file_that_cannot_be_used(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "mine.yaml"
@@ -235,7 +251,25 @@ def test_a_preset_file_that_cannot_be_used(tmp_path: Path, text: str | None, mes
         compose(experiment(), [f"preset={path}"])
 
 
+def test_a_preset_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: it is a pipe, not a file"):
+        compose(experiment(), [f"preset={tmp_path}/pipe.yaml"])
+
+
 def test_yaml_that_hydra_cannot_compose(config_dir: Path) -> None:
     (config_dir / "preset/broken.yaml").write_text("steps: [1\n")
     with pytest.raises(ConfigError, match=r"YAML files in .* cannot be composed"):
         compose(experiment(), ["preset=broken"], config_dir=config_dir)
+
+
+def test_limits_of_the_machines_and_their_silence() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.n_nodes=64: with cluster\.n_devices_per_node=64 there are 4096"):
+        compose(experiment(), ["cluster.n_nodes=64", "cluster.n_devices_per_node=64"])
+    with pytest.raises(ConfigError, match=r"worker_timeout_s=1: must be a number >= 2"):
+        compose(experiment(), ["cluster.worker_timeout_s=1"])
+
+
+def test_text_outside_of_ascii_needs_no_quotes() -> None:
+    assert compose(experiment(), ["run_dir=прогон/é"]).run_dir == "прогон/é"
+    assert compose(experiment(), ["run_dir='прогон x'"]).run_dir == "прогон x"

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from realrl.config.schema import DatasetConfig
 from realrl.data.datasets import Dataset, load_dataset, other_rows
@@ -364,7 +366,9 @@ def test_no_chat_template(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 1 needs a chat template, and the tokenizer has none"):
         load_dataset(DatasetConfig(path=str(path)), PROMPT, plain)
     plain.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"line 1 does not fit the tokenizer's chat template: roles must alternate"):
+    with pytest.raises(
+        DataError, match=r"line 1 does not fit: the tokenizer's chat template fails: roles must alternate"
+    ):
         load_dataset(DatasetConfig(path=str(path)), PROMPT, plain)
 
 
@@ -372,3 +376,9 @@ def test_chat_template_without_prompt(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", [{"chosen": "a", "rejected": "b"}])
     with pytest.raises(DataError, match=r"line 1 has no prompt to put into the chat template"):
         load(path, PAIR, chat_template=True)
+
+
+def test_a_tokenizer_that_makes_no_token(tmp_path: Path) -> None:
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"</s>": 0}, [])), eos_token="</s>")
+    with pytest.raises(DataError, match=r"the tokenizer makes no token of row '0' of"):
+        load_dataset(DatasetConfig(path=str(write(tmp_path / "d.jsonl", [GOOD]))), PROMPT, empty)

@@ -97,3 +97,18 @@ def test_cut_off_tokenizer_file(tmp_path: Path) -> None:
 def test_no_end_token(tmp_path: Path) -> None:
     with pytest.raises(AssetError, match=r"has no end-of-sequence token"):
         load_tokenizer(str(write_words(tmp_path / "m")))
+
+
+def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text("{}")
+    own = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    (tmp_path / "own.py").write_text("raise SystemExit(0)")
+    with pytest.raises(AssetError, match=r"cannot be read"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_deep_tokenizer_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(AssetError, match=r"cannot be read: .*recursion"):
+        load_tokenizer(str(tmp_path))

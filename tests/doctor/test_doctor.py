@@ -46,6 +46,9 @@ def nothing(prompt, response):
 
 def slow(prompt, response):
     time.sleep(30)
+
+
+no_function = 3
 """
 
 
@@ -279,8 +282,8 @@ TURNS = "{%% for m in messages %%}<|{{ m['role'] }}|>{{ m['content'] }}%s{%% end
         (TURNS % ("<|end|>", "?"), Status.WARNING, "no beginning"),
         ("{{ messages[0]['role'] }}<|end|>", Status.PROBLEM, "loses text: 'What is two and three?' of the user"),
         ("{{ messages[0]['content'] }}<|end|>", Status.WARNING, "loses text: 'Five.' of the assistant"),
-        ("{{ raise_exception('only so') }}", Status.PROBLEM, "cannot be rendered: TemplateError: only so"),
-        ("{% for m in %}", Status.PROBLEM, "cannot be rendered: TemplateSyntaxError"),
+        ("{{ raise_exception('only so') }}", Status.PROBLEM, "chat template fails: only so"),
+        ("{% for m in %}", Status.PROBLEM, "chat template fails: Expected an expression"),
     ],
 )
 def test_chat_templates(folder: Path, template: str | None, status: Status, message: str) -> None:
@@ -363,7 +366,7 @@ def test_rewards_are_called(tmp_path: Path) -> None:
         ("wrong", "no such judge"),
         ("nothing", "returned nan"),
         ("slow", "did not answer within 0.3 s"),
-        ("absent", "has no 'absent'"),
+        ("no_function", "'my_rewards.py:no_function' is not a function"),
     ],
 )
 def test_rewards_that_fail(tmp_path: Path, name: str, message: str) -> None:

@@ -99,6 +99,12 @@ def assert_refused(outcome: tuple[int, str, str], *messages: str) -> None:
         (("resume=auto",), ("resume=auto: continues the run in run_dir: give it with run_dir=PATH",)),
         (("algorithm.reward_function=rewardz.py:f",), ("there is no file 'rewardz.py'",)),
         (("run_dir=/tmp/" + "x" * 300,), ("is no usable path: File name too long",)),
+        (("run_dir=" + "x" * 5000,), ("argument 9 has 5,008 characters: run_dir=xxx", "The most is 4,096")),
+        (("run_dir=a\udcff",), ("is no text in UTF-8",)),
+        (("steps=" + "9" * 4000,), ("a whole number of so many digits is impossible",)),
+        (("steps=" + "[" * 900,), ("a bracket is not closed",)),
+        (("generation.max_new_tokens=1024",), ("leaves no place for a prompt in the 1024 positions",)),
+        (("generation.max_new_tokens=1020", INLINE), ("new ones make 1029 tokens", "role 'actor' has 1024 positions")),
     ],
 )
 def test_impossible_values(call: Call, workplace: Path, overrides: tuple[str, ...], messages: tuple[str, ...]) -> None:
@@ -239,13 +245,26 @@ def test_a_reward_function_that_raises_shows_its_line(call: Call, workplace: Pat
     assert 'rewards.py", line 2, in f' in err
 
 
-def test_a_reward_function_that_is_not_there(call: Call, workplace: Path) -> None:
-    (workplace / "rewards.py").write_text("def score(prompt, response):\n    return 1.0\n")
-    code, _, err = call(*PPO, INLINE, "algorithm.reward_function=rewards.py:scor")
-    assert code == 2
-    assert "'rewards.py' has no 'scor'" in err
-    assert "Did you mean 'score'?" in err
-    assert "Traceback" not in err
+@pytest.mark.parametrize("more", ["--dry-run", INLINE])
+def test_a_reward_function_that_is_not_there(call: Call, workplace: Path, more: str) -> None:
+    (workplace / "rewards.py").write_text("1 / 0\n\ndef score(prompt):\n    return 1.0\n")
+    outcome = call(*PPO, more, "algorithm.reward_function=rewards.py:scor")
+    assert_refused(outcome, "'rewards.py' has no 'scor'", "Did you mean 'score'?")
+    outcome = call(*PPO, more, "algorithm.reward_function=rewards.py:score")
+    assert_refused(outcome, "must take (prompt, response) or (prompt, response, row), not (prompt)")
+
+
+def test_an_experiment_cannot_choose_the_exit_code(call: Call, workplace: Path) -> None:
+    source = MISBEHAVING.replace("    n = config.n_seqs\n", "    n = config.n_seqs\n    {}\n")
+    for number, line in enumerate(("raise SystemExit(0)", "os._exit(0)", "raise BaseException('no')", "1 / 0")):
+        (workplace / f"mine_{number}.py").write_text(source.replace("{}", line, 1))
+        outcome = call("run", f"./mine_{number}.py", "preset=tiny", "--dry-run")
+        assert_refused(outcome, f"mine_{number}.py:", line)
+
+
+def test_a_cost_needs_a_function(call: Call) -> None:
+    outcome = call("run", "safe_rlhf", "preset=tiny", "algorithm.cost_function=overlong", "--dry-run")
+    assert_refused(outcome, "cost_function=overlong: 'overlong' is no function", "leave it out for the cost model")
 
 
 def test_a_reward_function_that_hangs(workplace: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from realrl.config.compose import compose
 from realrl.config.serialize import dump_config
-from realrl.errors import ConfigError
+from realrl.errors import ConfigError, UsageError
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.discovery import (
     config_dir,
@@ -132,6 +132,14 @@ def test_unknown(tmp_path: Path, reference: str, message: str) -> None:
             "EXPERIMENTS = 1\n",
             r"it has no attribute EXPERIMENT\. Did you mean 'EXPERIMENTS'\?\n  End it with EXPERIMENT",
         ),
+        ("EXPERIMENT = None\n", r"EXPERIMENT in '\./my_demo_bad\.py' is of type NoneType, not realrl\.Experiment"),
+        ("import sys\nsys.exit(0)\n", r"called exit\(0\), which ends no run\n  .*my_demo_bad\.py:2: sys\.exit"),
+        ("import os\nos._exit(0)\n", r"called exit\(0\), which ends no run\n  .*my_demo_bad\.py:2: os\._exit"),
+        ("x = " + "-" * 20_000 + "1\n", r"cannot be imported: (RecursionError|MemoryError|SyntaxError)"),
+        (SOURCE.replace('"actor"', '"../x"'), r"an impossible roles\['\.\./x'\]: it must be named by letters"),
+        (SOURCE.replace('"mine"', '"../x"'), r"an impossible name: it must be at most 64 letters"),
+        (SOURCE.replace("lambda c: []", "lambda: []"), r"an impossible mfcs: it must be a function from the"),
+        (SOURCE.replace("Role(trainable=True)", "Role('yes')"), r"an impossible role 'actor': it must be a Role\("),
         ("EXPERIMENT = 3\n", r"EXPERIMENT in '\./my_demo_bad\.py' is of type int, not realrl\.Experiment"),
     ],
 )
@@ -174,3 +182,19 @@ def test_calls_without_n_seqs_take_those_of_the_run() -> None:
     ]
     experiment = replace(load_experiment("sft"), mfcs=lambda config: calls)
     assert [mfc.n_seqs for mfc in experiment.calls(compose(experiment, ["n_seqs=5"]))] == [5, 2]
+
+
+@pytest.mark.parametrize(
+    ("mfcs", "message"),
+    [
+        ("lambda c: 5", "gives int for a list of MFCDef"),
+        ("lambda c: [MFCDef('a', [], N.GENERATE, 'ppo_actor')]", "has model_name=.*another type than MFCDef says"),
+        ("lambda c: [MFCDef('a', 'actor', N.GENERATE, 'ppo_actor', 5)]", "has input_keys=5"),
+    ],
+)
+def test_calls_of_another_type(tmp_path: Path, mfcs: str, message: str) -> None:
+    imports = "from realrl import InterfaceType as N, MFCDef\n"
+    (tmp_path / "my_demo_calls.py").write_text(imports + SOURCE.replace("lambda c: []", mfcs))
+    experiment = load_experiment("./my_demo_calls.py")
+    with pytest.raises(UsageError, match=message):
+        experiment.calls(compose(experiment))

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from pathlib import Path
 
 import pytest
 
 from realrl.errors import ConfigError
-from realrl.experiment.loading import load_object, require_module
+from realrl.experiment.loading import check_reward_signature, load_object, require_function
 
 
 @pytest.mark.parametrize("name", ["math:hypot", "math.hypot"])
@@ -25,7 +27,7 @@ def test_a_module_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "my_rewards_here.py").write_text("def score(p, r): return 1.0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["/nowhere"])
-    require_module("my_rewards_here:score", "algorithm.reward_function")
+    require_function("my_rewards_here:score", "algorithm.reward_function")
     assert load_object("my_rewards_here:score")(1, 2) == 1.0
 
 
@@ -62,5 +64,60 @@ def test_a_file_that_raises_is_loaded_anew(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["no_such_module:f", "no.such.module:f", "/no/such/file.py:f"])
 def test_a_missing_module_is_found_out_without_importing(name: str) -> None:
     with pytest.raises(ConfigError, match=r"^algorithm\.reward_function='.*': there is no (module|file)"):
-        require_module(name, "algorithm.reward_function")
-    require_module("antigravity:f", "algorithm.reward_function")
+        require_function(name, "algorithm.reward_function")
+    require_function("antigravity:geohash", "algorithm.reward_function")
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def scor(a, b): return 1\n", "has no 'score'. Did you mean 'scor'"),
+        ("def f():\n    def score(a, b): return 1\n", "has no 'score'"),
+        ("x = (\n", "is no Python file"),
+        ("\0", "is no Python file"),
+        ("(" * 5000, "is no Python file"),
+    ],
+)
+def test_a_function_that_is_not_in_its_file(tmp_path: Path, source: str, message: str) -> None:
+    (tmp_path / "rewards.py").write_text(source)
+    with pytest.raises(ConfigError, match=message):
+        require_function(f"{tmp_path}/rewards.py:score", "algorithm.reward_function")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from math import hypot as score",
+        "from math import *",
+        "if True:\n    score = len",
+        "def __getattr__(name): return len",
+        "globals()['score'] = len",
+        "try:\n    import score\nexcept ImportError:\n    pass",
+    ],
+)
+def test_a_name_that_a_file_may_bind(tmp_path: Path, source: str) -> None:
+    (tmp_path / "rewards.py").write_text(source)
+    assert require_function(f"{tmp_path}/rewards.py:score", "algorithm.reward_function") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("a, b", None), ("a, b, row", None), ("*args", None), ("a, b, c=1, *, d=2, **e", None), ("a, /, b", None),
+        ("", "must take"), ("a", "must take"), ("a, b, c, d", "must take"), ("a, b, *, c", "needs the option 'c'"),
+    ],
+)  # fmt: skip
+def test_a_signature_is_read_without_running_the_file(tmp_path: Path, arguments: str, message: str | None) -> None:
+    (tmp_path / "rewards.py").write_text(f"1 / 0\ndef score({arguments}): return 1\n")
+    signature = require_function(f"{tmp_path}/rewards.py:score", "algorithm.reward_function")
+    assert signature is not None
+    if message is None:
+        check_reward_signature(signature, "score")
+    else:
+        with pytest.raises(TypeError, match=message):
+            check_reward_signature(signature, "score")
+
+
+def test_a_message_about_a_signature_shows_no_defaults() -> None:
+    with pytest.raises(TypeError, match=r"not \(prompt, \*, key\)$"):
+        check_reward_signature(inspect.signature(functools.partial(lambda prompt, *, key: 1, key="sk-123")), "score")

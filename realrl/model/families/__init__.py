@@ -60,6 +60,7 @@ def find_family(raw: Mapping[str, Any], where: str) -> Family:
 
 def _look_up(families: Mapping[str, Family], key: str, name: str, where: str) -> Family:
     if name not in families:
+        name = name[:100]
         reason = next((f" {text}" for start, text in _REASONS.items() if name.lower().startswith(start)), None)
         raise AssetError(
             f"{where}: {key} {name!r} is not supported.{reason or did_you_mean(name, families)}",

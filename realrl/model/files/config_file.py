@@ -3,14 +3,96 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from realrl.errors import AssetError
 from realrl.model.families import FAMILIES, find_family
 from realrl.model.families.format import Family
 from realrl.shape import DecoderConfig, DType, HeadKind
+
+_MOST_BYTES = 100_000_000  # of a JSON file; the index of a model of many thousand tensors has ten
+_Count = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+_Length = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
+_Token = Annotated[int, msgspec.Meta(ge=-1, le=1 << 24)]
+_Number = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
+
+
+class _Rope(msgspec.Struct):
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: _Number | None = None
+    partial_rotary_factor: _Number | None = None
+    factor: _Number | None = None
+    original_max_position_embeddings: _Length | None = None
+    low_freq_factor: _Number | None = None
+    high_freq_factor: _Number | None = None
+    beta_fast: _Number | None = None
+    beta_slow: _Number | None = None
+    attention_factor: _Number | None = None
+    mscale: _Number | None = None
+    mscale_all_dim: _Number | None = None
+    truncate: bool | None = None
+
+
+class _Named(msgspec.Struct):
+    """Keys of `config.json` that name the family."""
+
+    model_type: str | None = None
+    architectures: list[str] | None = None
+
+
+class _Known(_Named):
+    """Types and limits of every key of `config.json` that some family reads; null stands for an absent key."""
+
+    vocab_size: _Size | None = None
+    hidden_size: _Size | None = None
+    n_embd: _Size | None = None
+    intermediate_size: _Size | None = None
+    moe_intermediate_size: _Size | None = None
+    n_inner: _Size | None = None
+    num_hidden_layers: _Count | None = None
+    n_layer: _Count | None = None
+    max_window_layers: _Count | None = None
+    decoder_sparse_step: _Count | None = None
+    num_attention_heads: _Size | None = None
+    num_key_value_heads: _Size | None = None
+    n_head: _Size | None = None
+    head_dim: _Size | None = None
+    num_experts: _Count | None = None
+    num_local_experts: _Count | None = None
+    num_experts_per_tok: _Count | None = None
+    max_position_embeddings: _Length | None = None
+    n_positions: _Length | None = None
+    sliding_window: _Length | None = None
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    rope_theta: _Number | None = None
+    partial_rotary_factor: _Number | None = None
+    rms_norm_eps: _Number | None = None
+    layer_norm_epsilon: _Number | None = None
+    router_aux_loss_coef: _Number | None = None
+    router_jitter_noise: _Number | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    tie_word_embeddings: bool | None = None
+    use_sliding_window: bool | None = None
+    norm_topk_prob: bool | None = None
+    hidden_act: str | None = None
+    hidden_activation: str | None = None
+    activation_function: str | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    layer_types: list[str] | None = None
+    mlp_only_layers: list[_Count] | None = None
+    bos_token_id: _Token | list[_Token] | None = None
+    eos_token_id: _Token | list[_Token] | None = None
+    pad_token_id: _Token | None = None
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
@@ -59,7 +141,14 @@ def read_stored(folder: Path) -> tuple[DecoderConfig, Family]:
     if not path.is_file():
         raise AssetError(f"{folder} has no config.json", remedy="It must be a Hugging Face model folder.")
     raw = read_json(path)
+    _check_types(raw, _Named, path)
     family = find_family(raw, str(path))
+    _check_types(raw, _Known, path)
+    if raw.get("auto_map"):
+        raise AssetError(
+            f"{path} names code of its own (auto_map), which realrl does not run",
+            remedy="Use a model folder of a built-in architecture, without auto_map.",
+        )
     return family.config_from_hf(raw, str(path)), family
 
 
@@ -67,15 +156,26 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        AssetError: the file cannot be read, or does not hold an object.
+        AssetError: the file cannot be read, is larger than any such file, or does not hold an object.
     """
     try:
+        if os.path.getsize(path) > _MOST_BYTES:
+            raise AssetError(f"{path} has {os.path.getsize(path):,} bytes; the most is {_MOST_BYTES:,}")
         raw = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise AssetError(f"{path} cannot be read as JSON: it has hundreds of levels") from None
     except (ValueError, OSError) as error:
         raise AssetError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):
         raise AssetError(f"{path} is not a JSON object")
     return raw
+
+
+def _check_types(raw: dict[str, Any], schema: type[msgspec.Struct], path: Path) -> None:
+    try:
+        msgspec.convert(raw, schema)
+    except (msgspec.ValidationError, ValueError, RecursionError) as error:
+        raise AssetError(f"{path} holds an impossible value: {error}") from None
 
 
 def config_to_hf(config: DecoderConfig, where: str) -> dict[str, Any]:

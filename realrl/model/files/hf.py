@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -30,6 +31,7 @@ from realrl.shape import DecoderConfig, HeadKind
 _N_PIECES, _PIECE_BYTES = 256, 1 << 12
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_FILE_NAME = re.compile(r"[\w][\w.+-]{0,200}", re.ASCII)
 _MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -262,6 +264,9 @@ def _tensor_files(folder: Path) -> list[Path]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise AssetError(f"{index} has no weight_map")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
+            raise AssetError(f"{index} puts the tensor {name!r} into {file!r}, which is no file name of this folder")
     return [folder / file for file in sorted(set(weight_map.values()))]
 
 

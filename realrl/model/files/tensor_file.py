@@ -19,11 +19,12 @@ from safetensors import SafetensorError, safe_open
 
 from realrl.errors import AssetError
 
+_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def stored_names(file: Path) -> list[str]:
-    """Read the names of the tensors in a file, and check that it is as long as its header promises.
+    """Read the names of the tensors in a file, and check its header and that it is as long as the header promises.
 
     Raises:
         AssetError: the file is missing, truncated or damaged.
@@ -33,13 +34,15 @@ def stored_names(file: Path) -> list[str]:
     size_bytes = file.stat().st_size
     with file.open("rb") as opened:
         header_bytes = int.from_bytes(opened.read(8), "little")
+        if 8 + header_bytes <= size_bytes and header_bytes > _MOST_HEADER_BYTES:
+            raise AssetError(f"{file} is damaged: its header would have {header_bytes:,} bytes")
         try:
             header = json.loads(opened.read(header_bytes)) if 8 + header_bytes <= size_bytes else {}
-        except ValueError:
+        except (ValueError, RecursionError):
             raise AssetError(f"{file} is damaged: its header is not JSON") from None
     try:
         ends = {name: int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"}
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError):
         raise AssetError(f"{file} is damaged: its header does not say where tensors end") from None
     expected_bytes = 8 + header_bytes + max(ends.values(), default=0)
     if size_bytes < expected_bytes:
@@ -47,7 +50,11 @@ def stored_names(file: Path) -> list[str]:
             f"{file} is truncated: {size_bytes} of {expected_bytes} bytes",
             remedy="Download or convert the model again.",
         )
-    return list(ends)
+    try:
+        with safe_open(str(file), framework="pt") as checked:
+            return list(checked.keys())
+    except SafetensorError as error:
+        raise AssetError(f"{file} is damaged: {error}") from None
 
 
 def read_tensors(file: Path, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:

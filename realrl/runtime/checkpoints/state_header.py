@@ -33,5 +33,5 @@ def explained(path: Path) -> Iterator[None]:
     """Turn the errors of a missing or damaged file into `AssetError`."""
     try:
         yield
-    except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as err:
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as err:
         raise AssetError(f"the state file {path} cannot be read: {err}") from err

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from realrl.errors import AssetError, CheckpointError, ConfigError
+from realrl.errors import AssetError, CheckpointError, ConfigError, is_text
 from realrl.experiment.run_plan import RunPlan
 from realrl.plan.samples.cursor import CursorState
 from realrl.sched.events import CommitCheckpoint
@@ -318,14 +318,17 @@ def load_manifest(folder: Path) -> Manifest:
         tree = msgspec.convert(json.loads(path.read_text(encoding="utf-8")), dict[str, Any])
         version, digest = tree.get("manifest_version"), tree.pop("digest", None)
         if version == MANIFEST_VERSION and digest == _tree_digest(tree):
-            return msgspec.convert(tree, Manifest, str_keys=True)
+            manifest = msgspec.convert(tree, Manifest, str_keys=True)
+            if any(".." in Path(name).parts or os.path.isabs(name) or not is_text(name) for name in manifest.files):
+                raise ValueError("it names a file outside of the checkpoint")
+            return manifest
     except OSError as err:
         hint = "Give the folder of one step, such as runs/ppo/first/checkpoints/step_40."
         raise Damaged(
             f"'{folder}' is not a checkpoint: {path} cannot be read ({err.strerror})",
             remedy=hint if _step_of(folder) < 0 else _remedy(folder),
         ) from err
-    except (msgspec.MsgspecError, ValueError) as err:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as err:
         raise Damaged(f"the checkpoint manifest {path} is damaged: {err}", remedy=_remedy(folder)) from err
     if version == MANIFEST_VERSION or not isinstance(version, int):
         raise Damaged(f"the checkpoint manifest {path} is not what was written", remedy=_remedy(folder))

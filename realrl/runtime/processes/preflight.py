@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING
 from realrl.config.schema import BUILT_IN
 from realrl.data.tiny import VOCAB_SIZE
 from realrl.data.tokenizer import load_tokenizer
-from realrl.errors import AssetError
+from realrl.errors import AssetError, ConfigError
 from realrl.experiment.backends import check_installed
 from realrl.experiment.evaluation import held_out_data
+from realrl.experiment.models import role_configs
 from realrl.experiment.planning import check_models_fit
 from realrl.experiment.run_plan import RunPlan
 from realrl.runtime.checkpoints.compatibility import check_resume, check_samples
 from realrl.runtime.checkpoints.resume import find_beginning
 from realrl.runtime.checkpoints.store import Resume, load_manifest
+from realrl.shape import tiny_config
 
 if TYPE_CHECKING:
     from realrl.data.datasets import Dataset
@@ -59,7 +61,10 @@ def check_inputs(plan: RunPlan) -> Resume:
     held_out = [held_out_data(config)] if is_evaluated else []
     paths = [source.path for source in (*sources, *held_out)]
     is_built_in = all(path == BUILT_IN for path in (*paths, *(config.models[name].path for name in plan.roles)))
-    if is_built_in and found.folder is None:
+    is_short = (
+        config.generation.max_new_tokens <= tiny_config(VOCAB_SIZE).max_positions // 2 or not plan.generating_roles
+    )
+    if is_built_in and is_short and found.folder is None:
         return found
     from realrl.data.datasets import load_dataset
 
@@ -70,6 +75,7 @@ def check_inputs(plan: RunPlan) -> Resume:
     for source, is_held_out in [*((source, False) for source in sources), *((source, True) for source in held_out)]:
         dataset = load_dataset(source, plan.experiment.dataset, tokenizer, is_held_out=is_held_out)
         check_vocabularies(plan, dataset, n_tokens=len(tokenizer))
+        check_lengths(plan, dataset)
         if not is_held_out:
             main = master_plan.main
             main.last_step(main.cursor(dataset.row_ids, dataset.digest))
@@ -83,6 +89,25 @@ def _naming(key: str) -> Iterator[None]:
         yield
     except AssetError as error:
         raise AssetError(f"{key}: {error.message}", remedy=error.remedy) from error
+
+
+def check_lengths(plan: RunPlan, dataset: Dataset) -> None:
+    """Refuse prompts that, with their responses or answers, exceed positions which a model cannot do without.
+
+    Raises:
+        ConfigError: names the role.
+    """
+    generating = plan.generating_roles
+    new = plan.config.generation.max_new_tokens if generating else 0
+    longest = max(dataset.prompt_lens) + new if new else max(map(max, dataset.seqlens))
+    for name, model in role_configs(plan).items():
+        if longest > model.max_positions and (name in generating or model.learned_positions):
+            what = f"a prompt of {longest - new} tokens and {new} new ones" if new else "a prompt with its answer"
+            raise ConfigError(
+                f"{what} make {longest} tokens, and the model of role '{name}' has {model.max_positions} positions",
+                remedy="Lower dataset.max_prompt_tokens or "
+                + ("generation.max_new_tokens." if new else "dataset.max_answer_tokens."),
+            )
 
 
 def check_vocabularies(plan: RunPlan, dataset: Dataset, *, n_tokens: int) -> None:

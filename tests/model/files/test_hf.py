@@ -16,7 +16,7 @@ import transformers
 from realrl.errors import AssetError
 from realrl.model.decoder import Decoder
 from realrl.model.files.config_file import read_config
-from realrl.model.files.hf import load_model, save_model
+from realrl.model.files.hf import check_model, load_model, save_model
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
 from realrl.shape import DecoderConfig, DType, tiny_config
@@ -183,7 +183,15 @@ def test_config_missing(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "cannot be read as JSON"), ("[1]", "is not a JSON object")])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[1]", "is not a JSON object"),
+        ("[" * 100_000, "it has hundreds of levels"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "cannot be read as JSON: Exceeds the limit"),
+    ],
+)
 def test_config_not_json(folder: Path, text: str, said: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(AssetError, match=said):
@@ -209,6 +217,12 @@ def test_unsupported_architecture_names_the_closest(folder: Path) -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, "no key 'factor'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "no key 'factor'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"hidden_size": 128.5}, "got `float` - at `\\$.hidden_size`"),
+        ({"num_hidden_layers": 10**9}, "<= 4096 - at `\\$.num_hidden_layers`"),
+        ({"rope_parameters": ["yarn"]}, "Expected `object.*, got `array` - at `\\$.rope_parameters`"),
+        ({"architectures": "LlamaForCausalLM"}, "got `str` - at `\\$.architectures`"),
+        ({"tie_word_embeddings": "false"}, "got `str` - at `\\$.tie_word_embeddings`"),
+        ({"auto_map": {"AutoModel": "own.Own"}}, "names code of its own \\(auto_map\\), which realrl does not run"),
         ({"vocab_size": 62}, r"'model.embed_tokens.weight' has shape \[61, 128\], config.json asks for \[62, 128\]"),
         ({"num_hidden_layers": 2}, "holds the tensor 'model.layers.2.* config.json does not call for"),
         ({"num_hidden_layers": 5}, "lacks 9 tensors, the first is 'model.layers.4.input_layernorm.weight'"),
@@ -283,3 +297,19 @@ def test_write_failure_is_an_oserror_and_leaves_the_old_file(tmp_path: Path) -> 
         save_model(random_model(tiny_config(61), seed=2), tmp_path)
     assert caught.value.errno == errno.EFBIG
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("file", ["../x.safetensors", "a/b", "", "\0", "x" * 300, 5])
+def test_an_index_stays_in_its_folder(folder: Path, file: object) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(AssetError, match="which is no file name of this folder"):
+        check_model(folder)
+
+
+def test_a_header_whose_tensors_overlap(tmp_path: Path) -> None:
+    save_model(random_model(tiny_config(61), seed=1), tmp_path)
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"a": entry, "b": entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 4)
+    with pytest.raises(AssetError, match=r"model\.safetensors is damaged"):
+        check_model(tmp_path)

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import hashlib
+import json
 import math
 import os
 import re
@@ -359,3 +360,22 @@ def test_auto_does_not_fall_back_from_another_algorithm(store: CheckpointStore) 
     write(store, 1)
     with pytest.raises(AssetError, match="was written by experiment 'ppo', not 'sft'"):
         find_resume("auto", dataclasses.replace(store, experiment="sft"))
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "a\0b"])
+def test_a_manifest_names_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
+    tree = {"manifest_version": 3, "experiment": "ppo", "step": 1, "versions": {}, "n_seqs": 4, "roles": {}}
+    tree |= {"cursor": {"rows_consumed": 4, "seed": 1, "shuffle": 1, "fingerprint": 0}, "in_flight": {}}
+    tree |= {"is_last": True, "score": None, "files": {name: {"size_bytes": 1, "sha256": ""}}}
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state/manifest.json").write_text(json.dumps({**tree, "digest": digest}))
+    with pytest.raises(AssetError, match=r"manifest .* is damaged: it names a file outside of the checkpoint"):
+        load_manifest(tmp_path)
+
+
+def test_a_deep_manifest(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state/manifest.json").write_text("[" * 100_000)
+    with pytest.raises(AssetError, match=r"manifest .* is damaged"):
+        load_manifest(tmp_path)

@@ -59,7 +59,14 @@ class Run:
             str(timeout_s),
         ]
         with self._output.open("wb") as output:
-            self.process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=output, process_group=0)
+            self.process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},  # for the fakes: processes import nothing from cwd
+                stdout=output,
+                stderr=output,
+                process_group=0,
+            )
 
     def pids(self) -> dict[str, int]:
         path = self.run_dir / "pids.json"

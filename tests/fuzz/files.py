@@ -1,0 +1,276 @@
+"""Strategies of runs whose datasets, models, tokenizers, templates or checkpoints were spoilt."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import struct
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pyarrow as pa
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from tests.fuzz.command import Command, check
+from tests.fuzz.mutations import damaged, spoilt, texts, to_json, values
+from tests.helpers.assets import make_model_folder
+from tests.helpers.families import ONE_EACH, hf_config
+
+INLINE = ("launcher=inline", "steps=2", "n_seqs=4", "generation.max_new_tokens=8")
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "ppo": [{"prompt": f"hello {i}", "id": f"r{i}", "field": [i, {"a": None}]} for i in range(6)],
+    "sft": [{"prompt": f"hello {i}", "answer": "world", "complete": True} for i in range(6)],
+    "dpo": [
+        {"prompt": f"hello {i}", "chosen": "yes", "rejected": [{"role": "assistant", "content": "no"}]}
+        for i in range(6)
+    ],
+    "kto": [{"prompt": [{"role": "user", "content": f"hello {i}"}], "answer": "yes", "label": True} for i in range(6)],
+}
+
+
+@cache
+def model_folder() -> Path:
+    """A whole model with its tokenizer."""
+    return make_model_folder(Path(mkdtemp()) / "model")
+
+
+def _read(name: str) -> Any:
+    return json.loads((model_folder() / name).read_text())
+
+
+def _run(experiment: str, *arguments: str, looks: tuple[str, ...] = ()) -> tuple[str, ...]:
+    lengths = INLINE if experiment == "ppo" else INLINE[:3]
+    return (*(looks or ("run",)), experiment, *lengths, *arguments)
+
+
+def _with_model(changed: Mapping[str, bytes], *more: str, gone: tuple[str, ...] = ()) -> Command:
+    """A run of PPO on a model of which some files differ."""
+    kept = {f"m/{p.name}": p for p in model_folder().iterdir() if p.name not in (*changed, *gone)}
+    return Command(_run("ppo", "models.actor.path=m", *more), {**kept, **{f"m/{n}": c for n, c in changed.items()}})
+
+
+# ---------------------------------------------------------------- datasets
+
+
+@st.composite
+def json_datasets(draw: st.DrawFn) -> Command:
+    """JSON Lines and JSON files."""
+    name = draw(st.sampled_from(sorted(ROWS)))
+    rows = draw(spoilt(ROWS[name]))
+    is_lines = draw(st.booleans()) and isinstance(rows, list)
+    content = b"\n".join(map(to_json, rows)) if is_lines else to_json(rows)
+    if draw(st.integers(0, 3)) == 0:
+        content = draw(damaged(content))
+    file = (
+        "data.jsonl"
+        if is_lines
+        else draw(st.sampled_from(["data.json", "data.JSON", "data.jsonl", "data.txt", "é.json"]))
+    )
+    more = draw(st.sampled_from([(), (), ("dataset.chat_template=true",), ("dataset.max_prompt_tokens=3",)]))
+    return Command(_run(name, f"dataset.path={file}", *more), {file: content})
+
+
+@st.composite
+def parquet_datasets(draw: st.DrawFn) -> Command:
+    """Parquet files with other types, and damaged ones."""
+    name = draw(st.sampled_from(["ppo", "sft"]))
+    columns: dict[str, Any] = {"prompt": [f"hello {i}" for i in range(6)], "answer": ["yes"] * 6}
+    other = [
+        pa.array([b"\xff\xfe"] * 6),
+        pa.array([10**15] * 6, pa.timestamp("s")),
+        pa.array([2**62] * 6, pa.timestamp("ns")),
+        pa.array([1] * 6, pa.duration("ns")),
+        pa.array([[1, 2]] * 6),
+        pa.array([{"a": 1}] * 6),
+        pa.nulls(6),
+        pa.array([float("nan")] * 6),
+        pa.array([2**63] * 6, pa.uint64()),
+        pa.array([[("k", 1)]] * 6, pa.map_("string", "int64")),
+        pa.array(["x", "y"] * 3).dictionary_encode(),
+        pa.array([True] * 6),
+        pa.array([-(2**40)] * 6, pa.date64()),
+    ]
+    columns[draw(st.sampled_from(["prompt", "answer", "id", "more", "label", ""]) | texts)] = draw(
+        st.sampled_from(other)
+    )
+    out = io.BytesIO()
+    try:
+        parquet.write_table(pa.table(columns), out, compression=draw(st.sampled_from(["none", "snappy", "gzip"])))
+    except (pa.ArrowException, ValueError, UnicodeError):
+        out.write(b"PAR1")
+    content = out.getvalue()
+    if draw(st.booleans()):
+        at = max(0, len(content) - draw(st.integers(1, 400)))  # the footer is at the end
+        content = content[:at] + draw(damaged(content[at:]))
+    return Command(_run(name, "dataset.path=data.parquet"), {"data.parquet": content})
+
+
+# ---------------------------------------------------------------- models
+
+
+@cache
+def _configs() -> list[dict[str, Any]]:
+    made = [json.loads(hf_config(case, vocab_size=260).to_json_string(use_diff=False)) for case in ONE_EACH]
+    named = {"mixtral": "MixtralForCausalLM", "gpt2": "GPT2LMHeadModel", "qwen3_moe": "Qwen3MoeForCausalLM"}
+    for config in made:
+        config["architectures"] = [named.get(config["model_type"], config["model_type"].title() + "ForCausalLM")]
+    return [_read("config.json"), *made]
+
+
+@st.composite
+def model_configs(draw: st.DrawFn) -> Command:
+    """`config.json` of every family."""
+    config = draw(st.sampled_from(_configs()))
+    content = to_json(draw(spoilt(config)))
+    if draw(st.integers(0, 9)) == 0:
+        content = draw(damaged(content))
+    more = draw(st.sampled_from([(), (), ("models.actor.lora.rank=2",), ("allocation=t1p1d1",)]))
+    return _with_model({"config.json": content}, *more)
+
+
+@st.composite
+def tensor_files(draw: st.DrawFn) -> Command:
+    """Headers and lengths of safetensors, and the index of several files."""
+    whole = (model_folder() / "model.safetensors").read_bytes()
+    size = struct.unpack("<Q", whole[:8])[0]
+    kind = draw(st.integers(0, 3))
+    if kind == 0:
+        return _with_model({"model.safetensors": draw(damaged(whole[: size + 400]))})
+    if kind == 1:
+        header = to_json(draw(spoilt(json.loads(whole[8 : 8 + size]))))
+        told = draw(st.sampled_from([len(header), len(header), 0, 2**63, 2**64 - 1, len(header) - 1, 2**31]))
+        return _with_model({"model.safetensors": struct.pack("<Q", told) + header + whole[8 + size :]})
+    names = list(json.loads(whole[8 : 8 + size]))[:3]
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    content = to_json(draw(spoilt(index)))
+    return _with_model({"model.safetensors.index.json": content if kind == 2 else draw(damaged(content))})
+
+
+# ---------------------------------------------------------------- tokenizers and templates
+
+
+@st.composite
+def tokenizers(draw: st.DrawFn) -> Command:
+    """tokenizer.json and tokenizer_config.json, or other files in their place."""
+    file = draw(st.sampled_from(["tokenizer.json", "tokenizer.json", "tokenizer_config.json"]))
+    document = _read(file)
+    if "model" in document and draw(st.booleans()):
+        vocab = document["model"].pop("vocab")
+        document = draw(spoilt(document))
+        if isinstance(document, dict) and isinstance(document.get("model"), dict):
+            document["model"].setdefault("vocab", vocab)
+    else:
+        document = draw(spoilt(document))
+    content = to_json(document)
+    if draw(st.integers(0, 9)) == 0:
+        content = draw(damaged(content))
+    if draw(st.integers(0, 9)) == 0:
+        other = draw(st.sampled_from(["tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"]))
+        code = to_json({"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"})
+        changed = {other: content, "tokenizer_config.json": code, "own.py": b"import os; os._exit(0)"}
+        return _with_model(changed, gone=("tokenizer.json",))
+    return _with_model({file: content})
+
+
+TEMPLATES = [
+    "{{ messages[0].content }}",
+    "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "{{ 9 ** 9 ** 9 }}",
+    "{{ 'a' * 10**10 }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 9999999999 }}",
+    "{{ 1 / 0 }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ ''.__class__.__mro__ }}",
+    "{% include 'x' %}",
+    "{{ messages * 10 }}",
+    "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{{",
+    "{% if %}",
+    "",
+    "{{ raise_exception('x' * 9999) }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ '%999999999999d' % 1 }}",
+    "{{ 'x'|center(9999999999) }}",
+    "{% generation %}{{ messages[0].content }}{% endgeneration %}",
+    "{{ strftime_now('%Y') }}",
+    "{{ range(10**9)|list }}",
+    "(" * 999,
+    "{{ " + "(" * 3000 + ")" * 3000 + " }}",
+    "{{ " + "1 + " * 9999 + "1 }}",
+    "{% do x %}",
+    "{{ messages|tojson(indent=999999999) }}",
+]
+
+
+@st.composite
+def templates(draw: st.DrawFn) -> Command:
+    """Chat templates: programs that loop, grow, fail, or are no programs."""
+    template = draw(st.sampled_from(TEMPLATES) | values | texts)
+    config = {**_read("tokenizer_config.json"), "chat_template": template}
+    changed = {"tokenizer_config.json": to_json(config)}
+    if draw(st.booleans()) and isinstance(template, str):
+        changed = {"chat_template.jinja": template.encode("utf-8", "surrogatepass")}
+    return _with_model(changed, "dataset.chat_template=true", gone=("chat_template.jinja",))
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+@cache
+def checkpoint() -> dict[str, bytes]:
+    """The files of a whole checkpoint of a small run."""
+    from realrl import cli
+
+    folder = Path(mkdtemp()) / "run"
+    assert cli.main(["run", "sft", "launcher=inline", "steps=1", "n_seqs=4", f"run_dir={folder}"]) == 0
+    root = folder / "checkpoints" / "step_1"
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+MANIFEST = "state/manifest.json"
+
+
+@st.composite
+def checkpoints(draw: st.DrawFn) -> Command:
+    """Manifests, signed anew or not, and headers of state files."""
+    files = dict(checkpoint())
+    tree = json.loads(files[MANIFEST])
+    tree.pop("digest")
+    if draw(st.integers(0, 2)) == 0:
+        name = draw(st.sampled_from([name for name in files if name != MANIFEST]))
+        files[name] = draw(damaged(files[name][:5000]))
+        entry = {"size_bytes": len(files[name]), "sha256": hashlib.sha256(files[name]).hexdigest()}
+        tree["files"][name] = {**tree["files"][name], **entry}
+    else:
+        tree = draw(spoilt(tree))
+    content = to_json(tree)
+    if isinstance(tree, dict) and draw(st.integers(0, 4)):
+        try:
+            read = json.loads(content)
+            digest = hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
+            content = content.rstrip()[:-1] + f', "digest": "{digest}"}}'.encode()
+        except (ValueError, RecursionError, TypeError):
+            pass
+    elif draw(st.booleans()):
+        content = draw(damaged(content))
+    files[MANIFEST] = content
+    resume = draw(st.sampled_from(["resume=auto", "resume=r/checkpoints/step_1"]))
+    looks = draw(st.sampled_from([("run",), ("run", "--dry-run")]))
+    arguments = _run("sft", "run_dir=r", resume, looks=looks)
+    return Command(arguments, {f"r/checkpoints/step_1/{name}": data for name, data in files.items()})
+
+
+def warm_up(folder: Path) -> None:
+    """Make what the strategies start from, and import what a run imports, before any limit counts."""
+    import torch._dynamo
+    import transformers
+
+    checkpoint()
+    assert transformers.AutoTokenizer, torch._dynamo
+    assert check(_with_model({}), folder / "whole") == 0
