@@ -131,7 +131,7 @@ def test_every_prompt_of_a_file_is_answered_once(tmp_path: Path, capsys: pytest.
         assert row["response_length/mean"] == sum(line["response_tokens"] for line in part) / len(part)
     capsys.readouterr()
     assert main([*arguments, f"run_dir={tmp_path / 'again'}"]) == 2
-    assert f"save.generations_path={out} holds something already" in capsys.readouterr().err
+    assert f"save.generations_path={out} cannot be written: it holds something already" in capsys.readouterr().err
     assert read_lines(out) == lines
 
 

@@ -23,14 +23,14 @@ def test_every_rank_has_its_coordinates() -> None:
     planned = process_groups([allocation], cluster)
     for mesh_rank, rank in enumerate(allocation.ranks):
         mine = {g: Communicator(None, g.n_ranks, g.ranks.index(rank)) for g in planned if rank in g.ranks}
-        place = parallel_of(Groups(mine, owns_world=False), planned, allocation, rank)
+        place = parallel_of(Groups(mine), planned, allocation, rank)
         assert (place.pp_rank, place.dp_rank, place.tp_rank) == allocation.strategy.coordinates(mesh_rank)
         assert place.mesh_rank == mesh_rank
         assert place.strategy is allocation.strategy
         is_end = place.is_first_stage or place.is_last_stage
         assert place.tied == (Communicator(None, 2, int(place.is_last_stage)) if is_end else ALONE)
     with pytest.raises(LookupError, match="with rank 3"):
-        parallel_of(Groups({}, owns_world=False), planned, allocation, 3)
+        parallel_of(Groups({}), planned, allocation, 3)
 
 
 def test_coordinates_follow_the_rank_order() -> None:
@@ -39,7 +39,7 @@ def test_coordinates_follow_the_rank_order() -> None:
     planned = process_groups([allocation], cluster)
     for mesh_rank, rank in enumerate(order):
         mine = {g: Communicator.of(g, rank, None) for g in planned if rank in g.ranks}
-        assert parallel_of(Groups(mine, owns_world=False), planned, allocation, rank).mesh_rank == mesh_rank
+        assert parallel_of(Groups(mine), planned, allocation, rank).mesh_rank == mesh_rank
 
 
 def test_groups_must_fit_the_strategy() -> None:

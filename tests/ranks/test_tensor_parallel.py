@@ -181,10 +181,11 @@ def test_a_model_saved_from_tensor_ranks_of_two_stages_is_read_by_transformers(s
             assert torch.equal(theirs.model.layers[2].self_attn.o_proj.weight, whole.blocks[2].attention.o.weight)
 
 
-def test_a_full_disk_is_reported_where_it_is_and_leaves_no_complete_folder(saved: tuple[Path, list]) -> None:
+def test_a_full_disk_is_reported_where_it_is_and_leaves_no_torn_file(saved: tuple[Path, list]) -> None:
     folder, errors = saved
     assert errors == [None, None, errno.EFBIG, None]
-    assert {path.name for path in (folder / "full").iterdir()} == {"model-00001-of-00002.safetensors"}
+    written = {"config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"}
+    assert {path.name for path in (folder / "full").iterdir()} == written
 
 
 def test_a_group_of_one_communicates_nothing() -> None:

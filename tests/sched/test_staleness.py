@@ -168,7 +168,7 @@ def test_replacements_are_at_most_as_stale(max_staleness):
 def test_training_waits_for_no_replacements_of_a_step_that_waits_for_it(n_seqs):
     """The judge of step 2 waits for training at step 1, which waits for the stale call to be done with step 2."""
     mfcs = [
-        MFCDef("stale", "a", INFERENCE, "x", ("prompt_ids",), ("k0",), max_staleness=1,
+        MFCDef("stale", "a", INFERENCE, "x", ("prompt_ids",), ("k0",), n_seqs=1, max_staleness=1,
                post_hooks=(ParamReallocHook(source=ModelName("a")),)),
         MFCDef("judge", "a", INFERENCE, "x", ("k0",), ("k1",), n_seqs=n_seqs, may_drop=True),
         MFCDef("train", "a", TRAIN, "x", ("k1",), n_seqs=n_seqs),
