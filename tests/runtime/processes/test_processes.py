@@ -228,7 +228,9 @@ def test_ctrl_z_stops_everything_until_it_goes_on(start: Callable[..., Run]) -> 
 
 def test_a_master_whose_output_nobody_reads_is_not_frozen(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "run"), f"{FAKES}:talkative", f"{FAKES}:FakeHost", "", "0", "0", str(SHORT_S)]
-    run = subprocess.Popen([sys.executable, "-c", _SUPERVISOR, *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE)
+    settings = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", _SUPERVISOR, *arguments]
+    run = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, env=settings)
     time.sleep(8.0)
     assert len(run.communicate(timeout=LIMIT_S)[0]) > 1_000_000
     assert run.returncode == 0
