@@ -130,7 +130,7 @@ REFUSED = [
     ("gemma", {"architectures": None, "model_type": "gema"}, "'gema' is not supported. Did you mean 'gemma'"),
     ("gemma", {"model_type": "llama"}, "'GemmaForCausalLM' is one of 'gemma', but model_type is 'llama'"),
     ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types is not supported"),
-    ("mistral", {"sliding_window": 0}, "sliding_window must be at least 1"),
+    ("mistral", {"sliding_window": 0}, r"Expected `int` >= 1 - at `\$.sliding_window`"),
     ("mistral", {"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported in rope_para"),
     ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
     ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "not 'chunked_attention'"),
@@ -138,7 +138,7 @@ REFUSED = [
     (
         "qwen2",
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
-        "holds the tensor 'model.layers.0.self_attn.q_proj.bias', which config.json does not call for",
+        "holds the tensor 'model.layers.0.self_attn.k_proj.bias', which config.json does not call for",
     ),
     (
         "mistral",

@@ -29,6 +29,8 @@ COEF = 0.7
 class LetterTokenizer(FakeTokenizer):
     """Encodes what `FakeTokenizer` decodes."""
 
+    name_or_path = "letters"
+
     def __call__(self, texts: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": [[ord(letter) - 97 for letter in text] for text in texts]}
 
