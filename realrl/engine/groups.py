@@ -21,9 +21,7 @@ from realrl.plan.groups import ProcessGroup
 from realrl.sched.key_value import KeyValueClient
 
 _LEAVE_LIMIT_S = 5.0
-_PATIENCE = (
-    30  # of collectives, whose clock goes on in a pause of the machine: heartbeats find what is gone long before
-)
+_PATIENCE = 30  # times the limit of the meeting, for collectives: in a pause of the machine their clock goes on
 # the names of torch 2.13; the older ones still exist there, but warn
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

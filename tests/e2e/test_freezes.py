@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,19 +20,6 @@ pytestmark = pytest.mark.timeout(400)
 
 TIMEOUT_S = 8.0  # long enough for a worker to start on a busy machine
 SHORT = (f"cluster.worker_timeout_s={TIMEOUT_S:g}", "steps=6")
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., LiveRun]]:
-    runs: list[LiveRun] = []
-
-    def starter(*overrides: str, experiment: str = "ppo") -> LiveRun:
-        runs.append(LiveRun(tmp_path, *overrides, experiment=experiment))
-        return runs[-1]
-
-    yield starter
-    for run in runs:
-        run.clean_up()
 
 
 def test_a_run_goes_on_after_a_frozen_master(start: Callable[..., LiveRun]) -> None:

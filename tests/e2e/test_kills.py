@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,19 +25,6 @@ KILLS = [
     for who in ("cli", "master", "worker 0", "worker 1")
     for moment in ("start", "step", "saving")
 ]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., LiveRun]]:
-    runs: list[LiveRun] = []
-
-    def starter(*overrides: str, experiment: str = "ppo") -> LiveRun:
-        runs.append(LiveRun(tmp_path, *overrides, experiment=experiment))
-        return runs[-1]
-
-    yield starter
-    for run in runs:
-        run.clean_up()
 
 
 def assert_continues(run: LiveRun) -> None:

@@ -1,4 +1,4 @@
-"""What a run keeps to itself: secrets, its folder; and modules in the working directory that it does not import."""
+"""A run keeps secrets and its folder to itself, and imports no module that lies in the working directory by chance."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Checks:
                 assert not told[2] or not self.is_ahead(lead, int(told[2])), "it waits for a reader that is ahead"
 
     def is_ahead(self, lead, step):
-        """Whether the master knows a stale reader to have read for `step`, as far as that step's lead demands."""
+        """Return True if the master knows that a stale reader has read for `step`, as far as its lead demands."""
         reader = self.calls[lead.reader]
         loaded, places = self.all_steps[step - self.plan.first_step]
         due = loaded[: len(loaded) if lead.until == "finished" else len(places)] if reader.feeds_drop else places
