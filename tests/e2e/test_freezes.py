@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,6 +101,7 @@ def test_the_folder_stays_locked_until_the_master_has_ended(start: Callable[...,
 LEAVING = """
 import dataclasses
 import os
+import re
 
 from realrl.algo.policy.critic import PPOCritic
 from realrl.experiment.registry import register_interface
@@ -128,8 +130,9 @@ EXPERIMENT = dataclasses.replace(PPO, name="leaving", mfcs=mfcs)
 @pytest.mark.parametrize(
     ("statement", "told"),
     [
-        ("os._exit(3)", "error: worker 1 ended (exited with code 3) in call 'critic_inf' of step 1"),
-        pytest.param("os._exit(0)", "worker 1 ended (exited with code 0)", marks=pytest.mark.slow),
+        # the reply to the call before may be lost with the process, and then the error names that call
+        ("os._exit(3)", r"error: worker 1 ended \(exited with code 3\) in call '(rew|critic)_inf' of step 1"),
+        pytest.param("os._exit(0)", r"worker 1 ended \(exited with code 0\)", marks=pytest.mark.slow),
         pytest.param("raise KeyboardInterrupt", "of step 1: KeyboardInterrupt", marks=pytest.mark.slow),
         pytest.param("raise SystemExit(3)", "of step 1: SystemExit: 3", marks=pytest.mark.slow),
         pytest.param("raise type('Odd', (BaseException,), {})", "exited with code 1", marks=pytest.mark.slow),
@@ -143,7 +146,7 @@ def test_an_exit_that_would_come_again_is_not_tried_again(
     overrides = ("algorithm.reward_function=realrl.data.tiny:toy_reward", "recover.retries=9")
     run = start(*overrides, experiment=str(file))
     assert run.end() == 1
-    assert told in run.errors
+    assert re.search(told, run.errors)
     assert "restart" not in run.output
 
 
