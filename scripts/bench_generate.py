@@ -27,7 +27,7 @@ import torch
 
 from realrl.config.schema import GenerationConfig
 from realrl.cpu import describe
-from realrl.engine.generate import Generator
+from realrl.engine.generate import GenerateRequest, generate
 from realrl.model.decoder import Decoder
 from realrl.model.files.hf import load_model, save_model
 from realrl.model.init import random_model
@@ -150,14 +150,13 @@ def bench_case(case: Case, decoder: Decoder, reference: Any, args: argparse.Name
     prompts = torch.randint(5, decoder.config.vocab_size, (case.batch, args.prompt_tokens), generator=rng)
     eos_id = decoder.config.eos_token_ids[0]
     temperature = 0.0 if case.mode == "greedy" else 1.0
-    generator = Generator(decoder, decoder.head, device=torch.device("cpu"))
 
     def run_realrl(n_new: int) -> torch.Tensor:
         config = GenerationConfig(
             max_new_tokens=n_new, min_new_tokens=n_new, temperature=temperature, max_batch_size=case.batch
         )
         ids = [str(i) for i in range(case.batch)]
-        result = generator.generate(list(prompts), ids, config, seed=1, step=1, eos_id=eos_id)
+        result = generate(decoder, GenerateRequest(list(prompts), ids, config, 1, 1, eos_id))
         return torch.stack(result.responses)
 
     def run_transformers(n_new: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from realrl.config.schema import BackendName, GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine.backends import TrainingBackend, make_backend
 from realrl.engine.backends.base import move
-from realrl.engine.generate import Generator
+from realrl.engine.generate import GenerateRequest, generate
 from realrl.engine.parallel import Parallel
 from realrl.engine.parameters.gather_parameters import Copy, ModelCopy, copy_sharded
 from realrl.engine.train.load_balance import MinibatchBalance
@@ -34,7 +34,6 @@ from realrl.engine.train.packing import Packing
 from realrl.engine.train.pipeline import Chunk, run_stage
 from realrl.errors import CallError
 from realrl.model.decoder import Decoder
-from realrl.model.layers.heads import LMHead
 from realrl.model.lora import without_adapters
 from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.pipeline import Schedule, Step, inference, one_f_one_b
@@ -208,13 +207,9 @@ class DecoderEngine:
         """See `Engine`; raises CallError if the role has no language-model head."""
         if self.decoder.config.is_scalar:
             raise CallError(f"role {self.role!r} gives scores and cannot generate", remedy='Declare it with head="lm".')
-        head = self.decoder.head
-        assert head is None or isinstance(head, LMHead)
-        generator = Generator(self.decoder, head, device=self.device, parallel=self._parallel)
+        request = GenerateRequest(prompts.samples("prompt_ids"), prompts.ids, generation, seed, step, eos_id)
         with self.whole_parameters():
-            return generator.generate(
-                prompts.samples("prompt_ids"), prompts.ids, generation, seed=seed, step=step, eos_id=eos_id
-            )
+            return generate(self.decoder, request, parallel=self._parallel)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return self._parallel.dp.all_reduce_(tensor.detach().to(self.device, copy=True), op)

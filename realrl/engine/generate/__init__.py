@@ -1,5 +1,6 @@
 """Text generation with a KV cache and continuous batching."""
 
-from realrl.engine.generate.generator import Generator
+from realrl.engine.generate.generator import generate
+from realrl.engine.generate.request import GenerateRequest
 
-__all__ = ["Generator"]
+__all__ = ["GenerateRequest", "generate"]

@@ -8,88 +8,52 @@ from dataclasses import replace
 import torch
 
 from realrl.algo.api import GenerationResult
-from realrl.config.schema import GenerationConfig
 from realrl.cpu import choose_kernels
 from realrl.engine.generate.decode_batch import DecodeBatch
 from realrl.engine.generate.network import FusedNetwork
-from realrl.engine.generate.pipeline import Pipeline
+from realrl.engine.generate.pipeline import run_batches
 from realrl.engine.generate.request import GenerateRequest
 from realrl.engine.parallel import Parallel
 from realrl.model.decoder import Decoder
-from realrl.model.layers.heads import LMHead
 
 
-class Generator:
-    """Samples responses from a language model.
+def generate(decoder: Decoder, request: GenerateRequest, *, parallel: Parallel | None = None) -> GenerationResult:
+    """Sample `n_responses` responses for each prompt of a request.
 
-    It keeps nothing between calls: packed weights and the KV cache live as long as a call, so the parameters may
-    change, move or be replaced in between.
+    The tokens depend on the weights, the prompt and (seed, step, sample id, response index) only: not on the other
+    samples, their order, `max_batch_size`, or the number of ranks. Packed weights and the KV cache end with the call,
+    so the parameters may change, move or be replaced afterwards.
 
     Args:
-        decoder: this rank's layers.
-        head: the language-model head; None on a pipeline stage that has none.
-        device: device of decoder and head.
+        decoder: this rank's layers of a language model.
         parallel: the ranks that hold the rest. All ranks of a pipeline make the same calls.
+
+    Returns:
+        Tensors on the CPU, outside of inference mode; the same on every rank.
+
+    Raises:
+        ConfigError: the stop tokens are impossible.
+        CallError: a prompt cannot be continued, or logits are not finite; names the sample. Raised on every rank of
+            the pipeline and its tensor-parallel groups.
     """
+    request.check(decoder.config)
+    parallel = Parallel() if parallel is None else parallel
+    shares = divide(request, parallel.strategy.pp)
+    with torch.inference_mode():
+        batches = _decode(decoder, request, shares, parallel) if shares else []
+    return _join(shares, [batch.collect() for batch in batches], request.generation.n_responses)
 
-    def __init__(
-        self, decoder: Decoder, head: LMHead | None, *, device: torch.device, parallel: Parallel | None = None
-    ) -> None:
-        self._decoder = decoder
-        self._head = head
-        self._device = device
-        self._parallel = Parallel() if parallel is None else parallel
 
-    def generate(
-        self,
-        prompts: Sequence[torch.Tensor],
-        sample_ids: Sequence[str],
-        generation: GenerationConfig,
-        *,
-        seed: int,
-        step: int,
-        eos_id: int,
-    ) -> GenerationResult:
-        """Sample `generation.n_responses` responses per prompt.
-
-        The tokens depend on the weights, the prompt and (seed, step, sample id, response index) only: not on the other
-        samples, their order, `generation.max_batch_size`, or the number of ranks.
-
-        Args:
-            prompts: int64 [tokens] each.
-            sample_ids: one per prompt, distinct.
-            generation: lengths, filters, stop tokens and `max_batch_size`, the number of rows in flight at a time.
-            seed: the run's seed.
-            step: the run's step.
-            eos_id: token that ends a response, like `generation.stop_ids`.
-
-        Returns:
-            Tensors on the CPU, outside of inference mode; the same on every rank.
-
-        Raises:
-            ConfigError: the stop tokens are impossible.
-            CallError: a prompt cannot be continued, or logits are not finite; names the sample. Raised on every rank of
-                the pipeline and its tensor-parallel groups.
-        """
-        stop_ids = tuple(dict.fromkeys((eos_id, *generation.stop_ids)))
-        request = GenerateRequest(prompts, sample_ids, generation, seed, step, stop_ids)
-        request.check(self._decoder.config)
-        shares = divide(request, self._parallel.strategy.pp)
-        with torch.inference_mode():
-            batches = self._decode(request, shares) if shares else []
-        return _join(shares, [batch.collect() for batch in batches], generation.n_responses)
-
-    def _decode(self, request: GenerateRequest, shares: Sequence[Sequence[int]]) -> list[DecodeBatch]:
-        generation = request.generation
-        longest = max(map(len, shares)) * generation.n_responses
-        max_rows = min(longest, generation.max_batch_size // len(shares))
-        kernels = choose_kernels(self._device, self._decoder.dtype, n_rows=max_rows)
-        network = FusedNetwork(self._decoder, self._head, kernels, tp=self._parallel.tp)
-        batches = [
-            DecodeBatch(network, _part(request, share), max_rows=max_rows, device=self._device) for share in shares
-        ]
-        Pipeline(batches, network, self._parallel, self._device).run()
-        return batches
+def _decode(
+    decoder: Decoder, request: GenerateRequest, shares: Sequence[Sequence[int]], parallel: Parallel
+) -> list[DecodeBatch]:
+    generation, device = request.generation, decoder.device
+    longest = max(map(len, shares)) * generation.n_responses
+    max_rows = min(longest, generation.max_batch_size // len(shares))
+    network = FusedNetwork(decoder, choose_kernels(device, decoder.dtype, n_rows=max_rows), tp=parallel.tp)
+    batches = [DecodeBatch(network, _part(request, share), max_rows=max_rows, device=device) for share in shares]
+    run_batches(batches, network, parallel, device)
+    return batches
 
 
 def divide(request: GenerateRequest, n_shares: int) -> list[list[int]]:

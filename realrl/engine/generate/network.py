@@ -22,7 +22,7 @@ from realrl.model.layers.rope import inverse_frequencies, make_rope
 
 
 class FusedNetwork:
-    """The layers of `decoder` and `head`, computed with fewer and larger operations.
+    """The layers and the head of `decoder`, computed with fewer and larger operations.
 
     The weights are read when this is built: it belongs to one generate call and must not outlive a change of them.
     Every rank of `tp` has all tokens and the same hidden states: unlike in training with sequence parallelism, rows are
@@ -30,14 +30,13 @@ class FusedNetwork:
 
     Args:
         decoder: a language model, or one rank's shard.
-        head: the model's head; None on a pipeline stage that has none.
         kernels: kernels, which also say the dtype to compute in.
         tp: the ranks that hold the other slices of the same layers.
     """
 
-    def __init__(
-        self, decoder: Decoder, head: LMHead | None, kernels: TorchKernels, *, tp: Communicator = ALONE
-    ) -> None:
+    def __init__(self, decoder: Decoder, kernels: TorchKernels, *, tp: Communicator = ALONE) -> None:
+        head = decoder.head
+        assert isinstance(head, LMHead | None)
         self.config = decoder.config
         self.kernels = kernels
         self.dtype = kernels.dtype

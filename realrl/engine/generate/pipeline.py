@@ -20,111 +20,92 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 
 from realrl.cpu import InvalidLogitsError, SampledTokens
 from realrl.engine.generate.decode_batch import DecodeBatch, PendingStep
 from realrl.engine.generate.network import FusedNetwork
+from realrl.engine.groups import Communicator
 from realrl.engine.parallel import Parallel
 
 _FIELDS = 3  # token, log-probability, policy log-probability
 
 
-class Pipeline:
-    """One rank's part in generation.
+def run_batches(
+    batches: Sequence[DecodeBatch], network: FusedNetwork, parallel: Parallel, device: torch.device
+) -> None:
+    """Generate all responses: this rank's part.
 
     Args:
         batches: at most one per stage, alike on every rank.
         network: this rank's layers.
         parallel: this rank's place.
         device: device of the messages.
+
+    Raises:
+        CallError: logits are not finite; raised on every rank alike.
     """
+    stage, n_stages = parallel.pp_rank, parallel.strategy.pp
+    slots = [*batches, *[None] * (n_stages - len(batches))]  # by the tick that begins their steps, modulo stages
 
-    def __init__(
-        self, batches: Sequence[DecodeBatch], network: FusedNetwork, parallel: Parallel, device: torch.device
-    ) -> None:
-        self._batches = batches
-        self._network = network
-        self._parallel = parallel
-        self._device = device
-        self._received: torch.Tensor | None = None  # hidden states for the step that this stage computes next
+    def pending_at(start: int) -> tuple[DecodeBatch, PendingStep] | None:
+        """The batch and its step that began at tick `start`; None if there is none."""
+        batch = slots[start % n_stages]
+        return None if batch is None or batch.pending is None else (batch, batch.pending)
 
-    def run(self) -> None:
-        """Generate all responses.
-
-        Raises:
-            CallError: logits are not finite; raised on every rank alike.
-        """
-        tick = 0
-        while not all(batch.is_done for batch in self._batches):
-            self._tick(tick)
-            tick += 1
-
-    def _tick(self, tick: int) -> None:
-        stage, n_stages = self._parallel.pp_rank, self._parallel.strategy.pp
-        starting = self._batch_at(tick)
+    hidden: torch.Tensor | None = None  # from the stage before, for the step that this stage computes next
+    for tick in count():
+        if all(batch.is_done for batch in batches):
+            return
+        starting = slots[tick % n_stages]
         if starting is not None and not starting.is_done:
             starting.begin()
-        computing, finishing = self._pending_at(tick - stage), self._pending_at(tick - n_stages + 1)
+        computing, finishing = pending_at(tick - stage), pending_at(tick - n_stages + 1)
         sends: list[tuple[int, torch.Tensor]] = []
         receives: list[tuple[int, torch.Tensor]] = []
         computed = None
         if computing is not None:
             batch, step = computing
-            computed = batch.compute(step, self._received)
+            computed = batch.compute(step, hidden)
             if stage < n_stages - 1 and step.n_tokens:
                 sends.append((stage + 1, computed.contiguous()))
-        self._received = self._expected(tick)
-        if self._received is not None:
-            receives.append((stage - 1, self._received))
-        packet = None
+        coming = pending_at(tick - stage + 1) if stage else None
+        hidden = None
+        if coming is not None and coming[1].n_tokens:
+            hidden = torch.empty(coming[1].n_tokens, network.config.hidden_size, dtype=network.dtype, device=device)
+            receives.append((stage - 1, hidden))
+        packet = torch.empty(0)
         if finishing is not None:
-            packet = torch.empty(1 + _FIELDS * len(finishing[1].rows), dtype=torch.float64, device=self._device)
+            packet = torch.empty(1 + _FIELDS * len(finishing[1].rows), dtype=torch.float64, device=device)
             if stage == n_stages - 1:
                 assert computed is not None, "the last stage computes what finishes"
-                self._sample(*finishing, computed, packet)
+                _sample(*finishing, computed, packet, parallel.tp)
                 sends += [(peer, packet) for peer in range(stage)]
             else:
                 receives.append((n_stages - 1, packet))
-        self._parallel.pp.exchange(sends, receives).wait()
-        if finishing is not None and packet is not None:
+        parallel.pp.exchange(sends, receives).wait()
+        if finishing is not None:
             _finish(*finishing, packet)
 
-    def _batch_at(self, start: int) -> DecodeBatch | None:
-        """The batch whose step begins at tick `start`, if there is one."""
-        index = start % self._parallel.strategy.pp
-        return self._batches[index] if index < len(self._batches) else None
 
-    def _pending_at(self, start: int) -> tuple[DecodeBatch, PendingStep] | None:
-        """The batch and its step that began at tick `start`; None if there is none."""
-        batch = self._batch_at(start)
-        return None if batch is None or batch.pending is None else (batch, batch.pending)
+def _sample(
+    batch: DecodeBatch, step: PendingStep, logits: torch.Tensor, packet: torch.Tensor, tp: Communicator
+) -> None:
+    """Fill the packet: the first row whose logits are not finite, or -1, and then the sampled tokens.
 
-    def _expected(self, tick: int) -> torch.Tensor | None:
-        """Make a tensor for the hidden states that the stage before sends in this tick, if it sends any."""
-        stage = self._parallel.pp_rank
-        pending = self._pending_at(tick - stage + 1) if stage else None
-        if pending is None or not pending[1].n_tokens:
-            return None
-        shape = (pending[1].n_tokens, self._network.config.hidden_size)
-        return torch.empty(shape, dtype=self._network.dtype, device=self._device)
-
-    def _sample(self, batch: DecodeBatch, step: PendingStep, logits: torch.Tensor, packet: torch.Tensor) -> None:
-        """Fill the packet: the first row whose logits are not finite, or -1, and then the sampled tokens.
-
-        One rank samples for the whole tensor-parallel group, so that rounding cannot part them.
-        """
-        tp = self._parallel.tp
-        if tp.rank == 0:
-            packet[0] = -1
-            try:
-                sampled = batch.sample(step, logits)
-                parts = (sampled.tokens, sampled.logprobs, sampled.policy_logprobs)
-                torch.cat([part.double() for part in parts], out=packet[1:])
-            except InvalidLogitsError as error:
-                packet.fill_(error.row)
-        tp.broadcast_(packet, 0)
+    One rank samples for the whole tensor-parallel group, so that rounding cannot part them.
+    """
+    if tp.rank == 0:
+        packet[0] = -1
+        try:
+            sampled = batch.sample(step, logits)
+            parts = (sampled.tokens, sampled.logprobs, sampled.policy_logprobs)
+            torch.cat([part.double() for part in parts], out=packet[1:])
+        except InvalidLogitsError as error:
+            packet.fill_(error.row)
+    tp.broadcast_(packet, 0)
 
 
 def _finish(batch: DecodeBatch, step: PendingStep, packet: torch.Tensor) -> None:

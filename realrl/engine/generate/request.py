@@ -21,7 +21,7 @@ class GenerateRequest:
         sample_ids: one per prompt, unique.
         generation: settings of sampling.
         seed, step: the run's seed and step; together with the sample ids they decide every random number.
-        stop_ids: tokens that end a response, the end-of-sequence token among them.
+        eos_id: token that ends a response, like `generation.stop_ids`.
     """
 
     prompts: Sequence[torch.Tensor]
@@ -29,7 +29,12 @@ class GenerateRequest:
     generation: GenerationConfig
     seed: int
     step: int
-    stop_ids: tuple[int, ...]
+    eos_id: int
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The tokens that end a response, each once."""
+        return tuple(dict.fromkeys((self.eos_id, *self.generation.stop_ids)))
 
     @property
     def n_rows(self) -> int:
@@ -58,7 +63,7 @@ class GenerateRequest:
                 f"stop tokens {outside} are outside of the vocabulary of {config.vocab_size}",
                 remedy="Check generation.stop_ids and the tokenizer's end-of-sequence token.",
             )
-        if generation.min_new_tokens and len(set(self.stop_ids)) == config.vocab_size:
+        if generation.min_new_tokens and len(self.stop_ids) == config.vocab_size:
             raise ConfigError(
                 f"all {config.vocab_size} tokens stop, but generation.min_new_tokens={generation.min_new_tokens}",
                 remedy="Shorten generation.stop_ids.",

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from realrl.config.schema import GenerationConfig
-from realrl.engine.generate import Generator
+from realrl.engine.generate import GenerateRequest, generate
 from realrl.errors import CallError
 from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from tests.helpers.families import CASES, decoder_config, hf_model, sequences
 
-CPU = torch.device("cpu")
 EOS = 2
 GREEDY = GenerationConfig(temperature=0.0, max_new_tokens=14, max_batch_size=2)
 
@@ -26,9 +25,8 @@ def test_greedy_tokens_equal_those_of_transformers(case: str, tmp_path: Path) ->
     theirs.save_pretrained(tmp_path)
     decoder = load_model(tmp_path)
     prompts = sequences()
-    generator = Generator(decoder, decoder.head, device=CPU)
     ids = [str(i) for i in range(len(prompts))]
-    ours = generator.generate(prompts, ids, GREEDY, seed=1, step=1, eos_id=EOS).responses
+    ours = generate(decoder, GenerateRequest(prompts, ids, GREEDY, 1, 1, EOS)).responses
     for prompt, response in zip(prompts, ours, strict=True):
         mask = torch.ones_like(prompt)[None]
         expected = theirs.generate(prompt[None], attention_mask=mask, do_sample=False, max_new_tokens=14)[0]
@@ -38,7 +36,6 @@ def test_greedy_tokens_equal_those_of_transformers(case: str, tmp_path: Path) ->
 
 def test_a_response_beyond_the_learned_positions_is_refused() -> None:
     decoder = random_model(decoder_config("gpt2"), seed=1)
-    generator = Generator(decoder, decoder.head, device=CPU)
     prompt = torch.ones(51, dtype=torch.int64)
     with pytest.raises(CallError, match=r"a prompt of 51 tokens .* exceed the model's 64 positions"):
-        generator.generate([prompt], ["0/0"], GREEDY, seed=1, step=1, eos_id=EOS)
+        generate(decoder, GenerateRequest([prompt], ["0/0"], GREEDY, 1, 1, EOS))

@@ -8,16 +8,14 @@ import torch
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
 from realrl.cpu import KVCache, NewTokens
-from realrl.engine.generate import Generator, decode_batch
+from realrl.engine.generate import GenerateRequest, decode_batch, generator
 from realrl.engine.generate.generator import divide
 from realrl.engine.generate.philox import hash_words, step_key, uniforms
-from realrl.engine.generate.request import GenerateRequest
 from realrl.errors import CallError, ConfigError
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
 from realrl.shape import tiny_config
 
-CPU = torch.device("cpu")
 VOCAB_SIZE, EOS = 61, 0
 PROMPT_LENGTHS = (5, 3, 9, 1, 7, 2)
 
@@ -43,8 +41,8 @@ SAMPLE_IDS = [f"0/{i}" for i in range(len(PROMPT_LENGTHS))]
 
 def generate(decoder, prompts, sample_ids=SAMPLE_IDS, *, seed=3, step=4, **options) -> GenerationResult:
     options = {"max_new_tokens": 12, "n_responses": 3, **options}
-    generator = Generator(decoder, decoder.head, device=CPU)
-    return generator.generate(prompts, sample_ids, GenerationConfig(**options), seed=seed, step=step, eos_id=EOS)
+    request = GenerateRequest(prompts, sample_ids, GenerationConfig(**options), seed, step, EOS)
+    return generator.generate(decoder, request)
 
 
 def tokens(result):
@@ -163,17 +161,12 @@ def test_a_single_new_token_and_no_prompts(decoder, prompts):
 
 def test_new_weights_are_used_by_the_next_call(prompts):
     decoder = random_model(tiny_config(VOCAB_SIZE), seed=1)
-    generator = Generator(decoder, decoder.head, device=CPU)
-    generation = GenerationConfig(max_new_tokens=6)
-
-    def run(model):
-        return tokens(model.generate(prompts, SAMPLE_IDS, generation, seed=1, step=1, eos_id=EOS))
-
-    before = run(generator)
+    before = tokens(generate(decoder, prompts))
     for parameter in decoder.parameters():
         parameter.data.mul_(1.5)  # invisible to version counters
-    fresh = Generator(decoder, decoder.head, device=CPU)
-    assert run(generator) == run(fresh) != before
+    fresh = random_model(tiny_config(VOCAB_SIZE), seed=1)
+    fresh.load_state_dict(decoder.state_dict())
+    assert tokens(generate(decoder, prompts)) == tokens(generate(fresh, prompts)) != before
 
 
 def test_the_cache_is_freed_after_the_call(decoder, prompts, monkeypatch):
@@ -204,7 +197,7 @@ def test_bfloat16(prompts):
 def test_shares_hold_each_sample_once_in_nearly_equal_numbers(lengths, n_shares, max_batch_size):
     generation = GenerationConfig(max_batch_size=max_batch_size)
     prompts = [torch.ones(n, dtype=torch.int64) for n in lengths]
-    request = GenerateRequest(prompts, [str(i) for i in range(len(lengths))], generation, 1, 1, (EOS,))
+    request = GenerateRequest(prompts, [str(i) for i in range(len(lengths))], generation, 1, 1, EOS)
     shares = divide(request, n_shares)
     assert len(shares) == min(n_shares, len(lengths), max_batch_size)
     assert sorted(itertools.chain.from_iterable(shares)) == list(range(len(lengths)))
@@ -238,11 +231,10 @@ class TestBadInput:
         decoder = random_model(tiny_config(VOCAB_SIZE), seed=1)
         with torch.no_grad():
             decoder.embedding.weight[60] = float("nan")
-        untied = random_model(tiny_config(VOCAB_SIZE), seed=1)
-        generator = Generator(decoder, untied.head, device=CPU)
+        decoder.head = random_model(tiny_config(VOCAB_SIZE), seed=1).head
         mixed = [prompts[0].clamp(max=50), prompts[1].clamp(max=50), torch.tensor([60])]
         with pytest.raises(CallError, match="logits for sample '0/2' are not finite"):
-            generator.generate(mixed, SAMPLE_IDS[:3], GenerationConfig(), seed=1, step=1, eos_id=EOS)
+            generate(decoder, mixed, SAMPLE_IDS[:3])
 
     def test_duplicate_sample_ids(self, decoder, prompts):
         with pytest.raises(ValueError, match="distinct sample ids"):

@@ -66,7 +66,7 @@ def test_prefill_and_decode_give_the_decoders_logits(changes, kernels):
     prompt_lengths = [5, 1, 3]
     with torch.inference_mode():
         expected = packed_logits(decoder, sequences)
-        network = FusedNetwork(decoder, decoder.head, kernels)
+        network = FusedNetwork(decoder, kernels)
         cache = make_cache(network, n_rows=4, max_tokens=9)
         cache.reserve(5)
         prompts = torch.cat([sequence[:n] for sequence, n in zip(sequences, prompt_lengths, strict=True)])
@@ -88,7 +88,7 @@ def test_a_prefill_into_later_rows_leaves_earlier_ones_alone():
     torch.manual_seed(1)
     decoder = make_model()
     with torch.inference_mode():
-        network = FusedNetwork(decoder, decoder.head, choose_kernels(CPU, torch.float32))
+        network = FusedNetwork(decoder, choose_kernels(CPU, torch.float32))
         cache = make_cache(network, n_rows=3, max_tokens=8)
         cache.reserve(6)
         for first_slot, seqlens in ((0, [6]), (1, [2, 3])):
@@ -110,7 +110,7 @@ def test_a_bf16_model_computes_in_float32_where_the_cpu_has_no_bf16_arithmetic(h
     exact.load_state_dict(decoder.state_dict())  # bf16 values in float32
     sequence = torch.randint(0, 99, (7,))
     with torch.inference_mode():
-        network = FusedNetwork(decoder, decoder.head, choose_kernels(CPU, torch.bfloat16))
+        network = FusedNetwork(decoder, choose_kernels(CPU, torch.bfloat16))
         assert network.dtype == (torch.bfloat16 if has_bf16_kernels else torch.float32)
         cache = make_cache(network, n_rows=1, max_tokens=7)
         cache.reserve(7)
