@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from realrl.algo.api import CallContext, Engine, ForwardOutput, LossOutput, Model
+from realrl.algo.api import CallContext, Engine, ForwardOutput, LossFn, LossOutput, Model
 from realrl.algo.normalise import whiten
 from realrl.algo.packed import n_actions, response_mask
 from realrl.algo.policy.gae import batch_metrics
@@ -132,14 +132,14 @@ class PolicyActor(RolloutInterface):
         options: PolicyOptions = ctx.algorithm
         engine, role = model.engine, model.name.role
         optional = (BEHAVIOR,) if BEHAVIOR in batch else ()
-        keys = dict.fromkeys((*TOKENS, "old_logprobs", "truncated", *training_keys(options), *optional))
-        rollout = self.rollout(engine, batch.select(batch.ids, tuple(keys)).to(engine.device), options)
+        inputs = dict.fromkeys((*TOKENS, "old_logprobs", "truncated", *training_keys(options), *optional))
+        rollout = self.rollout(engine, batch.select(batch.ids, tuple(inputs)).to(engine.device), options)
         columns = {ADVANTAGES: mixed_advantages(rollout)}
         self.follow_kl(rollout)
         if BEHAVIOR in rollout.batch:
             columns[IMPORTANCE] = importance_weights(rollout, engine)
-        objective = PolicyObjective(options, training_temperature(ctx.generation))
-        data = rollout.batch.select(batch.ids, (*TOKENS, *objective.keys))
+        keys, objective = policy_objective(options, training_temperature(ctx.generation))
+        data = rollout.batch.select(batch.ids, (*TOKENS, *keys))
         data = data.update(data.derive("input_ids", {key: (PER_TRANSITION, column) for key, column in columns.items()}))
         summary = train_minibatches(
             model,
@@ -159,8 +159,8 @@ class PolicyActor(RolloutInterface):
         }
 
 
-class PolicyObjective:
-    """The loss of a micro-batch: the chosen policy loss, plus KL to the reference, less an entropy bonus.
+def policy_objective(options: PolicyOptions, temperature: float) -> tuple[tuple[str, ...], LossFn]:
+    """Return the keys that the policy's loss reads besides tokens, advantages and weights, and the loss.
 
         sum over actions of  weight * (importance * loss + kl_loss_coef * KL - entropy_coef * entropy)
 
@@ -173,32 +173,23 @@ class PolicyObjective:
 
     Args:
         temperature: divides the logits.
-
-    Attributes:
-        keys: batch keys that it reads besides tokens, advantages and weights.
     """
+    [piece] = [piece for piece in chosen_pieces(options) if piece.kind == "policy_loss"]
+    reference = ("ref_logprobs",) if options.kl_loss_coef else ()
 
-    def __init__(self, options: PolicyOptions, temperature: float) -> None:
-        [piece] = [piece for piece in chosen_pieces(options) if piece.kind == "policy_loss"]
-        reference = ("ref_logprobs",) if options.kl_loss_coef else ()
-        self.keys = tuple(dict.fromkeys(("old_logprobs", *piece.keys(options), *reference)))
-        self._loss = piece.load()
-        self._options = options
-        self._temperature = temperature
-
-    def __call__(self, out: ForwardOutput, mb: SequenceSample) -> LossOutput:
-        o, mask = self._options, response_mask(mb)
-        logprobs, entropy = out.logprobs_and_entropy(self._temperature, mask=mask)
+    def objective(out: ForwardOutput, mb: SequenceSample) -> LossOutput:
+        mask = response_mask(mb)
+        logprobs, entropy = out.logprobs_and_entropy(temperature, mask=mask)
 
         def rows(key: str) -> torch.Tensor:
             return mb[key][mask].float()
 
         def logprobs_of(tokens: torch.Tensor) -> torch.Tensor:
-            return out.logprobs_of(tokens, self._temperature, mask)
+            return out.logprobs_of(tokens, temperature, mask)
 
         actions = ActionBatch(mb, logprobs[mask].float(), rows("old_logprobs"), rows(ADVANTAGES), logprobs_of)
         weights = rows(WEIGHTS) if WEIGHTS in mb else None
-        result: PolicyLoss = self._loss(actions, o)
+        result: PolicyLoss = piece.load()(actions, options)
         losses = result.losses * rows(IMPORTANCE) if IMPORTANCE in mb else result.losses
         total = _weighted_sum(losses, weights)
         logratio = actions.logratio.detach()
@@ -209,18 +200,20 @@ class PolicyObjective:
             "entropy": entropy.detach()[mask].sum(),
             **{name: values.detach().sum() for name, values in result.stats.items()},
         }
-        if o.kl_loss_coef:
-            kl = _weighted_sum(kl_estimate(actions.logprobs, rows("ref_logprobs"), o.kl_estimator), weights)
-            total = total + o.kl_loss_coef * kl
+        if options.kl_loss_coef:
+            kl = _weighted_sum(kl_estimate(actions.logprobs, rows("ref_logprobs"), options.kl_estimator), weights)
+            total = total + options.kl_loss_coef * kl
             stats["kl_loss"] = kl.detach()
-        if o.entropy_coef:
-            total = total - o.entropy_coef * _weighted_sum(entropy[mask], weights)
+        if options.entropy_coef:
+            total = total - options.entropy_coef * _weighted_sum(entropy[mask], weights)
         if ANSWER_WEIGHTS in mb:
             weights = mb[ANSWER_WEIGHTS]
             ptx_loss = -(weights * out.logprobs(mask=weights > 0)).sum()
-            total = total + o.ptx_coef * ptx_loss
+            total = total + options.ptx_coef * ptx_loss
             stats["ptx_loss"] = ptx_loss.detach()
         return LossOutput(total, stats)
+
+    return tuple(dict.fromkeys(("old_logprobs", *piece.keys(options), *reference))), objective
 
 
 def mixed_advantages(rollout: Rollout) -> torch.Tensor:

@@ -17,8 +17,8 @@ from realrl.algo.policy.actor import (
     IMPORTANCE,
     PER_TRANSITION,
     WEIGHTS,
-    PolicyObjective,
     importance_weights,
+    policy_objective,
 )
 from realrl.algo.policy.actor import loss_weights as loss_weights_of
 from realrl.algo.policy.policy_losses import (
@@ -147,7 +147,8 @@ def test_the_objective_agrees_with_numpy(normaliser: str, seed: int) -> None:
     )
     batch, a = prepared(options, seed)
     module = Bigram(N_TOKENS, seed)
-    out = PolicyObjective(options, GENERATION.temperature)(FakeOutput(module, batch), batch)
+    _, objective = policy_objective(options, GENERATION.temperature)
+    out = objective(FakeOutput(module, batch), batch)
 
     mask = response_mask(batch)
     names = ("old_logprobs", "ref_logprobs", "behavior_logprobs")
