@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from realrl.config.schema import Section, key, rare
 from realrl.errors import did_you_mean
@@ -35,7 +35,7 @@ def check_function_name(value: str) -> str:
 class RewardPart(Section):
     """One of several rewards that add up. A null key takes the value of the algorithm's ``reward_*`` key."""
 
-    function: str = Field(
+    function: Annotated[str, AfterValidator(check_function_name)] = Field(
         description="'module:function', 'file.py:function', reward_model, math_verify, reasoning_gym or overlong"
     )
     weight: float = key(1.0, "factor in the sum; 0 only logs it")
@@ -43,11 +43,6 @@ class RewardPart(Section):
     timeout_s: float | None = key(None, "as algorithm.reward_timeout_s", gt=0)
     on_failure: OnFailure | None = key(None, "as algorithm.reward_on_failure")
     options: dict[str, Any] = key({}, "keyword arguments of the function")
-
-    @field_validator("function")
-    @classmethod
-    def _names_a_function(cls, value: str) -> str:
-        return check_function_name(value)
 
 
 class RewardOptions(Section):
