@@ -106,25 +106,6 @@ class TrainingBackend(Protocol):
         """
 
 
-class LearningRate:
-    """The learning-rate schedule of a backend, counted in minibatches.
-
-    Args:
-        config: rates.
-        n_total: number of optimizer steps of the whole run; may be set later, before the first step.
-    """
-
-    def __init__(self, config: OptimizerConfig, n_total: int) -> None:
-        self.config = config
-        self.n_total = n_total
-        self.n_taken = 0
-
-    @property
-    def lr(self) -> float:
-        """The rate that the next step uses."""
-        return learning_rate(self.config, self.n_taken, self.n_total)
-
-
 def n_warmup_steps(config: OptimizerConfig, n_total: int) -> int:
     """Number of optimizer steps before the learning rate is at its peak."""
     return math.ceil(config.warmup_fraction * n_total)

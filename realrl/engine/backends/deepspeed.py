@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from realrl.config.schema import OptimizerConfig
-from realrl.engine.backends.base import MOMENTS, LearningRate, OptimizerState, check_parameters, master_of, move
+from realrl.engine.backends.base import MOMENTS, OptimizerState, check_parameters, learning_rate, master_of, move
 from realrl.engine.backends.deepspeed_engine import (
     LOSS_SCALE_WINDOW,
     forward,
@@ -40,7 +40,7 @@ from realrl.engine.train.precision import TrainedParameters
 from realrl.model.decoder import Decoder
 
 
-class DeepSpeedBackend(LearningRate):
+class DeepSpeedBackend:
     """`TrainingBackend` with a DeepSpeed engine.
 
     Args:
@@ -54,7 +54,9 @@ class DeepSpeedBackend(LearningRate):
     def __init__(
         self, decoder: Decoder, parallel: Parallel, config: OptimizerConfig, n_total: int, compute_dtype: torch.dtype
     ) -> None:
-        super().__init__(config, n_total)
+        self.config = config
+        self.n_total = n_total
+        self.n_taken = 0
         assert config.zero_stage is not None
         self.stage = config.zero_stage
         self.overflowed = False
@@ -81,6 +83,10 @@ class DeepSpeedBackend(LearningRate):
             self.move_parameters(values.items(), 1.0)
 
     # ------------------------------------------------------------ a minibatch
+
+    @property
+    def lr(self) -> float:
+        return learning_rate(self.config, self.n_taken, self.n_total)
 
     @property
     def loss_scale(self) -> float | None:

@@ -14,7 +14,7 @@ import torch
 
 from realrl.config.schema import OptimizerConfig
 from realrl.engine.backends.adamw import AdamW
-from realrl.engine.backends.base import MOMENTS, LearningRate, OptimizerState, check_parameters, decays, master_of
+from realrl.engine.backends.base import MOMENTS, OptimizerState, check_parameters, decays, learning_rate, master_of
 from realrl.engine.backends.masters import Masters
 from realrl.engine.groups import ALONE
 from realrl.engine.parallel import Parallel
@@ -24,7 +24,7 @@ from realrl.engine.train.precision import TrainedParameters
 from realrl.model.decoder import Decoder
 
 
-class NativeBackend(LearningRate):
+class NativeBackend:
     """AdamW (Loshchilov and Hutter 2019); weight decay on matrices only, not on norms and biases.
 
     Args:
@@ -43,7 +43,9 @@ class NativeBackend(LearningRate):
     def __init__(
         self, decoder: Decoder, parallel: Parallel, config: OptimizerConfig, n_total: int, compute_dtype: torch.dtype
     ) -> None:
-        super().__init__(config, n_total)
+        self.config = config
+        self.n_total = n_total
+        self.n_taken = 0
         self._decoder = decoder
         self._parallel = parallel
         self._trained = TrainedParameters(decoder, compute_dtype)
@@ -53,6 +55,10 @@ class NativeBackend(LearningRate):
         named = [(t, p) for t, p in zip(self._masters.tensors, self._trained.parameters, strict=True) if t.numel()]
         matrices, vectors = [t for t, p in named if decays(p)], [t for t, p in named if not decays(p)]
         self._adamw = AdamW([(matrices, config.weight_decay), (vectors, 0.0)], config)
+
+    @property
+    def lr(self) -> float:
+        return learning_rate(self.config, self.n_taken, self.n_total)
 
     def run(self, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
         return compute()
