@@ -230,9 +230,9 @@ def _print_graph(plan: RunPlan) -> None:
         for key in mfc.output_keys:
             print(f"    -> {key}: {', '.join(readers(graph, key)) or 'read by no call'}")
         for edge in waits:
-            if edge.reader == mfc.name:
+            if edge.after == mfc.name:
                 when = "the step before" if edge.lag == 1 else f"{edge.lag} steps before"
-                print(f"    .. waits for {edge.trainer} of {when}")
+                print(f"    .. waits for {edge.before} of {when}")
 
 
 class _Parser(argparse.ArgumentParser):

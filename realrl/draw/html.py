@@ -97,7 +97,7 @@ def _rows(graph: nx.DiGraph, mfc: MFCDef, place: Placement | None) -> Iterator[R
     yield "batch", list(_batch(mfc))
     yield (
         "waits for",
-        [f"{edge.trainer} of step i − {edge.lag}" for edge in version_edges(graph) if edge.reader == mfc.name],
+        [f"{edge.before} of step i − {edge.lag}" for edge in version_edges(graph) if edge.after == mfc.name],
     )
     yield "before", [hook_text(hook) for hook in mfc.pre_hooks]
     yield "after", [hook_text(hook) for hook in mfc.post_hooks]

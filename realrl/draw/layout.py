@@ -87,7 +87,7 @@ def lay_out(scene: Scene) -> Drawing:
     chains = list(_chains(scene))
     items = _items(scene, chains)
     pairs = _pairs(scene, chains)
-    y = arrange(items, pairs, [(_card_item(loop.trainer), _card_item(loop.reader)) for loop in scene.loops])
+    y = arrange(items, pairs, [(_card_item(loop.before), _card_item(loop.after)) for loop in scene.loops])
     x = _columns_x(items, pairs, y, scene)
     cards = {name: _place_card(card, items[_card_item(name)], x, y) for name, card in scene.cards.items()}
     pills = [_place_pill(pill, items[f"pill {i}"], x, y[f"pill {i}"]) for i, pill in enumerate(scene.pills)]
@@ -162,9 +162,9 @@ def _columns_x(
         rise = min(_GAP_PER_RISE * abs(y[a] - y[b]), _MOST_EXTRA_GAP)
         gaps[items[b].column] = max(gaps[items[b].column], _GAP + rise)
     for loop in scene.loops:
-        gaps[2 * scene.layers[loop.reader]] += _GAP_PER_LOOP
-        if 2 * scene.layers[loop.trainer] + 1 < n_columns:
-            gaps[2 * scene.layers[loop.trainer] + 1] += _GAP_PER_LOOP
+        gaps[2 * scene.layers[loop.after]] += _GAP_PER_LOOP
+        if 2 * scene.layers[loop.before] + 1 < n_columns:
+            gaps[2 * scene.layers[loop.before] + 1] += _GAP_PER_LOOP
     ends, at = [], 0.0
     for column in range(n_columns):
         at += gaps[column] if column else 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from realrl.draw.geometry import Point, Rect, head, rounded
 from realrl.draw.ports import PortRequest, Ports, Side
 from realrl.draw.text import text_width
-from realrl.graph.build import VersionEdge
+from realrl.graph.build import StepWait
 
 LABEL_SIZE = 10.5
 HEAD_SIZE = 8.5
@@ -24,7 +24,7 @@ _CHANNEL, _CHANNEL_STEP = 14.0, 8.0
 class LoopEnds:
     """Direction of a loop, above or below the columns, and the sides through which it leaves and enters."""
 
-    edge: VersionEdge
+    edge: StepWait
     above: bool
     leave: Side
     enter: Side
@@ -32,14 +32,14 @@ class LoopEnds:
     @property
     def line(self) -> str:
         """Name of the loop among the lines of a card."""
-        return f"loop {self.edge.trainer} {self.edge.reader}"
+        return f"loop {self.edge.before} {self.edge.after}"
 
 
 @dataclass(frozen=True)
 class LoopPath:
     """A loop with its path, the arrow head at the reader, and the box of its label."""
 
-    edge: VersionEdge
+    edge: StepWait
     path: str
     head: str
     label: Rect
@@ -50,17 +50,17 @@ class LoopPath:
         return loop_text(self.edge)
 
 
-def loop_text(edge: VersionEdge) -> str:
+def loop_text(edge: StepWait) -> str:
     """Return the label of a version edge."""
     return f"lag {edge.lag}"
 
 
-def plan_loops(edges: Iterable[VersionEdge], boxes: Mapping[str, Rect]) -> tuple[LoopEnds, ...]:
+def plan_loops(edges: Iterable[StepWait], boxes: Mapping[str, Rect]) -> tuple[LoopEnds, ...]:
     """Choose, for every loop, the way round that has fewer cards in its way and is shorter."""
     low, high = min(box.y for box in boxes.values()), max(box.bottom for box in boxes.values())
     planned = []
     for edge in edges:
-        ends = [boxes[edge.trainer], boxes[edge.reader]]
+        ends = [boxes[edge.before], boxes[edge.after]]
         n_above = sum(_is_above(other, box) for box in ends for other in boxes.values())
         n_below = sum(_is_above(box, other) for box in ends for other in boxes.values())
         way_up = sum(box.y - low for box in ends)
@@ -78,11 +78,11 @@ def plan_loops(edges: Iterable[VersionEdge], boxes: Mapping[str, Rect]) -> tuple
 def loop_ports(loops: Iterable[LoopEnds], boxes: Mapping[str, Rect]) -> Iterable[PortRequest]:
     """Yield both ends of all loops, sorted so that loops that meet at one side do not cross."""
     for loop in loops:
-        trainer, reader = boxes[loop.edge.trainer].middle[0], boxes[loop.edge.reader].middle[0]
+        trainer, reader = boxes[loop.edge.before].middle[0], boxes[loop.edge.after].middle[0]
         outermost = float("-inf") if loop.above else float("inf")
         for card, side, way in (
-            (loop.edge.trainer, loop.leave, reader - trainer),
-            (loop.edge.reader, loop.enter, trainer - reader),
+            (loop.edge.before, loop.leave, reader - trainer),
+            (loop.edge.after, loop.enter, trainer - reader),
         ):
             order = outermost if side.is_upright else 1e6 / way if way else 0.0
             yield PortRequest(card, side, loop.line, order)
@@ -123,7 +123,7 @@ def _way(
     loop: LoopEnds, ports: Ports, boxes: Mapping[str, Rect], feet: Mapping[str, float], used: dict[float, int]
 ) -> tuple[list[Point], list[Point]]:
     """Return the points of a loop before and after its lane."""
-    trainer, reader = loop.edge.trainer, loop.edge.reader
+    trainer, reader = loop.edge.before, loop.edge.after
     start, end = ports[trainer, loop.leave, loop.line], ports[reader, loop.enter, loop.line]
     if loop.leave is Side.RIGHT:
         before = [start, (boxes[trainer].right + _channel(boxes[trainer].right, used), start[1])]
@@ -155,7 +155,7 @@ def _is_above(upper: Rect, lower: Rect) -> bool:
 
 
 def _reach(loop: LoopEnds, boxes: Mapping[str, Rect]) -> float:
-    return abs(boxes[loop.edge.trainer].x - boxes[loop.edge.reader].x)
+    return abs(boxes[loop.edge.before].x - boxes[loop.edge.after].x)
 
 
 def _channel(side: float, used: dict[float, int]) -> float:

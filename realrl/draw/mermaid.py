@@ -50,12 +50,12 @@ def _links(scene: Scene, ids: dict[str, str]) -> Iterator[str]:
         for consumer in pill.consumers:
             yield f'    {ids[pill.producer]} -->|"{label}"| {ids[consumer]}'
     for edge in scene.loops:
-        yield f'    {ids[edge.trainer]} -.->|"{_escape(loop_text(edge))}"| {ids[edge.reader]}'
+        yield f'    {ids[edge.before]} -.->|"{_escape(loop_text(edge))}"| {ids[edge.after]}'
 
 
 def _styles(scene: Scene, ids: dict[str, str]) -> Iterator[str]:
     """Yield one class for each role and one for the dataset; links take the colour of the call that they leave."""
-    sources = [pill.producer for pill in scene.pills for _ in pill.consumers] + [edge.trainer for edge in scene.loops]
+    sources = [pill.producer for pill in scene.pills for _ in pill.consumers] + [edge.before for edge in scene.loops]
     for index in sorted({card.role_index for card in scene.cards.values()}):
         hue = LIGHT.dataset if index < 0 else role_hue(index)
         name = "dataset" if index < 0 else f"role{index}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from realrl.draw.text import text_width
 from realrl.graph.build import (
-    VersionEdge,
+    StepWait,
     calls,
     data_graph,
     dataset_keys,
@@ -125,7 +125,7 @@ class Scene:
     subtitle: str
     cards: Mapping[str, Card]
     pills: tuple[Pill, ...]
-    loops: tuple[VersionEdge, ...]
+    loops: tuple[StepWait, ...]
     layers: Mapping[str, int]
     roles: tuple[str, ...]
     trained_roles: frozenset[str]

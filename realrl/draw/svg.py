@@ -108,7 +108,7 @@ def _branch(scene: Scene, branch: Branch, ids: Mapping[str, str]) -> str:
 
 def _loop(scene: Scene, loop: LoopPath, ids: Mapping[str, str]) -> str:
     return (
-        f'<g class="wire {role_class(scene.cards[loop.edge.trainer])}"{_loop_data(loop, ids)}>'
+        f'<g class="wire {role_class(scene.cards[loop.edge.before])}"{_loop_data(loop, ids)}>'
         f'<path class="version" d="{loop.path}"/><path class="head" d="{loop.head}"/></g>'
     )
 
@@ -116,14 +116,14 @@ def _loop(scene: Scene, loop: LoopPath, ids: Mapping[str, str]) -> str:
 def _loop_label(scene: Scene, loop: LoopPath, ids: Mapping[str, str]) -> str:
     x, y = loop.label.middle
     return (
-        f'<g class="tag {role_class(scene.cards[loop.edge.trainer])}"{_loop_data(loop, ids)}>'
+        f'<g class="tag {role_class(scene.cards[loop.edge.before])}"{_loop_data(loop, ids)}>'
         f"{_rect(loop.label, 'pill', loop.label.height / 2)}"
         f"{_text(loop.text, x, y + 3.8, LABEL_SIZE, css='tone')}</g>"
     )
 
 
 def _loop_data(loop: LoopPath, ids: Mapping[str, str]) -> str:
-    source, target = ids[loop.edge.trainer], ids[loop.edge.reader]
+    source, target = ids[loop.edge.before], ids[loop.edge.after]
     return _data(line=f"version {source} {target}", source=source, target=target)
 
 

@@ -33,11 +33,15 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class VersionEdge:
-    """`reader`, at step i, waits for `trainer`, whose new parameters it reads, at step ``i - lag``."""
+class StepWait:
+    """`after`, at step i, waits until `before` has finished step ``i - lag``.
 
-    trainer: str
-    reader: str
+    One of the two changes parameters that the other reads. It does so before, and gives new parameters, or after, and
+    leaves time to read the old ones.
+    """
+
+    before: str
+    after: str
     lag: int
 
 
@@ -57,15 +61,6 @@ class LeadWait:
     reader: str
     lead: int
     until: Progress = "sent"
-
-
-@dataclass(frozen=True)
-class WriterWait:
-    """`writer`, at step i, must not change parameters before `reader` has read them at step ``i - lag``."""
-
-    writer: str
-    reader: str
-    lag: int
 
 
 def build_graph(mfcs: Sequence[MFCDef], dataset_keys: Iterable[str]) -> nx.DiGraph:
@@ -102,10 +97,10 @@ def build_graph(mfcs: Sequence[MFCDef], dataset_keys: Iterable[str]) -> nx.DiGra
     _add_drop_edges(graph)
     _check_writers(graph)
     for edge in _version_edges(mfcs, graph):
-        if graph.has_edge(edge.trainer, edge.reader):
-            graph.edges[edge.trainer, edge.reader]["lag"] = edge.lag
+        if graph.has_edge(edge.before, edge.after):
+            graph.edges[edge.before, edge.after]["lag"] = edge.lag
         else:
-            graph.add_edge(edge.trainer, edge.reader, kind="version", lag=edge.lag)
+            graph.add_edge(edge.before, edge.after, kind="version", lag=edge.lag)
     return graph
 
 
@@ -173,14 +168,14 @@ def drop_feeders(graph: nx.DiGraph) -> frozenset[str]:
     return frozenset({dropping[-1], *nx.ancestors(data_graph(graph), dropping[-1])}) if dropping else frozenset()
 
 
-def version_edges(graph: nx.DiGraph) -> tuple[VersionEdge, ...]:
+def version_edges(graph: nx.DiGraph) -> tuple[StepWait, ...]:
     """Return the waits of readers for new parameters, in declared order of trainer, then reader."""
     position = {name: i for i, name in enumerate(graph)}
-    found = [VersionEdge(a, b, data["lag"]) for a, b, data in graph.edges(data=True) if "lag" in data]
-    return tuple(sorted(found, key=lambda edge: (position[edge.trainer], position[edge.reader])))
+    found = [StepWait(a, b, data["lag"]) for a, b, data in graph.edges(data=True) if "lag" in data]
+    return tuple(sorted(found, key=lambda edge: (position[edge.before], position[edge.after])))
 
 
-def writer_waits(graph: nx.DiGraph) -> tuple[WriterWait, ...]:
+def writer_waits(graph: nx.DiGraph) -> tuple[StepWait, ...]:
     """Return waits of calls that change parameters for readers, so that the versions read do not depend on timing.
 
     A reader that no data orders against the writer goes first within a step (lag 0); one that comes after it within a
@@ -194,7 +189,7 @@ def writer_waits(graph: nx.DiGraph) -> tuple[WriterWait, ...]:
         before, after = nx.ancestors(data, writer.name), nx.descendants(data, writer.name)
         for mfc in calls(graph):
             if mfc is not writer and mfc.name not in before and mfc.read_roles & writer.changed_roles:
-                waits.append(WriterWait(writer.name, mfc.name, 1 if mfc.name in after else 0))
+                waits.append(StepWait(mfc.name, writer.name, 1 if mfc.name in after else 0))
     return tuple(waits)
 
 
@@ -235,8 +230,7 @@ def _wait_graph(graph: nx.DiGraph) -> nx.DiGraph:
     feeders = drop_feeders(graph)
     last = [mfc.name for mfc in topological_calls(graph) if mfc.may_drop][-1:]
     edges = [(first, second, 0) for first, second in data_graph(graph).edges]
-    edges += [(edge.trainer, edge.reader, edge.lag) for edge in version_edges(graph)]
-    edges += [(wait.reader, wait.writer, wait.lag) for wait in writer_waits(graph)]
+    edges += [(wait.before, wait.after, wait.lag) for wait in (*version_edges(graph), *writer_waits(graph))]
     edges += [(name, feeder, 1) for name in last for feeder in feeders]  # no step is loaded before the last is settled
     for first, second, lag in edges:
         if first != second and lag < waits.get_edge_data(first, second, {"lag": lag + 1})["lag"]:
@@ -379,18 +373,18 @@ def _check_writers(graph: nx.DiGraph) -> None:
 
     order = data_graph(graph)
     waits = [wait for wait in writer_waits(graph) if wait.lag == 0]
-    order.add_edges_from((wait.reader, wait.writer) for wait in waits)
+    order.add_edges_from((wait.before, wait.after) for wait in waits)
     for wait in waits:
-        if nx.has_path(order, wait.writer, wait.reader):
+        if nx.has_path(order, wait.after, wait.before):
             raise GraphError(
-                f"call '{wait.writer}' changes parameters that call '{wait.reader}' reads in the same step, but other "
+                f"call '{wait.after}' changes parameters that call '{wait.before}' reads in the same step, but other "
                 "calls that do the same the other way round leave no order for the two",
-                remedy=f"Let '{wait.writer}' read a key of '{wait.reader}', or move its hook to another call.",
-                call=wait.writer,
+                remedy=f"Let '{wait.after}' read a key of '{wait.before}', or move its hook to another call.",
+                call=wait.after,
             )
 
 
-def _version_edges(mfcs: Sequence[MFCDef], data: nx.DiGraph) -> Iterator[VersionEdge]:
+def _version_edges(mfcs: Sequence[MFCDef], data: nx.DiGraph) -> Iterator[StepWait]:
     """Yield edges from each call that changes parameters to the earliest calls of each role that read them."""
     import networkx as nx
 
@@ -400,4 +394,4 @@ def _version_edges(mfcs: Sequence[MFCDef], data: nx.DiGraph) -> Iterator[Version
         for reader in readers:
             earlier = [mfc for mfc in readers if mfc.role == reader.role and mfc.name in ancestors[reader.name]]
             if all(mfc.max_staleness > reader.max_staleness for mfc in earlier):
-                yield VersionEdge(writer.name, reader.name, 1 + reader.max_staleness)
+                yield StepWait(writer.name, reader.name, 1 + reader.max_staleness)

@@ -252,7 +252,7 @@ def _check_offloads(graph: nx.DiGraph, plan: Mapping[str, CallHooks]) -> None:
     import networkx as nx
 
     order = data_graph(graph)
-    order.add_edges_from((wait.reader, wait.writer) for wait in writer_waits(graph) if wait.lag == 0)
+    order.add_edges_from((wait.before, wait.after) for wait in writer_waits(graph) if wait.lag == 0)
     for name, hooks in plan.items():
         homes = {hook.role: hook.allocation for hook in hooks.after if isinstance(hook, Offload)}
         if not homes:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from realrl.graph.build import (
     LeadWait,
+    StepWait,
     drop_feeders,
     drop_gates,
     lead_waits,
@@ -23,17 +24,6 @@ from realrl.plan.protocols import CallLayout
 
 if TYPE_CHECKING:
     import networkx as nx
-
-
-@dataclass(frozen=True)
-class VersionWait:
-    """A call at step i waits until the call `trainer` has finished step ``i - lag``.
-
-    With lag 0 the call itself trains, and `trainer` is one that still has to read the parameters before that.
-    """
-
-    trainer: str
-    lag: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +42,7 @@ class ScheduledCall:
     mfc: MFCDef
     allocation: Allocation
     hooks: CallHooks
-    waits_for: tuple[VersionWait, ...] = ()
+    waits_for: tuple[StepWait, ...] = ()
     leads: tuple[LeadWait, ...] = ()
     feeds_drop: bool = False
     gates: tuple[str, ...] = ()
@@ -104,11 +94,9 @@ def schedule_calls(
         allocations: call name -> mesh and strategy.
         hooks: from `plan_hooks`; None: for roles that all have parameters.
     """
-    waits: dict[str, list[VersionWait]] = {}
-    for edge in version_edges(graph):
-        waits.setdefault(edge.reader, []).append(VersionWait(edge.trainer, edge.lag))
-    for wait in writer_waits(graph):
-        waits.setdefault(wait.writer, []).append(VersionWait(wait.reader, wait.lag))
+    waits: dict[str, list[StepWait]] = {}
+    for wait in (*version_edges(graph), *writer_waits(graph)):
+        waits.setdefault(wait.after, []).append(wait)
     leads, gates, feeders = lead_waits(graph), drop_gates(graph), drop_feeders(graph)
     hooks = plan_hooks(graph, allocations) if hooks is None else hooks
     return tuple(
@@ -117,7 +105,7 @@ def schedule_calls(
             allocations[mfc.name],
             hooks[mfc.name],
             waits_for=tuple(waits.get(mfc.name, ())),
-            leads=tuple(wait for wait in leads if wait.writer == mfc.name),
+            leads=tuple(lead for lead in leads if lead.writer == mfc.name),
             feeds_drop=mfc.name in feeders,
             gates=gates[mfc.name],
         )

@@ -11,7 +11,7 @@ from realrl.draw.geometry import Rect, flow, head, rounded, spread
 from realrl.draw.layout import lay_out
 from realrl.draw.scene import make_scene
 from realrl.errors import GraphError
-from realrl.graph.build import VersionEdge, build_graph
+from realrl.graph.build import StepWait, build_graph
 from realrl.graph.mfc import MFCDef, OffloadHook
 from realrl.mesh.device_mesh import Cluster
 from realrl.mesh.notation import parse_allocation
@@ -67,9 +67,9 @@ def check(drawing):
         assert bounds.y - 0.1 <= box.y
         assert box.bottom <= bounds.bottom + 0.1
     joined = [(branch.path, {branch.pill, branch.pill.producer, branch.consumer}) for branch in drawing.branches]
-    joined += [(loop.path, {loop.edge, loop.edge.trainer, loop.edge.reader}) for loop in drawing.loops]
+    joined += [(loop.path, {loop.edge, loop.edge.before, loop.edge.after}) for loop in drawing.loops]
     for path, ends in joined:
-        others = [box for name, box in boxes.items() if name not in ends and not isinstance(name, VersionEdge)]
+        others = [box for name, box in boxes.items() if name not in ends and not isinstance(name, StepWait)]
         for point in points_of(path):
             assert not any(inside(point, box) for box in others)
             assert bounds.y - 0.1 <= point[1] <= bounds.bottom + 0.1
@@ -125,7 +125,7 @@ def test_ppo_reads_from_left_to_right():
     assert left["critic_inf"] < left["actor_train"] == left["critic_train"]
     assert len(drawing.pills) == 7
     assert len(drawing.branches) == 12
-    assert [(loop.edge.trainer, loop.text) for loop in drawing.loops] == [
+    assert [(loop.edge.before, loop.text) for loop in drawing.loops] == [
         ("actor_train", "lag 1"),
         ("critic_train", "lag 1"),
     ]

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from realrl.errors import GraphError
 from realrl.graph.build import (
-    VersionEdge,
-    WriterWait,
+    StepWait,
     build_graph,
     call,
     calls,
@@ -80,7 +79,7 @@ def test_train_only_graph_has_no_version_edge():
 
 def test_staleness_is_the_lag():
     graph = build_graph(ppo(max_staleness=3), ["prompt_ids"])
-    assert VersionEdge("actor_train", "actor_gen", 4) in version_edges(graph)
+    assert StepWait("actor_train", "actor_gen", 4) in version_edges(graph)
 
 
 def staged(gen_staleness, inf_staleness):
@@ -93,13 +92,13 @@ def staged(gen_staleness, inf_staleness):
 
 
 def test_version_edge_goes_to_the_earliest_reader():
-    assert version_edges(build_graph(staged(0, 0), ["p"])) == (VersionEdge("train", "gen", 1),)
-    assert version_edges(build_graph(staged(1, 2), ["p"])) == (VersionEdge("train", "gen", 2),)
+    assert version_edges(build_graph(staged(0, 0), ["p"])) == (StepWait("train", "gen", 1),)
+    assert version_edges(build_graph(staged(1, 2), ["p"])) == (StepWait("train", "gen", 2),)
 
 
 def test_stricter_later_reader_keeps_its_own_version_edge():
     edges = version_edges(build_graph(staged(2, 0), ["p"]))
-    assert edges == (VersionEdge("train", "gen", 3), VersionEdge("train", "again", 1))
+    assert edges == (StepWait("train", "gen", 3), StepWait("train", "again", 1))
 
 
 def test_two_earliest_readers_get_an_edge_each():
@@ -108,7 +107,7 @@ def test_two_earliest_readers_get_an_edge_each():
         MFCDef("b", "actor", INFERENCE, "x", ("p",), ("kb",), n_seqs=1),
         MFCDef("train", "actor", TRAIN, "x", ("ka", "kb"), n_seqs=1),
     ]
-    assert [edge.reader for edge in version_edges(build_graph(mfcs, ["p"]))] == ["a", "b"]
+    assert [edge.after for edge in version_edges(build_graph(mfcs, ["p"]))] == ["a", "b"]
 
 
 def test_data_and_version_between_the_same_calls():
@@ -118,17 +117,17 @@ def test_data_and_version_between_the_same_calls():
     ]
     graph = build_graph(mfcs, ["p"])
     assert graph.edges["train", "judge"] == {"kind": "data", "keys": ("report",), "lag": 1}
-    assert version_edges(graph) == (VersionEdge("train", "judge", 1),)
+    assert version_edges(graph) == (StepWait("train", "judge", 1),)
     assert data_graph(graph).edges["train", "judge"] == {"kind": "data", "keys": ("report",)}
 
 
 def test_realloc_hooks_carry_versions_to_other_roles():
     pushed = replaced("actor_train", post_hooks=(ParamReallocHook(target=ModelName("ref"), eta=0.1),))
-    assert VersionEdge("actor_train", "ref_inf", 1) in version_edges(build_graph(pushed, ["prompt_ids"]))
+    assert StepWait("actor_train", "ref_inf", 1) in version_edges(build_graph(pushed, ["prompt_ids"]))
     pulled = replaced("ref_inf", pre_hooks=(ParamReallocHook(source=ModelName("actor")),))
     edges = version_edges(build_graph(pulled, ["prompt_ids"]))
-    assert VersionEdge("actor_train", "ref_inf", 1) in edges
-    assert not any(edge.trainer == "critic_train" and edge.reader == "ref_inf" for edge in edges)
+    assert StepWait("actor_train", "ref_inf", 1) in edges
+    assert not any(edge.before == "critic_train" and edge.after == "ref_inf" for edge in edges)
 
 
 def test_a_call_that_trains_a_role_may_also_pull_parameters_into_it():
@@ -139,7 +138,7 @@ def test_a_call_that_trains_a_role_may_also_pull_parameters_into_it():
 
 def test_replicas_of_a_role_wait_for_its_training():
     mfcs = replaced("actor_gen", model_name=ModelName("actor", 1))
-    assert VersionEdge("actor_train", "actor_gen", 1) in version_edges(build_graph(mfcs, ["prompt_ids"]))
+    assert StepWait("actor_train", "actor_gen", 1) in version_edges(build_graph(mfcs, ["prompt_ids"]))
 
 
 @given(st.integers(1, 12), st.randoms(use_true_random=False))
@@ -277,15 +276,15 @@ def test_writers_wait_for_readers_that_no_data_orders():
     mfcs = replaced("actor_train", post_hooks=(average,))
     mfcs.append(MFCDef("teach", "teacher", InterfaceType.INFERENCE, "x", ("input_ids",), ("hints",), n_seqs=32))
     graph = build_graph(mfcs, ["prompt_ids"])
-    assert writer_waits(graph) == (WriterWait("actor_train", "teach", 0),)
-    assert VersionEdge("actor_train", "teach", 1) in version_edges(graph)
+    assert writer_waits(graph) == (StepWait("teach", "actor_train", 0),)
+    assert StepWait("actor_train", "teach", 1) in version_edges(graph)
 
 
 def test_writers_wait_for_the_step_before_of_readers_behind_them():
     pull = ParamReallocHook(source=ModelName("actor"))
     mfcs = replaced("ref_inf", pre_hooks=(pull,))
     mfcs.append(MFCDef("again", "ref", InterfaceType.INFERENCE, "x", ("ref_logprobs",), ("more",), n_seqs=32))
-    assert writer_waits(build_graph(mfcs, ["prompt_ids"])) == (WriterWait("ref_inf", "again", 1),)
+    assert writer_waits(build_graph(mfcs, ["prompt_ids"])) == (StepWait("again", "ref_inf", 1),)
 
 
 def test_writers_that_leave_no_order():

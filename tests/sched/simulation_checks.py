@@ -57,8 +57,8 @@ class Checks:
             for lead in () if self.plan.in_flight.calls else call.leads:
                 assert self.is_ahead(lead, min(step + lead.lead, self.start.last_step)), "a stale reader is not ahead"
             for wait in call.waits_for:
-                if not self.calls[wait.trainer].feeds_drop:
-                    assert self.steps_done(wait.trainer) >= steps_before + 1 - wait.lag, "the weights are too old"
+                if not self.calls[wait.before].feeds_drop:
+                    assert self.steps_done(wait.before) >= steps_before + 1 - wait.lag, "the weights are too old"
             if call.mfc.min_n_seqs is not None and not self.plan.drops:
                 assert sorted(indices) == self.ready(call, steps_before)[: len(indices)], "not the oldest samples"
             self.taken[name] |= indices

@@ -73,8 +73,8 @@ class Waits:
         if not self._queues[position].batch_size():
             return f"samples of step {step}"
         for wait in call.waits_for:
-            if self.finished_step(self._position[wait.trainer]) < step - wait.lag:
-                return f"'{wait.trainer}' to finish step {step - wait.lag}"
+            if self.finished_step(self._position[wait.before]) < step - wait.lag:
+                return f"'{wait.before}' to finish step {step - wait.lag}"
         for lead in call.leads:
             ahead, reader = min(step + lead.lead, self._loader.last_step), self._position[lead.reader]
             progress = {"sent": self.begun_step, "read": self.read_step, "finished": self.finished_step}[lead.until]

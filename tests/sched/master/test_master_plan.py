@@ -8,11 +8,11 @@ import pytest
 
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError, GraphError
-from realrl.graph.build import build_graph
+from realrl.graph.build import StepWait, build_graph
 from realrl.graph.mfc import MFCDef
 from realrl.mesh.device_mesh import Cluster
 from realrl.plan.samples.cursor import CursorState, DatasetCursor
-from realrl.sched.calls import VersionWait, schedule_calls
+from realrl.sched.calls import schedule_calls
 from realrl.sched.master.master_plan import MasterPlan, plan_master
 from realrl.sched.master.saving import CheckpointTracker
 from realrl.sched.messages import CheckpointSaved, SavedFile
@@ -40,8 +40,8 @@ def test_calls_are_ordered_by_data_and_know_what_they_wait_for():
     assert names[0] == "actor_gen"
     assert set(names[-2:]) == {"actor_train", "critic_train"}
     waits = {call.name: call.waits_for for call in calls}
-    assert waits["actor_gen"] == (VersionWait("actor_train", 2),)
-    assert waits["critic_inf"] == (VersionWait("critic_train", 2),)
+    assert waits["actor_gen"] == (StepWait("actor_train", "actor_gen", 2),)
+    assert waits["critic_inf"] == (StepWait("critic_train", "critic_inf", 2),)
     assert waits["ref_inf"] == ()
 
 
@@ -186,6 +186,6 @@ def test_training_waits_for_a_reader_of_the_role_that_no_data_orders():
         MFCDef("actor_probe", "actor", INFERENCE, "x", ("input_ids",), ("probe_logprobs",), n_seqs=8),
     ]
     calls = {call.name: call for call in scheduled(mfcs)}
-    assert calls["actor_train"].waits_for == (VersionWait("actor_probe", 0),)
-    assert VersionWait("actor_train", 1) in calls["actor_gen"].waits_for
+    assert calls["actor_train"].waits_for == (StepWait("actor_probe", "actor_train", 0),)
+    assert StepWait("actor_train", "actor_gen", 1) in calls["actor_gen"].waits_for
     assert calls["critic_train"].waits_for == ()
