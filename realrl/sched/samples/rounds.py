@@ -16,21 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Decision:
-    """Places and surplus that follow from the fate of some samples.
-
-    Attributes:
-        places: number of a surviving sample -> its place, counted over all steps.
-        surplus: survivors of the round without a place.
-    """
-
-    places: Mapping[int, int]
-    surplus: tuple[int, ...] = ()
+from collections.abc import Iterable
 
 
 class Rounds:
@@ -93,8 +79,14 @@ class Rounds:
         self._kept = []
         return samples
 
-    def decide(self, call: str, *, kept: Iterable[int] = (), dropped: Iterable[int] = ()) -> Decision:
-        """Note samples of the round that `call` dropped, or kept with no call after it that can drop them."""
+    def decide(
+        self, call: str, *, kept: Iterable[int] = (), dropped: Iterable[int] = ()
+    ) -> tuple[dict[int, int], tuple[int, ...]]:
+        """Note samples of the round that `call` dropped, or kept with no call after it that can drop them.
+
+        Returns:
+            Number of a surviving sample -> its place, counted over all steps; survivors of the round without a place.
+        """
         places = {}
         for sample in dropped:
             self._undecided.remove(sample)
@@ -109,8 +101,8 @@ class Rounds:
             else:
                 places[sample] = self._place(sample)
         if not self._undecided:
-            return Decision(places | self._fill_vacant(), self._end_round())
-        return Decision(places)
+            return places | self._fill_vacant(), self._end_round()
+        return places, ()
 
     def _place(self, sample: int) -> int:
         """Return the place of a sample of the first round."""

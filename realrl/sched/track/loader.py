@@ -145,10 +145,10 @@ class SampleLoader:
     def _decide(self, rounds: Rounds, step: int, call: str, kept: list[str], gone: list[str]) -> list[str]:
         """Note the fate of some samples; return surplus ones, which can be freed."""
         self._flight.add_dropped(step, call, gone)
-        decision = rounds.decide(call, kept=self._buffer.numbers(kept), dropped=self._buffer.numbers(gone))
-        self._buffer.give_places(decision.places)
-        self._flight.add_dropped(step, SURPLUS, self._buffer.ids_of(decision.surplus))
-        unneeded = self._buffer.drop(decision.surplus)
+        places, surplus = rounds.decide(call, kept=self._buffer.numbers(kept), dropped=self._buffer.numbers(gone))
+        self._buffer.give_places(places)
+        self._flight.add_dropped(step, SURPLUS, self._buffer.ids_of(surplus))
+        unneeded = self._buffer.drop(surplus)
         if not rounds.is_open:
             self._buffer.close_step()
             self._log.add_dropped(step, rounds.n_dropped, rounds.n_surplus)
