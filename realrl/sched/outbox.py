@@ -6,7 +6,6 @@ A request is remembered with its owner, which gets the reply.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 
 from realrl.sched.events import Send
@@ -67,20 +66,12 @@ class Owner(Enum):
     EVALUATION = "evaluation"
 
 
-@dataclass(frozen=True)
-class Asked:
-    """An open request."""
-
-    request: Request
-    owner: Owner
-
-
 class Outbox:
     """Open requests by worker; also numbers requests, dispatches and parts."""
 
     def __init__(self, n_ranks: int) -> None:
         self._next_seq = [0] * n_ranks
-        self._open: list[dict[int, Asked]] = [{} for _ in range(n_ranks)]
+        self._open: list[dict[int, tuple[Request, Owner]]] = [{} for _ in range(n_ranks)]
         self._n_dispatches = self._n_parts = 0
 
     def next_seq(self, rank: int) -> int:
@@ -101,7 +92,7 @@ class Outbox:
         """Remember that `request`, numbered by `next_seq`, goes out to `rank`."""
         assert request.seq == self._next_seq[rank]
         self._next_seq[rank] += 1
-        self._open[rank][request.seq] = Asked(request, owner)
+        self._open[rank][request.seq] = (request, owner)
         return Send(rank, request)
 
     def problem_with(self, reply: NumberedReply) -> str | None:
@@ -112,22 +103,23 @@ class Outbox:
             known = 0 <= reply.seq < self._next_seq[reply.rank]
             state = "is answered already" if known else "was never sent"
             return f"{who} sent {name} for request {reply.seq}, which {state}"
-        if isinstance(reply, WorkerFailed) or type(reply) is ANSWER_TO[type(asked.request)]:
+        request, _ = asked
+        if isinstance(reply, WorkerFailed) or type(reply) is ANSWER_TO[type(request)]:
             return None
-        return f"{who} answered request {reply.seq}, a {type(asked.request).__name__}, with {name}"
+        return f"{who} answered request {reply.seq}, a {type(request).__name__}, with {name}"
 
-    def close(self, rank: int, seq: int) -> Asked:
-        """Return the open request `seq` of `rank`, which is answered now."""
+    def close(self, rank: int, seq: int) -> tuple[Request, Owner]:
+        """Return the open request `seq` of `rank`, which is answered now, and its owner."""
         return self._open[rank].pop(seq)
 
     def oldest(self, rank: int) -> Request | None:
         """Return the request that `rank` executes now or next; checkpoints are written beside the others."""
-        requests = [asked.request for asked in self._open[rank].values()]
+        requests = [request for request, _ in self._open[rank].values()]
         return next((r for r in requests if not isinstance(r, SaveCheckpoint)), requests[0] if requests else None)
 
     def of_rank(self, rank: int, owner: Owner) -> Iterator[Request]:
         """Yield the open requests of one owner to one worker, in order."""
-        return (asked.request for asked in self._open[rank].values() if asked.owner is owner)
+        return (request for request, asker in self._open[rank].values() if asker is owner)
 
     @property
     def is_empty(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from realrl.sched.events import Send
 from realrl.sched.messages import FreeSamples, LoadSamples, SamplesFreed, SamplesLoaded
-from realrl.sched.outbox import Asked, Outbox, Owner
+from realrl.sched.outbox import Outbox, Owner
 from tests.sched.simulator import meta
 
 
@@ -19,8 +19,8 @@ def test_a_reply_leads_to_the_request_and_its_owner() -> None:
     assert outbox.problem_with(SamplesFreed(1, 0)) == "worker 1 answered request 0, a LoadSamples, with SamplesFreed"
     assert outbox.problem_with(SamplesFreed(0, 0)) == "worker 0 sent SamplesFreed for request 0, which was never sent"
     assert outbox.problem_with(SamplesLoaded(1, 0, meta(["1/a"], ["k"]))) is None
-    assert outbox.close(1, 0) == Asked(load, Owner.MAIN)
-    assert outbox.close(1, 1) == Asked(free, Owner.EVALUATION)
+    assert outbox.close(1, 0) == (load, Owner.MAIN)
+    assert outbox.close(1, 1) == (free, Owner.EVALUATION)
     assert outbox.is_empty
 
 

@@ -62,7 +62,7 @@ class Farewell:
             if not self.interrupted:
                 return False
             asked = self._workers.answered_late(event)
-            if asked is not None and isinstance(asked.request, Shutdown):
+            if asked is not None and isinstance(asked[0], Shutdown):
                 self._leave(event.rank)
             return True
         ended_well = isinstance(event, WorkerLost) and event.exit_code == 0

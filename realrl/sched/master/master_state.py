@@ -268,7 +268,7 @@ class MasterState:
             case _:
                 asked = self._workers.answered_late(event)
                 if isinstance(event, CheckpointSaved) and asked is not None and self._run is not None:
-                    instructions = self._run.add_saved(event, asked.request)
+                    instructions = self._run.add_saved(event, asked[0])
         return [*instructions, *self._finish_if_alone(farewell)]
 
     def _finish_if_alone(self, farewell: Farewell) -> list[Instruction]:
@@ -288,8 +288,7 @@ class MasterState:
             case WorkerFailed():
                 is_closing = self.phase is RunPhase.CLOSING
                 asked = self._workers.answered_late(event) if is_closing else self._workers.answered(event)
-                request = None if asked is None else asked.request
-                raise Fatal(diagnosis.worker_failed(event, self.dispatches, request))
+                raise Fatal(diagnosis.worker_failed(event, self.dispatches, asked[0] if asked else None))
         if event.rank not in self._workers.hellos:
             raise Fatal(diagnosis.never_appeared(event))
         request = self._workers.outbox.oldest(event.rank)

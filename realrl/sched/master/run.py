@@ -126,12 +126,12 @@ class Run:
                 self.add_committed(event)
                 return self._advance()
             case CheckpointSaved():
-                return self.add_saved(event, self._workers.answered(event).request)
-        asked = self._workers.answered(event)
-        if asked.owner is Owner.MAIN:
-            return [*self.main.handle(event, asked.request), *self._report_samples(), *self._advance()]
+                return self.add_saved(event, self._workers.answered(event)[0])
+        request, owner = self._workers.answered(event)
+        if owner is Owner.MAIN:
+            return [*self.main.handle(event, request), *self._report_samples(), *self._advance()]
         assert self._evaluation is not None
-        return [*self._evaluation.handle(event, asked.request), *self._go_on_evaluating(self._evaluation)]
+        return [*self._evaluation.handle(event, request), *self._go_on_evaluating(self._evaluation)]
 
     def conclude(self) -> list[Instruction]:
         """Return the report that follows when everything is done."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from realrl.errors import InvalidTransitionError
 from realrl.sched.events import Instruction, RankSpan, ReportStart, Send, Start
 from realrl.sched.messages import Hello, Initialize, Ready, Request
-from realrl.sched.outbox import Asked, NumberedReply, Outbox
+from realrl.sched.outbox import NumberedReply, Outbox, Owner
 from realrl.sched.story import Stories
 
 
@@ -53,8 +53,8 @@ class Workers:
         """Send ``make(rank, seq)`` to one worker."""
         return self.outbox.send(rank, make(rank, self.outbox.next_seq(rank)))
 
-    def answered(self, reply: NumberedReply) -> Asked:
-        """Close and return the request that a reply answers.
+    def answered(self, reply: NumberedReply) -> tuple[Request, Owner]:
+        """Close and return the request that a reply answers, with its owner.
 
         Raises:
             InvalidTransitionError: it answers no open request.
@@ -66,7 +66,7 @@ class Workers:
             raise InvalidTransitionError(self.outbox.problem_with(reply) or "", story)
         return asked
 
-    def answered_late(self, reply: NumberedReply) -> Asked | None:
+    def answered_late(self, reply: NumberedReply) -> tuple[Request, Owner] | None:
         """Close and return the request that a reply answers, or None: in a closing run stray replies are no bug.
 
         Raises:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from realrl.config.schema import SaveConfig
 from realrl.graph.build import topological_calls
 from realrl.graph.mfc import InterfaceType
 from realrl.sched.events import SampleContents
 from realrl.sched.messages import SamplesRead
+from realrl.sched.samples.buffer import SampleBuffer
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -47,16 +48,6 @@ class Readout:
 
 
 NO_READOUT = Readout(n_samples=0)
-
-
-class Holdings(Protocol):
-    """Part of a sample buffer that `plan_reads` uses."""
-
-    def number_keys(self) -> list[str]:
-        """Keys with one number per sequence or per sample."""
-
-    def holders(self, key: str, sample_id: str) -> frozenset[int]:
-        """Ranks that hold rows of a sample."""
 
 
 class SampleReader:
@@ -128,23 +119,23 @@ class _Contents:
         return dict(sorted(self.columns.items()))
 
 
-def plan_reads(holdings: Holdings, readout: Readout, ids: Sequence[str]) -> dict[int, tuple[Texts, Keys]]:
+def plan_reads(buffer: SampleBuffer, readout: Readout, ids: Sequence[str]) -> dict[int, tuple[Texts, Keys]]:
     """Return rank -> texts and keys to ask it for; every row is asked for once, from the lowest rank that can answer.
 
     Numbers come from the rank that decodes the text, if it holds them.
     """
     texts: dict[int, dict[str, list[str]]] = {}
     keys: dict[int, dict[str, list[str]]] = {}
-    number_keys = holdings.number_keys()
+    number_keys = buffer.number_keys()
     for sample_id in ids:
         asked: set[int] = set()
         for prefix in readout.roles:
-            ranks = holdings.holders(prefix + TOKENS, sample_id) & holdings.holders(prefix + MASK, sample_id)
+            ranks = buffer.holders(prefix + TOKENS, sample_id) & buffer.holders(prefix + MASK, sample_id)
             if ranks:
                 asked.add(min(ranks))
                 texts.setdefault(min(ranks), {}).setdefault(prefix, []).append(sample_id)
         for key in number_keys:
-            ranks = holdings.holders(key, sample_id)
+            ranks = buffer.holders(key, sample_id)
             if ranks:
                 keys.setdefault(min(ranks & asked or ranks), {}).setdefault(key, []).append(sample_id)
     return {rank: (_frozen(texts.get(rank, {})), _frozen(keys.get(rank, {}))) for rank in sorted({*texts, *keys})}
