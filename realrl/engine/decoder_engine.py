@@ -26,7 +26,7 @@ from realrl.engine.backends import TrainingBackend, make_backend
 from realrl.engine.backends.base import move
 from realrl.engine.generate import GenerateRequest, generate
 from realrl.engine.parallel import Parallel
-from realrl.engine.parameters.gather_parameters import Copy, ModelCopy, copy_sharded
+from realrl.engine.parameters.gather_parameters import Copy, WriteModel, copy_sharded
 from realrl.engine.train.load_balance import MinibatchBalance
 from realrl.engine.train.microbatch import TOKENS, split_balanced, split_in_order
 from realrl.engine.train.outputs import DecoderOutput
@@ -268,7 +268,7 @@ class DecoderEngine:
         elif state:
             raise ValueError(f"role {self.role!r} is frozen, but the state holds {sorted(state)}")
 
-    def copy_hf(self, copy: Copy) -> ModelCopy | None:
+    def copy_hf(self, copy: Copy) -> WriteModel | None:
         """Copy the model to host memory, for Hugging Face's format; all ranks of the layout call this together.
 
         Adapters are merged into the model, and also written to the sub-folder `adapter`, in PEFT's format.
@@ -277,7 +277,7 @@ class DecoderEngine:
             copy: see `copy_sharded`.
 
         Returns:
-            The part that this rank must write; None on other replicas than the first.
+            A function that writes this rank's part into a folder; None on other replicas than the first.
         """
         with self.whole_parameters():
             if self._parallel.dp_rank != 0:

@@ -10,7 +10,7 @@ import torch
 
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import Communicator
-from realrl.engine.parameters.gather_parameters import ModelCopy, copy_sharded
+from realrl.engine.parameters.gather_parameters import WriteModel, copy_sharded
 from realrl.engine.train.outputs import DecoderOutput
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.model.decoder import Decoder
@@ -143,6 +143,6 @@ def _copy(_: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().clone()
 
 
-def _write(part: ModelCopy | None, folder: Path) -> None:
-    if part is not None:
-        part.write(folder)
+def _write(write: WriteModel | None, folder: Path) -> None:
+    if write is not None:
+        write(folder)

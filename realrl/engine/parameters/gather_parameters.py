@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,46 +17,18 @@ from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.specs import Layer, ParameterSpec, Slice, slice_of
 from realrl.plan.parameters.stages import stage_layers
-from realrl.shape import DecoderConfig
 
 Copy = Callable[[str, torch.Tensor], torch.Tensor]
 """``copy(name, tensor)``: a copy in host memory."""
 
+WriteModel = Callable[[Path], list[Path]]
+"""Writes one rank's share of a model into a folder; returns the tensor files. It needs no other rank.
 
-@dataclass(frozen=True)
-class ModelCopy:
-    """One rank's share of a model's files, in host memory. Writing it needs no other rank.
-
-    Attributes:
-        config: the whole model's configuration, without adapters.
-        tensors: (name, whole tensor) of this stage's parameters, adapters merged.
-        pp_rank, pp_size: the stage, and the number of stages.
-        adapters: whole adapters by name; empty on ranks that do not write them.
-        adapted: the configuration with adapters.
-    """
-
-    config: DecoderConfig
-    tensors: list[tuple[str, torch.Tensor]]
-    pp_rank: int
-    pp_size: int
-    adapters: Mapping[str, torch.Tensor]
-    adapted: DecoderConfig
-
-    def write(self, folder: Path) -> list[Path]:
-        """Write the tensor files, and on the first stage the index and the adapters; returns the tensor files.
-
-        Raises:
-            OSError: the disk is full or the folder cannot be written.
-        """
-        files = save_stage(self.config, folder, self.tensors, pp_rank=self.pp_rank, pp_size=self.pp_size)
-        if self.pp_rank == 0:
-            save_index(self.config, folder, pp_size=self.pp_size)
-            if self.adapters:
-                save_adapters(self.adapted, folder / "adapter", self.adapters)
-        return files
+Raises `OSError` where the disk is full or the folder cannot be written.
+"""
 
 
-def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communicator) -> ModelCopy | None:
+def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communicator) -> WriteModel | None:
     """Copy the model to host memory; all ranks of one data-parallel replica call this together.
 
     Adapters are merged into the model's weights, and also copied themselves.
@@ -67,15 +39,25 @@ def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communic
         pp: the ranks at the same place in all stages, in order.
 
     Returns:
-        The share of this rank; None if it writes nothing.
+        A function that writes this rank's copy: the tensor files of its stage, and on the first stage the index and
+        the adapters. None if the rank writes nothing.
     """
     adapters = gather_trained(decoder, tp=tp, pp=pp) if decoder.config.lora is not None else {}
     tensors = [(name, copy(name, whole)) for name, whole in gather_parameters(decoder, tp)]
     if tp.rank != 0:
         return None
     kept = {name: copy(f"adapter/{name}", whole) for name, whole in adapters.items()}
-    config = replace(decoder.config, lora=None)
-    return ModelCopy(config, tensors, pp.rank, pp.n_ranks, kept, decoder.config)
+    config, adapted, pp_rank, pp_size = replace(decoder.config, lora=None), decoder.config, pp.rank, pp.n_ranks
+
+    def write(folder: Path) -> list[Path]:
+        files = save_stage(config, folder, tensors, pp_rank=pp_rank, pp_size=pp_size)
+        if pp_rank == 0:
+            save_index(config, folder, pp_size=pp_size)
+            if kept:
+                save_adapters(adapted, folder / "adapter", kept)
+        return files
+
+    return write
 
 
 def gather_parameters(decoder: Decoder, tp: Communicator) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from realrl.engine import device as devices
-from realrl.engine.parameters.gather_parameters import ModelCopy
+from realrl.engine.parameters.gather_parameters import WriteModel
 from realrl.errors import AssetError
 from realrl.experiment.run_plan import RunPlan
 from realrl.mesh.device_mesh import ParallelStrategy
@@ -89,13 +89,13 @@ class RoleCopy:
     """One rank's share of one role's files, in host memory.
 
     Attributes:
-        model: share of the model's files; None if the rank writes none.
+        model: writes the share of the model's files; None if the rank writes none.
         tokenizer: written beside the model; None on all ranks but one.
         states: path inside the checkpoint -> nested state.
     """
 
     name: str
-    model: ModelCopy | None = None
+    model: WriteModel | None = None
     tokenizer: Any = None
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ class RoleCopy:
         Raises:
             OSError: the disk is full or the folder cannot be written.
         """
-        files = [] if self.model is None else self.model.write(folder / self.name)
+        files = [] if self.model is None else self.model(folder / self.name)
         if self.tokenizer is not None:
             _save_tokenizer(self.tokenizer, folder / self.name)
         for path, state in self.states.items():
