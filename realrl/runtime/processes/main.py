@@ -33,7 +33,7 @@ from realrl.runtime.transport.zmq import (
     ZmqWorker,
     endpoint_beside,
 )
-from realrl.runtime.worker.heartbeat import HeartbeatThread
+from realrl.runtime.worker.heartbeat import heartbeats
 from realrl.runtime.worker.loop import HostFactory, WorkerLoop
 from realrl.sched.messages import Hello, Request
 
@@ -89,11 +89,11 @@ def _run_worker(rank: int, admission: Admission, make_host: Callable[[], HostFac
     loop = WorkerLoop(rank, client, make_host, post=transport.send)
     server = ZmqSampleServer(loop.fetch, keys, endpoint=endpoint_beside(address, f"samples-{rank}"))
     transport.send(Hello(rank, os.getpid(), server.address))
-    heartbeat = HeartbeatThread(loop.heartbeat, transport.send)
     try:
-        _serve(loop, transport)
+        with heartbeats(loop.heartbeat, transport.send):
+            _serve(loop, transport)
     finally:
-        for part in (heartbeat, server, client, transport):
+        for part in (server, client, transport):
             part.close()
 
 

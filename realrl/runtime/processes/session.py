@@ -106,29 +106,30 @@ class SignalReceived(BaseException):
         return 128 + self.signum
 
 
-class InterruptGuard:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into `SignalReceived`, and ignores the rest: shutdown is under way."""
+def catch_signals() -> Callable[[], None]:
+    """Raise `SignalReceived` at the first SIGINT, SIGTERM or SIGHUP, and ignore the rest: shutdown is under way.
 
-    def __init__(self) -> None:
-        self._is_armed = True
+    Signals that were held back while the process started are let in.
 
-    def install(self) -> None:
-        """Take over the signals, and let in those that were held back while the process started."""
-        signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-            signals.append(signal.SIGHUP)
+    Returns:
+        A function that ignores signals from now on.
+    """
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signals.append(signal.SIGHUP)
+
+    def ignore() -> None:
         for signum in signals:
-            signal.signal(signum, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+            signal.signal(signum, lambda *_: None)  # not SIG_IGN, which processes that are started would inherit
 
-    def disarm(self) -> None:
-        """Ignore signals from now on."""
-        self._is_armed = False
+    def raise_first(signum: int, frame: FrameType | None) -> None:
+        ignore()
+        raise SignalReceived(signum)
 
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self._is_armed:
-            self._is_armed = False
-            raise SignalReceived(signum)
+    for signum in signals:
+        signal.signal(signum, raise_first)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    return ignore
 
 
 def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] = lambda: None) -> int:
@@ -140,14 +141,13 @@ def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] =
         inline: run the workers in this thread instead of starting processes.
         beat: see `Session`.
     """
-    guard = InterruptGuard()
     run_dir = Path(start.run_dir)
     log = log_path(run_dir, None)
     with contextlib.ExitStack() as stack:
         progress = make_progress(live=False if inline else None)
         stack.callback(progress.close)
         try:
-            guard.install()  # a signal that was held back until now is raised here
+            ignore_signals = catch_signals()  # a signal that was held back until now is raised here
             stack.enter_context(_open_log(log))
             with _open_session(start, inline=inline, progress=progress, beat=beat) as session:
                 for note in start.notes:
@@ -156,7 +156,7 @@ def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] =
                     program: Callable[[Session], int] = load_dotted(start.program)
                     return program(session)
                 finally:
-                    guard.disarm()
+                    ignore_signals()
         except (SignalReceived, KeyboardInterrupt) as interrupt:
             signum = interrupt.signum if isinstance(interrupt, SignalReceived) else signal.SIGINT
             progress.failed(f"{SignalReceived(signum)}: everything was stopped")

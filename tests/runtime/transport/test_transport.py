@@ -29,7 +29,7 @@ from realrl.runtime.transport.zmq import (
     ZmqWorker,
     endpoint_beside,
 )
-from realrl.runtime.worker.heartbeat import HeartbeatThread
+from realrl.runtime.worker.heartbeat import heartbeats
 from realrl.sched.key_value import AddTo, CountKeys, KeyValueClient, SetKeys, WaitFor
 from realrl.sched.messages import Goodbye, Heartbeat, Hello, Reply, Request, Shutdown
 
@@ -283,7 +283,9 @@ class TestZmq:
         worker = connect(0)
         assert isinstance(master.receive(LIMIT_S), Hello)
         beat = Heartbeat(0, -1, "idle", 0.0)
-        threads = [HeartbeatThread(lambda: beat, worker.send, interval_s=0.001) for _ in range(3)]
+        threads = contextlib.ExitStack()
+        for _ in range(3):
+            threads.enter_context(heartbeats(lambda: beat, worker.send, interval_s=0.001))
         seen = 0
         for seq in range(50):
             master.send(0, Shutdown(seq))
@@ -295,8 +297,7 @@ class TestZmq:
         while seen < 3:
             assert master.receive(LIMIT_S) == beat
             seen += 1
-        for thread in threads:
-            thread.close()
+        threads.close()
 
     def test_a_last_reply_arrives_although_the_worker_closes(
         self, master: ZmqMaster, connect: Callable[..., ZmqWorker]
