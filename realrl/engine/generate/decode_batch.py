@@ -21,7 +21,7 @@ import torch
 from realrl.algo.api import GenerationResult
 from realrl.cpu import CacheShape, KVCache, NewTokens, SampledTokens, SamplingOp, SavedRow
 from realrl.engine.generate.network import FusedNetwork
-from realrl.engine.generate.philox import RowUniforms, hash_words, step_key
+from realrl.engine.generate.philox import hash_words, row_uniforms, step_key
 from realrl.engine.generate.request import GenerateRequest
 from realrl.engine.generate.slot_table import Admission, Entry, SlotTable
 from realrl.errors import CallError
@@ -74,7 +74,7 @@ class DecodeBatch:
         self._cache = KVCache(shape, dtype=network.dtype, device=device, grows=grows)
         self._held: dict[int, tuple[SavedRow, torch.Tensor | None]] = {}
         sample_words = np.array([hash_words(i) for i in request.sample_ids], dtype=np.uint64)
-        self._uniforms = RowUniforms(
+        self._uniforms = row_uniforms(
             step_key(request.seed, request.step),
             sample_words.repeat(generation.n_responses, axis=0),
             np.tile(np.arange(generation.n_responses), len(sample_words)),
@@ -123,7 +123,7 @@ class DecodeBatch:
                 device=self._device,
             )
         n_tokens = self._responses.n_tokens[step.rows]
-        numbers = self._uniforms.take(step.rows, n_tokens)
+        numbers = self._uniforms(step.rows, n_tokens)
         is_early = n_tokens < generation.min_new_tokens
         return self._sampler(logits, torch.from_numpy(numbers).to(self._device), is_early)
 

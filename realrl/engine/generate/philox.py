@@ -6,6 +6,7 @@ Philox4x32 with 10 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbe
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -70,30 +71,29 @@ def uniforms(
     return bits.astype(np.float64) * 2.0**-53
 
 
-class RowUniforms:
-    """`uniforms` of rows that each ask for position 0, 1, 2, ... in turn: drawn ahead, many at a time.
+def row_uniforms(
+    key: tuple[int, int], sample_words: npt.NDArray[np.uint64], response_indices: npt.NDArray[np.int64]
+) -> Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], npt.NDArray[np.float64]]:
+    """Return `uniforms` for rows that each ask for position 0, 1, 2, ... in turn: drawn ahead, many at a time.
 
     Args:
         key: key from `step_key`.
         sample_words: uint64 [N, 2], `hash_words` of each row's sample id.
         response_indices: int64 [N].
+
+    Returns:
+        A function of rows [M] and their positions [M], which gives their numbers [M].
     """
+    drawn = np.empty((len(sample_words), _AHEAD))
 
-    def __init__(
-        self, key: tuple[int, int], sample_words: npt.NDArray[np.uint64], response_indices: npt.NDArray[np.int64]
-    ) -> None:
-        self._key = key
-        self._sample_words = sample_words
-        self._response_indices = response_indices
-        self._drawn = np.empty((len(sample_words), _AHEAD))
-
-    def take(self, rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """The numbers [M] of `rows` [M] at `positions` [M]."""
+    def take(rows: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         offsets = positions % _AHEAD
         due = offsets == 0
         if due.any():
-            drawn = rows[due].repeat(_AHEAD)
+            wanted = rows[due].repeat(_AHEAD)
             ahead = (positions[due, None] + np.arange(_AHEAD)).ravel()
-            numbers = uniforms(self._key, self._sample_words[drawn], self._response_indices[drawn], ahead)
-            self._drawn[rows[due]] = numbers.reshape(-1, _AHEAD)
-        return self._drawn[rows, offsets]
+            numbers = uniforms(key, sample_words[wanted], response_indices[wanted], ahead)
+            drawn[rows[due]] = numbers.reshape(-1, _AHEAD)
+        return drawn[rows, offsets]
+
+    return take

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from realrl.engine.generate.philox import RowUniforms, hash_words, philox4x32, step_key, uniforms
+from realrl.engine.generate.philox import hash_words, philox4x32, row_uniforms, step_key, uniforms
 
 # known-answer vectors published with Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, output
 VECTORS = [
@@ -64,9 +64,9 @@ def test_rows_that_start_at_different_times_get_the_numbers_of_their_positions()
     rng, n_rows, n_positions = np.random.default_rng(0), 7, 90
     words = np.array([hash_words(f"0/{i}") for i in range(n_rows)], dtype=np.uint64)
     responses = rng.integers(0, 4, n_rows)
-    ahead, positions = RowUniforms(step_key(1, 2), words, responses), np.zeros(n_rows, dtype=np.int64)
+    ahead, positions = row_uniforms(step_key(1, 2), words, responses), np.zeros(n_rows, dtype=np.int64)
     while (left := np.flatnonzero(positions < n_positions)).size:
         rows = rng.permutation(left)[: rng.integers(1, n_rows + 1)]
         expected = uniforms(step_key(1, 2), words[rows], responses[rows], positions[rows])
-        assert ahead.take(rows, positions[rows]).tolist() == expected.tolist()
+        assert ahead(rows, positions[rows]).tolist() == expected.tolist()
         positions[rows] += 1
