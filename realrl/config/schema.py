@@ -187,11 +187,6 @@ class ClusterConfig(Section):
     )
     worker_timeout_s: float = rare(120.0, "a worker or master that is silent for so long counts as lost", ge=2)
 
-    @property
-    def n_devices(self) -> int:
-        """Devices of all nodes: the number of workers."""
-        return self.n_nodes * self.n_devices_per_node
-
 
 class SaveConfig(Section):
     """Times of checkpoints, and the ones that are kept."""
@@ -210,11 +205,6 @@ class SaveConfig(Section):
         4, "prompts of a step whose responses go to generations.jsonl; 0 for none, null for all", ge=0
     )
     generations_path: str = rare("", "file of the responses; empty: generations.jsonl in run_dir")
-
-    @property
-    def is_on(self) -> bool:
-        """True if any checkpoint is written."""
-        return self.at_end or self.every_steps > 0 or self.every_epochs > 0 or self.every_s > 0
 
 
 class EvalConfig(Section):

@@ -53,18 +53,17 @@ def cross_check(config: RunConfig) -> list[Problem]:
                     "to null",
                 )
             )
-    if config.cluster.n_devices > MAX_DEVICES:
-        text = (
-            f"with cluster.n_devices_per_node={config.cluster.n_devices_per_node} there are {config.cluster.n_devices}"
-        )
+    n_devices = config.cluster.n_nodes * config.cluster.n_devices_per_node
+    if n_devices > MAX_DEVICES:
+        text = f"with cluster.n_devices_per_node={config.cluster.n_devices_per_node} there are {n_devices}"
         problems.append(
             Problem(f"cluster.n_nodes={config.cluster.n_nodes}", f"{text} devices; the most is {MAX_DEVICES}")
         )
-    if config.launcher == "inline" and config.cluster.n_devices > 1:
+    if config.launcher == "inline" and n_devices > 1:
         problems.append(
             Problem(
                 "launcher=inline",
-                f"one process cannot run the {config.cluster.n_devices} workers of cluster.n_nodes="
+                f"one process cannot run the {n_devices} workers of cluster.n_nodes="
                 f"{config.cluster.n_nodes}, cluster.n_devices_per_node={config.cluster.n_devices_per_node}; "
                 "use launcher=local, or one device",
             )

@@ -222,7 +222,7 @@ def _candidates(plan: RunPlan) -> list[tuple[str, ...]]:
         singles.append((f"generation.max_batch_size={max(1, config.generation.max_batch_size // 4)}",))
     if any(not role.trainable and role.head != "none" for role in plan.roles.values()):
         singles.append(("allocation.offload_frozen=true",))
-    if config.cluster.n_devices > 1:
+    if plan.n_workers > 1:
         singles.append(("allocation.mode=tensor",))
     if config.precision == "fp32":
         singles.append(("precision=bf16",))

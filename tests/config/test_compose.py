@@ -134,7 +134,7 @@ def test_groups_choose_files(config_dir: Path) -> None:
     config = compose(
         experiment(), ["cluster=pair", "allocation=both", "models.ref=big", "models.ref.path=/x"], config_dir=config_dir
     )
-    assert config.cluster.n_devices == 2
+    assert config.cluster.n_devices_per_node == 2
     assert config.allocation.calls == {"gen": "d2", "ref_inf": "d1@0:0"}
     assert config.models["actor"].path == "tiny"
     assert config.models["ref"].path == "/x"

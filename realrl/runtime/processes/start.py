@@ -55,8 +55,8 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
 
 def _run(plan: RunPlan, run_dir: Path, resume: Resume, lock: int) -> int:
     """Run in a locked folder, after the checks."""
-    config = plan.config
-    if plan.changed_roles and config.save.is_on:
+    config, save = plan.config, plan.config.save
+    if plan.changed_roles and (save.at_end or save.every_steps or save.every_epochs or save.every_s):
         _check_checkpoints(run_dir / CHECKPOINTS)
     changes: dict[str, object] = {"run_dir": str(run_dir)}
     if config.save.generations_path:
