@@ -12,7 +12,7 @@ import torch
 from realrl.config.schema import GenerationConfig
 from realrl.cpu.attention import CacheAttention
 from realrl.cpu.cache import KVCache, NewTokens
-from realrl.cpu.operations import HEAD_MULTIPLE, RMSNorm, TiledLayers, TiledLinear, attend, rms_norm, sample
+from realrl.cpu.operations import HEAD_MULTIPLE, RMSNorm, TiledLinear, attend, rms_norm, sample, tiled_layers
 from realrl.cpu.reference import Rope
 from realrl.cpu.sampler import InvalidLogitsError, SampledTokens, SamplingOp, keeps_all
 from realrl.cpu.torch_kernels import (
@@ -75,7 +75,7 @@ class CompiledKernels(TorchKernels):
         if any(len(kernels) < 4 for kernels in parts) or not self.attends(head_dim):  # a norm is not within its product
             return None
         windows = [layer.window for layer in layers]
-        return TiledLayers(parts, windows, n_kv_heads=n_kv_heads, head_dim=head_dim)
+        return tiled_layers(parts, windows, n_kv_heads=n_kv_heads, head_dim=head_dim)
 
     def sampler(
         self,

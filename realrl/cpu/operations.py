@@ -153,8 +153,10 @@ def attend(
     return out
 
 
-class TiledLayers:
-    """Layers of a decoder, each attention and MLP with the norm before it and the residual after it.
+def tiled_layers(
+    layers: Sequence[Sequence[TiledLinear]], windows: Sequence[int | None], *, n_kv_heads: int, head_dim: int
+) -> Callable[..., torch.Tensor]:
+    """Join layers of a decoder, each attention and MLP with the norm before it and the residual after it.
 
     A step of few tokens is one call: between two calls the interpreter needs some 45 us, its code out of the caches.
 
@@ -163,57 +165,41 @@ class TiledLayers:
         windows: number of tokens, itself included, that a token sees in each layer; None for all.
         n_kv_heads: K.
         head_dim: D, a multiple of `HEAD_MULTIPLE`.
+
+    Returns:
+        A function of x [T, H], keys and values of each layer, as in `attend`, tokens and rope, which gives [T, H].
     """
-
-    def __init__(
-        self,
-        layers: Sequence[Sequence[TiledLinear]],
-        windows: Sequence[int | None],
-        *,
-        n_kv_heads: int,
-        head_dim: int,
-    ) -> None:
-        self._kept = layers  # they own the memory that their products point to
-        self._layers = (loader.Layer * len(layers))(
-            *(
-                loader.Layer(
-                    *(part.product for part in parts),
-                    parts[1].n_inputs // head_dim, n_kv_heads, head_dim, window or 0, head_dim**-0.5,
-                )
-                for parts, window in zip(layers, windows, strict=True)
+    described = (loader.Layer * len(layers))(
+        *(
+            loader.Layer(
+                *(part.product for part in parts),
+                parts[1].n_inputs // head_dim, n_kv_heads, head_dim, window or 0, head_dim**-0.5,
             )
-        )  # fmt: skip
-        self._width = max(qkv.n_outputs + o.n_inputs + o.n_outputs + inner.n_outputs for qkv, o, inner, _ in layers)
-        self._run = _kernel("run_layers", layers[0][0].dtype)
+            for parts, window in zip(layers, windows, strict=True)
+        )
+    )  # fmt: skip
+    width = max(qkv.n_outputs + o.n_inputs + o.n_outputs + inner.n_outputs for qkv, o, inner, _ in layers)
+    run = _kernel("run_layers", layers[0][0].dtype)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
-        tokens: NewTokens,
-        rope: Rope,
+    def compute(
+        x: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], tokens: NewTokens, rope: Rope
     ) -> torch.Tensor:
-        """Compute [T, H] from x [T, H]; the new tokens' keys and values are put into the cache.
-
-        Args:
-            keys: keys of each layer; see `attend`.
-            values: values of each layer.
-        """
         x = x.contiguous()
-        n_tokens, n_layers = len(x), len(self._layers)
-        out, memory = torch.empty_like(x), x.new_empty(n_tokens, self._width)
+        n_tokens, n_layers = len(x), len(layers)  # which own the memory that their products point to
+        out, memory = torch.empty_like(x), x.new_empty(n_tokens, width)
         cos, sin = (None, None) if rope is None else rope
         n_at_once = n_layers if n_tokens <= _MOST_TOKENS_AT_ONCE else 1
         for first in range(0, n_layers, n_at_once):
             some = slice(first, first + n_at_once)
-            self._run(
-                ctypes.byref(self._layers, first * ctypes.sizeof(loader.Layer)), n_at_once,
+            run(
+                ctypes.byref(described, first * ctypes.sizeof(loader.Layer)), n_at_once,
                 (out if first else x).data_ptr(), _addresses(keys[some]), _addresses(values[some]), keys[0].shape[2],
                 _address(tokens.rows), tokens.positions.data_ptr(), n_tokens, _address(cos), _address(sin),
                 memory.data_ptr(), out.data_ptr(), torch.get_num_threads(),
             )  # fmt: skip
         return out
+
+    return compute
 
 
 def sample(

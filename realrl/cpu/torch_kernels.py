@@ -121,20 +121,20 @@ class TorchKernels:
         return lambda x: operation(before(x))
 
     def _linear(self, layer: LinearWeights) -> LinearOp:
-        return PlainLinear(layer)
+        return plain_linear(layer)
 
     def _gated(self, gate: LinearWeights, up: LinearWeights, activation: Activation) -> UnaryOp:
-        joined = PlainLinear(join([gate, up]))
+        joined = plain_linear(join([gate, up]))
 
         def operation(x: torch.Tensor) -> torch.Tensor:
-            gated, factor = joined(x).chunk(2, dim=-1)
+            gated, factor = joined(x, None).chunk(2, dim=-1)
             return activate(gated, activation) * factor
 
         return operation
 
     def _activated(self, layer: LinearWeights, activation: Activation) -> UnaryOp:
-        plain = PlainLinear(layer)
-        return lambda x: activate(plain(x), activation)
+        plain = plain_linear(layer)
+        return lambda x: activate(plain(x, None), activation)
 
     # ---------------------------------------------------------------- attention, whole layers, sampling
 
@@ -171,15 +171,14 @@ def join(layers: Sequence[LinearWeights]) -> LinearWeights:
     return LinearWeights(torch.cat([layer.weight for layer in layers]), torch.cat(biases) if biases else None)
 
 
-class PlainLinear:
-    """A linear layer by `F.linear`, the reference."""
+def plain_linear(layer: LinearWeights) -> LinearOp:
+    """The layer by `F.linear`, the reference."""
 
-    def __init__(self, layer: LinearWeights) -> None:
-        self._weight, self._bias = layer.weight, layer.bias
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        y = F.linear(x, self._weight, self._bias)
+    def apply(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        y = F.linear(x, layer.weight, layer.bias)
         return y if residual is None else y.add_(residual)
+
+    return apply
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:

@@ -247,7 +247,7 @@ def test_layers_together_are_their_parts(dtype, window, is_gated, n_rows):
         )
         middle = o(attended, wanted)
         wanted = down(inner(middle), middle)
-    together = operations.TiledLayers(layers, windows, n_kv_heads=n_kv_heads, head_dim=head_dim)
+    together = operations.tiled_layers(layers, windows, n_kv_heads=n_kv_heads, head_dim=head_dim)
     before = x.clone()
     assert torch.equal(together(x, keys, values, tokens, rope), wanted)
     assert torch.equal(keys, wanted_keys)
