@@ -105,7 +105,7 @@ def test_modules_in_the_working_directory_take_no_other_ones_place(workplace: Pa
 def test_the_umask_can_only_close_a_run_folder_further(workplace: Path) -> None:
     before = os.umask(0o277)
     try:
-        done = realrl("run", "ppo", *SMALL, "steps=1", "run_dir=run")
+        done = realrl("run", "ppo", *SMALL, "steps=1", "run_dir=run", "launcher=inline")
     finally:
         os.umask(before)
     assert (workplace / "run").stat().st_mode & 0o777 == 0o500
