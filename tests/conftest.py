@@ -14,6 +14,10 @@ settings.register_profile("thorough", max_examples=1000, deadline=None, suppress
 settings.load_profile("default-run")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-inputs", type=int, default=10_000, metavar="N", help="inputs of all kinds in tests/fuzz")
+
+
 def pytest_sessionstart() -> None:
     """A shell's background jobs ignore SIGINT, and so would every process that a test starts and interrupts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
