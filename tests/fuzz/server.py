@@ -38,7 +38,7 @@ IMPORTED = (pyarrow.parquet, torch._dynamo, transformers.models.auto, realrl.dat
 
 def serve() -> None:
     """Answer requests until the input ends."""
-    start.run_inline = start.run_supervised = lambda *_: 0  # type: ignore[assignment]
+    start.run_inline = start.run_supervised = lambda *_, **__: 0  # type: ignore[assignment]
     warnings.simplefilter("error")
     with os.fdopen(os.dup(0)) as requests, os.fdopen(os.dup(1), "w") as answers:
         for line in requests:
