@@ -22,8 +22,9 @@ from typing import Literal
 
 Stage = Literal["rw", "ppo"]
 
-# Steps of PPO -> steps of the reward model that go with them.
-RUNGS: Mapping[int, int] = {10: 66, 9: 62, 8: 58, 7: 54, 6: 48, 5: 42, 4: 36}
+# Steps of PPO -> steps of the reward model that go with them. The last ones are the fewest that were seen to
+# reach an accuracy of 0.85 and a VADER gain of three standard errors: a slower machine ends late rather than with less.
+RUNGS: Mapping[int, int] = {10: 66, 9: 62, 8: 58, 7: 54, 6: 48}
 N_UNSTEADY = 1  # first steps of a stage, which are slower than the others
 N_MEASURED: Mapping[Stage, int] = {"rw": 3, "ppo": 1}  # steps after those that are enough to decide on
 N_RECENT: Mapping[Stage, int] = {"rw": 8, "ppo": 2}  # last steps whose mean is the present speed

@@ -7,11 +7,21 @@ from hypothesis import HealthCheck, settings
 
 from realrl.experiment import pieces, registry
 
+LONG = {"e2e", "ranks", "rewards", "processes"}  # folders whose tests start processes
 _SLOW_MACHINE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 settings.register_profile("default-run", max_examples=25, deadline=None, suppress_health_check=_SLOW_MACHINE)
 settings.register_profile("thorough", max_examples=1000, deadline=None, suppress_health_check=_SLOW_MACHINE)
 settings.load_profile("default-run")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-inputs", type=int, default=10_000, metavar="N", help="inputs of all kinds in tests/fuzz")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest, so that the processes of a parallel run end at the same time."""
+    items.sort(key=lambda item: not LONG.intersection(item.path.parts))
 
 
 def pytest_sessionstart() -> None:

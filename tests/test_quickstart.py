@@ -60,10 +60,15 @@ def test_the_end_is_within_the_limit_if_any_lengths_are(factor: float, limit_s: 
     ):
         choice = choose(stage, FULL, n_done=done, limit_s=limit_s, costs=costs)
         spent = FULL.rw_steps * costs.rw_step_s + once if stage == "ppo" else 0.0
-        goes_on = replace(SHORTEST, rw_steps=FULL.rw_steps, ppo_steps=FULL.ppo_steps if done and spent else 4)
+        goes_on = replace(
+            SHORTEST, rw_steps=FULL.rw_steps, ppo_steps=FULL.ppo_steps if done and spent else SHORTEST.ppo_steps
+        )
         saved = (done or 0) * (costs.ppo_step_s if spent else costs.rw_step_s)
         least_s = (
-            min(seconds(goes_on, costs) - saved, seconds(replace(SHORTEST, rw_steps=66 if spent else 36), costs))
+            min(
+                seconds(goes_on, costs) - saved,
+                seconds(replace(SHORTEST, rw_steps=(FULL if spent else SHORTEST).rw_steps), costs),
+            )
             - spent
         )
         if least_s * (1 + RESERVE) <= limit_s:
@@ -111,7 +116,7 @@ def test_the_speed_is_that_of_the_last_steps(stage: Stage, times: list[float], e
         ),
         (
             Choice(SHORTEST, True, 4000.0, False),
-            f"length  {SHORTEST.rw_steps} reward-model steps and 4 PPO steps: "
+            f"length  {SHORTEST.rw_steps} reward-model steps and {SHORTEST.ppo_steps} PPO steps: "
             "it may take longer than 20 minutes, but nothing ends sooner",
         ),
     ],
@@ -215,7 +220,7 @@ def test_a_machine_that_gets_slower_on_the_way(tmp_path: Path, slow_from_s: floa
 
 
 def test_ppo_begins_anew_where_it_would_end_too_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    machine = Machine(tmp_path, lambda now_s: 1.4 if now_s > 1e9 + 240 else 0.35, now_s=1e9)
+    machine = Machine(tmp_path, lambda now_s: 1.4 if now_s > 1e9 + 220 else 0.35, now_s=1e9)
     lengths = machine.quickstart()
     assert lengths.ppo_steps < FULL.ppo_steps
     assert machine.now_s - 1e9 <= LIMIT_S

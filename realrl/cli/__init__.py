@@ -10,10 +10,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from os import _exit  # which stays itself while code of users runs
 from types import FrameType
 from typing import NoReturn
 
 from realrl import __version__
+from realrl.config.secrets import masked_argument
 from realrl.errors import MAX_TEXT_CHARS, Error, UsageError, did_you_mean, is_text, one_screen
 
 INTERRUPTED = 130
@@ -103,11 +105,13 @@ def _check_arguments(arguments: list[str]) -> None:
     for number, argument in enumerate(arguments, start=1):
         if len(argument) > MAX_TEXT_CHARS:
             raise UsageError(
-                f"argument {number} has {len(argument):,} characters: {argument[:40]}...",
+                f"argument {number} has {len(argument):,} characters: {masked_argument(argument)[:40]}...",
                 remedy=f"The most is {MAX_TEXT_CHARS:,}; write long values into a YAML file, preset=FILE.yaml.",
             )
         if not is_text(argument):
-            raise UsageError(f"argument {number} is no text in UTF-8: {argument!r}", remedy="Rename the file.")
+            raise UsageError(
+                f"argument {number} is no text in UTF-8: {masked_argument(argument)!r}", remedy="Rename the file."
+            )
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -147,8 +151,10 @@ def _leaving_on_ctrl_c() -> Iterator[None]:
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
-    os.write(2, b"realrl: interrupted\n")
-    os._exit(INTERRUPTED)
+    loading = sys.modules.get("realrl.experiment.loading")  # there when code of users runs
+    place = loading and loading.place_of_user(frame)
+    os.write(2, f"realrl: interrupted{f' in {place}' if place else ''}\n".encode(errors="backslashreplace"))
+    _exit(INTERRUPTED)
 
 
 def _open_closed_streams() -> None:

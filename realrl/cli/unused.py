@@ -60,7 +60,8 @@ def check_used(overrides: Sequence[str], plan: RunPlan) -> None:
         ConfigError: lists them with the reason.
     """
     from realrl.config.overrides import parse_overrides
-    from realrl.config.problems import Problem, raise_problems, show
+    from realrl.config.problems import Problem, raise_problems, subject_of
+    from realrl.config.secrets import masked_argument
 
     problems = []
     unused = dict(unused_keys(plan.experiment, plan.mfcs))
@@ -70,7 +71,7 @@ def check_used(overrides: Sequence[str], plan: RunPlan) -> None:
         unused |= _calls_of_training(plan)
     for override, edit in zip(overrides, parse_overrides(overrides)[0], strict=True):
         for path, value in _leaves(edit.path, edit.value):
-            subject = override if path == edit.path else f"{path}={show(value)}"
+            subject = masked_argument(override) if path == edit.path else subject_of(path, value)
             for key, reason in unused.items():
                 if is_unused(path, (key,)):
                     problems.append(Problem(subject, f"has no effect: {reason}"))

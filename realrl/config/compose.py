@@ -31,7 +31,7 @@ from realrl.config.keys import (
     sections,
 )
 from realrl.config.overrides import Edit, parse_overrides
-from realrl.config.problems import Problem, raise_problems, show
+from realrl.config.problems import Problem, raise_problems, subject_of
 from realrl.config.schema import ModelConfigSection, RunConfig
 from realrl.config.validate import validate
 from realrl.errors import did_you_mean
@@ -99,7 +99,7 @@ class _Composer:
         shared, own = _split_shared(values, self.experiment)
         for part, is_shared in ((shared, True), (own, False)):
             for path, value in self._leaves("", part):
-                subject = f"{path}={show(value)}"
+                subject = subject_of(path, value)
                 if path == "preset":
                     self.problems.append(Problem(subject, "only the command line chooses a preset", origin))
                 elif self._check_path(path, subject, value, origin):
@@ -109,14 +109,14 @@ class _Composer:
         """Refuse keys of ``models."*"`` that no role would notice: no role of this experiment can have them."""
         every = _as_mapping(values.get("models")).get(ALL_ROLES, {})
         if not isinstance(every, Mapping):
-            self.problems.append(Problem(f"models.*={show(every)}", "must be a mapping {key: value}", origin))
+            self.problems.append(Problem(subject_of("models.*", every), "must be a mapping {key: value}", origin))
             return
         idle = {k: v for k, v in every.items() if not any(can_have(r, k) for r in self.experiment.roles.values())}
         known = model_keys()
         for path, value in self._leaves("models.*", idle):
             if path not in known:
                 text = f"unknown key.{closest_keys(path, known)}"
-                self.problems.append(Problem(f"{path}={show(value)}", text, origin))
+                self.problems.append(Problem(subject_of(path, value), text, origin))
 
     def apply_to_roles(self, edit: Edit) -> None:
         """Apply one override of the command line, with ``models.*`` to every role that can have the key."""
@@ -143,7 +143,7 @@ class _Composer:
         key = key_of(edit.path, self.keys)
         value = edit.text if key is not None and key.takes_text and edit.text is not None else edit.value
         for path, leaf in self._leaves(edit.path, value):
-            subject = edit.subject if path == edit.path and leaf is value else f"{path}={show(leaf)}"
+            subject = edit.subject if path == edit.path and leaf is value else subject_of(path, leaf)
             if self._check_path(path, subject, leaf, ""):
                 self._set(path, leaf, subject, "", is_shared=is_shared)
 
@@ -164,7 +164,7 @@ class _Composer:
 
     def describe(self, path: str, value: object) -> tuple[str, str]:
         """Return the value at `path` as the user gave it, and its origin."""
-        return self.subjects.get(path, (f"{path}={show(value)}", ""))
+        return self.subjects.get(path, (subject_of(path, value), ""))
 
     def _path_owner(self, role: str, roles: Mapping[str, DeclaredRole]) -> str:
         """Return the role whose model path this role takes: itself, or the end of its `path_from` chain."""

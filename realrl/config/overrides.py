@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realrl.config.problems import Problem, show
+from realrl.config.problems import Problem, subject_of
 from realrl.config.schema import REASONING_TASKS
+from realrl.config.secrets import masked, masked_argument
 
 _STAR = re.compile(r"^([+~]*models\.)\*(?=[.=]|$)")
 _STAND_IN = "every_role"  # the grammar has no star in keys
@@ -32,7 +33,9 @@ class Edit:
     @property
     def subject(self) -> str:
         """The edit as the user typed it, cut to a reasonable length."""
-        return f"~{self.path}" if self.is_deletion else f"{self.path}={show(self.raw)}"
+        if self.is_deletion:
+            return f"~{self.path}"
+        return subject_of(self.path, self.raw if repr(masked(self.value)) == repr(self.value) else self.value)
 
     @property
     def text(self) -> str | None:
@@ -58,8 +61,9 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Edit], list[Problem]
     problems: list[Problem] = []
     for argument in arguments:
         key, equals, raw = argument.partition("=")
+        shown = masked_argument(argument)
         if not equals and not argument.startswith("~"):
-            problems.append(Problem(argument, f"not an override; write it as {argument}=VALUE"))
+            problems.append(Problem(shown, f"not an override; write it as {argument}=VALUE"))
             continue
         # these hold characters that the grammar wants to be quoted
         if raw.startswith(REASONING_TASKS) or not (raw.isascii() or raw.startswith(("'", '"', "[", "{"))):
@@ -67,18 +71,18 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Edit], list[Problem]
         try:
             parsed: Override = parser.parse_override(_STAR.sub(rf"\g<1>{_STAND_IN}", argument))
         except (HydraException, ValueError, RecursionError):
-            problems.append(Problem(argument, _why_malformed(key, raw)))
+            problems.append(Problem(shown, _why_malformed(key, shown.partition("=")[2])))
             continue
         path = parsed.key_or_group
         if _STAR.match(argument):
             path = path.replace(_STAND_IN, "*", 1)
         if not path:
-            problems.append(Problem(argument, "the key is missing; write KEY=VALUE"))
+            problems.append(Problem(shown, "the key is missing; write KEY=VALUE"))
         elif parsed.package is not None:
-            problems.append(Problem(argument, "packages (@) cannot be chosen; write KEY=VALUE"))
+            problems.append(Problem(shown, "packages (@) cannot be chosen; write KEY=VALUE"))
         elif parsed.is_sweep_override():
             problems.append(
-                Problem(argument, f"several values, but this is one run; a list is {key}=[a,b], a text {key}='\"a,b\"'")
+                Problem(shown, f"several values, but this is one run; a list is {key}=[a,b], a text {key}='\"a,b\"'")
             )
         else:
             edits.append(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from realrl.config.secrets import HIDDEN, is_secret_path, masked
 from realrl.errors import ConfigError
 
 MAX_SHOWN = 10
@@ -45,6 +46,12 @@ def raise_problems(problems: Sequence[Problem], reference: str) -> None:
         f"{len(lines)} things are wrong with the configuration:\n" + "\n".join(f"  {line}" for line in shown),
         remedy=remedy,
     )
+
+
+def subject_of(path: str, value: object) -> str:
+    """Return ``path=value`` without secrets, as a user would type it."""
+    has_secret = is_secret_path(path) and value not in (None, "")
+    return f"{path}={HIDDEN if has_secret else show(masked(value))}"
 
 
 def show(value: object) -> str:

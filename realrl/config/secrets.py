@@ -9,6 +9,7 @@ from typing import Any
 HIDDEN = "***"
 _MIN_LENGTH = 4  # shorter texts occur by chance in any message
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+_NAMED = re.compile(r"""(["']?([^\s=:,{}\[\]"']+)["']?\s*[=:]\s*)("[^"]*"?|'[^']*'?|[^,}]*)""")
 _ANYWHERE = frozenset(
     {"password", "passwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey", "authorization"}
 )
@@ -30,6 +31,11 @@ def is_secret(name: str) -> bool:
     return last == "key" and bool(before) and before[-1] in _BEFORE_KEY
 
 
+def is_secret_path(path: str) -> bool:
+    """Return True if a part of a dotted path names a secret, which everything below it belongs to."""
+    return any(map(is_secret, path.split(".")))
+
+
 def masked(value: Any) -> Any:
     """Return a copy of nested mappings and lists in which `HIDDEN` stands for each secret.
 
@@ -38,6 +44,15 @@ def masked(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: HIDDEN if is_secret(str(key)) and inner else masked(inner) for key, inner in value.items()}
     return [masked(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def masked_argument(argument: str) -> str:
+    """Return ``path=value``, of which nothing is parsed yet, with `HIDDEN` for what secrets are."""
+    path, equals, value = argument.partition("=")
+    if value and is_secret_path(path):
+        return f"{path}={HIDDEN}"
+    inner = _NAMED.sub(lambda found: found[1] + (HIDDEN if is_secret(found[2]) and found[3] else found[3]), value)
+    return path + equals + inner
 
 
 def without_secrets(message: str, value: Any) -> str:
@@ -51,7 +66,7 @@ def without_secrets(message: str, value: Any) -> str:
 def _secret_texts(value: Any, *, inside: bool) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _secret_texts(inner, inside=inside or is_secret(str(key)))
+            yield from _secret_texts(inner, inside=inside or is_secret_path(str(key)))
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _secret_texts(inner, inside=inside)

@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from realrl.config.keys import Declared, Key
-from realrl.config.problems import Problem, show
+from realrl.config.problems import Problem, subject_of
 from realrl.config.schema import MAX_DEVICES, CallConfig, RunConfig
+from realrl.config.secrets import without_secrets
 from realrl.errors import did_you_mean
 
 Describe = Callable[[str, object], tuple[str, str]]
@@ -99,7 +100,7 @@ def _translate(
         reason = detail.get("ctx", {}).get("error")  # raised by a validator of ours
         if key is None:
             text = str(reason) if reason is not None else detail["msg"]
-            problems.setdefault(path, Problem(path, text, origin))
+            problems.setdefault(path, Problem(path, without_secrets(text, {path: value}), origin))
             continue
         text = f"must be {key.allowed}"
         if reason is not None and not isinstance(value, bool):
@@ -107,7 +108,7 @@ def _translate(
         elif detail["type"] == "literal_error" and isinstance(value, str):
             meant = did_you_mean(value, key.allowed.removeprefix("one of ").split(", "))
             text += f".{meant}" if meant else ""
-        problems.setdefault(path, Problem(subject, text, origin))
+        problems.setdefault(path, Problem(subject, without_secrets(text, {path: value}), origin))
     return list(problems.values())
 
 
@@ -129,4 +130,4 @@ def _locate(loc: tuple[int | str, ...], keys: Mapping[str, Key]) -> tuple[str, K
 
 def describe_plainly(path: str, value: object) -> tuple[str, str]:
     """Return the subject of a problem whose origin is not known."""
-    return f"{path}={show(value)}", ""
+    return subject_of(path, value), ""

@@ -20,7 +20,7 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import experiment_reference, load_config
 from realrl.errors import ConfigError, did_you_mean
 from realrl.experiment.declaration import Experiment, check_declaration
-from realrl.experiment.loading import execute_module, find_working_directory, import_failed, staying
+from realrl.experiment.loading import execute_module, find_working_directory, import_failed, importing, staying
 
 ATTRIBUTE = "EXPERIMENT"
 PACKAGE = "realrl_experiments"
@@ -104,7 +104,8 @@ def _import_module(name: str, reference: str) -> ModuleType:
     """Import a module by name; the current folder counts, as it does for ``python -m``."""
     find_working_directory()
     try:
-        return importlib.import_module(name)
+        with importing(name):
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise _unknown("experiment or module", reference) from error

@@ -13,18 +13,20 @@ import inspect
 import os
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from realrl.errors import ConfigError, did_you_mean
 
+SLOW_IMPORT_S = 10.0
 _NOT_OF_USERS = (
     "<",
     *(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("realrl", "experiments")),
-    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")),
+    *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib", "scripts")),
 )
 
 
@@ -43,6 +45,25 @@ def staying() -> Iterator[None]:
         yield
     finally:
         os._exit = leave
+
+
+@contextlib.contextmanager
+def importing(what: str) -> Iterator[None]:
+    """Say once that an import takes long, because code of users may never come to its end."""
+    told = threading.Timer(SLOW_IMPORT_S, lambda: print(f"still importing {what} ...", file=sys.stderr, flush=True))
+    told.daemon = True
+    told.start()
+    try:
+        yield
+    finally:
+        told.cancel()
+
+
+def place_of_user(frame: FrameType | None) -> str | None:
+    """Return ``file:line`` of the innermost frame in a user's file; None if there is none."""
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_OF_USERS):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def load_object(name: str) -> Any:
@@ -207,7 +228,8 @@ def _import(name: str, module: str) -> ModuleType:
     if not all(map(str.isidentifier, module.split("."))):
         raise ConfigError(f"there is no module {module!r} (asked for as {name!r})")
     try:
-        return importlib.import_module(module)
+        with importing(module):
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(error.name + ".")):
             raise ConfigError(f"there is no module {module!r} (asked for as {name!r})") from error
@@ -232,7 +254,8 @@ def execute_module(spec: importlib.machinery.ModuleSpec, name: str) -> ModuleTyp
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with importing(spec.origin or name):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

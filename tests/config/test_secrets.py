@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from realrl.config.secrets import HIDDEN, is_secret, masked, without_secrets
+from realrl.config.secrets import HIDDEN, is_secret, masked, masked_argument, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,21 @@ def test_messages_lose_every_secret_but_no_common_word() -> None:
 
 def test_a_secret_within_another_leaves_no_rest() -> None:
     assert without_secrets("key abcdef", {"api_key": "abcd", "token": "abcdef"}) == "key ***"
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("a.api_key=sk-1,sk-2", "a.api_key=***"),
+        ("a.secrets.b=[sk-1", "a.secrets.b=***"),
+        ("a={url: x, api_key: sk-1, n: 2", "a={url: x, api_key: ***, n: 2"),
+        ("a={'token': 'sk-1, sk-2'", "a={'token': ***"),
+        ('a=["b", {password:"sk-1', 'a=["b", {password:***'),
+        ("a=token", "a=token"),
+        ("a.eos_token=x", "a.eos_token=x"),
+        ("a.api_key=", "a.api_key="),
+        ("a", "a"),
+    ],
+)
+def test_arguments_that_cannot_be_parsed_show_no_secret(argument: str, shown: str) -> None:
+    assert masked_argument(argument) == shown

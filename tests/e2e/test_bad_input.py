@@ -267,13 +267,13 @@ def test_a_cost_needs_a_function(call: Call) -> None:
     assert_refused(outcome, "cost_function=overlong: 'overlong' is no function", "leave it out for the cost model")
 
 
-def test_a_reward_function_that_hangs(workplace: Path) -> None:
+def test_a_reward_function_that_hangs(call: Call, workplace: Path) -> None:
     (workplace / "rewards.py").write_text("import time\n\ndef f(prompt, response):\n    time.sleep(1000)\n")
-    done = realrl(*PPO, "algorithm.reward_function=rewards.py:f", "algorithm.reward_timeout_s=0.5")
-    assert done.returncode == 1
-    assert "sample '1/" in done.stderr
-    assert "did not answer within 0.5 s" in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
+    code, _, err = call(*PPO, "algorithm.reward_function=rewards.py:f", "algorithm.reward_timeout_s=0.5")
+    assert code == 1
+    assert "sample '1/" in err
+    assert "did not answer within 0.5 s" in " ".join(err.split())
+    assert "Traceback" not in err
 
 
 # ---------------------------------------------------------------- run folder, port, disk
@@ -449,7 +449,6 @@ def test_checkpoints_that_could_not_be_written_are_noticed_at_the_start(call: Ca
 def test_relative_paths_mean_the_same_to_every_process(workplace: Path, models: Path) -> None:
     write_rows(workplace / "data.jsonl", PROMPTS)
     shutil.copytree(models / "lm", workplace / "model")
-    (workplace / "mine.py").write_text("from experiments.ppo import EXPERIMENT\n")
     (workplace / "rewards.py").write_text("def f(prompt, response):\n    return 0.5\n")
     (workplace / "mine.py").write_text(
         "from realrl.experiment.discovery import load_experiment\n\nEXPERIMENT = load_experiment('ppo')\n"

@@ -23,6 +23,7 @@ TIMEOUT_S = 8.0  # long enough for a worker to start on a busy machine
 SHORT = (f"cluster.worker_timeout_s={TIMEOUT_S:g}", "steps=6")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_a_frozen_master(start: Callable[..., LiveRun]) -> None:
     run = start(*SHORT, "recover.retries=1")
     run.wait_for("step")
@@ -44,14 +45,15 @@ def test_a_run_goes_on_after_a_frozen_worker(start: Callable[..., LiveRun]) -> N
     assert [row["step"] for row in read_metrics(run.run_dir)] == list(range(1, 7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "how", "allocation"),
     [
         ("step", "all", "split"),
-        pytest.param("step", "all", "t2", marks=pytest.mark.slow),  # which is in a collective most of the time
-        pytest.param("start", "all", "split", marks=pytest.mark.slow),
-        pytest.param("step", "Ctrl-Z", "split", marks=pytest.mark.slow),
-        pytest.param("step", "job", "t2", marks=pytest.mark.slow),
+        ("step", "all", "t2"),  # which is in a collective most of the time
+        ("start", "all", "split"),
+        ("step", "Ctrl-Z", "split"),
+        ("step", "job", "t2"),
     ],
 )
 def test_a_pause_is_no_death(

@@ -19,7 +19,7 @@ from tests.helpers.runs import SMALL, read_metrics
 
 pytestmark = pytest.mark.timeout(300)
 
-QUICK = {("worker 0", "start"), ("master", "saving"), ("cli", "step")}
+QUICK = {("worker 0", "start"), ("master", "saving")}
 KILLS = [
     pytest.param(who, moment, marks=[] if (who, moment) in QUICK else [pytest.mark.slow])
     for who in ("cli", "master", "worker 0", "worker 1")

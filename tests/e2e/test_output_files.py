@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.runs import SMALL, realrl
+from realrl import cli
+from tests.helpers.runs import SMALL
 
+Captured = pytest.CaptureFixture[str]
 GEN = ("gen", "preset=tiny", "generation.max_new_tokens=4")
 
 
@@ -24,7 +26,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(path)
 
 
-def test_no_output_goes_into_what_is_no_file(place: str, tmp_path: Path) -> None:
+def test_no_output_goes_into_what_is_no_file(place: str, tmp_path: Path, capfd: Captured) -> None:
     before = os.lstat(place)
     run = f"run_dir={tmp_path / 'run'}"
     commands = {
@@ -35,30 +37,35 @@ def test_no_output_goes_into_what_is_no_file(place: str, tmp_path: Path) -> None
     if place.endswith(".svg"):
         commands["graph", "ppo", "--out", place] = "the picture"
     for command, what in commands.items():
-        done = realrl(*command)
-        assert done.returncode == 2, (command, done.stdout, done.stderr)
-        assert what in done.stderr
-        assert "not a file" in done.stderr
+        assert cli.main(command) == 2, command
+        told = capfd.readouterr().err
+        assert what in told
+        assert "not a file" in told
     after = os.lstat(place)
     assert (before.st_mode, before.st_ino) == (after.st_mode, after.st_ino)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "trace.json", "logs/master.log", "logs/worker_0.log", "config.json"])
-def test_pipes_in_a_run_folder_end_the_run_with_a_message(name: str, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "logs").mkdir(parents=True)
-    os.mkfifo(run / name)
-    done = realrl("run", "ppo", *SMALL, "steps=1", f"run_dir={run}")
-    if name in ("config.json", "trace.json"):  # replaced, and kept under another name
-        assert done.returncode == 0, done.stderr
-    else:
-        assert done.returncode in (1, 2)
-        assert "it is a pipe, not a file" in " ".join(done.stderr.split())
+def run_among_pipes(folder: Path, *names: str) -> int:
+    (folder / "logs").mkdir(parents=True)
+    for name in names:
+        os.mkfifo(folder / name)
+    return cli.main(["run", "ppo", *SMALL, "steps=1", f"run_dir={folder}"])
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/master.log", "logs/worker_0.log"])
+def test_pipes_in_a_run_folder_end_the_run_with_a_message(name: str, tmp_path: Path, capfd: Captured) -> None:
+    assert run_among_pipes(tmp_path / "run", name) in (1, 2)
+    assert "it is a pipe, not a file" in " ".join(capfd.readouterr().err.split())
+
+
+def test_pipes_in_a_run_folder_are_set_aside_where_a_new_file_is_made(tmp_path: Path) -> None:
+    names = ("config.json", "trace.json")
+    assert run_among_pipes(tmp_path / "run", *names) == 0
+    assert all((tmp_path / "run" / name).is_file() for name in names)
 
 
 def test_a_link_to_the_output_stays_one(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").symlink_to("elsewhere.jsonl")
-    done = realrl(*GEN, "--out", str(tmp_path / "out.jsonl"), f"run_dir={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stderr
+    assert cli.main([*GEN, "launcher=inline", "--out", str(tmp_path / "out.jsonl"), f"run_dir={tmp_path / 'run'}"]) == 0
     assert (tmp_path / "out.jsonl").is_symlink()
     assert (tmp_path / "elsewhere.jsonl").read_text().count("\n") > 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from realrl import cli
 from tests.helpers.runs import SMALL, realrl
 
 SECRET = "sk-not-for-others"
@@ -89,6 +90,32 @@ def test_pictures_and_tables_show_no_secret(workplace: Path) -> None:
     assert SECRET.encode() not in contents(workplace)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("algorithm.rewards.judge={{function: x, api_key: {}}}",),
+        ("algorithm.rewards.judge.api_key={}",),  # an unknown key
+        ("models.actor.api_key={}", "cluster.token={}", "api_key={}"),
+        ("cluster={{api_key: {}}}", "steps={{api_key: {}}}"),
+        ("algorithm.rewards.judge.options={{api_key: {}",),  # which cannot be parsed
+        ("algorithm.rewards.judge.options.api_key={}[",),
+        ("api_key={}" + "x" * 5000,),
+        ("algorithm.rewards.judge.options.api_key={}\udcff",),
+        ("preset=own.yaml",),
+    ],
+    ids=lambda arguments: arguments[0][:60],
+)
+def test_a_refusal_shows_no_secret(
+    workplace: Path, arguments: tuple[str, ...], capfd: pytest.CaptureFixture[str]
+) -> None:
+    tree = {"models": {"*": {"api_key": SECRET}, "actor": {"password": SECRET}}, "steps": {"token": SECRET}}
+    (workplace / "own.yaml").write_text(json.dumps(tree))
+    assert cli.main(["run", "ppo", "--dry-run", *(argument.format(SECRET, SECRET) for argument in arguments)]) == 2
+    told = capfd.readouterr().err
+    assert "***" in told
+    assert SECRET not in told
+
+
 def test_modules_in_the_working_directory_take_no_other_ones_place(workplace: Path) -> None:
     for name in ("random", "msgspec", "zmq", "json", "torch", "realrl"):
         (workplace / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the working directory was imported')\n")
@@ -105,7 +132,7 @@ def test_modules_in_the_working_directory_take_no_other_ones_place(workplace: Pa
 def test_the_umask_can_only_close_a_run_folder_further(workplace: Path) -> None:
     before = os.umask(0o277)
     try:
-        done = realrl("run", "ppo", *SMALL, "steps=1", "run_dir=run")
+        done = realrl("run", "ppo", *SMALL, "steps=1", "run_dir=run", "launcher=inline")
     finally:
         os.umask(before)
     assert (workplace / "run").stat().st_mode & 0o777 == 0o500

@@ -3,11 +3,16 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from realrl.errors import ConfigError
+from realrl.experiment import loading
+from realrl.experiment.discovery import load_experiment
 from realrl.experiment.loading import check_reward_signature, load_object, require_function
 
 
@@ -121,3 +126,45 @@ def test_a_signature_is_read_without_running_the_file(tmp_path: Path, arguments:
 def test_a_message_about_a_signature_shows_no_defaults() -> None:
     with pytest.raises(TypeError, match=r"not \(prompt, \*, key\)$"):
         check_reward_signature(inspect.signature(functools.partial(lambda prompt, *, key: 1, key="sk-123")), "score")
+
+
+@pytest.mark.parametrize("name", ["dozing.py", "dozing"])
+def test_a_long_import_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "dozing.py").write_text("import time\ntime.sleep(0.5)\nscore = len\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "dozing", raising=False)
+    monkeypatch.setattr(loading, "SLOW_IMPORT_S", 0.05)
+    assert load_object(f"{name}:score") is len
+    told = tmp_path / name if name.endswith(".py") else name
+    assert capfd.readouterr().err == f"still importing {told} ...\n"
+    assert load_experiment("ppo").name == "ppo"
+    assert capfd.readouterr().err == ""
+
+
+FOREVER = """
+import sys
+from realrl import cli
+from realrl.experiment import loading
+loading.SLOW_IMPORT_S = 0.05
+sys.exit(cli.main(["graph", "./mine.py"]))
+"""
+
+
+def test_an_import_without_end_is_told_and_ctrl_c_names_its_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("while True:\n    try:\n        pass\n    except BaseException:\n        pass\n")
+    command = subprocess.Popen([sys.executable, "-c", FOREVER], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        assert command.stderr is not None
+        assert command.stderr.readline() == f"still importing {tmp_path / 'mine.py'} ...\n"
+        command.send_signal(signal.SIGINT)
+        assert command.wait(60) == 130
+        told, _, line = command.stderr.read().rpartition(":")
+        assert told == f"realrl: interrupted in {tmp_path / 'mine.py'}"
+        assert int(line) in range(1, 6)
+    finally:
+        command.kill()
+        command.wait()
+        command.stderr.close()

@@ -16,7 +16,7 @@ import pyarrow as pa
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from tests.fuzz.command import Command, check
+from tests.fuzz.command import Command
 from tests.fuzz.mutations import damaged, spoilt, texts, to_json, values
 from tests.helpers.assets import make_model_folder
 from tests.helpers.families import ONE_EACH, hf_config
@@ -261,16 +261,24 @@ def checkpoints(draw: st.DrawFn) -> Command:
         content = draw(damaged(content))
     files[MANIFEST] = content
     resume = draw(st.sampled_from(["resume=auto", "resume=r/checkpoints/step_1"]))
-    looks = draw(st.sampled_from([("run",), ("run", "--dry-run")]))
+    return _continued(files, resume, looks=draw(st.sampled_from([("run",), ("run", "--dry-run")])))
+
+
+def _continued(files: Mapping[str, bytes], resume: str = "resume=auto", looks: tuple[str, ...] = ("run",)) -> Command:
     arguments = _run("sft", "run_dir=r", resume, looks=looks)
     return Command(arguments, {f"r/checkpoints/step_1/{name}": data for name, data in files.items()})
 
 
-def warm_up(folder: Path) -> None:
-    """Make what the strategies start from, and import what a run imports, before any limit counts."""
-    import torch._dynamo
-    import transformers
-
-    checkpoint()
-    assert transformers.AutoTokenizer, torch._dynamo
-    assert check(_with_model({}), folder / "whole") == 0
+def whole() -> list[Command]:
+    """Commands of which nothing is spoilt, one for each way through the code."""
+    rows = {"data.jsonl": b"\n".join(map(to_json, ROWS["ppo"]))}
+    template = {"tokenizer_config.json": to_json({**_read("tokenizer_config.json"), "chat_template": TEMPLATES[0]})}
+    table = io.BytesIO()
+    parquet.write_table(pa.table({"prompt": [f"hello {i}" for i in range(6)]}), table)
+    return [
+        _with_model({}),
+        _with_model(template, "dataset.chat_template=true"),
+        Command(_run("ppo", "dataset.path=data.jsonl"), rows),
+        Command(_run("ppo", "dataset.path=data.parquet"), {"data.parquet": table.getvalue()}),
+        _continued(checkpoint()),
+    ]

@@ -409,3 +409,15 @@ def reward_files(draw: st.DrawFn) -> Command:
     command = draw(st.sampled_from(LOOKING[1:4]))
     experiment = "safe_rlhf" if key.endswith("cost_function") else draw(st.sampled_from(["ppo", "grpo", "gen"]))
     return Command((command[0], experiment, *command[1:], *SMALL, f"{key}={name}", *more), {"mine.py": source})
+
+
+def whole() -> list[Command]:
+    """Commands of which nothing is spoilt, one for each way through the code."""
+    rewards = {"mine.py": REWARDS[0].encode()}
+    looked = [Command((command[0], "ppo", *command[1:], *SMALL)) for command in LOOKING]
+    return [
+        *looked,
+        Command(("doctor", "ppo", "--no-models", *SMALL)),
+        Command(("run", "grpo", "--dry-run", "preset=own.yaml"), {"own.yaml": b"steps: 2\nn_seqs: 8\n"}),
+        Command(("run", "ppo", "--dry-run", "algorithm.reward_function=mine.py:score", *SMALL), rewards),
+    ]

@@ -1,37 +1,16 @@
-"""Ten thousand inputs, this half: command lines, YAML, allocations, experiment files, reward files."""
+"""Inputs, this half: command lines, YAML, allocations, experiment files, reward files."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from tests.fuzz.settings import allocations, command_lines, experiments, reward_files, whole, yaml_files
+from tests.fuzz.sweep import Kind, server, test_some, test_thousands
 
-import pytest
-
-from tests.fuzz.settings import allocations, command_lines, experiments, reward_files, yaml_files
-from tests.fuzz.sweep import sweep
-
+__all__ = ["server", "test_some", "test_thousands"]
+WHOLE = whole
 KINDS = {
-    "command lines": (command_lines(), 2500),
-    "YAML files": (yaml_files(), 1200),
-    "allocations": (allocations(), 800),
-    "experiment files": (experiments(), 800),
-    "reward files": (reward_files(), 700),
+    "command lines": Kind(command_lines(), 2500),
+    "YAML files": Kind(yaml_files(), 1200),
+    "allocations": Kind(allocations(), 800),
+    "experiment files": Kind(experiments(), 800),
+    "reward files": Kind(reward_files(), 700),
 }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_some(tmp_path: Path, kind: str) -> None:
-    sweep(KINDS[kind][0], tmp_path, 15, is_fixed=True)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
-def test_thousands(tmp_path: Path, kind: str) -> None:
-    sweep(KINDS[kind][0], tmp_path, KINDS[kind][1], is_fixed=False)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_processes_of_their_own(tmp_path: Path, kind: str) -> None:
-    sweep(KINDS[kind][0], tmp_path, 6, is_fixed=False, is_apart=True)

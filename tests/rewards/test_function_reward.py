@@ -345,8 +345,15 @@ STOPPING = (
 )
 
 
-@pytest.mark.parametrize("kind", ["def", "async def"])
-@pytest.mark.parametrize("victim", ["os.getpid()", "os.getppid()"])
+@pytest.mark.parametrize(
+    ("kind", "victim"),
+    [
+        ("async def", "os.getpid()"),
+        ("def", "os.getppid()"),
+        pytest.param("def", "os.getpid()", marks=pytest.mark.slow),
+        pytest.param("async def", "os.getppid()", marks=pytest.mark.slow),
+    ],
+)
 def test_a_frozen_process_is_replaced_like_a_killed_one(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, victim: str
 ) -> None:
@@ -380,7 +387,7 @@ def test_a_server_that_freezes_while_it_starts_is_replaced(
     assert score(make(f"{tmp_path}/rewards.py:score"), responses(3)) == [3.0]
 
 
-@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize("kind", ["def", pytest.param("async def", marks=pytest.mark.slow)])
 def test_a_pause_of_all_processes_costs_no_time(make: Make, tmp_path: Path, kind: str) -> None:
     """A process beside them stops owner, server and workers for longer than the time limit, and continues them."""
     wait = "await asyncio.sleep(1.0)" if kind == "async def" else "time.sleep(1.0)"
