@@ -24,6 +24,7 @@ class BackendRules:
         stages: supported ZeRO stages; the first one is the default.
         precisions: supported precisions of training.
         offloads: True if it can keep the optimizer in host memory.
+        has_own_buffers: True if parameters lie in buffers of the backend between calls, and cannot move to other memory.
     """
 
     implementation: str
@@ -32,6 +33,7 @@ class BackendRules:
     stages: tuple[int, ...]
     precisions: tuple[str, ...]
     offloads: bool
+    has_own_buffers: bool
 
 
 BACKENDS = {
@@ -42,6 +44,7 @@ BACKENDS = {
         stages=(0, 1),
         precisions=("fp32", "bf16"),
         offloads=True,
+        has_own_buffers=False,
     ),
     "megatron": BackendRules(
         implementation="realrl.engine.backends.megatron:MegatronBackend",
@@ -50,6 +53,7 @@ BACKENDS = {
         stages=(1,),
         precisions=("fp32", "bf16", "fp16"),
         offloads=False,
+        has_own_buffers=True,
     ),
     "deepspeed": BackendRules(
         implementation="realrl.engine.backends.deepspeed:DeepSpeedBackend",
@@ -58,6 +62,7 @@ BACKENDS = {
         stages=(1, 0, 2, 3),
         precisions=("fp32", "bf16", "fp16"),
         offloads=True,
+        has_own_buffers=True,
     ),
 }
 
@@ -95,6 +100,11 @@ class TrainedRole:
         """True if data-parallel ranks hold only a part of each parameter between calls."""
         return self.stage == 3
 
+    @property
+    def has_own_buffers(self) -> bool:
+        """True if the backend's buffers hold the parameters, so that they cannot move to other memory."""
+        return BACKENDS[self.backend].has_own_buffers
+
 
 def zero_stage_of(backend: str, zero_stage: int | None) -> int:
     """Return `zero_stage`, or the backend's default where it is None."""
@@ -124,7 +134,7 @@ def check_backend(role: TrainedRole) -> None:
             f"{key}.optimizer.offload=true: backend={role.backend} keeps its optimizer on the device",
             remedy=f"Leave it out, or use {key}.backend=native or deepspeed.",
         )
-    if role.is_offloaded and role.backend != "native":
+    if role.is_offloaded and role.has_own_buffers:
         raise ConfigError(
             f"role '{role.name}' is offloaded between calls, but {key}.backend={role.backend} keeps parameters in "
             "buffers of its own, which must stay",

@@ -16,7 +16,7 @@ from realrl.errors import AllocationError, RunError
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
-from realrl.plan.parameters.realloc import plan_realloc
+from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
 from realrl.plan.parameters.specs import ParameterSpec
 from realrl.shape import DecoderConfig, LoRA, MoEConfig
 from tests.helpers.ranks import run_ranks
@@ -106,6 +106,7 @@ def _random_pairs(rank: int, world_size: int, seed: int, n_cases: int) -> int:
         assert_equal(there.parameters, wanted)
         assert (there.bytes_received, there.bytes_sent) == (plan.bytes_received(rank), plan.bytes_sent(rank))
         _check_memory(there.parameters, held or {}, source, target, rank, alias)
+        _check_union(plan, world, rank, held, wanted)
         plan = plan_realloc(target, source)
         back = Reallocator(plan, world, rank, CPU, bucket_bytes=bucket_bytes).run(there.parameters, alias=alias)
         assert_equal(back.parameters, held)
@@ -123,6 +124,18 @@ def _check_memory(
         inner, outer = target.slices_of(rank)[name], had.get(name)
         is_nested = outer is not None and all(o[0] <= i[0] and i[1] <= o[1] for i, o in zip(inner, outer, strict=True))
         assert (name in held and shares_memory(tensor, held[name])) == (alias and is_nested), name
+
+
+def _check_union(
+    plan: ReallocPlan, world: Communicator, rank: int, held: Tensors | None, wanted: Tensors | None
+) -> None:
+    """A source that may move shares all common bytes with the target."""
+    movable = None if held is None else {name: torch.nn.Parameter(t.clone(), False) for name, t in held.items()}
+    result = Reallocator(plan, world, rank, CPU).run(movable, moves_source=True)
+    assert_equal(result.parameters, wanted)
+    assert_equal({name: p.detach() for name, p in (movable or {}).items()}, held)
+    storages = [t.untyped_storage() for t in (*(movable or {}).values(), *result.parameters.values())]
+    assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) == plan.peak_bytes(rank)
 
 
 @pytest.mark.parametrize(("world_size", "n_cases"), [(2, 8), (3, 15), (4, 20)])

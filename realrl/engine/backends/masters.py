@@ -4,7 +4,7 @@
                                                                           all-gather over data-parallel ranks
 
 A parameter is cut, as a flat tensor, into as many equal slices as there are ranks, the last ones shorter or empty. In
-float32 and on the device, a master is no copy but a part of the parameter itself.
+float32 and on the device, a master is no copy but a part of the parameter itself, from `attach` to `detach`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Masters:
                 self.tensors.append(master)
                 self._is_view.append(is_view)
         trained.convert()
-        self.attach()
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a whole parameter, or of another tensor of its shape, as a flat view."""
@@ -69,6 +68,12 @@ class Masters:
         for master, p, is_view in zip(self.tensors, self._trained.parameters, self._is_view, strict=True):
             if is_view:
                 master.data = self.part_of(p.data)
+
+    def detach(self) -> None:
+        """Let go of the parameters' memory, so that they may move."""
+        for master, is_view in zip(self.tensors, self._is_view, strict=True):
+            if is_view:
+                master.data = master.data.new_empty(0)
 
     def take_gradients(self) -> list[torch.Tensor]:
         """Give each master its slice of the completed gradient, and return these slices."""
@@ -87,6 +92,7 @@ class Masters:
         for name, value in values:
             move(masters[name].data, self.part_of(value), eta)
         self.publish()
+        self.detach()
 
     @torch.no_grad()
     def publish(self) -> None:

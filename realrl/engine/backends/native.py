@@ -50,11 +50,13 @@ class NativeBackend:
         self._parallel = parallel
         self._trained = TrainedParameters(decoder, compute_dtype)
         self._masters = Masters(self._trained, parallel.dp if config.zero_stage else ALONE, on_host=config.offload)
+        self._masters.attach()
         self._n_stepped = 0
         self._grad_norm = 0.0
         named = [(t, p) for t, p in zip(self._masters.tensors, self._trained.parameters, strict=True) if t.numel()]
         matrices, vectors = [t for t, p in named if decays(p)], [t for t, p in named if not decays(p)]
         self._adamw = AdamW([(matrices, config.weight_decay), (vectors, 0.0)], config)
+        self._masters.detach()
 
     @property
     def lr(self) -> float:
@@ -86,6 +88,7 @@ class NativeBackend:
         self._adamw.step(self.lr)
         self._n_stepped += 1
         self._masters.publish()
+        self._masters.detach()
         self.skip()
 
     def skip(self) -> None:
@@ -105,11 +108,13 @@ class NativeBackend:
 
     def state_dict(self) -> OptimizerState:
         """The canonical form; the ranks that share the state gather it."""
+        self._masters.attach()
         parameters: dict[str, dict[str, Any]] = {name: {"step": self._n_stepped} for name in self._trained.names}
         for key, tensors in self._state_tensors():
             places = range(len(tensors))
             for name, whole in zip(self._trained.names, self._masters.whole(tensors, places), strict=True):
                 parameters[name][key] = whole.detach()
+        self._masters.detach()
         return {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
 
     @torch.no_grad()
@@ -129,6 +134,7 @@ class NativeBackend:
         self.n_taken, self.n_total = int(state["n_taken"]), int(state["n_total"])
         if masters:
             self._masters.publish()
+        self._masters.detach()
 
     def _state_tensors(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
         """Yield (key, this rank's slices in the order of the parameters) for each kind of tensor in the state."""

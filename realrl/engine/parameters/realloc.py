@@ -3,8 +3,9 @@
     source shards ──pack──► messages ──round by round──► unpack ──► target shards
          └───────── what the rank keeps itself: aliased, or copied ────────┘
 
-At most two rounds of messages exist at a time, so a reallocation needs little memory beyond the two layouts. The target
-aliases the source where it can.
+At most two rounds of messages exist at a time, so a reallocation needs little memory beyond the two layouts. What both
+layouts have of a parameter on one rank exists once, where the source's tensors may move: source and target are views of
+one tensor, their union.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from realrl.errors import RunError
 from realrl.model.dtypes import torch_dtype
 from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_ROUNDS
 from realrl.plan.parameters.layout import ParameterLayout
-from realrl.plan.parameters.realloc import ReallocPlan
+from realrl.plan.parameters.realloc import Keep, ReallocPlan
 from realrl.plan.parameters.specs import Slice
 
 
@@ -31,11 +32,13 @@ class ReallocResult:
 
     Attributes:
         parameters: this rank's shard of the target layout, by global name; empty where the target layout has no shard.
+        moved: the given source tensors that are views of larger tensors now.
         bytes_received, bytes_sent: parameter bytes from and to other ranks.
         peak_bytes: largest sum of source shard, new tensors and messages under way.
     """
 
     parameters: dict[str, torch.Tensor]
+    moved: tuple[torch.Tensor, ...]
     bytes_received: int
     bytes_sent: int
     peak_bytes: int
@@ -77,9 +80,10 @@ class Reallocator:
         target: Mapping[str, torch.Tensor] | None = None,
         eta: float = 1.0,
         alias: bool = True,
+        moves_source: bool = False,
     ) -> ReallocResult:
         """Start, and wait for the end."""
-        return self.start(source, target=target, eta=eta, alias=alias).wait()
+        return self.start(source, target=target, eta=eta, alias=alias, moves_source=moves_source).wait()
 
     @torch.no_grad()
     def start(
@@ -89,6 +93,7 @@ class Reallocator:
         target: Mapping[str, torch.Tensor] | None = None,
         eta: float = 1.0,
         alias: bool = True,
+        moves_source: bool = False,
     ) -> Reallocation:
         """Send the first messages and copy what the rank keeps; all ranks of both layouts call this in the same order.
 
@@ -100,6 +105,9 @@ class Reallocator:
             target: write ``eta * source + (1 - eta) * target`` into these tensors, which lie apart from the source's;
                 None makes new ones.
             alias: let a target shard that is a part of the source shard be a view of it, contiguous or not.
+            moves_source: let the source's tensors, the given objects, become views of larger tensors that contain their
+                target shards too. Their own memory is free then, one tensor after the other, if nothing else refers to
+                it.
 
         Raises:
             RunError: a tensor is missing, or its shape, dtype or device is not the plan's.
@@ -112,8 +120,11 @@ class Reallocator:
             shards = _Shards(held, {})
             for name, shape in self._target_shapes.items():
                 keep = kept.get(name)
-                if alias and keep is not None and keep.is_whole_target:
-                    shards.target[name] = _view(held[name], kept.pop(name).source_slice)
+                if alias and keep is not None and (moves_source or keep.is_whole_target):
+                    assert source is not None
+                    union = held[name] if keep.is_whole_target else shards.widen(source[name], keep)
+                    shards.target[name] = _view(union, keep.target_place)
+                    del kept[name]
                     continue
                 shards.target[name] = torch.empty(shape, dtype=torch_dtype(self._dtypes[name]), device=self._device)
                 shards.account(shards.target[name].nbytes)
@@ -165,7 +176,10 @@ class Reallocation:
         while self._under_way:
             self._finish(self._under_way.popleft())
             self._send_next()
-        return ReallocResult(self._shards.target, self._bytes_received, self._bytes_sent, self._shards.peak_bytes)
+        shards = self._shards
+        return ReallocResult(
+            shards.target, tuple(shards.moved), self._bytes_received, self._bytes_sent, shards.peak_bytes
+        )
 
     def _send_next(self) -> None:
         if not self._waiting:
@@ -211,12 +225,24 @@ class _Shards:
         self.source = source
         self.target = target
         self.peak_bytes = self._num_bytes = sum(t.nbytes for t in source.values())
+        self.moved: list[torch.Tensor] = []
         self._eta = eta
 
     def account(self, num_bytes: int) -> None:
         """Count memory that was taken (or, negative, given back)."""
         self._num_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self._num_bytes)
+
+    def widen(self, tensor: torch.Tensor, keep: Keep) -> torch.Tensor:
+        """Move a source tensor into a new one that has room for its target tensor too; returns the new one."""
+        union = tensor.detach().new_empty(keep.shape)
+        self.account(union.nbytes)
+        place = _view(union, keep.source_place)
+        place.copy_(tensor)
+        self.account(-tensor.nbytes)
+        self.source[keep.parameter] = tensor.data = place
+        self.moved.append(tensor)
+        return union
 
     def outgoing(self, message: Message) -> tuple[torch.Tensor, bool]:
         """The message's elements [n], and True if they are a copy."""

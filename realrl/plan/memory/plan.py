@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, fields
 
 from realrl.graph.mfc import InterfaceType
 from realrl.mesh.device_mesh import Allocation
+from realrl.plan.backends import BACKENDS
 from realrl.plan.hooks import CallHooks, Offload, Realloc
 from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_ROUNDS
 from realrl.plan.memory.formulas import (
@@ -368,12 +369,13 @@ def _moved(call: CallState, roles: Mapping[str, RoleState]) -> dict[int, Usage]:
         model = roles[hook.source].model
         source, target = _layout(model, hook.source_allocation), _layout(model, hook.target_allocation)
         moved = plan_realloc(source, target)
+        may_move = not (roles[hook.source].is_trained and BACKENDS[roles[hook.source].backend].has_own_buffers)
         for rank in call.allocation.ranks:
             messages = sum(min(n, _MESSAGES) for n in (moved.bytes_received(rank), moved.bytes_sent(rank)))
             new = 0
             if hook.is_implied and rank in target:
-                aliased = sum(keep.num_bytes for keep in moved.keeps(rank) if keep.is_whole_target)
-                new = target.num_bytes_of(rank) - aliased
+                shared = (keep for keep in moved.keeps(rank) if keep.is_whole_target or may_move)
+                new = target.num_bytes_of(rank) - sum(keep.num_bytes for keep in shared)
             usages[rank] = usages.get(rank, Usage()) + Usage(copies=new + messages)
     return usages
 

@@ -64,14 +64,22 @@ class Keep:
         parameter: name of the parameter.
         source_slice: its place in the rank's tensor of the source layout, (start, stop) for each dim.
         target_slice: its place in the rank's tensor of the target layout.
-        is_whole_target: the whole target tensor is a view of the source tensor; nothing has to be allocated.
+        shape: shape of the union of both tensors. The union is a tensor, since a parameter is cut along one dim only.
+        source_place, target_place: places of the two tensors in their union.
     """
 
     parameter: str
     source_slice: Slice
     target_slice: Slice
     num_bytes: int
-    is_whole_target: bool
+    shape: tuple[int, ...]
+    source_place: Slice
+    target_place: Slice
+
+    @property
+    def is_whole_target(self) -> bool:
+        """True if the source tensor contains the target tensor, for which nothing has to be allocated then."""
+        return self.source_place == tuple((0, size) for size in self.shape)
 
 
 def plan_realloc(
@@ -126,8 +134,9 @@ class ReallocPlan:
     def peak_bytes(self, rank: int) -> int:
         """Return the most parameter bytes that `rank` holds: its source slices and the bytes that it receives.
 
-        Bytes common to both layouts count once: target tensors alias them. The buckets in which an executor moves the
-        bytes come on top.
+        Bytes common to both layouts count once, since the two tensors of a parameter lie in one memory, their union.
+        An executor that may not move the source's tensors into it has a copy of them, unless they contain the target's.
+        Its buckets come on top.
         """
         held = self.source_layout.num_bytes_of(rank) if rank in self.source_layout else 0
         return held + self.bytes_received(rank)
@@ -339,10 +348,13 @@ def _keep(spec: ParameterSpec, ours: Slice, theirs: Slice) -> Keep | None:
     lengths = [stop - start for start, stop in common]
     if min(lengths) <= 0:
         return None
+    union = tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(ours, theirs, strict=True))
     return Keep(
         spec.name,
         tuple((start - a, stop - a) for (start, stop), (a, _) in zip(common, ours, strict=True)),
         tuple((start - a, stop - a) for (start, stop), (a, _) in zip(common, theirs, strict=True)),
         math.prod(lengths) * (spec.num_bytes // spec.n_elements),
-        common == theirs,
+        tuple(stop - start for start, stop in union),
+        tuple((start - first, stop - first) for (start, stop), (first, _) in zip(ours, union, strict=True)),
+        tuple((start - first, stop - first) for (start, stop), (first, _) in zip(theirs, union, strict=True)),
     )

@@ -84,7 +84,7 @@ class CallRunner:
                 context = self._context(mfc, request.step, minibatches, recorded)
                 output, metrics = self._call(mfc, batch, request, context)
         if hosted.has_weights and not is_at_home:
-            hosted.decoder(allocation).release_parameters()
+            hosted.release_parameters(allocation)
         devices.synchronize(self._device)
         end_s = time.time()
         spans.append(

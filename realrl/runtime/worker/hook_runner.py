@@ -96,17 +96,21 @@ class HookRunner:
     def _move(self, hook: Realloc) -> int:
         """Send and receive parameters; returns the bytes received."""
         n_bytes: list[int] = []
+        moved: list[torch.Tensor] = []
 
         def arriving() -> Iterator[tuple[str, torch.Tensor]]:
             for result in self._reallocate(hook):
                 n_bytes.append(result.bytes_received)
+                moved.extend(result.moved)
                 yield from result.parameters.items()
 
         is_here = self.rank in hook.target_allocation.ranks
         if hook.is_implied:
             parameters = dict(arriving())
             if is_here:
-                self._roles[hook.target].decoder(hook.target_allocation).set_parameters(parameters)
+                hosted = self._roles[hook.target]
+                hosted.decoder(hook.target_allocation).set_parameters(parameters)
+                hosted.moved[hook.target_allocation] = moved
             self._share_memory_of_interfaces(hook)
         elif is_here and self._is_followed(hook):
             hosted = self._roles[hook.target]
@@ -130,7 +134,13 @@ class HookRunner:
                 part = None if target is None else {name: t for name, t in target.items() if name in names}
                 # an alias would keep parameters that were gathered for this part only
                 may_alias = len(reallocators) == 1 or not hook.is_implied
-                yield reallocator.run(source, target=part, eta=hook.eta, alias=may_alias)
+                yield reallocator.run(
+                    source,
+                    target=part,
+                    eta=hook.eta,
+                    alias=may_alias,
+                    moves_source=self._reallocs.moves_source(hook),
+                )
 
     def _is_followed(self, hook: Realloc) -> bool:
         """True if the target has an optimizer, which must continue from the values that a hook writes."""
@@ -147,7 +157,7 @@ class HookRunner:
             return None
         hosted = self._roles[role]
         hosted.wait_resident()
-        return {name: parameter.detach() for name, parameter in hosted.decoder(home).named_shards()}
+        return dict(hosted.decoder(home).named_shards())
 
     def _reallocators_of(self, hook: Realloc) -> tuple[Reallocator, ...]:
         if hook not in self._reallocators:

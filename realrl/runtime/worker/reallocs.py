@@ -29,6 +29,7 @@ class Reallocs:
         trained = list(trained_roles(plan))
         self._trained = {role.name for role in trained}
         self._shares_parameters = {role.name for role in trained if role.shares_parameters}
+        self._has_own_buffers = {role.name for role in trained if role.has_own_buffers}
 
     def of(self, hook: Realloc) -> ReallocPlan:
         """Plan the whole reallocation of a hook."""
@@ -49,6 +50,10 @@ class Reallocs:
         source, target = self._layouts(hook)
         layers = zip(source.by_layer(), target.by_layer(), strict=True)
         return tuple(plan_realloc(a, b, node_of=self._node_of) for a, b in layers)
+
+    def moves_source(self, hook: Realloc) -> bool:
+        """Return True if the parameters of the role's home may become views of those of the call while these live."""
+        return hook.is_implied and hook.source not in self._has_own_buffers
 
     def _layouts(self, hook: Realloc) -> tuple[ParameterLayout, ParameterLayout]:
         specs = parameter_specs(self._configs[hook.source])

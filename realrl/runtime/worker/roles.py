@@ -49,6 +49,7 @@ class HostedRole:
             instance and its state (value statistics, KL controller). The state lives in the home layout, like the
             parameters; a call elsewhere gets a copy.
         offloader: mover of the parameters to host memory and back; None on a rank outside the home.
+        moved: layout that is filled now -> the home's parameters that lie in its memory.
         is_changed: True if a call or hook changes the parameters, so that a checkpoint must hold them.
     """
 
@@ -58,6 +59,7 @@ class HostedRole:
     interfaces: Mapping[str, ModelInterface]
     calls: tuple[MFCDef, ...]
     offloader: Offloader | None = None
+    moved: dict[Allocation, list[torch.Tensor]] = field(default_factory=dict)
     is_changed: bool = False
     calls_per_step: int = 1
     algorithm: Any = None
@@ -96,6 +98,13 @@ class HostedRole:
         engine = self.models[allocation].engine
         assert isinstance(engine, DecoderEngine)
         return engine.decoder
+
+    @torch.no_grad()
+    def release_parameters(self, allocation: Allocation) -> None:
+        """Free a layout that is not the home; parameters of the home that moved into its memory move out again."""
+        self.decoder(allocation).release_parameters()
+        for parameter in self.moved.pop(allocation, ()):
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
 
     def set_schedule_end(self, n_steps: int) -> None:
         """Make the learning-rate schedule end with the run's last step."""
