@@ -59,10 +59,10 @@ def exchange_rows(
     messages = {peer: _pack(planned, store, device) for peer, planned in outgoing.items()}
     sizes = {peer: torch.zeros(2, dtype=torch.int64, device=device) for peer in incoming}
     world.exchange(
-        [(peer, torch.tensor([n_start, len(message)], device=device)) for peer, (message, n_start) in messages.items()],
+        [(peer, torch.tensor([n_start, len(message)]).to(device)) for peer, (message, n_start) in messages.items()],
         list(sizes.items()),
     ).wait()
-    known = {peer: size.tolist() for peer, size in sizes.items()}  # waits for them
+    known = {peer: size.cpu().tolist() for peer, size in sizes.items()}  # waits for them
     received = {peer: torch.empty(size, dtype=torch.uint8, device=device) for peer, (_, size) in known.items()}
     world.exchange([(peer, message) for peer, (message, _) in messages.items()], list(received.items())).wait()
     return sum(_unpack(message, known[peer][0], incoming[peer], store) for peer, message in received.items())

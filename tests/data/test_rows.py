@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.data.rows import SampleStore, decode_rows, byte_view, encode_rows
+from realrl.data.rows import SampleStore, byte_view, decode_rows, encode_rows
 from realrl.data.sample import SampleError, SequenceSample
 from realrl.errors import TransportError
 from realrl.sched.messages import KeySchema, Per

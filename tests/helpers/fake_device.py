@@ -1,8 +1,8 @@
 """An accelerator that every machine has: its tensors compute on the CPU, say that they are elsewhere, and are counted
 when they come to host memory.
 
-`DEVICE` is torch's "meta" device, which has no memory. While a `FakeDevice` is entered, tensors made there are `OnDevice`
-tensors; operations on these give others of their kind, and mix with host tensors only by copies.
+`DEVICE` is torch's "meta" device, which has no memory. While a `FakeDevice` is entered, tensors made there are
+`OnDevice` tensors; operations on these give others of their kind, and mix with host tensors only by copies.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ tensor-parallel group), S sequences. A slot is one (token, chosen expert) pair; 
 Slots are sorted by expert and each expert multiplies all of its slots at once. A token's slots are added up in the
 order of its choice, forward and backward: nothing depends on which other tokens share the batch, or on atomic adds.
 
-Numbers of slots stay where they are computed. On an accelerator one grouped product multiplies the slots of all experts
-(`torch.nn.functional.grouped_mm`), and the host waits for nothing; on a CPU, where reading them is free, each expert has
-a product of its own.
+Numbers of slots stay where they are computed: on an accelerator one grouped product in bfloat16 multiplies the slots
+of all experts (`torch.nn.functional.grouped_mm`), and the host waits for nothing. On a CPU, where reading them is free,
+and for operands that the grouped product refuses, each expert has a product of its own.
 
 Under tensor parallelism every expert is cut like the dense MLP (gate and up by rows, down by columns) and the router is
 whole on every rank: all ranks see all rows and route alike. A rank computes the summand of its own inner units in the
