@@ -93,7 +93,7 @@ def _share(number: int, whole: int) -> str:
     return f"{'<1%' if number < whole / 100 else f'{number / whole:.0%}'} of {_bytes(whole)}"
 
 
-_PARTS = ("parameters", "gradients", "optimizer", "copies", "KV cache", "activations")
+_PARTS = ("parameters", "gradients", "optimizer", "copies", "KV cache", "activations", "rows")
 
 
 def _bytes(number: int) -> str:
@@ -103,7 +103,15 @@ def _bytes(number: int) -> str:
 
 
 def _parts(usage: Usage) -> tuple[str, ...]:
-    numbers = (usage.parameters, usage.gradients, usage.optimizer, usage.copies, usage.cache, usage.activations)
+    numbers = (
+        usage.parameters,
+        usage.gradients,
+        usage.optimizer,
+        usage.copies,
+        usage.cache,
+        usage.activations,
+        usage.rows,
+    )
     return (*map(_bytes, numbers), _bytes(usage.total))
 
 

@@ -182,11 +182,21 @@ class ClusterConfig(Section):
     data_plane: Literal["socket", "collective"] = rare(
         "socket", "how rows move between workers: pulled over sockets, or sent by torch.distributed (gloo, NCCL)"
     )
+    device_rows_gb: float = rare(
+        1.0,
+        "memory of an accelerator, in 1e9 bytes, for outputs of calls that later calls read; the oldest above it go to "
+        "host memory",
+        ge=0,
+    )
     master_port: int = rare(
         0, "port that the master listens on; 0 takes a socket file that only its user can open", ge=0, le=65535
     )
     worker_timeout_s: float = rare(120.0, "a worker or master that is silent for so long counts as lost", ge=2)
 
+    @property
+    def device_rows_bytes(self) -> int:
+        """`device_rows_gb` in bytes."""
+        return int(self.device_rows_gb * 1e9)
 
 class SaveConfig(Section):
     """Times of checkpoints, and the ones that are kept."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
@@ -24,47 +24,71 @@ Buffer = bytes | bytearray | memoryview
 _MAGIC = b"RRL1"
 _PREFIX = struct.Struct("<4sI")
 _ALIGN = 16
+_HOST = torch.device("cpu")
 
 
-class _Header(msgspec.Struct, frozen=True):
+class RowsHeader(msgspec.Struct, frozen=True):
+    """What a message holds: the batch without tensors, and the bytes of each key's tensor."""
+
     meta: SampleMeta
     keys: tuple[str, ...]
     sizes_bytes: tuple[int, ...]
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Header)
+_decoder = msgspec.msgpack.Decoder(RowsHeader)
 
 
-def encode_frames(sample: SequenceSample) -> list[Buffer]:
-    """The wire form of `sample` as buffers to send one after the other; CPU tensors are not copied.
+def encode_start(sample: SequenceSample) -> bytes:
+    """The wire form of `sample` up to its first tensor.
 
     Raises:
         SampleError: a key holds metadata only.
     """
-    tensors = [sample[key].detach().to("cpu").contiguous() for key in sample.keys]
-    views: list[Buffer] = [t.reshape(-1).view(torch.uint8).numpy().data.cast("B") for t in tensors]
-    header = _encoder.encode(_Header(sample.describe(), sample.keys, tuple(len(view) for view in views)))
+    sizes = tuple(sample[key].nbytes for key in sample.keys)
+    header = _encoder.encode(RowsHeader(sample.describe(), sample.keys, sizes))
     start = _PREFIX.pack(_MAGIC, len(header)) + header
-    frames: list[Buffer] = [start + _padding(len(start))]
-    for view in views:
-        frames.append(view)
-        if padding := _padding(len(view)):
-            frames.append(padding)
-    return frames
+    return start + _padding(len(start))
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, uint8 [nbytes], without a copy if it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def encode_rows(sample: SequenceSample) -> bytes:
-    """The wire form of `sample` in one piece.
+    """The wire form of `sample`.
 
     Raises:
         SampleError: a key holds metadata only.
     """
-    return b"".join(encode_frames(sample))
+    frames: list[Buffer] = [encode_start(sample)]
+    for key in sample.keys:
+        view = byte_view(sample[key]).cpu().numpy().data.cast("B")
+        frames += (view, _padding(len(view)))
+    return b"".join(frames)
 
 
 def decode_rows(message: Buffer) -> SequenceSample:
-    """The batch that `encode_rows` wrote. A writable buffer is used in place; from others, each tensor is copied once.
+    """The batch that `encode_rows` wrote. A writable buffer is used in place; others are copied once.
+
+    Raises:
+        TransportError: the message is cut off or is something else.
+    """
+    view = memoryview(message).cast("B")
+    header, position = decode_start(view)
+    body = view[position:]
+    if len(body) == 0:
+        return decode_tensors(header, torch.empty(0, dtype=torch.uint8))
+    if body.readonly:
+        copy = torch.empty(len(body), dtype=torch.uint8)
+        copy.numpy().data[:] = body
+        return decode_tensors(header, copy)
+    return decode_tensors(header, torch.frombuffer(body, dtype=torch.uint8))
+
+
+def decode_start(message: Buffer) -> tuple[RowsHeader, int]:
+    """The header that `encode_start` wrote at the beginning of a message, and where the first tensor begins.
 
     Raises:
         TransportError: the message is cut off or is something else.
@@ -78,30 +102,36 @@ def decode_rows(message: Buffer) -> SequenceSample:
         header = _decoder.decode(view[_PREFIX.size : position])
     except msgspec.MsgspecError as error:
         raise TransportError(f"the header of a sample row message cannot be read: {error}") from error
-    position += len(_padding(position))
+    return header, position + len(_padding(position))
+
+
+def decode_tensors(header: RowsHeader, body: torch.Tensor) -> SequenceSample:
+    """The batch of a header, whose tensors are views of `body`: uint8, on any device, aligned and padded to 16 bytes.
+
+    Raises:
+        TransportError: the body is cut off.
+    """
+    position = 0
     data: dict[str, torch.Tensor | None] = {}
     for key, size_bytes in zip(header.keys, header.sizes_bytes, strict=True):
-        if position + size_bytes > len(view):
-            raise TransportError(f"a sample row message ends after {len(view)} bytes, in the middle of key {key!r}")
-        data[key] = _tensor(view[position : position + size_bytes], header.meta.schemas[key])
-        position += size_bytes + len(_padding(size_bytes))
+        if position + size_bytes > len(body):
+            raise TransportError(
+                f"the tensors of a sample row message end after {len(body)} bytes, in the middle of key {key!r}"
+            )
+        schema = header.meta.schemas[key]
+        shape = (-1, *schema.trailing) if size_bytes else (0, *schema.trailing)
+        data[key] = body[position : position + size_bytes].view(DTYPES[schema.dtype]).view(shape)
+        position += padded(size_bytes)
     return SequenceSample(header.meta.ids, header.meta.schemas, header.meta.seqlens, data)
+
+
+def padded(size_bytes: int) -> int:
+    """The size of a tensor in a message."""
+    return -(-size_bytes // _ALIGN) * _ALIGN
 
 
 def _padding(size_bytes: int) -> bytes:
     return bytes(-size_bytes % _ALIGN)
-
-
-def _tensor(view: memoryview, schema: KeySchema) -> torch.Tensor:
-    if len(view) == 0:
-        flat = torch.empty(0, dtype=torch.uint8)
-    elif view.readonly:
-        flat = torch.empty(len(view), dtype=torch.uint8)
-        flat.numpy().data[:] = view
-    else:
-        flat = torch.frombuffer(view, dtype=torch.uint8)
-    shape = (-1, *schema.trailing) if flat.numel() else (0, *schema.trailing)
-    return flat.view(DTYPES[schema.dtype]).view(shape)
 
 
 @dataclass(frozen=True)
@@ -112,16 +142,22 @@ class _Rows:
 
 
 class SampleStore:
-    """The rows that one worker holds, by (sample id, key).
+    """The rows that one worker holds, by (sample id, key), each on the device that it came from.
 
     Rows are copied in, because views would keep the memory of their whole batch alive after `free`. Safe to use from
     several threads: a server thread may read while the main thread writes.
+
+    Attributes:
+        device_limit_bytes: rows on accelerators take no more than that; the oldest of them go to host memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, device_limit_bytes: int = 0) -> None:
+        self.device_limit_bytes = device_limit_bytes
         self._lock = threading.Lock()
         self._rows: dict[str, dict[str, _Rows]] = {}
         self._size_bytes = 0
+        self._on_device: dict[tuple[str, str], int] = {}  # rows on an accelerator, oldest first -> their bytes
+        self._device_bytes = 0
 
     def put(self, sample: SequenceSample) -> None:
         """Keep a copy of all rows of `sample`; rows that are here already under the same id and key are replaced.
@@ -136,12 +172,17 @@ class SampleStore:
                 for sample_id, lens, tensor in zip(sample.ids, sample.seqlens[key], tensors, strict=True):
                     held = self._rows.setdefault(sample_id, {})
                     if key in held:
-                        self._size_bytes -= held[key].tensor.nbytes
+                        self._forget(sample_id, key, held[key])
                     held[key] = _Rows(schema, lens, tensor)
                     self._size_bytes += tensor.nbytes
+                    if tensor.device.type != "cpu":
+                        self._on_device[sample_id, key] = tensor.nbytes
+                        self._device_bytes += tensor.nbytes
+            while self._device_bytes > self.device_limit_bytes:
+                self._spill(*next(iter(self._on_device)))
 
-    def get(self, ids: Sequence[str], keys: Sequence[str]) -> SequenceSample:
-        """A new batch of these samples, in this order, with these keys.
+    def get(self, ids: Sequence[str], keys: Sequence[str], *, device: torch.device = _HOST) -> SequenceSample:
+        """A new batch of these samples, in this order, with these keys, on `device`.
 
         Raises:
             SampleError: no ids, or a row is not here; it names the sample id and the key.
@@ -154,7 +195,7 @@ class SampleStore:
             tuple(ids),
             {key: rows[0].schema for key, rows in columns.items()},
             {key: tuple(row.seqlens for row in rows) for key, rows in columns.items()},
-            {key: torch.cat([row.tensor for row in rows]) for key, rows in columns.items()},
+            {key: _join([row.tensor for row in rows], device) for key, rows in columns.items()},
         )
 
     def missing(self, ids: Iterable[str], keys: Sequence[str]) -> list[tuple[str, str]]:
@@ -166,13 +207,20 @@ class SampleStore:
         """Drop every row of these samples; ids that are not here are ignored, as a worker may never have held them."""
         with self._lock:
             for sample_id in ids:
-                for rows in self._rows.pop(sample_id, {}).values():
-                    self._size_bytes -= rows.tensor.nbytes
+                for key, rows in self._rows.pop(sample_id, {}).items():
+                    self._forget(sample_id, key, rows)
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of all rows."""
         with self._lock:
             return self._size_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the rows on accelerators."""
+        with self._lock:
+            return self._device_bytes
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -183,6 +231,16 @@ class SampleStore:
     def __len__(self) -> int:
         with self._lock:
             return len(self._rows)
+
+    def _forget(self, sample_id: str, key: str, rows: _Rows) -> None:
+        self._size_bytes -= rows.tensor.nbytes
+        self._device_bytes -= self._on_device.pop((sample_id, key), 0)
+
+    def _spill(self, sample_id: str, key: str) -> None:
+        """Move rows to host memory."""
+        rows = self._rows[sample_id][key]
+        self._rows[sample_id][key] = replace(rows, tensor=rows.tensor.to(_HOST))
+        self._device_bytes -= self._on_device.pop((sample_id, key))
 
     def _find(self, sample_id: str, key: str) -> _Rows:
         held = self._rows.get(sample_id)
@@ -197,3 +255,10 @@ class SampleStore:
                 sample_ids=(sample_id,),
             )
         return held[key]
+
+
+def _join(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Concatenate rows on `device`; those of one other device cross over in one piece."""
+    if len({tensor.device for tensor in tensors}) > 1:
+        tensors = [tensor.to(device) for tensor in tensors]
+    return torch.cat(list(tensors)).to(device)

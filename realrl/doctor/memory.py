@@ -81,7 +81,9 @@ def memory_plan(
     calls = call_states(plan, rows)
     n_rows = max((call.load.n_rows for call in calls), default=1)
     dtype = torch_dtype(next(iter(models.values())).dtype) if models else torch.float32
-    return plan_memory(roles, calls, kernels=kernels_of(device, dtype, n_rows=max(n_rows, 1)))
+    rows_bytes = plan.config.cluster.device_rows_bytes if device.type != "cpu" else 0  # host memory holds them else
+    kernels = kernels_of(device, dtype, n_rows=max(n_rows, 1))
+    return plan_memory(roles, calls, kernels=kernels, rows_bytes=rows_bytes)
 
 
 def role_states(plan: RunPlan, models: Mapping[str, DecoderConfig]) -> dict[str, RoleState]:

@@ -1,26 +1,25 @@
 """Rows of samples between workers, point to point over the global group: the collective twin of the socket data plane.
 
-    store ──encode──► one message per peer ──exchange──► decode ──► store
+    store ──► one message per peer ──exchange, device to device──► views of the message ──► store
 
 Both ends derive the messages from the same list of transfers: one per (source, target), in two rounds. The first sends
 sizes, the second the messages. A message holds its transfers' rows in the order of the list::
 
-    number of bytes (uint64, little endian) of each block | blocks as `encode_rows` writes them, padded to 16 bytes
+    start of each block as `encode_start` writes it | tensors of all blocks, each padded to 16 bytes
+
+The host sees the starts only. Tensors stay on the group's device, on both ends.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from realrl.data.rows import SampleStore, decode_rows, encode_frames
+from realrl.data.rows import SampleStore, byte_view, decode_start, decode_tensors, encode_start, padded
 from realrl.engine.groups import Communicator
 from realrl.errors import TransportError
-
-_ALIGN = 16  # decoded tensors alias the message
 
 
 class RowTransfer(Protocol):
@@ -57,17 +56,16 @@ def exchange_rows(
         SampleError: rows to send are not in the store.
     """
     outgoing, incoming = _by_peer(transfers, world.rank)
-    messages = {peer: _pack(planned, store) for peer, planned in outgoing.items()}
-    sizes = {peer: torch.zeros(1, dtype=torch.int64, device=device) for peer in incoming}
+    messages = {peer: _pack(planned, store, device) for peer, planned in outgoing.items()}
+    sizes = {peer: torch.zeros(2, dtype=torch.int64, device=device) for peer in incoming}
     world.exchange(
-        [(peer, torch.tensor([len(message)], device=device)) for peer, message in messages.items()],
+        [(peer, torch.tensor([n_start, len(message)]).to(device)) for peer, (message, n_start) in messages.items()],
         list(sizes.items()),
     ).wait()
-    received = {
-        peer: torch.empty(int(size), dtype=torch.uint8, device=device) for peer, size in sizes.items()
-    }  # reading a size waits for it
-    world.exchange([(peer, message.to(device)) for peer, message in messages.items()], list(received.items())).wait()
-    return sum(_unpack(message.cpu(), incoming[peer], store) for peer, message in received.items())
+    known = {peer: size.cpu().tolist() for peer, size in sizes.items()}  # waits for them
+    received = {peer: torch.empty(size, dtype=torch.uint8, device=device) for peer, (_, size) in known.items()}
+    world.exchange([(peer, message) for peer, (message, _) in messages.items()], list(received.items())).wait()
+    return sum(_unpack(message, known[peer][0], incoming[peer], store) for peer, message in received.items())
 
 
 def _by_peer(
@@ -88,48 +86,33 @@ def _by_peer(
     return dict(sorted(outgoing.items())), dict(sorted(incoming.items()))
 
 
-def _pack(transfers: Sequence[RowTransfer], store: SampleStore) -> torch.Tensor:
-    """The message [number of bytes], uint8, in host memory."""
-    blocks = [encode_frames(store.get(transfer.ids, (transfer.key,))) for transfer in transfers]
-    sizes = [sum(len(frame) for frame in block) for block in blocks]
-    header = struct.pack(f"<{len(sizes)}Q", *sizes)
-    message = torch.empty(_padded(len(header)) + sum(map(_padded, sizes)), dtype=torch.uint8)
-    view = message.numpy().data
-    view[: len(header)] = header
-    start = _padded(len(header))
-    for block, size in zip(blocks, sizes, strict=True):
-        position = start
-        for frame in block:
-            view[position : position + len(frame)] = frame
-            position += len(frame)
-        start += _padded(size)
-    return message
+def _pack(transfers: Sequence[RowTransfer], store: SampleStore, device: torch.device) -> tuple[torch.Tensor, int]:
+    """The message [number of bytes], uint8, on the device; and the bytes of its starts."""
+    blocks = [store.get(transfer.ids, (transfer.key,), device=device) for transfer in transfers]
+    start = b"".join(map(encode_start, blocks))
+    views = [byte_view(block[key]) for block in blocks for key in block.keys]
+    message = torch.empty(len(start) + sum(padded(len(view)) for view in views), dtype=torch.uint8, device=device)
+    message[: len(start)].copy_(torch.frombuffer(bytearray(start), dtype=torch.uint8))
+    position = len(start)
+    for view in views:
+        message[position : position + len(view)].copy_(view)
+        position += padded(len(view))
+    return message, len(start)
 
 
-def _unpack(message: torch.Tensor, transfers: Sequence[RowTransfer], store: SampleStore) -> int:
+def _unpack(message: torch.Tensor, n_start: int, transfers: Sequence[RowTransfer], store: SampleStore) -> int:
     """Put the rows of one peer's message into the store; returns their bytes."""
-    n_bytes = 0
-    for transfer, block in zip(transfers, _blocks(message.numpy().data, len(transfers)), strict=True):
-        rows = decode_rows(block)
-        if rows.ids != tuple(transfer.ids) or rows.keys != (transfer.key,):
+    starts = message[:n_start].cpu().numpy().data
+    position = 0
+    for transfer in transfers:
+        header, size = decode_start(starts)
+        starts = starts[size:]
+        if header.meta.ids != tuple(transfer.ids) or header.keys != (transfer.key,):
             raise TransportError(
                 f"worker {transfer.target} expected {transfer.key!r} of {len(transfer.ids)} samples from worker "
-                f"{transfer.source}, but received {', '.join(rows.keys)} of {len(rows.ids)} samples",
+                f"{transfer.source}, but received {', '.join(header.keys)} of {len(header.meta.ids)} samples",
                 worker=transfer.target,
             )
-        store.put(rows)
-        n_bytes += len(block)
-    return n_bytes
-
-
-def _blocks(view: memoryview, n_blocks: int) -> Iterator[memoryview]:
-    start = _padded(8 * n_blocks)
-    if len(view) < start:
-        raise TransportError(f"a message of {len(view)} bytes was expected to hold {n_blocks} blocks of sample rows")
-    for size in struct.unpack_from(f"<{n_blocks}Q", view):
-        yield view[start : start + size]
-        start += _padded(size)
-
-
-def _padded(n_bytes: int) -> int:
-    return -(-n_bytes // _ALIGN) * _ALIGN
+        store.put(decode_tensors(header, message[n_start + position :]))
+        position += sum(map(padded, header.sizes_bytes))
+    return n_start + position

@@ -90,6 +90,8 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
         minibatches: this rank's sample ids, one tuple per minibatch and pass (one only, unless the call trains).
         transfers: rows this rank must pull first (its own id is every transfer's `target`); empty where rows move by
             collectives, since `MoveRows` has brought them then.
+        spreads: rows that this rank passes on to others of its replica, or gets from one of them, once `transfers` are
+            done; by point-to-point collectives, in either plane.
         n_steps: steps of the whole run; learning-rate schedules end there.
         keeps: samples whose output this rank must store and report; it drops its output for others. Together the
         ranks of a dispatch keep every sample once; empty for a train_step. A call that may drop samples reports
@@ -104,6 +106,7 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
     transfers: tuple[RowTransfer, ...]
     n_steps: int = 0
     keeps: tuple[str, ...] = ()
+    spreads: tuple[RowTransfer, ...] = ()
 
 
 class MoveRows(msgspec.Struct, frozen=True, tag=True):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.data.rows import SampleStore, decode_rows, encode_frames, encode_rows
+from realrl.data.rows import SampleStore, byte_view, decode_rows, encode_rows
 from realrl.data.sample import SampleError, SequenceSample
 from realrl.errors import TransportError
 from realrl.sched.messages import KeySchema, Per
@@ -49,9 +49,9 @@ def test_every_dtype_survives_bit_by_bit() -> None:
 
 def test_sending_copies_no_tensor_and_a_writable_buffer_is_used_in_place() -> None:
     x = make.make_sample([[4]], keys=("input_ids",))
-    frame = encode_frames(x)[1]
+    view = byte_view(x["input_ids"])
     x["input_ids"][0] = 77
-    assert bytes(frame[:8]) == (77).to_bytes(8, "little")
+    assert view[:8].numpy().tobytes() == (77).to_bytes(8, "little")
     message = bytearray(encode_rows(x))
     y = decode_rows(message)
     y["input_ids"][0] = 78

@@ -198,6 +198,14 @@ def _memory(subject: RunUnderCheck):
     return doctor_memory.memory_plan(subject.plan, subject.models, rows, device=subject.planned_device)
 
 
+def test_rows_count_on_an_accelerator_up_to_their_limit() -> None:
+    subject = prepared("ppo", "cluster.device_rows_gb=0.5")
+    assert {usage.rows for by_rank in _memory(subject).calls.values() for usage in by_rank.values()} == {0}
+    rows = data_checks.row_lengths(subject.dataset)
+    memory = doctor_memory.memory_plan(subject.plan, subject.models, rows, device=torch.device("cuda"))
+    assert {usage.rows for by_rank in memory.calls.values() for usage in by_rank.values()} == {500_000_000}
+
+
 def test_generated_tokens_count_for_whoever_reads_them() -> None:
     loads = _memory(prepared("remax")).loads
     longest = max(prepared().dataset.prompt_lens)

@@ -98,7 +98,7 @@ def test_the_trace_shows_what_moves(tensor: Path) -> None:
         ("realloc", "actor to ref"),
         ("offload", "offload actor"),
         ("offload", "offload ref"),
-        ("transfer", "transfer for actor_train"),
+        ("transfer", "spread for actor_train"),  # a member of the replica has what the other lacks
     } <= names
     assert {event["tid"] for event in events if event["name"] == "critic to critic_inf"} == {0, 1}
 

@@ -287,6 +287,12 @@ class Simulation(Checks):
                 assert transfer.key in self.ranks[transfer.source].store[sample_id], "the source has no such rows"
                 assert transfer.key not in r.store[sample_id], "the target has these rows"
                 r.store[sample_id].add(transfer.key)
+        for transfer in request.spreads:
+            sent = self.sent[part_of(request)]
+            assert all(transfer in sent[end].spreads for end in (transfer.source, transfer.target)), "a peer is missing"
+            for sample_id in transfer.ids if transfer.target == rank else ():
+                assert transfer.key not in r.store[sample_id], "the target has these rows"
+                r.store[sample_id].add(transfer.key)
         for sample_id in ids_of(request):
             assert set(call.mfc.input_keys) <= r.store[sample_id], "rows are missing"
         if call.mfc.role in self.homes:
@@ -363,6 +369,9 @@ class Simulation(Checks):
 
     def end_call(self, rank, request):
         call, r = self.calls[request.call], self.ranks[rank]
+        for transfer in request.spreads:
+            for sample_id in transfer.ids if transfer.source == rank else ():
+                assert transfer.key in r.store[sample_id], "the source has no such rows"
         output = self.random.choice([None, SampleMeta((), {}, {})])
         r.visiting.pop(call.name, None)
         if call.mfc.is_train:

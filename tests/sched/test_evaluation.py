@@ -148,8 +148,8 @@ class Workers:
                 return SamplesLoaded(rank, request.seq, self.put(rank, request.ids, self.plan.dataset_keys))
             case RunCall():
                 call = self.calls[request.call]
-                for transfer in request.transfers:
-                    self.store[rank] |= set(transfer.ids)
+                for transfer in (*request.transfers, *request.spreads):
+                    self.store[transfer.target] |= set(transfer.ids)
                 output = self.put(rank, request.keeps, call.mfc.output_keys) if request.keeps else None
                 return CallDone(rank, request.seq, request.dispatch_id, call.name, request.step, output, {}, ())
             case RunHooks():

@@ -9,6 +9,10 @@ tensor-parallel group), S sequences. A slot is one (token, chosen expert) pair; 
 Slots are sorted by expert and each expert multiplies all of its slots at once. A token's slots are added up in the
 order of its choice, forward and backward: nothing depends on which other tokens share the batch, or on atomic adds.
 
+Numbers of slots stay where they are computed: on an accelerator one grouped product in bfloat16 multiplies the slots
+of all experts (`torch.nn.functional.grouped_mm`), and the host waits for nothing. On a CPU, where reading them is free,
+and for operands that the grouped product refuses, each expert has a product of its own.
+
 Under tensor parallelism every expert is cut like the dense MLP (gate and up by rows, down by columns) and the router is
 whole on every rank: all ranks see all rows and route alike. A rank computes the summand of its own inner units in the
 gradient of a weight, and so of the router; see `realrl.model.decoder.Decoder.tp_partial_gradients`.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +33,27 @@ from realrl.cpu import linear, matmul
 from realrl.model.parallel import TensorParallel
 from realrl.shape import MoEConfig
 
+_GROUPED_ALIGN = 16  # bytes
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Consecutive rows of E groups.
+
+    Attributes:
+        ends: int32 [E]: the end of each group, on the device of the rows.
+        stay_on_device: True keeps the host from reading `ends`, as far as torch has a grouped product for the operands.
+    """
+
+    ends: torch.Tensor
+    stay_on_device: bool
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, slice], ...]:
+        """(group, its rows) of each group that has any; waits for the device."""
+        ends = self.ends.tolist()
+        return tuple((e, slice(start, end)) for e, (start, end) in enumerate(zip([0, *ends], ends)) if start < end)
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -37,13 +63,13 @@ class Routing:
         weights: [T, k], in the dtype of the hidden states, with gradient.
         order: int64 [T * k]: slots (token * k + choice) sorted by expert, then by token.
         inverse: int64 [T * k]: the index of each slot in `order`.
-        counts: number of slots of each of the E experts.
+        groups: slots of each expert.
     """
 
     weights: torch.Tensor
     order: torch.Tensor
     inverse: torch.Tensor
-    counts: tuple[int, ...]
+    groups: Groups
 
     @property
     def k(self) -> int:
@@ -205,8 +231,9 @@ def route(
     order = experts.argsort(stable=True)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
-    counts = torch.bincount(experts, minlength=config.n_experts)
-    return Routing(weights.to(x.dtype), order, inverse, tuple(counts.tolist()))
+    groups = torch.arange(config.n_experts, device=order.device)
+    ends = torch.searchsorted(experts[order], groups, right=True, out_int32=True)
+    return Routing(weights.to(x.dtype), order, inverse, Groups(ends, stay_on_device=x.device.type != "cpu"))
 
 
 def mix_experts(
@@ -223,46 +250,48 @@ def mix_experts(
         down: [E, H, I].
     """
     slots = _Dispatch.apply(x, routing)
-    inner = F.silu(grouped_linear(slots, gate, routing.counts)) * grouped_linear(slots, up, routing.counts)
+    inner = F.silu(grouped_linear(slots, gate, routing.groups)) * grouped_linear(slots, up, routing.groups)
     inner = inner * routing.weights.flatten().index_select(0, routing.order)[:, None]
-    return _Combine.apply(grouped_linear(inner, down, routing.counts), routing)
+    return _Combine.apply(grouped_linear(inner, down, routing.groups), routing)
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Multiply the rows of group e by weight[e].T, with gradients; one product per group that has rows.
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Multiply the rows of group e by weight[e].T, with gradients.
 
     Args:
         x: [N, in], rows sorted by group.
         weight: [E, out, in].
-        counts: number of rows of each group; they add up to N.
+        groups: the rows of each of the E groups; they add up to N.
     """
+    if groups.stay_on_device and _has_grouped_product(x, weight):
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _GroupedLinear.apply(x, weight, counts)
+        return _GroupedLinear.apply(x, weight, groups)
     out = x.new_empty(len(x), weight.shape[1])
-    for expert, rows in _groups(counts):
+    for expert, rows in groups.rows:
         out[rows] = linear(x[rows], weight[expert])
     return out
 
 
-def _groups(counts: Sequence[int]) -> list[tuple[int, slice]]:
-    """(group, its rows) of each group that has any."""
-    groups, start = [], 0
-    for expert, count in enumerate(counts):
-        if count:
-            groups.append((expert, slice(start, start + count)))
-        start += count
-    return groups
+def _has_grouped_product(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """True if torch multiplies such operands, and their gradients, group by group on the device.
+
+    Its kernels read bfloat16 in blocks of 16 bytes, which rows and columns must begin with.
+    """
+    n_elements = _GROUPED_ALIGN // x.element_size()
+    is_aligned = weight.data_ptr() % _GROUPED_ALIGN == 0 and all(n % n_elements == 0 for n in weight.shape[1:])
+    return len(x) > 0 and x.dtype == weight.dtype == torch.bfloat16 and is_aligned
 
 
 class _GroupedLinear(torch.autograd.Function):
     """One node for all experts: a gradient of the whole [E, out, in] is written once, not added up per expert."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.counts = counts
+        ctx.groups = groups
         out = x.new_empty(len(x), weight.shape[1])
-        for expert, rows in _groups(counts):
+        for expert, rows in groups.rows:
             out[rows] = matmul(x[rows], weight[expert].T)
         return out
 
@@ -273,10 +302,9 @@ class _GroupedLinear(torch.autograd.Function):
         x_grad = torch.empty_like(x) if needs_x else None
         weight_grad = torch.empty_like(weight) if needs_weight else None
         if weight_grad is not None:
-            for expert, count in enumerate(ctx.counts):
-                if not count:
-                    weight_grad[expert].zero_()
-        for expert, rows in _groups(ctx.counts):
+            for expert in set(range(len(weight))) - {expert for expert, _ in ctx.groups.rows}:
+                weight_grad[expert].zero_()
+        for expert, rows in ctx.groups.rows:
             if x_grad is not None:
                 x_grad[rows] = matmul(grad[rows], weight[expert])
             if weight_grad is not None:

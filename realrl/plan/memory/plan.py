@@ -92,6 +92,7 @@ class Usage:
         copies: the call's parameters in another layout, weights packed for generation, messages under way.
         cache: keys and values.
         activations: tensors kept for the backward pass, or passing through.
+        rows: outputs of calls that later calls read.
         host: host memory for parameters and optimizer state that is not on the device.
     """
 
@@ -101,6 +102,7 @@ class Usage:
     copies: int = 0
     cache: int = 0
     activations: int = 0
+    rows: int = 0
     host: int = 0
 
     @property
@@ -145,7 +147,11 @@ class MemoryPlan:
 
 
 def plan_memory(
-    roles: Mapping[str, RoleState], calls: Sequence[CallState], *, kernels: Kernels | None = None
+    roles: Mapping[str, RoleState],
+    calls: Sequence[CallState],
+    *,
+    kernels: Kernels | None = None,
+    rows_bytes: int = 0,
 ) -> MemoryPlan:
     """Add up the bytes that every device holds during every call that runs on it.
 
@@ -153,6 +159,7 @@ def plan_memory(
         roles: roles that have parameters.
         calls: calls in the order of a step; those of roles without parameters take nothing of their own.
         kernels: the machine's kernels; those of CUDA by default.
+        rows_bytes: most bytes that rows of samples may take on a device.
 
     Raises:
         AllocationError: a strategy does not fit a model.
@@ -165,7 +172,10 @@ def plan_memory(
         own = _own_usage(call, roles, keeps, kernels)
         found[call.name] = {}
         for rank in call.allocation.ranks:
-            steps = [_resident(rank, absent, keeps) + own.get(rank, Usage()) for absent in away[call.name]]
+            steps = [
+                _resident(rank, absent, keeps) + own.get(rank, Usage()) + Usage(rows=rows_bytes)
+                for absent in away[call.name]
+            ]
             found[call.name][rank] = max(steps, key=lambda usage: usage.total)
     kept = {
         name: {rank: Usage(k.parameters, k.optimizer, k.gradients, host=k.host) for rank, k in by_rank.items()}

@@ -71,7 +71,7 @@ class CallRunner:
         is_at_home = allocation == hosted.home
         if is_at_home:
             hosted.prefetch()
-        bytes_received = self._pull(request, spans)
+        bytes_received = self._pull(request, spans) + self._spread(request, spans)
         if is_at_home:
             hosted.wait_resident()
         call_start_s = time.time()
@@ -80,7 +80,7 @@ class CallRunner:
         output, metrics, recorded = None, dict[str, float](), MetricSums()
         with self._parameters_of(mfc, is_at_home):
             if ids:
-                batch = self._store.get(ids, mfc.input_keys).to(self._device).remap(mfc.input_key_remap)
+                batch = self._store.get(ids, mfc.input_keys, device=self._device).remap(mfc.input_key_remap)
                 context = self._context(mfc, request.step, minibatches, recorded)
                 output, metrics = self._call(mfc, batch, request, context)
         if hosted.has_weights and not is_at_home:
@@ -175,7 +175,7 @@ class CallRunner:
         keeps = [sample_id for sample_id in request.keeps if sample_id in returned]  # a call may drop the others
         if not keeps:
             return None, {}
-        kept = result.select(keeps).to(torch.device("cpu"))
+        kept = result.select(keeps)
         self._store.put(kept)
         return kept.describe(), {}
 
@@ -194,12 +194,23 @@ class CallRunner:
             for transfer in transfers:
                 payload = self._client.pull(self._peers[source], transfer.key, transfer.ids)
                 received += len(payload)
-                self._store.put(decode_rows(payload))
+                self._store.put(decode_rows(payload).to(self._device))
             keys = ", ".join(sorted({t.key for t in transfers}))
             args: dict[str, str | int | float] = {"from": source, "keys": keys, "bytes": received, "step": request.step}
             spans.append(Span(f"transfer for {request.call}", "transfer", start_s, time.time(), args))
             n_bytes += received
         return n_bytes
+
+    def _spread(self, request: RunCall, spans: list[Span]) -> int:
+        """Pass rows on inside the replica. Returns the bytes received."""
+        if not request.spreads:
+            return 0
+        start_s = time.time()
+        received = exchange_rows(request.spreads, store=self._store, world=self._world, device=self._device)
+        keys = ", ".join(sorted({transfer.key for transfer in request.spreads}))
+        args: dict[str, str | int | float] = {"keys": keys, "bytes": received, "step": request.step}
+        spans.append(Span(f"spread for {request.call}", "transfer", start_s, time.time(), args))
+        return received
 
 
 def _record_responses(metrics: MetricSums, result: SequenceSample) -> None:

@@ -147,6 +147,7 @@ class ModelWorker:
         device = devices.resolve_device(config.cluster.device, self.rank % config.cluster.n_devices_per_node)
         torch.manual_seed(config.seed)  # nothing should depend on it, but an oversight is then repeatable
         planned = plan.process_groups
+        self.store.device_limit_bytes = config.cluster.device_rows_bytes
         self._groups = Groups.create(
             planned,
             rank=self.rank,

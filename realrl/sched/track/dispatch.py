@@ -16,6 +16,7 @@ from itertools import chain
 
 from realrl.plan.minibatches import share_minibatches
 from realrl.plan.protocols import divide
+from realrl.plan.samples.spread import plan_spreads
 from realrl.plan.samples.transfer import Arrival, Placement, RowTransfer, Share, plan_transfers
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import CallDone, MoveRows, RunCall, RunHooks
@@ -56,11 +57,17 @@ class Part:
 
 @dataclass(frozen=True)
 class RankWork:
-    """One rank's share of a call."""
+    """One rank's share of a call.
+
+    Attributes:
+        transfers: rows that it fetches.
+        spreads: rows that it then passes on to its replica, or gets from there.
+    """
 
     minibatches: tuple[tuple[str, ...], ...]
     transfers: tuple[RowTransfer, ...]
     keeps: tuple[str, ...]
+    spreads: tuple[RowTransfer, ...] = ()
 
 
 @dataclass
@@ -168,6 +175,7 @@ class Dispatch:
                     transfers=() if self.moves_rows else work.transfers,
                     n_steps=n_steps,
                     keeps=work.keeps,
+                    spreads=work.spreads,
                 )
                 for rank, work in self.work.items()
             }
@@ -224,9 +232,17 @@ def plan_work(
         for ranks, minibatches in minibatches_of.items()
     ]
     routes, arrivals = plan_transfers(shares, placements, node_of=node_of)
+    pulls, spreads = plan_spreads(shares, routes, placements, node_of=node_of)
     transfers_of: dict[int, list[RowTransfer]] = {rank: [] for rank in call.ranks}
-    for route in routes:
+    for route in pulls:
         transfers_of[route.target].append(route)
+    spreads_of: dict[int, list[RowTransfer]] = {rank: [] for rank in call.ranks}
+    for route in spreads:
+        spreads_of[route.source].append(route)
+        spreads_of[route.target].append(route)
     minibatches_on = {rank: minibatches for ranks, minibatches in minibatches_of.items() for rank in ranks}
-    work = {rank: RankWork(minibatches_on[rank], tuple(transfers_of[rank]), kept.get(rank, ())) for rank in call.ranks}
+    work = {
+        rank: RankWork(minibatches_on[rank], tuple(transfers_of[rank]), kept.get(rank, ()), tuple(spreads_of[rank]))
+        for rank in call.ranks
+    }
     return work, arrivals

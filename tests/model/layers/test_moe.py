@@ -15,13 +15,13 @@ from realrl.errors import ConfigError
 from realrl.model.decoder import Decoder
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
-from realrl.model.layers.moe import LoadBalance, MoE, grouped_linear, mix_experts, route
+from realrl.model.layers.moe import Groups, LoadBalance, MoE, grouped_linear, mix_experts, route
 from realrl.model.lora import add_adapters
 from realrl.plan.parameters.adapters import is_adapter, resolve_targets
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.shape import DecoderConfig, LoRA, MoEConfig
 
-HIDDEN, INNER = 12, 7
+HIDDEN, INNER = 16, 8  # grouped products want multiples of 8
 MOE = MoEConfig(n_experts=5, top_k=2, intermediate_size=INNER, aux_loss_coef=0.1)
 CONFIG = DecoderConfig(61, 16, 3, 4, 2, 4, 20, moe=replace(MOE, dense_layers=(1,)))
 
@@ -101,7 +101,49 @@ def test_bfloat16_stays_bfloat16_and_close_to_float32() -> None:
 def test_grouped_linear_mixes_no_groups() -> None:
     x, weight = tokens(6), torch.randn(3, 4, HIDDEN)
     expected = torch.cat([x[:2] @ weight[0].T, x[2:] @ weight[2].T])
-    torch.testing.assert_close(grouped_linear(x, weight, (2, 0, 4)), expected)
+    groups = Groups(torch.tensor([2, 2, 6], dtype=torch.int32), stay_on_device=False)
+    assert groups.rows == ((0, slice(0, 2)), (2, slice(2, 6)))
+    torch.testing.assert_close(grouped_linear(x, weight, groups), expected)
+
+
+# ---------------------------------------------------------------- one product for all experts
+
+
+@pytest.mark.parametrize(("n_tokens", "top_k"), [(30, 2), (3, 1), (1, 3)])
+def test_one_product_for_all_experts_equals_one_for_each(n_tokens: int, top_k: int) -> None:
+    config = replace(MOE, top_k=top_k)
+    direction = torch.randn(n_tokens, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
+    results = []
+    for stay_on_device in (False, True):
+        x, params = tokens(n_tokens, dtype=torch.bfloat16), weights(dtype=torch.bfloat16)
+        routing = route(x, params[0], config)
+        groups = replace(routing.groups, stay_on_device=stay_on_device)
+        y = mix_experts(x, replace(routing, groups=groups), *params[1:])
+        (y * direction).sum().backward()
+        assert ("rows" in vars(groups)) != stay_on_device, "the host has read the groups, or has not"
+        results.append([y.detach(), x.grad, *(p.grad for p in params)])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_nothing_of_the_experts_is_read_by_the_host(frozen: bool) -> None:
+    """On torch's meta device, which has no numbers, whoever asks for one gets an error."""
+    x = torch.empty(30, HIDDEN, dtype=torch.bfloat16, device="meta", requires_grad=not frozen)
+    params = [p.detach().to("meta").requires_grad_(not frozen) for p in weights(dtype=torch.bfloat16)]
+    y = compute(x, params, MOE)
+    assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
+    if not frozen:
+        y.sum().backward()
+        assert [p.grad.shape for p in params] == [p.shape for p in params]
+
+
+@pytest.mark.parametrize(("dtype", "inner"), [(torch.float32, 8), (torch.bfloat16, 7)])
+def test_what_the_grouped_product_refuses_is_multiplied_expert_by_expert(dtype: torch.dtype, inner: int) -> None:
+    x, weight = tokens(6, dtype=dtype).detach(), torch.randn(3, inner, HIDDEN).to(dtype)
+    groups = Groups(torch.tensor([2, 2, 6], dtype=torch.int32), stay_on_device=True)
+    expected = torch.cat([x[:2] @ weight[0].T, x[2:] @ weight[2].T])
+    torch.testing.assert_close(grouped_linear(x, weight, groups), expected)
 
 
 # ---------------------------------------------------------------- auxiliary loss

@@ -1,0 +1,64 @@
+"""Rows inside the replicas of a call: ranks that need the same samples get one copy from outside, and share it.
+
+    routes of every rank ──► pulls: one rank of a replica fetches a row ──► spreads: the others get it from that one
+
+Invariants of `plan_spreads`:
+    - a rank receives the same rows as by the routes, by a pull or a spread, and a row once;
+    - on each node a replica pulls a row once, and never one that a member of it on that node holds;
+    - a spread stays within its replica and its node, and its source holds the row, or pulls it;
+    - pulls come before spreads, which wait for nothing else.
+Equal input gives equal plans.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from realrl.plan.samples.transfer import Placement, RowTransfer, Share
+
+
+def plan_spreads(
+    shares: Sequence[Share],
+    routes: Sequence[RowTransfer],
+    placements: Mapping[str, Mapping[str, Placement]],
+    *,
+    node_of: Callable[[int], int],
+) -> tuple[tuple[RowTransfer, ...], tuple[RowTransfer, ...]]:
+    """Divide the routes of `plan_transfers` into pulls and spreads.
+
+    Args:
+        shares: samples that the ranks of each replica need; a rank occurs in one share only.
+        routes: rows that each rank lacks.
+        placements: key -> sample id -> placement, as the routes were planned with.
+        node_of: global rank -> node.
+
+    Returns:
+        Pulls and spreads.
+    """
+    members_of = {rank: share.ranks for share in shares if len(share.ranks) > 1 for rank in share.ranks}
+    holder_of: dict[tuple[int, int, str], dict[str, int]] = defaultdict(dict)  # (replica, node, key) -> sample -> rank
+    pulls: list[RowTransfer] = []
+    ids_of_spread: dict[tuple[int, int, str], list[str]] = defaultdict(list)  # (source, target, key) -> ids
+    for route in routes:
+        target, key = route.target, route.key
+        members = members_of.get(target)
+        if members is None:
+            pulls.append(route)
+            continue
+        node = node_of(target)
+        holders = holder_of[members[0], node, key]
+        own = []
+        for sample_id in route.ids:
+            if sample_id not in holders:
+                held = placements[key][sample_id].held
+                inside = (rank for rank in members if rank in held and node_of(rank) == node)
+                holders[sample_id] = next(inside, target)
+            if holders[sample_id] == target:
+                own.append(sample_id)
+            else:
+                ids_of_spread[holders[sample_id], target, key].append(sample_id)
+        if own:
+            pulls.append(RowTransfer(route.source, target, key, tuple(own)))
+    spreads = tuple([RowTransfer(*where, tuple(ids)) for where, ids in ids_of_spread.items()])
+    return tuple(pulls), spreads
