@@ -367,7 +367,7 @@ def _moved(call: CallState, roles: Mapping[str, RoleState]) -> dict[int, Usage]:
             continue
         model = roles[hook.source].model
         source, target = _layout(model, hook.source_allocation), _layout(model, hook.target_allocation)
-        moved = plan_realloc(source, target)
+        moved = plan_realloc(source, target, node_of=call.allocation.mesh.cluster.node_of)
         for rank in call.allocation.ranks:
             messages = sum(min(n, _MESSAGES) for n in (moved.bytes_received(rank), moved.bytes_sent(rank)))
             new = 0

@@ -157,9 +157,11 @@ class ReallocPlan:
     @cached_property
     def bytes_between_nodes(self) -> int:
         """Bytes that move between nodes: for each node, what its ranks need and none of them holds, once."""
-        nodes = np.array([self._nodes[rank] for rank in self.ranks])
-        source, target = nodes[np.searchsorted(self.ranks, self._flows[:, :2])].T
-        return int(self._flow_bytes[source != target].sum())
+        return sum(self._from_other_nodes.values())
+
+    def bytes_from_other_nodes(self, rank: int) -> int:
+        """Return those of `bytes_received` that ranks of other nodes send."""
+        return self._from_other_nodes.get(rank, 0)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -174,6 +176,13 @@ class ReallocPlan:
     @cached_property
     def _sent(self) -> Mapping[int, int]:
         return {rank: int(self._flow_bytes[at].sum()) for rank, at in self._flows_by_source.items()}
+
+    @cached_property
+    def _from_other_nodes(self) -> Mapping[int, int]:
+        nodes = np.array([self._nodes[rank] for rank in self.ranks])
+        source, target = nodes[np.searchsorted(self.ranks, self._flows[:, :2])].T
+        n_bytes = np.where(source == target, 0, self._flow_bytes)
+        return {rank: int(n_bytes[at].sum()) for rank, at in self._flows_by_target.items()}
 
     @cached_property
     def _flow_bytes(self) -> Matrix:

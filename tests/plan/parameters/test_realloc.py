@@ -218,6 +218,7 @@ def check_nodes(
         lacks = np.setdiff1d(np.concatenate(needs), np.concatenate([*has, elements(None)]))
         np.testing.assert_array_equal(np.sort(np.concatenate([*across[node], elements(None)])), lacks)
     assert plan.bytes_between_nodes == n_bytes
+    assert all(plan.bytes_from_other_nodes(rank) == received[rank] for rank in plan.ranks)
     for ends, moved in passed_on.items():
         assert np.isin(np.concatenate(moved), np.concatenate(came[ends])).all()
     item = max(max(spec.unit_bytes for spec in plan.source_layout.specs), plan.source_layout.model_bytes // 256)
