@@ -78,7 +78,7 @@ def order_for(
     def most_nodes(layout: ParameterLayout) -> int:
         return max(len(set(map(node_of, group))) for group in layout.tp_groups())
 
-    columns = [(part,) for part in range(strategy.pp * strategy.tp)]
+    columns: list[Column] = [(part,) for part in range(strategy.pp * strategy.tp)]
     if most_nodes(orders.plain) == 1:  # the tensor groups of a stage move as one
         columns = [tuple(range(first, first + strategy.tp)) for first in range(0, len(columns), strategy.tp)]
     allowed = [layout for layout in orders.candidates(columns) if most_nodes(layout) <= most_nodes(orders.plain)]
