@@ -3,7 +3,7 @@
     store ──encode──► one message per peer ──exchange──► decode ──► store
 
 Both ends derive the messages from the same list of transfers: one per (source, target), in two rounds. The first sends
-sizes, the second the messages. Two more rounds follow for rows that came in these, which relays pass on in their node. A
+sizes, the second the messages. Two more rounds follow, in which relays pass rows that came in these on in their node. A
 message holds its transfers' rows in the order of the list::
 
     number of bytes (uint64, little endian) of each block | blocks as `encode_rows` writes them, padded to 16 bytes
