@@ -96,8 +96,8 @@ def _cases(world_size: int, seed: int, n_cases: int) -> Iterator[tuple[Parameter
 
 
 def _node_of(number: int) -> Callable[[int], int]:
-    """All ranks on one node, or two on each."""
-    return lambda rank: rank // 2 if number % 3 else 0
+    """All ranks on one node, or two or three on each."""
+    return lambda rank: rank // (1 + number % 3) if number % 3 else 0
 
 
 def _random_pairs(rank: int, world_size: int, seed: int, n_cases: int) -> int:

@@ -370,6 +370,8 @@ def _moved(call: CallState, roles: Mapping[str, RoleState]) -> dict[int, Usage]:
         moved = plan_realloc(source, target, node_of=call.allocation.mesh.cluster.node_of)
         for rank in call.allocation.ranks:
             messages = sum(min(n, _MESSAGES) for n in (moved.bytes_received(rank), moved.bytes_sent(rank)))
+            if hook.eta != 1.0:  # a relay keeps a round that it averages until it has passed it on
+                messages += min(moved.bytes_from_other_nodes(rank), REALLOC_BUCKET)
             new = 0
             if hook.is_implied and rank in target:
                 aliased = sum(keep.num_bytes for keep in moved.keeps(rank) if keep.is_whole_target)
