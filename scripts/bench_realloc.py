@@ -1,13 +1,16 @@
 """Cost of moving parameters between layouts, as planned and as measured.
 
-    plan    planned bytes per rank, peak memory and planning time for llama shapes on up to 1,024 ranks of 8 per node,
-            against the formulas of other systems; fails if a plan moves more than HybridFlow's or takes too long
-    run     real reallocations of a small model on 4 gloo ranks (scripts/bench_realloc_run.py; its options follow)
+    plan    planned bytes per rank and between nodes, peak memory and planning time for llama shapes on up to 1,024
+            ranks of 8 per node, against the formulas of other systems; fails if a plan moves more than HybridFlow's or
+            takes too long
+    run     real reallocations of a small model on 4 gloo ranks, or on 8 of two simulated machines
+            (scripts/bench_realloc_run.py; its options follow)
 
 Prints tables and, with ``--out``, writes the numbers of `plan` as JSON. Strategies are p-t-d; parameters are bfloat16.
 
     python scripts/bench_realloc.py plan --out plan.json
     python scripts/bench_realloc.py run --help
+    python scripts/bench_realloc.py run --mb-per-s 100
 """
 
 from __future__ import annotations
@@ -28,13 +31,13 @@ from rich.table import Table
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
-from realrl.plan.parameters.rank_order import best_rank_order
+from realrl.plan.parameters.rank_order import order_for
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
 from realrl.plan.parameters.specs import ParameterSpec
 from realrl.shape import DecoderConfig
 
 N_DEVICES_PER_NODE = 8
-TIME_LIMITS_S = {128: 2.0, 1024: 20.0}  # number of ranks -> time for layout, rank order and plan
+TIME_LIMITS_S = {1024: 1.0}  # number of ranks -> time for layout, rank order and plan
 
 
 def llama(size: int, n_layers: int, n_heads: int, n_kv_heads: int, inner: int) -> DecoderConfig:
@@ -73,6 +76,7 @@ class Row:
     plain_received_max: int
     sent_max: int
     peak_max: int
+    between_nodes: int
     engine_received: int
     hybridflow_v_received: int
     deepspeed_chat_received: int
@@ -99,11 +103,13 @@ def measure(case: Case) -> Row:
     n_ranks = case.training.n_devices
     start = time.perf_counter()
     source = parameter_layout(specs, case.training, range(n_ranks))
-    target = best_rank_order(source, case.generation, range(n_ranks))
+    order = order_for(source, case.generation, range(n_ranks), node_of=node_of)
+    target = parameter_layout(specs, case.generation, order)
     plan = plan_realloc(source, target, node_of=node_of)
     received = [plan.bytes_received(rank) for rank in plan.ranks]
     sent = [plan.bytes_sent(rank) for rank in plan.ranks]
     peaks = [plan.peak_bytes(rank) for rank in plan.ranks]
+    between_nodes = plan.bytes_between_nodes
     plan_s = time.perf_counter() - start
     plain = plan_realloc(source, parameter_layout(specs, case.generation, range(n_ranks)), node_of=node_of)
     model_bytes = source.model_bytes
@@ -119,6 +125,7 @@ def measure(case: Case) -> Row:
         plain_received_max=max(plain.bytes_received(rank) for rank in plain.ranks),
         sent_max=max(sent),
         peak_max=max(peaks),
+        between_nodes=between_nodes,
         engine_received=hybrid_engine(model_bytes, case.training, case.generation).bytes_received,
         hybridflow_v_received=flow.bytes_received,
         deepspeed_chat_received=chat.bytes_received,
@@ -171,7 +178,7 @@ def show(rows: Sequence[Row]) -> None:
     for name in ("model", "training", "generation"):
         table.add_column(name, no_wrap=True)
     numbers = "ranks|received\nmax|received\nmean|in plain\norder|3D-Hybrid\nEngine|Hybrid\nFlow-V|DeepSpeed\nChat"
-    numbers += "|peak|peak of\nboth|plan\nms"
+    numbers += "|peak|peak of\nboth|between\nnodes, all|plan\nms"
     for name in numbers.split("|"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -184,10 +191,11 @@ def show(rows: Sequence[Row]) -> None:
             row.deepspeed_chat_received,
             row.peak_max,
             row.baseline_peak,
+            row.between_nodes,
         )
         cells = [f"{size / 1e9:.2f}" for size in sizes]
         table.add_row(row.model, row.training, row.generation, str(row.n_ranks), *cells, f"{row.plan_s * 1e3:.0f}")
-    Console(width=max(Console().width, 130)).print(table)
+    Console(width=max(Console().width, 150)).print(table)
 
 
 def plan_section(out: Path | None) -> int:

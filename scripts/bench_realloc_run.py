@@ -6,9 +6,15 @@ Each case is timed against three others that move the same model, in rounds that
     memcpy   every rank copies as many bytes as it must receive, into new memory, at the same time
     wire     every pair of ranks sends as many bytes as it must, from and into one buffer that is there already
 
+With ``--mb-per-s``, 8 ranks are on two machines: network namespaces with a link of that rate (needs root). What a
+machine lacks crosses the link once and is passed on inside; it is timed against
+
+    one hop  the plan that knows no machines: every rank gets all that it lacks from a rank that holds it
+
 Prints a table and writes JSON.
 
     python scripts/bench_realloc_run.py --model ~/.cache/realrl/smollm2-135m-instruct --repeats 3
+    python scripts/bench_realloc_run.py --mb-per-s 50
 """
 
 from __future__ import annotations
@@ -18,9 +24,12 @@ import json
 import multiprocessing
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +37,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from simulated_machines import enter_machine, two_machines
 
 from realrl.engine.device import resolve_device
 from realrl.engine.groups import Communicator, Groups
@@ -43,11 +53,12 @@ from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
 from realrl.runtime.transport.zmq import RunKeys, WorkerKeys, ZmqKeyValueClient, ZmqKeyValueServer
 from realrl.shape import DecoderConfig
 
-N_RANKS = 4
+N_RANKS, N_RANKS_ON_TWO_MACHINES = 4, 8
 CPU = torch.device("cpu")
 SMOLLM2 = DecoderConfig(49152, 576, 30, 9, 3, 64, 1536, rope_theta=100000.0, tied_embeddings=True, max_positions=8192)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CASES = ("p4>d4", "d4>p4", "d2p2>d4", "d2p2>p4", "t3>p4", "p4>t3")  # a layout of n ranks is on the first n
+CASES_OF_TWO_MACHINES = ("p4>d4@4", "t3>d4@4", "p4>d2p2@4", "p8>d8")  # or on those from @n
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -68,21 +79,47 @@ class Measured:
     realloc_over_wire: float | None
 
 
+@dataclass(frozen=True)
+class MeasuredBetween:
+    """One case on two machines; times are medians in seconds, bytes are those that cross the link in both directions.
+
+    The model's bytes cross it in `model_s`, at the rate of the link.
+    """
+
+    case: str
+    model_bytes: int
+    relayed_bytes: int
+    one_hop_bytes: int
+    model_s: float
+    relayed_s: float
+    one_hop_s: float
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases; returns the exit code."""
     args = _parse(argv)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        machines = None if args.mb_per_s is None else stack.enter_context(two_machines(args.mb_per_s))
+        return _run(args, machines, f"ipc://{folder}/meeting")
+
+
+def _run(args: argparse.Namespace, machines: tuple[str, str] | None, endpoint: str) -> int:
     keys = RunKeys.new()
-    store = ZmqKeyValueServer(keys)
+    store = ZmqKeyValueServer(keys, endpoint=endpoint)
+    n_ranks = N_RANKS if machines is None else N_RANKS_ON_TWO_MACHINES
     place = (store.address, keys.for_workers)
     multiprocessing.set_forkserver_preload(["realrl.engine.parameters.realloc", "realrl.model.files.hf"])
     context = multiprocessing.get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
-    ranks = [context.Process(target=_rank_main, args=(rank, place, args, writer)) for rank in range(N_RANKS)]
+    ranks = [
+        context.Process(target=_rank_main, args=(rank, n_ranks, place, args, machines, writer))
+        for rank in range(n_ranks)
+    ]
     for process in ranks:
         process.start()
     writer.close()
     try:
-        results: list[Measured] = reader.recv()
+        results = reader.recv()
     except EOFError:
         print("a rank failed; its traceback is above", file=sys.stderr)
         return 1
@@ -90,30 +127,40 @@ def main(argv: Sequence[str] | None = None) -> int:
         for process in ranks:
             process.join()
         store.close()
-    _print(results, args)
+    (_print if machines is None else _print_between)(results, args)
     if args.out is not None:
         report = {"model": str(args.model), "dtype": args.dtype, "results": [asdict(result) for result in results]}
         args.out.write_text(json.dumps(report, indent=2) + "\n")
     return 0
 
 
-def _rank_main(rank: int, place: tuple[str, WorkerKeys], args: argparse.Namespace, writer: Connection) -> None:
+def _rank_main(
+    rank: int,
+    n_ranks: int,
+    place: tuple[str, WorkerKeys],
+    args: argparse.Namespace,
+    machines: tuple[str, str] | None,
+    writer: Connection,
+) -> None:
+    if machines is not None:
+        enter_machine(machines[_machine_of(rank)], _machine_of(rank))
     resolve_device("cpu")
     torch.set_num_threads(1)
-    cluster = Cluster(1, N_RANKS)
-    allocation = Allocation(DeviceMesh.whole(cluster), ParallelStrategy(dp=N_RANKS))
+    cluster = Cluster(1, n_ranks)
+    allocation = Allocation(DeviceMesh.whole(cluster), ParallelStrategy(dp=n_ranks))
     planned = process_groups([allocation], cluster)
     groups = Groups.create(
         planned,
         rank=rank,
-        world_size=N_RANKS,
+        world_size=n_ranks,
         meeting=ZmqKeyValueClient(*place),
         device=CPU,
         timeout_s=args.timeout_s,
     )
     world = groups[group_of(planned, GroupKind.GLOBAL, allocation, rank)]
     whole = _whole_model(args.model, DTYPES[args.dtype])
-    results = [_measure(case, whole, DTYPES[args.dtype], world, args.repeats) for case in args.cases]
+    measure = _measure if machines is None else partial(_measure_between, mb_per_s=args.mb_per_s)
+    results = [measure(case, whole, DTYPES[args.dtype], world, args.repeats) for case in args.cases]
     if rank == 0:
         writer.send(results)
     groups.destroy()
@@ -158,6 +205,34 @@ def _measure(case: str, whole: Tensors, dtype: torch.dtype, world: Communicator,
     )
 
 
+def _machine_of(rank: int) -> int:
+    return rank // (N_RANKS_ON_TWO_MACHINES // 2)
+
+
+def _measure_between(
+    case: str, whole: Tensors, dtype: torch.dtype, world: Communicator, repeats: int, *, mb_per_s: float
+) -> MeasuredBetween:
+    source, target = (_layout(text, whole, dtype) for text in case.split(">"))
+    held, expected = (_shard(whole, layout, world.rank) for layout in (source, target))
+    plans = {
+        "relayed": plan_realloc(source, target, node_of=_machine_of),
+        "one hop": plan_realloc(source, target, node_of=lambda rank: rank),
+    }
+    ways: dict[str, Callable[[], object]] = {}
+    for name, plan in plans.items():
+        realloc = Reallocator(plan, world, world.rank, CPU)
+        _check(realloc.run(held).parameters, expected, case)
+        ways[name] = partial(realloc.run, held)
+    times_s = _take_turns(ways, world, repeats)
+    crossing = [
+        sum(t.num_bytes for t in plan.transfers if _machine_of(t.source) != _machine_of(t.target))
+        for plan in plans.values()
+    ]
+    assert crossing[0] == plans["relayed"].bytes_between_nodes
+    model_bytes = source.model_bytes
+    return MeasuredBetween(case, model_bytes, *crossing, model_bytes / mb_per_s / 1e6, *times_s.values())
+
+
 def _take_turns(ways: Mapping[str, Callable[[], object]], world: Communicator, repeats: int) -> dict[str, float]:
     """Median seconds of each way, from its start on all ranks until all are done."""
     times_s: dict[str, list[float]] = {name: [] for name in ways}
@@ -176,8 +251,9 @@ def _layout(text: str, whole: Tensors, dtype: torch.dtype) -> ParameterLayout:
     config = DecoderConfig(**{**vars(SMOLLM2), "dtype": dtype_name(dtype)})
     specs = parameter_specs(config)
     assert {s.name: s.shape for s in specs} == {name: tuple(t.shape) for name, t in whole.items()}
-    strategy = parse_strategy(text)
-    return parameter_layout(specs, strategy, range(strategy.n_devices))
+    notation, _, first = text.partition("@")
+    strategy = parse_strategy(notation)
+    return parameter_layout(specs, strategy, range(int(first or 0), int(first or 0) + strategy.n_devices))
 
 
 def _shard(whole: Tensors, layout: ParameterLayout, rank: int) -> dict[str, torch.Tensor]:
@@ -260,15 +336,36 @@ def _print(results: Sequence[Measured], args: argparse.Namespace) -> None:
     Console(width=140).print(table)
 
 
+def _print_between(results: Sequence[MeasuredBetween], args: argparse.Namespace) -> None:
+    title = f"SmolLM2-135M in {args.dtype} between two machines with {args.mb_per_s:g} MB/s, median of {args.repeats}"
+    columns = ("layouts", "model MB", "model s", "crossing MB", "s", "crossing MB in one hop", "s", "one hop/relayed")
+    table = Table(*columns, title=title)
+    for r in results:
+        table.add_row(
+            r.case.replace(">", " -> "),
+            f"{r.model_bytes / 1e6:.0f}",
+            f"{r.model_s:.2f}",
+            f"{r.relayed_bytes / 1e6:.0f}",
+            f"{r.relayed_s:.2f}",
+            f"{r.one_hop_bytes / 1e6:.0f}",
+            f"{r.one_hop_s:.2f}",
+            f"{r.one_hop_s / r.relayed_s:.2f}",
+        )
+    Console(width=140).print(table)
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--model", type=Path, help="Hugging Face folder; default: random weights in SmolLM2's shape")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
-    parser.add_argument("--cases", nargs="+", default=CASES, help="like p4>d4: source and target strategy")
+    parser.add_argument("--cases", nargs="+", help="like p4>d4@4: source and target strategy, and their first ranks")
+    parser.add_argument("--mb-per-s", type=float, help="two machines of 4 ranks each, with a link of that rate")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--timeout-s", type=float, default=120.0)
     parser.add_argument("--out", type=Path, default=Path("bench_realloc_run.json"))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.cases = args.cases or (CASES if args.mb_per_s is None else CASES_OF_TWO_MACHINES)
+    return args
 
 
 if __name__ == "__main__":

@@ -135,26 +135,34 @@ def _print_hooks(plan: RunPlan) -> None:
         from realrl.runtime.worker.reallocs import Reallocs
 
         reallocs = Reallocs(plan, role_configs(plan))
+    columns = ["when", "parameters of", "from", "to", "moved", "most to one device"]
+    columns += ["between nodes"] if plan.cluster.n_nodes > 1 else []
     rows = []
     for call, when, hook in planned:
         if not isinstance(hook, Realloc):
-            rows.append((f"{when} {call}", f"{hook.role} to host memory", str(hook.allocation), "-", "-", "-"))
+            ends = (str(hook.allocation), *["-"] * (len(columns) - 3))
+            rows.append((f"{when} {call}", f"{hook.role} to host memory", *ends))
             continue
         assert reallocs is not None
         moved = reallocs.of(hook)
         what = hook.source if hook.is_implied else f"{hook.source} into {hook.target}, eta {hook.eta:g}"
         most = max(moved.bytes_received(rank) for rank in hook.target_allocation.ranks)
-        ends = (str(hook.source_allocation), str(hook.target_allocation))
-        rows.append((f"{when} {call}", what, *ends, show_bytes(moved.total_bytes), show_bytes(most)))
-    columns = ("when", "parameters of", "from", "to", "moved", "most to one device")
+        sizes = (moved.total_bytes, most, moved.bytes_between_nodes)[: len(columns) - 4]
+        ends = (str(hook.source_allocation), str(hook.target_allocation), *map(show_bytes, sizes))
+        rows.append((f"{when} {call}", what, *ends))
     print_table(columns, rows, title="Parameters that move", folding=("parameters of",))
     for call, _, hook in planned:
         if isinstance(hook, Realloc) and hook.target_allocation.order is not None:
             assert reallocs is not None
             plain = replace(hook, target_allocation=replace(hook.target_allocation, order=None))
-            less, more = (show_bytes(reallocs.of(one).total_bytes) for one in (hook, plain))
+            ours, others = reallocs.of(hook), reallocs.of(plain)
+            less, more = (show_bytes(one.total_bytes) for one in (ours, others))
             order = _order(hook.target_allocation.order)
-            print(f"{call} takes its devices in the order {order}: {less} move, in plain order {more} would\n")
+            between = ""
+            if plan.cluster.n_nodes > 1:
+                crossing = (show_bytes(one.bytes_between_nodes) for one in (ours, others))
+                between = "; between nodes {} move, {} would".format(*crossing)
+            print(f"{call} takes its devices in the order {order}: {less} move, in plain order {more} would{between}\n")
 
 
 def _print_groups(plan: RunPlan) -> None:

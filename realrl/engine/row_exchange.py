@@ -3,7 +3,8 @@
     store ──► one message per peer ──exchange, device to device──► views of the message ──► store
 
 Both ends derive the messages from the same list of transfers: one per (source, target), in two rounds. The first sends
-sizes, the second the messages. A message holds its transfers' rows in the order of the list::
+sizes, the second the messages. Two more rounds follow, in which relays pass rows that came in these on in their node. A
+message holds its transfers' rows in the order of the list::
 
     start of each block as `encode_start` writes it | tensors of all blocks, each padded to 16 bytes
 
@@ -33,6 +34,8 @@ class RowTransfer(Protocol):
     def key(self) -> str: ...
     @property
     def ids(self) -> tuple[str, ...]: ...
+    @property
+    def is_passed_on(self) -> bool: ...
 
 
 def exchange_rows(
@@ -55,6 +58,15 @@ def exchange_rows(
         TransportError: a transfer is from a rank to itself, or rows came that were not planned.
         SampleError: rows to send are not in the store.
     """
+    return sum(
+        _exchange([t for t in transfers if t.is_passed_on == is_passed_on], store=store, world=world, device=device)
+        for is_passed_on in (False, True)
+    )
+
+
+def _exchange(
+    transfers: Sequence[RowTransfer], *, store: SampleStore, world: Communicator, device: torch.device
+) -> int:
     outgoing, incoming = _by_peer(transfers, world.rank)
     messages = {peer: _pack(planned, store, device) for peer, planned in outgoing.items()}
     sizes = {peer: torch.zeros(2, dtype=torch.int64, device=device) for peer in incoming}

@@ -161,6 +161,21 @@ def test_dry_run_says_when_a_rank_order_saves_bytes(capsys: pytest.CaptureFixtur
     assert "takes its devices" not in call(capsys, "run", "ppo", "preset=tiny", "--dry-run", *overrides[:2])[1]
 
 
+def test_dry_run_counts_bytes_between_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = (
+        "cluster.n_nodes=2",
+        "cluster.n_devices_per_node=2",
+        "allocation=t4",
+        "allocation.calls.actor_gen=d4@0-1",
+    )
+    code, out, err = call(capsys, "run", "ppo", "preset=tiny", "--dry-run", *overrides)
+    assert (code, err) == (0, "")
+    line = next(line for line in out.splitlines() if line.startswith("before actor_gen"))
+    moved, most, between = (float(size) for size in re.findall(r"(\S+) MB", line))
+    assert moved == pytest.approx(4 * most, rel=0.05)
+    assert between == pytest.approx(moved / 3, rel=0.1)  # each node lacks half a model, each device three quarters
+
+
 def test_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--dry-run", "ppo", "preset=tiny"], ["ppo", "--dry-run", "preset=tiny"]):
         code, out, _ = call(capsys, "run", *arguments)

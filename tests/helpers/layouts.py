@@ -134,7 +134,7 @@ def empty_shards(layout: ParameterLayout) -> dict[int, dict[str, Array]]:
 def perform(
     plan: ReallocPlan, source: Mapping[int, Mapping[str, Array]]
 ) -> tuple[dict[int, dict[str, Array]], dict[int, dict[str, Array]]]:
-    """Carry out a plan, from the source tensors alone.
+    """Carry out a plan, from the source tensors alone; relays pass on what has come to them.
 
     Returns:
         The target tensors, and the number of times that each of their elements was written.
@@ -146,8 +146,9 @@ def perform(
                 index(keep.source_slice)
             ]
             counts[rank][keep.parameter][index(keep.target_slice)] += 1
-    for transfer in plan.transfers:
-        sent = source[transfer.source][transfer.parameter][index(transfer.source_slice)]
+    for transfer in sorted(plan.transfers, key=lambda transfer: transfer.origin is not None):
+        shards = source if transfer.origin is None else target
+        sent = shards[transfer.source][transfer.parameter][index(transfer.source_slice)]
         target[transfer.target][transfer.parameter][index(transfer.target_slice)] = sent
         counts[transfer.target][transfer.parameter][index(transfer.target_slice)] += 1
     return target, counts

@@ -95,19 +95,24 @@ def _cases(world_size: int, seed: int, n_cases: int) -> Iterator[tuple[Parameter
         )
 
 
+def _node_of(number: int) -> Callable[[int], int]:
+    """All ranks on one node, or two or three on each."""
+    return lambda rank: rank // (1 + number % 3) if number % 3 else 0
+
+
 def _random_pairs(rank: int, world_size: int, seed: int, n_cases: int) -> int:
     world = Communicator(dist.group.WORLD, world_size, rank)
     n_received = 0
     for number, (source, target, bucket_bytes, alias) in enumerate(_cases(world_size, seed, n_cases)):
         whole = whole_model(source.specs, number)
         held, wanted = shard(whole, source, rank), shard(whole, target, rank)
-        plan = plan_realloc(source, target)
+        plan = plan_realloc(source, target, node_of=_node_of(number))
         there = Reallocator(plan, world, rank, CPU, bucket_bytes=bucket_bytes).run(held, alias=alias)
         assert_equal(there.parameters, wanted)
         assert (there.bytes_received, there.bytes_sent) == (plan.bytes_received(rank), plan.bytes_sent(rank))
         _check_memory(there.parameters, held or {}, source, target, rank, alias)
         _check_union(plan, world, rank, held, wanted)
-        plan = plan_realloc(target, source)
+        plan = plan_realloc(target, source, node_of=_node_of(number))
         back = Reallocator(plan, world, rank, CPU, bucket_bytes=bucket_bytes).run(there.parameters, alias=alias)
         assert_equal(back.parameters, held)
         assert (back.bytes_received, back.bytes_sent) == (plan.bytes_received(rank), plan.bytes_sent(rank))
@@ -184,14 +189,47 @@ def test_memory_stays_within_the_two_layouts_and_the_buckets() -> None:
         assert (received, peak) == (0, held)
 
 
-def _moving_average(rank: int, world_size: int) -> None:
+def _between_nodes(rank: int, world_size: int, bucket_bytes: int) -> list[tuple[int, int, int]]:
+    """Per pair, of two nodes of two: bytes between nodes, the peak measured, and the bytes of both layouts."""
     world = Communicator(dist.group.WORLD, world_size, rank)
-    for number, (source, target, bucket_bytes, _) in enumerate(_cases(world_size, 7, 9)):
-        eta = [0.0, 0.25, 1.0][number % 3]
+    specs = parameter_specs(MODELS[0])
+    whole, measured = whole_model(specs, 0), []
+    for a, b in (
+        (((1, 1, 2), (0, 1)), ((1, 2, 1), (2, 3))),
+        (((2, 1, 2), (0, 1, 2, 3)), ((1, 2, 2), (0, 1, 2, 3))),
+        (((4, 1, 1), (0, 1, 2, 3)), ((1, 4, 1), (0, 1, 2, 3))),
+    ):
+        source, target = layout(specs, *a), layout(specs, *b)
+        plan = plan_realloc(source, target, node_of=lambda rank: rank // 2)
+        held = shard(whole, source, rank) or {}
+        result = Reallocator(plan, world, rank, CPU, bucket_bytes=bucket_bytes).run(held)
+        assert_equal(result.parameters, shard(whole, target, rank))
+        fresh = [t for n, t in result.parameters.items() if n not in held or not shares_memory(t, held[n])]
+        both = sum(t.nbytes for t in (*held.values(), *fresh))
+        measured.append((plan.bytes_between_nodes, result.peak_bytes, both))
+    return measured
+
+
+def test_what_a_node_lacks_crosses_once_and_relays_keep_nothing() -> None:
+    bucket_bytes = 4000
+    sizes = {spec.name: spec.num_bytes for spec in parameter_specs(MODELS[0])}
+    model_bytes = sum(sizes.values())
+    for of_rank in run_ranks(4, _between_nodes, bucket_bytes):
+        lacked = model_bytes - sizes["embedding.weight"]  # which is tied: both ends of the pipeline hold it
+        assert [n_bytes for n_bytes, _, _ in of_rank] == [model_bytes, lacked, lacked]
+        for _, peak, held in of_rank:
+            assert held <= peak <= held + 2 * 2 * (bucket_bytes + 4 * 100)  # up to 4 pairs, rows of at most 100 bytes
+
+
+def _moving_average(rank: int, world_size: int) -> int:
+    world, n_relayed = Communicator(dist.group.WORLD, world_size, rank), 0
+    for number, (source, target, bucket_bytes, _) in enumerate(_cases(world_size, 7, 12)):
+        eta = [0.25, 0.25, 0.0, 1.0][number % 4]
         ours, theirs = whole_model(source.specs, number), whole_model(source.specs, 100 + number)
         held, into = shard(ours, source, rank), shard(theirs, target, rank)
-        realloc = Reallocator(plan_realloc(source, target), world, rank, CPU, bucket_bytes=bucket_bytes)
-        result = realloc.run(held, target=into, eta=eta)
+        plan = plan_realloc(source, target, node_of=lambda rank: rank // 2)
+        n_relayed += sum(transfer.origin is not None for transfer in plan.transfers) if eta == 0.25 else 0
+        result = Reallocator(plan, world, rank, CPU, bucket_bytes=bucket_bytes).run(held, target=into, eta=eta)
         for name, tensor in result.parameters.items():
             assert shares_memory(tensor, into[name])  # type: ignore[index]
         mixed = {n: (eta * ours[n].double() + (1 - eta) * theirs[n].double()).to(ours[n].dtype) for n in ours}
@@ -201,10 +239,12 @@ def _moving_average(rank: int, world_size: int) -> None:
             torch.testing.assert_close(tensor, expected[name])  # type: ignore[index]
         if held is not None:
             assert_equal(held, shard(ours, source, rank))
+    return n_relayed
 
 
 def test_moving_average_in_place() -> None:
-    run_ranks(3, _moving_average)
+    """Also through relays, which pass on what they got and not their averages."""
+    assert all(n_relayed > 0 for n_relayed in run_ranks(4, _moving_average))
 
 
 def _beside_other_work(rank: int, world_size: int) -> None:

@@ -10,7 +10,8 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.engine.parameters.realloc_rounds import Message, Round, rounds_of
+from realrl.engine.parameters.realloc_rounds import Message, Round, ShardSlice, rounds_of
+from realrl.plan.memory.buffers import REALLOC_ROUNDS
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
 from realrl.plan.parameters.specs import Slice
 from tests.ranks.test_realloc import MODELS, parameter_specs, random_layout
@@ -38,26 +39,72 @@ def shape_of(message: Message) -> tuple[object, ...]:
     return message.dtype, tuple((piece.parameter, piece.shape) for piece in message.pieces)
 
 
-@given(st.integers(0, 10**6), st.sampled_from([250, 2000, 20_000, 1 << 30]))
-def test_rounds(seed: int, bucket_bytes: int) -> None:
-    rng = random.Random(seed)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([250, 2000, 20_000, 1 << 30]),
+    st.sampled_from([(1, 8), (2, 2), (2, 4), (3, 3), (4, 2), (2, 8)]),
+)
+def test_rounds(seed: int, bucket_bytes: int, cluster: tuple[int, int]) -> None:
+    rng, (n_nodes, node_size) = random.Random(seed), cluster
     specs = parameter_specs(rng.choice(MODELS))
-    plan = plan_realloc(random_layout(specs, 8, rng), random_layout(specs, 8, rng))
+    layouts = (random_layout(specs, n_nodes * node_size, rng) for _ in range(2))
+    plan = plan_realloc(*layouts, node_of=lambda rank: rank // node_size)
     rounds = all_rounds(plan, bucket_bytes)
     longest = max(spec.shape[-1] for spec in specs) * 4
     for rank, mine in rounds.items():
         assert sum(num_bytes(r.sends) for r in mine) == plan.bytes_sent(rank)
         assert sum(num_bytes(r.receives) for r in mine) == plan.bytes_received(rank)
+        assert not mine or mine[-1].sends or mine[-1].receives
         for number, current in enumerate(mine):
-            assert current.sends or current.receives
             for message in current.sends:
                 theirs = [m for m in rounds[message.peer][number].receives if m.peer == rank]
                 ours = [m for m in current.sends if m.peer == message.peer]
                 assert [shape_of(m) for m in ours] == [shape_of(m) for m in theirs]
-            for messages in (current.sends, current.receives):
-                peers = {m.peer for m in messages}
-                assert num_bytes(messages) <= bucket_bytes + len(peers) * max(longest, bucket_bytes // 64)
+            for messages, transfers in (
+                (current.sends, plan.transfers_from(rank)),
+                (current.receives, plan.transfers_to(rank)),
+            ):
+                n_pairs = len({(t.source, t.target, t.origin) for t in transfers})
+                assert num_bytes(messages) <= bucket_bytes + n_pairs * max(longest, bucket_bytes // 64)
         _check_pieces(plan, rank, mine)
+        _check_relay(mine)
+    _check_that_nobody_waits_for_ever(rounds)
+
+
+def _check_relay(rounds: tuple[Round, ...]) -> None:
+    """What is passed on has come, in the same pieces, by the time that the round is sent."""
+    came = [piece for current in rounds for m in current.receives if not m.is_passed_on for piece in m.pieces]
+    assert len(set(came)) == len(came)
+    there: set[ShardSlice] = set()
+    for number, current in enumerate(rounds):
+        if number >= REALLOC_ROUNDS:  # the round before which this one is sent is done
+            done = rounds[number - REALLOC_ROUNDS]
+            there = {piece for m in done.receives for piece in m.pieces}
+        for message in current.sends:
+            assert not message.is_passed_on or there.issuperset(message.pieces)
+
+
+def _check_that_nobody_waits_for_ever(rounds: dict[int, tuple[Round, ...]]) -> None:
+    """Each rank waits for its rounds one after the other, and sends a round when that of two before is done."""
+    done = dict.fromkeys(rounds, 0)
+
+    def is_posted(rank: int, number: int) -> bool:
+        return number < done[rank] + REALLOC_ROUNDS
+
+    while True:
+        ready = [
+            rank
+            for rank, number in done.items()
+            if number < len(rounds[rank])
+            and all(
+                is_posted(message.peer, number)
+                for message in (*rounds[rank][number].sends, *rounds[rank][number].receives)
+            )
+        ]
+        if not ready:
+            break
+        done[ready[0]] += 1
+    assert done == {rank: len(mine) for rank, mine in rounds.items()}
 
 
 def _check_pieces(plan: ReallocPlan, rank: int, rounds: tuple[Round, ...]) -> None:

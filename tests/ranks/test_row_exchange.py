@@ -13,7 +13,7 @@ from realrl.data.sample import SampleError, SequenceSample
 from realrl.engine.groups import ALONE, Communicator
 from realrl.engine.row_exchange import exchange_rows
 from realrl.errors import TransportError
-from realrl.plan.samples.transfer import RowTransfer
+from realrl.plan.samples.transfer import Placement, RowTransfer, Share, plan_transfers
 from tests.data.samples import SCHEMAS, make_sample
 from tests.helpers.ranks import run_ranks
 
@@ -54,6 +54,30 @@ def _exchange(rank: int, world_size: int, seeds: list[int], n_samples: int) -> N
         wanted = {(i, t.key) for t in incoming for i in t.ids}
         others = [i for r in range(world_size) if r != rank for i in held_by(r, n_samples).ids]
         assert {(i, k) for i in others for k in KEYS} - set(store.missing(others, KEYS)) == wanted
+
+
+def _through_relays(rank: int, world_size: int, n_samples: int) -> int:
+    """Two nodes of two ranks, which all need the rows of rank 0; returns the bytes received from another node."""
+    store, mine = SampleStore(), held_by(0, n_samples)
+    if rank == 0:
+        store.put(mine)
+    placements = {key: dict.fromkeys(mine.ids, Placement(frozenset({0}))) for key in KEYS}
+    share = Share(tuple(range(world_size)), mine.ids)
+    routes, _ = plan_transfers([share], placements, node_of=lambda rank: rank // 2)
+    world = Communicator(dist.group.WORLD, world_size, rank)
+    exchange_rows([r for r in routes if rank in (r.source, r.target)], store=store, world=world, device=CPU)
+    for key in KEYS:
+        assert torch.equal(store.get(mine.ids, (key,))[key], mine[key])
+    far = [r for r in routes if r.target == rank and r.source // 2 != rank // 2]
+    return sum(store.get(r.ids, (r.key,))[r.key].nbytes for r in far)
+
+
+def test_rows_cross_to_a_node_once_and_are_passed_on() -> None:
+    n_samples = 6
+    crossed = run_ranks(4, _through_relays, n_samples)
+    assert sum(crossed) == sum(held_by(0, n_samples)[key].nbytes for key in KEYS)
+    assert crossed[:2] == [0, 0]
+    assert min(crossed[2:]) > 0
 
 
 def _rows(transfer: RowTransfer, n_samples: int) -> SequenceSample:

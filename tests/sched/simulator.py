@@ -283,10 +283,9 @@ class Simulation(Checks):
         for transfer in request.transfers:
             assert transfer.target == rank != transfer.source
             assert transfer.key in call.mfc.input_keys
-            for sample_id in transfer.ids:
-                assert transfer.key in self.ranks[transfer.source].store[sample_id], "the source has no such rows"
-                assert transfer.key not in r.store[sample_id], "the target has these rows"
-                r.store[sample_id].add(transfer.key)
+            self.fetch(
+                transfer, self.sent[part_of(request)][transfer.source].transfers if transfer.is_passed_on else ()
+            )
         for transfer in request.spreads:
             sent = self.sent[part_of(request)]
             assert all(transfer in sent[end].spreads for end in (transfer.source, transfer.target)), "a peer is missing"
@@ -333,11 +332,18 @@ class Simulation(Checks):
         for transfer in request.receives:
             assert transfer.target == rank != transfer.source
             assert transfer in self.sent[part_of(request)][transfer.source].sends
-            for sample_id in transfer.ids:
-                assert transfer.key in self.ranks[transfer.source].store[sample_id], "the source has no such rows"
-                assert transfer.key not in self.ranks[rank].store[sample_id], "the target has these rows"
-                self.ranks[rank].store[sample_id].add(transfer.key)
+            self.fetch(transfer, self.sent[part_of(request)][transfer.source].receives if transfer.is_passed_on else ())
         return RowsMoved(rank, request.seq, request.dispatch_id, request.call, request.step, (), 10)
+
+    def fetch(self, transfer, of_relay):
+        """The target gets rows that the source has, or that it fetches for the same part if it is a relay."""
+        passed_on = {(t.key, sample_id) for t in of_relay if not t.is_passed_on for sample_id in t.ids}
+        for sample_id in transfer.ids:
+            has = transfer.key in self.ranks[transfer.source].store[sample_id]
+            is_there = (transfer.key, sample_id) in passed_on if transfer.is_passed_on else has
+            assert is_there, "the source has no such rows"
+            assert transfer.key not in self.ranks[transfer.target].store[sample_id], "the target has these rows"
+            self.ranks[transfer.target].store[sample_id].add(transfer.key)
 
     def end_hooks(self, rank, request):
         """All ranks of the part are there: what each had in its homes when it came is what the hooks move."""

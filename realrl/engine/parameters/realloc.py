@@ -1,11 +1,14 @@
 """Execution of a `ReallocPlan` on one rank: parameters move from one layout to another.
 
     source shards ──pack──► messages ──round by round──► unpack ──► target shards
-         └───────── what the rank keeps itself: aliased, or copied ────────┘
+         └───────── what the rank keeps itself: shared, or copied ─────────┘
 
 At most two rounds of messages exist at a time, so a reallocation needs little memory beyond the two layouts. What both
 layouts have of a parameter on one rank exists once, where the source's tensors may move: source and target are views of
 one tensor, their union.
+
+A relay passes on what another node sent it from its own target shard; where the target is an average, which is not what
+was sent, it keeps the messages of a round until it has passed them on.
 """
 
 from __future__ import annotations
@@ -13,17 +16,20 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
 from realrl.engine.groups import Communicator, Pending
-from realrl.engine.parameters.realloc_rounds import Message, Round, rounds_of
+from realrl.engine.parameters.realloc_rounds import Message, Round, ShardSlice, rounds_of
 from realrl.errors import RunError
 from realrl.model.dtypes import torch_dtype
 from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_ROUNDS
 from realrl.plan.parameters.layout import ParameterLayout
 from realrl.plan.parameters.realloc import Keep, ReallocPlan
 from realrl.plan.parameters.specs import Slice
+
+Arrived = Mapping[ShardSlice, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -174,21 +180,22 @@ class Reallocation:
         On CUDA this holds for all later work on the current stream.
         """
         while self._under_way:
-            self._finish(self._under_way.popleft())
-            self._send_next()
+            self._send_next(self._finish(self._under_way.popleft()))
         shards = self._shards
         return ReallocResult(
             shards.target, tuple(shards.moved), self._bytes_received, self._bytes_sent, shards.peak_bytes
         )
 
-    def _send_next(self) -> None:
+    def _send_next(self, arrived: Arrived = MappingProxyType({})) -> None:
+        """Send the next round; `arrived` are the pieces that it passes on, if the target does not have them."""
         if not self._waiting:
             return
         messages = self._waiting.popleft()
-        sends = [(message, *self._shards.outgoing(message)) for message in messages.sends]
+        sends = [(message, *self._shards.outgoing(message, arrived)) for message in messages.sends]
         receives = [(message, *self._shards.incoming(message)) for message in messages.receives]
         num_bytes = sum(flat.nbytes for _, flat, is_copy in (*sends, *receives) if is_copy)
         self._shards.account(num_bytes)
+        self._shards.account(-sum(tensor.nbytes for tensor in arrived.values()))
         self._bytes_sent += sum(flat.nbytes for _, flat, _ in sends)
         self._bytes_received += sum(flat.nbytes for _, flat, _ in receives)
         pending = self._world.exchange(
@@ -198,12 +205,19 @@ class Reallocation:
         unpack = tuple((message, flat) for message, flat, is_copy in receives if is_copy)
         self._under_way.append(_UnderWay(pending, unpack, num_bytes))
 
-    def _finish(self, under_way: _UnderWay) -> None:
+    def _finish(self, under_way: _UnderWay) -> Arrived:
+        """Wait for a round, write it to the target, and return what the next one passes on but the target lacks."""
         under_way.pending.wait()
+        arrived: dict[ShardSlice, torch.Tensor] = {}
+        passed_on: set[ShardSlice] = set()
+        if self._waiting and self._shards.lacks_what_arrives:
+            passed_on.update(piece for m in self._waiting[0].sends if m.is_passed_on for piece in m.pieces)
         for message, flat in under_way.unpack:
-            places = [(piece.parameter, piece.slices) for piece in message.pieces]
-            self._shards.write(places, _split(message, flat))
-        self._shards.account(-under_way.num_bytes)
+            values = _split(message, flat)
+            self._shards.write([(piece.parameter, piece.slices) for piece in message.pieces], values)
+            arrived.update((p, value) for p, value in zip(message.pieces, values, strict=True) if p in passed_on)
+        self._shards.account(sum(tensor.nbytes for tensor in arrived.values()) - under_way.num_bytes)
+        return arrived
 
 
 @dataclass(frozen=True)
@@ -244,10 +258,17 @@ class _Shards:
         self.moved.append(tensor)
         return union
 
-    def outgoing(self, message: Message) -> tuple[torch.Tensor, bool]:
-        """The message's elements [n], and True if they are a copy."""
-        views = [_view(self.source[piece.parameter], piece.slices) for piece in message.pieces]
-        if len(views) == 1 and views[0].is_contiguous():
+    @property
+    def lacks_what_arrives(self) -> bool:
+        """The target has averages of what it had with what arrives."""
+        return self._eta != 1.0
+
+    def outgoing(self, message: Message, arrived: Arrived) -> tuple[torch.Tensor, bool]:
+        """The message's elements [n], and True if they are a copy, as are those of `arrived`, which go afterwards."""
+        is_kept = not (message.is_passed_on and self.lacks_what_arrives)
+        tensors = self.target if message.is_passed_on else self.source
+        views = [_view(tensors[p.parameter], p.slices) if is_kept else arrived[p] for p in message.pieces]
+        if len(views) == 1 and views[0].is_contiguous() and is_kept:
             return views[0].view(-1), False
         flat = views[0].new_empty(message.num_elements)
         torch._foreach_copy_(_split(message, flat), views)

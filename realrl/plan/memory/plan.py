@@ -376,16 +376,22 @@ def _moved(call: CallState, roles: Mapping[str, RoleState]) -> dict[int, Usage]:
     for hook in (*call.hooks.before, *call.hooks.after):
         if not isinstance(hook, Realloc):
             continue
-        model = roles[hook.source].model
+        role = roles[hook.source]
+        model = role.model
         source, target = _layout(model, hook.source_allocation), _layout(model, hook.target_allocation)
-        moved = plan_realloc(source, target)
-        may_move = not (roles[hook.source].is_trained and BACKENDS[roles[hook.source].backend].has_own_buffers)
+        is_gathered = role.is_trained and role.zero_stage == 3
+        may_move = not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
+        moved = plan_realloc(source, target, node_of=call.allocation.mesh.cluster.node_of)
         for rank in call.allocation.ranks:
             messages = sum(min(n, _MESSAGES) for n in (moved.bytes_received(rank), moved.bytes_sent(rank)))
+            if hook.eta != 1.0:  # a relay keeps a round that it averages until it has passed it on
+                messages += min(moved.bytes_from_other_nodes(rank), REALLOC_BUCKET)
             new = 0
             if hook.is_implied and rank in target:
-                shared = (keep for keep in moved.keeps(rank) if keep.is_whole_target or may_move)
-                new = target.num_bytes_of(rank) - sum(keep.num_bytes for keep in shared)
+                new = target.num_bytes_of(rank)
+                if not is_gathered:  # else home and call share nothing
+                    shared = (keep for keep in moved.keeps(rank) if keep.is_whole_target or may_move)
+                    new -= sum(keep.num_bytes for keep in shared)
             usages[rank] = usages.get(rank, Usage()) + Usage(copies=new + messages)
     return usages
 

@@ -1,18 +1,21 @@
 """Assignment of ranks to the coordinates of a target layout, so that the fewest bytes move.
 
 This generalises the grouping of HybridFlow's 3D-HybridEngine (Sheng et al. 2024, section 5) to any two strategies: a
-rank gets the target slices that overlap the most with its own.
+rank gets the target slices that overlap the most with its own. Between nodes a slice counts once for all ranks of a
+node.
 
 Invariants of `best_rank_order`:
-- no order of the ranks moves fewer bytes; in particular the plain order (position = mesh rank) does not;
-- if the plain order moves as few bytes, each rank holds the same slices as in the plain order;
-- where every source replica has the same number of ranks for each target part, the target replicas made of one source
-  replica have consecutive dp_ranks; otherwise dp_ranks follow the order of `ranks`;
+- on one node no order of the ranks moves fewer bytes. On several nodes no order lets fewer bytes cross between them,
+  and none of those that let as few cross moves fewer, as far as `NodeShares` can search all orders; where it cannot,
+  this holds of the plain order (position = mesh rank) and of the order that is best without regard to nodes;
+- if the plain order is as good, each rank holds the same slices as in the plain order;
+- on one node, where every source replica has the same number of ranks for each target part, the target replicas made of
+  one source replica have consecutive dp_ranks; otherwise dp_ranks follow the order of `ranks`;
 - equal input gives an equal order.
 
 Of the orders that move as few bytes, one is taken in which ranks stay near their tensor groups of the plain order, so
-that the groups are made of neighbours: a tensor group that spans nodes would cost more than it saves. `order_for` gives
-the plain order where that could not be avoided, or next to nothing is saved.
+that the groups are made of neighbours: a tensor group that spans nodes would cost more than it saves. `order_for` keeps
+tensor groups inside nodes, and gives the plain order where next to nothing is saved.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import numpy as np
 
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
+from realrl.plan.parameters.rank_nodes import Column, NodeShares
 from realrl.plan.parameters.realloc_assignment import Flags, transport
 from realrl.plan.parameters.realloc_portions import Matrix, overlap_of, part_of, portions_of
 
@@ -31,27 +35,26 @@ _LEAST_SAVED = 0.01  # of the bytes of the plain order; a few vectors are no rea
 
 
 def best_rank_order(
-    source_layout: ParameterLayout, strategy: ParallelStrategy, ranks: Sequence[int]
+    source_layout: ParameterLayout,
+    strategy: ParallelStrategy,
+    ranks: Sequence[int],
+    *,
+    node_of: Callable[[int], int] | None = None,
 ) -> ParameterLayout:
-    """Return the layout of a strategy on some ranks that is reached from the source layout with the fewest bytes.
+    """Return the layout of a strategy on some ranks that is reached with the fewest bytes across nodes, then in total.
 
     Args:
         source_layout: layout of the parameters now.
         strategy: strategy of the target layout.
         ranks: the ranks of the target layout in the plain order, which decides among equally good ones. They need not
             be in the source layout.
+        node_of: global rank -> node; without it all ranks are on one node.
 
     Raises:
         AllocationError: the number of ranks is not the strategy's, a rank occurs twice, or tp or pp does not fit.
     """
-    plain = parameter_layout(source_layout.specs, strategy, ranks)
-    held, _ = overlap_of(portions_of(source_layout, plain), source_layout, plain)
-    members_of_part = _by_replica(source_layout, _choose_parts(source_layout, plain, held))
-    ordered = [
-        members_of_part[pp_rank * strategy.tp + tp_rank][dp_rank]
-        for pp_rank, dp_rank, tp_rank in map(strategy.coordinates, range(strategy.n_devices))
-    ]
-    return parameter_layout(source_layout.specs, strategy, ordered)
+    orders = _Orders(source_layout, strategy, ranks, node_of or (lambda rank: 0))
+    return min(orders.candidates([(part,) for part in range(strategy.pp * strategy.tp)]), key=orders.cost)
 
 
 def order_for(
@@ -59,9 +62,9 @@ def order_for(
 ) -> tuple[int, ...]:
     """Return the best order of `ranks` for a call whose parameters come from the source layout.
 
-    It is that of `best_rank_order`, with two exceptions that give the plain one, `ranks`: the best saves at most a
-    hundredth of the bytes that the plain one moves, or a tensor group of the best spans more nodes than any of the
-    plain one. Parameters move once a call, but the messages of a tensor group are many and urgent.
+    It is that of `best_rank_order`, with two exceptions. No tensor group spans more nodes than the one of the plain
+    order that spans the most: parameters move once a call, but the messages of a tensor group are many and urgent. And
+    it is the plain one, `ranks`, unless the best saves more than a hundredth of all bytes or of those between nodes.
 
     Args:
         source_layout, strategy, ranks: as for `best_rank_order`.
@@ -70,20 +73,59 @@ def order_for(
     Raises:
         AllocationError: as `best_rank_order`.
     """
-    best = best_rank_order(source_layout, strategy, ranks)
-    plain = parameter_layout(source_layout.specs, strategy, ranks)
-    held, _ = overlap_of(portions_of(source_layout, plain), source_layout, plain)
-
-    def moved(layout: ParameterLayout) -> int:
-        kept = (int(held[part_of(source_layout, r), part_of(layout, r)]) for r in layout.ranks if r in source_layout)
-        return sum(map(layout.num_bytes_of, layout.ranks)) - sum(kept)
+    orders = _Orders(source_layout, strategy, ranks, node_of)
 
     def most_nodes(layout: ParameterLayout) -> int:
         return max(len(set(map(node_of, group))) for group in layout.tp_groups())
 
-    saved = moved(plain) - moved(best)
-    is_worth_it = saved > _LEAST_SAVED * moved(plain) and most_nodes(best) <= most_nodes(plain)
-    return best.ranks if is_worth_it else plain.ranks
+    columns: list[Column] = [(part,) for part in range(strategy.pp * strategy.tp)]
+    if most_nodes(orders.plain) == 1:  # the tensor groups of a stage move as one
+        columns = [tuple(range(first, first + strategy.tp)) for first in range(0, len(columns), strategy.tp)]
+    allowed = [layout for layout in orders.candidates(columns) if most_nodes(layout) <= most_nodes(orders.plain)]
+    best = min(allowed, key=orders.cost)
+    (across, moved), (plain_across, plain_moved) = orders.cost(best), orders.cost(orders.plain)
+    saves_across = plain_across - across > _LEAST_SAVED * plain_across
+    is_worth_it = saves_across or plain_moved - moved > _LEAST_SAVED * plain_moved
+    return best.ranks if is_worth_it else orders.plain.ranks
+
+
+class _Orders:
+    """Orders of the ranks of a target layout, and what they cost."""
+
+    def __init__(
+        self,
+        source: ParameterLayout,
+        strategy: ParallelStrategy,
+        ranks: Sequence[int],
+        node_of: Callable[[int], int],
+    ) -> None:
+        self.plain = parameter_layout(source.specs, strategy, ranks)
+        self._source = source
+        portions = portions_of(source, self.plain)
+        self._held, _ = overlap_of(portions, source, self.plain)
+        self._nodes = NodeShares(portions, source, self.plain, self._held, node_of)
+
+    def candidates(self, columns: Sequence[Column]) -> Iterator[ParameterLayout]:
+        """Yield the best order without regard to nodes, the plain one, and the best for nodes that take the columns."""
+        yield self._layout(_by_replica(self._source, _choose_parts(self._source, self.plain, self._held)))
+        yield self.plain
+        chosen = self._nodes.choose(columns)
+        if chosen is not None:
+            yield self._layout(chosen)
+
+    def cost(self, layout: ParameterLayout) -> tuple[int, int]:
+        """Return the bytes that cross between nodes, and all bytes that move."""
+        source = self._source
+        kept = (int(self._held[part_of(source, r), part_of(layout, r)]) for r in layout.ranks if r in source)
+        return self._nodes.bytes_across(layout), sum(map(layout.num_bytes_of, layout.ranks)) - sum(kept)
+
+    def _layout(self, members_of_part: Sequence[Sequence[int]]) -> ParameterLayout:
+        s = self.plain.strategy
+        ordered = [
+            members_of_part[pp_rank * s.tp + tp_rank][dp_rank]
+            for pp_rank, dp_rank, tp_rank in map(s.coordinates, range(s.n_devices))
+        ]
+        return parameter_layout(self._source.specs, s, ordered)
 
 
 def _choose_parts(source: ParameterLayout, plain: ParameterLayout, held: Matrix) -> list[list[int]]:

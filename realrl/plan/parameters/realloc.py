@@ -7,17 +7,18 @@ Invariants of `plan_realloc`:
 - every element that a target rank's slices contain is either kept (the rank holds it in the source layout) or arrives
   in exactly one transfer;
 - a target rank receives no element that it holds, and none outside of its target slices;
-- a transfer's source holds the sent elements in the source layout;
-- if a rank on the target's node holds the bytes, a rank on that node sends them;
-- senders that could equally well send a portion share it so that the most loaded of them sends as little as
-  possible, up to one layer;
+- a transfer's source holds the sent elements in the source layout, or it is a relay: it needs them itself, gets them
+  from another node, and passes them on inside its own;
+- an element crosses to a node once if the node lacks it (a rank there needs it and none there holds it), else never;
+- ranks that could equally well send, or relay, a portion share it so that the most loaded of them has as little as
+  possible, up to one layer. What crosses between nodes is shared apart from what stays inside them;
 - equal input gives an equal plan; the transfers between two ranks are in the same order on both sides.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +26,7 @@ import numpy as np
 
 from realrl.plan.parameters.layout import ParameterLayout
 from realrl.plan.parameters.rank_order import best_rank_order as best_rank_order
+from realrl.plan.parameters.realloc_flows import HELD, flows_of
 from realrl.plan.parameters.realloc_portions import (
     Matrix,
     Portion,
@@ -36,6 +38,8 @@ from realrl.plan.parameters.realloc_portions import (
 )
 from realrl.plan.parameters.specs import ParameterSpec, Slice, slice_of, units_of
 
+_LEAST_ITEMS = 256  # into which a model is cut between nodes, so that relays can share out even its embedding
+
 
 @dataclass(frozen=True, slots=True)
 class SliceTransfer:
@@ -44,8 +48,10 @@ class SliceTransfer:
     Attributes:
         source, target: global ranks, never the same.
         parameter: name of the parameter.
-        source_slice: its place in the source rank's own tensor, (start, stop) for each dim.
-        target_slice: its place in the target rank's own tensor.
+        source_slice: its place in the source rank's own tensor, (start, stop) for each dim; in that of the target
+            layout if the source is a relay.
+        target_slice: its place in the target rank's own tensor of the target layout.
+        origin: rank from which the source, a relay, has it; None if the source holds it in the source layout.
     """
 
     source: int
@@ -54,6 +60,7 @@ class SliceTransfer:
     source_slice: Slice
     target_slice: Slice
     num_bytes: int
+    origin: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +107,32 @@ def plan_realloc(
         AllocationError: the layouts are of different models.
     """
     check_same_model(source_layout, target_layout)
-    portions = portions_of(source_layout, target_layout)
-    flows = _flows(portions, source_layout, target_layout, node_of or (lambda rank: 0))
-    return ReallocPlan(source_layout, target_layout, portions, np.array(flows, dtype=np.int64).reshape(-1, 5))
+    nodes = dict.fromkeys((*source_layout.ranks, *target_layout.ranks), 0)
+    if node_of is not None:
+        nodes = {rank: node_of(rank) for rank in nodes}
+    item_bytes = source_layout.model_bytes // _LEAST_ITEMS if len(set(nodes.values())) > 1 else None
+    portions = portions_of(source_layout, target_layout, item_bytes=item_bytes)
+    flows = flows_of(portions, source_layout, target_layout, nodes)
+    return ReallocPlan(source_layout, target_layout, portions, flows, nodes)
 
 
 class ReallocPlan:
     """A reallocation, made by `plan_realloc`. Byte counts are known at once, transfers are spelled out on demand."""
 
     def __init__(
-        self, source_layout: ParameterLayout, target_layout: ParameterLayout, portions: Sequence[Portion], flows: Matrix
+        self,
+        source_layout: ParameterLayout,
+        target_layout: ParameterLayout,
+        portions: Sequence[Portion],
+        flows: Matrix,
+        nodes: Mapping[int, int],
     ) -> None:
         self.source_layout = source_layout
         self.target_layout = target_layout
         self._portions = portions
         self._held_bytes, self._needed_bytes = overlap_of(portions, source_layout, target_layout)
-        self._flows = flows  # [n, 5]: source, target, portion, first item, end of items
+        self._flows = flows  # [n, 6], see `flows_of`
+        self._nodes = nodes
         self._local_slice_cache: dict[tuple[int, int, int, int, int], Slice] = {}
 
     # ------------------------------------------------------------ bytes
@@ -146,6 +163,15 @@ class ReallocPlan:
         """Bytes that move between ranks."""
         return sum(self.bytes_received(rank) for rank in self.target_layout.ranks)
 
+    @cached_property
+    def bytes_between_nodes(self) -> int:
+        """Bytes that move between nodes: for each node, what its ranks need and none of them holds, once."""
+        return sum(self._from_other_nodes.values())
+
+    def bytes_from_other_nodes(self, rank: int) -> int:
+        """Return those of `bytes_received` that ranks of other nodes send."""
+        return self._from_other_nodes.get(rank, 0)
+
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that take part, ascending: all of both layouts."""
@@ -158,11 +184,21 @@ class ReallocPlan:
 
     @cached_property
     def _sent(self) -> Mapping[int, int]:
-        sent: dict[int, int] = {}
-        for source, _, number, first, end in self._flows.tolist():
-            ends = self._portions[number].ends
-            sent[source] = sent.get(source, 0) + ends[end] - ends[first]
-        return sent
+        return {rank: int(self._flow_bytes[at].sum()) for rank, at in self._flows_by_source.items()}
+
+    @cached_property
+    def _from_other_nodes(self) -> Mapping[int, int]:
+        nodes = np.array([self._nodes[rank] for rank in self.ranks])
+        source, target = nodes[np.searchsorted(self.ranks, self._flows[:, :2])].T
+        n_bytes = np.where(source == target, 0, self._flow_bytes)
+        return {rank: int(n_bytes[at].sum()) for rank, at in self._flows_by_target.items()}
+
+    @cached_property
+    def _flow_bytes(self) -> Matrix:
+        """Bytes of each flow."""
+        all_ends = np.array([end for portion in self._portions for end in portion.ends], dtype=np.int64)
+        starts = np.cumsum([0, *(len(portion.ends) for portion in self._portions)])[self._flows[:, 2]]
+        return all_ends[starts + self._flows[:, 4]] - all_ends[starts + self._flows[:, 3]]
 
     # ------------------------------------------------------------ transfers
 
@@ -178,6 +214,11 @@ class ReallocPlan:
     def transfers_to(self, rank: int) -> tuple[SliceTransfer, ...]:
         """Return the transfers to `rank`, in the order of `transfers`."""
         return self._spell_out(self._flows[self._flows_by_target.get(rank, slice(0, 0))])
+
+    def direct_transfers_to(self, rank: int) -> tuple[SliceTransfer, ...]:
+        """Return those of `transfers_to` that do not come through a relay."""
+        flows = self._flows[self._flows_by_target.get(rank, slice(0, 0))]
+        return self._spell_out(flows[flows[:, 5] == HELD])
 
     def keeps(self, rank: int) -> tuple[Keep, ...]:
         """Return the parts of its target slices that `rank` holds already; none for a rank of one layout only."""
@@ -197,10 +238,11 @@ class ReallocPlan:
 
     def _spell_out(self, flows: Matrix) -> tuple[SliceTransfer, ...]:
         found: list[tuple[int, int, int, SliceTransfer]] = []
-        for source, target, number, first, end in flows.tolist():
+        for source, target, number, first, end, origin in flows.tolist():
+            layout_there = self.source_layout if origin == HELD else self.target_layout
             source_tp, target_tp = (
                 layout.coordinates_of(rank)[2]
-                for layout, rank in ((self.source_layout, source), (self.target_layout, target))
+                for layout, rank in ((layout_there, source), (self.target_layout, target))
             )
             for item in self._portions[number].items[first:end]:
                 for piece in item:
@@ -208,9 +250,10 @@ class ReallocPlan:
                         source,
                         target,
                         self.source_layout.specs[piece.spec_index].name,
-                        self._local_slice(piece, source_tp, self.source_layout.strategy.tp),
+                        self._local_slice(piece, source_tp, layout_there.strategy.tp),
                         self._local_slice(piece, target_tp, self.target_layout.strategy.tp),
                         piece.num_bytes,
+                        None if origin == HELD else origin,
                     )
                     found.append((piece.spec_index, piece.start, target, transfer))
         found.sort(key=lambda entry: entry[:3])
@@ -224,98 +267,6 @@ class ReallocPlan:
                 self.source_layout.specs[piece.spec_index], piece, tp_rank, tp_size
             )
         return found
-
-
-# ---------------------------------------------------------------- assignment of senders
-
-
-def _flows(
-    portions: Sequence[Portion],
-    source_layout: ParameterLayout,
-    target_layout: ParameterLayout,
-    node_of: Callable[[int], int],
-) -> list[tuple[int, int, int, int, int]]:
-    """Return (source, target, portion, first item, end of items): first flows inside nodes, then the others."""
-    node = {rank: node_of(rank) for rank in {*source_layout.ranks, *target_layout.ranks}}
-    sent = dict.fromkeys(source_layout.ranks, 0)
-    flows: list[tuple[int, int, int, int, int]] = []
-    remote: list[tuple[int, list[int], list[int]]] = []
-    for number in sorted(range(len(portions)), key=lambda number: -portions[number].num_bytes):
-        portion = portions[number]
-        holders = _ranks_at(source_layout, portion.source_stages, portion.source_tps)
-        held = set(holders)
-        lacking = [r for r in _ranks_at(target_layout, portion.target_stages, portion.target_tps) if r not in held]
-        if not lacking:
-            continue
-        holders_on, lacking_on = _by_node(holders, node), _by_node(lacking, node)
-        for place, receivers in lacking_on.items():
-            if place in holders_on:
-                flows += _deal(number, portion, holders_on[place], receivers, sent)
-        far = [rank for place, receivers in lacking_on.items() if place not in holders_on for rank in receivers]
-        if far:
-            remote.append((number, holders, far))
-    for number, holders, receivers in remote:
-        flows += _deal(number, portions[number], holders, receivers, sent)
-    return flows
-
-
-def _deal(
-    number: int, portion: Portion, holders: Sequence[int], receivers: Sequence[int], sent: dict[int, int]
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """Share the items for all receivers over the holders, in long runs, so that few pairs of ranks communicate."""
-    n_items = len(portion.items)
-    item_bytes = max(portion.num_bytes // n_items, 1)
-    counts = _fill([sent[rank] for rank in holders], len(receivers) * n_items, item_bytes)
-    first_item, place = 0, 0
-    for holder, count in zip(holders, counts, strict=True):
-        while count:
-            end = min(first_item + count, n_items)
-            yield holder, receivers[place], number, first_item, end
-            sent[holder] += portion.ends[end] - portion.ends[first_item]
-            count -= end - first_item
-            first_item = end
-            if end == n_items:
-                first_item, place = 0, place + 1
-
-
-def _fill(loads: Sequence[int], n_items: int, item_bytes: int) -> list[int]:
-    """Return how many of equal items each bin gets so that the fullest ends as low as possible."""
-    if len(loads) == 1:
-        return [n_items]
-    order = sorted(range(len(loads)), key=lambda i: (loads[i], i))
-    counts = [0] * len(loads)
-    # The level that the fullest bin may reach before items are handed out one by one: rounding down leaves fewer
-    # items than bins.
-    total, n_bins = n_items * item_bytes, 0
-    for n_bins, i in enumerate(order, 1):
-        total += loads[i]
-        if n_bins == len(order) or total <= n_bins * loads[order[n_bins]]:
-            break
-    left = n_items
-    for i in order[:n_bins]:
-        counts[i] = max(total // n_bins - loads[i], 0) // item_bytes
-        left -= counts[i]
-    neediest = sorted(order[:n_bins], key=lambda i: (loads[i] + counts[i] * item_bytes, i))
-    for turn in range(left):
-        counts[neediest[turn % n_bins]] += 1
-    return counts
-
-
-def _ranks_at(layout: ParameterLayout, stages: Iterable[int], tps: Sequence[int]) -> list[int]:
-    """Return the global ranks of some stages and tensor ranks, replica by replica."""
-    return [
-        layout.rank_at(pp_rank=stage, dp_rank=dp_rank, tp_rank=tp_rank)
-        for dp_rank in range(layout.strategy.dp)
-        for stage in stages
-        for tp_rank in tps
-    ]
-
-
-def _by_node(ranks: Iterable[int], node: Mapping[int, int]) -> dict[int, list[int]]:
-    groups: dict[int, list[int]] = {}
-    for rank in ranks:
-        groups.setdefault(node[rank], []).append(rank)
-    return groups
 
 
 def _positions(ranks: Matrix) -> dict[int, Matrix]:

@@ -6,12 +6,13 @@ ranks, so planning works on portions and spells out parameters last.
 
 Invariants of `portions_of`:
 - every element of every parameter is in exactly one portion;
-- a rank of either layout holds all elements of a portion, or none.
+- a rank of either layout holds all elements of a portion, or none;
+- an item exceeds `item_bytes`, where there is such a limit, only if it is a single unit or a replicated parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -43,7 +44,7 @@ class Portion:
     Attributes:
         source_stages, source_tps: pp_ranks and tp_ranks that hold it in the source layout.
         target_stages, target_tps: pp_ranks and tp_ranks that need it in the target layout.
-        items: its pieces, layer by layer; the unit in which senders share the work.
+        items: its pieces, layer by layer or in smaller groups; the unit in which senders share the work.
     """
 
     source_stages: tuple[int, ...]
@@ -93,8 +94,14 @@ def _spec_text(spec: ParameterSpec | None) -> str:
     return f"{spec.dtype}{list(spec.shape)} ({split}{tied})"
 
 
-def portions_of(source: ParameterLayout, target: ParameterLayout) -> tuple[Portion, ...]:
-    """Return all portions of two layouts of one model, in the order of their first parameters."""
+def portions_of(
+    source: ParameterLayout, target: ParameterLayout, *, item_bytes: int | None = None
+) -> tuple[Portion, ...]:
+    """Return all portions of two layouts of one model, in the order of their first parameters.
+
+    Args:
+        item_bytes: cut layers into items of at most that many bytes; None keeps every layer in one item.
+    """
     source_stages, target_stages = (_stages_of_layers(layout) for layout in (source, target))
     cells_of: dict[int, list[tuple[int, int, range, range]]] = {}
     whole = [(0, 1, range(source.strategy.tp), range(target.strategy.tp))]
@@ -114,9 +121,38 @@ def portions_of(source: ParameterLayout, target: ParameterLayout) -> tuple[Porti
             piece = UnitRange(index, start, stop, (stop - start) * spec.unit_bytes)
             of_layer.setdefault(spec.layer, []).append(piece)
     return tuple(
-        Portion(from_stages, from_tps, to_stages, to_tps, tuple(tuple(pieces) for pieces in of_layer.values()))  # type: ignore[arg-type]
+        Portion(from_stages, from_tps, to_stages, to_tps, tuple(_items(source.specs, of_layer.values(), item_bytes)))  # type: ignore[arg-type]
         for (from_stages, to_stages, from_tps, to_tps, _), of_layer in items.items()
     )
+
+
+def _items(
+    specs: Sequence[ParameterSpec], layers: Iterable[list[UnitRange]], item_bytes: int | None
+) -> Iterator[tuple[UnitRange, ...]]:
+    """Yield the pieces of each layer, together or in groups of at most `item_bytes`."""
+    for pieces in layers:
+        if item_bytes is None or sum(piece.num_bytes for piece in pieces) <= item_bytes:
+            yield tuple(pieces)
+            continue
+        group: list[UnitRange] = []
+        for piece in (part for whole in pieces for part in _parts(specs[whole.spec_index], whole, item_bytes)):
+            if group and sum(member.num_bytes for member in group) + piece.num_bytes > item_bytes:
+                yield tuple(group)
+                group = []
+            group.append(piece)
+        yield tuple(group)
+
+
+def _parts(spec: ParameterSpec, piece: UnitRange, item_bytes: int) -> Iterator[UnitRange]:
+    """Cut a piece of a sharded parameter evenly into ranges of units of at most `item_bytes`."""
+    n_units = piece.stop - piece.start
+    if spec.sharded_dim is None or piece.num_bytes <= item_bytes:
+        yield piece
+        return
+    n_parts = -(-n_units // max(item_bytes // spec.unit_bytes, 1))
+    edges = [piece.start + n_units * i // n_parts for i in range(n_parts + 1)]
+    for start, stop in pairwise(edges):
+        yield UnitRange(piece.spec_index, start, stop, (stop - start) * spec.unit_bytes)
 
 
 def _stages_of_layers(layout: ParameterLayout) -> dict[Layer, int]:

@@ -6,6 +6,7 @@ Invariants of `plan_spreads`:
     - a rank receives the same rows as by the routes, by a pull or a spread, and a row once;
     - on each node a replica pulls a row once, and never one that a member of it on that node holds;
     - a spread stays within its replica and its node, and its source holds the row, or pulls it;
+    - a rank from which rows are passed on pulls them itself, so pulls wait for pulls from other nodes only;
     - pulls come before spreads, which wait for nothing else.
 Equal input gives equal plans.
 """
@@ -40,7 +41,7 @@ def plan_spreads(
     holder_of: dict[tuple[int, int, str], dict[str, int]] = defaultdict(dict)  # (replica, node, key) -> sample -> rank
     pulls: list[RowTransfer] = []
     ids_of_spread: dict[tuple[int, int, str], list[str]] = defaultdict(list)  # (source, target, key) -> ids
-    for route in routes:
+    for route in sorted(routes, key=lambda route: route.is_passed_on):  # a relay is the one that pulls for its replica
         target, key = route.target, route.key
         members = members_of.get(target)
         if members is None:
@@ -59,6 +60,6 @@ def plan_spreads(
             else:
                 ids_of_spread[holders[sample_id], target, key].append(sample_id)
         if own:
-            pulls.append(RowTransfer(route.source, target, key, tuple(own)))
+            pulls.append(RowTransfer(route.source, target, key, tuple(own), route.is_passed_on))
     spreads = tuple([RowTransfer(*where, tuple(ids)) for where, ids in ids_of_spread.items()])
     return tuple(pulls), spreads

@@ -4,9 +4,13 @@ Invariants of `plan_transfers`:
     - after the routes are performed, every rank of a share holds every key of every sample of the share;
     - a rank never receives rows that it holds, or that an earlier call is already bringing to it;
     - a (sample, key, rank) occurs at most once;
-    - rows are fetched only from ranks that hold them for certain, never from one to which they are still on their way;
-    - a source on the target's own node is preferred; among equals, the one that has the fewest rows to send so far;
-    - routes are merged: at most one per (source, target, key).
+    - rows are fetched from a rank of the target's node if one there holds them for certain: the one that has the fewest
+      rows to send so far;
+    - the rows of a (sample, key) cross to a node that lacks them once, from the holder with the fewest rows to send, to
+      a relay: the rank that needs them and has had the fewest to fetch from other nodes. The others there fetch them
+      from the relay;
+    - otherwise no rows are fetched from a rank to which they are still on their way;
+    - routes are merged: at most one per (source, target, key, passed on or not).
 Equal input gives equal routes.
 """
 
@@ -43,12 +47,17 @@ class Share:
 
 
 class RowTransfer(msgspec.Struct, frozen=True):
-    """Rows of one key that `target` lacks and fetches from `source` (global ranks) before its call starts."""
+    """Rows of one key that `target` lacks and fetches from `source` (global ranks) before its call starts.
+
+    Attributes:
+        is_passed_on: the source is a relay, which fetches the rows for the same call.
+    """
 
     source: int
     target: int
     key: str
     ids: tuple[str, ...]
+    is_passed_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,29 +88,83 @@ def plan_transfers(
     Raises:
         KeyError: a needed sample has no placement: it was not produced, or is already freed.
     """
-    n_sent: dict[int, int] = {}
-    nearest: dict[tuple[frozenset[int], int], tuple[int, ...]] = {}
-    ids_of_route: dict[tuple[int, str, int], tuple[str, ...]] = {}  # (target, key, source) -> ids
+    routes = _Routes(node_of)
     arrivals: list[Arrival] = []
     for share in shares:
         for key, placement_of in placements.items():
             for placement, ids in _group_by_placement(share.ids, placement_of).items():
                 present = placement.present
                 targets = tuple([rank for rank in share.ranks if rank not in present])
-                if not targets:
-                    continue
-                arrivals.append(Arrival(key, ids, targets))
-                for target in targets:
-                    node = node_of(target)
-                    sources = nearest.get((placement.held, node))
-                    if sources is None:
-                        sources = nearest[placement.held, node] = _nearest_sources(placement.held, node, node_of)
-                    source = sources[0] if len(sources) == 1 else min(sources, key=lambda rank: n_sent.get(rank, 0))
-                    n_sent[source] = n_sent.get(source, 0) + len(ids)
-                    route = (target, key, source)
-                    ids_of_route[route] = ids_of_route[route] + ids if route in ids_of_route else ids
-    routes = tuple(RowTransfer(source, target, key, ids) for (target, key, source), ids in ids_of_route.items())
-    return routes, tuple(arrivals)
+                if targets:
+                    arrivals.append(Arrival(key, ids, targets))
+                    routes.add(key, ids, placement.held, targets)
+    return routes.merged(), tuple(arrivals)
+
+
+class _Routes:
+    """Routes so far, and how many rows each rank sends in them."""
+
+    def __init__(self, node_of: Callable[[int], int]) -> None:
+        self._node_of = node_of
+        self._n_sent: dict[int, int] = {}
+        self._n_crossed: dict[int, int] = {}  # relay -> rows from other nodes
+        self._sources: dict[tuple[frozenset[int], int], tuple[tuple[int, ...], bool]] = {}
+        self._relays: dict[tuple[str, str, int], int] = {}  # (key, sample id, node) -> relay
+        self._ids_of: dict[tuple[int, str, int, bool], tuple[str, ...]] = {}  # (target, key, source, is passed on)
+
+    def add(self, key: str, ids: tuple[str, ...], held: frozenset[int], targets: Sequence[int]) -> None:
+        """Route rows, which the ranks `held` hold, to targets that lack them."""
+        far: dict[int, list[int]] = {}  # node -> targets
+        for target in targets:
+            node = self._node_of(target)
+            sources, is_near = self._nearest(held, node)
+            if is_near:
+                self._fetch(key, ids, sources, target)
+            else:
+                far.setdefault(node, []).append(target)
+        for node, ranks in far.items():
+            self._cross(key, ids, self._nearest(held, node)[0], node, ranks)
+
+    def merged(self) -> tuple[RowTransfer, ...]:
+        """Return all routes, in the order in which the first of their rows was routed."""
+        return tuple(
+            RowTransfer(source, target, key, ids, is_passed_on)
+            for (target, key, source, is_passed_on), ids in self._ids_of.items()
+        )
+
+    def _cross(self, key: str, ids: tuple[str, ...], sources: Sequence[int], node: int, targets: Sequence[int]) -> None:
+        new = tuple([sample_id for sample_id in ids if (key, sample_id, node) not in self._relays])
+        order = sorted(targets, key=lambda rank: self._n_crossed.get(rank, 0))
+        for place, relay in enumerate(order):  # the first get one more of what does not divide
+            of_relay = new[place :: len(order)]
+            if of_relay:
+                self._fetch(key, of_relay, sources, relay)
+                self._n_crossed[relay] = self._n_crossed.get(relay, 0) + len(of_relay)
+                self._relays.update(dict.fromkeys([(key, sample_id, node) for sample_id in of_relay], relay))
+        for target in targets:
+            of_source: dict[int, list[str]] = {}
+            for sample_id in ids if len(targets) > 1 or len(new) < len(ids) else ():
+                of_source.setdefault(self._relays[key, sample_id, node], []).append(sample_id)
+            for relay, passed_on in of_source.items():
+                if relay != target:
+                    self._fetch(key, tuple(passed_on), (relay,), target, is_passed_on=True)
+
+    def _fetch(
+        self, key: str, ids: tuple[str, ...], sources: Sequence[int], target: int, *, is_passed_on: bool = False
+    ) -> None:
+        n_sent = self._n_sent
+        source = sources[0] if len(sources) == 1 else min(sources, key=lambda rank: n_sent.get(rank, 0))
+        n_sent[source] = n_sent.get(source, 0) + len(ids)
+        route = (target, key, source, is_passed_on)
+        self._ids_of[route] = self._ids_of.get(route, ()) + ids
+
+    def _nearest(self, held: frozenset[int], node: int) -> tuple[tuple[int, ...], bool]:
+        """Return the holders on `node`, ascending, and True; all holders and False if there is none."""
+        found = self._sources.get((held, node))
+        if found is None:
+            near = tuple(sorted(rank for rank in held if self._node_of(rank) == node))
+            found = self._sources[held, node] = (near or tuple(sorted(held)), bool(near))
+        return found
 
 
 def _group_by_placement(ids: Sequence[str], placement_of: Mapping[str, Placement]) -> dict[Placement, tuple[str, ...]]:
@@ -110,8 +173,3 @@ def _group_by_placement(ids: Sequence[str], placement_of: Mapping[str, Placement
     for sample_id in ids:
         groups.setdefault(placement_of[sample_id], []).append(sample_id)
     return {placement: tuple(members) for placement, members in groups.items()}
-
-
-def _nearest_sources(held: frozenset[int], node: int, node_of: Callable[[int], int]) -> tuple[int, ...]:
-    """Return the holders on `node`, or all holders if there is none; ascending."""
-    return tuple(sorted(rank for rank in held if node_of(rank) == node)) or tuple(sorted(held))

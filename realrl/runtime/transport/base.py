@@ -61,8 +61,11 @@ class SampleServer(Protocol):
 class SampleClient(Protocol):
     """Pulls rows from other workers' stores."""
 
-    def pull(self, address: str, key: str, ids: Sequence[str]) -> bytes:
+    def pull(self, address: str, key: str, ids: Sequence[str], *, waits: bool = False) -> bytes:
         """Encoded rows of `key` and `ids`, as the producer's fetch returns them.
+
+        Args:
+            waits: the other worker may still be fetching the rows itself; it answers when it has them.
 
         Raises:
             TransportError: the producer does not answer, or its fetch raised; names key, ids and address.

@@ -21,10 +21,11 @@ _PREFIX = _HEAD.pack(_MAGIC, PROTOCOL_VERSION)
 
 
 class PullRows(msgspec.Struct, frozen=True, tag=True):
-    """Ask a producer for the rows of one key, in the order of `ids`."""
+    """Ask a producer for the rows of one key, in the order of `ids`; with `waits`, answered when it has them all."""
 
     key: str
     ids: tuple[str, ...]
+    waits: bool = False
 
 
 class PullFailed(msgspec.Struct, frozen=True, tag=True):

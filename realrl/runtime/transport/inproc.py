@@ -89,12 +89,12 @@ class InprocSampleServer:
 
 
 class InprocSampleClient:
-    """A `SampleClient` that calls the producer's fetch directly."""
+    """A `SampleClient` that calls the producer's fetch directly; nobody else could fetch rows while it waited."""
 
     def __init__(self, fetchers: dict[str, FetchRows]) -> None:
         self._fetchers = fetchers
 
-    def pull(self, address: str, key: str, ids: Sequence[str]) -> bytes:
+    def pull(self, address: str, key: str, ids: Sequence[str], *, waits: bool = False) -> bytes:
         what = f"rows of {key!r} of samples {describe_ids(ids)} from {address}"
         fetch = self._fetchers.get(address)
         if fetch is None:

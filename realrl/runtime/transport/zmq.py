@@ -26,7 +26,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from realrl.errors import TransportError, UsageError
+from realrl.errors import RunError, TransportError, UsageError
 from realrl.runtime.transport.base import FetchRows, accepted, describe_ids
 from realrl.runtime.transport.codec import (
     PullFailed,
@@ -50,6 +50,8 @@ _BESIDE = b"/beside"
 _OK, _FAILED = b"\x00", b"\x01"
 _MAX_RECEIVED_BYTES = 1 << 30  # by a server, from a client that it need not know yet
 _LINGER_MS = 1000  # long enough for a last reply on a live connection; the bound on every close()
+_LOOK_AGAIN_MS = 5  # for rows that a worker is still fetching itself
+_PATIENCE = 30  # times the limit of an answer, for such rows: the worker may be busy with an earlier call
 _SLICE_S = 1.0  # of a long wait: if all processes are stopped in it, no more is lost
 
 _log = logging.getLogger(__name__)
@@ -194,7 +196,7 @@ class ZmqWorker:
 
 
 class ZmqSampleServer:
-    """Serves `fetch` to the run's other workers, in its own thread."""
+    """Serves `fetch` to the run's other workers, in its own thread. Pulls that wait for rows hold up no others."""
 
     def __init__(self, fetch: FetchRows, keys: WorkerKeys, *, endpoint: str = LOOPBACK) -> None:
         public, secret = keys.worker_public, keys.worker_secret
@@ -209,20 +211,33 @@ class ZmqSampleServer:
 
     def _serve(self) -> None:
         socket = self._server.socket
+        waiting: list[tuple[bytes, bytes]] = []  # pulls of rows that are not here yet
         try:
             while True:
-                identity, *request = socket.recv_multipart()
-                socket.send_multipart((identity, *self._answer(request[-1])), copy=False)
+                pulls, waiting = waiting, []
+                if socket.poll(_LOOK_AGAIN_MS if pulls else None):
+                    identity, *frames = socket.recv_multipart()
+                    pulls.append((identity, frames[-1]))
+                for identity, request in pulls:
+                    answer = self._answer(request)
+                    if answer is None:
+                        waiting.append((identity, request))
+                    else:
+                        self._server.answer(identity, *answer)
         except zmq.ContextTerminated:
             _log.debug("sample server at %s stopped", self.address)
         finally:
             socket.close(linger=0)
 
-    def _answer(self, data: bytes) -> tuple[bytes, bytes]:
+    def _answer(self, data: bytes) -> tuple[bytes, bytes] | None:
+        waits = False
         try:
             pull = decode_pull(data)
+            waits = pull.waits
             return _OK, self._fetch(pull.key, pull.ids)
         except Exception as error:  # noqa: BLE001 - the puller must hear of it, or it would wait in vain
+            if waits and isinstance(error, RunError) and not isinstance(error, TransportError):
+                return None
             _log.warning("cannot serve rows", exc_info=True)
             return _FAILED, encode(PullFailed(type(error).__name__, str(error)))
 
@@ -237,16 +252,17 @@ class ZmqSampleClient:
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         self._lock = threading.Lock()
 
-    def pull(self, address: str, key: str, ids: Sequence[str]) -> bytes:
+    def pull(self, address: str, key: str, ids: Sequence[str], *, waits: bool = False) -> bytes:
         what = f"rows of {key!r} of samples {describe_ids(ids)} from {address}"
-        request = encode(PullRows(key, tuple(ids)))
+        request = encode(PullRows(key, tuple(ids), waits))
+        limit_s = self._timeout_s * (_PATIENCE if waits else 1)
         with self._lock:
             socket = self._sockets.get(address)
             if socket is None:
                 socket = _dealer(self._context, self._keys, self._keys.worker_public, address, None)
                 self._sockets[address] = socket
             socket.send(request)
-            left_s = self._timeout_s
+            left_s = limit_s
             while not socket.poll(round(min(left_s, _SLICE_S) * 1000)):
                 left_s -= _SLICE_S
                 if left_s > 0:
@@ -254,7 +270,7 @@ class ZmqSampleClient:
                 # A late answer must not be taken for the next one's.
                 self._sockets.pop(address).close(linger=0)
                 raise TransportError(
-                    f"cannot pull {what}: no answer within {self._timeout_s:g} s",
+                    f"cannot pull {what}: no answer within {limit_s:g} s",
                     remedy="The worker that holds them may have died; its log tells.",
                 )
             status, payload = socket.recv_multipart()
@@ -297,7 +313,7 @@ class ZmqKeyValueServer:
                 is_asked = socket.poll(None if left_s is None else math.ceil(left_s * 1000))
                 answers = self._handle(*socket.recv_multipart()) if is_asked else []
                 for client, answer in (*answers, *state.expire(time.monotonic())):
-                    self._send(client, answer)
+                    self._server.answer(client, encode(answer))
         except zmq.ContextTerminated:
             _log.debug("key-value store at %s stopped", self.address)
         finally:
@@ -309,14 +325,6 @@ class ZmqKeyValueServer:
         except TransportError as error:
             return [(client, KeyValueAnswer(refusal=str(error)))]
         return self._state.handle(client, request, now_s=time.monotonic())
-
-    def _send(self, client: bytes, answer: KeyValueAnswer) -> None:
-        try:
-            self._server.socket.send_multipart((client, encode(answer)))
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            _log.info("a worker left before the key-value store answered it")
 
 
 class ZmqKeyValueClient:
@@ -411,6 +419,15 @@ class _GuardedRouter:
     def of_master(cls, keys: RunKeys, endpoint: str) -> _GuardedRouter:
         """Make a socket of the master, for all workers."""
         return cls(keys.for_workers.master_public, keys.master_secret, keys.for_workers.worker_public, endpoint)
+
+    def answer(self, client: bytes, *frames: bytes) -> None:
+        """Send to a client; one that has left needs no answer."""
+        try:
+            self.socket.send_multipart((client, *frames), copy=False)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            _log.info("a worker left before %s answered it", self.address)
 
     def close(self, *, socket_owner: threading.Thread | None = None) -> None:
         """Close; with `socket_owner` that thread closes the socket when the context ends under it."""

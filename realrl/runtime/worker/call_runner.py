@@ -180,19 +180,22 @@ class CallRunner:
         return kept.describe(), {}
 
     def _pull(self, request: RunCall, spans: list[Span]) -> int:
-        """Fetch the planned rows that this rank lacks, one request per transfer. Returns the bytes received."""
-        by_source: dict[int, list[RowTransfer]] = defaultdict(list)
+        """Fetch the planned rows that this rank lacks, one request per transfer. Returns the bytes received.
+
+        Rows that a relay passes on come last: then this rank has what it must pass on itself.
+        """
+        by_source: dict[tuple[bool, int], list[RowTransfer]] = defaultdict(list)
         for transfer in request.transfers:
             if transfer.target != self.rank:
                 raise RunError(f"worker {self.rank} received a transfer meant for worker {transfer.target}")
-            by_source[transfer.source].append(transfer)
+            by_source[transfer.is_passed_on, transfer.source].append(transfer)
         n_bytes = 0
-        for source, transfers in sorted(by_source.items()):
+        for (is_passed_on, source), transfers in sorted(by_source.items()):
             if self._client is None:
                 raise RunError(f"call '{request.call}' needs rows of worker {source}, but this run has one worker")
             start_s, received = time.time(), 0
             for transfer in transfers:
-                payload = self._client.pull(self._peers[source], transfer.key, transfer.ids)
+                payload = self._client.pull(self._peers[source], transfer.key, transfer.ids, waits=is_passed_on)
                 received += len(payload)
                 self._store.put(decode_rows(payload).to(self._device))
             keys = ", ".join(sorted({t.key for t in transfers}))

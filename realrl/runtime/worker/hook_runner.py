@@ -70,6 +70,8 @@ class HookRunner:
                 received = self._move(hook)
                 bytes_received += received
                 args |= {"from": str(hook.source_allocation), "to": str(hook.target_allocation), "bytes": received}
+                plans = [reallocator.plan for reallocator in self._reallocators_of(hook)]
+                args["bytes_between_nodes"] = sum(plan.bytes_from_other_nodes(self.rank) for plan in plans)
                 name = f"{hook.source} to {hook.target if not hook.is_implied else request.call}"
                 kind = "realloc"
             devices.synchronize(self._device)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from realrl.errors import TransportError, UsageError
+from realrl.errors import RunError, TransportError, UsageError
 from realrl.runtime.transport.base import FetchRows, SampleClient, SampleServer
 from realrl.runtime.transport.codec import PullRows, decode_key_value_answer, encode
 from realrl.runtime.transport.inproc import InprocKeyValues, InprocMaster, InprocSamples
@@ -143,6 +143,50 @@ class TestSamples:
         for _ in range(2):
             client.close()
             server.close()
+
+
+def test_a_pull_waits_for_rows_and_holds_up_no_other(keys: RunKeys) -> None:
+    """The rows are on their way to the relay; meanwhile it serves others, and later those who wait."""
+    there, asked = {"a"}, threading.Semaphore(0)
+
+    def fetch(key: str, ids: Sequence[str]) -> bytes:
+        if not there.issuperset(ids):
+            asked.release()
+            raise RunError(f"no {ids}")
+        return rows(key, ids)
+
+    with (
+        contextlib.closing(ZmqSampleServer(fetch, keys.for_workers)) as server,
+        contextlib.closing(ZmqSampleClient(keys.for_workers, timeout_s=LIMIT_S)) as patient,
+        contextlib.closing(ZmqSampleClient(keys.for_workers, timeout_s=LIMIT_S)) as other,
+    ):
+        came: list[bytes] = []
+        thread = threading.Thread(
+            target=lambda: came.append(patient.pull(server.address, "rewards", ["b", "c"], waits=True))
+        )
+        thread.start()
+        assert asked.acquire(timeout=LIMIT_S)
+        assert other.pull(server.address, "rewards", ["a"]) == b"rewards:a"
+        there.add("b")
+        assert not came
+        with pytest.raises(TransportError, match="RunError: no"):
+            other.pull(server.address, "rewards", ["c"])  # only those who said so wait
+        there.add("c")
+        thread.join(LIMIT_S)
+        assert came == [b"rewards:b,c"]
+
+
+def test_a_pull_does_not_wait_for_ever(keys: RunKeys) -> None:
+    def fetch(key: str, ids: Sequence[str]) -> bytes:
+        raise RunError("not yet")
+
+    with (
+        contextlib.closing(ZmqSampleServer(fetch, keys.for_workers)) as server,
+        contextlib.closing(ZmqSampleClient(keys.for_workers, timeout_s=0.01)) as client,
+    ):
+        with pytest.raises(TransportError, match=r"no answer within 0\.3 s"):
+            client.pull(server.address, "rewards", ["a"], waits=True)
+        client.close()
 
 
 class TestKeyValues:
