@@ -198,6 +198,7 @@ class ClusterConfig(Section):
         """`device_rows_gb` in bytes."""
         return int(self.device_rows_gb * 1e9)
 
+
 class SaveConfig(Section):
     """Times of checkpoints, and the ones that are kept."""
 

@@ -24,7 +24,7 @@ class BackendRules:
         stages: supported ZeRO stages; the first one is the default.
         precisions: supported precisions of training.
         offloads: True if it can keep the optimizer in host memory.
-        has_own_buffers: True if parameters lie in buffers of the backend between calls, and cannot move to other memory.
+        has_own_buffers: True if parameters lie in buffers of the backend, and cannot move to other memory.
     """
 
     implementation: str

@@ -1,4 +1,4 @@
-"""Home and call share memory in real workers: no rank holds a byte of a role twice, and training finds its parameters."""
+"""Home and call share memory in real workers: no rank holds a byte of a role twice."""
 
 from __future__ import annotations
 
