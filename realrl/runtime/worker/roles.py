@@ -50,6 +50,7 @@ class HostedRole:
             parameters; a call elsewhere gets a copy.
         offloader: mover of the parameters to host memory and back; None on a rank outside the home.
         is_changed: True if a call or hook changes the parameters, so that a checkpoint must hold them.
+        visiting: call outside the home -> parameters that were brought for it, by name.
     """
 
     role: Role
@@ -61,6 +62,7 @@ class HostedRole:
     is_changed: bool = False
     calls_per_step: int = 1
     algorithm: Any = None
+    visiting: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     _n_steps: int = field(default=0, repr=False)
 
     @property

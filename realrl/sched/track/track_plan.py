@@ -12,6 +12,7 @@ from realrl.errors import ConfigError, DataError, GraphError
 from realrl.graph.build import dataset_keys
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.hooks import CallHooks, Realloc
+from realrl.plan.memory.overlap import NO_OVERLAP, Overlap
 from realrl.plan.samples.cursor import CursorState, DatasetCursor
 from realrl.sched.calls import ScheduledCall, schedule_calls
 from realrl.sched.outbox import Owner
@@ -54,6 +55,7 @@ class TrackPlan:
         resume: the checkpoint to continue from.
         capacity_steps: steps whose samples may be alive at once; None: one, plus the largest staleness, plus one to
             load ahead.
+        overlap: parameters that come early, or stay.
 
     Raises:
         ConfigError: the resumed run is already at its last step, or `capacity_steps` is too small.
@@ -68,6 +70,7 @@ class TrackPlan:
     readout: Readout = NO_READOUT
     resume: ResumePoint | None = None
     capacity_steps: int | None = None
+    overlap: Overlap = NO_OVERLAP
 
     def __post_init__(self) -> None:
         if self.first_step > self.steps:
@@ -252,6 +255,7 @@ def plan_track(
     hooks: Mapping[str, CallHooks] | None = None,
     owner: Owner = Owner.MAIN,
     resume: ResumePoint | None = None,
+    overlap: Overlap = NO_OVERLAP,
 ) -> TrackPlan:
     """Return the plan of a track for a graph and a run's resolved configuration.
 
@@ -263,6 +267,7 @@ def plan_track(
         hooks: from `plan_hooks`; None: for roles that all have parameters.
         owner: name of the track.
         resume: the checkpoint to continue from.
+        overlap: parameters that come early, or stay.
 
     Raises:
         ConfigError: the resumed run is already at its last step.
@@ -275,5 +280,6 @@ def plan_track(
         dataset_rank=dataset_rank,
         owner=owner,
         resume=resume,
+        overlap=overlap,
     )
     return replace(plan, readout=plan_readout(graph, None if plan.is_held_out else config.save))
