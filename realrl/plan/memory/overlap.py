@@ -4,7 +4,7 @@ Invariants of `plan_overlap`:
     - at any moment a device holds what a call needs there, the parameters that stay, and those of one call that come
       early; together they fit;
     - only calls that change no parameters come early, and only parameters that come in one piece;
-    - parameters stay only where no hook offloads their role; for the whole run only those of roles that nothing changes.
+    - parameters stay only where no hook offloads their role; for the whole run only where nothing changes the role.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def plan_overlap(
     early = {}
     for call in with_model:
         role = roles[call.role]
-        is_whole = not role.is_trained or role.backend == "native" and role.zero_stage == 0
+        is_whole = not role.is_trained or (role.backend == "native" and role.zero_stage == 0)
         is_changing = call.kind is InterfaceType.TRAIN_STEP or any(
             isinstance(hook, Realloc) and not hook.is_implied for hook in (*call.hooks.before, *call.hooks.after)
         )

@@ -67,8 +67,8 @@ from realrl.sched.track.release import release
 from realrl.sched.track.step_log import StepLog
 from realrl.sched.track.track_plan import TrackPlan
 from realrl.sched.track.versions import Versions
-from realrl.sched.track.visits import Journey, Visits
 from realrl.sched.track.waits import Hold, Waits
+from realrl.sched.visits import Journey, Visits
 
 
 class CallPhase(Enum):
@@ -386,12 +386,9 @@ class Scheduler:
         """Let the parameters of a call set out for its next dispatch."""
         call, step, number = self._calls[position], self._waits.next_step(position), self._outbox.next_dispatch()
         ranks = call.hooks.before_ranks or call.ranks
-        self._visits.journeys[position] = Journey(
-            number, position, step, Part(self._outbox.next_part(), set(ranks))
-        )
+        self._visits.journeys[position] = Journey(number, position, step, Part(self._outbox.next_part(), set(ranks)))
         self._note(call, f"step {step}: its parameters set out for dispatch {number}")
-        when = PartKind.AHEAD.value
-        asked = {rank: RunHooks(self._outbox.next_seq(rank), number, call.name, step, when) for rank in ranks}
+        asked = {rank: RunHooks(self._outbox.next_seq(rank), number, call.name, step, "ahead of") for rank in ranks}
         return [self._outbox.send(rank, request, self._plan.owner) for rank, request in asked.items()]
 
     def _send_part(self, dispatch: Dispatch, kind: PartKind) -> list[Instruction]:

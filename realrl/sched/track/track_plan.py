@@ -255,7 +255,6 @@ def plan_track(
     hooks: Mapping[str, CallHooks] | None = None,
     owner: Owner = Owner.MAIN,
     resume: ResumePoint | None = None,
-    overlap: Overlap = NO_OVERLAP,
 ) -> TrackPlan:
     """Return the plan of a track for a graph and a run's resolved configuration.
 
@@ -267,7 +266,6 @@ def plan_track(
         hooks: from `plan_hooks`; None: for roles that all have parameters.
         owner: name of the track.
         resume: the checkpoint to continue from.
-        overlap: parameters that come early, or stay.
 
     Raises:
         ConfigError: the resumed run is already at its last step.
@@ -280,6 +278,5 @@ def plan_track(
         dataset_rank=dataset_rank,
         owner=owner,
         resume=resume,
-        overlap=overlap,
     )
     return replace(plan, readout=plan_readout(graph, None if plan.is_held_out else config.save))

@@ -79,7 +79,7 @@ class Visits:
     def blocked(self, position: int) -> str | None:
         """Return the call whose parameters are on their way and keep another one from starting, or None."""
         call = self._calls[position]
-        for other, journey in self.journeys.items():
+        for other in self.journeys:
             traveller = self._calls[other]
             if other == position:
                 continue
