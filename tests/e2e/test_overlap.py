@@ -20,7 +20,7 @@ def test_a_run_with_overlap_is_equal_bit_for_bit(tmp_path: Path) -> None:
     assert found["true"] == found["false"]
     spans = {name: json.loads((tmp_path / name / "trace.json").read_text()) for name in found}
     travels = [span for span in spans["true"] if span.get("cat") == "travel"]
-    assert {span["name"] for span in travels} >= {"critic to critic_inf"}
+    assert {span["name"] for span in travels} >= {"actor to actor_gen"}
     calls = [s for s in spans["true"] if s.get("cat") == "call"]
     assert any(
         c["tid"] == t["tid"] % 1_000_000 and t["ts"] < c["ts"] < t["ts"] + t["dur"] for t in travels for c in calls
