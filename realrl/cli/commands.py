@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from realrl.config.schema import RunConfig
     from realrl.experiment.declaration import Experiment
     from realrl.experiment.run_plan import RunPlan
+    from realrl.plan.memory.overlap import Overlap
 
 RUN_EXAMPLES = """\
 examples:
@@ -132,9 +133,17 @@ def _start(experiment: Experiment, config: RunConfig, options: argparse.Namespac
         check_models_fit(plan)
         print_plan(plan, find_beginning(plan)[0])
         return 0
+    from realrl.plan.memory.overlap import NO_OVERLAP
     from realrl.runtime.processes.start import start_run
 
-    return start_run(experiment, config)
+    def decide(plan: RunPlan) -> Overlap:
+        if not config.allocation.overlap or not any(hooks.before or hooks.after for hooks in plan.hooks.values()):
+            return NO_OVERLAP
+        from realrl.doctor.memory import decide_overlap  # brings torch
+
+        return decide_overlap(plan)
+
+    return start_run(experiment, config, decide=decide)
 
 
 def doctor(arguments: Sequence[str]) -> int:

@@ -151,6 +151,9 @@ class AllocationConfig(Section):
         (), "roles whose parameters go to host memory after their last call of a step, until they are needed"
     )
     offload_frozen: bool = rare(False, "the same for every role that is not trained and shares devices with others")
+    overlap: bool = rare(
+        False, "parameters come while other calls compute, and stay for a call's next batch, where the memory allows it"
+    )
 
 
 class CallConfig(Section):

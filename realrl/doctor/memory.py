@@ -12,7 +12,7 @@ import torch
 from realrl.config.schema import RunConfig
 from realrl.cpu import attention_dtype, choose_kernels
 from realrl.doctor.run_under_check import Recompose
-from realrl.engine.device import free_memory_bytes, total_memory_bytes
+from realrl.engine.device import device_of, free_memory_bytes, total_memory_bytes
 from realrl.errors import UsageError
 from realrl.experiment.evaluation import eval_generation
 from realrl.experiment.models import role_configs
@@ -24,6 +24,7 @@ from realrl.model.dtypes import torch_dtype
 from realrl.plan.backends import zero_stage_of
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
+from realrl.plan.memory.overlap import Overlap, plan_overlap
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, plan_memory
 from realrl.plan.samples.partition import default_n_mbs
 from realrl.shape import DecoderConfig
@@ -84,6 +85,31 @@ def memory_plan(
     rows_bytes = plan.config.cluster.device_rows_bytes if device.type != "cpu" else 0  # host memory holds them else
     kernels = kernels_of(device, dtype, n_rows=max(n_rows, 1))
     return plan_memory(roles, calls, kernels=kernels, rows_bytes=rows_bytes)
+
+
+def decide_overlap(plan: RunPlan) -> Overlap:
+    """Decide which parameters come early and which stay, for the longest texts that the configuration allows.
+
+    Raises:
+        UsageError: a model cannot be read, or its strategy does not fit it.
+    """
+    config, models = plan.config, role_configs(plan)
+    device = device_of(config.cluster.device)
+    n_prompt, n_sequence = (
+        config.dataset.max_prompt_tokens,
+        config.dataset.max_prompt_tokens + (config.dataset.max_answer_tokens),
+    )
+    rows = RowLengths([n_prompt], [2 * n_sequence], [n_sequence])  # a pair is the longest row
+    calls = call_states(plan, rows)
+    return plan_overlap(
+        role_states(plan, models),
+        calls,
+        memory_plan(plan, models, rows, device=device),
+        capacity=int(MARGIN * device_capacity(config, device)),
+        is_host_memory=device.type == "cpu",
+        evaluating=[call.name for call in calls if plan.is_evaluating(call.name)],
+        batches={mfc.name: plan.samples_per_step // (mfc.min_n_seqs or mfc.n_seqs) for mfc in plan.mfcs},
+    )
 
 
 def role_states(plan: RunPlan, models: Mapping[str, DecoderConfig]) -> dict[str, RoleState]:

@@ -14,10 +14,10 @@ import msgspec
 
 from realrl.plan.samples.transfer import RowTransfer
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
-HookTime = Literal["before", "after"]
-"""Side of a call on which hooks run."""
+HookTime = Literal["ahead of", "before", "after"]
+"""Side of a call on which hooks run; ahead of it, its parameters set out while other calls compute."""
 
 
 class Per(Enum):
@@ -96,6 +96,7 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
         keeps: samples whose output this rank must store and report; it drops its output for others. Together the
         ranks of a dispatch keep every sample once; empty for a train_step. A call that may drop samples reports
         fewer: a sample that no rank reports is dropped.
+        keeps_parameters: parameters that hooks brought stay for the call's next dispatch, which gets no such hooks.
     """
 
     seq: int
@@ -107,6 +108,7 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
     n_steps: int = 0
     keeps: tuple[str, ...] = ()
     spreads: tuple[RowTransfer, ...] = ()
+    keeps_parameters: bool = False
 
 
 class MoveRows(msgspec.Struct, frozen=True, tag=True):
@@ -134,6 +136,10 @@ class RunHooks(msgspec.Struct, frozen=True, tag=True):
     Goes to every rank that one of these hooks concerns, in the call's mesh or not. Every rank knows the hooks from
     ``plan_hooks(...)[call]`` of `realrl.plan.hooks`: its `before` or `after`, in order, as far as their `ranks` contain
     this rank.
+
+    Ahead of a call, a rank begins what the call's parameters need, and does not wait for its end: they set out for the
+    call's layout, which is the only hook before it, or return from host memory. `dispatch_id` is then the number of a
+    dispatch that is still to come.
     """
 
     seq: int
@@ -205,7 +211,7 @@ class Span(msgspec.Struct, frozen=True):
     """A stretch of one worker's time for the trace; seconds since the epoch of the host's clock."""
 
     name: str
-    kind: str  # "call" | "transfer" | "realloc" | "offload" | "wait" | "load" | "save" | "init"
+    kind: str  # "call" | "transfer" | "realloc" | "travel" | "offload" | "wait" | "load" | "save" | "init"
     start_s: float
     end_s: float
     args: Mapping[str, str | int | float] = {}
@@ -252,7 +258,7 @@ class CallDone(msgspec.Struct, frozen=True, tag=True):
 
     `metrics` are already reduced over the mesh: all ranks report the same numbers. `sums` (name -> total and count) and
     `maxima` are of this rank's samples alone; ranks that hold the same samples report the same. `bytes_received` counts
-    rows.
+    rows. `waited_s` is how long the call waited for parameters that came back from host memory.
     """
 
     rank: int
@@ -267,6 +273,7 @@ class CallDone(msgspec.Struct, frozen=True, tag=True):
     memory_gb: float = 0.0
     sums: Mapping[str, tuple[float, float]] = {}
     maxima: Mapping[str, float] = {}
+    waited_s: float = 0.0
 
 
 class RowsMoved(msgspec.Struct, frozen=True, tag=True):
@@ -282,7 +289,10 @@ class RowsMoved(msgspec.Struct, frozen=True, tag=True):
 
 
 class HooksDone(msgspec.Struct, frozen=True, tag=True):
-    """The answer to `RunHooks`. `bytes_received` counts parameters that came from other ranks."""
+    """The answer to `RunHooks`.
+
+    `bytes_received` counts parameters that came from other ranks, `waited_s` how long the rank was busy with the hooks.
+    """
 
     rank: int
     seq: int
@@ -293,6 +303,7 @@ class HooksDone(msgspec.Struct, frozen=True, tag=True):
     spans: tuple[Span, ...] = ()
     bytes_received: int = 0
     memory_gb: float = 0.0
+    waited_s: float = 0.0
 
 
 class SamplesRead(msgspec.Struct, frozen=True, tag=True):

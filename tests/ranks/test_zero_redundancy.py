@@ -10,7 +10,6 @@ import torch
 from realrl.config.compose import compose
 from realrl.config.serialize import dump_config
 from realrl.experiment.discovery import config_dir, load_experiment
-from realrl.mesh.device_mesh import Allocation
 from realrl.runtime.worker.hook_runner import HookRunner
 from realrl.runtime.worker.model_worker import ModelWorker
 from realrl.runtime.worker.roles import HostedRole
@@ -24,9 +23,9 @@ def _bytes_alive(tensors: Iterable[torch.Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def _shards(hosted: HostedRole, *allocations: Allocation | None) -> list[torch.Tensor]:
-    here = [a for a in allocations if a in hosted.models]
-    return [p for a in here for _, p in hosted.decoder(a).named_shards()]  # type: ignore[arg-type]
+def _shards(hosted: HostedRole) -> list[torch.Tensor]:
+    engine = hosted.home_engine
+    return [] if engine is None else [p for _, p in engine.decoder.named_shards()]
 
 
 def _generate_twice(
@@ -48,18 +47,19 @@ def _generate_twice(
     assert plan is not None
     actor, gen = worker._roles["actor"], plan.allocation_of("actor_gen")
     moved = hooks._reallocs.of(plan.hooks_of("actor_gen").before[-1])  # type: ignore[arg-type]
-    home = _shards(actor, actor.home)
+    home = _shards(actor)
     before, own = [p.detach().clone() for p in home], _bytes_alive(home)
     found = []
     for number in range(n_times):
         hooks.run(RunHooks(2 * number, number, "actor_gen", 1, "before"))
-        alive = _bytes_alive(_shards(actor, actor.home, gen))
+        alive = _bytes_alive([*_shards(actor), *actor.visiting.get("actor_gen", {}).values()])
         found.append((alive, moved.peak_bytes(rank), alive / moved.source_layout.model_bytes))
         for ours, expected in zip(home, before, strict=True):
             assert torch.equal(ours, expected)
+        assert (gen in actor.models) == ("actor_gen" in actor.visiting)
         if gen in actor.models:
-            actor.release_parameters(gen)
-        assert _bytes_alive(_shards(actor, actor.home, gen)) == own
+            actor.send_home("actor_gen")
+        assert _bytes_alive(_shards(actor)) == own
         for ours, expected in zip(home, before, strict=True):
             assert ours.is_contiguous()
             assert torch.equal(ours, expected)

@@ -11,6 +11,7 @@ from realrl.graph.build import build_graph, dataset_keys
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy, legal_meshes
 from realrl.plan.hooks import plan_hooks
+from realrl.plan.memory.overlap import Overlap, can_come_early, can_stay
 from realrl.sched.calls import schedule_calls
 from realrl.sched.master.master_plan import MasterPlan
 from realrl.sched.track.track_plan import TrackPlan
@@ -138,7 +139,7 @@ def plans(draw, max_staleness=2, drops=False):
         allocations[mfc.name] = Allocation(mesh, draw(st.sampled_from(strategies_of(mesh.n_devices, smallest))))
     mfcs = draw(st.permutations([draw(with_protocol(mfc, allocations[mfc.name])) for mfc in mfcs]))
     try:
-        plan_hooks(build_graph(mfcs, ["prompt_ids"]), allocations)
+        hooks = plan_hooks(build_graph(mfcs, ["prompt_ids"]), allocations)
     except AllocationError:  # it offloads what another call may be moving
         reject()
     return make_plan(
@@ -146,7 +147,24 @@ def plans(draw, max_staleness=2, drops=False):
         dataset_rank=draw(st.integers(0, cluster.n_devices - 1)), shuffle=draw(st.booleans()),
         save_every_steps=draw(st.integers(0, 2)), save_at_end=draw(st.booleans()),
         checkpoint_directory="saves/.step_{step}.partial", moves_rows=draw(st.booleans()), max_refill_rounds=100,
+        overlap=draw(overlaps(mfcs, hooks)),
     )  # fmt: skip
+
+
+@st.composite
+def overlaps(draw, mfcs, hooks):
+    """Any parameters that may stay or come early, beside any calls."""
+    names = sorted(mfc.name for mfc in mfcs)
+    changed = {role for mfc in mfcs for role in mfc.changed_roles}
+    staying = sorted(mfc.name for mfc in mfcs if can_stay(mfc.name, mfc.role, hooks))
+    frozen = [mfc.name for mfc in mfcs if mfc.name in staying and mfc.role not in changed]
+    early = [mfc.name for mfc in mfcs if not mfc.changed_roles and can_come_early(mfc.name, mfc.role, hooks)]
+    some = st.sets(st.sampled_from(names)).map(frozenset)
+    resident = draw(st.sets(st.sampled_from(frozen))) if frozen else set()
+    stays = draw(st.sets(st.sampled_from(staying))) if staying else set()
+    return Overlap(
+        frozenset(stays), frozenset(resident), {name: draw(some | st.just(frozenset(names))) for name in early}
+    )
 
 
 @st.composite

@@ -1,7 +1,8 @@
 """A cluster in one thread: ranks that execute what the master sends, in any order that a real cluster could show.
 
 Each rank executes its requests in order, through the real `WorkerState`. RunCall, RunHooks and MoveRows are rendezvous:
-a rank enters one, and can end it only after every rank that was sent the same part entered it. Parameters are numbers:
+a rank enters one, and can end it only after every rank that was sent the same part entered it; hooks ahead of a call
+are none: a rank does its share and goes on. Parameters are numbers:
 how often they were trained, or written by a hook. Replies of one rank arrive in order, those
 of different ranks in any order. Which of all possible actions comes next is drawn from a seed. Whatever a correct
 master must never do is checked on the way. What a dropping call drops depends on the sample and the call alone.
@@ -68,6 +69,7 @@ class Rank:
     store: dict = field(default_factory=lambda: defaultdict(set))
     home: dict = field(default_factory=dict)  # role -> how often its parameters changed, on the ranks of its home
     visiting: dict = field(default_factory=dict)  # call -> the same, of parameters that a hook brought for it
+    setting_out: dict = field(default_factory=dict)  # call -> the same, of its role in this rank's home, on the way
     offloaded: set = field(default_factory=set)
     positions: list = field(default_factory=list)  # of the parts that it was sent
     has_entered: bool = False
@@ -176,7 +178,8 @@ class Simulation(Checks):
             kind = PartKind(event.when) if isinstance(event, HooksDone) else REPLY_KIND[type(event)]
             self.answered[event.dispatch_id, kind].add(event.rank)
             parts = [(event.dispatch_id, kind) for kind in PartKind]
-            is_whole = not self.calls[event.call].hooks.after or (event.dispatch_id, PartKind.AFTER) in self.sent
+            is_whole = (event.dispatch_id, PartKind.CALL) in self.sent
+            is_whole &= not self.calls[event.call].hooks.after or (event.dispatch_id, PartKind.AFTER) in self.sent
             if is_whole and all(self.answered[p] == self.sent[p].keys() for p in parts):
                 self.n_done[event.call] += 1
                 self.done[event.call] |= self.taken[event.call]
@@ -220,6 +223,8 @@ class Simulation(Checks):
         if not r.has_entered:
             return True
         head = r.inbox[0]
+        if isinstance(head, RunHooks) and head.when == "ahead of":
+            return True
         return not isinstance(head, PARTS) or self.entered[part_of(head)].keys() == self.sent[part_of(head)].keys()
 
     def work(self, rank):
@@ -297,6 +302,8 @@ class Simulation(Checks):
         if call.mfc.role in self.homes:
             is_visiting = call.hooks.home != call.allocation
             assert (call.name in r.visiting) == is_visiting, "parameters are missing, or in the way"
+            beside = self.plan.overlap.early
+            assert all(name == call.name or call.name in beside[name] for name in r.setting_out), "no room for both"
             version = r.visiting[call.name] if is_visiting else self.use(rank, call.mfc.role)
             if call.mfc.role in self.changing_roles:
                 self.versions_read[call.name, request.step].add(version)
@@ -349,6 +356,12 @@ class Simulation(Checks):
         """All ranks of the part are there: what each had in its homes when it came is what the hooks move."""
         r, call = self.ranks[rank], self.calls[request.call]
         hooks = call.hooks
+        if request.when == "ahead of":
+            assert request.call not in r.setting_out
+            assert not r.setting_out, "two journeys on one rank"
+            role = call.mfc.role
+            r.setting_out[request.call] = self.use(rank, role) if rank in hooks.home.ranks else None
+            return hooks_done(rank, request)
         mine = [hook for hook in getattr(hooks, request.when) if rank in hook.ranks]
         assert mine, "a rank is asked for hooks that do not concern it"
         for hook in mine:
@@ -356,6 +369,13 @@ class Simulation(Checks):
                 r.offloaded.add(hook.role)
                 continue
             found = {self.entered[part_of(request)][other][hook.source] for other in hook.source_allocation.ranks}
+            if hook.is_implied and request.call in r.setting_out:
+                journey = self.entered[request.dispatch_id, PartKind.AHEAD]
+                assert journey.keys() == set(hook.ranks), "some rank does not take part in the journey"
+                assert {journey[other][hook.source] for other in hook.source_allocation.ranks} == found, (
+                    "the source was written while its parameters travelled"
+                )
+                del r.setting_out[request.call]
             assert len(found) == 1, "the ranks of a home have different versions"
             if rank in hook.source_allocation.ranks:
                 self.use(rank, hook.source)
@@ -363,15 +383,14 @@ class Simulation(Checks):
                 continue
             if hook.is_implied:
                 assert request.when == "before"
-                assert request.call not in r.visiting
+                role_changes = hook.source in self.changing_roles
+                assert request.call not in r.visiting or role_changes, "what has stayed is brought again"
                 r.visiting[request.call] = found.pop()
             else:
                 is_own_training = call.mfc.is_train and hook.target == call.mfc.role  # one version, with its pulls
                 r.home[hook.target] = self.use(rank, hook.target) + (not is_own_training)
                 self.versions_moved[request.call, request.step, hook.target] |= found
-        return HooksDone(
-            rank, request.seq, request.dispatch_id, request.call, request.step, request.when, (), 100, 0.25
-        )
+        return hooks_done(rank, request)
 
     def end_call(self, rank, request):
         call, r = self.calls[request.call], self.ranks[rank]
@@ -379,7 +398,11 @@ class Simulation(Checks):
             for sample_id in transfer.ids if transfer.source == rank else ():
                 assert transfer.key in r.store[sample_id], "the source has no such rows"
         output = self.random.choice([None, SampleMeta((), {}, {})])
-        r.visiting.pop(call.name, None)
+        if not request.keeps_parameters:
+            r.visiting.pop(call.name, None)
+        if call.hooks.home == call.allocation:
+            r.setting_out.pop(call.name, None)
+        assert call.name not in r.setting_out, "nobody took in what was on its way"
         if call.mfc.is_train:
             assert not request.keeps
             r.home[call.mfc.role] += 1
@@ -444,6 +467,11 @@ class Simulation(Checks):
         while True:
             yield cursor.take(position, 1)[0].id
             position += 1
+
+
+def hooks_done(rank, request):
+    """The answer to hooks."""
+    return HooksDone(rank, request.seq, request.dispatch_id, request.call, request.step, request.when, (), 100, 0.25)
 
 
 REPLY_KIND = {CallDone: PartKind.CALL, RowsMoved: PartKind.ROWS}

@@ -100,6 +100,7 @@ class Reallocator:
         eta: float = 1.0,
         alias: bool = True,
         moves_source: bool = False,
+        at_once: bool = False,
     ) -> Reallocation:
         """Send the first messages and copy what the rank keeps; all ranks of both layouts call this in the same order.
 
@@ -114,6 +115,7 @@ class Reallocator:
             moves_source: let the source's tensors, the given objects, become views of larger tensors that contain their
                 target shards too. Their own memory is free then, one tensor after the other, if nothing else refers to
                 it.
+            at_once: send all rounds now, so that nothing is left to send in `wait`. It takes memory for all messages.
 
         Raises:
             RunError: a tensor is missing, or its shape, dtype or device is not the plan's.
@@ -134,7 +136,9 @@ class Reallocator:
                     continue
                 shards.target[name] = torch.empty(shape, dtype=torch_dtype(self._dtypes[name]), device=self._device)
                 shards.account(shards.target[name].nbytes)
-        under_way = Reallocation(self._world, self._rounds, shards)
+        under_way = Reallocation(
+            self._world, self._rounds, shards, n_rounds=len(self._rounds) if at_once else REALLOC_ROUNDS
+        )
         for keep in kept.values():  # while the first messages travel
             value = _view(held[keep.parameter], keep.source_slice)
             shards.write([(keep.parameter, keep.target_slice)], [value])
@@ -164,13 +168,13 @@ class Reallocator:
 class Reallocation:
     """A reallocation under way; `Reallocator.start` makes it."""
 
-    def __init__(self, world: Communicator, rounds: Sequence[Round], shards: _Shards) -> None:
+    def __init__(self, world: Communicator, rounds: Sequence[Round], shards: _Shards, *, n_rounds: int) -> None:
         self._world = world
         self._shards = shards
         self._waiting = deque(rounds)
         self._under_way: deque[_UnderWay] = deque()
         self._bytes_sent = self._bytes_received = 0
-        for _ in range(REALLOC_ROUNDS):
+        for _ in range(n_rounds):
             self._send_next()
 
     @torch.no_grad()

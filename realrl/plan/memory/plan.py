@@ -205,7 +205,7 @@ class _Kept:
 
 
 def _keeps(role: RoleState) -> dict[int, _Kept]:
-    layout = _layout(role.model, role.home)
+    layout = layout_of(role.model, role.home)
     found: dict[tuple[int, int], _Kept] = {}
     by_rank = {}
     for rank in role.home.ranks:
@@ -312,7 +312,7 @@ def _own_usage(
     role = roles.get(call.role)
     if role is None:
         return usages
-    layout = _layout(role.model, call.allocation)
+    layout = layout_of(role.model, call.allocation)
     found: dict[tuple[int, int], Usage] = {}
     for rank in call.allocation.ranks:
         pp_rank, _, tp_rank = layout.coordinates_of(rank)
@@ -378,7 +378,7 @@ def _moved(call: CallState, roles: Mapping[str, RoleState]) -> dict[int, Usage]:
             continue
         role = roles[hook.source]
         model = role.model
-        source, target = _layout(model, hook.source_allocation), _layout(model, hook.target_allocation)
+        source, target = layout_of(model, hook.source_allocation), layout_of(model, hook.target_allocation)
         is_gathered = role.is_trained and role.zero_stage == 3
         may_move = not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
         moved = plan_realloc(source, target, node_of=call.allocation.mesh.cluster.node_of)
@@ -407,7 +407,7 @@ def checkpoint_bytes(role: RoleState) -> int:
     return total
 
 
-def _layout(model: DecoderConfig, allocation: Allocation) -> ParameterLayout:
+def layout_of(model: DecoderConfig, allocation: Allocation) -> ParameterLayout:
     return parameter_layout(parameter_specs(model), allocation.strategy, allocation.ranks)
 
 

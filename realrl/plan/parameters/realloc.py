@@ -173,6 +173,11 @@ class ReallocPlan:
         return self._from_other_nodes.get(rank, 0)
 
     @property
+    def has_relays(self) -> bool:
+        """True if a rank passes on what it gets from another node."""
+        return bool((self._flows[:, 5] != HELD).any())
+
+    @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that take part, ascending: all of both layouts."""
         return tuple(sorted({*self.source_layout.ranks, *self.target_layout.ranks}))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError
 from realrl.experiment.run_plan import RunPlan
 from realrl.files import why_no_output
+from realrl.plan.memory.overlap import NO_OVERLAP, Overlap
 from realrl.runtime.checkpoints.store import (
     CHECKPOINTS,
     CheckpointStore,
@@ -79,7 +81,9 @@ def newest(store: CheckpointStore, first: Resume) -> Resume:
     return found
 
 
-def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | None) -> MasterPlan:
+def make_master_plan(
+    plan: RunPlan, store: CheckpointStore, resume_from: Path | None, *, overlap: Overlap = NO_OVERLAP
+) -> MasterPlan:
     """Plan the master's state machine for a run plan and the checkpoint that it continues from.
 
     Raises:
@@ -114,7 +118,9 @@ def make_master_plan(plan: RunPlan, store: CheckpointStore, resume_from: Path | 
         hooks=plan.hooks,
         resume=resume,
     )
-    return plan_master(main, evaluation, str(store.root / f".step_{STEP_PLACEHOLDER}.partial"))
+    return plan_master(
+        replace(main, overlap=overlap), evaluation, str(store.root / f".step_{STEP_PLACEHOLDER}.partial")
+    )
 
 
 def _is_filled(file: Path) -> bool:

@@ -331,7 +331,7 @@ def run_master(session: Session) -> int:
     plan = plan_run(config, experiment)
     store = checkpoint_store(plan, session.run_dir / CHECKPOINTS)
     resume_from = Path(session.resume_from) if session.resume_from else None
-    master_plan = make_master_plan(plan, store, resume_from)
+    master_plan = make_master_plan(plan, store, resume_from, overlap=session.overlap)
     store.discard_unfinished()
     for folder in store.set_aside(master_plan.main.first_step - 1):
         session.progress.phase(f"{folder} is of a step that is done again")

@@ -21,6 +21,7 @@ from realrl.sched.messages import Span
 
 FILE_NAME = "trace.json"
 MASTER_TID = 1_000_000
+TRAVEL_TID = 2_000_000  # plus the worker's rank: parameters that travel while the worker computes
 _PID = 0
 
 _log = logging.getLogger(__name__)
@@ -54,9 +55,11 @@ class TraceWriter:
 
     def spans(self, rank: int | None, spans: Iterable[Span]) -> None:
         """Add spans of worker `rank`, or of the master for None."""
-        tid = MASTER_TID if rank is None else rank
-        events = self._track_name(tid)
+        events: list[dict[str, Any]] = []
         for span in spans:
+            tid = MASTER_TID if rank is None else rank
+            tid += TRAVEL_TID if span.kind == "travel" else 0
+            events += self._track_name(tid)
             event = {
                 "name": span.name,
                 "cat": span.kind,
@@ -93,9 +96,11 @@ class TraceWriter:
             return []
         self._named.add(tid)
         is_master = tid == MASTER_TID
+        rank = tid % MASTER_TID
+        name = "master" if is_master else f"worker {rank}{', parameters' if tid >= TRAVEL_TID else ''}"
         return [
-            self._metadata("thread_name", tid, {"name": "master" if is_master else f"worker {tid}"}),
-            self._metadata("thread_sort_index", tid, {"sort_index": -1 if is_master else tid}),
+            self._metadata("thread_name", tid, {"name": name}),
+            self._metadata("thread_sort_index", tid, {"sort_index": -1 if is_master else rank}),
         ]
 
     @staticmethod

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from realrl.errors import Error, TransportError, UsageError
+from realrl.plan.memory.overlap import NO_OVERLAP, Overlap
 from realrl.runtime.launchers.base import Launcher
 from realrl.runtime.launchers.inline import InlineLauncher
 from realrl.runtime.launchers.local import DEFAULT_HOST, LocalLauncher
@@ -55,6 +56,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
         host: dotted path of the factory of each worker's host.
         resume_from: the verified checkpoint to continue from; empty for the first step.
         notes: messages for the user before the run begins.
+        overlap: parameters that come early, or stay.
     """
 
     run: bytes
@@ -65,6 +67,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
     program: str = DEFAULT_PROGRAM
     host: str = DEFAULT_HOST
     resume_from: str = ""
+    overlap: Overlap = NO_OVERLAP
     notes: tuple[str, ...] = ()
 
 
@@ -74,7 +77,7 @@ class Session:
 
     Attributes:
         admission: argument of `launcher.start`.
-        resume_from: see `SessionStart`.
+        resume_from, overlap: see `SessionStart`.
         beat: tells the supervisor that the master lives; to be called several times a second.
     """
 
@@ -87,6 +90,7 @@ class Session:
     metrics: MetricsSink
     trace: TraceWriter
     resume_from: str = ""
+    overlap: Overlap = NO_OVERLAP
     beat: Callable[[], None] = lambda: None
 
 
@@ -191,7 +195,7 @@ def _open_log(path: Path) -> Iterator[None]:
 def _open_session(
     start: SessionStart, *, inline: bool, progress: Progress, beat: Callable[[], None]
 ) -> Iterator[Session]:
-    run_dir, resume_from = Path(start.run_dir), start.resume_from
+    run_dir = Path(start.run_dir)
     with contextlib.ExitStack() as stack:
         metrics = open_sinks(run_dir, start.track)
         stack.callback(metrics.close)
@@ -215,7 +219,19 @@ def _open_session(
             launcher = LocalLauncher(run_dir, start.run_id, host=start.host)
         stack.callback(transport.close)
         stack.callback(launcher.stop, _STOP_GRACE_S)
-        yield Session(start.run, run_dir, transport, launcher, admission, progress, metrics, trace, resume_from, beat)
+        yield Session(
+            start.run,
+            run_dir,
+            transport,
+            launcher,
+            admission,
+            progress,
+            metrics,
+            trace,
+            resume_from=start.resume_from,
+            overlap=start.overlap,
+            beat=beat,
+        )
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from realrl.experiment.declaration import Experiment
 from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.files import write_output
+from realrl.plan.memory.overlap import NO_OVERLAP, Overlap
 from realrl.runtime.checkpoints.resume import newest, refuse_mixing
 from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store
 from realrl.runtime.processes.preflight import check_inputs
@@ -30,8 +31,13 @@ LOCK_FILE = ".lock"
 _OWNER_ONLY = 0o700  # rows of the dataset and what users set may be nobody else's
 
 
-def start_run(experiment: Experiment, config: RunConfig) -> int:
+def start_run(
+    experiment: Experiment, config: RunConfig, *, decide: Callable[[RunPlan], Overlap] = lambda _: NO_OVERLAP
+) -> int:
     """Check what can be checked, make the run folder, run to the end; returns the exit code.
+
+    Args:
+        decide: decision, for a plan that passed the checks, about parameters that come early or stay.
 
     Raises:
         UsageError: the configuration, the graph, the allocation, a model, the dataset or the checkpoint to resume from
@@ -46,14 +52,14 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
     if config.run_dir:
         with _locked(Path(config.run_dir).absolute()) as (run_dir, lock):
             refuse_mixing(config)  # reads the folder, so no other run may be at work there
-            return _run(plan, run_dir, check_inputs(plan), lock)
+            return _run(plan, run_dir, check_inputs(plan), lock, decide)
     refuse_mixing(config)
     resume = check_inputs(plan)
     with _locked(_make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
-        return _run(plan, run_dir, resume, lock)
+        return _run(plan, run_dir, resume, lock, decide)
 
 
-def _run(plan: RunPlan, run_dir: Path, resume: Resume, lock: int) -> int:
+def _run(plan: RunPlan, run_dir: Path, resume: Resume, lock: int, decide: Callable[[RunPlan], Overlap]) -> int:
     """Run in a locked folder, after the checks."""
     config, save = plan.config, plan.config.save
     if plan.changed_roles and (save.at_end or save.every_steps or save.every_epochs or save.every_s):
@@ -71,6 +77,7 @@ def _run(plan: RunPlan, run_dir: Path, resume: Resume, lock: int) -> int:
         port=config.cluster.master_port,
         resume_from="" if resume.folder is None else str(resume.folder.resolve()),
         notes=resume.notes,
+        overlap=decide(plan),
     )
     if config.launcher == "inline":
         return run_inline(start)

@@ -72,8 +72,11 @@ class CallRunner:
         if is_at_home:
             hosted.prefetch()
         bytes_received = self._pull(request, spans) + self._spread(request, spans)
+        pulled_s = time.time()
         if is_at_home:
             hosted.wait_resident()
+        elif hosted.has_weights:
+            hosted.decoder(allocation).set_parameters(hosted.visiting[mfc.name])
         call_start_s = time.time()
         minibatches = request.minibatches if hosted.has_weights else (request.keeps,)
         ids = tuple(dict.fromkeys(sample_id for minibatch in minibatches for sample_id in minibatch))
@@ -84,7 +87,9 @@ class CallRunner:
                 context = self._context(mfc, request.step, minibatches, recorded)
                 output, metrics = self._call(mfc, batch, request, context)
         if hosted.has_weights and not is_at_home:
-            hosted.release_parameters(allocation)
+            hosted.decoder(allocation).release_parameters()
+            if not request.keeps_parameters:
+                hosted.send_home(mfc.name)
         devices.synchronize(self._device)
         end_s = time.time()
         spans.append(
@@ -103,6 +108,7 @@ class CallRunner:
             memory_gb=devices.memory_gb(self._device),
             sums=recorded.sums,
             maxima=recorded.maxima,
+            waited_s=call_start_s - pulled_s,
         )
 
     def move_rows(self, request: MoveRows) -> RowsMoved:
@@ -157,6 +163,7 @@ class CallRunner:
         try:
             if mfc.interface_type is InterfaceType.TRAIN_STEP:
                 hosted.set_schedule_end(request.n_steps)
+                hosted.separate()
                 metrics = interface.train_step(model, batch, context)
                 check_recorded(context, mfc)
                 hosted.version += 1

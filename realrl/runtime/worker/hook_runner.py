@@ -16,7 +16,7 @@ import torch
 
 from realrl.engine import device as devices
 from realrl.engine.groups import Communicator
-from realrl.engine.parameters.realloc import Reallocator, ReallocResult
+from realrl.engine.parameters.realloc import Reallocation, Reallocator, ReallocResult
 from realrl.experiment.run_plan import RunPlan
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.hooks import Offload, PlannedHook, Realloc
@@ -52,9 +52,13 @@ class HookRunner:
         self._world = world
         self._device = device
         self._reallocators: dict[Realloc, tuple[Reallocator, ...]] = {}
+        self._journeys: dict[str, tuple[Reallocation, float]] = {}  # call -> what set out for it, and when
 
     def run(self, request: RunHooks) -> HooksDone:
         """Run this rank's part of the hooks before or after a call, in their order."""
+        if request.when == "ahead of":
+            return self._set_out(request)
+        begin_s = time.time()
         planned = self._plan.hooks_of(request.call)
         hooks = [hook for hook in getattr(planned, request.when) if self.rank in hook.ranks]
         self._prefetch(hooks)
@@ -63,11 +67,12 @@ class HookRunner:
         for hook in hooks:
             start_s = time.time()
             args: dict[str, str | int | float] = {"step": request.step, "for": request.call}
+            set_out_s = self._journeys[request.call][1] if request.call in self._journeys else None
             if isinstance(hook, Offload):
                 self._roles[hook.role].offload()
                 name, kind = f"offload {hook.role}", "offload"
             else:
-                received = self._move(hook)
+                received = self._move(hook, request.call)
                 bytes_received += received
                 args |= {"from": str(hook.source_allocation), "to": str(hook.target_allocation), "bytes": received}
                 plans = [reallocator.plan for reallocator in self._reallocators_of(hook)]
@@ -76,6 +81,8 @@ class HookRunner:
                 kind = "realloc"
             devices.synchronize(self._device)
             spans.append(Span(name, kind, start_s, time.time(), args))
+            if set_out_s is not None and kind == "realloc":
+                spans.append(Span(name, "travel", set_out_s, time.time(), args))
         return HooksDone(
             rank=self.rank,
             seq=request.seq,
@@ -86,6 +93,31 @@ class HookRunner:
             spans=tuple(spans),
             bytes_received=bytes_received,
             memory_gb=devices.memory_gb(self._device),
+            waited_s=time.time() - begin_s if request.when == "before" else 0.0,
+        )
+
+    def _set_out(self, request: RunHooks) -> HooksDone:
+        """Begin to bring a call's parameters to its layout, or back from host memory, and do not wait for their end."""
+        start_s = time.time()
+        planned = self._plan.hooks_of(request.call)
+        role = next(mfc.role for mfc in self._plan.mfcs if mfc.name == request.call)
+        if role in self._roles:
+            self._roles[role].prefetch()
+        for hook in planned.before:
+            assert isinstance(hook, Realloc)
+            (reallocator,) = self._reallocators_of(hook)
+            source = self._home_shards(hook.source, hook.source_allocation)
+            moves_source = self._reallocs.moves_source(hook)
+            self._journeys[request.call] = reallocator.start(source, moves_source=moves_source, at_once=True), start_s
+        return HooksDone(
+            rank=self.rank,
+            seq=request.seq,
+            dispatch_id=request.dispatch_id,
+            call=request.call,
+            step=request.step,
+            when=request.when,
+            memory_gb=devices.memory_gb(self._device),
+            waited_s=time.time() - start_s,
         )
 
     def _prefetch(self, hooks: Sequence[PlannedHook]) -> None:
@@ -95,13 +127,14 @@ class HookRunner:
                 if name in self._roles:
                     self._roles[name].prefetch()
 
-    def _move(self, hook: Realloc) -> int:
+    def _move(self, hook: Realloc, call: str) -> int:
         """Send and receive parameters; returns the bytes received."""
         n_bytes: list[int] = []
         moved: list[torch.Tensor] = []
 
         def arriving() -> Iterator[tuple[str, torch.Tensor]]:
-            for result in self._reallocate(hook):
+            journey = self._journeys.pop(call, None) if hook.is_implied else None
+            for result in self._reallocate(hook) if journey is None else (journey[0].wait(),):
                 n_bytes.append(result.bytes_received)
                 moved.extend(result.moved)
                 yield from result.parameters.items()
@@ -110,12 +143,11 @@ class HookRunner:
         if hook.is_implied:
             parameters = dict(arriving())
             if is_here:
-                hosted = self._roles[hook.target]
-                hosted.decoder(hook.target_allocation).set_parameters(parameters)
-                hosted.moved[hook.target_allocation] = moved
+                self._roles[hook.target].receive(call, parameters, moved)
             self._share_memory_of_interfaces(hook)
         elif is_here and self._is_followed(hook):
             hosted = self._roles[hook.target]
+            hosted.separate()
             hosted.wait_resident()
             assert hosted.home_engine is not None
             hosted.home_engine.move_parameters(arriving(), hook.eta)
@@ -127,6 +159,8 @@ class HookRunner:
         """Run the parts of a reallocation, and yield each result before the next part begins."""
         target = None
         if not hook.is_implied and not self._is_followed(hook):
+            if self.rank in hook.target_allocation.ranks:
+                self._roles[hook.target].separate()
             target = self._home_shards(hook.target, hook.target_allocation)
         reallocators = self._reallocators_of(hook)
         for reallocator in reallocators:

@@ -49,8 +49,8 @@ class HostedRole:
             instance and its state (value statistics, KL controller). The state lives in the home layout, like the
             parameters; a call elsewhere gets a copy.
         offloader: mover of the parameters to host memory and back; None on a rank outside the home.
-        moved: layout that is filled now -> the home's parameters that lie in its memory.
         is_changed: True if a call or hook changes the parameters, so that a checkpoint must hold them.
+        visiting: call outside the home -> parameters that were brought for it, by name.
     """
 
     role: Role
@@ -59,10 +59,11 @@ class HostedRole:
     interfaces: Mapping[str, ModelInterface]
     calls: tuple[MFCDef, ...]
     offloader: Offloader | None = None
-    moved: dict[Allocation, list[torch.Tensor]] = field(default_factory=dict)
     is_changed: bool = False
     calls_per_step: int = 1
     algorithm: Any = None
+    visiting: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    _shared: dict[str, list[torch.Tensor]] = field(default_factory=dict, repr=False)
     _n_steps: int = field(default=0, repr=False)
 
     @property
@@ -99,13 +100,6 @@ class HostedRole:
         assert isinstance(engine, DecoderEngine)
         return engine.decoder
 
-    @torch.no_grad()
-    def release_parameters(self, allocation: Allocation) -> None:
-        """Free a layout that is not the home; parameters of the home that moved into its memory move out again."""
-        self.decoder(allocation).release_parameters()
-        for parameter in self.moved.pop(allocation, ()):
-            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
-
     def set_schedule_end(self, n_steps: int) -> None:
         """Make the learning-rate schedule end with the run's last step."""
         engine = self.home_engine
@@ -125,6 +119,24 @@ class HostedRole:
             distinct.setdefault(id(interface), (call, interface))
         return dict(distinct.values())
 
+    # ------------------------------------------------------------ parameters outside the home
+
+    def receive(self, call: str, parameters: Mapping[str, torch.Tensor], shared: list[torch.Tensor]) -> None:
+        """Take in the parameters of a call outside the home; those of the home in `shared` lie in the same memory."""
+        self.visiting[call] = parameters
+        self._shared[call] = shared
+
+    def send_home(self, call: str) -> None:
+        """Free the parameters of a call outside the home."""
+        del self.visiting[call]
+        _move_out(self._shared.pop(call))
+
+    def separate(self) -> None:
+        """Give all parameters of the home memory of their own, before they change or leave the device."""
+        for shared in self._shared.values():
+            _move_out(shared)
+            shared.clear()
+
     # ------------------------------------------------------------ host memory
 
     def prefetch(self) -> None:
@@ -139,11 +151,19 @@ class HostedRole:
 
     def offload(self) -> None:
         """Move the home's parameters to host memory, unless they are there."""
+        self.separate()
         if self.offloader is not None:
             if self.offloader.residence is Residence.RETURNING:
                 self.offloader.wait()
             if self.offloader.residence is Residence.RESIDENT:
                 self.offloader.offload()
+
+
+def _move_out(shared: list[torch.Tensor]) -> None:
+    """Give tensors memory of their own, one after the other, if they lie in larger memory."""
+    for tensor in shared:
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 
 def build_roles(

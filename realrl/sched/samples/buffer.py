@@ -230,6 +230,27 @@ class SampleBuffer:
         found = {sample_id: self._slots[sample_id].place for sample_id in ids}
         return {sample_id: place for sample_id, place in found.items() if place is not None}
 
+    def will_be_ready(self, position: int, promised: Mapping[str, Collection[str]]) -> bool:
+        """Return True if a call has a batch, or gets one from what other calls are making.
+
+        Args:
+            promised: key -> samples for which it is being made. Where samples may be dropped, promises do not count.
+        """
+        queue = self.queues[position]
+        if queue.batch_size():
+            return True
+        if self._drops or isinstance(queue, RoundQueue):
+            return False
+        coming = (self._slots[self._id_at[place]] for place in queue.candidates() if place in self._id_at)
+        keys = self._calls[position].mfc.input_keys
+        n_coming = sum(
+            slot.is_loaded
+            and slot.phases[position] is SamplePhase.WAITING
+            and all(slot.id in self._placements.get(key, ()) or slot.id in promised.get(key, ()) for key in keys)
+            for slot in coming
+        )
+        return n_coming > 0 and queue.batch_size(n_coming) > 0
+
     # ------------------------------------------------------------ samples are dropped, or not
 
     def is_living(self, sample_id: str) -> bool:

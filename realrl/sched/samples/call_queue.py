@@ -69,13 +69,21 @@ class CallQueue:
         self._n_ready_in_step[step] = n_ready
         return n_ready >= self._min_n_seqs
 
-    def batch_size(self) -> int:
-        """Samples that the call could take now, or 0."""
+    def batch_size(self, n_more: int = 0) -> int:
+        """Samples that the call could take now, or as soon as `n_more` of `candidates` are ready too; or 0."""
         if self._min_n_seqs is None:
             window = self._n_taken // self._n_seqs
             size = self._window_size(window)
-            return size if self._n_ready_in_window.get(window, 0) == size else 0
-        return self._streamed_batch_size(self._min_n_seqs)
+            return size if self._n_ready_in_window.get(window, 0) + n_more == size else 0
+        return self._streamed_batch_size(self._min_n_seqs, n_more)
+
+    def candidates(self) -> range:
+        """The samples that the next batch is taken from."""
+        if self._min_n_seqs is None:
+            return range(self._n_taken, self._n_taken + self._window_size(self._n_taken // self._n_seqs))
+        first = self.steps_taken * self._step_size
+        last = first + self._step_size
+        return range(first, last if self._n_total is None else min(last, self._n_total))
 
     def peek(self) -> list[int]:
         """The next batch: indices, oldest first. Only after `batch_size` said that there is one."""
@@ -115,8 +123,8 @@ class CallQueue:
         left = self._n_seqs if self._n_total is None else self._n_total - window * self._n_seqs
         return max(0, min(self._n_seqs, left))
 
-    def _streamed_batch_size(self, min_n_seqs: int) -> int:
-        available = self._n_ready_in_step.get(self.steps_taken, 0)
+    def _streamed_batch_size(self, min_n_seqs: int, n_more: int) -> int:
+        available = self._n_ready_in_step.get(self.steps_taken, 0) + n_more
         rest = self._step_size - self._n_taken % self._step_size
         if self._n_total is not None and self._n_total - self._n_taken < rest:  # no batch sizes need sum up to it
             rest = self._n_total - self._n_taken

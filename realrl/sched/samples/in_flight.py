@@ -33,6 +33,7 @@ class CallRecord(msgspec.Struct, frozen=True):
         maxima: name -> maximum over all ranks.
         memory_gb: rank -> peak memory.
         bytes_received: bytes of rows fetched, over all ranks.
+        realloc_wait_s: seconds that it waited for parameters, on the rank that waited longest.
     """
 
     call: str
@@ -45,6 +46,7 @@ class CallRecord(msgspec.Struct, frozen=True):
     maxima: Mapping[str, float] = {}
     memory_gb: Mapping[int, float] = {}
     bytes_received: int = 0
+    realloc_wait_s: float = 0.0
 
 
 class InFlight(msgspec.Struct, frozen=True):

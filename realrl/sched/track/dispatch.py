@@ -3,7 +3,9 @@
 A part of a dispatch is work that several ranks do together: each of them gets one request for it, and all get it at the
 same position of the global order of parts.
 
-    ROWS ─► BEFORE ─► CALL ─► AFTER        only the parts that the dispatch needs
+    AHEAD ─► ROWS ─► BEFORE ─► CALL ─► AFTER        only the parts that the dispatch needs
+
+AHEAD is sent before the dispatch exists, while its samples are still being made (see `visits`).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ PartRequest = MoveRows | RunHooks | RunCall
 class PartKind(Enum):
     """Kind of work that ranks do together; the comments name its requests."""
 
+    AHEAD = "ahead of"  # RunHooks
     ROWS = "rows"  # MoveRows
     BEFORE = "before"  # RunHooks
     CALL = "call"  # RunCall
@@ -49,10 +52,12 @@ class Part:
     Attributes:
         position: place in the global order of parts; every rank executes its requests in this order.
         pending: ranks that have not answered.
+        waited_s: rank -> seconds that it was busy with parameters, for hooks.
     """
 
     position: int
     pending: set[int]
+    waited_s: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ class Dispatch:
         parts: parts that were sent.
         replies: rank that is done with the call -> its reply.
         version: version of the parameters that the call reads, in train_step calls; None until that is decided.
+        has_parameters: the parameters of the batch before are still there, so that no hook must bring them.
+        keeps_parameters: they stay for the next batch.
     """
 
     id: int
@@ -97,6 +104,8 @@ class Dispatch:
     parts: dict[PartKind, Part] = field(default_factory=dict)
     replies: dict[int, CallDone] = field(default_factory=dict)
     version: int | None = None
+    has_parameters: bool = False
+    keeps_parameters: bool = False
 
     @cached_property
     def recording_ranks(self) -> frozenset[int]:
@@ -117,7 +126,7 @@ class Dispatch:
         They include the hooks after the call if only the mesh takes part: no other rank then waits for the call.
         """
         kinds = [PartKind.ROWS] if self.moves_rows and any(work.transfers for work in self.work.values()) else []
-        kinds += [PartKind.BEFORE] if self.call.hooks.before else []
+        kinds += [PartKind.BEFORE] if self.call.hooks.before and not self.has_parameters else []
         kinds.append(PartKind.CALL)
         has_local_end = self.call.hooks.after and set(self.call.hooks.after_ranks) <= set(self.call.ranks)
         return (*kinds, PartKind.AFTER) if has_local_end else tuple(kinds)
@@ -130,6 +139,7 @@ class Dispatch:
     def explain(self) -> str:
         """Return a description of the part under way, with its step and ranks."""
         doing = {
+            PartKind.AHEAD: "in the hooks ahead of",
             PartKind.ROWS: "moving rows for",
             PartKind.BEFORE: "in the hooks before",
             PartKind.CALL: "running",
@@ -159,7 +169,13 @@ class Dispatch:
             maxima=maxima,
             memory_gb={rank: reply.memory_gb for rank, reply in replies.items() if reply.memory_gb > 0},
             bytes_received=sum(reply.bytes_received for reply in replies.values()),
+            realloc_wait_s=max(self._waited_s(rank) for rank in replies),
         )
+
+    def _waited_s(self, rank: int) -> float:
+        """Seconds that a rank of the mesh waited for parameters, those included that their setting out took."""
+        parts = [self.parts[kind] for kind in (PartKind.AHEAD, PartKind.BEFORE) if kind in self.parts]
+        return self.replies[rank].waited_s + sum(part.waited_s.get(rank, 0.0) for part in parts)
 
     def requests(self, kind: PartKind, next_seq: Callable[[int], int], n_steps: int) -> dict[int, PartRequest]:
         """Return rank -> its request for one part."""
@@ -176,6 +192,7 @@ class Dispatch:
                     n_steps=n_steps,
                     keeps=work.keeps,
                     spreads=work.spreads,
+                    keeps_parameters=self.keeps_parameters,
                 )
                 for rank, work in self.work.items()
             }

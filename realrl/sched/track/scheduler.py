@@ -30,6 +30,8 @@ Policy:
       parameters do not change before it.
     - Work for later steps that was done before the run was resumed is not repeated (see `in_flight`).
     - Calls that may be stale run ahead by a fixed number of steps (see `waits`).
+    - Parameters come early, while other calls compute, and stay for the next batch, where the plan has room (see
+      `visits`).
 """
 
 from __future__ import annotations
@@ -66,6 +68,7 @@ from realrl.sched.track.step_log import StepLog
 from realrl.sched.track.track_plan import TrackPlan
 from realrl.sched.track.versions import Versions
 from realrl.sched.track.waits import Hold, Waits
+from realrl.sched.visits import Journey, Visits
 
 
 class CallPhase(Enum):
@@ -128,6 +131,7 @@ class Scheduler:
         self._release = partial(release, plan=plan, buffer=self._buffer, log=log, reader=reader, outbox=outbox)
         self._versions = Versions(plan, buffer=self._buffer, log=log)
         self._waits = Waits(plan, buffer=self._buffer, loader=self._loader, holds=holds)
+        self._visits = Visits(plan, buffer=self._buffer, waits=self._waits, flight=self._flight)
         self._has_leads = any(call.leads for call in plan.calls)
         self._phases = [CallPhase.WAITING] * len(plan.calls)
         self._devices = DeviceLoad({call.name: call.extent for call in plan.calls}, plan.n_ranks)
@@ -193,9 +197,20 @@ class Scheduler:
 
     def handle_part_done(self, reply: RowsMoved | HooksDone, request: MoveRows | RunHooks) -> list[Instruction]:
         """Note that one rank is done with the rows or hooks of a dispatch."""
-        dispatch = self.dispatches[request.dispatch_id]
-        self._log.add_movement(dispatch.step, reply)
-        return self._answer(dispatch, PartKind.of(request), reply.rank)
+        self._log.add_movement(reply.step, reply)
+        journey = self._journey(request.dispatch_id)
+        if journey is not None:
+            journey.part.pending.discard(reply.rank)
+            journey.part.waited_s[reply.rank] = reply.waited_s if isinstance(reply, HooksDone) else 0.0
+            return []
+        dispatch, kind = self.dispatches[request.dispatch_id], PartKind.of(request)
+        if isinstance(reply, HooksDone):
+            dispatch.parts[kind].waited_s[reply.rank] = reply.waited_s
+        return self._answer(dispatch, kind, reply.rank)
+
+    def _journey(self, dispatch_id: int) -> Journey | None:
+        """Return the journey to a dispatch that does not exist yet, or None."""
+        return next((one for one in self._visits.journeys.values() if one.id == dispatch_id), None)
 
     def _answer(self, dispatch: Dispatch, kind: PartKind, rank: int) -> list[Instruction]:
         """Note that a rank is done with a part; the last rank leads to the next part, or completes the dispatch."""
@@ -318,7 +333,8 @@ class Scheduler:
     def _startable(self) -> Iterator[tuple[int, bool, int]]:
         """Yield (step, True if hooks stay within the mesh, position) of every call that lacks at most devices."""
         for position in range(len(self._calls)):
-            if self._phases[position] is CallPhase.WAITING and self._waits.lack(position) is None:
+            is_waiting = self._phases[position] is CallPhase.WAITING
+            if is_waiting and self._waits.lack(position) is None and self._visits.blocked(position) is None:
                 yield self._waits.next_step(position), not self._needs_others[position], position
 
     def _start(self, position: int) -> Dispatch:
@@ -332,10 +348,12 @@ class Scheduler:
         key = self._plan.config.seed, step, place % self._plan.step_size // call.mfc.n_seqs
         work, arrivals = plan_work(call, ids, token_counts, placements, self._plan.cluster.node_of, key=key)
         self._buffer.begin_arrivals(arrivals)
-        number = self._outbox.next_dispatch()
+        journey = self._visits.journeys.get(position)
+        number = self._outbox.next_dispatch() if journey is None else journey.id
         dispatch = Dispatch(number, call, step, ids, work, arrivals, self._plan.moves_rows, known)
         self.dispatches[dispatch.id] = dispatch
         self._versions.add_started(dispatch)
+        self._visits.add_started(dispatch, position)
         for rank in call.ranks:
             self._devices.add(rank)
         self._enter(position, CallPhase.RUNNING)
@@ -356,10 +374,26 @@ class Scheduler:
             for kind in dispatch.first_parts:
                 is_short = kind in (PartKind.ROWS, PartKind.BEFORE)
                 (first if is_short and goes_first else then).append((dispatch, kind))
-        return [send for dispatch, kind in (*first, *then) for send in self._send_part(dispatch, kind)]
+        sent: list[Instruction] = []
+        for dispatch, kind in (*first, *then):
+            if kind is PartKind.CALL:
+                for position in self._visits.setting_out(dispatch, self.dispatches):
+                    sent += self._set_out(position)
+            sent += self._send_part(dispatch, kind)
+        return sent
+
+    def _set_out(self, position: int) -> list[Instruction]:
+        """Let the parameters of a call set out for its next dispatch."""
+        call, step, number = self._calls[position], self._waits.next_step(position), self._outbox.next_dispatch()
+        ranks = call.hooks.before_ranks or call.ranks
+        self._visits.journeys[position] = Journey(number, position, step, Part(self._outbox.next_part(), set(ranks)))
+        self._note(call, f"step {step}: its parameters set out for dispatch {number}")
+        asked = {rank: RunHooks(self._outbox.next_seq(rank), number, call.name, step, "ahead of") for rank in ranks}
+        return [self._outbox.send(rank, request, self._plan.owner) for rank, request in asked.items()]
 
     def _send_part(self, dispatch: Dispatch, kind: PartKind) -> list[Instruction]:
         self._versions.add_sent(dispatch, kind)
+        self._visits.add_sent(dispatch)
         requests = dispatch.requests(kind, self._outbox.next_seq, self.last_step)
         dispatch.parts[kind] = Part(self._outbox.next_part(), set(requests))
         return [self._outbox.send(rank, request, self._plan.owner) for rank, request in requests.items()]
@@ -374,7 +408,9 @@ class Scheduler:
         if self._phases[position] is CallPhase.RUNNING:
             dispatch = next(d for d in self.dispatches.values() if d.call.name == name)
             return dispatch.explain()
-        return f"waits for {self._waits.lack(position) or 'devices'}"
+        traveller = self._visits.blocked(position)
+        room = "devices" if traveller is None else f"'{traveller}', whose parameters are on their way"
+        return f"waits for {self._waits.lack(position) or room}"
 
     def _enter(self, position: int, phase: CallPhase) -> None:
         call, old = self._calls[position], self._phases[position]
@@ -404,11 +440,13 @@ class Scheduler:
             requests = self._outbox.of_rank(rank, self._plan.owner)
             asked = [request for request in requests if isinstance(request, RunCall | RunHooks | MoveRows)]
             found = {(r.dispatch_id, PartKind.of(r)) for r in asked}
-            known = {(d.id, k) for d in self.dispatches.values() for k, p in d.parts.items() if rank in p.pending}
+            parts = {(d.id, k): p for d in self.dispatches.values() for k, p in d.parts.items()}
+            parts |= {(j.id, PartKind.AHEAD): j.part for j in self._visits.journeys.values()}
+            known = {key for key, part in parts.items() if rank in part.pending}
             n_calls = sum(isinstance(r, RunCall) for r in asked)
             if found != known or len(found) != len(asked) or self._devices.of_rank(rank) != n_calls:
                 raise InvalidTransitionError(f"worker {rank} has open parts {found}, but {known} wait for it")
-            positions = [self.dispatches[r.dispatch_id].parts[PartKind.of(r)].position for r in asked]
+            positions = [parts[r.dispatch_id, PartKind.of(r)].position for r in asked]
             if positions != sorted(positions):
                 raise InvalidTransitionError(f"worker {rank} was sent parts out of order: {positions}")
         if not self.is_done and self._outbox.is_empty:

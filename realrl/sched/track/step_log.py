@@ -18,6 +18,7 @@ class _StepEntry:
     data_bytes: int = 0
     params_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    realloc_wait_s: float = 0.0
     memory_gb: dict[int, float] = field(default_factory=dict)
     # call -> metric -> (sum of value * samples, samples)
     sums: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
@@ -48,6 +49,7 @@ class StepLog:
         for rank, memory_gb in record.memory_gb.items():
             _note_memory(entry, rank, memory_gb)
         entry.seconds[record.call] = entry.seconds.get(record.call, 0.0) + record.seconds
+        entry.realloc_wait_s += record.realloc_wait_s
         returned = entry.sums.setdefault(record.call, {})
         for name, value in record.metrics.items():
             total, n_samples = returned.get(name, (0.0, 0))
@@ -89,7 +91,8 @@ class StepLog:
 
         They are those that calls returned or recorded (a sum over a count of 0 has no mean), and `version/<role>`,
         `n_samples`, `n_tokens` (of the longest key with a row per token), `bytes/data` and `bytes/params` (received
-        from other ranks), `time_s/<call>` (of the slowest rank), `memory_gb/<rank>` (peak). Where samples are dropped:
+        from other ranks), `time_s/<call>` (of the slowest rank), `time_s/realloc_wait` (of all calls together, each on
+        the rank that waited longest for parameters), `memory_gb/<rank>` (peak). Where samples are dropped:
         `dropped/<call>` and `dropped/surplus`; they are not in `n_samples` and `n_tokens`. Where calls may be stale:
         `staleness/mean` and `staleness/max`. A recorded `x/mean_square` becomes `x/std`, with `x/mean`.
         """
@@ -112,6 +115,7 @@ class StepLog:
             metrics["staleness/max"] = float(max(entry.staleness))
         metrics |= {f"version/{role}": float(version) for role, version in versions.items()}
         metrics |= {f"time_s/{call.name}": entry.seconds[call.name] for call in self._calls}
+        metrics["time_s/realloc_wait"] = entry.realloc_wait_s
         metrics |= {f"memory_gb/{rank}": entry.memory_gb[rank] for rank in sorted(entry.memory_gb)}
         metrics |= {
             "n_samples": float(entry.n_samples),

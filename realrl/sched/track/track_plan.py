@@ -12,6 +12,7 @@ from realrl.errors import ConfigError, DataError, GraphError
 from realrl.graph.build import dataset_keys
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.hooks import CallHooks, Realloc
+from realrl.plan.memory.overlap import NO_OVERLAP, Overlap
 from realrl.plan.samples.cursor import CursorState, DatasetCursor
 from realrl.sched.calls import ScheduledCall, schedule_calls
 from realrl.sched.outbox import Owner
@@ -54,6 +55,7 @@ class TrackPlan:
         resume: the checkpoint to continue from.
         capacity_steps: steps whose samples may be alive at once; None: one, plus the largest staleness, plus one to
             load ahead.
+        overlap: parameters that come early, or stay.
 
     Raises:
         ConfigError: the resumed run is already at its last step, or `capacity_steps` is too small.
@@ -68,6 +70,7 @@ class TrackPlan:
     readout: Readout = NO_READOUT
     resume: ResumePoint | None = None
     capacity_steps: int | None = None
+    overlap: Overlap = NO_OVERLAP
 
     def __post_init__(self) -> None:
         if self.first_step > self.steps:

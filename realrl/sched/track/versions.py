@@ -37,7 +37,7 @@ class Versions:
         call, role = dispatch.call, dispatch.call.mfc.role
         if role not in self._versions or kind not in (PartKind.BEFORE, PartKind.CALL):
             return
-        is_brought = call.hooks.home not in (None, call.allocation)  # the parameters come by a hook
+        is_brought = call.hooks.home not in (None, call.allocation) and not dispatch.has_parameters  # by a hook
         if kind is (PartKind.BEFORE if is_brought else PartKind.CALL):
             dispatch.version = version = self._versions[role]
             if call.mfc.output_keys:

@@ -67,6 +67,17 @@ class Waits:
         """The last step that the call is done with."""
         return self._before + self._queues[position].steps_finished
 
+    def has_version(self, position: int) -> bool:
+        """Return True if calls that were started make the parameters that a call, which changes none, reads next."""
+        call, step = self._calls[position], self.next_step(position)
+        for wait in call.waits_for:
+            trainer = self._position[wait.before]
+            mfc = self._calls[trainer].mfc
+            is_sent_enough = mfc.changed_roles == {mfc.role} and not self._calls[trainer].feeds_drop
+            if (self.begun_step if is_sent_enough else self.finished_step)(trainer) < step - wait.lag:
+                return False
+        return not call.changes_parameters
+
     def lack(self, position: int) -> str | None:
         """Return the reason, other than devices, why a call waits, or None."""
         call, step = self._calls[position], self.next_step(position)

@@ -114,7 +114,7 @@ def test_first_samples_are_loaded_when_the_last_worker_is_ready():
 def test_worker_of_another_version():
     master = MasterState(ppo_plan())
     failure = abort_of(master.handle(Hello(1, 7, "", protocol_version=99)))
-    assert failure.message == "worker 1 speaks protocol version 99, the master 7"
+    assert failure.message == "worker 1 speaks protocol version 99, the master 8"
     assert failure.kind is FailureKind.PROTOCOL
 
 
@@ -262,7 +262,7 @@ def test_report_of_a_step():
     assert metrics == {
         "score/loss": 2.0, "train/loss": 2.0, "version/a": 4.0, "memory_gb/0": 0.5, "n_samples": 4.0,
         "n_tokens": float(sum(lengths)), "bytes/data": 10.0 * n_dispatches, "bytes/params": 0.0,
-        "time_s/score": 0.5 * (n_dispatches - 3), "time_s/quiet": 0.5, "time_s/train": 1.0,
+        "time_s/realloc_wait": 0.0, "time_s/score": 0.5 * (n_dispatches - 3), "time_s/quiet": 0.5, "time_s/train": 1.0,
     }  # fmt: skip
 
 

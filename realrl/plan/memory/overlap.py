@@ -1,0 +1,151 @@
+"""Parameters of one call on a device while others compute there: who may come early, and who may stay.
+
+Invariants of `plan_overlap`:
+    - at any moment a device holds what a call needs there, the parameters that stay, and those of one call that come
+      early; together they fit;
+    - only calls that change no parameters come early, and only parameters that come in one piece and through no relay;
+    - parameters stay only where no hook offloads their role; for the whole run only where nothing changes the role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from realrl.graph.mfc import InterfaceType
+from realrl.plan.hooks import CallHooks, Offload, Realloc
+from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, layout_of
+from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Result of `plan_overlap`.
+
+    Attributes:
+        stays: calls whose parameters stay in the call's layout between the batches of a step.
+        resident: calls whose parameters stay there for the whole run.
+        early: call -> calls beside which its parameters may travel, or be back from host memory already.
+    """
+
+    stays: frozenset[str] = frozenset()
+    resident: frozenset[str] = frozenset()
+    early: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+
+NO_OVERLAP = Overlap()
+
+
+def can_stay(call: str, role: str, hooks: Mapping[str, CallHooks]) -> bool:
+    """Return True if the only hook before a call brings its role's parameters, and no call offloads the role."""
+    before = hooks[call].before
+    is_brought = len(before) == 1 and isinstance(before[0], Realloc) and before[0].is_implied
+    return is_brought and not _is_offloaded(role, hooks)
+
+
+def can_come_early(call: str, role: str, hooks: Mapping[str, CallHooks]) -> bool:
+    """Return True if a call waits for its role's parameters before each batch, and for nothing else of hooks."""
+    before = hooks[call].before
+    if before:
+        return len(before) == 1 and isinstance(before[0], Realloc) and before[0].is_implied
+    return _is_offloaded(role, hooks)
+
+
+def plan_overlap(
+    roles: Mapping[str, RoleState],
+    calls: Sequence[CallState],
+    memory: MemoryPlan,
+    *,
+    capacity: int,
+    is_host_memory: bool,
+    evaluating: Collection[str] = (),
+    batches: Mapping[str, int],
+) -> Overlap:
+    """Decide which parameters come early and which stay, so that every device has room for them.
+
+    Args:
+        roles, calls, memory: input and result of `plan_memory`.
+        capacity: usable bytes of one device.
+        is_host_memory: the devices are CPUs, where what is offloaded takes the same memory.
+        evaluating: calls of the evaluation, which come between any two calls.
+        batches: call -> the most batches of one step.
+    """
+    hooks = {call.name: call.hooks for call in calls}
+    with_model = [call for call in calls if call.role in roles]
+    used = {
+        name: {rank: usage.total + (usage.host if is_host_memory else 0) for rank, usage in by_rank.items()}
+        for name, by_rank in memory.calls.items()
+    }
+
+    def fits_beside(extra: Mapping[int, int], own: str) -> frozenset[str]:
+        return frozenset(
+            name
+            for name, by_rank in used.items()
+            if name != own and all(n + extra.get(rank, 0) <= capacity for rank, n in by_rank.items())
+        )
+
+    stays, resident = set[str](), set[str]()
+    everyone = frozenset(used)
+    for call in with_model:
+        is_frozen = not roles[call.role].is_trained and not roles[call.role].is_changed
+        if not can_stay(call.name, call.role, hooks) or not (is_frozen or batches.get(call.name, 1) > 1):
+            continue
+        extra = _copies(call, roles, at_once=False)
+        if fits_beside(extra, call.name) == everyone - {call.name}:
+            (resident if is_frozen else stays).add(call.name)
+            for name, by_rank in used.items():
+                for rank in by_rank if name != call.name else ():
+                    by_rank[rank] += extra.get(rank, 0)
+    early = {}
+    for call in with_model:
+        role = roles[call.role]
+        is_whole = not role.is_trained or (role.backend == "native" and role.zero_stage == 0)
+        is_changing = call.kind is InterfaceType.TRAIN_STEP or any(
+            isinstance(hook, Realloc) and not hook.is_implied for hook in (*call.hooks.before, *call.hooks.after)
+        )
+        if call.name in resident or is_changing or not is_whole or not can_come_early(call.name, call.role, hooks):
+            continue
+        if call.hooks.before and _plan_of(call, role).has_relays:  # which send what they get, and so not at once
+            continue
+        beside = fits_beside(_copies(call, roles, at_once=True), call.name)
+        sharing = {other.name for other in calls if set(other.allocation.ranks) & _extent(call)}
+        if sharing & set(evaluating) <= beside and sharing & beside:
+            early[call.name] = beside
+    return Overlap(frozenset(stays), frozenset(resident), early)
+
+
+def _copies(call: CallState, roles: Mapping[str, RoleState], *, at_once: bool) -> dict[int, int]:
+    """Return rank -> bytes that a call's parameters take before the call starts, or after its end.
+
+    Those that set out early are sent at once, and have all their messages under way; if their role is offloaded, they
+    are back from host memory in their home too.
+    """
+    role = roles[call.role]
+    home = layout_of(role.model, role.home)
+    found = {rank: home.num_bytes_of(rank) for rank in role.home.ranks} if at_once else {}
+    if call.hooks.before:
+        moved = _plan_of(call, role)
+        target = moved.target_layout
+        for rank in {*role.home.ranks, *call.allocation.ranks}:
+            new = 0
+            if rank in target:
+                aliased = sum(keep.num_bytes for keep in moved.keeps(rank) if keep.is_whole_target)
+                new = target.num_bytes_of(rank) - aliased
+            messages = moved.bytes_received(rank) + moved.bytes_sent(rank) if at_once else 0
+            is_back = at_once and _is_offloaded(call.role, {call.name: call.hooks})
+            found[rank] = new + messages + (found.get(rank, 0) if is_back else 0)
+    return found
+
+
+def _plan_of(call: CallState, role: RoleState) -> ReallocPlan:
+    """Plan the transfers that bring a call its parameters."""
+    home, target = (layout_of(role.model, allocation) for allocation in (role.home, call.allocation))
+    return plan_realloc(home, target, node_of=call.allocation.mesh.cluster.node_of)
+
+
+def _extent(call: CallState) -> set[int]:
+    return {*call.allocation.ranks, *call.hooks.before_ranks}
+
+
+def _is_offloaded(role: str, hooks: Mapping[str, CallHooks]) -> bool:
+    return any(isinstance(hook, Offload) and hook.role == role for one in hooks.values() for hook in one.after)
