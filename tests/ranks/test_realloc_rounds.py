@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realrl.engine.parameters.realloc_rounds import Message, Round, ShardSlice, rounds_of
@@ -39,6 +39,7 @@ def shape_of(message: Message) -> tuple[object, ...]:
     return message.dtype, tuple((piece.parameter, piece.shape) for piece in message.pieces)
 
 
+@settings(max_examples=30)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([250, 2000, 20_000, 1 << 30]),

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realrl.errors import AllocationError
@@ -109,6 +109,7 @@ def test_the_order_for_a_call_saves_bytes_or_is_plain(shape: DecoderConfig, data
     assert n_nodes[0] <= n_nodes[1]
 
 
+@settings(max_examples=30)
 @given(shape=shapes(), data=st.data())
 def test_the_fewest_bytes_cross_between_nodes_then_the_fewest_move(shape: DecoderConfig, data: st.DataObject) -> None:
     """Against all orders of up to six ranks on two to three nodes."""
