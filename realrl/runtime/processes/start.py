@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from realrl.experiment.run_plan import RunPlan
 from realrl.files import write_output
 from realrl.runtime.checkpoints.resume import newest, refuse_mixing
 from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store
+from realrl.runtime.processes.machine import accelerators, check_devices, on_machine, worker_environments
 from realrl.runtime.processes.preflight import check_inputs
 from realrl.runtime.processes.recovery import Recover
 from realrl.runtime.processes.session import SessionStart
@@ -42,18 +44,27 @@ def start_run(experiment: Experiment, config: RunConfig) -> int:
             f"cluster.n_nodes={config.cluster.n_nodes}, but this version starts workers on one machine only",
             remedy="Use cluster.n_nodes=1; --dry-run and realrl graph show plans for more nodes.",
         )
+    found = accelerators()
+    config, notes = on_machine(config, found)
+    check_devices(config, found)
     plan = plan_run(config, experiment)
+    environments = worker_environments(plan, found, os.environ)
     if config.run_dir:
         with _locked(Path(config.run_dir).absolute()) as (run_dir, lock):
             refuse_mixing(config)  # reads the folder, so no other run may be at work there
-            return _run(plan, run_dir, check_inputs(plan), lock)
+            return _run(plan, run_dir, _noting(check_inputs(plan), notes), lock, environments)
     refuse_mixing(config)
-    resume = check_inputs(plan)
+    resume = _noting(check_inputs(plan), notes)
     with _locked(_make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
-        return _run(plan, run_dir, resume, lock)
+        return _run(plan, run_dir, resume, lock, environments)
 
 
-def _run(plan: RunPlan, run_dir: Path, resume: Resume, lock: int) -> int:
+def _noting(resume: Resume, notes: tuple[str, ...]) -> Resume:
+    """Return the starting point with further notes to the user, before its own."""
+    return replace(resume, notes=(*notes, *resume.notes))
+
+
+def _run(plan: RunPlan, run_dir: Path, resume: Resume, lock: int, environments: tuple[dict[str, str], ...]) -> int:
     """Run in a locked folder, after the checks."""
     config = plan.config
     if plan.changed_roles and config.save.is_on:
@@ -71,6 +82,7 @@ def _run(plan: RunPlan, run_dir: Path, resume: Resume, lock: int) -> int:
         port=config.cluster.master_port,
         resume_from="" if resume.folder is None else str(resume.folder.resolve()),
         notes=resume.notes,
+        environments=environments,
     )
     if config.launcher == "inline":
         return run_inline(start)
