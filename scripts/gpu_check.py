@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -92,19 +92,21 @@ def versions() -> Figures:
 def one_rank(device: torch.device) -> Iterator[torch.distributed.ProcessGroup]:
     """Yield the group of a world of one rank on the device."""
     keys = RunKeys.new()
-    server = ZmqKeyValueServer(keys)
     planned = process_groups([], Cluster(1, 1))
-    groups = Groups.create(
-        planned, rank=0, world_size=1, meeting=ZmqKeyValueClient(server.address, keys.for_workers), device=device,
-        timeout_s=LIMIT_S, settings=GroupSettings(for_libraries=True),
-    )  # fmt: skip
-    handle = groups[planned[0]].library_handle
-    assert handle is not None
-    try:
-        yield handle
-    finally:
-        groups.destroy()
-        server.close()
+    with (
+        closing(ZmqKeyValueServer(keys)) as server,
+        closing(ZmqKeyValueClient(server.address, keys.for_workers)) as meeting,
+    ):
+        groups = Groups.create(
+            planned, rank=0, world_size=1, meeting=meeting, device=device, timeout_s=LIMIT_S,
+            settings=GroupSettings(for_libraries=True),
+        )  # fmt: skip
+        handle = groups[planned[0]].library_handle
+        assert handle is not None
+        try:
+            yield handle
+        finally:
+            groups.destroy()
 
 
 def collectives_of_one_rank() -> Figures:
