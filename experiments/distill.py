@@ -40,7 +40,7 @@ EXPERIMENT = Experiment(
     options=DistillOptions,
     mfcs=mfcs,
     adds=(
-        add.run_ahead,  # max_staleness, algorithm.importance_cap: adds actor_inf
+        add.run_ahead,  # max_staleness, importance_cap, half precision, CUDA: adds actor_inf
         add.own_reference,  # models.actor.lora.rank: ref_inf runs on the actor without its adapter
         add.teacher_keys,  # algorithm.policy_loss=teacher_kl: teacher_inf gives its likeliest tokens
         add.chosen_keys,  # KL to a reference: training reads ref_logprobs, without it there is no ref_inf

@@ -40,7 +40,7 @@ EXPERIMENT = Experiment(
     options=PolicyOptions,
     mfcs=mfcs,
     adds=(
-        add.run_ahead,  # max_staleness, algorithm.importance_cap: adds actor_inf
+        add.run_ahead,  # max_staleness, importance_cap, half precision, CUDA: adds actor_inf
         add.reward_functions,  # algorithm.reward_function: rew_inf runs it; algorithm.rewards: adds scorer_inf
         add.sample_filter,  # algorithm.filter: adds filter
         add.own_reference,  # models.actor.lora.rank: ref_inf runs on the actor without its adapter

@@ -32,7 +32,7 @@ from realrl.config.schema import BackendName, OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine import device as devices
 from realrl.engine.decoder_engine import DecoderEngine
-from realrl.engine.groups import Groups
+from realrl.engine.groups import Groups, GroupSettings
 from realrl.engine.parallel import parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
@@ -155,7 +155,7 @@ def _rank_main(
         meeting=ZmqKeyValueClient(*place),
         device=CPU,
         timeout_s=600.0,
-        for_libraries=True,
+        settings=GroupSettings(for_libraries=True),
     )
     parallel = parallel_of(groups, planned, allocation, rank)
     heads = max(args.hidden // 64, strategy.tp)

@@ -1,6 +1,8 @@
 """The whole suite: few hypothesis examples (many with --hypothesis-profile=thorough), signals, registrations."""
 
 import signal
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,6 +30,15 @@ def pytest_sessionstart() -> None:
     """A shell's background jobs ignore SIGINT, and so would every process that a test starts and interrupts."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_cuda_outside_of_its_tests(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs of tests outside tests/gpu find no CUDA device, wherever they run: their numbers are the CPU's."""
+    with pytest.MonkeyPatch.context() as patch:
+        if Path(__file__).parent / "gpu" not in request.path.parents:
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
 
 
 @pytest.fixture(autouse=True)

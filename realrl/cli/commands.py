@@ -122,8 +122,10 @@ def _start(experiment: Experiment, config: RunConfig, options: argparse.Namespac
     """Check the paths, then run, or check the models and show the plan."""
     from realrl.config.paths import check_paths
     from realrl.data.assets.store import cache_dir
+    from realrl.runtime.processes.machine import accelerators, on_machine
 
-    plan = _plan(experiment, config, options)
+    settled, notes = on_machine(config, accelerators())
+    plan = _plan(experiment, settled, options)
     check_paths(config, cache_dir=cache_dir().absolute())
     if options.dry_run:
         from realrl.experiment.planning import check_models_fit
@@ -131,7 +133,7 @@ def _start(experiment: Experiment, config: RunConfig, options: argparse.Namespac
 
         refuse_mixing(config)
         check_models_fit(plan)
-        print_plan(plan, find_beginning(plan)[0])
+        print_plan(plan, find_beginning(plan)[0], notes=notes)
         return 0
     from realrl.plan.memory.overlap import NO_OVERLAP
     from realrl.runtime.processes.start import start_run
@@ -157,12 +159,15 @@ def doctor(arguments: Sequence[str]) -> int:
         return _help(parser, options)
     if options.device_memory is not None and not 0 < options.device_memory < math.inf:
         raise UsageError(f"--device-memory {options.device_memory:g} is no size", remedy="Give it in 1e9 bytes.")
-    experiment, config = _load(parser, options)
-    plan = _plan(experiment, config, options)
     from realrl.doctor import RunUnderCheck, examine
+    from realrl.runtime.processes.machine import accelerators, on_machine
+
+    experiment, config = _load(parser, options)
+    found = accelerators()
+    plan = _plan(experiment, on_machine(config, found)[0], options)
 
     def recompose(more: Sequence[str]) -> RunConfig:
-        return _compose(experiment, [*options.arguments, *more])
+        return on_machine(_compose(experiment, [*options.arguments, *more]), found)[0]
 
     memory = None if options.device_memory is None else int(options.device_memory * 1e9)
     run = RunUnderCheck(plan, recompose, device_memory_bytes=memory, loads_models=not options.no_models)

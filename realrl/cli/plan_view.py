@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _SHOWN_RANKS = 16
 
 
-def print_plan(plan: RunPlan, resume: Resume) -> None:
-    """Print the run's beginning, calls, roles, hooks and process groups."""
+def print_plan(plan: RunPlan, resume: Resume, *, notes: tuple[str, ...] = ()) -> None:
+    """Print the run's beginning, notes on it, calls, roles, hooks and process groups."""
     config = plan.config
     cluster = config.cluster
     preset = f", preset {config.preset}" if config.preset else ""
@@ -32,7 +32,7 @@ def print_plan(plan: RunPlan, resume: Resume) -> None:
     )
     run_dir = config.run_dir or f"runs/{plan.experiment.name}/<date>_<time>"
     print(f"data from {config.dataset.path}, results in {run_dir}")
-    for note in resume.notes:
+    for note in (*notes, *resume.notes):
         print(note)
     if resume.folder is not None:
         print(f"continues from {resume.folder}")

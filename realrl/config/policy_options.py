@@ -57,6 +57,12 @@ class PolicyOptions(RewardOptions):
         gt=0,
     )
 
+    recompute_logprobs: bool | None = rare(
+        None,
+        "compute old log-probabilities again before training instead of taking those of generation; null: where the "
+        "two use different kernels, in half precision or on CUDA, and where tokens are weighed",
+    )
+
     kl_coef: float = key(0.0, "weight of the KL penalty in the token rewards; first value if adaptive", ge=0)
     kl_controller: Literal["fixed", "adaptive"] = key("fixed", "adaptive steers KL towards kl_target")
     kl_target: float = rare(6.0, "wanted KL to the reference, summed over a response, in nats", gt=0)

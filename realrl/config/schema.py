@@ -181,7 +181,11 @@ class ClusterConfig(Section):
 
     n_nodes: int = key(1, "number of machines", ge=1, le=MAX_DEVICES)
     n_devices_per_node: int = key(1, "accelerators of each machine; on the CPU, worker processes", ge=1, le=MAX_DEVICES)
-    device: Literal["auto", "cpu", "cuda"] = key("auto", "'auto' takes CUDA when it is there")
+    device: Literal["auto", "cpu", "cuda"] = key("auto", "'auto' takes CUDA where every worker of a node has a device")
+    shares_devices: bool = rare(
+        False,
+        "for tests on few GPUs: workers share them in turn, and what they send each other goes through host memory",
+    )
     data_plane: Literal["socket", "collective"] = rare(
         "socket", "how rows move between workers: pulled over sockets, or sent by torch.distributed (gloo, NCCL)"
     )
@@ -195,6 +199,14 @@ class ClusterConfig(Section):
         0, "port that the master listens on; 0 takes a socket file that only its user can open", ge=0, le=65535
     )
     worker_timeout_s: float = rare(120.0, "a worker or master that is silent for so long counts as lost", ge=2)
+    collective_timeout_s: float = rare(
+        3600.0, "a worker that waits for others in a collective for so long fails; more than the longest call", ge=2
+    )
+
+    @property
+    def n_needed_per_node(self) -> int:
+        """CUDA devices that the workers of one node need at least."""
+        return 1 if self.shares_devices else self.n_devices_per_node
 
     @property
     def device_rows_bytes(self) -> int:
@@ -265,7 +277,10 @@ class RunConfig(Section):
     steps: int = key(10, "traversals of the graph, in all", ge=1)
     epochs: int = rare(1_000_000, "passes over the dataset; the run ends at `steps` or here", ge=1)
     seed: int = key(1, "everything random follows from it", ge=0, lt=2**63)
-    precision: Literal["fp32", "bf16", "fp16"] = key("fp32", "of computation; master weights are always fp32")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = key(
+        "auto",
+        "of computation; auto: bf16 on CUDA devices that have it, fp32 elsewhere; master weights are always fp32",
+    )
     n_seqs: int = key(32, "samples per step", ge=1, le=1_000_000)
     min_n_seqs: int | None = rare(
         None, "a call that does not train starts when so many of its samples are there; null waits for all", ge=1

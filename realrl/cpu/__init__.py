@@ -8,7 +8,7 @@ the operations of a step: `linear`, `norm`, `attention`, whole `layers`, a `samp
          └────────── CompiledKernels   AVX2, AVX-512 or a matrix unit: kernels/*.cpp ──► loader ──► operations
 """
 
-from realrl.cpu.attention import CacheAttention
+from realrl.cpu.attention import CacheAttention, attend_grouped, repeats_heads
 from realrl.cpu.cache import CacheShape, KVCache, NewTokens, SavedRow
 from realrl.cpu.choice import choose_kernels
 from realrl.cpu.loader import describe
@@ -33,11 +33,13 @@ __all__ = [
     "SavedRow",
     "TorchKernels",
     "activate",
+    "attend_grouped",
     "attention_dtype",
     "choose_kernels",
     "describe",
     "linear",
     "matmul",
+    "repeats_heads",
     "rotate",
     "window_mask",
 ]

@@ -53,10 +53,8 @@ class PrefillAttention(CacheAttention):
             if window not in self._masks:
                 self._masks[window] = window_mask(self._longest, window, q.device)
             mask = self._masks[window]
-        out = F.scaled_dot_product_attention(
-            self._pad(q), self._pad(k), self._pad(v),
-            attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
+        q, k, v = (self._pad(x) for x in (q, k, v))
+        out = attend_grouped(q, k, v, mask, repeats=repeats_heads(q.device))
         out = out.transpose(1, 2).reshape(self._n_rows * self._longest, -1)
         return out if self._is_even else out[self._padded]
 
@@ -83,8 +81,8 @@ class DecodeAttention(CacheAttention):
         queries = q.reshape(len(keys), -1, q.shape[-1])  # [B * K, N / K, D]
         if window not in self._masks:
             self._masks[window] = self._mask(window, queries, capacity=keys.shape[1])
-        scores = torch.baddbmm(self._masks[window], queries, keys.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
-        return torch.bmm(torch.softmax(scores, dim=-1), values).view(len(q), -1)
+        scores = decode_scores(queries, keys, self._masks[window])
+        return torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values).view(len(q), -1)
 
     def _mask(self, window: int | None, queries: torch.Tensor, *, capacity: int) -> torch.Tensor:
         """The mask [B * K, N / K, C]: 0 where a row's new token sees, -inf elsewhere."""
@@ -93,11 +91,52 @@ class DecodeAttention(CacheAttention):
         is_hidden = columns > lengths
         if window is not None:
             is_hidden |= columns <= lengths - window
-        mask = torch.zeros(is_hidden.shape, dtype=queries.dtype, device=lengths.device).masked_fill_(
-            is_hidden, -torch.inf
-        )
+        dtype = torch.promote_types(queries.dtype, torch.float32)
+        mask = torch.zeros(is_hidden.shape, dtype=dtype, device=lengths.device).masked_fill_(is_hidden, -torch.inf)
         n_groups = len(queries) // self._n_rows
         return mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, queries.shape[1], -1).contiguous()
+
+
+def repeats_heads(device: torch.device) -> bool:
+    """True if attention to grouped heads repeats keys and values here.
+
+    On CUDA only FlashAttention groups heads, without a mask and in half precision. Any other call with grouped heads
+    goes to the kernel that keeps all scores.
+    """
+    return device.type != "cpu"
+
+
+def attend_grouped(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, *, repeats: bool
+) -> torch.Tensor:
+    """Attention of q [G, N, L, D] over k, v [G, K, L, D], N a multiple of K; returns [G, N, L, D].
+
+    Args:
+        mask: bool [L, L], True where a row sees a column; None for causal attention.
+        repeats: repeat keys and values for the heads that share them, instead of leaving it to the kernel.
+    """
+    is_grouped = q.shape[1] != k.shape[1]
+    if is_grouped and repeats:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=is_grouped and not repeats
+    )
+
+
+def decode_scores(queries: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Scores [B * K, N / K, C] of queries [B * K, N / K, D] and keys [B * K, C, D], float32 also in half precision.
+
+    Rounded to half precision, scores would have ten times the error. FlashAttention, which trains, keeps float32.
+
+    Args:
+        mask: float32 [B * K, N / K, C], added to the scores.
+    """
+    scale, keys = queries.shape[-1] ** -0.5, keys.transpose(1, 2)
+    if queries.dtype == mask.dtype:
+        return torch.baddbmm(mask, queries, keys, alpha=scale)
+    if queries.device.type == "cpu":  # only CUDA multiplies into another dtype
+        return torch.baddbmm(mask, queries.to(mask.dtype), keys.to(mask.dtype), alpha=scale)
+    return torch.bmm(queries, keys, out_dtype=mask.dtype).mul_(scale).add_(mask)
 
 
 def _rotated(qkv: torch.Tensor, rope: Rope, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -44,7 +44,7 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
     """Check that this machine has a device for each worker of a node."""
     cluster = run.config.cluster
     try:
-        for local_rank in reversed(range(cluster.n_devices_per_node)):  # the first stays chosen
+        for local_rank in reversed(range(cluster.n_needed_per_node)):  # the first stays chosen
             devices.resolve_device(cluster.device, local_rank)
     except ConfigError as error:
         if run.device_memory_bytes is None:

@@ -183,9 +183,9 @@ def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kern
 
 
 def device_capacity(config: RunConfig, device: torch.device) -> int:
-    """Return the bytes of one device's memory; on the CPU an equal share of the machine's for each worker."""
+    """Return the bytes of one worker's device; where workers share it, and on the CPU, each has an equal share."""
     if device.type != "cpu":
-        return total_memory_bytes(device)
+        return total_memory_bytes(device) // (config.cluster.n_devices_per_node if config.cluster.shares_devices else 1)
     return machine_memory() // config.cluster.n_devices_per_node
 
 

@@ -18,12 +18,17 @@ _MMAP_BYTES = 32 << 20  # the largest that glibc takes
 _TRIM_BYTES = 512 << 20
 
 
+def is_built_for_cuda() -> bool:
+    """True if this build of torch computes on CUDA devices."""
+    return torch.backends.cuda.is_built()
+
+
 def resolve_device(kind: str, local_rank: int = 0) -> torch.device:
     """Return the device of one worker, and make it the process's current one.
 
     Args:
         kind: "auto" (CUDA when it is there), "cpu" or "cuda".
-        local_rank: index of the worker on its node.
+        local_rank: index of the worker's device among those that this process sees; the launcher shows each one.
 
     Raises:
         ConfigError: CUDA was asked for and is absent, or the node has too few devices.

@@ -6,10 +6,11 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,10 @@ import torch.distributed as dist
 from realrl.engine.device import backend_name
 from realrl.engine.rendezvous import RunStore, prove_connections
 from realrl.errors import TransportError
-from realrl.plan.groups import ProcessGroup
+from realrl.plan.groups import ProcessGroup, axes
 from realrl.sched.key_value import KeyValueClient
 
 _LEAVE_LIMIT_S = 5.0
-_PATIENCE = 30  # times the limit of the meeting, for collectives: in a pause of the machine their clock goes on
 # the names of torch 2.13; the older ones still exist there, but warn
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -153,18 +153,67 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Pending:
-    """Transfers under way; keeps their tensors alive."""
+    """Transfers under way; keeps their tensors alive, and copies what arrived in host memory (tensor, its copy)."""
 
     works: tuple[dist.Work, ...]
     tensors: tuple[torch.Tensor, ...]
+    arriving: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
     def wait(self) -> None:
         """Wait until all transfers are done (on CUDA: until later work on the current stream sees them done)."""
         for work in self.works:
             work.wait()
+        for tensor, copy in self.arriving:
+            tensor.copy_(copy)
 
 
 ALONE = Communicator()
+
+
+class HostStaged(Communicator):
+    """A membership whose operations go through copies in host memory: ranks that share a GPU can meet, for tests.
+
+    Sums are those of gloo on CPU tensors, bit for bit. Every operation waits for the device.
+    """
+
+    def all_reduce_(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return tensor if self.handle is None else tensor.copy_(super().all_reduce_(_staged(tensor), op))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.handle is None else super().all_gather(_staged(tensor)).to(tensor.device)
+
+    def reduce_scatter(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.handle is None else super().reduce_scatter(_staged(tensor)).to(tensor.device)
+
+    def broadcast_(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        return tensor if self.handle is None else tensor.copy_(super().broadcast_(_staged(tensor), root))
+
+    def exchange(
+        self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]
+    ) -> Pending:
+        copies = [(peer, torch.empty_like(tensor, device="cpu")) for peer, tensor in receives]
+        pending = super().exchange([(peer, _staged(tensor)) for peer, tensor in sends], copies)
+        arriving = tuple((tensor, copy) for (_, tensor), (_, copy) in zip(receives, copies, strict=True))
+        return Pending(pending.works, pending.tensors, arriving)
+
+
+def _staged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """Settings of all groups of a run.
+
+    Attributes:
+        collective_timeout_s: limit of each collective, and of the wait for its last member.
+        for_libraries: True gives groups of one rank a `library_handle`, and a single worker a world of its own.
+        through_host: True gives `HostStaged` communicators, over gloo on any device.
+    """
+
+    collective_timeout_s: float = 3600.0
+    for_libraries: bool = False
+    through_host: bool = False
 
 
 class Groups:
@@ -185,7 +234,7 @@ class Groups:
         meeting: KeyValueClient | None,
         device: torch.device,
         timeout_s: float,
-        for_libraries: bool = False,
+        settings: GroupSettings = GroupSettings(),
     ) -> Groups:
         """Meet the other ranks and create all groups; every rank calls this with the same list.
 
@@ -196,40 +245,42 @@ class Groups:
             planned: groups from `realrl.plan.groups.process_groups`, in its order.
             meeting: key-value store through which the ranks find each other; unused by a single worker without
                 a world of its own.
-            timeout_s: limit of the meeting; collectives later have 30 times as long.
-            for_libraries: True gives groups of one rank a `library_handle`, and a single worker a world of its own.
+            timeout_s: limit of the meeting.
 
         Raises:
             TransportError: the key-value store cannot be reached, some rank did not come in time, or a stranger did.
         """
         mine = [group for group in planned if rank in group.ranks]
-        if world_size == 1 and not for_libraries:
+        if world_size == 1 and not settings.for_libraries:
             return cls(dict.fromkeys(mine, ALONE))
         assert meeting is not None
-        timeout = timedelta(seconds=timeout_s)
+        timeout, later = timedelta(seconds=timeout_s), timedelta(seconds=settings.collective_timeout_s)
         store = RunStore(meeting, timeout_s=timeout_s)
+        backend = backend_name(torch.device("cpu") if settings.through_host else device)
+        is_bound = backend == backend_name(device) and device.type == "cuda"
         with _loopback_only() if meeting.is_local else nullcontext():
             try:
                 dist.init_process_group(
-                    backend_name(device),
+                    backend,
                     store=store,
                     rank=rank,
                     world_size=world_size,
                     timeout=timeout,
-                    device_id=device if device.type == "cuda" else None,
+                    device_id=device if is_bound else None,
                 )
-                handles = _create_handles(planned, world_size, timeout, smallest=1 if for_libraries else 2)
-                if device.type == "cpu":
+                make = _split if is_bound else partial(_new_group, rank=rank, timeout=timeout)
+                handles = create_handles(planned, rank, make, smallest=1 if settings.for_libraries else 2)
+                if not is_bound:
                     prove_connections(handles, store=store, rank=rank)
-                for members, handle in handles.items():
-                    if rank in members:
-                        dist.distributed_c10d._set_pg_timeout(_PATIENCE * timeout, handle)
+                for handle in handles.values():
+                    dist.distributed_c10d._set_pg_timeout(later, handle)
             except (dist.DistError, RuntimeError, OSError) as error:
                 raise TransportError(
                     f"worker {rank} could not join the {world_size} workers of this run: {str(error).splitlines()[0]}",
                     worker=rank,
                 ) from error
-        return cls({g: Communicator.of(g, rank, handles.get(frozenset(g.ranks))) for g in mine}, store=store)
+        kind = HostStaged if settings.through_host else Communicator
+        return cls({g: kind.of(g, rank, handles.get(frozenset(g.ranks))) for g in mine}, store=store)
 
     def __getitem__(self, group: ProcessGroup) -> Communicator:
         """The communicator of a planned group that this rank is a member of."""
@@ -246,19 +297,45 @@ class Groups:
         leaving.join(_LEAVE_LIMIT_S)
 
 
-def _create_handles(
-    planned: Sequence[ProcessGroup], world_size: int, timeout: timedelta, *, smallest: int
+MakeGroups = Callable[[list[list[int]]], dist.ProcessGroup | None]
+"""Makes groups that share no rank, given by their ascending ranks; returns the one of this rank, if it has one."""
+
+
+def create_handles(
+    planned: Sequence[ProcessGroup], rank: int, make: MakeGroups, *, smallest: int
 ) -> dict[frozenset[int], dist.ProcessGroup]:
-    handles: dict[frozenset[int], dist.ProcessGroup] = {}
-    for group in planned:
-        members = frozenset(group.ranks)
-        if group.n_ranks < smallest or members in handles:
+    """Make the handles of this rank's groups, by members: equal members share one, and one axis takes one `make`.
+
+    The first planned group is the world, which exists. Every rank calls `make` with the same lists in one order.
+
+    Args:
+        smallest: members of the smallest group that gets a handle.
+    """
+    world = frozenset(planned[0].ranks)
+    known = {world}
+    handles = {world: dist.group.WORLD}
+    for axis in axes(planned):
+        new = [group for group in axis if group.n_ranks >= smallest and frozenset(group.ranks) not in known]
+        if not new:
             continue
-        if group.n_ranks == world_size:
-            handles[members] = dist.group.WORLD
-        else:
-            handles[members] = dist.new_group(sorted(members), timeout=timeout)
+        known.update(frozenset(group.ranks) for group in new)
+        handle = make([sorted(group.ranks) for group in new])
+        mine = next((group for group in new if rank in group.ranks), None)
+        if mine is not None:
+            assert handle is not None
+            handles[frozenset(mine.ranks)] = handle
     return handles
+
+
+def _split(groups: list[list[int]]) -> dist.ProcessGroup | None:
+    """Split the world, which is bound to a device: one collective of all ranks, members or not."""
+    return dist.split_group(split_ranks=groups)
+
+
+def _new_group(groups: list[list[int]], *, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Make this rank's group; only its members meet."""
+    mine = next((ranks for ranks in groups if rank in ranks), None)
+    return None if mine is None else dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
 
 
 @contextmanager

@@ -24,6 +24,12 @@ def check_backends(plan: RunPlan) -> None:
                 f"models.{name}.backend={backend} has no effect: role '{name}' is not trained",
                 remedy="Leave it out.",
             )
+        if backend != "native" and plan.config.cluster.shares_devices:
+            raise ConfigError(
+                f"cluster.shares_devices=true, but models.{name}.backend={backend} has collectives of its own, "
+                "which need a device for each worker",
+                remedy=f"Use models.{name}.backend=native.",
+            )
     for trained in trained_roles(plan):
         check_backend(trained)
 

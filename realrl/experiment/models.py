@@ -16,7 +16,14 @@ from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.shape import DecoderConfig, DType, LoRA, tiny_config
 
 DTYPES: Mapping[str, DType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""`RunConfig.precision` -> the dtype that models compute in."""
+"""`RunConfig.precision`, settled -> the dtype that models compute in."""
+
+
+def with_precision(config: RunConfig) -> RunConfig:
+    """Return the configuration with `precision=auto` settled by the kind of device alone: bf16 on CUDA, else fp32."""
+    if config.precision != "auto":
+        return config
+    return config.model_copy(update={"precision": "bf16" if config.cluster.device == "cuda" else "fp32"})
 
 
 def role_config(run: RunConfig, name: str, role: Role) -> DecoderConfig | None:

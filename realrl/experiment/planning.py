@@ -12,7 +12,7 @@ from realrl.experiment.backends import check_backends
 from realrl.experiment.call_settings import check_leads, check_run_staleness, configured_calls, with_run_settings
 from realrl.experiment.declaration import Experiment, Role
 from realrl.experiment.evaluation import evaluation_experiment, plan_evaluation
-from realrl.experiment.models import role_config, role_configs
+from realrl.experiment.models import role_config, role_configs, with_precision
 from realrl.experiment.registry import check_interface_name
 from realrl.experiment.run_plan import RunPlan
 from realrl.graph.build import build_graph, calls, dataset_keys, replace_calls, topological_calls
@@ -37,6 +37,7 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
             not exist, or `max_staleness` is set where no call runs ahead; or an evaluation is wanted that cannot be.
         AllocationError: a mesh or strategy does not fit the cluster or the call, or hooks contradict each other.
     """
+    config = with_precision(config)
     if config.eval.only:
         experiment = evaluation_experiment(experiment, config)
     declared = experiment.calls(config) if config.eval.only else configured_calls(experiment, config)

@@ -54,20 +54,21 @@ def reading(call: MFCDef, keys: Mapping[str, str]) -> MFCDef:
 
 
 def run_ahead(config: RunConfig, calls: Calls) -> Calls:
-    """Apply `max_staleness` and `algorithm.importance_cap`: generation may lag behind the version that trains.
+    """Apply `max_staleness`, `algorithm.importance_cap` and `algorithm.recompute_logprobs`.
 
-    A policy that trains off-policy gets a call ``<role>_inf``, which computes `old_logprobs` under the version that
-    trains. Log-probabilities of generation become `behavior_logprobs`, and training reads both.
+    A policy whose `old_logprobs` are computed again gets a call ``<role>_inf``, which does so under the version that
+    trains. Off-policy, log-probabilities of generation become `behavior_logprobs`, and training reads both.
     """
     added = []
     for call in [call for call in calls if call.interface_type is GENERATE]:
         lag = config.staleness_of(call.name, f"{call.role}_gen")
         calls = [replace(each, max_staleness=lag) if lag and each is call else each for each in calls]
         old = next((key for key in call.output_keys if key.endswith("old_logprobs")), None)
-        if old is None or not is_off_policy(config, call.role):
+        if old is None or not recomputes(config, call.role):
             continue
         prefix = old.removesuffix("old_logprobs")
-        calls = [_with_behavior(each, call.role, prefix) for each in calls]
+        change = _with_behavior if is_off_policy(config, call.role) else _without_old
+        calls = [change(each, call.role, prefix) for each in calls]
         recompute = MFCDef(
             f"{call.role}_inf", call.role, INFERENCE, call.interface, TOKENS, ("old_logprobs",),
             output_key_remap={"logprobs": "old_logprobs"}, n_seqs=config.n_seqs,
@@ -269,6 +270,17 @@ def is_off_policy(config: RunConfig, role: str = "actor") -> bool:
     return config.staleness_of(f"{role}_gen") > 0 or config.algorithm.importance_cap is not None
 
 
+def recomputes(config: RunConfig, role: str = "actor") -> bool:
+    """Return True if old log-probabilities are computed again before training.
+
+    Kernels of generation and training agree to rounding in float32 on the CPU. In half precision their difference would
+    pass for a change of the policy, and on CUDA they differ in float32 too.
+    """
+    wanted = config.algorithm.recompute_logprobs
+    differs = config.precision in ("bf16", "fp16") or config.cluster.device == "cuda"
+    return is_off_policy(config, role) or (differs if wanted is None else wanted)
+
+
 def check_policy(config: RunConfig, defaults: Mapping[str, Any]) -> None:
     """Refuse values that are possible one by one but not together.
 
@@ -287,6 +299,12 @@ def check_policy(config: RunConfig, defaults: Mapping[str, Any]) -> None:
             f"algorithm.n_minibatches={options.n_minibatches} is more than n_seqs={config.n_seqs}: "
             "a minibatch would have no sample",
             remedy="Lower algorithm.n_minibatches or raise n_seqs.",
+        )
+    if options.recompute_logprobs is False and (config.max_staleness or options.importance_cap is not None):
+        reason = "max_staleness" if config.max_staleness else "algorithm.importance_cap"
+        raise ConfigError(
+            f"algorithm.recompute_logprobs=false, but {reason} weighs tokens by old log-probabilities computed again",
+            remedy=f"Leave one of them out: {reason} or algorithm.recompute_logprobs.",
         )
     if config.generation.temperature == 0.0 or options.sampler == "greedy":
         key = "algorithm.sampler=greedy" if options.sampler == "greedy" else "generation.temperature=0"
@@ -332,6 +350,15 @@ def _with_behavior(call: MFCDef, policy: str, prefix: str) -> MFCDef:
         remap = {**call.input_key_remap, behavior: "behavior_logprobs"} if prefix else call.input_key_remap
         return replace(call, input_keys=(*call.input_keys, behavior), input_key_remap=remap)
     return call
+
+
+def _without_old(call: MFCDef, policy: str, prefix: str) -> MFCDef:
+    """Return a call without output `old_logprobs`, if it generates by a policy whose own are computed again."""
+    old = f"{prefix}old_logprobs"
+    if call.interface_type is not GENERATE or old not in call.output_keys:
+        return call
+    given = {own: key for own, key in call.output_key_remap.items() if key != old}
+    return replace(call, output_keys=tuple(key for key in call.output_keys if key != old), output_key_remap=given)
 
 
 def _policies(calls: Calls) -> set[str]:

@@ -10,6 +10,8 @@ Invariants:
 - With pp > 1, every rank of the first and the last stage is in exactly one tied group, which holds these two ranks of
   its pipeline; with two stages it has the members of the pipeline group. Other ranks are in none.
 - No two groups have the same kind, mesh and ranks.
+- `axes` cuts the list into runs of groups without a common rank: at most four for each (pp, dp, tp) and rank order of a
+  mesh, one more for each mesh, and one for the run.
 """
 
 from __future__ import annotations
@@ -69,6 +71,20 @@ def process_groups(allocations: Iterable[Allocation], cluster: Cluster) -> tuple
         for pp, dp, tp, order in sorted(layouts[mesh]):
             groups.extend(_axis_groups(Allocation(mesh, ParallelStrategy(dp, tp, pp), order)))
     return tuple(dict.fromkeys(groups))
+
+
+def axes(groups: Iterable[ProcessGroup]) -> tuple[tuple[ProcessGroup, ...], ...]:
+    """Return the groups in their order, those of one axis together: they share no rank, and can be made at once."""
+    found: list[list[ProcessGroup]] = []
+    taken: set[int] = set()
+    for group in groups:
+        is_next = found and (found[-1][0].kind, found[-1][0].mesh) == (group.kind, group.mesh)
+        if not is_next or not taken.isdisjoint(group.ranks):
+            found.append([])
+            taken = set()
+        found[-1].append(group)
+        taken.update(group.ranks)
+    return tuple(map(tuple, found))
 
 
 def group_of(groups: Sequence[ProcessGroup], kind: GroupKind, allocation: Allocation, global_rank: int) -> ProcessGroup:

@@ -107,7 +107,7 @@ def test_dry_run_prints_the_plan(capsys: pytest.CaptureFixture[str], workplace: 
     assert (code, err) == (0, "")
     lines = {line.split("  ")[0]: line for line in reversed(out.splitlines())}
     assert "40 steps of 64 samples, seed 1, fp32, preset tiny" in out
-    assert "2 workers: 1 node of 2 devices, auto, launcher local" in out
+    assert "2 workers: 1 node of 2 devices, cpu, launcher local" in out
     assert lines["actor_gen"].split()[1:7] == ["actor", "generate", "ppo_actor", "64", "0", "d1t1p1"]
     assert re.search(r"\nactor_gen +prompt_ids +input_ids, prompt_mask, old_logprobs, truncated\n", out)
     assert "4 minibatches of 2 micro-batches" in lines["critic_train"]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.mesh.notation import parse_allocation
-from realrl.plan.groups import GroupKind, group_of, process_groups
+from realrl.plan.groups import GroupKind, axes, group_of, process_groups
 
 CLUSTER = Cluster(2, 8)
 TEXTS = [
@@ -42,6 +42,13 @@ def test_the_example_of_the_second_node():
     assert dict(enumerate(allocation.ranks)) == {0: 8, 1: 9, 2: 10, 3: 11, 4: 12, 5: 13, 6: 14, 7: 15}
 
 
+def test_a_thousand_ranks_need_six_axes():
+    cluster = Cluster(128, 8)
+    allocation = Allocation(DeviceMesh.whole(cluster), ParallelStrategy(dp=32, tp=8, pp=4))
+    groups = process_groups([allocation], cluster)
+    assert (len(groups), len(axes(groups))) == (2 + 256 + 128 + 32 + 256, 6)
+
+
 @given(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=7), st.randoms(use_true_random=False))
 def test_invariants(texts, random):
     plain = [parse_allocation(text, CLUSTER) for text in texts]
@@ -56,6 +63,14 @@ def test_invariants(texts, random):
         assert set(group.ranks) <= set(group.mesh.ranks)
         assert group.n_ranks == len(group.ranks)
         assert group.kind not in (GroupKind.GLOBAL, GroupKind.MESH) or group.ranks == group.mesh.ranks
+    cut = axes(groups)
+    assert [group for axis in cut for group in axis] == list(groups)
+    for axis in cut:
+        ranks = [rank for group in axis for rank in group.ranks]
+        assert len(set(ranks)) == len(ranks)
+        assert len({(group.kind, group.mesh) for group in axis}) == 1
+    layouts = {(a.mesh, a.strategy.pp, a.strategy.dp, a.strategy.tp, a.ranks) for a in allocations}
+    assert len(cut) <= 1 + len({a.mesh for a in allocations}) + 4 * len(layouts)
     for allocation, kind in itertools.product(allocations, (GroupKind.PP, GroupKind.TP, GroupKind.DP)):
         s = allocation.strategy
         size = {GroupKind.PP: s.pp, GroupKind.TP: s.tp, GroupKind.DP: s.dp}[kind]

@@ -17,7 +17,7 @@ from realrl.algo.api import ForwardOutput, LossFn, LossOutput, MicroBatching, Tr
 from realrl.config.schema import OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine.decoder_engine import DecoderEngine
-from realrl.engine.groups import Groups
+from realrl.engine.groups import Groups, GroupSettings
 from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import CallError
@@ -108,7 +108,7 @@ def join(
         meeting=meeting,
         device=CPU,
         timeout_s=120.0,
-        for_libraries=for_libraries,
+        settings=GroupSettings(for_libraries=for_libraries),
     )
     return groups, {a.strategy: parallel_of(groups, planned, a, rank) for a in allocations}
 

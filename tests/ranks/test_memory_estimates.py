@@ -14,7 +14,7 @@ from realrl.config.schema import BackendName, GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.doctor.memory import kernels_of
 from realrl.engine.decoder_engine import DecoderEngine
-from realrl.engine.groups import Groups
+from realrl.engine.groups import Groups, GroupSettings
 from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.graph.mfc import InterfaceType, MFCDef
@@ -202,7 +202,7 @@ def _measure_all(rank: int, world_size: int, meeting: KeyValueClient, cases: lis
         meeting=meeting,
         device=CPU,
         timeout_s=100.0,
-        for_libraries=any(case.backend != "native" for case in cases),
+        settings=GroupSettings(for_libraries=any(case.backend != "native" for case in cases)),
     )
     found = [measured(case, parallel_of(groups, groups_planned, case.allocation, rank)) for case in cases]
     groups.destroy()

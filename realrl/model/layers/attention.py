@@ -12,9 +12,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
-from realrl.cpu import attention_dtype, window_mask
+from realrl.cpu import attend_grouped, attention_dtype, repeats_heads, window_mask
 
 CALL_COST = 4_000_000  # multiply-adds of attention, forward and backward, that one more operation per layer is worth
 
@@ -22,9 +21,9 @@ CALL_COST = 4_000_000  # multiply-adds of attention, forward and backward, that 
 class PackedAttention:
     """Attention of each token to itself and the earlier tokens of its own sequence, or those of them in a window.
 
-    On CUDA in half precision, the variable-length kernel reads the packed tokens as they are. Elsewhere, sequences of
-    similar length are padded together inside this operation only: the padding stands at the end, where the causal
-    mask keeps it out of every real row, and its own rows are dropped.
+    On CUDA in half precision, the variable-length kernel reads the packed tokens as they are, where it supports device
+    and head size. Elsewhere, sequences of similar length are padded together inside this operation only: the padding
+    stands at the end, where the causal mask keeps it out of every real row, and its own rows are dropped.
 
     Args:
         seqlens: tokens of each sequence, in packing order; zero-length sequences are allowed.
@@ -52,8 +51,16 @@ class PackedAttention:
         return self._attend(q, k, v, window)
 
 
+def fits_varlen_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
+    """True if FlashAttention-2 attends to queries of this dtype and head size on a device of this capability."""
+    return dtype in (torch.float16, torch.bfloat16) and head_dim <= 256 and head_dim % 8 == 0 and capability >= (8, 0)
+
+
 def _has_varlen_kernel(q: torch.Tensor) -> bool:
-    if q.device.type == "cpu" or q.dtype not in (torch.float16, torch.bfloat16):
+    if q.device.type == "cpu":
+        return False
+    capability = torch.get_device_module(q.device).get_device_capability(q.device)
+    if not fits_varlen_kernel(q.dtype, q.shape[-1], capability):
         return False
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
         return False
@@ -115,10 +122,7 @@ class _PaddedGroups:
     def _attend_group(self, shape: tuple[int, int], qkv: Sequence[torch.Tensor], window: int | None) -> torch.Tensor:
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in qkv)  # [G, heads, L, D]
         mask = self._mask(shape[1], window)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out.transpose(1, 2).flatten(0, 1)
+        return attend_grouped(q, k, v, mask, repeats=repeats_heads(q.device)).transpose(1, 2).flatten(0, 1)
 
     def _mask(self, longest: int, window: int | None) -> torch.Tensor | None:
         """The bool mask [L, L] of a group, the same for all layers; None where the window hides nothing."""

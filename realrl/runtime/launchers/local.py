@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from realrl.errors import RunError
@@ -31,12 +31,21 @@ class LocalLauncher:
         run_dir: folder of the run; logs go below it.
         run_id: id of the run, carried in the environment of all its processes.
         host: dotted path ``package.module:factory`` of a worker's host.
+        environments: further environment variables of each worker; none where it is empty.
     """
 
-    def __init__(self, run_dir: Path, run_id: str, *, host: str = DEFAULT_HOST) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        run_id: str,
+        *,
+        host: str = DEFAULT_HOST,
+        environments: Sequence[Mapping[str, str]] = (),
+    ) -> None:
         self._run_dir = run_dir
         self._run_id = run_id
         self._host = host
+        self._environments = environments
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._reported: set[int] = set()
 
@@ -45,7 +54,8 @@ class LocalLauncher:
         variables = {"OMP_NUM_THREADS": threads, **os.environ}
         variables |= {RUN_ID: self._run_id, WORKERS_OF: self._run_id, "PYTHONUNBUFFERED": "1"}
         for rank in range(n_workers):
-            self._processes[rank] = self._spawn(rank, variables)
+            own = self._environments[rank] if self._environments else {}
+            self._processes[rank] = self._spawn(rank, {**variables, **own})
             self._admit(rank, admission)
 
     def poll(self) -> list[tuple[int, int]]:

@@ -57,6 +57,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
         resume_from: the verified checkpoint to continue from; empty for the first step.
         notes: messages for the user before the run begins.
         overlap: parameters that come early, or stay.
+        environments: environment variables of each worker, beside those that it inherits; none where it is empty.
     """
 
     run: bytes
@@ -69,6 +70,7 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True):
     resume_from: str = ""
     overlap: Overlap = NO_OVERLAP
     notes: tuple[str, ...] = ()
+    environments: tuple[dict[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ def _open_session(
             store = ZmqKeyValueServer(keys, endpoint=endpoint_beside(transport.address, "key-values"))
             stack.callback(store.close)
             admission = msgspec.msgpack.encode(Admission(transport.address, store.address, keys.for_workers))
-            launcher = LocalLauncher(run_dir, start.run_id, host=start.host)
+            launcher = LocalLauncher(run_dir, start.run_id, host=start.host, environments=start.environments)
         stack.callback(transport.close)
         stack.callback(launcher.stop, _STOP_GRACE_S)
         yield Session(

@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from realrl.files import write_output
 from realrl.plan.memory.overlap import NO_OVERLAP, Overlap
 from realrl.runtime.checkpoints.resume import newest, refuse_mixing
 from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store
+from realrl.runtime.processes.machine import accelerators, check_devices, on_machine, worker_environments
 from realrl.runtime.processes.preflight import check_inputs
 from realrl.runtime.processes.recovery import Recover
 from realrl.runtime.processes.session import SessionStart
@@ -48,18 +50,34 @@ def start_run(
             f"cluster.n_nodes={config.cluster.n_nodes}, but this version starts workers on one machine only",
             remedy="Use cluster.n_nodes=1; --dry-run and realrl graph show plans for more nodes.",
         )
+    found = accelerators()
+    config, notes = on_machine(config, found)
+    check_devices(config, found)
     plan = plan_run(config, experiment)
+    environments = worker_environments(plan, found, os.environ)
     if config.run_dir:
         with _locked(Path(config.run_dir).absolute()) as (run_dir, lock):
             refuse_mixing(config)  # reads the folder, so no other run may be at work there
-            return _run(plan, run_dir, check_inputs(plan), lock, decide)
+            return _run(plan, run_dir, _noting(check_inputs(plan), notes), lock, environments, decide(plan))
     refuse_mixing(config)
-    resume = check_inputs(plan)
+    resume = _noting(check_inputs(plan), notes)
     with _locked(_make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
-        return _run(plan, run_dir, resume, lock, decide)
+        return _run(plan, run_dir, resume, lock, environments, decide(plan))
 
 
-def _run(plan: RunPlan, run_dir: Path, resume: Resume, lock: int, decide: Callable[[RunPlan], Overlap]) -> int:
+def _noting(resume: Resume, notes: tuple[str, ...]) -> Resume:
+    """Return the starting point with further notes to the user, before its own."""
+    return replace(resume, notes=(*notes, *resume.notes))
+
+
+def _run(
+    plan: RunPlan,
+    run_dir: Path,
+    resume: Resume,
+    lock: int,
+    environments: tuple[dict[str, str], ...],
+    overlap: Overlap,
+) -> int:
     """Run in a locked folder, after the checks."""
     config, save = plan.config, plan.config.save
     if plan.changed_roles and (save.at_end or save.every_steps or save.every_epochs or save.every_s):
@@ -77,7 +95,8 @@ def _run(plan: RunPlan, run_dir: Path, resume: Resume, lock: int, decide: Callab
         port=config.cluster.master_port,
         resume_from="" if resume.folder is None else str(resume.folder.resolve()),
         notes=resume.notes,
-        overlap=decide(plan),
+        overlap=overlap,
+        environments=environments,
     )
     if config.launcher == "inline":
         return run_inline(start)

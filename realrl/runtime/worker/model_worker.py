@@ -29,7 +29,7 @@ from realrl.data.datasets import Dataset, load_dataset
 from realrl.data.rows import SampleStore, encode_rows
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine import device as devices
-from realrl.engine.groups import Groups
+from realrl.engine.groups import Groups, GroupSettings
 from realrl.errors import RunError
 from realrl.experiment.backends import needs_library_groups
 from realrl.experiment.discovery import load_run
@@ -144,7 +144,7 @@ class ModelWorker:
     def _initialize(self, request: Initialize, start_s: float) -> Ready:
         experiment, config = load_run(request.run)
         plan = plan_run(config, experiment)
-        device = devices.resolve_device(config.cluster.device, self.rank % config.cluster.n_devices_per_node)
+        device = devices.resolve_device(config.cluster.device)
         torch.manual_seed(config.seed)  # nothing should depend on it, but an oversight is then repeatable
         planned = plan.process_groups
         self.store.device_limit_bytes = config.cluster.device_rows_bytes
@@ -155,7 +155,11 @@ class ModelWorker:
             meeting=self._meeting,
             device=device,
             timeout_s=config.cluster.worker_timeout_s,
-            for_libraries=needs_library_groups(plan),
+            settings=GroupSettings(
+                collective_timeout_s=config.cluster.collective_timeout_s,
+                for_libraries=needs_library_groups(plan),
+                through_host=config.cluster.shares_devices,
+            ),
         )
         world = self._groups[next(group for group in planned if group.kind is GroupKind.GLOBAL)]
         resume_from = Path(request.resume_from) if request.resume_from else None
