@@ -23,7 +23,7 @@ from realrl.algo.api import ForwardOutput, GenerationResult, LossFn, LossOutput,
 from realrl.config.schema import BackendName, GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine.backends import TrainingBackend, make_backend
-from realrl.engine.backends.base import master_of, move
+from realrl.engine.backends.base import Keep, keep_itself, master_of, move
 from realrl.engine.generate import Generator
 from realrl.engine.parallel import Parallel
 from realrl.engine.parameters.averages import AveragedParameters, load_masters
@@ -267,17 +267,22 @@ class DecoderEngine:
 
     # ------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, keep: Keep | None = None) -> dict[str, Any]:
         """The state that an exact continuation needs beside the saved model; empty for most frozen roles.
 
         The state of a trained role holds moments, counters and, unless the decoder itself is float32 and without
         adapters, master weights; that of a frozen role its masters, if it has any. Its form is that of
         `realrl.engine.backends.base`, whatever the backend. All ranks of the layout call this together; ranks at the
         same place of different replicas get the same.
+
+        Args:
+            keep: see `TrainingBackend.state_dict`.
         """
         if self._averages is not None:
-            return {"parameters": {name: {"master": master} for name, master in self._averages.masters.items()}}
-        return {} if self._optimizer is None else self._optimizer.state_dict()
+            keep = keep or keep_itself
+            masters = {name: keep(f"{name}/master", master) for name, master in self._averages.masters.items()}
+            return {"parameters": {name: {"master": master} for name, master in masters.items()}}
+        return {} if self._optimizer is None else self._optimizer.state_dict(keep)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` of any backend was taken, with the decoder that `copy_hf` took then.
@@ -304,10 +309,13 @@ class DecoderEngine:
         Returns:
             The part that this rank must write; None on other replicas than the first.
         """
-        with self.whole_parameters():
-            if self._parallel.dp_rank != 0:
-                return None
-            return copy_sharded(self.decoder, copy, tp=self._parallel.tp, pp=self._parallel.pp)
+        if self._parallel.dp_rank != 0:
+            for name, _ in self.decoder.named_shards():  # as often as the first replica, which copies meanwhile
+                with self.whole_parameters({name}):
+                    pass
+            return None
+        tp, pp = self._parallel.tp, self._parallel.pp
+        return copy_sharded(self.decoder, copy, tp=tp, pp=pp, present=lambda name: self.whole_parameters({name}))
 
     # ------------------------------------------------------------ internals
 

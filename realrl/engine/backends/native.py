@@ -14,7 +14,16 @@ import torch
 
 from realrl.config.schema import OptimizerConfig
 from realrl.engine.backends.adamw import AdamW
-from realrl.engine.backends.base import MOMENTS, LearningRate, OptimizerState, check_parameters, decays, master_of
+from realrl.engine.backends.base import (
+    MOMENTS,
+    Keep,
+    LearningRate,
+    OptimizerState,
+    check_parameters,
+    decays,
+    keep_itself,
+    master_of,
+)
 from realrl.engine.backends.masters import Masters
 from realrl.engine.groups import ALONE
 from realrl.engine.parallel import Parallel
@@ -97,13 +106,14 @@ class NativeBackend(LearningRate):
 
     # ------------------------------------------------------------ state
 
-    def state_dict(self) -> OptimizerState:
-        """The canonical form; the ranks that share the state gather it."""
+    def state_dict(self, keep: Keep | None = None) -> OptimizerState:
+        """The canonical form; the ranks that share the state gather it, bucket by bucket."""
+        keep = keep or keep_itself
         parameters: dict[str, dict[str, Any]] = {name: {"step": self._n_stepped} for name in self._trained.names}
         for key, tensors in self._state_tensors():
-            places = range(len(tensors))
+            places = range(len(self._masters.tensors))
             for name, whole in zip(self._trained.names, self._masters.whole(tensors, places), strict=True):
-                parameters[name][key] = whole.detach()
+                parameters[name][key] = keep(f"{name}/{key}", whole.detach())
         return {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
 
     @torch.no_grad()
@@ -124,10 +134,10 @@ class NativeBackend(LearningRate):
         if masters:
             self._masters.publish()
 
-    def _state_tensors(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    def _state_tensors(self) -> Iterator[tuple[str, Iterable[torch.Tensor]]]:
         """Yield (key, this rank's slices in the order of the parameters) for each kind of tensor in the state."""
         tensors = self._masters.tensors
         for key in MOMENTS:
-            yield key, [self._adamw.moment_of(t, key) for t in tensors]
+            yield key, (self._adamw.moment_of(t, key) for t in tensors)
         if not self._trained.is_in_saved_model:
             yield "master", tensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,7 +57,13 @@ class ModelCopy:
         return files
 
 
-def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communicator) -> ModelCopy | None:
+Present = Callable[[str], AbstractContextManager[None]]
+"""``present(name)``: a context in which this rank has the parameter, if others share it out."""
+
+
+def copy_sharded(
+    decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communicator, present: Present = lambda _: nullcontext()
+) -> ModelCopy | None:
     """Copy the model to host memory; all ranks of one data-parallel replica call this together.
 
     Adapters are merged into the model's weights, and also copied themselves.
@@ -65,12 +72,13 @@ def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communic
         copy: called with a name and a tensor that may change afterwards; returns a copy in host memory.
         tp: the ranks that share this stage's layers.
         pp: the ranks at the same place in all stages, in order.
+        present: entered once for each parameter of this rank, in the order of `Decoder.named_shards`.
 
     Returns:
         The share of this rank; None if it writes nothing.
     """
     adapters = gather_trained(decoder, tp=tp, pp=pp) if decoder.config.lora is not None else {}
-    tensors = [(name, copy(name, whole)) for name, whole in gather_parameters(decoder, tp)]
+    tensors = [(name, copy(name, whole)) for name, whole in gather_parameters(decoder, tp, present)]
     if tp.rank != 0:
         return None
     kept = {name: copy(f"adapter/{name}", whole) for name, whole in adapters.items()}
@@ -78,7 +86,9 @@ def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communic
     return ModelCopy(config, tensors, pp.rank, pp.n_ranks, kept, decoder.config)
 
 
-def gather_parameters(decoder: Decoder, tp: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_parameters(
+    decoder: Decoder, tp: Communicator, present: Present = lambda _: nullcontext()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of this stage's parameters on the first rank of the group, nothing on the others.
 
     All ranks of the group iterate to the end together. At any time the first rank holds one whole parameter beside its
@@ -86,8 +96,9 @@ def gather_parameters(decoder: Decoder, tp: Communicator) -> Iterator[tuple[str,
 
     Args:
         tp: the ranks that share this stage's layers.
+        present: see `copy_sharded`.
     """
-    return _gather_all(decoder, merged_shards(decoder), tp)
+    return _gather_all(decoder, merged_shards(decoder, present), tp)
 
 
 def gather_trained(decoder: Decoder, *, tp: Communicator, pp: Communicator) -> dict[str, torch.Tensor]:

@@ -123,6 +123,11 @@ class HostedRole:
         if self.offloader is not None and self.offloader.residence is Residence.OFFLOADED:
             self.offloader.prefetch()
 
+    @property
+    def is_away(self) -> bool:
+        """True if the home's parameters are in host memory."""
+        return self.offloader is not None and self.offloader.residence is Residence.OFFLOADED
+
     def wait_resident(self) -> None:
         """Wait until the home's parameters, if this rank has any, can be used."""
         if self.offloader is not None:
