@@ -23,9 +23,10 @@ from realrl.algo.api import ForwardOutput, GenerationResult, LossFn, LossOutput,
 from realrl.config.schema import BackendName, GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine.backends import TrainingBackend, make_backend
-from realrl.engine.backends.base import move
+from realrl.engine.backends.base import Keep, keep_itself, master_of, move
 from realrl.engine.generate import GenerateRequest, generate
 from realrl.engine.parallel import Parallel
+from realrl.engine.parameters.averages import AveragedParameters, load_masters
 from realrl.engine.parameters.gather_parameters import Copy, WriteModel, copy_sharded
 from realrl.engine.train.load_balance import MinibatchBalance
 from realrl.engine.train.microbatch import TOKENS, split_balanced, split_in_order
@@ -34,6 +35,7 @@ from realrl.engine.train.packing import Packing
 from realrl.engine.train.pipeline import Chunk, run_stage
 from realrl.errors import CallError
 from realrl.model.decoder import Decoder
+from realrl.model.dtypes import dtype_name
 from realrl.model.lora import without_adapters
 from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.pipeline import Schedule, Step, inference, one_f_one_b
@@ -47,13 +49,13 @@ class DecoderEngine:
     """`realrl.algo.api.Engine` for a decoder whose shards are on the ranks of a layout.
 
     Args:
-        decoder: this rank's shard, taken over; a trained one is converted to `compute_dtype`, a frozen one computes in
-            its own dtype.
+        decoder: this rank's shard, taken over and converted to `compute_dtype`. A frozen one computes in its own dtype,
+            unless that is float32 and `compute_dtype` is not: then it keeps masters, see `AveragedParameters`.
         role: name of the role, for messages.
         parallel: this rank's place in the layout that the decoder was built for.
         optimizer: None for a frozen role.
         total_optimizer_steps: length of the learning-rate schedule; see `set_total_optimizer_steps`.
-        compute_dtype: dtype of a trained decoder; masters and gradients are float32 either way.
+        compute_dtype: dtype of computation; masters and gradients are float32 either way.
         backend: name of the training backend of a trained decoder.
 
     Raises:
@@ -80,8 +82,11 @@ class DecoderEngine:
         if built_for != (parallel.is_first_stage, parallel.is_last_stage, parallel.tp_rank, parallel.tp.n_ranks):
             raise ValueError(f"role {role!r} has {shard} on rank {parallel.mesh_rank} of {parallel.strategy}")
         self._optimizer: TrainingBackend | None = None
+        self._averages: AveragedParameters | None = None
         if optimizer is None:
             decoder.requires_grad_(False)
+            if decoder.config.dtype == "float32" != dtype_name(compute_dtype):
+                self._averages = AveragedParameters(decoder, compute_dtype)
         else:
             self._optimizer = make_backend(
                 backend, decoder, parallel, optimizer, n_total=total_optimizer_steps, compute_dtype=compute_dtype
@@ -90,6 +95,11 @@ class DecoderEngine:
     @property
     def device(self) -> torch.device:
         return self.decoder.device
+
+    def kept_tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters by global name, and the masters of a frozen role: what goes to host memory and comes back."""
+        masters = {} if self._averages is None else self._averages.masters
+        return dict(self.decoder.named_shards()) | {f"master of {name}": m for name, m in masters.items()}
 
     def set_total_optimizer_steps(self, n_total: int) -> None:
         """Set the end of the learning-rate schedule, once the length of the run is known."""
@@ -235,6 +245,9 @@ class DecoderEngine:
                 before the next is asked for.
             eta: above 0, up to 1.
         """
+        if self._averages is not None:
+            self._averages.move(values, eta)
+            return
         optimizer = self._require_optimizer()
         named = dict(self.decoder.named_shards())
 
@@ -249,24 +262,36 @@ class DecoderEngine:
 
     # ------------------------------------------------------------ state
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state that an exact continuation needs beside the saved model; empty for a frozen role.
+    def state_dict(self, keep: Keep | None = None) -> dict[str, Any]:
+        """The state that an exact continuation needs beside the saved model; empty for most frozen roles.
 
-        It holds moments, counters and, unless the decoder itself is float32 and without adapters, master weights. Its
-        form is that of `realrl.engine.backends.base`, whatever the backend. All ranks of the layout call this together;
-        ranks at the same place of different replicas get the same.
+        The state of a trained role holds moments, counters and, unless the decoder itself is float32 and without
+        adapters, master weights; that of a frozen role its masters, if it has any. Its form is that of
+        `realrl.engine.backends.base`, whatever the backend. All ranks of the layout call this together; ranks at the
+        same place of different replicas get the same.
+
+        Args:
+            keep: see `TrainingBackend.state_dict`.
         """
-        return {} if self._optimizer is None else self._optimizer.state_dict()
+        if self._averages is not None:
+            keep = keep or keep_itself
+            masters = {name: keep(f"{name}/master", master) for name, master in self._averages.masters.items()}
+            return {"parameters": {name: {"master": master} for name, master in masters.items()}}
+        return {} if self._optimizer is None else self._optimizer.state_dict(keep)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` of any backend was taken, with the decoder that `copy_hf` took then.
 
-        With adapters, which the state holds, the decoder is the one that the run began with.
+        With adapters, which the state holds, the decoder is the one that the run began with. A frozen role may take the
+        masters of a run in another precision, or none.
         """
         if self._optimizer is not None:
             self._optimizer.load_state_dict(state)
         elif state:
-            raise ValueError(f"role {self.role!r} is frozen, but the state holds {sorted(state)}")
+            if state.keys() != {"parameters"}:
+                raise ValueError(f"role {self.role!r} is frozen, but the state holds {sorted(state)}")
+            saved = {name: master_of(state["parameters"], name) for name in state["parameters"]}
+            load_masters(self.decoder, self._averages, saved)
 
     def copy_hf(self, copy: Copy) -> WriteModel | None:
         """Copy the model to host memory, for Hugging Face's format; all ranks of the layout call this together.
@@ -279,10 +304,13 @@ class DecoderEngine:
         Returns:
             A function that writes this rank's part into a folder; None on other replicas than the first.
         """
-        with self.whole_parameters():
-            if self._parallel.dp_rank != 0:
-                return None
-            return copy_sharded(self.decoder, copy, tp=self._parallel.tp, pp=self._parallel.pp)
+        if self._parallel.dp_rank != 0:
+            for name, _ in self.decoder.named_shards():  # as often as the first replica, which copies meanwhile
+                with self.whole_parameters({name}):
+                    pass
+            return None
+        tp, pp = self._parallel.tp, self._parallel.pp
+        return copy_sharded(self.decoder, copy, tp=tp, pp=pp, present=lambda name: self.whole_parameters({name}))
 
     # ------------------------------------------------------------ internals
 

@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -113,17 +114,61 @@ def release_cached_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def to_host(tensor: torch.Tensor, *, into: torch.Tensor | None = None) -> torch.Tensor:
-    """A contiguous copy in host memory, pinned if it comes from CUDA.
-
-    Args:
-        into: an earlier copy of the same shape and dtype, to be overwritten. A copy from CUDA into it is complete after
-            `synchronize`.
-    """
-    if into is not None:
-        return into.copy_(tensor, non_blocking=True)
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy in host memory, pinned if it comes from CUDA."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
     return host.copy_(tensor)
+
+
+def pinned(n_bytes: int) -> torch.Tensor:
+    """Host memory [n_bytes] that the operating system does not move, which CUDA copies to without waiting."""
+    return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def release_pinned() -> None:
+    """Give freed pinned memory, which torch keeps for the next use, back to the operating system."""
+    if torch.cuda.is_available():
+        torch._C._host_emptyCache()
+
+
+class Staging:
+    """Copies to pageable host memory through two pinned buffers: one fills while the other is emptied.
+
+    Memory for whole checkpoints must not be pinned for as long as a run lasts, and to pin it takes longer than to copy
+    it. The buffers are released with the object.
+
+    Args:
+        n_bytes: size of each buffer.
+        allocate: maker of a buffer, [n] bytes.
+    """
+
+    def __init__(self, n_bytes: int, allocate: Callable[[int], torch.Tensor] = pinned) -> None:
+        self._buffers = [allocate(n_bytes) for _ in range(2)]
+
+    def copy(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy a tensor into contiguous host memory of its shape and dtype, which is complete on return."""
+        n_bytes = self._buffers[0].numel()
+        sources = tensor.detach().contiguous().view(-1).view(torch.uint8).split(n_bytes)
+        places = into.view(-1).view(torch.uint8).split(n_bytes)
+        filled: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None] | None = None
+        for i, (source, place) in enumerate(zip(sources, places, strict=True)):
+            buffer = self._buffers[i % 2][: source.numel()]
+            buffer.copy_(source, non_blocking=True)
+            event = None
+            if source.is_cuda:
+                event = torch.cuda.Event()
+                event.record()
+            if filled is not None:
+                _empty(*filled)
+            filled = buffer, place, event
+        if filled is not None:
+            _empty(*filled)
+
+
+def _empty(buffer: torch.Tensor, place: torch.Tensor, event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        event.synchronize()
+    place.copy_(buffer)
 
 
 class CopyLane:

@@ -11,7 +11,7 @@ from realrl.experiment.declaration import Experiment, Role
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.groups import ProcessGroup, process_groups
-from realrl.plan.hooks import CallHooks
+from realrl.plan.hooks import CallHooks, Realloc
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -106,6 +106,17 @@ class RunPlan:
     def changed_roles(self) -> frozenset[str]:
         """Roles whose parameters some call or hook changes."""
         return frozenset().union(*(mfc.changed_roles for mfc in self.mfcs))
+
+    @property
+    def averaged_roles(self) -> frozenset[str]:
+        """Frozen roles in half precision that keep float32 masters, because some hook averages into them."""
+        if self.config.precision == "fp32":
+            return frozenset()
+        hooks = (hook for mfc in self.mfcs for hook in (*self.hooks[mfc.name].before, *self.hooks[mfc.name].after))
+        targets = {hook.target for hook in hooks if isinstance(hook, Realloc) and hook.eta < 1.0}
+        return frozenset(
+            name for name in targets if not self.roles[name].trainable and not self.config.models[name].lora.rank
+        )
 
     @property
     def generating_roles(self) -> frozenset[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -58,11 +58,18 @@ def without_adapters(decoder: Decoder) -> Iterator[None]:
             layer.is_on = True
 
 
-def merged_shards(decoder: Decoder) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (global name, values) of the parameters of an equal model without adapters, in the model's order."""
+def merged_shards(
+    decoder: Decoder, present: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (global name, values) of the parameters of an equal model without adapters, in the model's order.
+
+    Args:
+        present: context in which a parameter is read, and stays until the next one is asked for.
+    """
     adapted = {f"{name}.weight": layer for name, layer in adapted_layers(decoder)}
     for name, parameter in decoder.named_shards():
-        if name in adapted:
-            yield name, effective_weight(adapted[name], parameter.dtype)
-        elif not is_adapter(name):
-            yield name, parameter.detach()
+        with present(name):
+            if name in adapted:
+                yield name, effective_weight(adapted[name], parameter.dtype)
+            elif not is_adapter(name):
+                yield name, parameter.detach()

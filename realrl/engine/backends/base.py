@@ -26,6 +26,9 @@ from realrl.config.schema import OptimizerConfig
 OptimizerState = dict[str, Any]
 """The canonical form; see the module."""
 
+Keep = Callable[[str, torch.Tensor], torch.Tensor]
+"""``keep(name, tensor)``: the tensor that a state holds in the place of one that the optimizer may change or drop."""
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -94,8 +97,13 @@ class TrainingBackend(Protocol):
             eta: above 0, up to 1.
         """
 
-    def state_dict(self) -> OptimizerState:
-        """The optimizer's state in the canonical form."""
+    def state_dict(self, keep: Keep | None = None) -> OptimizerState:
+        """The optimizer's state in the canonical form.
+
+        Args:
+            keep: called with "parameter/key" and each whole tensor as soon as it is gathered, so that a copy in host
+                memory may take its place before the next bucket is gathered; without it the state holds the tensors.
+        """
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where `state_dict` of this or another backend was taken.
@@ -139,6 +147,11 @@ def move(tensor: torch.Tensor, value: torch.Tensor, eta: float) -> None:
         tensor.copy_(value)
     else:
         tensor.lerp_(value, eta)
+
+
+def keep_itself(_: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The `Keep` of a state that is used before the next step."""
+    return tensor
 
 
 def check_parameters(parameters: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, torch.Size]) -> None:

@@ -22,7 +22,16 @@ import torch
 from torch import nn
 
 from realrl.config.schema import OptimizerConfig
-from realrl.engine.backends.base import MOMENTS, OptimizerState, check_parameters, learning_rate, master_of, move
+from realrl.engine.backends.base import (
+    MOMENTS,
+    Keep,
+    OptimizerState,
+    check_parameters,
+    keep_itself,
+    learning_rate,
+    master_of,
+    move,
+)
 from realrl.engine.backends.deepspeed_engine import (
     LOSS_SCALE_WINDOW,
     forward,
@@ -254,15 +263,17 @@ class DeepSpeedBackend:
 
     # ------------------------------------------------------------ state
 
-    def state_dict(self) -> OptimizerState:
+    def state_dict(self, keep: Keep | None = None) -> OptimizerState:
         """The canonical form; data-parallel ranks gather it parameter by parameter."""
+        keep = keep or keep_itself
         parameters: dict[str, dict[str, Any]] = {}
         for name, p in self._named.items():
             stored: dict[str, Any] = {"step": self._n_stepped}
             for key in MOMENTS:
-                stored[key] = self._moment(p, key)
+                stored[key] = keep(f"{name}/{key}", self._moment(p, key))
             if not self._trained.is_in_saved_model:
-                stored["master"] = p.detach() if self.stage == 0 else safe_get_full_fp32_param(p)
+                master = p.detach() if self.stage == 0 else safe_get_full_fp32_param(p)
+                stored["master"] = keep(f"{name}/master", master)
             parameters[name] = stored
         result: OptimizerState = {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
         if self.loss_scale is not None:

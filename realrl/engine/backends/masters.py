@@ -17,9 +17,9 @@ from realrl.engine import device as devices
 from realrl.engine.backends.base import move
 from realrl.engine.groups import Communicator
 from realrl.engine.train.precision import TrainedParameters
+from realrl.plan.memory.buffers import MASTERS_BUCKET
 
 _ALIGNMENT = 64  # elements; slices begin where vector units do, so that every element is computed as in a whole tensor
-_BUCKET_ELEMENTS = 1 << 24
 
 
 class Masters:
@@ -113,11 +113,13 @@ class Masters:
                 parameters[i].data.copy_(whole)
 
     @torch.no_grad()
-    def whole(self, parts: Sequence[torch.Tensor], places: Sequence[int]) -> Iterator[torch.Tensor]:
+    def whole(self, parts: Iterable[torch.Tensor], places: Sequence[int]) -> Iterator[torch.Tensor]:
         """Gather every rank's slices into whole tensors of the parameters' shapes; all ranks iterate to the end.
 
+        At any time there are one bucket of gathered slices and one whole tensor.
+
         Args:
-            parts: this rank's flat slices, of one dtype.
+            parts: this rank's flat slices, of one dtype; each is asked for when its bucket is filled.
             places: index of each slice's parameter in `tensors`.
         """
         if self._dp.n_ranks == 1:
@@ -129,7 +131,7 @@ class Masters:
         for part, place in zip(parts, places, strict=True):
             bucket.append((part, place))
             n_elements += self.sizes[place] * self._dp.n_ranks
-            if n_elements >= _BUCKET_ELEMENTS:
+            if n_elements >= MASTERS_BUCKET:
                 yield from self._gather(bucket)
                 bucket, n_elements = [], 0
         if bucket:

@@ -22,9 +22,11 @@ from torch import nn
 from realrl.config.schema import OptimizerConfig
 from realrl.engine.backends.base import (
     MOMENTS,
+    Keep,
     OptimizerState,
     check_parameters,
     decays,
+    keep_itself,
     master_of,
     move,
     n_warmup_steps,
@@ -193,8 +195,9 @@ class MegatronBackend:
 
     # ------------------------------------------------------------ state
 
-    def state_dict(self) -> OptimizerState:
+    def state_dict(self, keep: Keep | None = None) -> OptimizerState:
         """The canonical form; data-parallel ranks gather it bucket by bucket."""
+        keep = keep or keep_itself
         parameters: dict[str, dict[str, Any]] = {name: {"step": self._n_stepped} for name in self._named}
         state = self._optimizer.optimizer.state
         keys = MOMENTS if self._trained.is_in_saved_model else (*MOMENTS, "master")
@@ -204,7 +207,8 @@ class MegatronBackend:
                 for p, (shard, _) in self._shards.items()
             }
             for name, whole in self._gather(parts):
-                parameters[name][key] = whole
+                parameters[name][key] = keep(f"{name}/{key}", whole)
+                del whole  # a view, which would keep its bucket beside the next one
         result: OptimizerState = {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
         if self._scaler is not None:  # with a hysteresis of 1, its tracker decides nothing
             known = self._scaler.state_dict()
@@ -272,7 +276,8 @@ class MegatronBackend:
                 for p in bucket.params_list:
                     start, stop, _ = buffer.param_index_map[p]
                     flat = whole[start - bucket.offset : stop - bucket.offset]
-                    yield names[p], flat.view(p.shape).clone()
+                    yield names[p], flat.view(p.shape)
+                del mine, whole, flat
 
     # ------------------------------------------------------------ making
 

@@ -14,7 +14,16 @@ import torch
 
 from realrl.config.schema import OptimizerConfig
 from realrl.engine.backends.adamw import AdamW
-from realrl.engine.backends.base import MOMENTS, OptimizerState, check_parameters, decays, learning_rate, master_of
+from realrl.engine.backends.base import (
+    MOMENTS,
+    Keep,
+    OptimizerState,
+    check_parameters,
+    decays,
+    keep_itself,
+    learning_rate,
+    master_of,
+)
 from realrl.engine.backends.masters import Masters
 from realrl.engine.groups import ALONE
 from realrl.engine.parallel import Parallel
@@ -106,14 +115,15 @@ class NativeBackend:
 
     # ------------------------------------------------------------ state
 
-    def state_dict(self) -> OptimizerState:
-        """The canonical form; the ranks that share the state gather it."""
+    def state_dict(self, keep: Keep | None = None) -> OptimizerState:
+        """The canonical form; the ranks that share the state gather it, bucket by bucket."""
+        keep = keep or keep_itself
         self._masters.attach()
         parameters: dict[str, dict[str, Any]] = {name: {"step": self._n_stepped} for name in self._trained.names}
         for key, tensors in self._state_tensors():
-            places = range(len(tensors))
+            places = range(len(self._masters.tensors))
             for name, whole in zip(self._trained.names, self._masters.whole(tensors, places), strict=True):
-                parameters[name][key] = whole.detach()
+                parameters[name][key] = keep(f"{name}/{key}", whole.detach())
         self._masters.detach()
         return {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
 
@@ -136,10 +146,10 @@ class NativeBackend:
             self._masters.publish()
         self._masters.detach()
 
-    def _state_tensors(self) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    def _state_tensors(self) -> Iterator[tuple[str, Iterable[torch.Tensor]]]:
         """Yield (key, this rank's slices in the order of the parameters) for each kind of tensor in the state."""
         tensors = self._masters.tensors
         for key in MOMENTS:
-            yield key, [self._adamw.moment_of(t, key) for t in tensors]
+            yield key, (self._adamw.moment_of(t, key) for t in tensors)
         if not self._trained.is_in_saved_model:
             yield "master", tensors

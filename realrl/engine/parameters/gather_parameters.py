@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,7 +29,13 @@ Raises `OSError` where the disk is full or the folder cannot be written.
 """
 
 
-def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communicator) -> WriteModel | None:
+Present = Callable[[str], AbstractContextManager[None]]
+"""``present(name)``: a context in which this rank has the parameter, if others share it out."""
+
+
+def copy_sharded(
+    decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communicator, present: Present = lambda _: nullcontext()
+) -> WriteModel | None:
     """Copy the model to host memory; all ranks of one data-parallel replica call this together.
 
     Adapters are merged into the model's weights, and also copied themselves.
@@ -37,13 +44,14 @@ def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communic
         copy: called with a name and a tensor that may change afterwards; returns a copy in host memory.
         tp: the ranks that share this stage's layers.
         pp: the ranks at the same place in all stages, in order.
+        present: entered once for each parameter of this rank, in the order of `Decoder.named_shards`.
 
     Returns:
         A function that writes this rank's copy: the tensor files of its stage, and on the first stage the index and
         the adapters. None if the rank writes nothing.
     """
     adapters = gather_trained(decoder, tp=tp, pp=pp) if decoder.config.lora is not None else {}
-    tensors = [(name, copy(name, whole)) for name, whole in gather_parameters(decoder, tp)]
+    tensors = [(name, copy(name, whole)) for name, whole in gather_parameters(decoder, tp, present)]
     if tp.rank != 0:
         return None
     kept = {name: copy(f"adapter/{name}", whole) for name, whole in adapters.items()}
@@ -60,7 +68,9 @@ def copy_sharded(decoder: Decoder, copy: Copy, *, tp: Communicator, pp: Communic
     return write
 
 
-def gather_parameters(decoder: Decoder, tp: Communicator) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_parameters(
+    decoder: Decoder, tp: Communicator, present: Present = lambda _: nullcontext()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, whole tensor) of this stage's parameters on the first rank of the group, nothing on the others.
 
     All ranks of the group iterate to the end together. At any time the first rank holds one whole parameter beside its
@@ -68,8 +78,9 @@ def gather_parameters(decoder: Decoder, tp: Communicator) -> Iterator[tuple[str,
 
     Args:
         tp: the ranks that share this stage's layers.
+        present: see `copy_sharded`.
     """
-    return _gather_all(decoder, merged_shards(decoder), tp)
+    return _gather_all(decoder, merged_shards(decoder, present), tp)
 
 
 def gather_trained(decoder: Decoder, *, tp: Communicator, pp: Communicator) -> dict[str, torch.Tensor]:

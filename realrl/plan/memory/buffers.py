@@ -12,7 +12,9 @@ LOGITS_BLOCK = 1 << 19  # float32 logits that the softmax walks over on the CPU:
 # keeps for the next one; larger blocks go back to the system, and clearing their pages costs more than the conversion
 PRODUCT_PIECE = 1 << 22
 PREFILL_TOKENS = 4096  # tokens of prompts that are computed in one pass
+MASTERS_BUCKET = 1 << 24  # elements of masters or moments that data-parallel ranks gather at a time
 DEEPSPEED_BUCKET = 1 << 24  # elements
 GRADIENT_BUCKET = 128 << 20  # bytes of gradients that one collective of data-parallel ranks adds up
 REALLOC_BUCKET = 64 << 20  # bytes of one message of a reallocation
+SAVE_STAGE = 64 << 20  # bytes of each of the two pinned buffers through which a checkpoint leaves the device
 REALLOC_ROUNDS = 2  # rounds under way: one travels while the other is packed or unpacked

@@ -24,7 +24,7 @@ from realrl.graph.mfc import InterfaceType
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.backends import BACKENDS
 from realrl.plan.hooks import CallHooks, Offload, Realloc
-from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_ROUNDS
+from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, REALLOC_ROUNDS
 from realrl.plan.memory.formulas import (
     Kernels,
     LocalShape,
@@ -54,6 +54,7 @@ class RoleState:
         home: layout in which the parameters live.
         is_trained: True if it has an optimizer.
         is_changed: True if a call or hook changes it; an unchanged role keeps its copy in host memory.
+        is_averaged: a frozen role that keeps float32 masters beside parameters in half precision.
         backend, zero_stage: see `optimizer_bytes`.
         offloads_optimizer: masters and moments are in host memory.
         checkpoints_activations: blocks are computed again in the backward pass.
@@ -63,6 +64,7 @@ class RoleState:
     home: Allocation
     is_trained: bool
     is_changed: bool = False
+    is_averaged: bool = False
     backend: str = "native"
     zero_stage: int = 0
     offloads_optimizer: bool = False
@@ -86,7 +88,7 @@ class Usage:
     """Bytes on one device while a call runs.
 
     Attributes:
-        parameters: parameters of all roles that live there and are not offloaded.
+        parameters: parameters of all roles that live there and are not offloaded, with the masters of averaged roles.
         optimizer: master weights and moments of all roles that live there.
         gradients: gradients of the role that is trained, and buffers that backends hold.
         copies: the call's parameters in another layout, weights packed for generation, messages under way.
@@ -220,7 +222,7 @@ def _kept(role: RoleState, layout: ParameterLayout, rank: int) -> _Kept:
     """Count one role's bytes; adapters, float32 and their own masters, apart from parameters in half precision."""
     n_bytes = layout.num_bytes_of(rank)
     if not role.is_trained:
-        return _Kept(n_bytes, 0, 0, False, 0, 0, 0, 0)
+        return _Kept(n_bytes + _averaging_masters(role, n_bytes), 0, 0, False, 0, 0, 0, 0)
     sizes: dict[int, int] = {}
     largest = 0
     shard = layout.shard_of(rank)
@@ -260,6 +262,11 @@ def _kept(role: RoleState, layout: ParameterLayout, rank: int) -> _Kept:
         largest=largest,
         gathered=n_bytes - parameters,
     )
+
+
+def _averaging_masters(role: RoleState, n_bytes: int) -> int:
+    """Return the bytes of the float32 masters of a frozen role's parameters, which take `n_bytes` themselves."""
+    return FLOAT32 * (n_bytes // DTYPE_BYTES[role.model.dtype]) if role.is_averaged else 0
 
 
 def _resident(rank: int, absent: Collection[str], keeps: Mapping[str, Mapping[int, _Kept]]) -> Usage:
@@ -397,9 +404,10 @@ def _moved(call: CallState, roles: Mapping[str, RoleState]) -> dict[int, Usage]:
 
 
 def checkpoint_bytes(role: RoleState) -> int:
-    """Return the bytes of a role's checkpoint on disk: the model, and moments and masters of trained parameters."""
+    """Return the bytes of a role's checkpoint on disk: the model, its masters, and moments of trained parameters."""
     specs = parameter_specs(role.model)
     total = sum(spec.num_bytes for spec in specs)
+    total += _averaging_masters(role, total)
     for spec in specs if role.is_trained else ():
         if is_trained(role.model, spec.name):
             state = optimizer_bytes(spec.n_elements, element_bytes=spec.num_bytes // spec.n_elements)

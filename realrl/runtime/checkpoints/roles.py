@@ -4,15 +4,15 @@
 state/<role>.safetensors                      version and interface state
 state/<role>-optimizer-pp0-tp1.safetensors    optimizer state of one (pp, tp) coordinate of a trained role
 
-A save has two parts. `copy_roles` copies the share to host memory, all ranks together. `RoleCopy.write` writes it, each
-rank by itself, while training goes on. A restoring rank reads the slices that its own layout needs from the files of
-any other layout (see `realrl.plan.parameters.restore`).
+A save has two parts. `copy_roles` copies the share to host memory, all ranks together, bucket by bucket. Then each rank
+by itself writes its `RoleCopy`, while training goes on. A restoring rank reads the slices that its own layout needs
+from the files of any other layout (see `realrl.plan.parameters.restore`).
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from realrl.engine.parameters.gather_parameters import WriteModel
 from realrl.errors import AssetError
 from realrl.experiment.run_plan import RunPlan
 from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.plan.memory.buffers import SAVE_STAGE
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.restore import Coordinate, SavedSlice, coordinates, plan_restore
 from realrl.runtime.checkpoints.state_file import StateFile, load_state, save_state
@@ -52,11 +53,23 @@ def optimizer_file(role: str, coordinate: Coordinate) -> str:
 class HostCopies:
     """Copies of tensors in host memory; the next copy of the same name reuses the memory.
 
-    So only the first checkpoint pays for new memory.
+    So only the first checkpoint pays for new memory. It is pageable: copies from CUDA pass through a few pinned bytes,
+    which are released by `end`.
+
+    Args:
+        stage: maker of what such copies pass through.
+        needs_stage: True for a tensor that is not copied directly.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        stage: Callable[[], devices.Staging] = lambda: devices.Staging(SAVE_STAGE),
+        needs_stage: Callable[[torch.Tensor], bool] = lambda tensor: tensor.is_cuda,
+    ) -> None:
         self.copied_bytes = 0
+        self._make_stage = stage
+        self._needs_stage = needs_stage
+        self._stage: devices.Staging | None = None
         self._memory: dict[str, torch.Tensor] = {}
         self._nothing_changes = False
 
@@ -65,23 +78,27 @@ class HostCopies:
         self.copied_bytes = 0
         self._nothing_changes = nothing_changes
 
+    def end(self) -> None:
+        """Release the pinned memory, after the last copy of a checkpoint."""
+        if self._stage is not None:
+            self._stage = None
+            devices.release_pinned()
+
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of `tensor` as it is now; from CUDA, complete after `devices.synchronize`."""
-        if self._nothing_changes and tensor.device.type == "cpu":
+        """A copy of `tensor` as it is now, complete on return."""
+        owns_memory = tensor.untyped_storage().nbytes() == tensor.nbytes  # a view would keep its whole bucket
+        if self._nothing_changes and tensor.device.type == "cpu" and owns_memory:
             return tensor.detach()
         known = self._memory.get(name)
-        fits = known is not None and known.shape == tensor.shape and known.dtype == tensor.dtype
-        self._memory[name] = devices.to_host(tensor.detach(), into=known if fits else None)
+        if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
+            known = self._memory[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if self._needs_stage(tensor):
+            self._stage = self._stage or self._make_stage()
+            self._stage.copy(tensor, known)
+        else:
+            known.copy_(tensor.detach())
         self.copied_bytes += tensor.nbytes
-        return self._memory[name]
-
-    def copy_state(self, name: str, state: Any) -> Any:
-        """A nested state with its tensors copied."""
-        if isinstance(state, torch.Tensor):
-            return self.copy(name, state)
-        if isinstance(state, Mapping):
-            return {key: self.copy_state(f"{name}/{key}", value) for key, value in state.items()}
-        return state
+        return known
 
 
 @dataclass(frozen=True)
@@ -137,20 +154,24 @@ def _copy_role(name: str, hosted: HostedRole, rank: int, copies: HostCopies, is_
     if engine is None or home is None:
         is_speaker = home is None and any(interfaces.values()) and is_first
         return RoleCopy(name, states={role_file(name): common} if is_speaker else {})
-    hosted.wait_resident()
+    was_away = hosted.is_away
+    if hosted.is_changed:  # the others are in no file
+        hosted.wait_resident()
     pp_rank, dp_rank, tp_rank = home.strategy.coordinates(home.ranks.index(rank))
 
     def keep(part: str, tensor: torch.Tensor) -> torch.Tensor:
         return copies.copy(f"{name}/{part}", tensor) if dp_rank == 0 else tensor.new_empty(0)
 
-    optimizer = engine.state_dict()
+    optimizer = engine.state_dict(lambda part, tensor: keep(f"optimizer/{part}", tensor))
     model = engine.copy_hf(keep) if hosted.is_changed else None
+    if was_away and hosted.is_changed:
+        hosted.offload()
     if dp_rank != 0:
         return RoleCopy(name)
     is_speaker = pp_rank == tp_rank == 0
     states: dict[str, Mapping[str, Any]] = {role_file(name): common} if is_speaker else {}
     if optimizer:
-        states[optimizer_file(name, (pp_rank, tp_rank))] = copies.copy_state(f"{name}/optimizer", optimizer)
+        states[optimizer_file(name, (pp_rank, tp_rank))] = optimizer
     return RoleCopy(name, model, hosted.tokenizer if is_speaker and hosted.is_changed else None, states)
 
 

@@ -56,6 +56,7 @@ class CheckpointWriter:
         self._copies.begin(nothing_changes=request.is_last)
         roles = copy_roles(self._plan, self._roles, self._rank, self._copies)
         rows = RoleCopy("", states={sample_file(self._rank): rows_state(self._store, request.rows)})
+        self._copies.end()
         devices.synchronize(self._device)
         end_s = time.time()
         args: dict[str, str | int | float] = {

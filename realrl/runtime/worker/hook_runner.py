@@ -1,6 +1,7 @@
 """Hooks around a call, on one rank: parameters move between layouts and roles, or to host memory.
 
-Hooks write into a trained role through its training backend, so that the optimizer continues from the new values.
+Hooks write into a trained role through its training backend, so that the optimizer continues from the new values, and
+into the float32 masters of a frozen role that keeps some for averages.
 Interface state moves with the parameters: a critic that infers on other devices than it trains on needs the return
 statistics that training keeps. Ranks outside the home get the state from the home's first rank.
 """
@@ -179,8 +180,8 @@ class HookRunner:
                 )
 
     def _is_followed(self, hook: Realloc) -> bool:
-        """True if the target has an optimizer, which must continue from the values that a hook writes."""
-        return self._plan.roles[hook.target].trainable
+        """True if the target has masters, which must take the values that a hook writes."""
+        return self._plan.roles[hook.target].trainable or hook.target in self._plan.averaged_roles
 
     def _present(self, hook: Realloc, names: Collection[str]) -> AbstractContextManager[None]:
         """Gather these source parameters on the ranks of their home within the block."""

@@ -27,7 +27,7 @@ class Reallocs:
         self._configs = configs
         self._known: dict[tuple[str, Allocation, Allocation], ReallocPlan] = {}
         trained = list(trained_roles(plan))
-        self._trained = {role.name for role in trained}
+        self._has_masters = plan.averaged_roles | {role.name for role in trained}
         self._shares_parameters = {role.name for role in trained if role.shares_parameters}
         self._has_own_buffers = {role.name for role in trained if role.has_own_buffers}
 
@@ -42,9 +42,9 @@ class Reallocs:
         """Plan the reallocation of a hook in parts that run one after the other.
 
         There is one part for each layer, to hold only one layer beside the living parameters, if the ranks of the
-        source share out its parameters or the optimizer of the target must follow. Else there is a single part.
+        source share out its parameters or masters of the target must follow. Else there is a single part.
         """
-        is_followed = not hook.is_implied and hook.target in self._trained
+        is_followed = not hook.is_implied and hook.target in self._has_masters
         if hook.source not in self._shares_parameters and not is_followed:
             return (self.of(hook),)
         source, target = self._layouts(hook)

@@ -144,6 +144,11 @@ class HostedRole:
         if self.offloader is not None and self.offloader.residence is Residence.OFFLOADED:
             self.offloader.prefetch()
 
+    @property
+    def is_away(self) -> bool:
+        """True if the home's parameters are in host memory."""
+        return self.offloader is not None and self.offloader.residence is Residence.OFFLOADED
+
     def wait_resident(self) -> None:
         """Wait until the home's parameters, if this rank has any, can be used."""
         if self.offloader is not None:
@@ -216,7 +221,7 @@ def build_roles(
         engine = hosted[name].home_engine
         if engine is not None:
             hosted[name].offloader = Offloader(
-                dict(engine.decoder.named_shards()), device, keeps_host_copy=not hosted[name].is_changed
+                engine.kept_tensors(), device, keeps_host_copy=not hosted[name].is_changed
             )
     return hosted
 
@@ -272,7 +277,8 @@ class _Builder:
         # the checkpoint's state holds the adapters; their base model is where it was when the run began
         resume_from = self._resume_from if config.lora is None else None
         path = self._section.path if resume_from is None else str(resume_from / self._name)
-        dtype = "float32" if role.trainable and config.lora is None else DTYPES[run.precision]
+        has_masters = (role.trainable and config.lora is None) or self._name in self._plan.averaged_roles
+        dtype = "float32" if has_masters else DTYPES[run.precision]
         shard = shard_of(config, allocation.strategy, allocation.ranks.index(rank))
         if path == BUILT_IN:
             config = replace(config, dtype=dtype)

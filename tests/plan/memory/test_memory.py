@@ -323,6 +323,16 @@ def test_calls_without_a_model_take_nothing():
         plan.peak(1)
 
 
+def test_averages_in_half_precision_have_masters():
+    half = {"model": replace(MODEL, dtype="bfloat16"), "is_trained": False, "is_changed": True}
+    roles = {"ref": role(**half), "ema": role(**half, is_averaged=True)}
+    plan = plan_memory(roles, [call(InterfaceType.INFERENCE, of="ema")])
+    n_bytes = plan.roles["ref"][0].parameters
+    assert plan.roles["ema"][0] == Usage(parameters=3 * n_bytes)
+    assert plan.calls["call"][0].parameters == 4 * n_bytes
+    assert checkpoint_bytes(roles["ema"]) == 3 * checkpoint_bytes(roles["ref"])
+
+
 def test_checkpoints():
     assert checkpoint_bytes(role()) == 3 * N_BYTES
     assert checkpoint_bytes(role(is_trained=False)) == N_BYTES

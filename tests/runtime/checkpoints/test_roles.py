@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from realrl.engine.device import Staging
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.parameters.adapters import is_adapter
 from realrl.plan.parameters.decoder_specs import parameter_specs
@@ -18,6 +19,7 @@ from realrl.runtime.checkpoints.roles import HostCopies, RoleCopy, _OptimizerRea
 from realrl.runtime.checkpoints.state_file import save_state
 from realrl.sched.messages import SavedRole
 from realrl.shape import DecoderConfig, LoRA, MoEConfig
+from tests.helpers.live_memory import LiveMemory
 
 PLAIN = DecoderConfig(11, 8, 3, 4, 2, 2, 9)
 MODELS = {
@@ -78,17 +80,46 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 def test_copies_keep_what_was_there_and_use_their_memory_again() -> None:
     copies, tensor = HostCopies(), torch.arange(6.0)
-    state = {"n": 3, "parameters": {"w": {"exp_avg": tensor[1:5].view(2, 2), "step": 4}}}
-    first = copies.copy_state("actor", state)
+    view = tensor[1:5].view(2, 2)
+    first = copies.copy("actor/w", view)
     tensor.zero_()
-    moments = first["parameters"]["w"]["exp_avg"]
-    assert (first["n"], first["parameters"]["w"]["step"], moments.tolist()) == (3, 4, [[1.0, 2.0], [3.0, 4.0]])
+    assert first.tolist() == [[1.0, 2.0], [3.0, 4.0]]
     assert copies.copied_bytes == 16
-    again = copies.copy_state("actor", state)["parameters"]["w"]["exp_avg"]
-    assert again.data_ptr() == moments.data_ptr()
+    again = copies.copy("actor/w", view)
+    assert again.data_ptr() == first.data_ptr()
     assert again.tolist() == [[0.0, 0.0], [0.0, 0.0]]
-    other = copies.copy("actor/parameters/w/exp_avg", torch.ones(3))
+    other = copies.copy("actor/w", torch.ones(3))
     assert other.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("n_bytes", [1, 6, 8, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_nothing_stays_pinned_after_ten_checkpoints(n_bytes: int, dtype: torch.dtype) -> None:
+    memory = LiveMemory()
+
+    def allocate(n: int) -> torch.Tensor:
+        buffer = torch.empty(n, dtype=torch.uint8)
+        memory.count(buffer)
+        return buffer
+
+    copies = HostCopies(lambda: Staging(n_bytes, allocate), lambda _: True)
+    for step in range(10):
+        copies.begin(nothing_changes=False)
+        tensors = {"scalar": torch.tensor(step), "transposed": torch.arange(step, step + 35).view(5, 7).T}
+        for name, tensor in tensors.items():
+            assert torch.equal(copies.copy(name, tensor.to(dtype)), tensor.to(dtype))
+            assert memory.now == 2 * n_bytes
+        copies.end()
+        assert memory.now == 0
+    assert memory.peak == 2 * n_bytes
+
+
+def test_a_part_of_a_bucket_is_copied_even_if_nothing_changes() -> None:
+    copies, bucket = HostCopies(), torch.arange(6.0)
+    copies.begin(nothing_changes=True)
+    kept = copies.copy("w", bucket[2:4])
+    assert kept.tolist() == [2.0, 3.0]
+    assert kept.untyped_storage().nbytes() == kept.nbytes
 
 
 def test_the_last_checkpoint_needs_no_copies() -> None:
