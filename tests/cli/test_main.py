@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -355,9 +356,9 @@ def test_wrong_input(
     assert list(workplace.iterdir()) == []
 
 
-def start_with(monkeypatch: pytest.MonkeyPatch, start_run: object) -> None:
+def start_with(monkeypatch: pytest.MonkeyPatch, start_run: Callable[..., object]) -> None:
     module = types.ModuleType("realrl.runtime.processes.start")
-    module.start_run = start_run  # type: ignore[attr-defined]
+    module.start_run = lambda experiment, config, *, decide: start_run(experiment, config)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "realrl.runtime.processes.start", module)
 
 

@@ -50,7 +50,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     manifest: dict[str, Any] = json.loads((checkpoint / "state/manifest.json").read_text())
     del manifest["digest"]  # of times too
     for record in manifest["in_flight"]["calls"]:
-        for name in ("seconds", "memory_gb", "bytes_received"):
+        for name in ("seconds", "realloc_wait_s", "memory_gb", "bytes_received"):
             del record[name]
         record["metrics"] = {name: x for name, x in record["metrics"].items() if not name.startswith(NOISE)}
     return manifest
