@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -356,9 +355,9 @@ def test_wrong_input(
     assert list(workplace.iterdir()) == []
 
 
-def start_with(monkeypatch: pytest.MonkeyPatch, start_run: Callable[..., object]) -> None:
+def start_with(monkeypatch: pytest.MonkeyPatch, start_run: object) -> None:
     module = types.ModuleType("realrl.runtime.processes.start")
-    module.start_run = lambda experiment, config, *, decide: start_run(experiment, config)  # type: ignore[attr-defined]
+    module.start_run = start_run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "realrl.runtime.processes.start", module)
 
 
@@ -366,7 +365,7 @@ def test_run_hands_over_experiment_and_configuration(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, workplace: Path
 ) -> None:
     started = []
-    start_with(monkeypatch, lambda experiment, config: started.append((experiment, config)) or 7)
+    start_with(monkeypatch, lambda experiment, config, **_: started.append((experiment, config)) or 7)
     (workplace / "my_cli_start.py").write_text(USER_FILE)
     assert call(capsys, "run", "./my_cli_start.py", "steps=3")[0] == 7
     ((experiment, config),) = started
@@ -386,7 +385,7 @@ def test_run_hands_over_experiment_and_configuration(
 def test_exit_codes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, message: str
 ) -> None:
-    def fail(experiment: object, config: object) -> int:
+    def fail(experiment: object, config: object, **_: object) -> int:
         raise error
 
     start_with(monkeypatch, fail)
@@ -400,7 +399,7 @@ def test_an_unexpected_error_keeps_its_traceback(
     code, _, err = call(capsys, "run", "ppo", "preset=tiny")
     assert code == 1
     assert "Traceback" in err
-    assert "TypeError: unsupported operand" in err
+    assert "TypeError: truediv() takes no keyword arguments" in err
     assert "it is a bug in realrl, please report it" in err
 
 

@@ -324,6 +324,6 @@ def test_seconds_and_epochs(tmp_path: Path) -> None:
     by_epoch = ("steps=8", "save.every_steps=0", "save.every_epochs=2", "save.at_end=false", "save.keep=9")
     folder = run(tmp_path / "a", "sft", *by_epoch, f"dataset.path={rows}")
     assert sorted(p.name for p in (folder / "checkpoints").glob("step_*")) == ["step_3", "step_6"]
-    by_time = ("steps=10", "save.every_steps=0", "save.every_s=0.001", "save.at_end=false", "save.keep=2")
+    by_time = ("steps=60", "save.every_steps=0", "save.every_s=0.001", "save.at_end=false", "save.keep=2")
     folder = run(tmp_path / "b", "sft", *by_time)
     assert len(list((folder / "checkpoints").glob("step_*"))) >= 1
