@@ -44,7 +44,12 @@ def test_every_protocol_has_an_example() -> None:
     assert set(EXAMPLES) <= set(protocol_names())
 
 
-@pytest.mark.parametrize("protocol", CALLS)
+SLOW = ("DP_PROTO", "ALL_TO_ALL", "ONE_TO_ALL")  # tests/plan/test_protocols.py has how they divide
+
+
+@pytest.mark.parametrize(
+    "protocol", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CALLS]
+)
 def test_the_example_gives_the_same_numbers(reference, protocol: str, tmp_path: Path) -> None:
     run_here(*EXAMPLES[protocol], *QUICK, f"run_dir={tmp_path / 'run'}")
     assert_same_numbers(reference, read_metrics(tmp_path / "run"), rel=1e-4, floor=1e-6)

@@ -57,7 +57,7 @@ def test_operations_give_the_same_bits() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        ("allocation.mode=tensor",),
+        pytest.param(("allocation.mode=tensor",), marks=pytest.mark.slow),
         ("allocation.mode=split", "allocation.calls.actor_gen=d2@0:0-1", "cluster.data_plane=collective"),
     ],
 )

@@ -39,7 +39,7 @@ def shape_of(message: Message) -> tuple[object, ...]:
     return message.dtype, tuple((piece.parameter, piece.shape) for piece in message.pieces)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([250, 2000, 20_000, 1 << 30]),

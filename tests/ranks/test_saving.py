@@ -24,6 +24,7 @@ from tests.helpers.training import CONFIG, OPTIMIZER
 from tests.ranks.test_engine_3d import join
 
 WAYS = (("native", 0), ("native", 1), ("megatron", 1), *(("deepspeed", stage) for stage in (1, 2, 3)))
+SLOW_WAYS = (("native", 0), ("deepspeed", 1), ("deepspeed", 2))
 MODEL = replace(CONFIG, vocab_size=512, hidden_size=64, n_layers=12, head_dim=16, intermediate_size=160)
 LARGE = replace(MODEL, vocab_size=8192, hidden_size=512, n_layers=12, head_dim=128, intermediate_size=1536)
 BF16 = torch.bfloat16
@@ -91,7 +92,10 @@ def measure(
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[0]}-{way[1]}")
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[pytest.mark.slow] if way in SLOW_WAYS else [], id=f"{way[0]}-{way[1]}") for way in WAYS],
+)
 def test_a_save_holds_one_bucket_at_a_time(way: tuple[str, int]) -> None:
     backend, stage = way
     package = {"megatron": "megatron", "deepspeed": "deepspeed"}.get(backend)

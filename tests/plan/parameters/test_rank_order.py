@@ -109,7 +109,7 @@ def test_the_order_for_a_call_saves_bytes_or_is_plain(shape: DecoderConfig, data
     assert n_nodes[0] <= n_nodes[1]
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(shape=shapes(), data=st.data())
 def test_the_fewest_bytes_cross_between_nodes_then_the_fewest_move(shape: DecoderConfig, data: st.DataObject) -> None:
     """Against all orders of up to six ranks on two to three nodes."""
