@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from realrl.config.schema import RunConfig
     from realrl.experiment.declaration import Experiment
     from realrl.experiment.run_plan import RunPlan
-    from realrl.plan.memory.overlap import Overlap
+    from realrl.plan.hooks import Overlap
 
 RUN_EXAMPLES = """\
 examples:
@@ -135,7 +135,7 @@ def _start(experiment: Experiment, config: RunConfig, options: argparse.Namespac
         check_models_fit(plan)
         print_plan(plan, find_beginning(plan)[0], notes=notes)
         return 0
-    from realrl.plan.memory.overlap import NO_OVERLAP
+    from realrl.plan.hooks import NO_OVERLAP
     from realrl.runtime.processes.start import start_run
 
     def decide(plan: RunPlan) -> Overlap:

@@ -20,7 +20,7 @@ Invariants of `plan_hooks`:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from realrl.errors import AllocationError
@@ -111,6 +111,24 @@ def _ranks_of(hooks: tuple[PlannedHook, ...]) -> tuple[int, ...]:
 
 NO_HOOKS = CallHooks()
 
+
+@dataclass(frozen=True)
+class Overlap:
+    """Parameters that come to calls early, or stay; made by `realrl.plan.memory.overlap`.
+
+    Attributes:
+        stays: calls whose parameters stay in the call's layout between the batches of a step.
+        resident: calls whose parameters stay there for the whole run.
+        early: call -> calls beside which its parameters may travel, or be back from host memory already.
+    """
+
+    stays: frozenset[str] = frozenset()
+    resident: frozenset[str] = frozenset()
+    early: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+
+NO_OVERLAP = Overlap()
+
 _SAME_SHAPE = (
     "vocab_size",
     "hidden_size",
@@ -198,17 +216,17 @@ def check_realloc_shapes(graph: nx.DiGraph, shapes: Mapping[str, DecoderConfig])
         for source, target in mfc.reallocs:
             if source not in shapes or target not in shapes:
                 continue
-            for field in _SAME_SHAPE:
-                here, there = (_value_of(shapes[role], field) for role in (source, target))
+            for name in _SAME_SHAPE:
+                here, there = (_value_of(shapes[role], name) for role in (source, target))
                 if here != there:
                     remedy = f"Give both the same model: models.{target}.path = models.{source}.path."
-                    if field == "head":
+                    if name == "head":
                         remedy = "Leave the hook out, or declare both roles with one head: Role(..., head=...)."
-                    if field == "lora":
+                    if name == "lora":
                         remedy = f"Leave out models.{source if here else target}.lora: no hook can merge adapters."
                     raise AllocationError(
                         f"a hook of call '{mfc.name}' moves parameters from role '{source}' to role '{target}', but "
-                        f"their models differ: {field} is {here} and {there}",
+                        f"their models differ: {name} is {here} and {there}",
                         remedy=remedy,
                         call=mfc.name,
                     )

@@ -10,8 +10,8 @@ from realrl.errors import AllocationError, GraphError
 from realrl.graph.build import build_graph, dataset_keys
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy, legal_meshes
-from realrl.plan.hooks import plan_hooks
-from realrl.plan.memory.overlap import Overlap, can_come_early, can_stay
+from realrl.plan.hooks import Overlap, plan_hooks
+from realrl.plan.memory.overlap import can_come_early, can_stay
 from realrl.sched.calls import schedule_calls
 from realrl.sched.master.master_plan import MasterPlan
 from realrl.sched.track.track_plan import TrackPlan

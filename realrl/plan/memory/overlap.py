@@ -10,30 +10,11 @@ Invariants of `plan_overlap`:
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from realrl.graph.mfc import InterfaceType
-from realrl.plan.hooks import CallHooks, Offload, Realloc
+from realrl.plan.hooks import CallHooks, Offload, Overlap, Realloc
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, layout_of
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Result of `plan_overlap`.
-
-    Attributes:
-        stays: calls whose parameters stay in the call's layout between the batches of a step.
-        resident: calls whose parameters stay there for the whole run.
-        early: call -> calls beside which its parameters may travel, or be back from host memory already.
-    """
-
-    stays: frozenset[str] = frozenset()
-    resident: frozenset[str] = frozenset()
-    early: Mapping[str, frozenset[str]] = field(default_factory=dict)
-
-
-NO_OVERLAP = Overlap()
 
 
 def can_stay(call: str, role: str, hooks: Mapping[str, CallHooks]) -> bool:

@@ -9,7 +9,7 @@ from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError
 from realrl.experiment.run_plan import RunPlan
 from realrl.files import why_no_output
-from realrl.plan.memory.overlap import NO_OVERLAP, Overlap
+from realrl.plan.hooks import NO_OVERLAP, Overlap
 from realrl.runtime.checkpoints.store import (
     CHECKPOINTS,
     CheckpointStore,

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from realrl.errors import Error, TransportError, UsageError
-from realrl.plan.memory.overlap import NO_OVERLAP, Overlap
+from realrl.plan.hooks import NO_OVERLAP, Overlap
 from realrl.runtime.launchers.base import Launcher
 from realrl.runtime.launchers.inline import InlineLauncher
 from realrl.runtime.launchers.local import DEFAULT_HOST, LocalLauncher

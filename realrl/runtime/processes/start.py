@@ -19,7 +19,7 @@ from realrl.experiment.declaration import Experiment
 from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.files import write_output
-from realrl.plan.memory.overlap import NO_OVERLAP, Overlap
+from realrl.plan.hooks import NO_OVERLAP, Overlap
 from realrl.runtime.checkpoints.resume import newest, refuse_mixing
 from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store
 from realrl.runtime.processes.machine import accelerators, check_devices, on_machine, worker_environments

@@ -11,8 +11,7 @@ from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError, DataError, GraphError
 from realrl.graph.build import dataset_keys
 from realrl.mesh.device_mesh import Allocation, Cluster
-from realrl.plan.hooks import CallHooks, Realloc
-from realrl.plan.memory.overlap import NO_OVERLAP, Overlap
+from realrl.plan.hooks import NO_OVERLAP, CallHooks, Overlap, Realloc
 from realrl.plan.samples.cursor import CursorState, DatasetCursor
 from realrl.sched.calls import ScheduledCall, schedule_calls
 from realrl.sched.outbox import Owner
