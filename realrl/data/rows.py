@@ -28,7 +28,7 @@ _HOST = torch.device("cpu")
 
 
 class RowsHeader(msgspec.Struct, frozen=True):
-    """What a message holds: the batch without tensors, and the bytes of each key's tensor."""
+    """Contents of a message: the batch without tensors, and the bytes of each key's tensor."""
 
     meta: SampleMeta
     keys: tuple[str, ...]

@@ -12,7 +12,7 @@ import torch
 from realrl.config.schema import RunConfig
 from realrl.cpu import attention_dtype, choose_kernels
 from realrl.doctor.run_under_check import Recompose
-from realrl.engine.device import device_of, free_memory_bytes, total_memory_bytes
+from realrl.engine.device import free_memory_bytes, total_memory_bytes
 from realrl.errors import UsageError
 from realrl.experiment.evaluation import eval_generation
 from realrl.experiment.models import role_configs
@@ -91,15 +91,16 @@ def memory_plan(
 def decide_overlap(plan: RunPlan) -> Overlap:
     """Decide which parameters come early and which stay, for the longest texts that the configuration allows.
 
+    Args:
+        plan: plan of a run whose device is settled.
+
     Raises:
         UsageError: a model cannot be read, or its strategy does not fit it.
     """
     config, models = plan.config, role_configs(plan)
-    device = device_of(config.cluster.device)
-    n_prompt, n_sequence = (
-        config.dataset.max_prompt_tokens,
-        config.dataset.max_prompt_tokens + (config.dataset.max_answer_tokens),
-    )
+    device = torch.device(config.cluster.device)
+    n_prompt = config.dataset.max_prompt_tokens
+    n_sequence = n_prompt + config.dataset.max_answer_tokens
     rows = RowLengths([n_prompt], [2 * n_sequence], [n_sequence])  # a pair is the longest row
     calls = call_states(plan, rows)
     return plan_overlap(

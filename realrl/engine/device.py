@@ -52,11 +52,6 @@ def resolve_device(kind: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def device_of(kind: str) -> torch.device:
-    """Return the kind of device that `resolve_device` would choose, without making it current."""
-    return torch.device("cpu" if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()) else "cuda")
-
-
 def reuse_host_memory() -> None:
     """Let glibc keep freed blocks for the next tensor; does nothing under other C libraries.
 

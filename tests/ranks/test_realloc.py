@@ -19,6 +19,7 @@ from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
 from realrl.plan.parameters.specs import ParameterSpec
 from realrl.shape import DecoderConfig, LoRA, MoEConfig
+from tests.helpers.live_memory import bytes_alive
 from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -139,8 +140,7 @@ def _check_union(
     result = Reallocator(plan, world, rank, CPU).run(movable, moves_source=True)
     assert_equal(result.parameters, wanted)
     assert_equal({name: p.detach() for name, p in (movable or {}).items()}, held)
-    storages = [t.untyped_storage() for t in (*(movable or {}).values(), *result.parameters.values())]
-    assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) == plan.peak_bytes(rank)
+    assert bytes_alive((*(movable or {}).values(), *result.parameters.values())) == plan.peak_bytes(rank)
 
 
 @pytest.mark.parametrize(("world_size", "n_cases"), [(2, 8), (3, 15), (4, 20)])

@@ -73,7 +73,7 @@ def test_rounds(seed: int, bucket_bytes: int, cluster: tuple[int, int]) -> None:
 
 
 def _check_relay(rounds: tuple[Round, ...]) -> None:
-    """What is passed on has come, in the same pieces, by the time that the round is sent."""
+    """Pieces that are passed on have come, as they are, by the time that the round is sent."""
     came = [piece for current in rounds for m in current.receives if not m.is_passed_on for piece in m.pieces]
     assert len(set(came)) == len(came)
     there: set[ShardSlice] = set()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import torch
 
@@ -15,12 +13,8 @@ from realrl.runtime.worker.model_worker import ModelWorker
 from realrl.runtime.worker.roles import HostedRole
 from realrl.sched.key_value import KeyValueClient
 from realrl.sched.messages import Initialize, RunHooks, Shutdown
+from tests.helpers.live_memory import bytes_alive
 from tests.helpers.ranks import run_ranks
-
-
-def _bytes_alive(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages under the tensors."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def _shards(hosted: HostedRole) -> list[torch.Tensor]:
@@ -48,18 +42,18 @@ def _generate_twice(
     actor, gen = worker._roles["actor"], plan.allocation_of("actor_gen")
     moved = hooks._reallocs.of(plan.hooks_of("actor_gen").before[-1])  # type: ignore[arg-type]
     home = _shards(actor)
-    before, own = [p.detach().clone() for p in home], _bytes_alive(home)
+    before, own = [p.detach().clone() for p in home], bytes_alive(home)
     found = []
     for number in range(n_times):
         hooks.run(RunHooks(2 * number, number, "actor_gen", 1, "before"))
-        alive = _bytes_alive([*_shards(actor), *actor.visiting.get("actor_gen", {}).values()])
+        alive = bytes_alive([*_shards(actor), *actor.visiting.get("actor_gen", {}).values()])
         found.append((alive, moved.peak_bytes(rank), alive / moved.source_layout.model_bytes))
         for ours, expected in zip(home, before, strict=True):
             assert torch.equal(ours, expected)
         assert (gen in actor.models) == ("actor_gen" in actor.visiting)
         if gen in actor.models:
             actor.send_home("actor_gen")
-        assert _bytes_alive(_shards(actor)) == own
+        assert bytes_alive(_shards(actor)) == own
         for ours, expected in zip(home, before, strict=True):
             assert ours.is_contiguous()
             assert torch.equal(ours, expected)

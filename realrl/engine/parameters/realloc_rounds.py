@@ -1,6 +1,6 @@
 """Messages of a reallocation on one rank, and the rounds in which they travel.
 
-What a relay gets from another node in round k it passes on in round k + `REALLOC_ROUNDS`, the first that is sent after
+A relay passes on in round k + `REALLOC_ROUNDS` what it gets from another node in round k: the first that is sent after
 round k has come: while it is passed on inside the node, later rounds cross between nodes.
 
 Invariants of `rounds_of`:

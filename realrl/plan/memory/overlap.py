@@ -19,17 +19,12 @@ from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
 
 def can_stay(call: str, role: str, hooks: Mapping[str, CallHooks]) -> bool:
     """Return True if the only hook before a call brings its role's parameters, and no call offloads the role."""
-    before = hooks[call].before
-    is_brought = len(before) == 1 and isinstance(before[0], Realloc) and before[0].is_implied
-    return is_brought and not _is_offloaded(role, hooks)
+    return _is_only_brought(hooks[call]) and not _is_offloaded(role, hooks)
 
 
 def can_come_early(call: str, role: str, hooks: Mapping[str, CallHooks]) -> bool:
     """Return True if a call waits for its role's parameters before each batch, and for nothing else of hooks."""
-    before = hooks[call].before
-    if before:
-        return len(before) == 1 and isinstance(before[0], Realloc) and before[0].is_implied
-    return _is_offloaded(role, hooks)
+    return _is_only_brought(hooks[call]) if hooks[call].before else _is_offloaded(role, hooks)
 
 
 def plan_overlap(
@@ -108,10 +103,7 @@ def _copies(call: CallState, roles: Mapping[str, RoleState], *, at_once: bool) -
         moved = _plan_of(call, role)
         target = moved.target_layout
         for rank in {*role.home.ranks, *call.allocation.ranks}:
-            new = 0
-            if rank in target:
-                aliased = sum(keep.num_bytes for keep in moved.keeps(rank) if keep.is_whole_target)
-                new = target.num_bytes_of(rank) - aliased
+            new = moved.new_bytes(rank, moves_source=False) if rank in target else 0
             messages = moved.bytes_received(rank) + moved.bytes_sent(rank) if at_once else 0
             is_back = at_once and _is_offloaded(call.role, {call.name: call.hooks})
             found[rank] = new + messages + (found.get(rank, 0) if is_back else 0)
@@ -122,6 +114,12 @@ def _plan_of(call: CallState, role: RoleState) -> ReallocPlan:
     """Plan the transfers that bring a call its parameters."""
     home, target = (layout_of(role.model, allocation) for allocation in (role.home, call.allocation))
     return plan_realloc(home, target, node_of=call.allocation.mesh.cluster.node_of)
+
+
+def _is_only_brought(hooks: CallHooks) -> bool:
+    """Return True if the only hook before a call brings its role's parameters."""
+    before = hooks.before
+    return len(before) == 1 and isinstance(before[0], Realloc) and before[0].is_implied
 
 
 def _extent(call: CallState) -> set[int]:

@@ -395,10 +395,8 @@ def _moved(call: CallState, roles: Mapping[str, RoleState]) -> dict[int, Usage]:
                 messages += min(moved.bytes_from_other_nodes(rank), REALLOC_BUCKET)
             new = 0
             if hook.is_implied and rank in target:
-                new = target.num_bytes_of(rank)
-                if not is_gathered:  # else home and call share nothing
-                    shared = (keep for keep in moved.keeps(rank) if keep.is_whole_target or may_move)
-                    new -= sum(keep.num_bytes for keep in shared)
+                # of parameters that are gathered for the moment, home and call share nothing
+                new = target.num_bytes_of(rank) if is_gathered else moved.new_bytes(rank, moves_source=may_move)
             usages[rank] = usages.get(rank, Usage()) + Usage(copies=new + messages)
     return usages
 

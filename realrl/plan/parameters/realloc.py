@@ -158,6 +158,16 @@ class ReallocPlan:
         held = self.source_layout.num_bytes_of(rank) if rank in self.source_layout else 0
         return held + self.bytes_received(rank)
 
+    def new_bytes(self, rank: int, *, moves_source: bool) -> int:
+        """Return the parameter bytes that a rank of the target layout holds beside its source slices.
+
+        Args:
+            moves_source: True if source tensors may move into their union with the target's; else only a source tensor
+                that contains the target's is shared.
+        """
+        shared = (keep.num_bytes for keep in self.keeps(rank) if moves_source or keep.is_whole_target)
+        return self.target_layout.num_bytes_of(rank) - sum(shared)
+
     @cached_property
     def total_bytes(self) -> int:
         """Bytes that move between ranks."""

@@ -38,6 +38,8 @@ def plan_spreads(
         Pulls and spreads.
     """
     members_of = {rank: share.ranks for share in shares if len(share.ranks) > 1 for rank in share.ranks}
+    if not members_of:
+        return tuple(routes), ()
     holder_of: dict[tuple[int, int, str], dict[str, int]] = defaultdict(dict)  # (replica, node, key) -> sample -> rank
     pulls: list[RowTransfer] = []
     ids_of_spread: dict[tuple[int, int, str], list[str]] = defaultdict(list)  # (source, target, key) -> ids

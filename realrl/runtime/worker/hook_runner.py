@@ -84,18 +84,8 @@ class HookRunner:
             spans.append(Span(name, kind, start_s, time.time(), args))
             if set_out_s is not None and kind == "realloc":
                 spans.append(Span(name, "travel", set_out_s, time.time(), args))
-        return HooksDone(
-            rank=self.rank,
-            seq=request.seq,
-            dispatch_id=request.dispatch_id,
-            call=request.call,
-            step=request.step,
-            when=request.when,
-            spans=tuple(spans),
-            bytes_received=bytes_received,
-            memory_gb=devices.memory_gb(self._device),
-            waited_s=time.time() - begin_s if request.when == "before" else 0.0,
-        )
+        waited_s = time.time() - begin_s if request.when == "before" else 0.0
+        return self._done(request, waited_s=waited_s, spans=tuple(spans), bytes_received=bytes_received)
 
     def _set_out(self, request: RunHooks) -> HooksDone:
         """Begin to bring a call's parameters to its layout, or back from host memory, and do not wait for their end."""
@@ -110,6 +100,11 @@ class HookRunner:
             source = self._home_shards(hook.source, hook.source_allocation)
             moves_source = self._reallocs.moves_source(hook)
             self._journeys[request.call] = reallocator.start(source, moves_source=moves_source, at_once=True), start_s
+        return self._done(request, waited_s=time.time() - start_s)
+
+    def _done(
+        self, request: RunHooks, *, waited_s: float, spans: tuple[Span, ...] = (), bytes_received: int = 0
+    ) -> HooksDone:
         return HooksDone(
             rank=self.rank,
             seq=request.seq,
@@ -117,8 +112,10 @@ class HookRunner:
             call=request.call,
             step=request.step,
             when=request.when,
+            spans=spans,
+            bytes_received=bytes_received,
             memory_gb=devices.memory_gb(self._device),
-            waited_s=time.time() - start_s,
+            waited_s=waited_s,
         )
 
     def _prefetch(self, hooks: Sequence[PlannedHook]) -> None:
@@ -141,6 +138,8 @@ class HookRunner:
                 yield from result.parameters.items()
 
         is_here = self.rank in hook.target_allocation.ranks
+        if is_here and not hook.is_implied:
+            self._roles[hook.target].separate()
         if hook.is_implied:
             parameters = dict(arriving())
             if is_here:
@@ -148,7 +147,6 @@ class HookRunner:
             self._share_memory_of_interfaces(hook)
         elif is_here and self._is_followed(hook):
             hosted = self._roles[hook.target]
-            hosted.separate()
             hosted.wait_resident()
             assert hosted.home_engine is not None
             hosted.home_engine.move_parameters(arriving(), hook.eta)
@@ -160,8 +158,6 @@ class HookRunner:
         """Run the parts of a reallocation, and yield each result before the next part begins."""
         target = None
         if not hook.is_implied and not self._is_followed(hook):
-            if self.rank in hook.target_allocation.ranks:
-                self._roles[hook.target].separate()
             target = self._home_shards(hook.target, hook.target_allocation)
         reallocators = self._reallocators_of(hook)
         for reallocator in reallocators:

@@ -195,7 +195,7 @@ def check_nodes(
     expected: dict[int, dict[str, Array]],
     node_of: Callable[[int], int],
 ) -> None:
-    """What a node lacks crosses to it once, to a rank that needs it and passes it on; loads are even."""
+    """Elements that a node lacks cross to it once, to a rank that needs them and passes them on; loads are even."""
     across, n_bytes = defaultdict[int, list[Array]](list), 0
     came: dict[tuple[int, int], list[Array]] = defaultdict(list)  # (source, relay) -> elements
     passed_on: dict[tuple[int, int], list[Array]] = defaultdict(list)  # (origin, relay) -> elements

@@ -1,4 +1,4 @@
-"""What a machine's CUDA devices settle, on machines that are described here."""
+"""Settings that follow from a machine's CUDA devices, on machines that are described here."""
 
 from __future__ import annotations
 
