@@ -66,7 +66,7 @@ def plan_overlap(
         is_frozen = not roles[call.role].is_trained and not roles[call.role].is_changed
         if not can_stay(call.name, call.role, hooks) or not (is_frozen or batches.get(call.name, 1) > 1):
             continue
-        extra = _copies(call, roles, at_once=False)
+        extra = _copies(call, roles, at_once=False, is_offloaded=False)
         if fits_beside(extra, call.name) == everyone - {call.name}:
             (resident if is_frozen else stays).add(call.name)
             for name, by_rank in used.items():
@@ -83,14 +83,15 @@ def plan_overlap(
             continue
         if call.hooks.before and _plan_of(call, role).has_relays:  # which send what they get, and so not at once
             continue
-        beside = fits_beside(_copies(call, roles, at_once=True), call.name)
+        is_offloaded = _is_offloaded(call.role, hooks)
+        beside = fits_beside(_copies(call, roles, at_once=True, is_offloaded=is_offloaded), call.name)
         sharing = {other.name for other in calls if set(other.allocation.ranks) & _extent(call)}
         if sharing & set(evaluating) <= beside and sharing & beside:
             early[call.name] = beside
     return Overlap(frozenset(stays), frozenset(resident), early)
 
 
-def _copies(call: CallState, roles: Mapping[str, RoleState], *, at_once: bool) -> dict[int, int]:
+def _copies(call: CallState, roles: Mapping[str, RoleState], *, at_once: bool, is_offloaded: bool) -> dict[int, int]:
     """Return rank -> bytes that a call's parameters take before the call starts, or after its end.
 
     Those that set out early are sent at once, and have all their messages under way; if their role is offloaded, they
@@ -105,8 +106,7 @@ def _copies(call: CallState, roles: Mapping[str, RoleState], *, at_once: bool) -
         for rank in {*role.home.ranks, *call.allocation.ranks}:
             new = moved.new_bytes(rank, moves_source=False) if rank in target else 0
             messages = moved.bytes_received(rank) + moved.bytes_sent(rank) if at_once else 0
-            is_back = at_once and _is_offloaded(call.role, {call.name: call.hooks})
-            found[rank] = new + messages + (found.get(rank, 0) if is_back else 0)
+            found[rank] = new + messages + (found.get(rank, 0) if at_once and is_offloaded else 0)
     return found
 
 
