@@ -1,4 +1,7 @@
-"""What a run computes does not depend on launcher, number of workers, placement or micro-batches."""
+"""What a run computes does not depend on launcher, number of workers, placement or micro-batches.
+
+Workers with a mesh each are in `test_run_folder`, whose tests look at such a run anyway.
+"""
 
 from pathlib import Path
 
@@ -21,7 +24,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory):
         ("launcher=inline", "n_mbs=3"),
         ("launcher=inline", "max_tokens_per_mb=40"),
         pytest.param((TWO,), marks=pytest.mark.slow),
-        (TWO, "allocation.mode=split", "n_mbs=2"),
         ("launcher=inline", "calls.actor_train.n_mbs=2", "calls.ref_inf.max_tokens_per_mb=40"),
         (TWO, "calls.critic_inf.min_n_seqs=2", "calls.actor_gen.balanced_dp=true", "calls.ref_inf.protocol=ALL_TO_ALL"),
     ],
