@@ -44,7 +44,7 @@ def test_every_protocol_has_an_example() -> None:
     assert set(EXAMPLES) <= set(protocol_names())
 
 
-# tests/plan/test_protocols.py has how they divide; 3D_PROTO is the default, so ref_inf of 3D_ALL_MICRO_DP's example has it
+# tests/plan/test_protocols.py has how they divide; ref_inf of 3D_ALL_MICRO_DP's example has 3D_PROTO, the default
 SLOW = ("3D_PROTO", "DP_PROTO", "ALL_TO_ALL", "ONE_TO_ALL")
 
 
@@ -62,7 +62,8 @@ def test_the_example_gives_the_same_numbers(reference, protocol: str, tmp_path: 
         assert sum(map(min, counts)) == 8, samples
 
 
-@pytest.mark.parametrize("plane", ["socket", "collective"])
+# tests/ranks/test_ppo_plans.py spreads rows over the collective plane by default
+@pytest.mark.parametrize("plane", ["socket", pytest.param("collective", marks=pytest.mark.slow)])
 def test_a_replica_pulls_one_copy_and_spreads_it(reference, plane: str, tmp_path: Path) -> None:
     """Tensor ranks 2 and 3 read what rank 0 made: one of them pulls it, the other gets the same bytes from that one."""
     layout = ("cluster.n_devices_per_node=4", "allocation=d1@0:0", "allocation.calls.ref_inf=t2@0:2-3")

@@ -10,7 +10,6 @@ from realrl import cli
 from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, run_ppo
 from tests.helpers.traces import load_trace
 
-
 CONSTANT = "models.actor.optimizer.schedule=constant"  # the same learning rates whichever step is the last
 
 

@@ -104,7 +104,7 @@ def test_async_functions_wait_together(make: Make, in_process: bool) -> None:
     score(interface, responses(0))
     start_s = time.monotonic()
     assert score(interface, responses(*range(16))) == [float(n) for n in range(16)]
-    assert 0.4 <= time.monotonic() - start_s < 1.6  # twice 0.2 s, not sixteen times
+    assert 0.4 <= time.monotonic() - start_s < 3.0  # twice 0.2 s, and on a busy machine less than sixteen times
 
 
 ASYNC_FAILURES = [
