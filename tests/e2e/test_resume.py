@@ -167,7 +167,7 @@ def test_every_experiment_after_every_step(tmp_path: Path, experiment: str) -> N
 
 def test_samples_in_flight(tmp_path: Path) -> None:
     overrides = ("steps=5", "save.keep=5", "max_staleness=2")
-    check_resumes(tmp_path, "grpo", [1], *overrides, "generation.n_responses=2", last=5)
+    check_resumes(tmp_path, "grpo", [3], *overrides, "generation.n_responses=2", last=5)
     manifest = manifest_of(tmp_path / "whole/checkpoints/step_1")
     ahead = {(record["call"], record["step"], record["version"]) for record in manifest["in_flight"]["calls"]}
     assert {("actor_gen", 2, 0), ("actor_gen", 3, 0)} <= ahead
