@@ -73,7 +73,7 @@ def check_resumes(tmp_path: Path, experiment: str, steps: list[int], *overrides:
 
 @pytest.mark.parametrize("experiment", ["ppo_ref_ema", "dpo"])
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, experiment: str) -> None:
-    check_resumes(tmp_path, experiment, [1, 2], *SHORT, last=3)
+    check_resumes(tmp_path, experiment, [1], *SHORT, last=3)
 
 
 def test_passes_continue_with_the_same_bits(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_passes_continue_with_the_same_bits(tmp_path: Path) -> None:
     schedule = ("schedule=linear", "warmup_fraction=0", "min_lr_fraction=0.25", "lr=0.004")
     optimizer = [f"models.actor.optimizer.{setting}" for setting in schedule]
     passes = ("algorithm.ppo_epochs=2", "algorithm.n_minibatches=2")
-    check_resumes(tmp_path, "ppo", [1, 2], *SHORT, *passes, *optimizer, last=3)
+    check_resumes(tmp_path, "ppo", [1], *SHORT, *passes, *optimizer, last=3)
     last_of_12 = 0.004 * (1.0 - 0.75 * 11 / 12)
     assert read_metrics(tmp_path / "whole")[-1]["actor/lr"] == pytest.approx(last_of_12)
 
@@ -115,7 +115,7 @@ def with_backends(experiment: str, overrides: tuple[str, ...], **backends: str) 
 
 def test_backends_continue_with_the_same_bits(tmp_path: Path) -> None:
     overrides = with_backends("ppo", SHORT, actor="megatron", critic="deepspeed 2")
-    check_resumes(tmp_path, "ppo", [1, 2], *overrides, last=3)
+    check_resumes(tmp_path, "ppo", [1], *overrides, last=3)
 
 
 DEVICES = ("cluster.n_devices_per_node=2", "launcher=local", "algorithm.n_minibatches=2")
@@ -167,7 +167,7 @@ def test_every_experiment_after_every_step(tmp_path: Path, experiment: str) -> N
 
 def test_samples_in_flight(tmp_path: Path) -> None:
     overrides = ("steps=5", "save.keep=5", "max_staleness=2")
-    check_resumes(tmp_path, "grpo", [1, 3], *overrides, "generation.n_responses=2", last=5)
+    check_resumes(tmp_path, "grpo", [3], *overrides, "generation.n_responses=2", last=5)
     manifest = manifest_of(tmp_path / "whole/checkpoints/step_1")
     ahead = {(record["call"], record["step"], record["version"]) for record in manifest["in_flight"]["calls"]}
     assert {("actor_gen", 2, 0), ("actor_gen", 3, 0)} <= ahead
