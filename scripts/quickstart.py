@@ -172,14 +172,16 @@ class Pacer:
             factor = (now_s - marked_s) / (n_done - n_marked) / REFERENCE.prompt_s
         costs = REFERENCE.times(factor)
         choice = choose_prompts(
-            self._full if n_done is None else self._lengths,
+            self._lengths if n_done is not None else replace(self._lengths, n_prompts=self._full.n_prompts),
             n_done=n_done or 0,
             once_s=costs.eval_once_s if n_done is None else 0.0,
             prompt_s=costs.prompt_s,
             limit_s=self._limit_s(now_s),
         )
         self._lengths = choice.lengths
-        self._tell_if_late(choice, is_news=self._told is not None and self._told[1].n_prompts > choice.lengths.n_prompts)
+        is_news = self._told is not None and self._told[1].n_prompts > choice.lengths.n_prompts
+        if choice.left_s > 0:
+            self._tell_if_late(choice, is_news=is_news)
         return choice.lengths.n_prompts
 
     def _limit_s(self, now_s: float) -> float:

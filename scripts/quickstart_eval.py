@@ -24,8 +24,8 @@ from realrl.data.sample import SequenceSample
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.experiment.models import DTYPES
-from realrl.model.files.hf import load_model
 from realrl.model.dtypes import torch_dtype
+from realrl.model.files.hf import load_model
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import HeadKind
 
@@ -84,7 +84,8 @@ def evaluate(out: Path, *, n_prompts: Callable[[int | None], int], n_pairs: int)
 
     Args:
         out: folder of the quickstart, with `rw/` and `ppo/`.
-        n_prompts: prompts that are done, or None at the start -> held-out prompts to end with; fewer if there are fewer.
+        n_prompts: prompts that are done, or None before the pairs -> held-out prompts to end with, fewer if there are
+            fewer.
         n_pairs: held-out pairs, fewer if there are fewer.
     """
     n_prompts(None)

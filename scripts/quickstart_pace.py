@@ -78,7 +78,7 @@ class Choice:
 
 
 # Two vCPUs with AVX-512, but without instructions for bfloat16.
-REFERENCE = Costs(rw_step_s=8.0, ppo_step_s=65.0, prompt_s=0.2, rw_once_s=25.0, ppo_once_s=45.0, eval_once_s=40.0)
+REFERENCE = Costs(rw_step_s=8.0, ppo_step_s=65.0, prompt_s=0.175, rw_once_s=25.0, ppo_once_s=45.0, eval_once_s=52.0)
 
 
 def step_seconds(stage: Stage, seconds: Sequence[float]) -> float | None:
