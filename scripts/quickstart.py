@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from quickstart_pace import (
+    LEARNING_RATES,
     REFERENCE,
     RUNGS,
     Choice,
@@ -149,6 +150,8 @@ class Pacer:
         while True:
             n_steps = self._n_steps(stage)
             shorter = [] if n_steps == self._n_steps(stage, self._full) else [f"steps={n_steps}"]
+            if stage == "rw" and n_steps in LEARNING_RATES:
+                shorter.append(f"models.reward.optimizer.lr={LEARNING_RATES[n_steps]:g}")
             command = ["run", stage, "preset=quickstart", f"run_dir={run_dir}", "resume=auto", *overrides, *shorter]
             exit_code = self._run([sys.executable, "-m", "realrl", *command], lambda line: self._goes_on(stage, line))
             if exit_code is not None:

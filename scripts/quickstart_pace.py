@@ -26,6 +26,9 @@ Stage = Literal["rw", "ppo"]
 # Steps of PPO -> steps of the reward model that go with them. The last ones are the fewest that were seen to
 # reach an accuracy of 0.85 and a VADER gain of three standard errors: a slower machine ends late rather than with less.
 RUNGS: Mapping[int, int] = {10: 66, 9: 62, 8: 58, 7: 54, 6: 48}
+# Steps of the reward model -> its learning rate, if not the preset's. 48 steps reached an accuracy of 0.885 with this
+# one and 0.850 with the preset's, on the same 400 pairs.
+LEARNING_RATES: Mapping[int, float] = {48: 1e-4}
 # The VADER gain of the shortest lengths was seen to be 3.6 standard errors over 448 prompts: these leave three.
 LEAST_PROMPTS = 320
 PROMPTS_AT_A_TIME = 64

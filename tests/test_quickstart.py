@@ -276,6 +276,21 @@ def test_a_fast_machine_runs_the_commands_of_the_preset(tmp_path: Path, capsys: 
     assert "late" not in out
 
 
+def test_the_fewest_reward_model_steps_are_larger(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, lambda _: 1.5, now_s=1e9)
+    assert machine.quickstart().rw_steps == SHORTEST.rw_steps
+    assert [command[8:] for command in machine.commands if command[4] == "rw"] == [
+        [],
+        [f"steps={SHORTEST.rw_steps}", "models.reward.optimizer.lr=0.0001"],
+    ]
+    compose(
+        load_experiment("rw"),
+        ["preset=quickstart", *machine.commands[1][8:]],
+        config_dir=config_dir(),
+        cache_dir=Path("/c"),
+    )
+
+
 @pytest.mark.parametrize("slow_from_s", [60.0, 150.0, 250.0, 330.0])
 def test_a_machine_that_gets_slower_on_the_way(tmp_path: Path, slow_from_s: float) -> None:
     machine = Machine(tmp_path, lambda now_s: 1.0 if now_s > 1e9 + slow_from_s else 0.35, now_s=1e9)
