@@ -96,13 +96,13 @@ class Rank:
         reply.result()  # type: ignore[union-attr]
 
     def assert_holds(self, call: str, home: Value, away: Value | None = None) -> None:
-        """Assert that the role's home has these values, and what was brought for the call, if anything was, the others.
+        """Assert that the role's home has these values, and what was brought for the call has the others.
 
         Args:
-            away: by default the home's.
+            away: None if nothing was brought for the call.
         """
         hosted = self.hosted(call)
-        assert ("away" if call in hosted.visiting else "home") == ("away" if away else "home")
+        assert (call in hosted.visiting) == (away is not None)
         sides: list[tuple[Decoder, Mapping[str, torch.Tensor], Value]] = []
         if hosted.home_engine is not None:
             sides.append((hosted.home_engine.decoder, self.home(call), home))
@@ -190,7 +190,7 @@ def test_no_byte_is_there_twice(layouts: str) -> None:
             assert alive == planned
 
 
-EXPERTS = MoEConfig(n_experts=4, top_k=2, intermediate_size=48)
+EXPERTS = {"family": "mixtral", "intermediate_size": 48, "moe": MoEConfig(n_experts=4, top_k=2, intermediate_size=48)}
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ EXPERTS = MoEConfig(n_experts=4, top_k=2, intermediate_size=48)
     [
         ({}, LAYOUTS[0], "models.actor.lora.rank=3 precision=bf16"),  # of two dtypes
         pytest.param({}, LAYOUTS[3], "models.actor.lora.rank=3", marks=pytest.mark.slow),
-        ({"family": "mixtral", "moe": EXPERTS, "tied_embeddings": False}, LAYOUTS[3], ""),
-        pytest.param({"family": "mixtral", "moe": EXPERTS}, LAYOUTS[0], "", marks=pytest.mark.slow),
+        ({**EXPERTS, "tied_embeddings": False}, LAYOUTS[3], ""),
+        pytest.param(EXPERTS, LAYOUTS[0], "", marks=pytest.mark.slow),
         pytest.param({"tied_embeddings": True}, LAYOUTS[2], "", marks=pytest.mark.slow),  # both ends hold it
         pytest.param({"tied_embeddings": False}, LAYOUTS[2], "", marks=pytest.mark.slow),
     ],
@@ -379,7 +379,14 @@ def _save(rank: int, n_ranks: int, meeting: KeyValueClient, overrides: tuple[str
 )
 def test_a_checkpoint_holds_the_values_of_the_home_while_calls_have_them_too(layouts: str, tmp_path: Path) -> None:
     """With `max_staleness`, generation stays a while, and `actor_inf` comes in a third layout beside it."""
-    run_ranks(4, _save, (*layouts.split(), "max_staleness=1", "generation.n_responses=2"), tmp_path, joined=False, timeout_s=110.0)
+    run_ranks(
+        4,
+        _save,
+        (*layouts.split(), "max_staleness=1", "generation.n_responses=2"),
+        tmp_path,
+        joined=False,
+        timeout_s=110.0,
+    )
     saved = {
         folder.name: {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         for folder in tmp_path.iterdir()
