@@ -1,4 +1,4 @@
-"""Home and call share memory in real workers: no rank holds a byte of a role twice, and no number tells that they do."""
+"""Home and call share memory in real workers: no rank holds a byte of a role twice, and no number shows it."""
 
 from __future__ import annotations
 
