@@ -48,7 +48,7 @@ class Rank:
     @classmethod
     def start(cls, rank: int, meeting: KeyValueClient, *overrides: str, n_ranks: int, experiment: str = "ppo") -> Rank:
         declared = load_experiment(experiment)
-        here = ("preset=tiny", f"cluster.n_devices_per_node={n_ranks}", "cluster.device=cpu", "n_seqs=16")
+        here = ("preset=tiny", f"cluster.n_devices_per_node={n_ranks}", "cluster.device=cpu", f"n_seqs={4 * n_ranks}")
         config = compose(declared, [*here, *overrides], config_dir=config_dir(), reference=experiment)
         worker = ModelWorker(rank, meeting=meeting)
         worker.handle(Initialize(0, dump_config(config), ("",) * n_ranks))

@@ -127,12 +127,12 @@ class HostedRole:
         self._shared[call] = shared
 
     def send_home(self, call: str) -> None:
-        """Free the parameters of a call outside the home; those of the home leave the memory that they share with them."""
+        """Free the parameters of a call outside the home; those of the home leave the memory that both share."""
         memory = {tensor.untyped_storage().data_ptr() for tensor in self.visiting.pop(call).values()}
         _move_out([p for p in self._shared.pop(call) if p.untyped_storage().data_ptr() in memory])
 
     def forget_visits(self) -> None:
-        """Free what was brought for calls, before the home changes: it would be old, and as far as it is shared, new."""
+        """Free what was brought for calls, before the home changes: it would be old, or partly new where shared."""
         for call in list(self.visiting):
             self.send_home(call)
 
