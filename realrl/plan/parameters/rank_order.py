@@ -102,7 +102,8 @@ class _Orders:
         self.plain = parameter_layout(source.specs, strategy, ranks)
         self._source = source
         portions = portions_of(source, self.plain)
-        self._held, _ = overlap_of(portions, source, self.plain)
+        self._held, needed = overlap_of(portions, source, self.plain)
+        self._needed_bytes = int(needed.sum()) * strategy.dp
         self._nodes = NodeShares(portions, source, self.plain, self._held, node_of)
 
     def candidates(self, columns: Sequence[Column]) -> Iterator[ParameterLayout]:
@@ -117,7 +118,7 @@ class _Orders:
         """Return the bytes that cross between nodes, and all bytes that move."""
         source = self._source
         kept = (int(self._held[part_of(source, r), part_of(layout, r)]) for r in layout.ranks if r in source)
-        return self._nodes.bytes_across(layout), sum(map(layout.num_bytes_of, layout.ranks)) - sum(kept)
+        return self._nodes.bytes_across(layout), self._needed_bytes - sum(kept)
 
     def _layout(self, members_of_part: Sequence[Sequence[int]]) -> ParameterLayout:
         s = self.plain.strategy

@@ -65,7 +65,7 @@ def _augment(
     """Send as many units as fit from row `start` along a cheapest path to a column with room; adjust the prices."""
     n_rows, n_columns = costs.shape
     far = np.iinfo(np.int64).max // 4
-    distances = np.full(n_columns, far, dtype=np.int64)
+    distances, open_distances = (np.full(n_columns, far, dtype=np.int64) for _ in range(2))
     row_distances = np.full(n_rows, far, dtype=np.int64)
     via_row = np.full(n_columns, -1, dtype=np.int64)  # the row from which a column is reached
     via_column = np.full(n_rows, -1, dtype=np.int64)  # the column, which a row serves, from which the row is reached
@@ -75,18 +75,17 @@ def _augment(
     while True:
         if len(new_rows):
             reduced = costs[new_rows] - row_prices[new_rows, None] - column_prices + distance
-            best = reduced.argmin(axis=0)
-            reached = reduced[best, np.arange(n_columns)]
-            closer = (reached < distances) & ~is_done
-            distances[closer] = reached[closer]
-            via_row[closer] = new_rows[best[closer]]
-        open_distances = np.where(is_done, far, distances)
+            reached = reduced.min(axis=0)
+            closer = np.flatnonzero(reached < distances)  # of no column that is done: it is as near as any row now
+            distances[closer] = open_distances[closer] = reached[closer]
+            via_row[closer] = new_rows[reduced[:, closer].argmin(axis=0)]
         distance = int(open_distances.min())
         nearest = np.flatnonzero(open_distances == distance)
         free = nearest[room[nearest] > 0]
         if len(free):
             break
         is_done[nearest] = True
+        open_distances[nearest] = far
         serves = amounts[:, nearest] > 0
         new_rows = np.flatnonzero(serves.any(axis=1) & (row_distances == far))
         row_distances[new_rows] = distance

@@ -163,7 +163,7 @@ class CallRunner:
         try:
             if mfc.interface_type is InterfaceType.TRAIN_STEP:
                 hosted.set_schedule_end(request.n_steps)
-                hosted.separate()
+                hosted.forget_visits()
                 metrics = interface.train_step(model, batch, context)
                 check_recorded(context, mfc)
                 hosted.version += 1

@@ -139,7 +139,7 @@ class HookRunner:
 
         is_here = self.rank in hook.target_allocation.ranks
         if is_here and not hook.is_implied:
-            self._roles[hook.target].separate()
+            self._roles[hook.target].forget_visits()
         if hook.is_implied:
             parameters = dict(arriving())
             if is_here:

@@ -127,12 +127,17 @@ class HostedRole:
         self._shared[call] = shared
 
     def send_home(self, call: str) -> None:
-        """Free the parameters of a call outside the home."""
-        del self.visiting[call]
-        _move_out(self._shared.pop(call))
+        """Free the parameters of a call outside the home; those of the home leave the memory that both share."""
+        memory = {tensor.untyped_storage().data_ptr() for tensor in self.visiting.pop(call).values()}
+        _move_out([p for p in self._shared.pop(call) if p.untyped_storage().data_ptr() in memory])
 
-    def separate(self) -> None:
-        """Give all parameters of the home memory of their own, before they change or leave the device."""
+    def forget_visits(self) -> None:
+        """Free what was brought for calls, before the home changes: it would be old, or partly new where shared."""
+        for call in list(self.visiting):
+            self.send_home(call)
+
+    def _separate(self) -> None:
+        """Give all parameters of the home memory of their own, before they leave the device."""
         for shared in self._shared.values():
             _move_out(shared)
             shared.clear()
@@ -156,7 +161,7 @@ class HostedRole:
 
     def offload(self) -> None:
         """Move the home's parameters to host memory, unless they are there."""
-        self.separate()
+        self._separate()
         if self.offloader is not None:
             if self.offloader.residence is Residence.RETURNING:
                 self.offloader.wait()

@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -137,6 +138,28 @@ def test_the_fewest_bytes_cross_between_nodes_then_the_fewest_move(shape: Decode
     plain = parameter_layout(specs, target_strategy, ranks)
     if cost(plain) == cost(best):
         assert all(best.slices_of(rank) == plain.slices_of(rank) for rank in ranks)
+
+
+@pytest.mark.parametrize("order", [range(6), (4, 0, 3, 1, 5, 2)])
+def test_of_the_orders_that_let_as_little_cross_the_one_that_moves_least(order: Sequence[int]) -> None:
+    """Against all ways in which eight ranks on three nodes, three of which have parameters, can take two parts."""
+    source = parameter_layout(parameter_specs(EIGHT_HEADS), ParallelStrategy(tp=2, dp=3), order)
+    strategy, ranks = ParallelStrategy(tp=2, dp=4), range(3, 11)
+
+    def node_of(rank: int) -> int:
+        return rank // 3
+
+    def cost(target: ParameterLayout) -> tuple[int, int]:
+        plan = plan_realloc(source, target, node_of=node_of)
+        return plan.bytes_between_nodes, plan.total_bytes
+
+    costs = set()
+    for firsts in itertools.combinations(ranks, 4):
+        others = [rank for rank in ranks if rank not in firsts]
+        costs.add(cost(parameter_layout(source.specs, strategy, [*itertools.chain(*zip(firsts, others, strict=True))])))
+    least = min(costs)
+    assert any(across == least[0] and moves > least[1] for across, moves in costs)
+    assert cost(best_rank_order(source, strategy, ranks, node_of=node_of)) == least
 
 
 def test_stages_go_to_the_nodes_that_hold_them() -> None:
