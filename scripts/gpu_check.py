@@ -38,24 +38,24 @@ class Check:
 
 
 CHECKS: Mapping[str, Check] = {
-    "versions": Check(hardware.versions, 60),
-    "collectives_of_one_rank": Check(hardware.collectives_of_one_rank, 60),
-    "collectives_of_two_ranks": Check(hardware.collectives_of_two_ranks, 180),
-    "host_staged_2": Check(lambda: runs.staged(2, "allocation.mode=tensor"), 240),
+    "versions": Check(hardware.versions, 120),
+    "collectives_of_one_rank": Check(hardware.collectives_of_one_rank, 120),
+    "collectives_of_two_ranks": Check(hardware.collectives_of_two_ranks, 240),
+    "host_staged_2": Check(lambda: runs.staged(2, "allocation.mode=tensor"), 480),
     "host_staged_4": Check(
-        lambda: runs.staged(4, "allocation.mode=d1t2p2", "allocation.calls.actor_gen=d2t2@0:0-3"), 360
+        lambda: runs.staged(4, "allocation.mode=d1t2p2", "allocation.calls.actor_gen=d2t2@0:0-3"), 600
     ),
-    "attention": Check(hardware.attention, 120),
-    "logprobs_of_generation": Check(engines.logprobs_of_generation, 60),
-    "decode_step": Check(engines.decode_step, 120),
-    "fragmentation": Check(engines.fragmentation, 60),
+    "attention": Check(hardware.attention, 240),
+    "logprobs_of_generation": Check(engines.logprobs_of_generation, 120),
+    "decode_step": Check(engines.decode_step, 240),
+    "fragmentation": Check(engines.fragmentation, 120),
     "train_step": Check(engines.train_step, 120),
     "head_chunks": Check(engines.head_chunks, 120),
     "saving": Check(engines.saving, 120),
-    "offload_overlap": Check(engines.offload_overlap, 60),
-    "two_equal_runs": Check(runs.two_equal_runs, 240),
-    "ppo_killed_and_resumed": Check(lambda: runs.killed_and_resumed("ppo"), 360),
-    "grpo_killed_and_resumed": Check(lambda: runs.killed_and_resumed("grpo"), 360),
+    "offload_overlap": Check(engines.offload_overlap, 120),
+    "two_equal_runs": Check(runs.two_equal_runs, 480),
+    "ppo_killed_and_resumed": Check(lambda: runs.killed_and_resumed("ppo"), 600),
+    "grpo_killed_and_resumed": Check(lambda: runs.killed_and_resumed("grpo"), 600),
 }
 
 

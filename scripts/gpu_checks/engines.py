@@ -80,7 +80,7 @@ def decode_step() -> Figures:
     generated(engine, asked, 8)
     seconds, launches, waits = [], [], []
     for n_new in (16, 80):
-        seconds.append(seconds_of(device, lambda n_new=n_new: generated(engine, asked, n_new)))  # type: ignore[misc]
+        seconds.append(seconds_of(device, lambda n_new=n_new: generated(engine, asked, n_new)))
         with profile(activities=activities(device)) as profiler:
             generated(engine, asked, n_new)
             devices.synchronize(device)
@@ -150,9 +150,7 @@ def train_step() -> Figures:
         engine = make_engine(device, BF16, model)
 
         def step() -> None:
-            engine.train_batch(
-                batch, nll, normaliser=float(n_seqs * length), micro_batching=MicroBatching(n_mbs=2)
-            )
+            engine.train_batch(batch, nll, normaliser=float(n_seqs * length), micro_batching=MicroBatching(n_mbs=2))
 
         step()  # makes moments, and chooses kernels
         memory.restart()
@@ -214,15 +212,15 @@ def head_chunks() -> Figures:
             hidden.grad = None
             logprobs, _ = head.lm_logprobs(hidden, weights, targets)
             logprobs.sum().backward()
-            found.append((logprobs.detach(), hidden.grad))  # type: ignore[arg-type]
+            found.append((logprobs.detach(), hidden.grad))
 
-        head.LOGITS_CHUNK = 1 << bits  # type: ignore[misc]
+        head.LOGITS_CHUNK = 1 << bits
         try:
             compute()
             with DeviceMemory(device) as memory:
                 seconds = seconds_of(device, compute)
         finally:
-            head.LOGITS_CHUNK = given  # type: ignore[misc]
+            head.LOGITS_CHUNK = given
         figures[f"2^{bits}"] = {"seconds": seconds, "peak_bytes": memory.peak}
     differences = [(a - b).abs().max().item() for one in found[1:] for a, b in zip(one, found[0], strict=True)]
     figures["largest_difference"] = max(differences)

@@ -21,7 +21,7 @@ from realrl.runtime.transport.zmq import RunKeys, WorkerKeys, ZmqKeyValueClient,
 from scripts.gpu_checks.common import DeviceMemory, Figures, activities, require
 
 TIMEOUT_S = 60.0
-N_TOKENS = {"cuda": 8192, "cpu": 1024}
+N_TOKENS = {"cuda": 8192, "cpu": 512}
 
 
 def versions() -> Figures:

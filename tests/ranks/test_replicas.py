@@ -40,17 +40,15 @@ def _drifting(
         engine.train_batch(batch, masked_nll, normaliser=n_masked(batch), micro_batching=MicroBatching())
     engine.check_replicas(rank)
     if rank == victim:
-        name, parameter = [*engine.decoder.named_shards()][5]
+        parameter = [*engine.decoder.named_shards()][5][1]
         parameter.detach().view(torch.int16).view(-1)[-1] ^= 1
+    told = ""
     try:
         engine.check_replicas(rank)
-        message = ""
     except CallError as error:
-        assert error.remedy is not None
-        assert "cluster.check_replicas_every_steps=1" in error.remedy
-        message = error.message
+        told = error.message if "check_replicas_every_steps=1" in str(error.remedy) else "no remedy"
     groups.destroy()
-    return message
+    return told
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1])
