@@ -66,6 +66,10 @@ def _print_roles(report: Report, plan: RunPlan) -> None:
             rows.append((name, f"{state.home.strategy} on {ranks}", training, *sizes))
     columns = ("role", "devices", "training", "parameters", "gradients", "optimizer", "in host memory")
     print_table(columns, rows, title="Memory of each role, per device")
+    runtime = {rank: usage.runtime for by_rank in report.memory.calls.values() for rank, usage in by_rank.items()}
+    for ranks, n_bytes in _grouped(runtime):
+        if n_bytes:
+            print(f"CUDA's context and NCCL's connections take {_bytes(n_bytes)} on {ranks}")
 
 
 def _print_calls(report: Report, plan: RunPlan) -> None:
@@ -93,7 +97,7 @@ def _share(number: int, whole: int) -> str:
     return f"{'<1%' if number < whole / 100 else f'{number / whole:.0%}'} of {_bytes(whole)}"
 
 
-_PARTS = ("parameters", "gradients", "optimizer", "copies", "KV cache", "activations", "rows")
+_PARTS = ("parameters", "gradients", "optimizer", "copies", "KV cache", "activations", "rows", "CUDA, NCCL")
 
 
 def _bytes(number: int) -> str:
@@ -111,6 +115,7 @@ def _parts(usage: Usage) -> tuple[str, ...]:
         usage.cache,
         usage.activations,
         usage.rows,
+        usage.runtime,
     )
     return (*map(_bytes, numbers), _bytes(usage.total))
 

@@ -101,7 +101,8 @@ def examine(run: RunUnderCheck) -> Report:
         memory = memory_plan(run.plan, run.models, rows, device=device)
         most = fullest(memory, device)
         # the capacity of an absent device without --device-memory is unknown; its needs are printed all the same
-        capacity = run.device_memory_bytes or (0 if "devices" in broken else device_capacity(run.config, device))
+        is_known = run.device_memory_bytes or "devices" not in broken
+        capacity = device_capacity(run.config, device, run.device_memory_bytes) if is_known else 0
         if capacity and most.needs > MARGIN * capacity:
             better = tuple(
                 alternatives(

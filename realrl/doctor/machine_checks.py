@@ -41,7 +41,7 @@ def check_files(run: RunUnderCheck) -> list[Finding]:
 
 
 def check_devices(run: RunUnderCheck) -> list[Finding]:
-    """Check that this machine has a device for each worker of a node."""
+    """Check that this machine has a device for each worker of a node, or one if they share devices."""
     cluster = run.config.cluster
     try:
         for local_rank in reversed(range(cluster.n_needed_per_node)):  # the first stays chosen
@@ -51,6 +51,10 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
             raise
         return [Finding(Status.WARNING, f"planned for other machines than this one: {error.message}")]
     message = f"{run.plan.n_workers} of type {run.device.type}"
+    if cluster.shares_devices:
+        found = devices.device_count()
+        message = f"{run.plan.n_workers} workers share {found} of type cuda" if run.device.type == "cuda" else message
+        message += "; what they send each other goes through host memory (cluster.shares_devices, for tests)"
     if cluster.n_nodes > 1:
         status = Status.PROBLEM if run.device_memory_bytes is None else Status.WARNING
         message += f" on {cluster.n_nodes} nodes, but this version starts workers on one machine only"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from realrl.config.schema import RunConfig
+from realrl.config.schema import ClusterConfig, RunConfig
 from realrl.cpu import attention_dtype, choose_kernels
 from realrl.doctor.run_under_check import Recompose
-from realrl.engine.device import free_memory_bytes, total_memory_bytes
+from realrl.engine.device import device_count, free_memory_bytes, total_memory_bytes
 from realrl.errors import UsageError
 from realrl.experiment.evaluation import eval_generation
 from realrl.experiment.models import role_configs
@@ -23,6 +24,7 @@ from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.model.dtypes import torch_dtype
 from realrl.plan.backends import zero_stage_of
 from realrl.plan.hooks import Overlap
+from realrl.plan.memory.connections import CUDA_CONTEXT, connection_bytes
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
 from realrl.plan.memory.overlap import plan_overlap
@@ -85,7 +87,26 @@ def memory_plan(
     dtype = torch_dtype(next(iter(models.values())).dtype) if models else torch.float32
     rows_bytes = plan.config.cluster.device_rows_bytes if device.type != "cpu" else 0  # host memory holds them else
     kernels = kernels_of(device, dtype, n_rows=max(n_rows, 1))
-    return plan_memory(roles, calls, kernels=kernels, rows_bytes=rows_bytes)
+    runtime = runtime_bytes(plan, roles, calls) if device.type != "cpu" else {}
+    return plan_memory(roles, calls, kernels=kernels, rows_bytes=rows_bytes, runtime_bytes=runtime)
+
+
+def runtime_bytes(plan: RunPlan, roles: Mapping[str, RoleState], calls: Sequence[CallState]) -> dict[int, int]:
+    """Return rank -> bytes of an accelerator for the CUDA context and NCCL's connections.
+
+    Workers that share devices have no connections: what they send goes through host memory.
+    """
+    cluster = plan.config.cluster
+    if cluster.shares_devices:
+        return dict.fromkeys(range(plan.n_workers), CUDA_CONTEXT)
+    connections = connection_bytes(
+        plan.process_groups,
+        roles,
+        calls,
+        node_of=plan.process_groups[0].mesh.cluster.node_of,
+        any_rows=cluster.data_plane == "collective",
+    )
+    return {rank: CUDA_CONTEXT + n_bytes for rank, n_bytes in connections.items()}
 
 
 def decide_overlap(plan: RunPlan) -> Overlap:
@@ -185,11 +206,21 @@ def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kern
     )
 
 
-def device_capacity(config: RunConfig, device: torch.device) -> int:
-    """Return the bytes of one worker's device; where workers share it, and on the CPU, each has an equal share."""
-    if device.type != "cpu":
-        return total_memory_bytes(device) // (config.cluster.n_devices_per_node if config.cluster.shares_devices else 1)
-    return machine_memory() // config.cluster.n_devices_per_node
+def device_capacity(config: RunConfig, device: torch.device, given_bytes: int | None = None) -> int:
+    """Return the bytes of one worker's device; where workers share it, and on the CPU, each has an equal share.
+
+    Args:
+        given_bytes: memory of a device, where it is not that of this machine's.
+    """
+    if device.type == "cpu":
+        return given_bytes or machine_memory() // config.cluster.n_devices_per_node
+    whole = given_bytes or total_memory_bytes(device)
+    return whole // workers_per_device(config.cluster, device_count())
+
+
+def workers_per_device(cluster: ClusterConfig, n_devices: int) -> int:
+    """Return the most workers that one of a node's accelerators has."""
+    return math.ceil(cluster.n_devices_per_node / max(1, n_devices)) if cluster.shares_devices else 1
 
 
 def machine_memory() -> int:

@@ -95,6 +95,7 @@ class Usage:
         cache: keys and values.
         activations: tensors kept for the backward pass, or passing through.
         rows: outputs of calls that later calls read.
+        runtime: the CUDA context and NCCL's connections, at all times.
         host: host memory for parameters and optimizer state that is not on the device.
     """
 
@@ -105,6 +106,7 @@ class Usage:
     cache: int = 0
     activations: int = 0
     rows: int = 0
+    runtime: int = 0
     host: int = 0
 
     @property
@@ -154,6 +156,7 @@ def plan_memory(
     *,
     kernels: Kernels | None = None,
     rows_bytes: int = 0,
+    runtime_bytes: Mapping[int, int] | None = None,
 ) -> MemoryPlan:
     """Add up the bytes that every device holds during every call that runs on it.
 
@@ -162,6 +165,7 @@ def plan_memory(
         calls: calls in the order of a step; those of roles without parameters take nothing of their own.
         kernels: the machine's kernels; those of CUDA by default.
         rows_bytes: most bytes that rows of samples may take on a device.
+        runtime_bytes: rank -> bytes that its process takes on the device before any call; none by default.
 
     Raises:
         AllocationError: a strategy does not fit a model.
@@ -169,15 +173,14 @@ def plan_memory(
     kernels = kernels or Kernels()
     keeps = {name: _keeps(role) for name, role in roles.items()}
     away = _offloaded(calls, roles)
+    runtime = runtime_bytes or {}
     found: dict[str, dict[int, Usage]] = {}
     for call in calls:
         own = _own_usage(call, roles, keeps, kernels)
         found[call.name] = {}
         for rank in call.allocation.ranks:
-            steps = [
-                _resident(rank, absent, keeps) + own.get(rank, Usage()) + Usage(rows=rows_bytes)
-                for absent in away[call.name]
-            ]
+            besides = own.get(rank, Usage()) + Usage(rows=rows_bytes, runtime=runtime.get(rank, 0))
+            steps = [_resident(rank, absent, keeps) + besides for absent in away[call.name]]
             found[call.name][rank] = max(steps, key=lambda usage: usage.total)
     kept = {
         name: {rank: Usage(k.parameters, k.optimizer, k.gradients, host=k.host) for rank, k in by_rank.items()}

@@ -192,6 +192,11 @@ class ReallocPlan:
         """Global ranks that take part, ascending: all of both layouts."""
         return tuple(sorted({*self.source_layout.ranks, *self.target_layout.ranks}))
 
+    @property
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """Ranks of which one sends to the other, the smaller first."""
+        return frozenset((min(ends), max(ends)) for ends in self._flows[:, :2].tolist())
+
     def _held(self, rank: int, target_part: int) -> int:
         if rank not in self.source_layout:
             return 0

@@ -167,6 +167,7 @@ class CallRunner:
                 metrics = interface.train_step(model, batch, context)
                 check_recorded(context, mfc)
                 hosted.version += 1
+                self._check_replicas(hosted)
                 return None, check_metrics(context, mfc, metrics)
             run = interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
             run = interface.evaluate if WEIGHT in mfc.output_keys else run
@@ -185,6 +186,12 @@ class CallRunner:
         kept = result.select(keeps)
         self._store.put(kept)
         return kept.describe(), {}
+
+    def _check_replicas(self, hosted: HostedRole) -> None:
+        """Compare the replicas of a role after a train_step, if that is due."""
+        every, engine = self._plan.config.cluster.check_replicas_every_steps, hosted.home_engine
+        if engine is not None and every and hosted.version % every == 0:
+            engine.check_replicas(self.rank)
 
     def _pull(self, request: RunCall, spans: list[Span]) -> int:
         """Fetch the planned rows that this rank lacks, one request per transfer. Returns the bytes received.

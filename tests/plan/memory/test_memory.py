@@ -229,15 +229,15 @@ def test_invariants(home, elsewhere, trained, kind):
     calls = [call(kind, elsewhere, name="use", hooks=hooks, load=load)]
     if trained:
         calls.append(call(TRAIN, home, name="train", load=load))
-    plan = plan_memory(roles, calls, rows_bytes=77)
-    assert plan == plan_memory(roles, calls, rows_bytes=77)
+    plan = plan_memory(roles, calls, rows_bytes=77, runtime_bytes={0: 5})
+    assert plan == plan_memory(roles, calls, rows_bytes=77, runtime_bytes={0: 5})
     for one in calls:
         assert set(plan.calls[one.name]) == set(one.allocation.ranks)
         for rank, usage in plan.calls[one.name].items():
             parts = (usage.parameters, usage.optimizer, usage.gradients, usage.copies, usage.cache, usage.activations)
             assert min(parts) >= 0
             assert usage.rows == 77
-            assert usage.total == sum(parts) + 77
+            assert usage.total == sum(parts) + 77 + (5 if rank == 0 else 0)
             kept = plan.roles["actor"].get(rank, Usage())
             assert (usage.parameters, usage.optimizer) == (kept.parameters, kept.optimizer)
             assert plan.peak(rank)[1].total >= usage.total
