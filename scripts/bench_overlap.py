@@ -6,8 +6,9 @@ Each run has a network of its own, whose loopback carries `--mb-per-s` (1e6 byte
 there, and no processor's. It needs `unshare`, `ip`, `tc`, and leave to make a network namespace. Without a limit
 (`--mb-per-s 0`) parameters cost the time of copies, on the processors that compute.
 
-The runs of a plan take turns. Numbers are medians over all steps but the first two of each run; metrics that are not
-times must be equal bit for bit. The exit code is 1 if some are not.
+The runs of a plan take turns, or go together (`--together`): each then has the same share of a machine with other work.
+Numbers are medians over all steps but the first two of each run; the ratio is that over pairs, a step off and the same
+step on. Metrics that are not times must be equal bit for bit; the exit code is 1 if some are not.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +44,8 @@ PLANS = {
     "2-split": (2, "allocation=split", *_calls(actor_gen="d2@0:0-1", critic_inf="d1@0:0"), _OFFLOADING),
     "2-pipeline": (2, "allocation=p2", *_calls(actor_gen="d2", critic_inf="d2", ref_inf="d2"), _OFFLOADING),
     "2-offload": (2, "allocation=p2", *_calls(actor_gen="d2"), "allocation.offload=[actor,critic,ref]"),
-    "2-streaming": (2, "allocation=split", *_calls(critic_inf="d2", ref_inf="d2"), "min_n_seqs=16", _OFFLOADING),
-    "4-split": (4, "allocation=split", *_calls(actor_gen="d4", critic_inf="d2@0:0-1"), _OFFLOADING),
+    "2-streaming": (2, "allocation=split", *_calls(critic_inf="d2@0:0-1"), "min_n_seqs=16", _OFFLOADING),
+    "4-split": (4, "allocation=split", *_calls(actor_gen="d4@0:0-3", critic_inf="d2@0:0-1"), _OFFLOADING),
     "4-pipeline": (4, "allocation=p4", *_calls(actor_gen="d4", critic_inf="d4", ref_inf="d4"), _OFFLOADING),
 }
 
@@ -52,6 +55,7 @@ def main() -> int:
     parser.add_argument("--mb-per-s", type=float, default=5.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--together", action="store_true", help="run with and without at the same time")
     parser.add_argument("--plan", action="append", choices=PLANS, help="may be repeated; default: all")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="further settings of the runs")
     options = parser.parse_intermixed_args()
@@ -62,18 +66,25 @@ def main() -> int:
     for name in options.plan or PLANS:
         rows: dict[bool, list[list[dict[str, Any]]]] = {False: [], True: []}
         for turn in range(options.rounds):
-            for is_on in (False, True) if turn % 2 == 0 else (True, False):
-                rows[is_on].append(_run(PLANS[name], options, is_on=is_on))
+            order = (False, True) if turn % 2 == 0 else (True, False)
+            with ThreadPoolExecutor(2 if options.together else 1) as pool:
+                for is_on, run in zip(order, pool.map(partial(_run, PLANS[name], options), order), strict=True):
+                    rows[is_on].append(run)
         is_equal = all(_numbers(run) == _numbers(rows[False][0]) for runs in rows.values() for run in runs)
         is_good &= is_equal
         (off_s, off), (on_s, on) = (_medians(rows[is_on]) for is_on in (False, True))
+        ratio = statistics.median(
+            b["time_s/step"] / a["time_s/step"]
+            for pair in zip(rows[False], rows[True], strict=True)
+            for a, b in list(zip(*pair, strict=True))[_WARM_UP:]
+        )
         told = "equal" if is_equal else "DIFFERENT"
-        table.add_row(name, f"{off_s:.2f}", f"{off:.1%}", f"{on_s:.2f}", f"{on:.1%}", f"{on_s / off_s:.2f}", told)
+        table.add_row(name, f"{off_s:.2f}", f"{off:.1%}", f"{on_s:.2f}", f"{on:.1%}", f"{ratio:.2f}", told)
     Console(width=110).print(table)
     return 0 if is_good else 1
 
 
-def _run(plan: tuple[Any, ...], options: argparse.Namespace, *, is_on: bool) -> list[dict[str, Any]]:
+def _run(plan: tuple[Any, ...], options: argparse.Namespace, is_on: bool) -> list[dict[str, Any]]:
     """Do one run; return its lines of metrics."""
     n_workers, *settings = plan
     with tempfile.TemporaryDirectory(prefix="realrl-overlap-") as folder:

@@ -151,7 +151,7 @@ def test_dry_run_says_which_parameters_move(capsys: pytest.CaptureFixture[str]) 
 
 MOVING = (
     "ppo", "preset=tiny", "cluster.n_devices_per_node=2", "cluster.device=cpu", "allocation=split",
-    "allocation.calls.critic_inf=d1@0:0", "allocation.calls.ref_inf=d2", "allocation.calls.actor_gen=d2",
+    "allocation.calls.critic_inf=d1@0:0", "allocation.calls.actor_gen=d2@0:0-1",
 )  # fmt: skip
 
 
