@@ -79,7 +79,9 @@ def main() -> int:
             for a, b in list(zip(*pair, strict=True))[_WARM_UP:]
         )
         told = "equal" if is_equal else "DIFFERENT"
-        table.add_row(name, f"{off_s:.2f}", f"{off:.1%}", f"{on_s:.2f}", f"{on:.1%}", f"{ratio:.2f}", told)
+        cells = (name, f"{off_s:.2f}", f"{off:.1%}", f"{on_s:.2f}", f"{on:.1%}", f"{ratio:.2f}", told)
+        table.add_row(*cells)
+        print(*cells, file=sys.stderr, flush=True)
     Console(width=110).print(table)
     return 0 if is_good else 1
 
