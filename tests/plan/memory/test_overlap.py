@@ -126,7 +126,7 @@ def test_parameters_that_are_gathered_for_the_moment_share_no_memory_with_the_ho
     full = usages(roles, calls)["beside"][1].total
     assert decide(roles, calls, full + N, batches={"gen": 2}).stays == {"gen"}
     assert not decide(roles, calls, full + N - 1, batches={"gen": 2}).stays
-    roles["actor"] = actor(home="d2@0:0-1")
+    roles["actor"] = actor(home="d2@0:0-1")  # where they are whole, they stay at home
     assert decide(roles, calls, usages(roles, calls)["beside"][1].total, batches={"gen": 2}).stays == {"gen"}
 
 
@@ -300,3 +300,9 @@ def test_what_stays_takes_room_from_others():
 def test_without_hooks_there_is_nothing_to_decide():
     roles, calls = {"actor": actor(), "ref": role()}, [call("score", "ref", "d1@0:0"), train()]
     assert decide(roles, calls, batches={"score": 4}) == NO_OVERLAP
+
+
+def test_the_decision_in_words():
+    assert NO_OVERLAP.notes == {}
+    found = Overlap(frozenset({"b", "c"}), frozenset({"a"}), {"c": frozenset({"a"})}).notes
+    assert found == {"a": "live in two layouts", "b": "stay for the step", "c": "come early and stay for the step"}
