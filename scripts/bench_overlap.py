@@ -40,7 +40,11 @@ def _calls(**allocations: str) -> tuple[str, ...]:
 
 
 _OFFLOADING = "allocation.offload_frozen=true"
+_AT_ANOTHER = _calls(actor_gen="d1@0:1", critic_inf="d1@0:1", ref_inf="d1@0:1")
+_AT_OTHERS = _calls(actor_gen="d2@0:2-3", critic_inf="d1@0:2", ref_inf="d1@0:3", rew_inf="d1@0:1")
 PLANS = {
+    "2-generator": (2, "allocation=d1@0:0", *_AT_ANOTHER),  # calls here send no messages of their own
+    "4-generator": (4, "allocation=d1@0:0", *_AT_OTHERS),
     "2-split": (2, "allocation=split", *_calls(actor_gen="d2@0:0-1", critic_inf="d1@0:0"), _OFFLOADING),
     "2-pipeline": (2, "allocation=p2", *_calls(actor_gen="d2", critic_inf="d2", ref_inf="d2"), _OFFLOADING),
     "2-offload": (2, "allocation=p2", *_calls(actor_gen="d2"), "allocation.offload=[actor,critic,ref]"),
