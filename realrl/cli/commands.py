@@ -133,19 +133,40 @@ def _start(experiment: Experiment, config: RunConfig, options: argparse.Namespac
 
         refuse_mixing(config)
         check_models_fit(plan)
-        print_plan(plan, find_beginning(plan)[0], notes=notes)
+        print_plan(plan, find_beginning(plan)[0], notes=notes, overlap=_foresee_overlap(plan))
         return 0
-    from realrl.plan.hooks import NO_OVERLAP
     from realrl.runtime.processes.start import start_run
 
-    def decide(plan: RunPlan) -> Overlap:
-        if not config.allocation.overlap or not any(hooks.before or hooks.after for hooks in plan.hooks.values()):
-            return NO_OVERLAP
-        from realrl.doctor.memory import decide_overlap  # brings torch
+    return start_run(experiment, config, decide=_decide_overlap)
 
-        return decide_overlap(plan)
 
-    return start_run(experiment, config, decide=decide)
+def _decide_overlap(plan: RunPlan) -> Overlap:
+    """Decide which parameters come early or stay; torch is imported only where some could."""
+    from realrl.plan.hooks import NO_OVERLAP
+
+    if not plan.may_overlap:
+        return NO_OVERLAP
+    from realrl.doctor.memory import decide_overlap
+
+    return decide_overlap(plan)
+
+
+def _foresee_overlap(plan: RunPlan) -> Overlap:
+    """Return the decision of a run on this machine; none without its devices, or if a model cannot be read."""
+    from dataclasses import replace
+
+    from realrl.plan.hooks import NO_OVERLAP
+    from realrl.runtime.processes.machine import accelerators, check_devices, on_machine
+
+    if not plan.may_overlap:
+        return NO_OVERLAP
+    found = accelerators()
+    config, _ = on_machine(plan.config, found)
+    try:
+        check_devices(config, found)
+        return _decide_overlap(replace(plan, config=config))
+    except UsageError:
+        return NO_OVERLAP
 
 
 def doctor(arguments: Sequence[str]) -> int:
@@ -207,7 +228,14 @@ def graph(arguments: Sequence[str]) -> int:
     else:
         from realrl.draw.picture import write_picture
 
-        path = write_picture(options.out, plan.graph, title=plan.experiment.name, allocations=plan.allocations)
+        notes = _foresee_overlap(plan).notes
+        path = write_picture(
+            options.out,
+            plan.graph,
+            title=plan.experiment.name,
+            allocations=plan.allocations,
+            remarks={call: f"parameters {note}" for call, note in notes.items()},
+        )
         print(f"wrote {path}")
     return 0
 

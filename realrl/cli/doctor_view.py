@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from realrl.cli.console import print_table
+from realrl.cli.plan_view import print_overlap
 from realrl.errors import UsageError
 from realrl.files import write_output
 
@@ -28,6 +29,7 @@ def print_report(report: Report, plan: RunPlan) -> None:
         _print_roles(report, plan)
         _print_calls(report, plan)
         _print_devices(report)
+        print_overlap(report.overlap)
     for histogram in report.histograms:
         most = max(n for _, _, n in histogram.bins)
         rows = [(_range(low, high), str(n), "#" * round(_BAR * n / most)) for low, high, n in histogram.bins]
@@ -198,6 +200,7 @@ def _as_json(report: Report, plan: RunPlan) -> dict[str, Any]:
             },
             "peaks": {str(rank): {"call": call, "total": usage.total} for rank, (call, usage) in peaks.items()},
             "alternatives": [asdict(one) for one in report.alternatives],
+            "overlap": report.overlap.notes,
         }
     return {
         "experiment": plan.experiment.name,

@@ -81,10 +81,14 @@ def memory_plan(
     Raises:
         AllocationError: a strategy does not fit a model.
     """
-    roles = role_states(plan, models)
-    calls = call_states(plan, rows)
+    return _memory_of(plan, role_states(plan, models), call_states(plan, rows), device)
+
+
+def _memory_of(
+    plan: RunPlan, roles: Mapping[str, RoleState], calls: Sequence[CallState], device: torch.device
+) -> MemoryPlan:
     n_rows = max((call.load.n_rows for call in calls), default=1)
-    dtype = torch_dtype(next(iter(models.values())).dtype) if models else torch.float32
+    dtype = torch_dtype(next(iter(roles.values())).model.dtype) if roles else torch.float32
     rows_bytes = plan.config.cluster.device_rows_bytes if device.type != "cpu" else 0  # host memory holds them else
     kernels = kernels_of(device, dtype, n_rows=max(n_rows, 1))
     runtime = runtime_bytes(plan, roles, calls) if device.type != "cpu" else {}
@@ -109,26 +113,26 @@ def runtime_bytes(plan: RunPlan, roles: Mapping[str, RoleState], calls: Sequence
     return {rank: CUDA_CONTEXT + n_bytes for rank, n_bytes in connections.items()}
 
 
-def decide_overlap(plan: RunPlan) -> Overlap:
+def decide_overlap(plan: RunPlan, *, capacity: int = 0) -> Overlap:
     """Decide which parameters come early and which stay, for the longest texts that the configuration allows.
 
     Args:
         plan: plan of a run whose device is settled.
+        capacity: bytes of one device; 0: those of this machine's, which must be there.
 
     Raises:
         UsageError: a model cannot be read, or its strategy does not fit it.
     """
-    config, models = plan.config, role_configs(plan)
-    device = torch.device(config.cluster.device)
+    config, device = plan.config, torch.device(plan.config.cluster.device)
     n_prompt = config.dataset.max_prompt_tokens
     n_sequence = n_prompt + config.dataset.max_answer_tokens
     rows = RowLengths([n_prompt], [2 * n_sequence], [n_sequence])  # a pair is the longest row
-    calls = call_states(plan, rows)
+    roles, calls = role_states(plan, role_configs(plan)), call_states(plan, rows)
     return plan_overlap(
-        role_states(plan, models),
+        roles,
         calls,
-        memory_plan(plan, models, rows, device=device),
-        capacity=int(MARGIN * device_capacity(config, device)),
+        _memory_of(plan, roles, calls, device),
+        capacity=int(MARGIN * (capacity or device_capacity(config, device))),
         is_host_memory=device.type == "cpu",
         evaluating=[call.name for call in calls if plan.is_evaluating(call.name)],
         batches={mfc.name: plan.samples_per_step // (mfc.min_n_seqs or mfc.n_seqs) for mfc in plan.mfcs},

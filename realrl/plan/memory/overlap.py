@@ -77,7 +77,7 @@ def plan_overlap(
         role = roles[call.role]
         is_whole = not role.is_trained or (role.backend == "native" and role.zero_stage == 0)
         is_changing = call.kind is InterfaceType.TRAIN_STEP or any(
-            isinstance(hook, Realloc) and not hook.is_implied for hook in (*call.hooks.before, *call.hooks.after)
+            isinstance(hook, Realloc) and not hook.is_implied for hook in call.hooks.after
         )
         if call.name in resident or is_changing or not is_whole or not can_come_early(call.name, call.role, hooks):
             continue
@@ -103,8 +103,10 @@ def _copies(call: CallState, roles: Mapping[str, RoleState], *, at_once: bool, i
     if call.hooks.before:
         moved = _plan_of(call, role)
         target = moved.target_layout
+        is_gathered = role.is_trained and role.zero_stage == 3  # then home and call share nothing
         for rank in {*role.home.ranks, *call.allocation.ranks}:
             new = moved.new_bytes(rank, moves_source=False) if rank in target else 0
+            new = target.num_bytes_of(rank) if rank in target and is_gathered else new
             messages = moved.bytes_received(rank) + moved.bytes_sent(rank) if at_once else 0
             found[rank] = new + messages + (found.get(rank, 0) if at_once and is_offloaded else 0)
     return found
