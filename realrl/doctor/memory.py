@@ -27,6 +27,7 @@ from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
 from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, plan_memory
+from realrl.plan.memory.saving import Saves
 from realrl.plan.samples.partition import default_n_mbs
 from realrl.shape import DecoderConfig
 
@@ -85,7 +86,15 @@ def memory_plan(
     dtype = torch_dtype(next(iter(models.values())).dtype) if models else torch.float32
     rows_bytes = plan.config.cluster.device_rows_bytes if device.type != "cpu" else 0  # host memory holds them else
     kernels = kernels_of(device, dtype, n_rows=max(n_rows, 1))
-    return plan_memory(roles, calls, kernels=kernels, rows_bytes=rows_bytes)
+    return plan_memory(roles, calls, kernels=kernels, rows_bytes=rows_bytes, saves=_saves(plan, device))
+
+
+def _saves(plan: RunPlan, device: torch.device) -> Saves | None:
+    save = plan.config.save
+    is_repeated = bool(save.every_steps or save.every_epochs or save.every_s)
+    if not any(mfc.is_train for mfc in plan.mfcs) or not (is_repeated or save.at_end):
+        return None
+    return Saves(is_staged=device.type != "cpu", is_repeated=is_repeated)
 
 
 def decide_overlap(plan: RunPlan) -> Overlap:

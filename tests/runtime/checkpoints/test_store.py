@@ -17,6 +17,7 @@ import pytest
 
 from realrl.errors import AssetError, CheckpointError, ConfigError
 from realrl.plan.samples.cursor import CursorState
+from realrl.runtime.checkpoints.roles import RoleCopy, role_file
 from realrl.runtime.checkpoints.store import (
     CheckpointStore,
     Resume,
@@ -46,7 +47,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def saved(store: CheckpointStore, step: int, text: str = "weights") -> CommitCheckpoint:
     """A folder that a worker filled, and what the master knows of it; the tokenizer's file was not told."""
-    folder = store.partial(step)
+    folder = store.open_partial(step)
     (folder / "actor").mkdir()
     (folder / "actor" / "model.safetensors").write_text(text)
     (folder / "actor" / "tokenizer.json").write_text("{}")
@@ -129,10 +130,25 @@ def test_an_old_one_that_cannot_be_deleted_ends_no_run(
 
 def test_a_partial_checkpoint_is_never_the_latest(store: CheckpointStore) -> None:
     write(store, 1)
-    store.partial(2)
+    folder = store.open_partial(2)
     assert store.latest() == store.root / "step_1"
     store.discard_unfinished()
-    assert not (store.root / ".step_2.partial").exists()
+    assert not folder.exists()
+
+
+def test_a_worker_that_outlives_its_attempt_writes_into_no_later_checkpoint(store: CheckpointStore) -> None:
+    late = store.open_partial(2)
+    again, third = (CheckpointStore(store.root, keep=2, experiment="ppo") for _ in range(2))
+    again.discard_unfinished()
+    commit = saved(again, 2, "new")
+    share = RoleCopy("actor", states={role_file("actor"): {"version": 1}, role_file("ref"): {"version": 1}})
+    share.write(late)
+    folder = again.commit(commit)
+    share.write(late)
+    assert read_manifest(folder, "ppo").files.keys() == {"actor/model.safetensors", "actor/tokenizer.json"}
+    assert [path.name for path in (folder / "state").iterdir()] == ["manifest.json"]
+    third.discard_unfinished()
+    assert sorted(os.listdir(store.root)) == ["latest", "step_2"]
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(
@@ -184,8 +200,8 @@ class Writing(Simulation):
 
 
 def test_the_end_of_a_run_names_the_worker_whose_file_is_missing(store: CheckpointStore) -> None:
-    store.partial(1)
-    directory = str(store.root / ".step_{step}.partial")
+    store.open_partial(1)
+    directory = str(store.partial("{step}"))
     plan = dataclasses.replace(split_ppo(save_every_steps=1), checkpoint_directory=directory)
     simulation = Writing(plan, seed=3, n_rows=10)
     while not simulation.commits:
