@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from realrl.algo.api import MicroBatching
 from realrl.config.schema import BackendName
 from realrl.engine.backends import masters
 from realrl.engine.decoder_engine import DecoderEngine
@@ -30,7 +31,7 @@ from realrl.sched.key_value import KeyValueClient
 from realrl.shape import DecoderConfig, LoRA
 from tests.helpers.live_memory import LiveMemory
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import CONFIG, OPTIMIZER
+from tests.helpers.training import CONFIG, OPTIMIZER, make_batch, masked_nll
 from tests.ranks.test_engine_3d import join
 
 MODEL = replace(CONFIG, vocab_size=512, hidden_size=64, n_layers=12, head_dim=16, intermediate_size=160)
@@ -75,6 +76,7 @@ def measure(rank: int, world_size: int, meeting: KeyValueClient, case: Case) -> 
     masters.MASTERS_BUCKET = BUCKET
     groups, places = join(rank, world_size, meeting, {case.strategy}, for_libraries=True)
     engine, copies = engine_of(case, places[case.strategy]), HostCopies()
+    engine.train_batch(make_batch(2), masked_nll, normaliser=1.0, micro_batching=MicroBatching())  # there are moments
     is_writer = case.strategy.coordinates(rank)[1] == 0
 
     def keep(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -156,8 +158,8 @@ def test_a_save_takes_what_is_planned(case: Case, monkeypatch: pytest.MonkeyPatc
     n_elements = sum(p.numel() for p in random_model(MODEL, seed=1).parameters())
     for rank, found in enumerate(run_ranks(2, measure, case, joined=False, timeout_s=180.0)):
         gathered, copies = planned(case, rank)
-        assert gathered - found.peak >= -SMALL, (found, gathered)
-        assert gathered <= 1.5 * found.peak + SMALL, (found, gathered)
-        assert (found.copies, found.left <= 64 * 1024) == (copies, True), found
+        assert found.peak <= gathered + SMALL, (found, gathered)
+        assert rank or gathered <= 3 * found.peak + SMALL, (found, gathered)
+        assert (found.copies, found.left <= gathered / 2) == (copies, True), found
         if case.stage and case.strategy == D2 and case.model == HALF:
-            assert found.gathered > 10 * n_elements > 4 * found.peak
+            assert found.gathered > 10 * n_elements > 3 * found.peak

@@ -1,6 +1,7 @@
 """Bytes that one rank needs to copy its share of a checkpoint: what it gathers on the device, and the copies.
 
-Ranks gather what they share out piece by piece, and a piece goes to the host before the next one is gathered.
+Ranks gather what they share out piece by piece, and a piece goes to the host before the next one is gathered. A thread
+of the collectives may hold a piece until the next one is there, so that two of them count.
 
 Invariants:
 - nothing is gathered of a role whose ranks share out neither parameters nor optimizer state;
@@ -19,6 +20,8 @@ from realrl.plan.parameters.adapters import LORA_A, is_adapter, is_trained
 from realrl.plan.parameters.shards import ModelShard
 from realrl.plan.parameters.specs import ParameterSpec
 from realrl.shape import DecoderConfig
+
+_PIECES = 2  # that the collectives may hold at a time
 
 
 @dataclass(frozen=True)
@@ -50,35 +53,33 @@ def gathered_state(sizes: Sequence[int], sharing: OptimizerSharing) -> int:
         return 0
     if sharing.backend != "native":
         part = math.ceil(largest / dp) if sharing.on_host else 0
-        return FLOAT32 * (largest + (dp if stage == 3 else 0) + part)
+        return FLOAT32 * (_PIECES * (largest + (dp if stage == 3 else 0)) + part)
     unit = dp * SLICE_ALIGNMENT
     padded = [math.ceil(size / unit) * unit for size in sizes]
     bucket = min(sum(padded), MASTERS_BUCKET + max(padded))
-    return FLOAT32 * (bucket + bucket // dp + largest)
+    return FLOAT32 * (_PIECES * (bucket + bucket // dp) + largest)
 
 
 def gathered_model(specs: Sequence[ParameterSpec], shard: ModelShard, *, zero_stage: int) -> int:
     """Return the bytes that the model takes on the device at its largest moment, above what is kept.
 
-    The first tensor rank gathers whole parameters, adapters first. An adapter is merged in float32.
+    Each rank merges its adapters, in float32; the first tensor rank gathers whole parameters, and adapters before them.
     """
-    if shard.tp_rank:
-        return 0
     names = {spec.name for spec in specs}
-    is_whole = shard.tp_size == 1
+    is_gathering = shard.tp_size > 1 and shard.tp_rank == 0
     pieces = [0.0]
     for spec in specs:
         n_elements, width = shard.n_elements_of(spec), spec.num_bytes // spec.n_elements
-        piece = float(width * n_elements if zero_stage == 3 else 0)
+        piece = float(_PIECES * width * n_elements if zero_stage == 3 else 0)
         if spec.name.removesuffix(".weight") + LORA_A in names:
             piece += FLOAT32 * n_elements * (1 if width == FLOAT32 else 2)
-        if not is_whole and n_elements and spec.sharded_dim is not None:
+        if is_gathering and n_elements and spec.sharded_dim is not None:
             others = 0 if spec.sharded_dim == 0 else 1 - 1 / shard.tp_size  # arrive in memory of their own
             piece += spec.num_bytes * (1 + others)
         pieces.append(piece)
     adapters = FLOAT32 * sum(spec.n_elements for spec in specs if is_adapter(spec.name))
-    is_alone = is_whole and shard.has_embedding and shard.has_head
-    return math.ceil(max(*pieces, 0 if is_alone else adapters))
+    is_alone = shard.tp_size == 1 and shard.has_embedding and shard.has_head
+    return math.ceil(max(*pieces, 0 if is_alone or shard.tp_rank else adapters))
 
 
 def state_copies(model: DecoderConfig, sizes: Sequence[int]) -> int:

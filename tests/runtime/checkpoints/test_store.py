@@ -40,6 +40,18 @@ IN_FLIGHT = InFlight(
 )
 
 
+# version 3, as it was first written
+EARLIER = (
+    '{"experiment": "ppo", "step": 2, "cursor": {"rows_consumed": 128, "seed": 1, "shuffle": 1, "fingerprint": '
+    '165793938804371}, "versions": {"actor": 2}, "n_seqs": 64, "roles": {"actor": {"dp": 1, "tp": 1, "pp": 1, '
+    '"model": "7ed233599b64d6b7", "given": ""}}, "in_flight": {"calls": [{"call": "gen", "step": 3, "ids": '
+    '["3/a"], "version": 2, "seconds": 0.5, "metrics": {"x": 0.25}, "sums": [{"y": [0.5, 2.0]}], "maxima": {}, '
+    '"memory_gb": {"0": 0.5}, "bytes_received": 7}], "dropped": {}}, "is_last": false, "score": null, "files": '
+    '{"actor/config.json": {"size_bytes": 611, "sha256": "08620aad"}}, "manifest_version": 3, "digest": '
+    '"9052fae08e94c4e3e101e3b1187c94e17aa7c4f035e8e958df8825af4572f327"}'
+)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", keep=2, experiment="ppo", n_seqs=4)
@@ -345,6 +357,17 @@ def test_a_checkpoint_of_another_version_is_refused(store: CheckpointStore) -> N
     path.write_text(path.read_text().replace('"manifest_version": 3', '"manifest_version": 1'))
     with pytest.raises(AssetError, match=r"manifest\.json has manifest version 1; this is version 3"):
         load_manifest(path.parents[1])
+
+
+def test_a_manifest_from_before_records_had_all_of_todays_fields(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state/manifest.json").write_text(EARLIER)
+    manifest = load_manifest(tmp_path)
+    assert (manifest.step, manifest.cursor.rows_consumed, manifest.versions) == (2, 128, {"actor": 2})
+    assert manifest.roles == {"actor": SavedRole(1, 1, 1, "7ed233599b64d6b7")}
+    assert manifest.files == {"actor/config.json": SavedFile(611, "08620aad")}
+    sums = ({"y": (0.5, 2.0)},)
+    assert manifest.in_flight.calls == (CallRecord("gen", 3, ("3/a",), 2, 0.5, {"x": 0.25}, sums, {}, {0: 0.5}, 7),)
 
 
 def test_resume_never_auto_and_path(store: CheckpointStore) -> None:
