@@ -42,6 +42,7 @@ from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
 from realrl.plan.parameters.realloc import plan_realloc
+from realrl.plan.parameters.shards import whole_shard
 from realrl.plan.parameters.specs import DTYPE_BYTES
 from realrl.shape import DecoderConfig
 
@@ -194,7 +195,7 @@ def plan_memory(
     if saves is not None:
         stage = 2 * SAVE_STAGE if saves.is_staged else 0
         found[SAVE] = {
-            rank: _saving(rank, away[SAVE], keeps) + Usage(rows=rows_bytes, host=n_bytes + stage)
+            rank: _saving(rank, away[SAVE], roles, keeps) + Usage(rows=rows_bytes, host=n_bytes + stage)
             for rank, n_bytes in sorted(copied.items())
         }
         loads[SAVE] = Load(0)
@@ -310,10 +311,16 @@ def _copied(roles: Mapping[str, RoleState], keeps: Mapping[str, Mapping[int, _Ke
     return found
 
 
-def _saving(rank: int, away: tuple[frozenset[str], frozenset[str]], keeps: Mapping[str, Mapping[int, _Kept]]) -> Usage:
-    """Return a rank's usage while the role that needs the most is copied, which is on the device for that time."""
+def _saving(
+    rank: int,
+    away: tuple[frozenset[str], frozenset[str]],
+    roles: Mapping[str, RoleState],
+    keeps: Mapping[str, Mapping[int, _Kept]],
+) -> Usage:
+    """Return a rank's usage while the role that needs the most is copied, for which changed parameters come back."""
     moments = [
-        _resident(rank, absent - {name}, keeps) + Usage(copies=by_rank[rank].saving)
+        _resident(rank, absent - {name} if roles[name].is_changed else absent, keeps)
+        + Usage(copies=by_rank[rank].saving)
         for absent in away
         for name, by_rank in keeps.items()
         if rank in by_rank
@@ -461,13 +468,9 @@ def _moved(call: CallState, roles: Mapping[str, RoleState]) -> dict[int, Usage]:
 def checkpoint_bytes(role: RoleState) -> int:
     """Return the bytes of a role's checkpoint on disk: the model, its masters, and moments of trained parameters."""
     specs = parameter_specs(role.model)
-    total = sum(spec.num_bytes for spec in specs)
-    total += _averaging_masters(role, total)
-    for spec in specs if role.is_trained else ():
-        if is_trained(role.model, spec.name):
-            state = optimizer_bytes(spec.n_elements, element_bytes=spec.num_bytes // spec.n_elements)
-            total += state.masters + state.moments
-    return total
+    trained = [spec.n_elements for spec in specs if role.is_trained and is_trained(role.model, spec.name)]
+    masters = _averaging_masters(role, sum(spec.num_bytes for spec in specs))
+    return model_copies(role.model, specs, whole_shard(role.model)) + masters + state_copies(role.model, trained)
 
 
 def layout_of(model: DecoderConfig, allocation: Allocation) -> ParameterLayout:

@@ -364,6 +364,8 @@ def test_a_save_brings_one_role_back_at_a_time():
     plan = plan_memory(roles, [call(INFERENCE, of="a", hooks=away)], saves=Saves(is_staged=False))
     usage = plan.calls[SAVE][0]
     assert (usage.parameters, usage.host) == (N_BYTES, N_BYTES + 2 * N_BYTES)
+    frozen = {name: replace(one, is_changed=False) for name, one in roles.items()}
+    assert plan_memory(frozen, [call(INFERENCE, of="a", hooks=away)], saves=Saves()).calls[SAVE][0].parameters == 0
 
 
 def test_averages_in_half_precision_have_masters():
