@@ -17,11 +17,13 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -33,7 +35,7 @@ from realrl.data.sample import SequenceSample
 from realrl.engine import device as devices
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.groups import Groups, GroupSettings
-from realrl.engine.parallel import parallel_of
+from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.mesh.notation import parse_strategy
@@ -47,6 +49,7 @@ from realrl.shape import DecoderConfig
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Place = tuple[str, WorkerKeys]
 _WIDTH = 100
 
 
@@ -72,18 +75,22 @@ class Measured:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all variants; returns the exit code."""
-    args = _parse(argv)
+    parser = arguments(__doc__)
+    parser.add_argument("--steps", type=int, default=4, help="timed ones of a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("bench_backends.json"))
+    args = parser.parse_args(argv)
     strategy = parse_strategy(args.strategy)
-    variants = list(_variants(strategy, args.precision))
+    variants = list(installed_variants(strategy, args.precision))
     multiprocessing.set_forkserver_preload(["realrl.engine.decoder_engine", "realrl.model.init"])
     rounds: list[list[Measured]] = []
     for number in range(args.rounds):
         rounds.append([])
         for variant in variants:
-            measured = _run(variant, strategy, args)
-            if measured is None:
-                print(f"{variant} failed; its traceback is above", file=sys.stderr)
+            by_rank = run_ranks(_measure, variant, strategy, args)
+            if by_rank is None:
                 return 1
+            measured = Measured(max(r.step_s for r in by_rank), max(r.peak_gb for r in by_rank))
             rounds[-1].append(measured)
             print(f"round {number + 1}: {variant}: {measured.step_s:.3f} s a step", file=sys.stderr, flush=True)
     rows = [_summary(variant, [r[i] for r in rounds], [r[0] for r in rounds]) for i, variant in enumerate(variants)]
@@ -94,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _variants(strategy: ParallelStrategy, precision: str) -> list[Variant]:
+def installed_variants(strategy: ParallelStrategy, precision: str) -> list[Variant]:
     """Variants that are installed and fit, native without ZeRO first."""
     variants = [Variant("native", 0), Variant("native", 1), Variant("native", 1, offload=True)]
     if find_spec("megatron") is not None:
@@ -109,8 +116,13 @@ def _variants(strategy: ParallelStrategy, precision: str) -> list[Variant]:
     return variants
 
 
-def _run(variant: Variant, strategy: ParallelStrategy, args: argparse.Namespace) -> Measured | None:
-    """Train one variant in processes of its own."""
+def run_ranks(
+    measure: Callable[[int, Place, Variant, ParallelStrategy, argparse.Namespace], Any],
+    variant: Variant,
+    strategy: ParallelStrategy,
+    args: argparse.Namespace,
+) -> list[Any] | None:
+    """Measure one variant in processes of its own; None if it failed."""
     keys = RunKeys.new()
     store = ZmqKeyValueServer(keys)
     place = (store.address, keys.for_workers)
@@ -118,13 +130,15 @@ def _run(variant: Variant, strategy: ParallelStrategy, args: argparse.Namespace)
     pipes, ranks = [], []
     for rank in range(strategy.n_devices):
         reader, writer = context.Pipe(duplex=False)
-        ranks.append(context.Process(target=_rank_main, args=(rank, place, variant, strategy, args, writer)))
+        work = (measure, rank, place, variant, strategy, args)
+        ranks.append(context.Process(target=_rank_main, args=(writer, *work)))
         ranks[-1].start()
         writer.close()
         pipes.append(reader)
     try:
-        results: list[Measured] = [reader.recv() for reader in pipes]
+        return [reader.recv() for reader in pipes]
     except EOFError:
+        print(f"{variant} failed; its traceback is above", file=sys.stderr)
         for process in ranks:
             process.kill()
         return None
@@ -132,17 +146,17 @@ def _run(variant: Variant, strategy: ParallelStrategy, args: argparse.Namespace)
         for process in ranks:
             process.join()
         store.close()
-    return Measured(max(r.step_s for r in results), max(r.peak_gb for r in results))
 
 
-def _rank_main(
-    rank: int,
-    place: tuple[str, WorkerKeys],
-    variant: Variant,
-    strategy: ParallelStrategy,
-    args: argparse.Namespace,
-    writer: Connection,
-) -> None:
+def _rank_main(writer: Connection, measure: Callable[..., Any], *work: Any) -> None:
+    writer.send(measure(*work))
+
+
+@contextmanager
+def ready_engine(
+    rank: int, place: Place, variant: Variant, strategy: ParallelStrategy, args: argparse.Namespace
+) -> Iterator[tuple[DecoderEngine, Parallel, float]]:
+    """Build one rank's engine; yields it with the memory in use before it, in GB."""
     devices.resolve_device("cpu")
     torch.set_num_threads(1)
     cluster = Cluster(1, strategy.n_devices)
@@ -172,20 +186,30 @@ def _rank_main(
         role="model",
         parallel=parallel,
         optimizer=OptimizerConfig(zero_stage=variant.stage, offload=variant.offload),
-        total_optimizer_steps=args.steps + 1,
+        total_optimizer_steps=100,
         compute_dtype=DTYPES[args.precision],
         backend=variant.backend,
     )
-    batch = _batch(args, seed=parallel.dp_rank)
-    n_tokens = float(batch.n_rows("input_ids")) * strategy.dp
-    times_s = []
-    for _ in range(args.steps + 1):
-        parallel.mesh.barrier()
-        start_s = time.perf_counter()
-        engine.train_batch(batch, _loss, normaliser=n_tokens, micro_batching=MicroBatching(n_mbs=args.n_mbs))
-        times_s.append(time.perf_counter() - start_s)
-    writer.send(Measured(statistics.median(times_s[1:]), devices.peak_memory_gb(CPU) - before_gb))
+    yield engine, parallel, before_gb
     groups.destroy()
+
+
+def _measure(
+    rank: int, place: Place, variant: Variant, strategy: ParallelStrategy, args: argparse.Namespace
+) -> Measured:
+    with ready_engine(rank, place, variant, strategy, args) as (engine, parallel, before_gb):
+        times_s = [train_step(engine, parallel, args) for _ in range(args.steps + 1)]
+        return Measured(statistics.median(times_s[1:]), devices.peak_memory_gb(CPU) - before_gb)
+
+
+def train_step(engine: DecoderEngine, parallel: Parallel, args: argparse.Namespace) -> float:
+    """Train on one batch, which is always the same; returns the seconds."""
+    batch = _batch(args, seed=parallel.dp_rank)
+    n_tokens = float(batch.n_rows("input_ids")) * parallel.strategy.dp
+    parallel.mesh.barrier()
+    start_s = time.perf_counter()
+    engine.train_batch(batch, _loss, normaliser=n_tokens, micro_batching=MicroBatching(n_mbs=args.n_mbs))
+    return time.perf_counter() - start_s
 
 
 def _batch(args: argparse.Namespace, *, seed: int) -> SequenceSample:
@@ -228,8 +252,9 @@ def _print(rows: Sequence[dict[str, object]], args: argparse.Namespace) -> None:
     Console(width=max(Console().width, _WIDTH)).print(table)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """Make a parser of the layout, the model and the batch."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--strategy", default="d2", help="such as d2, t2, p2 or d2t2")
     parser.add_argument("--precision", choices=sorted(DTYPES), default="fp32")
     parser.add_argument("--hidden", type=int, default=512)
@@ -238,10 +263,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="of a sequence")
     parser.add_argument("--n-seqs", type=int, default=8, help="of each data-parallel rank")
     parser.add_argument("--n-mbs", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4, help="timed ones of a round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path("bench_backends.json"))
-    return parser.parse_args(argv)
+    return parser
 
 
 if __name__ == "__main__":

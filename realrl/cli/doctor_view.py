@@ -128,7 +128,7 @@ def _work(load: Load) -> str:
         rows = f"{load.n_runs} x {load.n_rows}" if load.n_runs > 1 else str(load.n_rows)
         return f"{rows} rows of {load.longest_row} tokens"
     if not load.n_tokens:
-        return f"{load.n_seqs} samples"
+        return f"{load.n_seqs} samples" if load.n_seqs else ""
     pieces = f"{load.n_mbs} x {load.n_tokens}" if load.n_mbs > 1 else str(load.n_tokens)
     return f"{pieces} tokens of {load.n_seqs} samples"
 

@@ -29,6 +29,7 @@ from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
 from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, plan_memory
+from realrl.plan.memory.saving import Saves
 from realrl.plan.samples.partition import default_n_mbs
 from realrl.shape import DecoderConfig
 
@@ -91,8 +92,22 @@ def _memory_of(
     dtype = torch_dtype(next(iter(roles.values())).model.dtype) if roles else torch.float32
     rows_bytes = plan.config.cluster.device_rows_bytes if device.type != "cpu" else 0  # host memory holds them else
     kernels = kernels_of(device, dtype, n_rows=max(n_rows, 1))
-    runtime = runtime_bytes(plan, roles, calls) if device.type != "cpu" else {}
-    return plan_memory(roles, calls, kernels=kernels, rows_bytes=rows_bytes, runtime_bytes=runtime)
+    return plan_memory(
+        roles,
+        calls,
+        kernels=kernels,
+        rows_bytes=rows_bytes,
+        runtime_bytes=runtime_bytes(plan, roles, calls) if device.type != "cpu" else None,
+        saves=_saves(plan, device),
+    )
+
+
+def _saves(plan: RunPlan, device: torch.device) -> Saves | None:
+    save = plan.config.save
+    is_repeated = bool(save.every_steps or save.every_epochs or save.every_s)
+    if not any(mfc.is_train for mfc in plan.mfcs) or not (is_repeated or save.at_end):
+        return None
+    return Saves(is_staged=device.type != "cpu", is_repeated=is_repeated)
 
 
 def runtime_bytes(plan: RunPlan, roles: Mapping[str, RoleState], calls: Sequence[CallState]) -> dict[int, int]:

@@ -269,11 +269,8 @@ class DeepSpeedBackend:
         parameters: dict[str, dict[str, Any]] = {}
         for name, p in self._named.items():
             stored: dict[str, Any] = {"step": self._n_stepped}
-            for key in MOMENTS:
-                stored[key] = keep(f"{name}/{key}", self._moment(p, key))
-            if not self._trained.is_in_saved_model:
-                master = p.detach() if self.stage == 0 else safe_get_full_fp32_param(p)
-                stored["master"] = keep(f"{name}/master", master)
+            for key in MOMENTS if self._trained.is_in_saved_model else (*MOMENTS, "master"):
+                stored[key] = keep(f"{name}/{key}", self._whole(p, key))
             parameters[name] = stored
         result: OptimizerState = {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
         if self.loss_scale is not None:
@@ -306,10 +303,11 @@ class DeepSpeedBackend:
             scaler.cur_scale = float(scale["scale"])
             scaler.last_overflow_iter = scaler.cur_iter - int(scale["growth_tracker"]) - 1
 
-    def _moment(self, p: nn.Parameter, key: str) -> torch.Tensor:
+    def _whole(self, p: nn.Parameter, key: str) -> torch.Tensor:
+        """Gather a whole moment or master, which no variable keeps while the next one is gathered."""
         if self.stage == 0:
-            return self._zero.state[p][key]
-        return safe_get_full_optimizer_state(p, key)
+            return p.detach() if key == "master" else self._zero.state[p][key]
+        return safe_get_full_fp32_param(p) if key == "master" else safe_get_full_optimizer_state(p, key)
 
     def _set_moment(self, p: nn.Parameter, key: str, value: torch.Tensor) -> None:
         if self.stage == 0:

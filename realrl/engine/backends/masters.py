@@ -17,9 +17,7 @@ from realrl.engine import device as devices
 from realrl.engine.backends.base import move
 from realrl.engine.groups import Communicator
 from realrl.engine.train.precision import TrainedParameters
-from realrl.plan.memory.buffers import MASTERS_BUCKET
-
-_ALIGNMENT = 64  # elements; slices begin where vector units do, so that every element is computed as in a whole tensor
+from realrl.plan.memory.buffers import MASTERS_BUCKET, SLICE_ALIGNMENT
 
 
 class Masters:
@@ -112,7 +110,6 @@ class Masters:
             for i, whole in zip(chosen, self.whole([working[i] for i in chosen], chosen), strict=True):
                 parameters[i].data.copy_(whole)
 
-    @torch.no_grad()
     def whole(self, parts: Iterable[torch.Tensor], places: Sequence[int]) -> Iterator[torch.Tensor]:
         """Gather every rank's slices into whole tensors of the parameters' shapes; all ranks iterate to the end.
 
@@ -153,4 +150,4 @@ def slice_size(n_elements: int, n_ranks: int) -> int:
     """The length of each rank's slice of a flat tensor; the last ranks' may be shorter or empty."""
     if n_ranks == 1:
         return n_elements
-    return -(-n_elements // (n_ranks * _ALIGNMENT)) * _ALIGNMENT
+    return -(-n_elements // (n_ranks * SLICE_ALIGNMENT)) * SLICE_ALIGNMENT

@@ -196,19 +196,13 @@ class MegatronBackend:
     # ------------------------------------------------------------ state
 
     def state_dict(self, keep: Keep | None = None) -> OptimizerState:
-        """The canonical form; data-parallel ranks gather it bucket by bucket."""
+        """The canonical form; data-parallel ranks gather it parameter by parameter."""
         keep = keep or keep_itself
         parameters: dict[str, dict[str, Any]] = {name: {"step": self._n_stepped} for name in self._named}
-        state = self._optimizer.optimizer.state
         keys = MOMENTS if self._trained.is_in_saved_model else (*MOMENTS, "master")
         for key in keys:
-            parts = {
-                p: shard.data if key == "master" else state.get(shard, {}).get(key)
-                for p, (shard, _) in self._shards.items()
-            }
-            for name, whole in self._gather(parts):
-                parameters[name][key] = keep(f"{name}/{key}", whole)
-                del whole  # a view, which would keep its bucket beside the next one
+            for name, p in self._named.items():
+                parameters[name][key] = keep(f"{name}/{key}", self._gather(p, key))
         result: OptimizerState = {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
         if self._scaler is not None:  # with a hysteresis of 1, its tracker decides nothing
             known = self._scaler.state_dict()
@@ -259,25 +253,16 @@ class MegatronBackend:
                     yield p, (shard, slice(place.start, place.end))
 
     @torch.no_grad()
-    def _gather(self, parts: Mapping[nn.Parameter, torch.Tensor | None]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gather (name, whole float32 tensor) from every data-parallel rank's parts; a part that is None is zero."""
-        names = {p: name for name, p in self._named.items()}
-        dp = self._parallel.dp
-        for buffer in (buffer for chunk in self._chunks for buffer in chunk.buffers):
-            for bucket in buffer.buckets:
-                size = bucket.grad_data.numel() // dp.n_ranks
-                mine = torch.zeros(size, device=bucket.grad_data.device)
-                for p in bucket.params_list:
-                    part = parts.get(p)
-                    if part is not None:
-                        place = self._optimizer._get_model_param_range_map(p)["gbuf_local"]
-                        mine[place.start : place.end].copy_(part)
-                whole = dp.all_gather(mine)
-                for p in bucket.params_list:
-                    start, stop, _ = buffer.param_index_map[p]
-                    flat = whole[start - bucket.offset : stop - bucket.offset]
-                    yield names[p], flat.view(p.shape)
-                del mine, whole, flat
+    def _gather(self, p: nn.Parameter, key: str) -> torch.Tensor:
+        """Gather a whole float32 moment or master from every data-parallel rank's part; what is not there is zero."""
+        whole = torch.zeros(p.numel(), device=p.device)
+        if p in self._shards:
+            shard, part = self._shards[p]
+            found = shard.data if key == "master" else self._optimizer.optimizer.state.get(shard, {}).get(key)
+            if found is not None:
+                whole[part] = found
+        self._parallel.dp.all_reduce_(whole.view(torch.int32))  # as integers: in floats, 0.0 + -0.0 is 0.0
+        return whole.view(p.shape)
 
     # ------------------------------------------------------------ making
 

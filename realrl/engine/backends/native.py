@@ -121,9 +121,11 @@ class NativeBackend:
         self._masters.attach()
         parameters: dict[str, dict[str, Any]] = {name: {"step": self._n_stepped} for name in self._trained.names}
         for key, tensors in self._state_tensors():
-            places = range(len(self._masters.tensors))
-            for name, whole in zip(self._trained.names, self._masters.whole(tensors, places), strict=True):
-                parameters[name][key] = keep(f"{name}/{key}", whole.detach())
+            wholes = self._masters.whole(tensors, range(len(self._masters.tensors)))
+            for (
+                name
+            ) in self._trained.names:  # a variable of the loop would keep a bucket while the next one is gathered
+                parameters[name][key] = keep(f"{name}/{key}", next(wholes).detach())
         self._masters.detach()
         return {"n_taken": self.n_taken, "n_total": self.n_total, "parameters": parameters}
 

@@ -50,11 +50,16 @@ def copy_sharded(
         A function that writes this rank's copy: the tensor files of its stage, and on the first stage the index and
         the adapters. None if the rank writes nothing.
     """
-    adapters = gather_trained(decoder, tp=tp, pp=pp) if decoder.config.lora is not None else {}
-    tensors = [(name, copy(name, whole)) for name, whole in gather_parameters(decoder, tp, present)]
+    kept = {}
+    if decoder.config.lora is not None:
+        adapters = gather_trained(decoder, tp=tp, pp=pp)
+        kept = {name: copy(f"adapter/{name}", adapters.pop(name)) for name in list(adapters)}
+    tensors = []
+    for name, whole in gather_parameters(decoder, tp, present):
+        tensors.append((name, copy(name, whole)))
+        del whole  # or it would stay while the next one is gathered
     if tp.rank != 0:
         return None
-    kept = {name: copy(f"adapter/{name}", whole) for name, whole in adapters.items()}
     config, adapted, pp_rank, pp_size = replace(decoder.config, lora=None), decoder.config, pp.rank, pp.n_ranks
 
     def write(folder: Path) -> list[Path]:
@@ -119,10 +124,12 @@ def _gather_all(
             continue
         if tp.n_ranks > 1 and spec.sharded_dim is not None:
             whole = _gather(spec, part.detach().contiguous(), tp)
-            if whole is not None:
-                yield name, whole
-        elif tp.rank == 0:
-            yield name, part.detach()
+        else:
+            whole = part.detach() if tp.rank == 0 else None
+        del part  # neither stays while the next parameter is there
+        if whole is not None:
+            yield name, whole
+        del whole
 
 
 def _gather(spec: ParameterSpec, part: torch.Tensor, tp: Communicator) -> torch.Tensor | None:

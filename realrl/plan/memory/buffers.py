@@ -13,6 +13,7 @@ LOGITS_BLOCK = 1 << 19  # float32 logits that the softmax walks over on the CPU:
 PRODUCT_PIECE = 1 << 22
 PREFILL_TOKENS = 4096  # tokens of prompts that are computed in one pass
 MASTERS_BUCKET = 1 << 24  # elements of masters or moments that data-parallel ranks gather at a time
+SLICE_ALIGNMENT = 64  # elements; slices of masters begin where vector units do, so that each is computed as in a whole
 DEEPSPEED_BUCKET = 1 << 24  # elements
 GRADIENT_BUCKET = 128 << 20  # bytes of gradients that one collective of data-parallel ranks adds up
 REALLOC_BUCKET = 64 << 20  # bytes of one message of a reallocation

@@ -2,7 +2,7 @@
 
 Invariants of `plan_overlap`:
     - at any moment a device holds what a call needs there, the parameters that stay, and those of one call that come
-      early; together they fit;
+      early; together they fit, while a checkpoint is copied too;
     - only calls that change no parameters come early, and only parameters that come in one piece and through no relay;
     - parameters stay only where no hook offloads their role; for the whole run only where nothing changes the role.
 """
@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from realrl.graph.mfc import InterfaceType
 from realrl.plan.hooks import CallHooks, Offload, Overlap, Realloc
-from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, layout_of
+from realrl.plan.memory.plan import SAVE, CallState, MemoryPlan, RoleState, layout_of
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
 
 
@@ -86,8 +86,9 @@ def plan_overlap(
         is_offloaded = _is_offloaded(call.role, hooks)
         beside = fits_beside(_copies(call, roles, at_once=True, is_offloaded=is_offloaded), call.name)
         sharing = {other.name for other in calls if set(other.allocation.ranks) & _extent(call)}
-        if sharing & set(evaluating) <= beside and sharing & beside:
-            early[call.name] = beside
+        between = sharing & set(evaluating) | used.keys() & {SAVE}
+        if between <= beside and sharing & beside:
+            early[call.name] = beside - {SAVE}
     return Overlap(frozenset(stays), frozenset(resident), early)
 
 

@@ -2,6 +2,7 @@
 
     roles, their homes ──► parameters, optimizer state, gradients          there between calls, unless offloaded
     calls, their loads ──► copies, KV cache, activations                   there while the call runs
+    checkpoints       ──► what is gathered for one, copies                 there while one is copied; copies may stay
 
 A device runs one call at a time. Meanwhile it holds the state that its roles keep there, and the call's own memory.
 
@@ -11,6 +12,7 @@ Invariants of `plan_memory`:
 - the parameters that the ranks of one data-parallel replica hold add up to the model, shared KV heads and a tied
   embedding's second copy on top;
 - the state that a role keeps on a rank is counted in every call on that rank, except while it is offloaded;
+- a save is planned on the ranks that keep state of a role, and nowhere else;
 - equal input gives an equal plan.
 """
 
@@ -24,7 +26,7 @@ from realrl.graph.mfc import InterfaceType
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.backends import BACKENDS
 from realrl.plan.hooks import CallHooks, Offload, Realloc
-from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, REALLOC_ROUNDS
+from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, REALLOC_ROUNDS, SAVE_STAGE
 from realrl.plan.memory.formulas import (
     Kernels,
     LocalShape,
@@ -35,13 +37,16 @@ from realrl.plan.memory.formulas import (
 )
 from realrl.plan.memory.load import Load
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
+from realrl.plan.memory.saving import Saves, gathered_model, gathered_state, model_copies, state_copies
 from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
 from realrl.plan.parameters.realloc import plan_realloc
+from realrl.plan.parameters.shards import whole_shard
 from realrl.plan.parameters.specs import DTYPE_BYTES
 from realrl.shape import DecoderConfig
 
+SAVE = "a save"  # the name of what happens when a checkpoint is copied, among calls, whose names have no blanks
 _MESSAGES = REALLOC_ROUNDS * REALLOC_BUCKET  # bytes a direction that a reallocation has under way
 
 
@@ -91,12 +96,13 @@ class Usage:
         parameters: parameters of all roles that live there and are not offloaded, with the masters of averaged roles.
         optimizer: master weights and moments of all roles that live there.
         gradients: gradients of the role that is trained, and buffers that backends hold.
-        copies: the call's parameters in another layout, weights packed for generation, messages under way.
+        copies: the call's parameters in another layout, weights packed for generation, messages under way; what a save
+            gathers.
         cache: keys and values.
         activations: tensors kept for the backward pass, or passing through.
         rows: outputs of calls that later calls read.
         runtime: the CUDA context and NCCL's connections, at all times.
-        host: host memory for parameters and optimizer state that is not on the device.
+        host: host memory for parameters and optimizer state that is not on the device, and for checkpoints' copies.
     """
 
     parameters: int = 0
@@ -123,7 +129,7 @@ class MemoryPlan:
     """Result of `plan_memory`.
 
     Attributes:
-        calls: call -> rank -> usage, the larger of the first step's and a later one's.
+        calls: call -> rank -> usage, the larger of the first step's and a later one's; that of a save under `SAVE`.
         roles: role -> rank -> bytes that it keeps there; its gradients are those of its train_step.
         loads: call -> load of its ranks.
     """
@@ -157,8 +163,9 @@ def plan_memory(
     kernels: Kernels | None = None,
     rows_bytes: int = 0,
     runtime_bytes: Mapping[int, int] | None = None,
+    saves: Saves | None = None,
 ) -> MemoryPlan:
-    """Add up the bytes that every device holds during every call that runs on it.
+    """Add up the bytes that every device holds during every call that runs on it, and while a checkpoint is copied.
 
     Args:
         roles: roles that have parameters.
@@ -166,6 +173,7 @@ def plan_memory(
         kernels: the machine's kernels; those of CUDA by default.
         rows_bytes: most bytes that rows of samples may take on a device.
         runtime_bytes: rank -> bytes that its process takes on the device before any call; none by default.
+        saves: the run's checkpoints; None if it writes none.
 
     Raises:
         AllocationError: a strategy does not fit a model.
@@ -174,19 +182,31 @@ def plan_memory(
     keeps = {name: _keeps(role) for name, role in roles.items()}
     away = _offloaded(calls, roles)
     runtime = runtime_bytes or {}
+    copied = {} if saves is None else _copied(roles, keeps, saves)
+    stays = copied if saves is not None and saves.is_repeated else {}
     found: dict[str, dict[int, Usage]] = {}
     for call in calls:
         own = _own_usage(call, roles, keeps, kernels)
         found[call.name] = {}
         for rank in call.allocation.ranks:
-            besides = own.get(rank, Usage()) + Usage(rows=rows_bytes, runtime=runtime.get(rank, 0))
+            besides = own.get(rank, Usage())
+            besides += Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=stays.get(rank, 0))
             steps = [_resident(rank, absent, keeps) + besides for absent in away[call.name]]
             found[call.name][rank] = max(steps, key=lambda usage: usage.total)
+    loads = {call.name: call.load for call in calls}
+    if saves is not None:
+        stage = 2 * SAVE_STAGE if saves.is_staged else 0
+        found[SAVE] = {
+            rank: _saving(rank, away[SAVE], roles, keeps)
+            + Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=n_bytes + stage)
+            for rank, n_bytes in sorted(copied.items())
+        }
+        loads[SAVE] = Load(0)
     kept = {
         name: {rank: Usage(k.parameters, k.optimizer, k.gradients, host=k.host) for rank, k in by_rank.items()}
         for name, by_rank in keeps.items()
     }
-    return MemoryPlan(found, kept, {call.name: call.load for call in calls})
+    return MemoryPlan(found, kept, loads)
 
 
 # ---------------------------------------------------------------- state of roles
@@ -196,7 +216,8 @@ def plan_memory(
 class _Kept:
     """Bytes of one role on one rank of its home.
 
-    `gathered` counts parameters that the rank gets from others while it computes, where the backend divides them.
+    `gathered` counts parameters that the rank gets from others while it computes, where the backend divides them;
+    `saving` those that a save gathers at a time.
     """
 
     parameters: int
@@ -207,6 +228,7 @@ class _Kept:
     host: int
     largest: int
     gathered: int
+    saving: int
 
 
 def _keeps(role: RoleState) -> dict[int, _Kept]:
@@ -223,18 +245,15 @@ def _keeps(role: RoleState) -> dict[int, _Kept]:
 
 def _kept(role: RoleState, layout: ParameterLayout, rank: int) -> _Kept:
     """Count one role's bytes; adapters, float32 and their own masters, apart from parameters in half precision."""
-    n_bytes = layout.num_bytes_of(rank)
+    n_bytes, shard = layout.num_bytes_of(rank), layout.shard_of(rank)
+    saving = gathered_model(layout.specs, shard, zero_stage=role.zero_stage) if role.is_changed else 0
     if not role.is_trained:
-        return _Kept(n_bytes + _averaging_masters(role, n_bytes), 0, 0, False, 0, 0, 0, 0)
+        return _Kept(n_bytes + _averaging_masters(role, n_bytes), 0, 0, False, 0, 0, 0, 0, saving)
     sizes: dict[int, int] = {}
-    largest = 0
-    shard = layout.shard_of(rank)
-    for spec in layout.specs:
-        n_elements = shard.n_elements_of(spec)
-        if n_elements and is_trained(role.model, spec.name):
-            width = spec.num_bytes // spec.n_elements
-            sizes[width] = sizes.get(width, 0) + n_elements
-            largest = max(largest, 4 * n_elements)
+    trained = _trained_sizes(role, layout, rank)
+    for width, n_elements in trained:
+        sizes[width] = sizes.get(width, 0) + n_elements
+    largest = FLOAT32 * max((n_elements for _, n_elements in trained), default=0)
     strategy = role.home.strategy
     sharing = OptimizerSharing(
         role.backend,
@@ -264,7 +283,52 @@ def _kept(role: RoleState, layout: ParameterLayout, rank: int) -> _Kept:
         host=state + sum(part.host for part in parts) if role.offloads_optimizer else 0,
         largest=largest,
         gathered=n_bytes - parameters,
+        saving=max(saving, gathered_state([n_elements for _, n_elements in trained], sharing)),
     )
+
+
+def _trained_sizes(role: RoleState, layout: ParameterLayout, rank: int) -> list[tuple[int, int]]:
+    """Return (bytes of an element, elements) of each parameter that a rank trains."""
+    shard = layout.shard_of(rank)
+    return [
+        (spec.num_bytes // spec.n_elements, n_elements)
+        for spec in layout.specs
+        if role.is_trained and is_trained(role.model, spec.name) and (n_elements := shard.n_elements_of(spec))
+    ]
+
+
+def _copied(roles: Mapping[str, RoleState], keeps: Mapping[str, Mapping[int, _Kept]], saves: Saves) -> dict[int, int]:
+    """Return rank -> bytes of the copies that it makes for a checkpoint, all roles together."""
+    found = {rank: 0 for by_rank in keeps.values() for rank in by_rank}
+    for name, role in roles.items():
+        layout = layout_of(role.model, role.home)
+        has_own_memory = not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
+        for rank in role.home.ranks:
+            if not saves.is_staged and not saves.is_repeated and has_own_memory and not keeps[name][rank].saving:
+                continue  # the files are written from the tensors themselves
+            if layout.coordinates_of(rank)[1] == 0:
+                sizes = [n_elements for _, n_elements in _trained_sizes(role, layout, rank)]
+                found[rank] += state_copies(role.model, sizes) + _averaging_masters(role, layout.num_bytes_of(rank))
+                if role.is_changed:
+                    found[rank] += model_copies(role.model, layout.specs, layout.shard_of(rank))
+    return found
+
+
+def _saving(
+    rank: int,
+    away: tuple[frozenset[str], frozenset[str]],
+    roles: Mapping[str, RoleState],
+    keeps: Mapping[str, Mapping[int, _Kept]],
+) -> Usage:
+    """Return a rank's usage while the role that needs the most is copied, for which changed parameters come back."""
+    moments = [
+        _resident(rank, absent - {name} if roles[name].is_changed else absent, keeps)
+        + Usage(copies=by_rank[rank].saving)
+        for absent in away
+        for name, by_rank in keeps.items()
+        if rank in by_rank
+    ]
+    return max(moments, key=lambda usage: usage.total)
 
 
 def _averaging_masters(role: RoleState, n_bytes: int) -> int:
@@ -290,7 +354,7 @@ def _resident(rank: int, absent: Collection[str], keeps: Mapping[str, Mapping[in
 def _offloaded(
     calls: Sequence[CallState], roles: Mapping[str, RoleState]
 ) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
-    """Return call -> the roles that are in host memory while it runs, in the first step and in any later one.
+    """Return call or `SAVE` -> the roles that are in host memory then, in the first step and in any later one.
 
     All parameters begin on the device. A call brings back those of its role if it runs where they live, and those that
     move; they stay until a call offloads them again.
@@ -307,8 +371,8 @@ def _offloaded(
             away -= used
             step[call.name] = frozenset(away)
             away |= {hook.role for hook in call.hooks.after if isinstance(hook, Offload)}
-        steps.append(step)
-    return {call.name: (steps[0][call.name], steps[1][call.name]) for call in calls}
+        steps.append({**step, SAVE: frozenset(away)})
+    return {name: (first, steps[1][name]) for name, first in steps[0].items()}
 
 
 # ---------------------------------------------------------------- memory of calls
@@ -407,13 +471,9 @@ def _moved(call: CallState, roles: Mapping[str, RoleState]) -> dict[int, Usage]:
 def checkpoint_bytes(role: RoleState) -> int:
     """Return the bytes of a role's checkpoint on disk: the model, its masters, and moments of trained parameters."""
     specs = parameter_specs(role.model)
-    total = sum(spec.num_bytes for spec in specs)
-    total += _averaging_masters(role, total)
-    for spec in specs if role.is_trained else ():
-        if is_trained(role.model, spec.name):
-            state = optimizer_bytes(spec.n_elements, element_bytes=spec.num_bytes // spec.n_elements)
-            total += state.masters + state.moments
-    return total
+    trained = [spec.n_elements for spec in specs if role.is_trained and is_trained(role.model, spec.name)]
+    masters = _averaging_masters(role, sum(spec.num_bytes for spec in specs))
+    return model_copies(role.model, specs, whole_shard(role.model)) + masters + state_copies(role.model, trained)
 
 
 def layout_of(model: DecoderConfig, allocation: Allocation) -> ParameterLayout:

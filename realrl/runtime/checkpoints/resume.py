@@ -118,9 +118,7 @@ def make_master_plan(
         hooks=plan.hooks,
         resume=resume,
     )
-    return plan_master(
-        replace(main, overlap=overlap), evaluation, str(store.root / f".step_{STEP_PLACEHOLDER}.partial")
-    )
+    return plan_master(replace(main, overlap=overlap), evaluation, str(store.partial(STEP_PLACEHOLDER)))
 
 
 def _is_filled(file: Path) -> bool:

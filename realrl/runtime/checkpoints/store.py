@@ -1,7 +1,7 @@
 """Checkpoints on disk, as the master sees them: each folder appears whole or not at all.
 
 checkpoints/
-  .step_40.partial/      being written; never read
+  .step_40.5f1c09ae.partial/  being written by one attempt of a run; never read
   step_40/
     actor/               Hugging Face format, tokenizer included
     state/manifest.json  written by the master: step, loader position, experiment, every file with its digest
@@ -17,9 +17,10 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -106,6 +107,8 @@ class CheckpointStore:
     Attributes:
         n_seqs: samples per step.
         best: "max" or "min" also keeps the checkpoint with the best score; None does not.
+        attempt: mark in the names of unfinished checkpoints, which no other attempt of the run has: a worker of an
+            ended attempt that still writes then writes elsewhere.
     """
 
     root: Path
@@ -113,10 +116,15 @@ class CheckpointStore:
     experiment: str
     n_seqs: int = 0
     best: Literal["max", "min"] | None = None
+    attempt: str = field(default_factory=lambda: secrets.token_hex(4))
 
-    def partial(self, step: int) -> Path:
-        """An empty folder to write step `step` into, on the same file system as the final one."""
-        folder = self.root / f".step_{step}.partial"
+    def partial(self, step: int | str) -> Path:
+        """The folder to write step `step` into, on the same file system as the final one."""
+        return self.root / f".step_{step}.{self.attempt}.partial"
+
+    def open_partial(self, step: int) -> Path:
+        """Make the folder of `partial`, empty."""
+        folder = self.partial(step)
         if folder.exists():
             shutil.rmtree(folder)
         (folder / "state").mkdir(parents=True)
@@ -130,7 +138,7 @@ class CheckpointStore:
                 untouched.
         """
         step = saved.step
-        partial, final = self.root / f".step_{step}.partial", self.root / f"step_{step}"
+        partial, final = self.partial(step), self.root / f"step_{step}"
         try:
             self._check_told(saved, partial)
             told = {path: file for files in saved.files.values() for path, file in files.items()}
@@ -190,7 +198,7 @@ class CheckpointStore:
         return sorted(renamed)
 
     def discard_unfinished(self) -> None:
-        """Remove partial folders of checkpoints that failed, here or in an earlier run that was killed."""
+        """Remove partial folders of checkpoints that failed, in this attempt or in an earlier one that was killed."""
         for folder in self.root.glob(".step_*.partial"):
             shutil.rmtree(folder, ignore_errors=True)
 

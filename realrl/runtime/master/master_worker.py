@@ -264,7 +264,7 @@ class MasterWorker:
     def _open_checkpoint(self, step: int) -> Event | None:
         self._plan_next_save()
         try:
-            self._checkpoints.partial(step)
+            self._checkpoints.open_partial(step)
         except OSError as err:
             return CheckpointFailed(step, str(self._checkpoints.save_failed(err, step)))
         return None

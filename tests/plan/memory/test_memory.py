@@ -14,7 +14,7 @@ from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Cluster
 from realrl.mesh.notation import parse_allocation
 from realrl.plan.hooks import CallHooks, Offload, Realloc
-from realrl.plan.memory.buffers import GRADIENT_BUCKET
+from realrl.plan.memory.buffers import GRADIENT_BUCKET, SAVE_STAGE
 from realrl.plan.memory.formulas import (
     Kernels,
     generation_bytes,
@@ -25,7 +25,8 @@ from realrl.plan.memory.formulas import (
 )
 from realrl.plan.memory.load import Load, RowLengths, load_of
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
-from realrl.plan.memory.plan import CallState, RoleState, Usage, checkpoint_bytes, plan_memory, show_bytes
+from realrl.plan.memory.plan import SAVE, CallState, RoleState, Usage, checkpoint_bytes, plan_memory, show_bytes
+from realrl.plan.memory.saving import Saves
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.shards import whole_shard
 from realrl.shape import DecoderConfig, LoRA
@@ -321,6 +322,50 @@ def test_calls_without_a_model_take_nothing():
     assert plan.calls["rew"][0] == Usage(parameters=N_BYTES, optimizer=2 * N_BYTES)
     with pytest.raises(KeyError):
         plan.peak(1)
+
+
+@given(STRATEGIES, st.booleans(), st.booleans(), st.sampled_from([("native", 0), ("native", 1), ("megatron", 1)]))
+def test_saves(home, is_repeated, is_staged, way):
+    actor = replace(role(home), is_changed=True, backend=way[0], zero_stage=way[1])
+    calls = [call(TRAIN, home)]
+    plan = plan_memory({"actor": actor}, calls, rows_bytes=5, saves=Saves(is_staged, is_repeated))
+    without = plan_memory({"actor": actor}, calls, rows_bytes=5)
+    during, train, layout = plan.calls[SAVE], plan.calls["call"], place(home)
+    stage = 2 * SAVE_STAGE if is_staged else 0
+    is_shared = way[0] == "megatron" or (way[1] and layout.strategy.dp > 1)
+    for rank in layout.ranks:
+        kept = plan.roles["actor"][rank]
+        assert (during[rank].parameters, during[rank].optimizer) == (kept.parameters, kept.optimizer)
+        assert (during[rank].copies > 0) == bool(is_shared or (layout.strategy.tp > 1 and rank in tp_firsts(layout)))
+        copies = during[rank].host - stage
+        assert copies == 0 or rank in layout.dp_group_members(0)
+        assert train[rank].host == (copies if is_repeated else 0)
+        assert replace(train[rank], host=0) == without.calls["call"][rank]
+    if (is_repeated or is_staged) and layout.strategy.tp <= MODEL.n_kv_heads:
+        replicated = sum(s.num_bytes for s in parameter_specs(MODEL) if s.sharded_dim is None)
+        copies = sum(usage.host - stage for usage in during.values())
+        assert 0 <= copies - checkpoint_bytes(actor) <= 2 * (layout.strategy.tp - 1) * replicated
+
+
+def tp_firsts(layout):
+    return {rank for rank in layout.ranks if layout.strategy.coordinates(layout.ranks.index(rank))[2] == 0}
+
+
+def test_the_last_save_of_a_cpu_needs_no_copies():
+    saves = Saves(is_staged=False, is_repeated=False)
+    plan = plan_memory({"actor": replace(role(), is_changed=True)}, [call(TRAIN)], saves=saves)
+    assert plan.calls[SAVE][0] == Usage(parameters=N_BYTES, optimizer=2 * N_BYTES)
+    assert SAVE not in plan_memory({"actor": role()}, [call(TRAIN)]).calls
+
+
+def test_a_save_brings_one_role_back_at_a_time():
+    roles = {name: replace(role(is_trained=False), is_changed=True) for name in ("a", "b")}
+    away = CallHooks(after=(Offload("a", place("d1")), Offload("b", place("d1"))))
+    plan = plan_memory(roles, [call(INFERENCE, of="a", hooks=away)], saves=Saves(is_staged=False))
+    usage = plan.calls[SAVE][0]
+    assert (usage.parameters, usage.host) == (N_BYTES, N_BYTES + 2 * N_BYTES)
+    frozen = {name: replace(one, is_changed=False) for name, one in roles.items()}
+    assert plan_memory(frozen, [call(INFERENCE, of="a", hooks=away)], saves=Saves()).calls[SAVE][0].parameters == 0
 
 
 def test_averages_in_half_precision_have_masters():

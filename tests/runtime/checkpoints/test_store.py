@@ -17,6 +17,7 @@ import pytest
 
 from realrl.errors import AssetError, CheckpointError, ConfigError
 from realrl.plan.samples.cursor import CursorState
+from realrl.runtime.checkpoints.roles import RoleCopy, role_file
 from realrl.runtime.checkpoints.store import (
     CheckpointStore,
     Resume,
@@ -39,6 +40,18 @@ IN_FLIGHT = InFlight(
 )
 
 
+# version 3, as it was first written
+EARLIER = (
+    '{"experiment": "ppo", "step": 2, "cursor": {"rows_consumed": 128, "seed": 1, "shuffle": 1, "fingerprint": '
+    '165793938804371}, "versions": {"actor": 2}, "n_seqs": 64, "roles": {"actor": {"dp": 1, "tp": 1, "pp": 1, '
+    '"model": "7ed233599b64d6b7", "given": ""}}, "in_flight": {"calls": [{"call": "gen", "step": 3, "ids": '
+    '["3/a"], "version": 2, "seconds": 0.5, "metrics": {"x": 0.25}, "sums": [{"y": [0.5, 2.0]}], "maxima": {}, '
+    '"memory_gb": {"0": 0.5}, "bytes_received": 7}], "dropped": {}}, "is_last": false, "score": null, "files": '
+    '{"actor/config.json": {"size_bytes": 611, "sha256": "08620aad"}}, "manifest_version": 3, "digest": '
+    '"9052fae08e94c4e3e101e3b1187c94e17aa7c4f035e8e958df8825af4572f327"}'
+)
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "checkpoints", keep=2, experiment="ppo", n_seqs=4)
@@ -46,7 +59,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def saved(store: CheckpointStore, step: int, text: str = "weights") -> CommitCheckpoint:
     """A folder that a worker filled, and what the master knows of it; the tokenizer's file was not told."""
-    folder = store.partial(step)
+    folder = store.open_partial(step)
     (folder / "actor").mkdir()
     (folder / "actor" / "model.safetensors").write_text(text)
     (folder / "actor" / "tokenizer.json").write_text("{}")
@@ -129,10 +142,25 @@ def test_an_old_one_that_cannot_be_deleted_ends_no_run(
 
 def test_a_partial_checkpoint_is_never_the_latest(store: CheckpointStore) -> None:
     write(store, 1)
-    store.partial(2)
+    folder = store.open_partial(2)
     assert store.latest() == store.root / "step_1"
     store.discard_unfinished()
-    assert not (store.root / ".step_2.partial").exists()
+    assert not folder.exists()
+
+
+def test_a_worker_that_outlives_its_attempt_writes_into_no_later_checkpoint(store: CheckpointStore) -> None:
+    late = store.open_partial(2)
+    again, third = (CheckpointStore(store.root, keep=2, experiment="ppo") for _ in range(2))
+    again.discard_unfinished()
+    commit = saved(again, 2, "new")
+    share = RoleCopy("actor", states={role_file("actor"): {"version": 1}, role_file("ref"): {"version": 1}})
+    share.write(late)
+    folder = again.commit(commit)
+    share.write(late)
+    assert read_manifest(folder, "ppo").files.keys() == {"actor/model.safetensors", "actor/tokenizer.json"}
+    assert [path.name for path in (folder / "state").iterdir()] == ["manifest.json"]
+    third.discard_unfinished()
+    assert sorted(os.listdir(store.root)) == ["latest", "step_2"]
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(
@@ -184,8 +212,8 @@ class Writing(Simulation):
 
 
 def test_the_end_of_a_run_names_the_worker_whose_file_is_missing(store: CheckpointStore) -> None:
-    store.partial(1)
-    directory = str(store.root / ".step_{step}.partial")
+    store.open_partial(1)
+    directory = str(store.partial("{step}"))
     plan = dataclasses.replace(split_ppo(save_every_steps=1), checkpoint_directory=directory)
     simulation = Writing(plan, seed=3, n_rows=10)
     while not simulation.commits:
@@ -329,6 +357,17 @@ def test_a_checkpoint_of_another_version_is_refused(store: CheckpointStore) -> N
     path.write_text(path.read_text().replace('"manifest_version": 3', '"manifest_version": 1'))
     with pytest.raises(AssetError, match=r"manifest\.json has manifest version 1; this is version 3"):
         load_manifest(path.parents[1])
+
+
+def test_a_manifest_from_before_records_had_all_of_todays_fields(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state/manifest.json").write_text(EARLIER)
+    manifest = load_manifest(tmp_path)
+    assert (manifest.step, manifest.cursor.rows_consumed, manifest.versions) == (2, 128, {"actor": 2})
+    assert manifest.roles == {"actor": SavedRole(1, 1, 1, "7ed233599b64d6b7")}
+    assert manifest.files == {"actor/config.json": SavedFile(611, "08620aad")}
+    sums = ({"y": (0.5, 2.0)},)
+    assert manifest.in_flight.calls == (CallRecord("gen", 3, ("3/a",), 2, 0.5, {"x": 0.25}, sums, {}, {0: 0.5}, 7),)
 
 
 def test_resume_never_auto_and_path(store: CheckpointStore) -> None:
