@@ -1,0 +1,250 @@
+"""Seconds of generation on one data-parallel replica, by the engine's own rules of admission.
+
+    shares of prompts, one for each stage ──► slots: admit and prefill, or decode one token for every row
+
+A decoding step of B rows takes f(B), plus the bandwidth's time for the keys and values that its rows see. So time adds
+up between the moments when a row ends: with response lengths L_1 >= L_2 >= ... of rows that enter together, exactly k
+rows are decoded in L_k - L_(k+1) steps. In a pipeline every tick takes as long as its slowest stage; there a row's keys
+and values count at their mean.
+
+Invariants:
+    - without a pipeline, the seconds are the sum over all steps of what each step takes;
+    - more rows, longer prompts or longer responses never take less time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from realrl.config.schema import GenerationConfig
+from realrl.plan.samples.slot_table import SlotTable, divide_prompts, prefill_chunks, rows_at_a_time
+from realrl.sim.costs.collectives import LinearCost
+from realrl.sim.costs.flops import LOGIT_BYTES, Array, StageWork, attended
+from realrl.sim.costs.passes import Load, PassCost
+from realrl.sim.hardware import Device
+
+_PACKET_BYTES = 24.0  # token and two log-probabilities, from the last stage to all others
+
+
+class Prompt(NamedTuple):
+    """A sample that is generated for.
+
+    Attributes:
+        n_tokens: of its prompt.
+        responses: tokens of each response that it gets.
+    """
+
+    n_tokens: int
+    responses: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StageDecoding:
+    """Decoding on one stage.
+
+    Args:
+        tensor: an all-reduce of the tensor-parallel group, by bytes.
+        forward: a message to another stage, by bytes; free without a pipeline.
+        max_rows: most rows that are decoded together.
+    """
+
+    work: StageWork
+    device: Device
+    tensor: LinearCost
+    forward: LinearCost
+    max_rows: int
+
+    @cached_property
+    def prefill(self) -> PassCost:
+        """Cost of a pass over prompts."""
+        return PassCost(self.work, self.device, self.tensor)
+
+    @cached_property
+    def steps(self) -> Array:
+        """Seconds of a step by its rows, 0 to `max_rows`, without the keys and values that it reads."""
+        work, device, rows = self.work, self.device, np.arange(self.max_rows + 1.0)
+        rate, half = device.rate(work.dtype), device.half_tokens
+        seconds = work.n_layers * device.block_s + np.maximum(
+            work.product_flops(1.0) * (rows + half) / rate, work.bytes_read(rows) / device.stream
+        )
+        seconds += work.row_bytes * rows / device.stream
+        n_exchanges = 2 * work.n_layers + work.has_embedding
+        seconds += n_exchanges * (self.tensor.latency_s + self.tensor.s_per_byte * work.hidden_bytes * rows)
+        if work.has_head:
+            head = np.maximum(work.head_flops(rows + half) / rate, work.head * work.element_bytes / device.stream)
+            gathered = self.tensor.latency_s + self.tensor.s_per_byte * work.logits * work.element_bytes * rows
+            seconds += head + gathered + device.token_s + rows * work.logits * LOGIT_BYTES / device.stream
+        seconds += self.forward.latency_s + self.forward.s_per_byte * (work.hidden_bytes + _PACKET_BYTES) * rows
+        seconds[0] = 0.0
+        return seconds
+
+    def reading(self, prompts: Array, responses: Array) -> Array:
+        """Return the seconds in which decoding a response reads keys and values, from its second token on."""
+        seen = sum(
+            (n * (attended(prompts + responses - 1, w) - attended(prompts, w)) for w, n in self.work.windows),
+            np.zeros_like(prompts),
+        )
+        return seen * self.work.cache_bytes / self.device.stream
+
+    def prefilling(self, lengths: Sequence[Sequence[int]], n_copied: Sequence[int]) -> Array:
+        """Return the seconds of admissions: as many passes over prompts as the engine takes, and copies of caches.
+
+        Args:
+            lengths: tokens of the prompts of each admission that are computed, in the order of entry.
+            n_copied: tokens of each admission's prompts that are copied for further responses.
+        """
+        flat = np.fromiter(chain.from_iterable(lengths), dtype=float)
+        chunks = [(i, len(part)) for i, some in enumerate(lengths) for part in prefill_chunks(some)]
+        admission, sizes = np.array(chunks, dtype=int).reshape(-1, 2).T
+        starts = np.cumsum(sizes) - sizes
+        pairs = {window: _sums(attended(flat, window), starts) for window, _ in self.work.windows}
+        passes = self.prefill(Load(_sums(flat, starts), sizes.astype(float), pairs))
+        seconds: Array = np.bincount(admission, passes, minlength=len(lengths))
+        copying = 2 * self.work.n_layers * self.work.cache_bytes / self.device.stream
+        sampling = self.device.token_s if self.work.has_head else 0.0
+        return seconds + copying * np.array(n_copied, dtype=float) + sampling
+
+
+def _sums(values: Array, starts: npt.NDArray[np.int64]) -> Array:
+    found: Array = np.add.reduceat(values, starts) if len(starts) else np.zeros(0)
+    return found
+
+
+def replica_seconds(prompts: Sequence[Prompt], stages: Sequence[StageDecoding], generation: GenerationConfig) -> float:
+    """Return the seconds in which one replica generates for its prompts.
+
+    Args:
+        prompts: in the order of the replica's samples.
+        stages: the pipeline.
+    """
+    shares = divide_prompts([prompt.n_tokens for prompt in prompts], min(len(stages), generation.max_batch_size))
+    if not shares:
+        return 0.0
+    n_responses = max(len(prompt.responses) for prompt in prompts)
+    max_rows = rows_at_a_time(
+        max(map(len, shares)),
+        n_shares=len(shares),
+        n_responses=n_responses,
+        max_batch_size=generation.max_batch_size,
+    )
+    batches = [_Batch([prompts[i] for i in share], stages, n_responses, max_rows) for share in shares]
+    seconds = 0.0
+    while not all(batch.is_done for batch in batches):
+        n = 1 if any(batch.can_admit for batch in batches) else min(b.n_until_end for b in batches if not b.is_done)
+        seconds += n * _round_seconds([batch.step_seconds(n) for batch in batches], len(stages))
+    return seconds
+
+
+def together_seconds(replicas: Sequence[Sequence[Prompt]], stage: StageDecoding) -> Array:
+    """Return the seconds of replicas without a pipeline whose rows all enter together."""
+    counts = np.array([sum(len(prompt.responses) for prompt in prompts) for prompts in replicas])
+    replica = np.repeat(np.arange(len(replicas)), counts)
+    rows = [(prompt.n_tokens, n) for prompts in replicas for prompt in prompts for n in prompt.responses]
+    prompt_tokens, responses = np.array(rows, dtype=float).reshape(-1, 2).T
+    order = np.lexsort((-responses, replica))
+    steps = responses[order] - 1.0
+    starts = np.cumsum(counts) - counts
+    number = np.arange(len(steps)) - starts[replica]  # rows of the replica that last longer
+    shorter = np.append(steps[1:], 0.0)
+    shorter[np.append(starts[1:], len(steps)) - 1] = 0.0  # behind the last row of a replica
+    seconds = (steps - shorter) * stage.steps[number + 1] + stage.reading(prompt_tokens, responses)[order]
+    longest_first = [sorted([prompt.n_tokens for prompt in prompts], reverse=True) for prompts in replicas]
+    copied = [sum([p.n_tokens * (len(p.responses) - 1) for p in prompts]) for prompts in replicas]
+    return _sums(seconds, starts) + stage.prefilling(longest_first, copied)
+
+
+def _round_seconds(seconds: Sequence[Sequence[float]], n_stages: int) -> float:
+    """Return the seconds of a round of ticks: in tick k stage s computes batch (k - s) mod n_stages.
+
+    All wait for the slowest stage of a tick.
+
+    Args:
+        seconds: for each batch, those of its step on each stage.
+    """
+    if n_stages == 1:
+        return seconds[0][0]
+    n = len(seconds)
+    return sum(
+        max(seconds[(tick - s) % n_stages][s] for s in range(n_stages) if (tick - s) % n_stages < n)
+        for tick in range(n_stages)
+    )
+
+
+class _Batch:
+    """One share of prompts: the engine's slots, and when each row ends, counted in decoding steps of the share."""
+
+    def __init__(
+        self, prompts: Sequence[Prompt], stages: Sequence[StageDecoding], n_responses: int, max_rows: int
+    ) -> None:
+        lengths = [prompt.n_tokens for prompt in prompts]
+        self._slots = SlotTable(lengths, n_responses=n_responses, max_rows=max_rows)
+        self._prompts, self._stages = prompts, stages
+        self._n_steps = 0
+        self._ends: list[tuple[int, int, int]] = []  # (step, sample, response) of each row, a heap
+        of_rows = np.repeat(np.array(lengths, dtype=float), n_responses)
+        responses = np.array([n for prompt in prompts for n in prompt.responses], dtype=float)
+        steps = np.maximum(responses - 1, 1)
+        self._reading = [(stage.reading(of_rows, responses) / steps).tolist() for stage in stages]
+        self._n_responses = n_responses
+        self._now = [0.0] * len(stages)  # seconds in which a step reads the caches of the present rows, by stage
+
+    @property
+    def is_done(self) -> bool:
+        return self._slots.is_done
+
+    @property
+    def can_admit(self) -> bool:
+        return self._slots.can_admit
+
+    @property
+    def n_until_end(self) -> int:
+        """Decoding steps until a row ends."""
+        return self._ends[0][0] - self._n_steps
+
+    def step_seconds(self, n: int) -> list[float]:
+        """Admit, or decode n times, and return the seconds of one step on each stage."""
+        if self.is_done:
+            return [0.0] * len(self._stages)
+        if self.can_admit:
+            return self._admit()
+        rows = len(self._slots.rows)
+        seconds = [float(stage.steps[rows]) + now for stage, now in zip(self._stages, self._now, strict=True)]
+        self._n_steps += n
+        self._retire()
+        return seconds
+
+    def _admit(self) -> list[float]:
+        admission = self._slots.admit()
+        for entry in admission.entries:
+            row = entry.row
+            length = self._prompts[row.sample].responses[row.response]
+            heapq.heappush(self._ends, (self._n_steps + length - 1, row.sample, row.response))
+            self._count(row.sample, row.response, 1.0)
+        computed, copied = (
+            [self._prompts[entry.row.sample].n_tokens for entry in entries]
+            for entries in (admission.prefills, admission.copies)
+        )
+        seconds = [float(stage.prefilling([computed], [sum(copied)])[0]) for stage in self._stages]
+        self._retire()
+        return seconds
+
+    def _retire(self) -> None:
+        n_ended = 0
+        while self._ends and self._ends[0][0] <= self._n_steps:
+            _, sample, response = heapq.heappop(self._ends)
+            self._count(sample, response, -1.0)
+            n_ended += 1
+        self._slots.retire(range(n_ended))  # whichever rows: admission depends on their number alone
+
+    def _count(self, sample: int, response: int, sign: float) -> None:
+        place = sample * self._n_responses + response
+        for stage, reading in enumerate(self._reading):
+            self._now[stage] += sign * reading[place]
