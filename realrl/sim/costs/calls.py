@@ -7,7 +7,7 @@ Invariants of `CostModel`:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -18,6 +18,7 @@ from realrl.mesh.device_mesh import Allocation
 from realrl.plan.hooks import Offload, Realloc
 from realrl.plan.memory.formulas import Kernels, generation_bytes, local_shape
 from realrl.plan.memory.plan import RoleState, layout_of
+from realrl.plan.parameters.realloc import ReallocPlan
 from realrl.plan.parameters.shards import shard_of
 from realrl.plan.parameters.specs import DTYPE_BYTES
 from realrl.sched.calls import ScheduledCall
@@ -137,7 +138,7 @@ class CostModel:
 
     def received_bytes(self, call: ScheduledCall, when: HookTime, rank: int) -> int:
         """Return the bytes of parameters that hooks bring to a rank from others."""
-        hooks = {"ahead of": (), "before": call.hooks.before, "after": call.hooks.after}[when]
+        hooks = () if when == "ahead of" else getattr(call.hooks, when)
         return sum(self._plan_of(hook).bytes_received(rank) for hook in hooks if isinstance(hook, Realloc))
 
     def rows(self, requests: Mapping[int, MoveRows | RunCall], sizes: Mapping[str, SampleSizes]) -> Mapping[int, float]:
@@ -146,22 +147,21 @@ class CostModel:
         found = {}
         for rank, request in requests.items():
             if isinstance(request, MoveRows):
-                ways = (request.sends, request.receives)
+                sent, received = request.sends, request.receives
                 pulled = 0.0
             else:
-                ways = tuple(
-                    tuple(t for t in request.spreads if getattr(t, end) == rank) for end in ("source", "target")
-                )
+                sent = tuple([t for t in request.spreads if t.source == rank])
+                received = tuple([t for t in request.spreads if t.target == rank])
                 pulled = pull_seconds(request.transfers, bytes_of, hardware)
-            exchanged = (exchange_seconds(way, bytes_of, hardware, self._node_of) for way in ways)
-            found[rank] = pulled + max(exchanged)
+            ways = (exchange_seconds(way, bytes_of, hardware, self._node_of) for way in (sent, received))
+            found[rank] = pulled + max(ways)
         return found
 
     @cached_property
-    def _node_of(self):  # type: ignore[no-untyped-def]
+    def _node_of(self) -> Callable[[int], int]:
         return next(iter(self._roles.values())).home.mesh.cluster.node_of
 
-    def _plan_of(self, hook: Realloc):  # type: ignore[no-untyped-def]
+    def _plan_of(self, hook: Realloc) -> ReallocPlan:
         return realloc_of(self._roles[hook.source].model, hook.source_allocation, hook.target_allocation)
 
     def _moving(self, hook: Realloc) -> float:
@@ -214,7 +214,6 @@ class CostModel:
         """Return the seconds of one message between master and worker."""
         return self._hardware.host.message_s
 
-    @lru_cache(maxsize=4096)  # noqa: B019
     def _saved_bytes(self, rank: int) -> float:
         total = 0.0
         for state in self._roles.values():
@@ -327,7 +326,7 @@ class _Computing:
         )
 
     @cached_property
-    def _replica_seconds(self):  # type: ignore[no-untyped-def]
+    def _replica_seconds(self) -> Callable[[tuple[Prompt, ...]], float]:
         @lru_cache(maxsize=_MOST_REPLICAS)
         def seconds(prompts: tuple[Prompt, ...]) -> float:
             return replica_seconds(prompts, self._decoding, self._generation)
