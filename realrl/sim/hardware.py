@@ -225,7 +225,9 @@ def _build(kind: type, mapping: object, path: str, source: str) -> Any:
             peaks = _section(value, key, get_args(DType), source, optional=get_args(DType))
             if not peaks:
                 raise _error(key, value, "has no dtype", source, "Write one, such as {bfloat16: 312 TFLOP/s}.")
-            values[part.name] = {dtype: _number(peak, f"{key}.{dtype}", unit, source) for dtype, peak in peaks.items()}
+            values[part.name] = {
+                dtype: _number(peak, f"{key}.{dtype}", "FLOP/s", source) for dtype, peak in peaks.items()
+            }
         elif unit is not None:
             values[part.name] = _number(value, key, unit, source)
         elif part.name == "kind":

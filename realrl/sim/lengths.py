@@ -184,11 +184,12 @@ def _distribution(value: object, where: str) -> Distribution:
         if not lengths or len(lengths) < len(value):
             raise ConfigError(f"{where}: recorded lengths are whole numbers of 1 or more", remedy="Correct the list.")
         return Distribution("recorded", lengths)
-    kind, _, rest = str(value).partition(":")
-    if kind not in _PARAMETERS:
+    name, _, rest = str(value).partition(":")
+    kind = next((kind for kind in _PARAMETERS if kind == name), None)
+    if kind is None:
         raise ConfigError(
-            f"{where}={str(value)[:60]!r} is no distribution of lengths." + did_you_mean(kind, _PARAMETERS),
-            remedy="Use " + ", ".join(f"{name}:{','.join(args).upper()}" for name, args in _PARAMETERS.items()) + ".",
+            f"{where}={str(value)[:60]!r} is no distribution of lengths." + did_you_mean(name, _PARAMETERS),
+            remedy="Use " + ", ".join(f"{known}:{','.join(args).upper()}" for known, args in _PARAMETERS.items()) + ".",
         )
     names = _PARAMETERS[kind]
     values = tuple(_positive(text) for text in rest.split(","))

@@ -159,7 +159,8 @@ class CostModel:
 
     @cached_property
     def _node_of(self) -> Callable[[int], int]:
-        return next(iter(self._roles.values())).home.mesh.cluster.node_of
+        cluster = next(iter(self._roles.values())).home.mesh.cluster
+        return cluster.node_of
 
     def _plan_of(self, hook: Realloc) -> ReallocPlan:
         return realloc_of(self._roles[hook.source].model, hook.source_allocation, hook.target_allocation)

@@ -104,7 +104,8 @@ class StageWork:
 
     def bytes_read(self, n_tokens: Array) -> Array:
         """Return the bytes of matrices that a pass over so many tokens reads in the blocks."""
-        return self.matrix_bytes + (self.experts.bytes_read(n_tokens) if self.experts else 0.0)
+        experts = np.zeros_like(n_tokens) if self.experts is None else self.experts.bytes_read(n_tokens)
+        return experts + self.matrix_bytes
 
     def product_flops(self, n_tokens: float, *, is_backward: bool = False) -> float:
         """Return the FLOPs of the blocks' products."""
@@ -117,9 +118,9 @@ class StageWork:
 
     def head_flops(self, n_scored: Array, *, is_backward: bool = False) -> Array:
         """Return the FLOPs of the head; backward computes the logits of several chunks again."""
-        times: Array | float = 1.0
+        times = np.ones_like(n_scored)
         if is_backward:
-            times = (1.0 if self.is_frozen else 2.0) + (n_scored * self.logits > LOGITS_CHUNK)
+            times = np.where(n_scored * self.logits > LOGITS_CHUNK, 2.0, 1.0) + (0.0 if self.is_frozen else 1.0)
         return 2.0 * self.head * times * n_scored
 
 

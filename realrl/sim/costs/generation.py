@@ -22,13 +22,12 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from realrl.config.schema import GenerationConfig
 from realrl.plan.samples.slot_table import SlotTable, divide_prompts, prefill_chunks, rows_at_a_time
 from realrl.sim.costs.collectives import LinearCost
 from realrl.sim.costs.flops import LOGIT_BYTES, Array, StageWork, attended
-from realrl.sim.costs.passes import Load, PassCost
+from realrl.sim.costs.passes import Indices, Load, PassCost
 from realrl.sim.hardware import Device
 
 _PACKET_BYTES = 24.0  # token and two log-probabilities, from the last stage to all others
@@ -107,13 +106,14 @@ class StageDecoding:
         starts = np.cumsum(sizes) - sizes
         pairs = {window: _sums(attended(flat, window), starts) for window, _ in self.work.windows}
         passes = self.prefill(Load(_sums(flat, starts), sizes.astype(float), pairs))
-        seconds: Array = np.bincount(admission, passes, minlength=len(lengths))
+        seconds = np.zeros(len(lengths))
+        np.add.at(seconds, admission, passes)
         copying = 2 * self.work.n_layers * self.work.cache_bytes / self.device.stream
         sampling = self.device.token_s if self.work.has_head else 0.0
         return seconds + copying * np.array(n_copied, dtype=float) + sampling
 
 
-def _sums(values: Array, starts: npt.NDArray[np.int64]) -> Array:
+def _sums(values: Array, starts: Indices) -> Array:
     found: Array = np.add.reduceat(values, starts) if len(starts) else np.zeros(0)
     return found
 

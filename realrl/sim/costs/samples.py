@@ -19,7 +19,7 @@ from realrl.plan.samples.partition import default_n_mbs, micro_batches_balanced,
 from realrl.plan.samples.prefixes import is_worth_sharing
 from realrl.shape import DecoderConfig
 from realrl.sim.costs.flops import Array, Window, attended, windows_of
-from realrl.sim.costs.passes import Load
+from realrl.sim.costs.passes import Indices, Load
 from realrl.sim.durations import SampleSizes
 
 
@@ -116,7 +116,10 @@ def micro_batches(
         starts = np.cumsum(sizes) - sizes
 
         def sums(
-            values: Array, order: Array = order, starts: Array = starts, shape: tuple[int, int] = (len(places), n_mbs)
+            values: Array,
+            order: Indices = order,
+            starts: Indices = starts,
+            shape: tuple[int, int] = (len(places), n_mbs),
         ) -> Array:
             found: Array = np.add.reduceat(values[order], starts).reshape(shape).T
             return found
