@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import chain
 
 from realrl.config.schema import GenerationConfig
 from realrl.graph.mfc import InterfaceType
@@ -35,13 +34,14 @@ from realrl.sim.costs.moves import (
     realloc_of,
     realloc_seconds,
 )
-from realrl.sim.costs.samples import micro_batches, tokens_of
+from realrl.sim.costs.samples import Tokens, micro_batches, tokens_of
 from realrl.sim.costs.training import StageLinks, Training, optimizer_seconds, passes_of, run_passes, train_seconds
 from realrl.sim.durations import SampleSizes, meeting_ranks
 from realrl.sim.hardware import Hardware
 
 _STATE_BYTES = 12.0  # a parameter's float32 master and moments in a checkpoint
 _WIDTHS: Mapping[int, DType] = {2: "bfloat16", 4: "float32", 8: "float64"}
+_MOST_DISPATCHES = 8  # whose tokens are remembered
 _MOST_REPLICAS = 4096  # whose seconds of generation are remembered
 
 
@@ -82,7 +82,7 @@ class CostModel:
         if call.hooks.home is None:
             return {rank: self._judging(request, sizes) for rank, request in requests.items()}
         computing = self._computing_of(call)
-        replicas = [call.allocation.dp_group_members(i) for i in range(call.allocation.strategy.dp)]
+        replicas = computing.replicas
         minibatches = [requests[members[0]].minibatches for members in replicas]
         if call.mfc.is_train:
             seconds = [computing.training(call, minibatches, sizes)] * len(replicas)
@@ -229,7 +229,11 @@ class CostModel:
 
 
 class _Computing:
-    """Costs of one kind of computation of one role under one allocation."""
+    """Costs of one kind of computation of one role under one allocation.
+
+    Attributes:
+        replicas: ranks of each data-parallel replica.
+    """
 
     def __init__(
         self,
@@ -242,6 +246,8 @@ class _Computing:
         kind: InterfaceType,
     ) -> None:
         strategy, model = allocation.strategy, role.model
+        self._remembered: dict[object, tuple[tuple[SampleSizes, ...], Tokens]] = {}
+        self.replicas = [allocation.dp_group_members(i) for i in range(strategy.dp)]
         self._model, self._strategy, self._hardware = model, strategy, hardware
         self._generation = generation
         if kind is InterfaceType.GENERATE and kernels.generation_bytes not in (None, DTYPE_BYTES[model.dtype]):
@@ -277,7 +283,7 @@ class _Computing:
         """Return the seconds of a train_step on all ranks; `minibatches` are those of each replica."""
         shares = [ids for replica in minibatches for ids in replica]
         n_minibatches = len(minibatches[0])
-        tokens = tokens_of(sizes, chain.from_iterable(shares), self._model, shares_prefixes=self._shares_prefixes)
+        tokens = self._tokens(sizes)
         cut = [
             ([place % n_minibatches for place in part.places], part.load)
             for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp)
@@ -288,7 +294,7 @@ class _Computing:
         self, call: ScheduledCall, shares: Sequence[tuple[str, ...]], sizes: Mapping[str, SampleSizes]
     ) -> list[float]:
         """Return the seconds of each replica, whose samples are `shares`."""
-        tokens = tokens_of(sizes, chain.from_iterable(shares), self._model, shares_prefixes=self._shares_prefixes)
+        tokens = self._tokens(sizes)
         seconds = [self._begin_s] * len(shares)
         told = self._links[0].forward.latency_s  # the result, from the last stage to the others
         for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp):
@@ -299,25 +305,33 @@ class _Computing:
 
     def generating(self, shares: Sequence[tuple[str, ...]], sizes: Mapping[str, SampleSizes]) -> list[float]:
         """Return the seconds of each replica; `sizes` has the responses that it will make."""
-        replicas = [
-            tuple([Prompt(sizes[i].prompt_tokens[0], sizes[i].response_tokens) for i in share]) for share in shares
+        replicas: list[tuple[Prompt, ...]] = [
+            tuple([(size.prompt_tokens[0], size.response_tokens) for size in map(sizes.__getitem__, share)])
+            for share in shares
         ]
         at_work = [place for place, prompts in enumerate(replicas) if prompts]
         seconds = [self._begin_s] * len(replicas)
         if self._strategy.pp == 1:
-            together = [
-                place
-                for place in at_work
-                if sum(len(p.responses) for p in replicas[place]) <= self._generation.max_batch_size
-            ]
-            if together:
-                found = together_seconds([replicas[place] for place in together], self._decoding[0])
-                for place, s in zip(together, found.tolist(), strict=True):
-                    seconds[place] += s
-            at_work = [place for place in at_work if place not in set(together)]
+            most = self._generation.max_batch_size
+            together = [place for place in at_work if sum([len(made) for _, made in replicas[place]]) <= most]
+            found = together_seconds([replicas[place] for place in together], self._decoding[0])
+            for place, s in zip(together, found.tolist(), strict=True):
+                seconds[place] += s
+            at_work = sorted({*at_work}.difference(together))
         for place in at_work:
             seconds[place] += self._replica_seconds(replicas[place])
         return seconds
+
+    def _tokens(self, sizes: Mapping[str, SampleSizes]) -> Tokens:
+        """Return the tokens of the samples; those of the last few dispatches are remembered."""
+        found = tuple(sizes.values())
+        key = (tuple(sizes), tuple(map(id, found)))  # the objects are kept, so no other can get such an id
+        if key not in self._remembered:
+            if len(self._remembered) >= _MOST_DISPATCHES:
+                del self._remembered[next(iter(self._remembered))]
+            tokens = tokens_of(sizes, self._model, shares_prefixes=self._shares_prefixes)
+            self._remembered[key] = (found, tokens)
+        return self._remembered[key][1]
 
     @cached_property
     def _decoding(self) -> tuple[StageDecoding, ...]:

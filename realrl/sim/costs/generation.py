@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,16 +32,8 @@ from realrl.sim.hardware import Device
 _PACKET_BYTES = 24.0  # token and two log-probabilities, from the last stage to all others
 
 
-class Prompt(NamedTuple):
-    """A sample that is generated for.
-
-    Attributes:
-        n_tokens: of its prompt.
-        responses: tokens of each response that it gets.
-    """
-
-    n_tokens: int
-    responses: tuple[int, ...]
+Prompt = tuple[int, tuple[int, ...]]
+"""Tokens of a sample's prompt, and of each response that it gets."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +116,10 @@ def replica_seconds(prompts: Sequence[Prompt], stages: Sequence[StageDecoding], 
         prompts: in the order of the replica's samples.
         stages: the pipeline.
     """
-    shares = divide_prompts([prompt.n_tokens for prompt in prompts], min(len(stages), generation.max_batch_size))
+    shares = divide_prompts([n for n, _ in prompts], min(len(stages), generation.max_batch_size))
     if not shares:
         return 0.0
-    n_responses = max(len(prompt.responses) for prompt in prompts)
+    n_responses = max(len(made) for _, made in prompts)
     max_rows = rows_at_a_time(
         max(map(len, shares)),
         n_shares=len(shares),
@@ -145,10 +136,15 @@ def replica_seconds(prompts: Sequence[Prompt], stages: Sequence[StageDecoding], 
 
 def together_seconds(replicas: Sequence[Sequence[Prompt]], stage: StageDecoding) -> Array:
     """Return the seconds of replicas without a pipeline whose rows all enter together."""
-    counts = np.array([sum(len(prompt.responses) for prompt in prompts) for prompts in replicas])
+    if not replicas:
+        return np.zeros(0)
+    prompts = [*chain.from_iterable(replicas)]
+    made = [responses for _, responses in prompts]
+    n_made = [len(responses) for responses in made]
+    counts = _sums(np.array(n_made), np.cumsum([0, *map(len, replicas[:-1])]))
     replica = np.repeat(np.arange(len(replicas)), counts)
-    rows = [(prompt.n_tokens, n) for prompts in replicas for prompt in prompts for n in prompt.responses]
-    prompt_tokens, responses = np.array(rows, dtype=float).reshape(-1, 2).T
+    prompt_tokens = np.repeat(np.array([float(n) for n, _ in prompts]), n_made)
+    responses = np.array([*chain.from_iterable(made)], dtype=float)
     order = np.lexsort((-responses, replica))
     steps = responses[order] - 1.0
     starts = np.cumsum(counts) - counts
@@ -156,8 +152,8 @@ def together_seconds(replicas: Sequence[Sequence[Prompt]], stage: StageDecoding)
     shorter = np.append(steps[1:], 0.0)
     shorter[np.append(starts[1:], len(steps)) - 1] = 0.0  # behind the last row of a replica
     seconds = (steps - shorter) * stage.steps[number + 1] + stage.reading(prompt_tokens, responses)[order]
-    longest_first = [sorted([prompt.n_tokens for prompt in prompts], reverse=True) for prompts in replicas]
-    copied = [sum([p.n_tokens * (len(p.responses) - 1) for p in prompts]) for prompts in replicas]
+    longest_first = [sorted([n for n, _ in some], reverse=True) for some in replicas]
+    copied = [sum([n * (len(responses) - 1) for n, responses in some]) for some in replicas]
     return _sums(seconds, starts) + stage.prefilling(longest_first, copied)
 
 
@@ -184,13 +180,13 @@ class _Batch:
     def __init__(
         self, prompts: Sequence[Prompt], stages: Sequence[StageDecoding], n_responses: int, max_rows: int
     ) -> None:
-        lengths = [prompt.n_tokens for prompt in prompts]
+        lengths = [n for n, _ in prompts]
         self._slots = SlotTable(lengths, n_responses=n_responses, max_rows=max_rows)
         self._prompts, self._stages = prompts, stages
         self._n_steps = 0
         self._ends: list[tuple[int, int, int]] = []  # (step, sample, response) of each row, a heap
         of_rows = np.repeat(np.array(lengths, dtype=float), n_responses)
-        responses = np.array([n for prompt in prompts for n in prompt.responses], dtype=float)
+        responses = np.array([n for _, made in prompts for n in made], dtype=float)
         steps = np.maximum(responses - 1, 1)
         self._reading = [(stage.reading(of_rows, responses) / steps).tolist() for stage in stages]
         self._n_responses = n_responses
@@ -225,11 +221,11 @@ class _Batch:
         admission = self._slots.admit()
         for entry in admission.entries:
             row = entry.row
-            length = self._prompts[row.sample].responses[row.response]
+            length = self._prompts[row.sample][1][row.response]
             heapq.heappush(self._ends, (self._n_steps + length - 1, row.sample, row.response))
             self._count(row.sample, row.response, 1.0)
         computed, copied = (
-            [self._prompts[entry.row.sample].n_tokens for entry in entries]
+            [self._prompts[entry.row.sample][0] for entry in entries]
             for entries in (admission.prefills, admission.copies)
         )
         seconds = [float(stage.prefilling([computed], [sum(copied)])[0]) for stage in self._stages]

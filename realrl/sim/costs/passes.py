@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -114,15 +115,15 @@ class _Order:
 
     Attributes:
         stages, micro_batches, is_backward: of each computation.
-        levels: for each level its computations, those before them on their stages, and those that feed them; one more
-            than the last computation stands for none.
+        levels: for each level its computations, which are neighbours, those before them on their stages, and those that
+            feed them; one more than the last computation stands for none.
         crosses: 1.0 where what feeds a computation comes from another stage.
     """
 
     stages: Indices
     micro_batches: Indices
     is_backward: npt.NDArray[np.bool_]
-    levels: tuple[tuple[Indices, Indices, Indices], ...]
+    levels: tuple[tuple[slice, Indices, Indices], ...]
     crosses: Array
 
 
@@ -152,10 +153,13 @@ def _order_of(n_stages: int, n_micro_batches: int, *, trains: bool) -> _Order:
         for at in ready:
             level[at] = 1 + max(level[before[at]], level[feeds[at]])
         waiting = [at for at in waiting if level[at] < 0]
-    levels = []
-    for number in range(1, int(level.max(initial=0)) + 1):
-        members = np.flatnonzero(level[:none] == number)
-        levels.append((members, before[members], feeds[members]))
+    by_level = np.argsort(level[:none], kind="stable")
+    new = np.append(np.empty(none, int), none)
+    new[by_level] = np.arange(none)
+    stages, micro_batches, is_backward = stages[by_level], micro_batches[by_level], is_backward[by_level]
+    before, feeds = new[before[by_level]], new[feeds[by_level]]
+    edges = np.searchsorted(level[:none][by_level], np.arange(1, level.max() + 2)).tolist()
+    levels = [(slice(a, b), before[a:b], feeds[a:b]) for a, b in pairwise(edges)]
     crosses = np.where(feeds == none, 0.0, (stages != np.append(stages, -1)[feeds]).astype(float))
     return _Order(stages, micro_batches, is_backward, tuple(levels), crosses)
 
@@ -185,6 +189,9 @@ def pipeline_seconds(
         arrival = way[link, order.micro_batches] * order.crosses[:, None]
     ends = np.zeros((len(cost) + 1, n_pipelines))
     for members, before, feeds in order.levels:
-        ends[members] = np.maximum(ends[before], ends[feeds] + arrival[members]) + cost[members]
+        fed = ends.take(feeds, 0)
+        fed += arrival[members]
+        np.maximum(fed, ends.take(before, 0), out=fed)
+        np.add(fed, cost[members], out=ends[members])
     last: Array = ends.max(axis=0)
     return last

@@ -7,7 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -18,7 +18,7 @@ from realrl.graph.mfc import MFCDef
 from realrl.plan.samples.partition import default_n_mbs, micro_batches_balanced, micro_batches_in_order
 from realrl.plan.samples.prefixes import is_worth_sharing
 from realrl.shape import DecoderConfig
-from realrl.sim.costs.flops import Array, Window, attended, windows_of
+from realrl.sim.costs.flops import Array, attended, windows_of
 from realrl.sim.costs.passes import Indices, Load
 from realrl.sim.durations import SampleSizes
 
@@ -38,28 +38,24 @@ class Tokens:
     load: Load
 
 
-def tokens_of(
-    sizes: Mapping[str, SampleSizes], ids: Iterable[str], model: DecoderConfig, *, shares_prefixes: bool
-) -> Tokens:
-    """Return the tokens of samples.
+def tokens_of(sizes: Mapping[str, SampleSizes], model: DecoderConfig, *, shares_prefixes: bool) -> Tokens:
+    """Return the tokens of all samples of a dispatch.
 
     Args:
         shares_prefixes: the engine computes a prompt once for all its responses, where it is worth the trouble.
     """
-    index = {sample_id: i for i, sample_id in enumerate(dict.fromkeys(ids))}
-    found = [sizes[sample_id] for sample_id in index]
-    counts = np.array([len(size.prompt_tokens) for size in found])
-    starts = np.cumsum(counts) - counts
-    prompts = np.fromiter(chain.from_iterable(size.prompt_tokens for size in found), dtype=np.float64)
-    empty = (0,)
-    responses = np.fromiter(
-        chain.from_iterable(size.response_tokens or empty * len(size.prompt_tokens) for size in found),
-        dtype=np.float64,
-    )
+    index = {sample_id: i for i, sample_id in enumerate(sizes)}
+    found = list(sizes.values())
+    of_prompts, of_responses = [size.prompt_tokens for size in found], [size.response_tokens for size in found]
+    counts = np.array([len(lengths) for lengths in of_prompts])
+    if not all(of_responses):
+        of_responses = [some or (0,) * len(lengths) for some, lengths in zip(of_responses, of_prompts, strict=True)]
+    prompts, responses = (np.array([*chain.from_iterable(some)], dtype=float) for some in (of_prompts, of_responses))
     lengths = prompts + responses
+    starts = np.cumsum(counts) - counts
 
     def of_samples(values: Array) -> Array:
-        return np.add.reduceat(values, starts) if len(starts) else np.zeros(0)
+        return values if len(values) == len(starts) else np.add.reduceat(values, starts)
 
     whole = of_samples(lengths)
     tokens = whole
@@ -97,43 +93,56 @@ def micro_batches(
     Args:
         shares: samples of each rank, or of each minibatch of each rank; an empty one is left out.
     """
-    default = default_n_mbs(n_stages, is_train=mfc.is_train)
-    split = _balanced if mfc.is_train else _in_order
-    by_number: dict[int, list[int]] = {}
-    orders: list[list[int]] = []  # of each share: its samples, micro-batch after micro-batch
-    cuts: list[list[int]] = []
+    n_mbs = mfc.n_mbs or default_n_mbs(n_stages, is_train=mfc.is_train)
+    cut_of = _balanced if mfc.is_train else _in_order
+    members = np.array([tokens.index[sample_id] for ids in shares for sample_id in ids], dtype=int)
+    weights = [tokens.weights[i] for i in members.tolist()]
+    by_number: dict[int, list[tuple[int, int, _Cut]]] = {}
+    start = 0
     for place, ids in enumerate(shares):
-        members = [tokens.index[sample_id] for sample_id in ids]
-        weights = tuple([tokens.weights[i] for i in members])
-        parts = split(weights, mfc.n_mbs or default, mfc.max_tokens_per_mb) if members else ()
-        orders.append([members[i] for part in parts for i in part])
-        cuts.append([len(part) for part in parts])
-        if parts:
-            by_number.setdefault(len(parts), []).append(place)
-    for n_mbs, places in by_number.items():
-        order = np.array([i for place in places for i in orders[place]])
-        sizes = np.array([n for place in places for n in cuts[place]])
-        starts = np.cumsum(sizes) - sizes
-
-        def sums(
-            values: Array,
-            order: Indices = order,
-            starts: Indices = starts,
-            shape: tuple[int, int] = (len(places), n_mbs),
-        ) -> Array:
-            found: Array = np.add.reduceat(values[order], starts).reshape(shape).T
-            return found
-
-        load = tokens.load
-        pairs: dict[Window, Array] = {window: sums(n) for window, n in load.pairs.items()}
-        yield MicroBatches(tuple(places), Load(sums(load.tokens), sums(load.scored), pairs))
+        stop = start + len(ids)
+        if ids:
+            is_alone = stop == start + 1
+            cut = _ALONE if is_alone else cut_of(tuple(weights[start:stop]), n_mbs, mfc.max_tokens_per_mb)
+            by_number.setdefault(len(cut.sizes), []).append((place, start, cut))
+        start = stop
+    load = tokens.load
+    for number, cuts in by_number.items():
+        lengths = [len(cut.order) for _, _, cut in cuts]
+        begins = np.repeat([begin for _, begin, _ in cuts], lengths)
+        order = members[np.concatenate([cut.order for _, _, cut in cuts]) + begins]
+        sizes = np.concatenate([cut.sizes for _, _, cut in cuts])
+        starts, shape = np.cumsum(sizes) - sizes, (len(cuts), number)
+        pairs = {window: _sums(n[order], starts, shape) for window, n in load.pairs.items()}
+        cut_load = Load(_sums(load.tokens[order], starts, shape), _sums(load.scored[order], starts, shape), pairs)
+        yield MicroBatches(tuple([place for place, _, _ in cuts]), cut_load)
 
 
-@lru_cache(maxsize=4096)
-def _balanced(weights: tuple[int, ...], n_mbs: int, budget: int | None) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, micro_batches_balanced(weights, n_mbs=n_mbs, budget=budget)))
+def _sums(values: Array, starts: Indices, shape: tuple[int, int]) -> Array:
+    found: Array = np.add.reduceat(values, starts).reshape(shape).T
+    return found
 
 
-@lru_cache(maxsize=4096)
-def _in_order(weights: tuple[int, ...], n_mbs: int, budget: int | None) -> tuple[range, ...]:
-    return tuple(micro_batches_in_order(weights, n_mbs=n_mbs, budget=budget))
+@dataclass(frozen=True)
+class _Cut:
+    """Samples of a share, micro-batch after micro-batch, and the number in each."""
+
+    order: Indices
+    sizes: Indices
+
+    @classmethod
+    def of(cls, parts: Sequence[Sequence[int]]) -> _Cut:
+        return cls(np.array([*chain.from_iterable(parts)]), np.array([*map(len, parts)]))
+
+
+_ALONE = _Cut.of([[0]])
+
+
+@lru_cache(maxsize=1 << 14)
+def _balanced(weights: tuple[int, ...], n_mbs: int, budget: int | None) -> _Cut:
+    return _Cut.of(micro_batches_balanced(weights, n_mbs=n_mbs, budget=budget))
+
+
+@lru_cache(maxsize=1 << 14)
+def _in_order(weights: tuple[int, ...], n_mbs: int, budget: int | None) -> _Cut:
+    return _Cut.of(micro_batches_in_order(weights, n_mbs=n_mbs, budget=budget))

@@ -10,7 +10,7 @@ from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.shape import MoEConfig
 from realrl.sim.costs.collectives import FREE, LinearCost
 from realrl.sim.costs.flops import stage_work
-from realrl.sim.costs.generation import Prompt, StageDecoding, replica_seconds, together_seconds
+from realrl.sim.costs.generation import StageDecoding, replica_seconds, together_seconds
 from tests.sim.costs.models import hardware, llama, small
 
 DEVICE = hardware().device
@@ -28,9 +28,9 @@ def settings_of(max_rows=64):
 
 def by_hand(prompts, stage):
     """Every step of one batch of rows that enter together, one after the other."""
-    rows = [(p.n_tokens, n) for p in prompts for n in p.responses]
-    copied = sum(p.n_tokens * (len(p.responses) - 1) for p in prompts)
-    seconds = float(stage.prefilling([sorted((p.n_tokens for p in prompts), reverse=True)], [copied])[0])
+    rows = [(p, n) for p, made in prompts for n in made]
+    copied = sum(p * (len(made) - 1) for p, made in prompts)
+    seconds = float(stage.prefilling([sorted((p for p, _ in prompts), reverse=True)], [copied])[0])
     for step in range(1, max(n for _, n in rows)):
         alive = [p + step for p, n in rows if n > step]  # tokens that the row's newest one sees
         seen = sum(n * sum(min(a, w or a) for a in alive) for w, n in stage.work.windows)
@@ -39,7 +39,7 @@ def by_hand(prompts, stage):
 
 
 PROMPTS = st.lists(
-    st.builds(Prompt, st.integers(1, 30), st.tuples(st.integers(1, 20), st.integers(1, 20))), min_size=1, max_size=6
+    st.tuples(st.integers(1, 30), st.tuples(st.integers(1, 20), st.integers(1, 20))), min_size=1, max_size=6
 )
 
 
@@ -53,7 +53,7 @@ def test_rows_that_enter_together_take_the_sum_of_their_steps(prompts, window):
 
 def test_slots_are_refilled_when_enough_are_free():
     (stage,) = decoding(max_rows=2)
-    prompts = [Prompt(4, (3,)), Prompt(3, (9,)), Prompt(2, (5,))]  # the first two enter; the third when one ends
+    prompts = [(4, (3,)), (3, (9,)), (2, (5,))]  # the first two enter; the third when one ends
     reading = float(stage.reading(np.array([4.0, 3, 2]), np.array([3.0, 9, 5])).sum())
     prefills = stage.prefilling([[4, 3], [2]], [0, 0]).sum()
     steps = 2 * stage.steps[2] + 4 * stage.steps[2] + 2 * stage.steps[1]
@@ -65,12 +65,12 @@ def test_slots_are_refilled_when_enough_are_free():
 def test_more_work_never_takes_less(prompts, max_rows, pp, more):
     stages = decoding(pp=pp, max_rows=max_rows)
     base = replica_seconds(prompts, stages, settings_of(max_rows))
-    longer = [p._replace(responses=tuple(n + more for n in p.responses)) for p in prompts]
+    longer = [(p, tuple(n + more for n in made)) for p, made in prompts]
     assert 0 < base <= replica_seconds(longer, stages, settings_of(max_rows)) * (1 + 1e-9)
 
 
 def test_stages_decode_in_turn():
-    prompts = [Prompt(4, (10,)), Prompt(4, (10,))]
+    prompts = [(4, (10,)), (4, (10,))]
     stages = decoding(pp=2)
     one, other = (float(stage.steps[1]) for stage in stages)
     assert stages[0].work.n_layers >= stages[1].work.n_layers

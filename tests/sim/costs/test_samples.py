@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ def call(kind=InterfaceType.TRAIN_STEP, **changes):
 
 
 def test_what_samples_are_for_a_model():
-    found = tokens_of(SIZES, "abca", small(), shares_prefixes=False)
+    found = tokens_of(SIZES, small(), shares_prefixes=False)
     assert found.index == {"a": 0, "b": 1, "c": 2}
     assert found.weights == found.load.tokens.tolist() == [12, 16, 10]
     assert found.load.scored.tolist() == [7, 10, 10]  # responses, or all of a sequence that has none
@@ -26,13 +25,13 @@ def test_what_samples_are_for_a_model():
 
 
 def test_windows_count_apart():
-    found = tokens_of(SIZES, "a", small(sliding_window=4, windowed_layers=(1,)), shares_prefixes=False)
+    found = tokens_of({"a": SIZES["a"]}, small(sliding_window=4, windowed_layers=(1,)), shares_prefixes=False)
     assert {window: n.tolist() for window, n in found.load.pairs.items()} == {None: [78], 4: [10 + 8 * 4]}
 
 
 def test_a_shared_prompt_is_computed_once():
     sizes = {"a": SampleSizes((500,) * 4, (20, 30, 40, 50)), "b": SampleSizes((500,), (20,))}
-    plain, shared = (tokens_of(sizes, "ab", llama(), shares_prefixes=shares) for shares in (False, True))
+    plain, shared = (tokens_of(sizes, llama(), shares_prefixes=shares) for shares in (False, True))
     assert shared.load.tokens.tolist() == [500 + 140, 520]
     assert shared.weights == plain.weights  # micro-batches are cut by all tokens
     assert shared.load.scored.tolist() == plain.load.scored.tolist()
@@ -54,7 +53,7 @@ def test_micro_batches_are_those_of_the_engine(weights, n_mbs, budget, n_stages,
         n_mbs=None if budget else n_mbs,
         max_tokens_per_mb=budget,
     )
-    tokens = tokens_of(sizes, ids, small(), shares_prefixes=False)
+    tokens = tokens_of(sizes, small(), shares_prefixes=False)
     shares = [tuple(ids), (), tuple(ids[::2])]
     found = {}
     for part in micro_batches(tokens, shares, mfc, n_stages=n_stages):
@@ -70,12 +69,7 @@ def test_micro_batches_are_those_of_the_engine(weights, n_mbs, budget, n_stages,
 
 
 def test_shares_of_equal_cuts_come_together():
-    tokens = tokens_of({i: SampleSizes((8,)) for i in "abcdef"}, "abcdef", small(), shares_prefixes=False)
+    tokens = tokens_of({i: SampleSizes((8,)) for i in "abcdef"}, small(), shares_prefixes=False)
     parts = list(micro_batches(tokens, ["ab", "cd", "e", "f"], call(n_mbs=2), n_stages=1))
     assert {part.places: part.load.tokens.shape for part in parts} == {(0, 1): (2, 2), (2, 3): (1, 2)}
     assert all(np.all(part.load.tokens == 8) for part in parts)
-
-
-def test_a_sample_without_sizes():
-    with pytest.raises(KeyError):
-        tokens_of(SIZES, "z", small(), shares_prefixes=False)
