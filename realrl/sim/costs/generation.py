@@ -141,7 +141,7 @@ def together_seconds(replicas: Sequence[Sequence[Prompt]], stage: StageDecoding)
     prompts = [*chain.from_iterable(replicas)]
     made = [responses for _, responses in prompts]
     n_made = [len(responses) for responses in made]
-    counts = _sums(np.array(n_made), np.cumsum([0, *map(len, replicas[:-1])]))
+    counts = np.array([sum([len(responses) for _, responses in some]) for some in replicas])
     replica = np.repeat(np.arange(len(replicas)), counts)
     prompt_tokens = np.repeat(np.array([float(n) for n, _ in prompts]), n_made)
     responses = np.array([*chain.from_iterable(made)], dtype=float)

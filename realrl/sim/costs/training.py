@@ -126,7 +126,7 @@ def optimizer_seconds(work: StageWork, link: StageLinks, hardware: Hardware, tra
         seconds += reduce(gradient) + (n_buckets - 1) * reduce.latency_s + n * _FLATTEN_BYTES / device.stream
         if training.zero_stage in (1, 2):
             seconds += link.gather(n * width)
-    if work.is_tied:
+    if work.is_tied and not work.is_frozen:
         seconds += link.tied(FLOAT32 * work.logits * work.hidden_bytes / work.element_bytes)
     updated = n / training.n_shares
     seconds += n * FLOAT32 / device.stream  # the norm
