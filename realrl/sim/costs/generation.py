@@ -126,12 +126,15 @@ def replica_seconds(prompts: Sequence[Prompt], stages: Sequence[StageDecoding], 
         n_responses=n_responses,
         max_batch_size=generation.max_batch_size,
     )
-    batches = [_Batch([prompts[i] for i in share], stages, n_responses, max_rows) for share in shares]
-    seconds = 0.0
+    batches = [_Batch([prompts[i] for i in share], n_responses, max_rows) for share in shares]
+    steps: list[int] = []  # of each round; all batches decode as often in it, or one of them admits
     while not all(batch.is_done for batch in batches):
         n = 1 if any(batch.can_admit for batch in batches) else min(b.n_until_end for b in batches if not b.is_done)
-        seconds += n * _round_seconds([batch.step_seconds(n) for batch in batches], len(stages))
-    return seconds
+        for batch in batches:
+            batch.go(n, number=len(steps))
+        steps.append(n)
+    seconds = np.stack([[batch.seconds(stage, len(steps)) for stage in stages] for batch in batches])
+    return float(np.dot(_round_seconds(seconds), steps))
 
 
 def together_seconds(replicas: Sequence[Sequence[Prompt]], stage: StageDecoding) -> Array:
@@ -157,40 +160,37 @@ def together_seconds(replicas: Sequence[Sequence[Prompt]], stage: StageDecoding)
     return _sums(seconds, starts) + stage.prefilling(longest_first, copied)
 
 
-def _round_seconds(seconds: Sequence[Sequence[float]], n_stages: int) -> float:
-    """Return the seconds of a round of ticks: in tick k stage s computes batch (k - s) mod n_stages.
+def _round_seconds(seconds: Array) -> Array:
+    """Return the seconds of rounds: in tick k of a round stage s computes batch (k - s) mod the number of stages.
 
     All wait for the slowest stage of a tick.
 
     Args:
-        seconds: for each batch, those of its step on each stage.
+        seconds: [batches, stages, rounds], those of a batch's step on a stage; at most as many batches as stages.
     """
-    if n_stages == 1:
-        return seconds[0][0]
-    n = len(seconds)
-    return sum(
-        max(seconds[(tick - s) % n_stages][s] for s in range(n_stages) if (tick - s) % n_stages < n)
-        for tick in range(n_stages)
-    )
+    n_batches, n_stages, n_rounds = seconds.shape
+    total = np.zeros(n_rounds)
+    for tick in range(n_stages):
+        at_work = [((tick - s) % n_stages, s) for s in range(n_stages) if (tick - s) % n_stages < n_batches]
+        total += np.max([seconds[batch, stage] for batch, stage in at_work], axis=0)
+    return total
 
 
 class _Batch:
-    """One share of prompts: the engine's slots, and when each row ends, counted in decoding steps of the share."""
+    """One share of prompts, and what happens to it in rounds: the engine's slots admit, or all rows decode.
 
-    def __init__(
-        self, prompts: Sequence[Prompt], stages: Sequence[StageDecoding], n_responses: int, max_rows: int
-    ) -> None:
-        lengths = [n for n, _ in prompts]
-        self._slots = SlotTable(lengths, n_responses=n_responses, max_rows=max_rows)
-        self._prompts, self._stages = prompts, stages
+    When rows enter and end does not depend on seconds, so these are counted afterwards, for all rounds at once.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], n_responses: int, max_rows: int) -> None:
+        self._prompts, self._n_responses = prompts, n_responses
+        self._slots = SlotTable([n for n, _ in prompts], n_responses=n_responses, max_rows=max_rows)
         self._n_steps = 0
-        self._ends: list[tuple[int, int, int]] = []  # (step, sample, response) of each row, a heap
-        of_rows = np.repeat(np.array(lengths, dtype=float), n_responses)
-        responses = np.array([n for _, made in prompts for n in made], dtype=float)
-        steps = np.maximum(responses - 1, 1)
-        self._reading = [(stage.reading(of_rows, responses) / steps).tolist() for stage in stages]
-        self._n_responses = n_responses
-        self._now = [0.0] * len(stages)  # seconds in which a step reads the caches of the present rows, by stage
+        self._ends: list[tuple[int, int]] = []  # (step after which it ends, row) of each present row, a heap
+        self._decoded: list[tuple[int, int]] = []  # (round, rows)
+        self._admitted: list[tuple[int, list[int], int]] = []  # (round, tokens of computed prompts, copied tokens)
+        n_rows = len(prompts) * n_responses
+        self._first, self._last = [0] * n_rows, [0] * n_rows  # rounds in which a row enters and ends
 
     @property
     def is_done(self) -> bool:
@@ -205,42 +205,45 @@ class _Batch:
         """Decoding steps until a row ends."""
         return self._ends[0][0] - self._n_steps
 
-    def step_seconds(self, n: int) -> list[float]:
-        """Admit, or decode n times, and return the seconds of one step on each stage."""
+    def go(self, n: int, *, number: int) -> None:
+        """Admit in a round, or decode n times."""
         if self.is_done:
-            return [0.0] * len(self._stages)
+            return
         if self.can_admit:
-            return self._admit()
-        rows = len(self._slots.rows)
-        seconds = [float(stage.steps[rows]) + now for stage, now in zip(self._stages, self._now, strict=True)]
-        self._n_steps += n
-        self._retire()
-        return seconds
+            self._admit(number)
+        else:
+            self._decoded.append((number, len(self._slots.rows)))
+            self._n_steps += n
+        n_ended = 0
+        while self._ends and self._ends[0][0] <= self._n_steps:
+            self._last[heapq.heappop(self._ends)[1]] = number
+            n_ended += 1
+        self._slots.retire(range(n_ended))  # whichever rows: admission depends on their number alone
 
-    def _admit(self) -> list[float]:
+    def seconds(self, stage: StageDecoding, n_rounds: int) -> Array:
+        """Return the seconds of one step in each round on a stage; 0 in rounds without any."""
+        rows, seconds = np.zeros(n_rounds, dtype=int), np.zeros(n_rounds)
+        for number, n in self._decoded:
+            rows[number] = n
+        numbers, computed, copied = zip(*self._admitted, strict=True)
+        seconds[list(numbers)] = stage.prefilling(computed, copied)
+        prompts = np.repeat(np.array([float(n) for n, _ in self._prompts]), self._n_responses)
+        responses = np.array([n for _, made in self._prompts for n in made], dtype=float)
+        reading = stage.reading(prompts, responses) / np.maximum(responses - 1, 1)
+        change = np.zeros(n_rounds + 1)
+        np.add.at(change, self._first, reading)
+        np.subtract.at(change, np.array(self._last) + 1, reading)
+        return seconds + np.where(rows > 0, stage.steps[rows] + np.cumsum(change)[:-1], 0.0)
+
+    def _admit(self, number: int) -> None:
         admission = self._slots.admit()
         for entry in admission.entries:
-            row = entry.row
-            length = self._prompts[row.sample][1][row.response]
-            heapq.heappush(self._ends, (self._n_steps + length - 1, row.sample, row.response))
-            self._count(row.sample, row.response, 1.0)
+            sample, response = entry.row.sample, entry.row.response
+            row = sample * self._n_responses + response
+            heapq.heappush(self._ends, (self._n_steps + self._prompts[sample][1][response] - 1, row))
+            self._first[row] = number
         computed, copied = (
             [self._prompts[entry.row.sample][0] for entry in entries]
             for entries in (admission.prefills, admission.copies)
         )
-        seconds = [float(stage.prefilling([computed], [sum(copied)])[0]) for stage in self._stages]
-        self._retire()
-        return seconds
-
-    def _retire(self) -> None:
-        n_ended = 0
-        while self._ends and self._ends[0][0] <= self._n_steps:
-            _, sample, response = heapq.heappop(self._ends)
-            self._count(sample, response, -1.0)
-            n_ended += 1
-        self._slots.retire(range(n_ended))  # whichever rows: admission depends on their number alone
-
-    def _count(self, sample: int, response: int, sign: float) -> None:
-        place = sample * self._n_responses + response
-        for stage, reading in enumerate(self._reading):
-            self._now[stage] += sign * reading[place]
+        self._admitted.append((number, computed, sum(copied)))
