@@ -130,10 +130,13 @@ class ModelWorker:
             return msgspec.structs.replace(moved, spans=wait + moved.spans)
         if isinstance(request, LoadSamples):
             meta, restored = self._load(request)
-            spans = (Span("dataset", "load", start_s, time.time()),)
+            spans = (Span("dataset", "load", start_s, time.time(), {"samples": len(request.ids)}),)
             return SamplesLoaded(self.rank, request.seq, meta, spans, restored)
         if isinstance(request, ReadSamples):
-            return SamplesRead(self.rank, request.seq, request.step, read_samples(self.store, request, self._tokenizer))
+            columns = read_samples(self.store, request, self._tokenizer)
+            n_samples = len({i for ids in (*request.texts.values(), *request.keys.values()) for i in ids})
+            spans = (Span("read", "read", start_s, time.time(), {"step": request.step, "samples": n_samples}),)
+            return SamplesRead(self.rank, request.seq, request.step, columns, spans)
         if isinstance(request, FreeSamples):
             self.store.free(request.ids)
             return SamplesFreed(self.rank, request.seq)
