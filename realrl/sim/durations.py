@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Protocol, cast
 
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import HookTime, MoveRows, RunCall
@@ -25,7 +26,7 @@ class SampleSizes:
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def tokens(self) -> tuple[int, ...]:
         """Tokens of each sequence: prompt and response."""
         if not self.response_tokens:
@@ -61,9 +62,7 @@ class Durations(Protocol):
     def received_bytes(self, call: ScheduledCall, when: HookTime, rank: int) -> int:
         """Return the bytes of parameters that hooks bring to a rank from others."""
 
-    def rows(
-        self, requests: Mapping[int, MoveRows | RunCall], sizes: Mapping[str, SampleSizes]
-    ) -> Mapping[int, float]:
+    def rows(self, requests: Mapping[int, MoveRows | RunCall], sizes: Mapping[str, SampleSizes]) -> Mapping[int, float]:
         """Return the seconds in which ranks get the rows that they lack, in a part of its own or before a call."""
 
     def load(self, n_samples: int) -> float:
@@ -104,13 +103,18 @@ def meeting_ranks(call: ScheduledCall) -> tuple[tuple[int, ...], ...]:
     return tuple([call.allocation.dp_group_members(i) for i in range(call.allocation.strategy.dp)])
 
 
-class Slowed:
-    """Durations of a cluster on which some ranks compute and copy more slowly.
+def slowed(durations: Durations, factors: Mapping[int, float]) -> Durations:
+    """Return the durations of a cluster on which some ranks compute and copy more slowly.
 
     Args:
         durations: of the cluster without these ranks.
         factors: rank -> how many times as long it takes. Ranks that compute in one group wait for its slowest.
     """
+    return cast(Durations, _Slowed(durations, factors))
+
+
+class _Slowed:
+    """What `slowed` changes; everything else is as it was."""
 
     def __init__(self, durations: Durations, factors: Mapping[int, float]) -> None:
         self._durations = durations
@@ -128,9 +132,7 @@ class Slowed:
             factor_of.update(dict.fromkeys(group, max(self._factor(rank) for rank in group)))
         return {rank: s * factor_of[rank] for rank, s in seconds.items()}
 
-    def rows(
-        self, requests: Mapping[int, MoveRows | RunCall], sizes: Mapping[str, SampleSizes]
-    ) -> Mapping[int, float]:
+    def rows(self, requests: Mapping[int, MoveRows | RunCall], sizes: Mapping[str, SampleSizes]) -> Mapping[int, float]:
         return self._each(self._durations.rows(requests, sizes))
 
     def hooks(self, call: ScheduledCall, when: HookTime, ranks: Collection[int]) -> Mapping[int, float]:

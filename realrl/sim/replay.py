@@ -79,6 +79,18 @@ def check_recording(plan: MasterPlan, spans: Iterable[RankSpan], source: str) ->
             )
 
 
+def dropped_shares(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return call -> share of the samples that it dropped, from the lines of ``metrics.jsonl``."""
+    dropped: dict[str, float] = defaultdict(float)
+    loaded = 0.0
+    for row in metrics:
+        lost = {name.removeprefix("dropped/"): n for name, n in row.items() if name.startswith("dropped/")}
+        loaded += row["n_samples"] + sum(lost.values())
+        for call, n in lost.items():
+            dropped[call] += n
+    return {call: n / loaded for call, n in dropped.items() if loaded and call != "surplus"}
+
+
 class Recorded:
     """`Durations` of a recorded run.
 
@@ -117,9 +129,7 @@ class Recorded:
     def meets(self, call: ScheduledCall) -> tuple[tuple[int, ...], ...]:
         return meeting_ranks(call)
 
-    def rows(
-        self, requests: Mapping[int, MoveRows | RunCall], sizes: Mapping[str, SampleSizes]
-    ) -> Mapping[int, float]:
+    def rows(self, requests: Mapping[int, MoveRows | RunCall], sizes: Mapping[str, SampleSizes]) -> Mapping[int, float]:
         some = next(iter(requests.values()))
         recorded = self._moves.get((some.call, some.step), {}).get(self._recorded_of(some), {})
         if isinstance(some, MoveRows):

@@ -82,6 +82,7 @@ class Replies:
         tracks = tracks_of(plan)
         self._keys = {track.is_held_out: track.dataset_keys for track in tracks}
         calls = {call.name: call for track in tracks for call in track.calls}
+        self._prefixes = {name: prefix_of(call.mfc) for name, call in calls.items()}
         self._restored: dict[str, tuple[str, ...]] = {}  # sample -> keys that a checkpoint holds
         for record in plan.main.in_flight.calls:
             for sample_id in record.ids:
@@ -104,7 +105,8 @@ class Replies:
             case ReadSamples():
                 return SamplesRead(rank, request.seq, request.step, self._columns(request), spans)
             case FreeSamples(seq=seq, ids=ids):
-                self._samples.forget(ids)
+                if rank == self._plan.main.dataset_rank:  # it holds something of every sample
+                    self._samples.forget(ids)
                 return SamplesFreed(rank, seq)
             case SaveCheckpoint(seq=seq, step=step):
                 return CheckpointSaved(rank, seq, step, spans)
@@ -127,7 +129,9 @@ class Replies:
         n_bytes = 0
         if request.when != "ahead of":
             n_bytes = self._durations.received_bytes(call, request.when, rank)
-            spans += _hook_spans(rank, request, call, times, args | {"for": call.name, "when": request.when, "bytes": n_bytes})
+            spans += _hook_spans(
+                rank, request, call, times, args | {"for": call.name, "when": request.when, "bytes": n_bytes}
+            )
         waited_s = times.end_s - times.begin_s if request.when != "after" else 0.0
         return HooksDone(*common, request.when, spans, n_bytes, waited_s=waited_s)
 
@@ -167,8 +171,8 @@ class Replies:
             if len(loads) > _KEPT_LOADS:
                 loads.clear()
             ids = dict.fromkeys(chain.from_iterable(minibatches))
-            sizes = self._samples.sizes_of(prefix_of(call.mfc), ids).values()
-            loads[minibatches] = {"samples": len(ids), "tokens": sum(sum(s.tokens) for s in sizes)}
+            sizes = self._samples.sizes_of(self._prefixes[call.name], ids).values()
+            loads[minibatches] = {"samples": len(ids), "tokens": sum([sum(s.tokens) for s in sizes])}
             if call.is_generate:
                 loads[minibatches]["responses"] = sum(len(s.response_tokens) for s in sizes)
                 loads[minibatches]["new_tokens"] = sum(sum(s.response_tokens) for s in sizes)

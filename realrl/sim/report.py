@@ -20,6 +20,7 @@ from realrl.sim.cluster import SimulatedRun
 from realrl.sim.workers import NO_CAUSE, Activity
 
 MESSAGES = "messages and master"
+_LEAST_S = 1e-12  # of a window, where nothing takes any time
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def figures_of(run: SimulatedRun) -> Figures:
     """Return the figures of a run that completed a step."""
     steady = run.steps[1:] or run.steps
     from_s = run.steps[0].at_s if len(run.steps) > 1 else run.start_s
-    window_s, n_steps = steady[-1].at_s - from_s, len(steady)
+    window_s, n_steps = max(steady[-1].at_s - from_s, _LEAST_S), len(steady)
     bounds = {name: seconds / n_steps for name, seconds in _bounds(run, from_s).items()}
     used: dict[tuple[int, bool], float] = defaultdict(float)  # rank, True if it computes
     met: dict[int, float] = defaultdict(float)
@@ -93,20 +94,17 @@ def figures_of(run: SimulatedRun) -> Figures:
     calls = {
         name: CallFigures(
             seconds=fmean(step.report.metrics[f"time_s/{name}"] for step in steady),
-            device_share=of_call[name] / (window_s * run.n_ranks) if window_s else 0.0,
+            device_share=of_call[name] / (window_s * run.n_ranks),
             bound_s=bounds.get(name, 0.0),
         )
         for name in names
         if name in of_call
     }
-    devices = tuple(
-        DeviceFigures(
-            *(shares := [s / window_s if window_s else 0.0 for s in (used[rank, True], used[rank, False], met[rank])]),
-            idle=max(0.0, 1.0 - sum(shares)),
-        )
-        for rank in range(run.n_ranks)
-    )
-    return Figures(window_s / n_steps, calls, devices, dict(sorted(bounds.items(), key=lambda item: -item[1])))
+    devices = []
+    for rank in range(run.n_ranks):
+        computing, moving, meeting = (s / window_s for s in (used[rank, True], used[rank, False], met[rank]))
+        devices.append(DeviceFigures(computing, moving, meeting, max(0.0, 1.0 - computing - moving - meeting)))
+    return Figures(window_s / n_steps, calls, tuple(devices), dict(sorted(bounds.items(), key=lambda item: -item[1])))
 
 
 def _bounds(run: SimulatedRun, from_s: float) -> dict[str, float]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
+from math import prod
+from typing import Any
 
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.plan.samples.transfer import RowTransfer
@@ -77,12 +79,15 @@ class Samples:
         prefixes = {"", *(prefix_of(call.mfc) for track in tracks_of(plan) for call in track.calls)}
         self._prefixes = sorted(prefixes, key=len, reverse=True)
         self._sizes: dict[str, dict[str, SampleSizes]] = {prefix: {} for prefix in prefixes}  # by sample
+        self._lengths: dict[str, dict[str, tuple[int, ...]]] = {}  # key -> sample -> its rows, by sequence
+        self._bytes: dict[str, dict[str, int]] = {}  # key -> sample -> bytes of its rows
 
     def forget(self, ids: Iterable[str]) -> None:
         """Forget samples that are freed."""
-        for sizes in self._sizes.values():
+        tables: list[dict[str, Any]] = [*self._sizes.values(), *self._lengths.values(), *self._bytes.values()]
+        for table in tables:
             for sample_id in ids:
-                sizes.pop(sample_id, None)
+                table.pop(sample_id, None)
 
     def sizes_of(self, prefix: str, ids: Iterable[str]) -> dict[str, SampleSizes]:
         """Return the sizes of samples, as far as keys with this prefix are concerned."""
@@ -95,9 +100,8 @@ class Samples:
     def describe(self, ids: Iterable[str], keys: Iterable[str]) -> SampleMeta:
         """Return what a worker tells of samples with these keys."""
         ids, keys = tuple(ids), tuple(keys)
-        return SampleMeta(
-            ids, {key: schema_of(key) for key in keys}, {key: tuple(self._lengths(key, ids)) for key in keys}
-        )
+        lengths = {key: tuple([self._lengths_of(key, sample_id) for sample_id in ids]) for key in keys}
+        return SampleMeta(ids, {key: schema_of(key) for key in keys}, lengths)
 
     def kept(self, call: ScheduledCall, ids: Iterable[str]) -> list[str]:
         """Return the samples that a call does not drop."""
@@ -108,29 +112,35 @@ class Samples:
         """Return the bytes of rows."""
         total = 0
         for transfer in transfers:
-            schema = schema_of(transfer.key)
-            size = _ITEM_BYTES[schema.dtype]
-            for n in schema.trailing:
-                size *= n
-            total += size * sum(map(sum, self._lengths(transfer.key, transfer.ids)))
+            table = self._bytes.setdefault(transfer.key, {})
+            try:
+                total += sum([table[sample_id] for sample_id in transfer.ids])
+            except KeyError:
+                total += sum([self._bytes_of(table, transfer.key, sample_id) for sample_id in transfer.ids])
         return total
+
+    def _bytes_of(self, table: dict[str, int], key: str, sample_id: str) -> int:
+        if sample_id not in table:
+            schema = schema_of(key)
+            table[sample_id] = sum(self._lengths_of(key, sample_id)) * _ITEM_BYTES[schema.dtype] * prod(schema.trailing)
+        return table[sample_id]
 
     def _drawn(self, prefix: str, sample_id: str) -> SampleSizes:
         sizes = self._draw(sample_id)
         return SampleSizes(sizes.prompt_tokens, self._draw(prefix + sample_id).response_tokens) if prefix else sizes
 
-    def _lengths(self, key: str, ids: Iterable[str]) -> list[tuple[int, ...]]:
-        """Return the rows of a key, per sample and sequence."""
-        per = schema_of(key).per
-        if per is Per.SAMPLE:
-            return [(1,) for _ in ids]
-        if key == "prompt_ids":
-            return [sizes.prompt_tokens[:1] for sizes in self.sizes_of("", ids).values()]
-        known = self.sizes_of(self._prefix_of_key(key), ids).values()
-        if per is Per.SEQUENCE:
-            return [(1,) * len(sizes.prompt_tokens) for sizes in known]
-        return [sizes.tokens if per is Per.TOKEN else tuple([n - 1 for n in sizes.tokens]) for sizes in known]
-
-    def _prefix_of_key(self, key: str) -> str:
-        """Return the longest prefix in use that a key begins with."""
-        return next(prefix for prefix in self._prefixes if key.startswith(prefix))
+    def _lengths_of(self, key: str, sample_id: str) -> tuple[int, ...]:
+        """Return the rows of a key, per sequence."""
+        table = self._lengths.setdefault(key, {})
+        if sample_id not in table:
+            prefix = next(prefix for prefix in self._prefixes if key.startswith(prefix))
+            sizes, per = self.sizes_of(prefix, (sample_id,))[sample_id], schema_of(key).per
+            if per is Per.SAMPLE:
+                table[sample_id] = (1,)
+            elif key == "prompt_ids":
+                table[sample_id] = sizes.prompt_tokens[:1]
+            elif per is Per.SEQUENCE:
+                table[sample_id] = (1,) * len(sizes.prompt_tokens)
+            else:
+                table[sample_id] = sizes.tokens if per is Per.TOKEN else tuple([n - 1 for n in sizes.tokens])
+        return table[sample_id]

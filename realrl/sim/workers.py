@@ -293,7 +293,9 @@ class Workers:
         for number, (begin_s, pulled_s, ready_s, _) in entries.items():
             rank, request = self._ranks[number], part.requests[number]
             if kind is PartKind.AFTER:
-                rank.offloaded |= {h.role for h in part.call.hooks.after if isinstance(h, Offload) and number in h.ranks}
+                rank.offloaded |= {
+                    h.role for h in part.call.hooks.after if isinstance(h, Offload) and number in h.ranks
+                }
             idle_s = begin_s if rank.activity == NO_CAUSE else rank.free_s
             times = Times(idle_s, begin_s, pulled_s, ready_s, ends[number], set_out_s)
             self._end(number, ends[number], activity, self._replies.of_part(number, request, part.call, times))
