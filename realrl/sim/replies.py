@@ -96,7 +96,7 @@ class Replies:
         match request:
             case Initialize(seq=seq):
                 is_dataset = rank == self._plan.main.dataset_rank
-                rows = tuple(map(str, range(self._n_rows))) if is_dataset else ()
+                rows = tuple(f"row{i}" for i in range(self._n_rows)) if is_dataset else ()
                 n_held_out = (self._plan.main.config.eval.n_seqs or self._n_rows) if is_dataset else 0
                 return Ready(rank, seq, rows, 0, (), spans, tuple(map(str, range(n_held_out))))
             case LoadSamples(seq=seq, ids=ids, is_held_out=is_held_out):
