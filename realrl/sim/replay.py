@@ -100,7 +100,8 @@ class Recorded:
 
     def __init__(self, spans: Sequence[RankSpan]) -> None:
         self._calls = _by_dispatch(spans, "call")  # call, step -> dispatch -> rank -> its bar
-        self._moves = _by_dispatch(spans, "transfer")
+        self._moves = _by_dispatch(spans, "transfer", "transfer for ")
+        self._spreads = _by_dispatch(spans, "transfer", "spread for ")
         self._hooks = _hook_seconds(spans)
         self._alone = _seconds_alone(spans)
         self._back = _seconds_back(spans)
@@ -131,12 +132,14 @@ class Recorded:
 
     def rows(self, requests: Mapping[int, MoveRows | RunCall], sizes: Mapping[str, SampleSizes]) -> Mapping[int, float]:
         some = next(iter(requests.values()))
-        recorded = self._moves.get((some.call, some.step), {}).get(self._recorded_of(some), {})
+        key, number = (some.call, some.step), self._recorded_of(some)
+        moves = self._moves.get(key, {}).get(number, {})
         if isinstance(some, MoveRows):
-            seconds = _after_meeting(recorded, (tuple(requests),)) if requests.keys() <= recorded.keys() else {}
-        else:
-            seconds = {rank: span.end_s - span.start_s for rank, span in recorded.items()}
-        return {rank: seconds.get(rank, 0.0) for rank in requests}
+            seconds = _after_meeting(moves, (tuple(requests),)) if requests.keys() <= moves.keys() else {}
+            return {rank: seconds.get(rank, 0.0) for rank in requests}
+        bars = [self._spreads.get(key, {}).get(number, {})]
+        bars += [moves] if any(isinstance(r, RunCall) and r.transfers for r in requests.values()) else []
+        return {rank: sum(b[rank].end_s - b[rank].start_s for b in bars if rank in b) for rank in requests}
 
     def hooks(self, call: ScheduledCall, when: HookTime, ranks: Collection[int]) -> Mapping[int, float]:
         return {rank: self._hooks.get((call.name, when, rank), (0.0, 0))[0] for rank in ranks}
@@ -197,14 +200,19 @@ class Recorded:
         return {key: median(seconds) for key, seconds in found.items()}
 
 
-def _by_dispatch(spans: Iterable[RankSpan], kind: str) -> dict[_Key, dict[int, dict[int, Span]]]:
-    """Return (call, step) -> dispatch -> rank -> its bar of a kind; several bars of one rank become one."""
+def _by_dispatch(spans: Iterable[RankSpan], kind: str, before: str = "") -> dict[_Key, dict[int, dict[int, Span]]]:
+    """Return (call, step) -> dispatch -> rank -> its bar of a kind; several bars of one rank become one.
+
+    Args:
+        before: text before the name of the call.
+    """
     found: dict[_Key, dict[int, dict[int, Span]]] = {}
-    for rank, span in ((item.rank, item.span) for item in spans if item.span.kind == kind):
-        call = span.name.rpartition(" for ")[2]
-        bars = found.setdefault((call, int(span.args["step"])), {}).setdefault(int(span.args["dispatch"]), {})
-        known = bars.get(rank)
-        bars[rank] = span if known is None else Span(span.name, kind, known.start_s, span.end_s, span.args)
+    bars = ((item.rank, item.span) for item in spans if item.span.kind == kind and item.span.name.startswith(before))
+    for rank, span in bars:
+        call = span.name.removeprefix(before)
+        of_rank = found.setdefault((call, int(span.args["step"])), {}).setdefault(int(span.args["dispatch"]), {})
+        known = of_rank.get(rank)
+        of_rank[rank] = span if known is None else Span(span.name, kind, known.start_s, span.end_s, span.args)
     return found
 
 
@@ -257,8 +265,8 @@ def _turnaround_s(spans: Sequence[RankSpan]) -> float:
     ends = sorted(item.span.end_s for item in spans if item.span.kind != "wait")
     found = []
     for item in spans:
-        if item.span.kind == "wait" and (place := bisect.bisect_right(ends, item.span.end_s)):
-            found.append(item.span.end_s - ends[place - 1])
+        if item.span.kind == "wait" and (place := bisect.bisect_right(ends, item.span.end_s + 2 * _US)):
+            found.append(max(0.0, item.span.end_s - ends[place - 1]))
     return median(found) if found else 0.0
 
 

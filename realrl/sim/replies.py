@@ -142,7 +142,8 @@ class Replies:
         args: Args = {"step": request.step, "dispatch": request.dispatch_id}
         if times.pulled_s > times.begin_s:
             told = args | self._rows_args((*request.transfers, *request.spreads), received)
-            spans += (Span(f"transfer for {call.name}", "transfer", times.begin_s, times.pulled_s, told),)
+            what = "transfer" if request.transfers else "spread"
+            spans += (Span(f"{what} for {call.name}", "transfer", times.begin_s, times.pulled_s, told),)
         args |= {"role": call.mfc.role, **self._load_of(request, call)}
         if times.ready_s > times.pulled_s:
             args["waited_s"] = times.ready_s - times.pulled_s

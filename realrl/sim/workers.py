@@ -66,7 +66,6 @@ class Activity(NamedTuple):
 
     name: str
     kind: str
-    step: int
     begins: Mapping[int, float]
     start_s: float
     came_s: float
@@ -188,26 +187,27 @@ class Workers:
                     self._do_alone(number, request, begin_s, cause)
 
     def _do_alone(self, number: int, request: Request, begin_s: float, cause: int) -> None:
-        d, later_s, step = self._durations, 0.0, getattr(request, "step", 0)
+        d, later_s, args = self._durations, 0.0, dict[str, str | int | float]()
         match request:
             case Initialize():
                 name, kind, seconds = "initialize", "init", d.start()
             case LoadSamples(ids=ids):
-                name, kind, seconds = "dataset", "load", d.load(len(ids))
-            case ReadSamples(texts=texts, keys=keys):
-                name, kind = "read", "read"
-                seconds = d.read(len({i for ids in (*texts.values(), *keys.values()) for i in ids}))
-            case FreeSamples(ids=ids):
+                name, kind, seconds, args = "dataset", "load", d.load(len(ids)), {"samples": len(ids)}
+            case ReadSamples(step=step, texts=texts, keys=keys):
+                n = len({i for ids in (*texts.values(), *keys.values()) for i in ids})
+                name, kind, seconds, args = "read", "read", d.read(n), {"step": step, "samples": n}
+            case FreeSamples():
                 name, kind, seconds = "free", "free", d.free()
-            case SaveCheckpoint():
-                name, kind, seconds, later_s = "checkpoint", "save", d.save(number), d.write(number)
+            case SaveCheckpoint(step=step):
+                name, kind, seconds, args = "checkpoint", "save", d.save(number), {"step": step}
+                later_s = d.write(number)
             case _:
                 assert isinstance(request, Shutdown)
                 name, kind, seconds = "shutdown", "shutdown", 0.0
         end_s = begin_s + seconds
-        span = Span(name, kind, begin_s, end_s, {"step": step} if step else {})
-        activity = Activity(name, kind, step, {number: begin_s}, begin_s, begin_s, {number: end_s}, cause)
-        self._end(number, end_s, self._note(activity), self._replies.alone(number, request, span), later_s=later_s)
+        span = Span(name, kind, begin_s, end_s, args)
+        activity = self._note(Activity(name, kind, {number: begin_s}, begin_s, begin_s, {number: end_s}, cause))
+        self._end(number, end_s, activity, self._replies.alone(number, request, span), later_s=later_s)
 
     def _note(self, activity: Activity) -> int:
         self.activities.append(activity)
@@ -288,7 +288,7 @@ class Workers:
             set_out_s = max(self._set_out.pop(some.dispatch_id))
             ends = {rank: max(last.ready_s, set_out_s + seconds[rank]) for rank in group}
         begins = {rank: entry.begin_s for rank, entry in entries.items()}
-        what = (part.call.name, kind.value, some.step, begins, last.ready_s, last.begin_s, ends, last.cause)
+        what = (part.call.name, kind.value, begins, last.ready_s, last.begin_s, ends, last.cause)
         activity = self._note(Activity(*what))
         for number, (begin_s, pulled_s, ready_s, _) in entries.items():
             rank, request = self._ranks[number], part.requests[number]
