@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from realrl.cli.simulate_view import print_comparison, print_figures, print_recovery
 from realrl.errors import ConfigError, UsageError
 from realrl.files import read_input
 
@@ -25,15 +26,18 @@ if TYPE_CHECKING:
 
 DEFAULT_STEPS = 5
 _METRICS, _TRACE, _CONFIG = "metrics.jsonl", "trace.json", "config.json"
-_SAME = ("precision", "n_seqs", "n_mbs", "max_tokens_per_mb", "dataset", "models", "generation", "algorithm", "calls")
+_SAME = ("precision", "n_seqs", "n_mbs", "max_tokens_per_mb", "dataset", "models", "generation", "algorithm", "calls",
+         "allocation", "cluster")  # fmt: skip
+_MAY_DIFFER = ("allocation.overlap", "cluster.worker_timeout_s", "cluster.collective_timeout_s", "cluster.master_port")
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A run's folder: its settings, the lines of its metrics by step, its spans."""
+    """A run's folder: its settings as JSON and as values, the lines of its metrics by step, its spans."""
 
     folder: Path
     config: bytes
+    settings: Mapping[str, object]
     metrics: Mapping[int, Mapping[str, float]]
     spans: tuple[RankSpan, ...]
 
@@ -71,11 +75,12 @@ def read_recording(folder: str) -> Recording:
         rows = [json.loads(line) for line in contents[_METRICS].decode().splitlines()]
         metrics = {int(row["step"]): row for row in rows if "time_s/step" in row}
         spans = read_trace(contents[_TRACE].decode())
+        settings = dict(json.loads(contents[_CONFIG]))
     except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise ConfigError(f"--against {folder}: {_METRICS} or {_TRACE} is damaged: {err}") from err
+        raise ConfigError(f"--against {folder}: {_CONFIG}, {_METRICS} or {_TRACE} is damaged: {err}") from err
     if not metrics:
         raise ConfigError(f"--against {folder}: no step of it was completed", remedy="Give the folder of a longer run.")
-    return Recording(path, contents[_CONFIG], metrics, spans)
+    return Recording(path, contents[_CONFIG], settings, metrics, spans)
 
 
 def refuse_other_run(recording: Recording, config: RunConfig, master_plan: MasterPlan) -> None:
@@ -87,14 +92,14 @@ def refuse_other_run(recording: Recording, config: RunConfig, master_plan: Maste
     from realrl.config.serialize import shown_config
     from realrl.sim.replay import check_recording
 
-    here, there = shown_config(config), json.loads(recording.config)
+    here, there = shown_config(config), recording.settings
     source = f"--against {recording.folder}"
     if here["experiment"] != there.get("experiment"):
         raise ConfigError(f"{source} is a run of '{there.get('experiment')}', not of '{here['experiment']}'")
     check_recording(master_plan, recording.spans, source)
     ours, theirs = (_flat({key: values.get(key) for key in _SAME}) for values in (here, there))
     for key in sorted(ours.keys() | theirs.keys()):
-        if ours.get(key) != theirs.get(key):
+        if ours.get(key) != theirs.get(key) and key not in _MAY_DIFFER:
             raise ConfigError(
                 f"{source} was run with {key}={theirs.get(key)}, and this is {key}={ours.get(key)}",
                 remedy=f"Give the settings of the run, or none: 'realrl simulate {here['experiment']} {source}'.",
@@ -204,7 +209,6 @@ def simulate_run(
     Raises:
         UsageError: an option cannot be used.
     """
-    from realrl.cli.simulate_view import print_comparison, print_figures, print_recovery
     from realrl.sim.cluster import simulate
     from realrl.sim.durations import slowed
     from realrl.sim.replay import Recorded, dropped_shares

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from realrl.cli.console import print_table
@@ -41,7 +42,7 @@ def print_figures(figures: Figures, run: SimulatedRun) -> None:
 
 def print_recovery(attempts: Sequence[SimulatedRun]) -> None:
     """Print what the deaths of workers cost."""
-    for before, after in zip(attempts, attempts[1:]):
+    for before, after in pairwise(attempts):
         assert before.failure is not None
         committed = before.committed[-1] if before.committed else None
         kept_s, began_s = before.start_s, after.start_s

@@ -53,7 +53,7 @@ class Durations(Protocol):
     def hooks(self, call: ScheduledCall, when: HookTime, ranks: Collection[int]) -> Mapping[int, float]:
         """Return the seconds of the hooks on one side of a call, of parameters that are on the device.
 
-        Ahead of a call, they are those until the rank goes on. What it began takes as long as the hooks before the call.
+        Ahead of a call, they are those until the rank goes on. What it began takes those of the hooks before the call.
         """
 
     def onload(self, role: str, ranks: Collection[int]) -> Mapping[int, float]:

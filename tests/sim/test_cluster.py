@@ -160,10 +160,12 @@ def test_messages_take_time():
             return 0.5 * n_events
 
     cluster = Cluster(1, 1)
-    mfcs = [MFCDef("a", "r", INFERENCE, "x", ("prompt_ids",), ("k",), n_seqs=4), MFCDef("b", "s", TRAIN, "x", ("k",), n_seqs=4)]  # fmt: skip
-    figures = figures_of(
-        SimulatedCluster(make_plan(mfcs, on_all(mfcs, cluster), cluster, n_steps=4), Slow({"a": 1.0, "b": 2.0}), draw).run()
-    )  # fmt: skip
+    mfcs = [
+        MFCDef("a", "r", INFERENCE, "x", ("prompt_ids",), ("k",), n_seqs=4),
+        MFCDef("b", "s", TRAIN, "x", ("k",), n_seqs=4),
+    ]
+    plan = make_plan(mfcs, on_all(mfcs, cluster), cluster, n_steps=4)
+    figures = figures_of(SimulatedCluster(plan, Slow({"a": 1.0, "b": 2.0}), draw).run())
     assert figures.bounds[MESSAGES] > 0
     assert figures.period_s == pytest.approx(3.0 + figures.bounds[MESSAGES])
 
@@ -220,5 +222,5 @@ def test_a_cluster_that_cannot_go_on_is_an_error(monkeypatch):
     cluster = Cluster(1, 1)
     simulated = SimulatedCluster(make_plan(ppo(), on_all(ppo(), cluster), cluster), CallDurations(SECONDS), draw)
     monkeypatch.setattr(simulated._workers, "send", lambda *args, **kwargs: [])
-    with pytest.raises(RunError, match="the simulated run is stuck at 0.0 s: 'actor_gen' waits for"):
+    with pytest.raises(RunError, match=r"the simulated run is stuck at 0.0 s: 'actor_gen' waits for"):
         simulated.run()

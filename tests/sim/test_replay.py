@@ -93,8 +93,9 @@ def test_steps_beyond_the_recording_take_what_is_usual():
 
 
 def test_messages_are_measured_where_a_rank_waits():
-    spans = [RankSpan(0, Span(name, kind, begin, end, {"step": 1, "dispatch": 0, "samples": 4, "tokens": 60}))
-             for name, kind, begin, end in (("a", "call", 0.0, 1.0), ("wait", "wait", 1.0, 1.3), ("b", "call", 1.3, 2.0))]  # fmt: skip
+    bars = [("a", "call", 0.0, 1.0), ("wait", "wait", 1.0, 1.3), ("b", "call", 1.3, 2.0)]
+    args = {"step": 1, "dispatch": 0, "samples": 4, "tokens": 60}
+    spans = [RankSpan(0, Span(name, kind, begin_s, end_s, args)) for name, kind, begin_s, end_s in bars]
     durations = Recorded(spans)
     assert durations.handling(1) + 2 * durations.latency(0) == pytest.approx(0.3)
     assert durations.draw("x").tokens == (15,)
