@@ -10,9 +10,11 @@ Equal input gives equal output.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import heapq
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -43,7 +45,7 @@ from realrl.sched.master.master_state import MasterState
 from realrl.sched.messages import Hello
 from realrl.sched.track.track_plan import ResumePoint
 from realrl.sim.durations import Durations, SampleSizes
-from realrl.sim.samples import Samples, tracks_of
+from realrl.sim.samples import Samples
 from realrl.sim.workers import NO_CAUSE, Activity, Workers
 
 _INVENTED = "eval/"  # metrics of an evaluation, which only data can give
@@ -152,20 +154,19 @@ class SimulatedCluster:
         Raises:
             RunError: nothing can happen any more, and the run is not over.
         """
-        for track in tracks_of(self._plan):
-            assert track.n_ranks == self._plan.main.n_ranks
         self._clock.push(self._start_s, Start())
         for rank in range(self._plan.main.n_ranks):
             self._clock.push(self._start_s, Hello(rank, rank, f"worker {rank}"))
         for rank, at_s in self._lost.items():
             self._clock.push(max(at_s, self._start_s), WorkerLost(rank, -signal.SIGKILL, "killed by SIGKILL"))
-        while self._end is None:
-            if not self._clock.events:
-                told = "; ".join(f"'{c.name}' {self._master.explain(c.name)}" for c in self._plan.main.calls)
-                raise RunError(f"the simulated run is stuck at {self._now_s:.1f} s: {told}")
-            at_s, _, cause, event = heapq.heappop(self._clock.events)
-            self._now_s = max(self._now_s, at_s)
-            self._handle(event, cause)
+        with _without_collector():
+            while self._end is None:
+                if not self._clock.events:
+                    told = "; ".join(f"'{c.name}' {self._master.explain(c.name)}" for c in self._plan.main.calls)
+                    raise RunError(f"the simulated run is stuck at {self._now_s:.1f} s: {told}")
+                at_s, _, cause, event = heapq.heappop(self._clock.events)
+                self._now_s = max(self._now_s, at_s)
+                self._handle(event, cause)
         failure = self._end.failure if isinstance(self._end, Abort) else None
         return SimulatedRun(
             n_ranks=self._plan.main.n_ranks,
@@ -234,6 +235,18 @@ class SimulatedCluster:
         if every_s:
             self._next_save_s = self._now_s + every_s
             self._clock.push(self._next_save_s, SaveIntervalPassed())
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Keep the garbage collector from looking, again and again, at what is kept until the end: a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def simulate(

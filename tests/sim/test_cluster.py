@@ -24,7 +24,7 @@ from tests.sim.durations import CallDurations, HashedDurations, draw
 EPSILON_S = 1e-9
 N_ROWS = 50
 SECONDS = {"actor_gen": 3.0, "rew_inf": 1.0, "ref_inf": 1.0, "critic_inf": 1.0, "actor_train": 2.0, "critic_train": 2.0}
-ANY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+ANY = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 def check(run):
