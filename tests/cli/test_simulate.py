@@ -8,15 +8,22 @@ from realrl import cli
 from realrl.sim.replay import read_trace
 from tests.helpers.runs import run_ppo
 
-LONGER = ("steps=5", "n_seqs=32")
+LONGER = ("steps=4", "n_seqs=32")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Folders of real runs, with one worker and with two."""
-    folder = tmp_path_factory.mktemp("runs")
-    run_ppo(folder / "one", *LONGER, "launcher=inline")
-    run_ppo(folder / "two", *LONGER, "cluster.n_devices_per_node=2", "allocation=split")
+def one(tmp_path_factory):
+    """Folder of a real run with one worker."""
+    folder = tmp_path_factory.mktemp("one")
+    run_ppo(folder, *LONGER, "launcher=inline")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Folder of a real run with two workers."""
+    folder = tmp_path_factory.mktemp("two")
+    run_ppo(folder, *LONGER, "cluster.n_devices_per_node=2", "allocation=split")
     return folder
 
 
@@ -31,25 +38,26 @@ def refused(capsys, *arguments):
 
 
 @pytest.mark.parametrize("name", ["one", "two"])
-def test_a_replay_is_close_to_its_run(runs, name, capsys, tmp_path):
-    assert simulate("ppo", "--against", runs / name, "--out", tmp_path / "out") == 0
+def test_a_replay_is_close_to_its_run(name, request, capsys, tmp_path):
+    run = request.getfixturevalue(name)
+    assert simulate("ppo", "--against", run, "--out", tmp_path / "out") == 0
     printed = capsys.readouterr().out
     error = next(line.split()[6] for line in printed.splitlines() if line.startswith("a step"))
     assert abs(float(error.removesuffix("%"))) < 10
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    recorded = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    recorded = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [row["step"] for row in recorded]
     for key in ("n_samples", "version/actor", "bytes/params"):
         assert [row[key] for row in rows] == [row[key] for row in recorded]
     assert rows[0].keys() <= recorded[0].keys()
     ours = {(s.rank, s.span.name) for s in read_trace((tmp_path / "out" / "trace.json").read_text())}
-    theirs = {(s.rank, s.span.name) for s in read_trace((runs / name / "trace.json").read_text())}
+    theirs = {(s.rank, s.span.name) for s in read_trace((run / "trace.json").read_text())}
     assert {one for one in ours if one[1] != "wait"} == {one for one in theirs if one[1] != "wait"}
 
 
-def test_bars_of_calls_tell_their_tokens(runs):
-    spans = [item.span for item in read_trace((runs / "two" / "trace.json").read_text())]
-    metrics = [json.loads(line) for line in (runs / "two" / "metrics.jsonl").read_text().splitlines()]
+def test_bars_of_calls_tell_their_tokens(two):
+    spans = [item.span for item in read_trace((two / "trace.json").read_text())]
+    metrics = [json.loads(line) for line in (two / "metrics.jsonl").read_text().splitlines()]
     for row in metrics:
         bars = [s for s in spans if s.kind == "call" and s.args["step"] == row["step"]]
         of = {name: [s.args for s in bars if s.name == name] for name in ("actor_gen", "actor_train", "rew_inf")}
@@ -62,20 +70,19 @@ def test_bars_of_calls_tell_their_tokens(runs):
     assert {"samples", "step"} <= next(s.args for s in spans if s.kind == "read").keys()
 
 
-def test_what_if(runs, capsys):
-    assert simulate("ppo", "--against", runs / "two", "--slow", "0=100", "--slow", "1=100", "--steps", "3") == 0
+def test_what_if(two, capsys):
+    assert simulate("ppo", "--against", two, "--slow", "0=100", "--slow", "1=100", "--steps", "3") == 0
     slow = capsys.readouterr().out
     assert "Against the run" not in slow
-    assert simulate("ppo", "--against", runs / "two", "--kill", "1@1000000") == 0
+    assert simulate("ppo", "--against", two, "--kill", "1@1000000") == 0
     assert "the run goes on" not in capsys.readouterr().out
-    assert simulate("ppo", "--against", runs / "two", "--kill", "1@0.001") == 0
+    assert simulate("ppo", "--against", two, "--kill", "1@0.001") == 0
     killed = capsys.readouterr().out
     assert "worker 1 ended (killed by SIGKILL) while it was starting up" in killed
     assert "the run goes on from the beginning" in killed
 
 
-def test_what_is_refused(runs, capsys, tmp_path):
-    two = runs / "two"
+def test_what_is_refused(two, capsys, tmp_path):
     against = ("ppo", "--against", two)
     assert "is of another plan: 'rew_inf' ran on devices 1, and here it runs on 0" in refused(
         capsys, *against, "preset=tiny", "n_seqs=32"
