@@ -72,7 +72,11 @@ exit codes: 0 nothing stands in the way, 2 wrong input, or the run would be refu
 """
 SIMULATE_EXAMPLES = """\
 examples:
-  realrl simulate ppo --against runs/a                   its calls, what bounds a step, and the error of the scheduler
+  realrl simulate ppo preset=tiny                        its calls, and what bounds a step, on two cores
+  realrl simulate ppo ... cluster.n_nodes=16 cluster.n_devices_per_node=8 --hardware h100
+  realrl simulate ppo ... --lengths 'prompt=fixed:256 response=lognormal:400,0.6'
+  realrl simulate ppo --against runs/a                   with the durations of a run: the error of the scheduler
+  realrl simulate ppo --against runs/a --hardware two_cores   a prediction, compared with the run
   realrl simulate ppo --against runs/a --slow 1=2        if device 1 took twice as long
   realrl simulate ppo --against runs/a --kill 0@30       if worker 0 died after 30 s
   realrl simulate ppo --against runs/a --out predicted   metrics.jsonl and trace.json, as a run writes them

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from realrl.cli.modelled import model_run, read_hardware
 from realrl.cli.simulate_view import print_comparison, print_figures, print_recovery
 from realrl.errors import ConfigError, UsageError
 from realrl.files import read_input
@@ -45,10 +46,10 @@ class Recording:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
-    add("--hardware", metavar="FILE", help="the machine: a name, or a file that describes it")
+    add("--hardware", metavar="FILE", help="the machine: a name of configs/hardware, or a file")
     add("--lengths", metavar="FILE", help="lengths of prompts and responses: a file, or a distribution")
     add("--steps", metavar="N", type=int, help=f"steps to simulate; default: {DEFAULT_STEPS}, or those of --against")
-    add("--against", metavar="RUN", help="take the durations of a run's folder, and compare with what it recorded")
+    add("--against", metavar="RUN", help="take durations from a run's folder, unless --hardware is given, and compare")
     add("--slow", metavar="RANK=FACTOR", action="append", default=[], help="a device that takes FACTOR times as long")
     add("--kill", metavar="RANK@SECONDS", action="append", default=[], help="a worker dies; the run recovers from it")
     add("--out", metavar="DIR", help="write metrics.jsonl and trace.json there, as a run would")
@@ -149,20 +150,6 @@ def _parse_pairs(option: str, texts: Sequence[str], separator: str, n_ranks: int
     return found
 
 
-def durations_for(
-    plan: RunPlan, hardware: str | None, lengths: str | None
-) -> tuple[Durations, Callable[[str], SampleSizes]]:
-    """Return the durations of a plan on modelled hardware, and the lengths of its samples.
-
-    Raises:
-        UsageError: there is no model of hardware yet.
-    """
-    raise UsageError(
-        "realrl simulate has no model of hardware yet, so it takes durations from a run",
-        remedy=f"Name one: realrl simulate {plan.experiment.name} --against RUN_DIR.",
-    )
-
-
 def write_run(folder: str, attempts: Sequence[SimulatedRun]) -> None:
     """Write the files of a run; a step that was done twice is there once.
 
@@ -194,6 +181,30 @@ def write_run(folder: str, attempts: Sequence[SimulatedRun]) -> None:
     trace.close()
 
 
+def _durations_of(
+    plan: RunPlan, recording: Recording | None, options: argparse.Namespace
+) -> tuple[Durations, Callable[[str], SampleSizes], tuple[str, ...]]:
+    """Return durations, lengths of samples, and assumptions: a machine's if one is named, else those of the recording.
+
+    Raises:
+        UsageError: an option cannot be used.
+    """
+    from realrl.sim.replay import Recorded
+
+    recorded = None if recording is None else Recorded(recording.spans)
+    if recorded is not None and options.hardware is None:
+        if options.lengths is not None:
+            raise UsageError(
+                "--lengths has no effect with --against alone, which takes the durations of a run",
+                remedy="Name a machine with --hardware.",
+            )
+        return recorded, recorded.draw, ()
+    modelled = model_run(plan, options.hardware, options.lengths)
+    if recorded is not None and options.lengths is None:
+        return modelled.durations, recorded.draw, (modelled.notes[0], "prompts and responses as long as the run's mean")
+    return modelled.durations, modelled.draw, modelled.notes
+
+
 def simulate_run(
     experiment: Experiment,
     config: RunConfig,
@@ -211,25 +222,22 @@ def simulate_run(
     """
     from realrl.sim.cluster import simulate
     from realrl.sim.durations import slowed
-    from realrl.sim.replay import Recorded, dropped_shares
+    from realrl.sim.replay import dropped_shares
     from realrl.sim.report import compare, figures_of
 
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps {options.steps}: at least one step is needed")
     recording = None if options.against is None else read_recording(options.against)
     steps = options.steps or (DEFAULT_STEPS if recording is None else max(recording.metrics))
-    plan, master_plan = make_plan(experiment, config.model_copy(update={"steps": steps}))
+    changes: dict[str, object] = {"steps": steps}
+    if options.hardware is not None and config.cluster.device == "auto":
+        device = read_hardware(options.hardware).device.kind
+        changes["cluster"] = config.cluster.model_copy(update={"device": device})
+    plan, master_plan = make_plan(experiment, config.model_copy(update=changes))
     slow, kill = parse_slow(options.slow, plan.n_workers), parse_kill(options.kill, plan.n_workers)
-    durations: Durations
-    if recording is None:
-        durations, draw = durations_for(plan, options.hardware, options.lengths)
-    else:
-        for option in ("hardware", "lengths"):
-            if getattr(options, option) is not None:
-                raise UsageError(f"--{option} has no effect with --against, which takes the durations of a run")
+    if recording is not None:
         refuse_other_run(recording, config, master_plan)
-        recorded = Recorded(recording.spans)
-        durations, draw = recorded, recorded.draw
+    durations, draw, notes = _durations_of(plan, recording, options)
     if slow:
         durations = slowed(durations, slow)
     dropped = {} if recording is None else dropped_shares(recording.metrics.values())
@@ -237,7 +245,11 @@ def simulate_run(
     if options.out is not None:
         write_run(options.out, attempts)
     last = attempts[-1]
-    print(f"{plan.experiment.name}: {steps} steps of {plan.samples_per_step} samples, {plan.n_workers} workers\n")
+    workers = "1 worker" if plan.n_workers == 1 else f"{plan.n_workers} workers"
+    print(f"{plan.experiment.name}: {steps} steps of {plan.samples_per_step} samples, {workers}")
+    for note in notes:
+        print(note)
+    print()
     print_recovery(attempts)
     if not last.steps:
         print("no step was completed")

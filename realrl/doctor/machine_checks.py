@@ -14,11 +14,11 @@ from realrl.config.schema import REASONING_TASKS
 from realrl.cpu import describe
 from realrl.data.assets.store import cache_dir
 from realrl.doctor.findings import Finding, Status
-from realrl.doctor.memory import role_states
 from realrl.doctor.run_under_check import RunUnderCheck
 from realrl.engine import device as devices
 from realrl.errors import ConfigError
 from realrl.experiment.rewards import reward_parts
+from realrl.experiment.states import role_states
 from realrl.plan.backends import BACKENDS
 from realrl.plan.memory.plan import checkpoint_bytes, show_bytes
 from realrl.runtime.processes.preflight import check_inputs

@@ -15,18 +15,16 @@ from realrl.cpu import attention_dtype, choose_kernels
 from realrl.doctor.run_under_check import Recompose
 from realrl.engine.device import device_count, free_memory_bytes, total_memory_bytes
 from realrl.errors import UsageError
-from realrl.experiment.evaluation import eval_generation
 from realrl.experiment.models import role_configs
 from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
-from realrl.graph.build import topological_calls
-from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.experiment.states import call_states, role_states
+from realrl.graph.mfc import InterfaceType
 from realrl.model.dtypes import torch_dtype
-from realrl.plan.backends import zero_stage_of
 from realrl.plan.hooks import Overlap
 from realrl.plan.memory.connections import CUDA_CONTEXT, connection_bytes
 from realrl.plan.memory.formulas import Kernels
-from realrl.plan.memory.load import RowLengths, load_of
+from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, plan_memory
 from realrl.plan.memory.saving import Saves
@@ -88,10 +86,8 @@ def memory_plan(
 def _memory_of(
     plan: RunPlan, roles: Mapping[str, RoleState], calls: Sequence[CallState], device: torch.device
 ) -> MemoryPlan:
-    n_rows = max((call.load.n_rows for call in calls), default=1)
-    dtype = torch_dtype(next(iter(roles.values())).model.dtype) if roles else torch.float32
     rows_bytes = plan.config.cluster.device_rows_bytes if device.type != "cpu" else 0  # host memory holds them else
-    kernels = kernels_of(device, dtype, n_rows=max(n_rows, 1))
+    kernels = machine_kernels(roles, calls, device.type)
     return plan_memory(
         roles,
         calls,
@@ -154,58 +150,14 @@ def decide_overlap(plan: RunPlan, *, capacity: int = 0) -> Overlap:
     )
 
 
-def role_states(plan: RunPlan, models: Mapping[str, DecoderConfig]) -> dict[str, RoleState]:
-    """Return the roles with parameters, as `plan_memory` needs them."""
-    states = {}
-    for name, model in models.items():
-        home, section = plan.home_of(name), plan.config.models[name]
-        assert home is not None, "a role with a model has a home"
-        states[name] = RoleState(
-            model=model,
-            home=home,
-            is_trained=plan.roles[name].trainable,
-            is_changed=name in plan.changed_roles,
-            is_averaged=name in plan.averaged_roles,
-            backend=section.backend,
-            zero_stage=zero_stage_of(section.backend, section.optimizer.zero_stage),
-            offloads_optimizer=section.optimizer.offload,
-            checkpoints_activations=section.activation_checkpointing,
-        )
-    return states
-
-
-def call_states(plan: RunPlan, rows: RowLengths) -> list[CallState]:
-    """Return all calls in the order of a step, those of an evaluation behind them."""
-    graphs = [plan.graph] if plan.evaluation is None else [plan.graph, plan.evaluation.graph]
-    return [_call_state(plan, mfc, rows) for graph in graphs for mfc in topological_calls(graph)]
-
-
-def _call_state(plan: RunPlan, mfc: MFCDef, rows: RowLengths) -> CallState:
-    allocation = plan.allocation_of(mfc.name)
-    generation = eval_generation(plan.config) if plan.is_evaluating(mfc.name) else plan.config.generation
-    load = load_of(
-        mfc, allocation, rows, generation=generation, n_responses=_responses(plan, mfc, generation.n_responses)
-    )
-    return CallState(mfc.name, mfc.role, mfc.interface_type, allocation, plan.hooks_of(mfc.name), load)
-
-
-def _responses(plan: RunPlan, mfc: MFCDef, n_responses: int) -> int:
-    """Return the responses of each sample that a call makes or reads; 0 if its sequences are the dataset's."""
-    made = [mfc] if mfc.interface_type is InterfaceType.GENERATE else _generators(plan, mfc)
-    if not made:
-        return 0
-    return max(1 if one.interface.args.get("greedy") else n_responses for one in made)
-
-
-def _generators(plan: RunPlan, mfc: MFCDef) -> list[MFCDef]:
-    """Return the generate calls whose tokens a call computes on."""
-    others = () if plan.evaluation is None else plan.evaluation.mfcs
-    calls = others if mfc in others else plan.mfcs
-    tokens = {key for key in mfc.input_keys if mfc.input_key_remap.get(key, key) == "input_ids"}
-    return [one for one in calls if one.interface_type is InterfaceType.GENERATE and tokens & {*one.output_keys}]
-
-
 # ---------------------------------------------------------------- the machine
+
+
+def machine_kernels(roles: Mapping[str, RoleState], calls: Sequence[CallState], device: str) -> Kernels:
+    """Return the use of memory by the kernels that run these calls here; on accelerators the defaults."""
+    n_rows = max((call.load.n_rows for call in calls), default=1)
+    dtype = torch_dtype(next(iter(roles.values())).model.dtype) if roles else torch.float32
+    return kernels_of(torch.device(device), dtype, n_rows=max(n_rows, 1))
 
 
 def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kernels:

@@ -102,7 +102,6 @@ def test_what_is_refused(two, capsys, tmp_path):
     assert "--slow 2=2: the run has the ranks 0 to 1" in refused(capsys, *against, "--slow", "2=2")
     assert "--kill now is not understood" in refused(capsys, *against, "--kill", "now")
     assert "--lengths has no effect with --against" in refused(capsys, *against, "--lengths", "x.jsonl")
-    assert "has no model of hardware yet" in refused(capsys, "ppo", "preset=tiny")
     (tmp_path / "metrics.jsonl").write_text("")
     assert "holds metrics.jsonl already" in refused(capsys, *against, "--out", tmp_path)
     (tmp_path / "config.json").write_bytes((two / "config.json").read_bytes())
@@ -111,6 +110,54 @@ def test_what_is_refused(two, capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("{")
     assert "config.json, metrics.jsonl or trace.json is damaged" in refused(capsys, "ppo", "--against", tmp_path)
     assert "unknown option --kil" in refused(capsys, *against, "--kil", "1@1")
+
+
+def test_modelled_machines(capsys, tmp_path):
+    assert simulate("ppo", "preset=tiny", "--out", tmp_path / "out") == 0
+    printed = capsys.readouterr().out
+    assert "on two cores" in printed
+    assert "the longest that the configuration allows" in printed
+    assert len((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()) == 5
+    periods = {}
+    for tokens in (4, 16):
+        lengths = f"prompt=fixed:8 response=fixed:{tokens}"
+        nodes = ("cluster.n_nodes=2", "cluster.n_devices_per_node=8")
+        assert simulate("ppo", "preset=tiny", *nodes, "--hardware", "h100", "--lengths", lengths) == 0
+        printed = capsys.readouterr().out
+        assert "16 workers" in printed
+        periods[tokens] = float(next(line for line in printed.splitlines() if line.startswith("period")).split()[1])
+    assert periods[4] < periods[16]
+
+
+@pytest.mark.parametrize("experiment", ["sft", "dpo", "kto", "grpo", "remax"])
+def test_modelled_experiments(experiment, capsys):
+    assert simulate(experiment, "preset=tiny", "--steps", "2") == 0
+    assert "period" in capsys.readouterr().out
+
+
+def test_a_prediction_is_compared_with_its_run(two, capsys, tmp_path):
+    assert simulate("ppo", "--against", two, "--hardware", "two_cores") == 0
+    printed = capsys.readouterr().out
+    assert "prompts and responses as long as the run's mean" in printed
+    assert "Against the run" in printed
+    recorded = ("--lengths", two / "generations.jsonl")
+    assert simulate("ppo", "--against", two, "--hardware", "two_cores", *recorded) == 0
+    assert "as the run's mean" not in capsys.readouterr().out
+
+
+def test_refused_machines_and_lengths(capsys, tmp_path):
+    tiny = ("ppo", "preset=tiny")
+    assert "there is no such machine. Did you mean 'h100'" in refused(capsys, *tiny, "--hardware", "h10")
+    assert "x.yaml: cannot be read" in refused(capsys, *tiny, "--hardware", tmp_path / "x.yaml")
+    assert "cannot be read: it is a device" in refused(capsys, *tiny, "--lengths", "/dev/zero")
+    (tmp_path / "a.yaml").write_text("a: [")
+    assert "is no YAML" in refused(capsys, *tiny, "--hardware", tmp_path / "a.yaml")
+    told = refused(capsys, *tiny, "cluster.device=cpu", "--hardware", "h100")
+    assert "devices of kind cuda, and the plan is for cluster.device=cpu" in told
+    assert "the machine is not known" in refused(capsys, *tiny, "cluster.device=cuda")
+    assert "exceed generation.max_new_tokens=16" in refused(
+        capsys, *tiny, "--lengths", "prompt=fixed:8 response=fixed:99"
+    )
 
 
 def test_help(capsys):
