@@ -16,7 +16,8 @@ from realrl.graph.mfc import InterfaceType
 from realrl.plan.backends import BACKENDS
 from realrl.plan.hooks import CallHooks, Offload, Overlap, Realloc
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, layout_of
-from realrl.plan.parameters.realloc import Keep, ReallocPlan, plan_realloc
+from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
+from realrl.plan.parameters.realloc_portions import part_of
 
 
 def can_stay(call: str, role: str, hooks: Mapping[str, CallHooks]) -> bool:
@@ -112,12 +113,15 @@ def _copies(
             for other in calls
             if other.role == call.role and other.name != call.name and _moves_home(other, role)
         ]
+        layouts = (home, target, *(other.target_layout for other in others))
+        new: dict[tuple[int | None, ...], int] = {}  # by the parts that a rank has of the layouts
         for rank in {*role.home.ranks, *call.allocation.ranks}:
-            new = moved.new_bytes(rank, moves_source=False) if rank in target else 0
+            parts = tuple(part_of(layout, rank) if rank in layout else None for layout in layouts)
+            if parts not in new:
+                new[parts] = moved.new_bytes(rank, moves_source=False) if rank in target else 0
+                new[parts] += _left_behind(moved, others, rank)
             messages = moved.bytes_received(rank) + moved.bytes_sent(rank) if at_once else 0
-            found[rank] = new + messages + (found.get(rank, 0) if at_once and is_offloaded else 0)
-            moving = {keep.parameter for other in others for keep in other.keeps(rank) if not keep.is_whole_target}
-            found[rank] += _left_behind([keep for keep in moved.keeps(rank) if keep.parameter in moving])
+            found[rank] = new[parts] + messages + (found.get(rank, 0) if at_once and is_offloaded else 0)
     return found
 
 
@@ -127,17 +131,23 @@ def _moves_home(call: CallState, role: RoleState) -> bool:
     return may_move and any(isinstance(hook, Realloc) and hook.is_implied for hook in call.hooks.before)
 
 
-def _left_behind(keeps: Iterable[Keep]) -> int:
+def _left_behind(moved: ReallocPlan, others: Iterable[ReallocPlan], rank: int) -> int:
     """Return the most bytes that live on where a home lay beside a call, which it left with another call's parameters.
 
     What home and call have in common is counted already, as new bytes of the call, unless the home contains the call's.
+
+    Args:
+        moved: the plan that brings the call's parameters.
+        others: those of other calls that the home may move for.
     """
+    moving = {keep.parameter for other in others for keep in other.keeps(rank) if not keep.is_whole_target}
     n_bytes = 0
-    for keep in keeps:
-        of_home, in_common = (
-            math.prod(stop - start for start, stop in place) for place in (keep.source_place, keep.source_slice)
-        )
-        n_bytes += keep.num_bytes * of_home // in_common - (0 if keep.is_whole_target else keep.num_bytes)
+    for keep in moved.keeps(rank) if moving else ():
+        if keep.parameter in moving:
+            of_home, in_common = (
+                math.prod(stop - start for start, stop in place) for place in (keep.source_place, keep.source_slice)
+            )
+            n_bytes += keep.num_bytes * of_home // in_common - (0 if keep.is_whole_target else keep.num_bytes)
     return n_bytes
 
 

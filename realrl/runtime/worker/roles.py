@@ -190,7 +190,7 @@ def _move_out(shared: Iterable[torch.Tensor], parts: Sequence[torch.Tensor] = ()
 
 def _place_in(whole: torch.Tensor, part: torch.Tensor) -> tuple[slice, ...]:
     """Return where a tensor lies in another one of the same memory and strides, which contains it."""
-    rest, place = part.storage_offset() - whole.storage_offset(), []
+    rest, place = int(part.storage_offset()) - int(whole.storage_offset()), []
     for stride, size in zip(whole.stride(), part.shape, strict=True):
         start, rest = divmod(rest, stride)
         place.append(slice(start, start + size))

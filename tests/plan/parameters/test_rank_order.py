@@ -219,7 +219,9 @@ def test_tensor_groups_stay_inside_nodes_where_that_costs_no_bytes() -> None:
     assert all(len({rank // 8 for rank in group}) == 1 for group in target.tp_groups())
 
 
-@pytest.mark.parametrize(("training", "generation"), [((7, 2, 9), (5, 4, 6)), ((3, 4, 6), (4, 8, 2))])
+@pytest.mark.parametrize(
+    ("training", "generation"), [((7, 2, 9), (5, 4, 6)), ((3, 4, 6), (4, 8, 2)), ((7, 8, 18), (12, 4, 21))]
+)
 def test_tensor_groups_are_near_where_stages_overlap_unevenly(
     training: tuple[int, int, int], generation: tuple[int, int, int]
 ) -> None:
