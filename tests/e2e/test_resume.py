@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +19,9 @@ from realrl.errors import ConfigError
 from realrl.experiment.backends import check_backends, check_installed
 from realrl.experiment.discovery import config_dir, list_experiments, load_experiment
 from realrl.experiment.planning import plan_run
+from tests.helpers.live import LiveRun, wait_until
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import NOISE, assert_same_numbers, read_metrics
+from tests.helpers.runs import NOISE, SMALL, assert_same_numbers, read_metrics
 
 STEPS = 8
 COMMON = ("preset=tiny", "n_seqs=4", "launcher=inline", "save.every_steps=1")
@@ -327,3 +331,26 @@ def test_seconds_and_epochs(tmp_path: Path) -> None:
     by_time = ("steps=60", "save.every_steps=0", "save.every_s=0.001", "save.at_end=false", "save.keep=2")
     folder = run(tmp_path / "b", "sft", *by_time)
     assert len(list((folder / "checkpoints").glob("step_*"))) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("who", ["worker 1", "master"])
+def test_killed_while_parameters_visit(start: Callable[..., LiveRun], tmp_path: Path, who: str) -> None:
+    """Saves fall where they may: between steps, while generation in a layout of its own is a step ahead."""
+    layouts = ("cluster.n_devices_per_node=2", "allocation=t2", "allocation.calls.actor_gen=d2")
+    saves = ("steps=12", "save.every_steps=0", "save.every_s=0.05", "save.keep=12")
+    overrides = (*layouts, *saves, "max_staleness=1", "generation.n_responses=2")
+    assert main(["run", "grpo", *SMALL, *overrides, f"run_dir={tmp_path / 'whole'}"]) == 0
+    killed = start(*overrides, experiment="grpo")
+    killed.wait_for("step")
+    wait_until(lambda: any(killed.checkpoints.glob("step_*")), "a checkpoint")
+    os.kill(killed.pid(who), signal.SIGKILL)
+    assert killed.end() == 1
+    saved = max(int(folder.name.removeprefix("step_")) for folder in killed.checkpoints.glob("step_*"))
+    assert saved < 12
+    ahead = manifest_of(killed.checkpoints / f"step_{saved}")["in_flight"]["calls"]
+    assert ("actor_gen", saved + 1) in {(record["call"], record["step"]) for record in ahead}
+    assert main(["run", "grpo", *SMALL, *overrides, f"run_dir={killed.run_dir}", "resume=auto"]) == 0
+    assert numbers(killed.run_dir) == numbers(tmp_path / "whole")
+    assert_same_checkpoint(killed.checkpoints / "step_12", tmp_path / "whole/checkpoints/step_12")

@@ -32,6 +32,7 @@ from realrl.plan.parameters.realloc_assignment import Flags, transport
 from realrl.plan.parameters.realloc_portions import Matrix, overlap_of, part_of, portions_of
 
 _LEAST_SAVED = 0.01  # of the bytes of the plain order; a few vectors are no reason to mix up groups
+_MOST_PLACES = 128  # of tensor groups; of more, neighbours count as one place, so that ranks there are alike
 
 
 def best_rank_order(
@@ -189,7 +190,9 @@ def _nearest_groups(
         ends = np.cumsum([0, *map(len, kinds.values())]).tolist()
         chosen = [[part for _, part in columns[first:end]] for first, end in pairwise(ends)]
     else:
-        distances = np.abs(np.array([[group] for group, _ in kinds]) - np.array([group for group, _ in columns]))
+        n_near = -(-s.pp * s.dp // _MOST_PLACES)
+        at, to = (np.array([group // n_near for group, _ in known]) for known in (kinds, columns))
+        distances = np.abs(at[:, None] - to)
         index_of = {part: index for index, part in enumerate(parts)}
         flags_of = np.array([free[source] for _, source in kinds])[:, [index_of[part] for _, part in columns]]
         gains = np.where(flags_of, -distances, -1 - len(plain.ranks) ** 2)

@@ -23,8 +23,8 @@ Flags = npt.NDArray[np.bool_]
 def transport(gains: Matrix, supplies: Sequence[int], demands: Sequence[int]) -> tuple[Matrix, Flags]:
     """Solve the transportation problem exactly: integer amounts [rows, columns] of the greatest total gain.
 
-    Uses successive shortest augmenting paths with dual prices (Edmonds and Karp 1972). Rows are served in order, each
-    first from its own best columns.
+    Uses successive shortest augmenting paths with dual prices (Edmonds and Karp 1972). Rows of equal gains are served
+    as one, and so are columns; each row is first served from its own best columns.
 
     Args:
         gains: int64 [rows, columns], the gain of one unit.
@@ -34,6 +34,40 @@ def transport(gains: Matrix, supplies: Sequence[int], demands: Sequence[int]) ->
     Returns:
         The amounts, and flags of the free entries, both [rows, columns].
     """
+    (rows, row_kinds), (columns, column_kinds) = _alike(gains), _alike(gains.T)
+    left, room = list(supplies), list(demands)
+    amounts = np.zeros_like(gains)
+    amounts_of_kinds, is_free = _transport(
+        gains[[members[0] for members in rows]][:, [members[0] for members in columns]],
+        [sum(left[row] for row in members) for members in rows],
+        [sum(room[column] for column in members) for members in columns],
+    )
+    for row_kind, column_kind in np.argwhere(amounts_of_kinds).tolist():
+        to_give = int(amounts_of_kinds[row_kind, column_kind])
+        while to_give:
+            row, column = rows[row_kind][-1], columns[column_kind][-1]
+            amount = min(left[row], room[column], to_give)
+            amounts[row, column] += amount
+            to_give -= amount
+            for rest, members in ((left, rows[row_kind]), (room, columns[column_kind])):
+                rest[members[-1]] -= amount
+                if not rest[members[-1]]:
+                    members.pop()
+    return amounts, is_free[row_kinds][:, column_kinds]
+
+
+def _alike(rows: Matrix) -> tuple[list[list[int]], list[int]]:
+    """Group equal rows; returns the numbers of each group's rows, last first, and the group of each row."""
+    groups: dict[bytes, list[int]] = {}
+    keys = [row.tobytes() for row in rows]
+    for number in reversed(range(len(keys))):
+        groups.setdefault(keys[number], []).append(number)
+    places = {key: place for place, key in enumerate(groups)}
+    return list(groups.values()), [places[key] for key in keys]
+
+
+def _transport(gains: Matrix, supplies: Sequence[int], demands: Sequence[int]) -> tuple[Matrix, Flags]:
+    """Solve the problem without regard to equal rows and columns."""
     costs = -gains
     n_rows, n_columns = costs.shape
     amounts = np.zeros((n_rows, n_columns), dtype=np.int64)

@@ -25,6 +25,7 @@ from realrl.plan.memory.formulas import (
 )
 from realrl.plan.memory.load import Load, RowLengths, load_of
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
+from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import SAVE, CallState, RoleState, Usage, checkpoint_bytes, plan_memory, show_bytes
 from realrl.plan.memory.saving import Saves
 from realrl.plan.parameters.decoder_specs import parameter_specs
@@ -387,3 +388,25 @@ def test_sizes_are_readable():
     assert [show_bytes(n) for n in (0, 999, 1500, 2_500_000, 80_000_000_000)] == [
         "0 B", "999 B", "1.5 kB", "2.5 MB", "80.0 GB",
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- overlap
+
+
+@pytest.mark.parametrize(("other", "kept"), [("d4", 1 / 2), ("t4", 0.0)])
+def test_parameters_that_stay_hold_what_the_home_leaves_for_another_call(other, kept):
+    """The home has halves, the call that stays a quarter: new on two ranks, a part of the home's half on the others.
+
+    The home moves into the memory of whole parameters, and that call keeps all of the half.
+    """
+    roles = {"ref": role("d2t2", is_trained=False)}
+    calls = []
+    for name, layout in (("first", "t4"), ("second", other)):
+        hooks = CallHooks((Realloc("ref", place("d2t2"), "ref", place(layout)),))
+        calls.append(call(INFERENCE, layout, name=name, of="ref", hooks=hooks))
+    memory = plan_memory(roles, calls)
+    split = sum(spec.num_bytes for spec in parameter_specs(MODEL) if spec.sharded_dim is not None)
+    capacity = max(memory.calls["second"][rank].total + n * split for rank, n in ((0, kept), (1, 1 / 4)))
+    for room, is_enough in ((capacity, True), (capacity - 1, False)):
+        overlap = plan_overlap(roles, calls, memory, capacity=room, is_host_memory=False, batches={})
+        assert ("first" in overlap.resident) == is_enough

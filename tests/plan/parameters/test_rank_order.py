@@ -219,7 +219,9 @@ def test_tensor_groups_stay_inside_nodes_where_that_costs_no_bytes() -> None:
     assert all(len({rank // 8 for rank in group}) == 1 for group in target.tp_groups())
 
 
-@pytest.mark.parametrize(("training", "generation"), [((7, 2, 9), (5, 4, 6)), ((3, 4, 6), (4, 8, 2))])
+@pytest.mark.parametrize(
+    ("training", "generation"), [((7, 2, 9), (5, 4, 6)), ((3, 4, 6), (4, 8, 2)), ((7, 8, 18), (12, 4, 21))]
+)
 def test_tensor_groups_are_near_where_stages_overlap_unevenly(
     training: tuple[int, int, int], generation: tuple[int, int, int]
 ) -> None:
@@ -255,7 +257,10 @@ def test_wrong_ranks_are_refused() -> None:
 
 @given(st.data())
 def test_transport_is_exact(data: st.DataObject) -> None:
-    """Against all assignments of single units; an assignment is as good exactly if it uses free entries alone."""
+    """Against all assignments of single units; an assignment is as good exactly if it uses free entries alone.
+
+    Some rows are equal, and some columns.
+    """
     n_units, n_rows = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
     columns = data.draw(st.lists(st.integers(0, 3), min_size=n_units, max_size=n_units))
     rows = data.draw(st.lists(st.integers(0, n_rows - 1), min_size=n_units, max_size=n_units))
@@ -263,6 +268,8 @@ def test_transport_is_exact(data: st.DataObject) -> None:
     demands = [columns.count(column) for column in range(4)]
     gain = st.integers(-3, 3) | st.integers(10**11, 10**11 + 3)
     gains = np.array([[data.draw(gain) for _ in range(4)] for _ in range(n_rows)], dtype=np.int64)
+    gains = gains[[data.draw(st.integers(0, row)) for row in range(n_rows)]]
+    gains = gains[:, [data.draw(st.integers(0, column)) for column in range(4)]]
     amounts, is_free = transport(gains, supplies, demands)
     assert (amounts >= 0).all()
     assert amounts.sum(axis=1).tolist() == supplies
