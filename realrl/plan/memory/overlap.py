@@ -109,12 +109,7 @@ def _copies(
     if call.hooks.before:
         moved = _plan_of(call, role)
         target = moved.target_layout
-<<<<<<< HEAD
         is_gathered = role.is_trained and role.zero_stage == 3  # then home and call share nothing
-        for rank in {*role.home.ranks, *call.allocation.ranks}:
-            new = moved.new_bytes(rank, moves_source=False) if rank in target else 0
-            new = target.num_bytes_of(rank) if rank in target and is_gathered else new
-=======
         others = [
             _plan_of(other, role)
             for other in calls
@@ -125,9 +120,10 @@ def _copies(
         for rank in {*role.home.ranks, *call.allocation.ranks}:
             parts = tuple(part_of(layout, rank) if rank in layout else None for layout in layouts)
             if parts not in new:
-                new[parts] = moved.new_bytes(rank, moves_source=False) if rank in target else 0
-                new[parts] += _left_behind(moved, others, rank)
->>>>>>> zero3
+                new[parts] = _left_behind(moved, others, rank)
+                if rank in target:
+                    alone = target.num_bytes_of(rank)
+                    new[parts] += alone if is_gathered else moved.new_bytes(rank, moves_source=False)
             messages = moved.bytes_received(rank) + moved.bytes_sent(rank) if at_once else 0
             found[rank] = new[parts] + messages + (found.get(rank, 0) if at_once and is_offloaded else 0)
     return found
