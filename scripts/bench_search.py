@@ -82,8 +82,9 @@ def problem_of(options: argparse.Namespace) -> Problem:
     text = (ROOT / "configs" / "hardware" / f"{options.hardware}.yaml").read_text()
     hardware = hardware_from(yaml.safe_load(text), source=options.hardware)
     capacity = MARGIN * hardware.device.memory_bytes
-    model = Model(flow_of(graph), CostPrices(workload, hardware), cluster, capacity)
-    roles = {role: RoleSpace(one, zero_stages=(0, 1)) for role, one in models.items()}
+    model = Model(flow_of(graph), CostPrices(workload, hardware, capacity=capacity), cluster, capacity)
+    stages = (0, 1) if options.wide else (1,)
+    roles = {role: RoleSpace(one, zero_stages=stages, may_offload=options.wide) for role, one in models.items()}
     choices = []
     for call, mfc in enumerate(topological_calls(graph)):
         found = choices_of(graph, mfc.name, roles, cluster)
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256, help="generation.max_batch_size")
     parser.add_argument("--hardware", default="a100_80gb")
     parser.add_argument("--most-move", type=float, default=0.0, help="seconds that moves may differ by")
+    parser.add_argument("--wide", action="store_true", help="stage 0 of ZeRO, and offload, are choices too")
     parser.add_argument("--walks", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, for the search")
     options = parser.parse_args()
@@ -130,10 +132,11 @@ def main() -> None:
         if last.period < period:
             period = last.period
             print(f"{last.period:10.3f} s  gap {last.gap:7.2%}  {last.n_expanded} expanded  {spent()}", flush=True)
-    assert last is not None and last.plan is not None
+    assert last is not None
+    assert last.plan is not None
     ending = "ended" if last.is_done else "stopped"
-    print(f"{ending}: {last.period:.3f} s, at least {last.bound:.3f} s, gap {last.gap:.2%}, {last.n_expanded} expanded, "
-          f"{last.n_evaluated} plans evaluated, {spent()}")  # fmt: skip
+    print(f"{ending}: {last.period:.3f} s, at least {last.bound:.3f} s, gap {last.gap:.2%}")
+    print(f"{last.n_expanded} partial plans expanded, {last.n_evaluated} plans evaluated, {spent()}")
     for name, placed in zip(problem.model.flow.names, last.plan, strict=True):
         print(f"  {name:14} ranks {placed.span[0]}-{placed.span[1] - 1}  {placed.choice}")
 

@@ -51,8 +51,8 @@ class Bounds:
     @cached_property
     def _per_area(self) -> Array:
         """Row of a device-second."""
-        row: Array = np.tile((1.0 - _SHARES) / self.model.cluster.n_devices, len(self.model.flow.cycles))
-        return row
+        shares: Array = (1.0 - _SHARES) / self.model.cluster.n_devices
+        return np.tile(shares, len(self.model.flow.cycles))
 
     def row(self, call: int, seconds: float, n_devices: int) -> Array:
         """Return the terms of seconds that a call spends on so many devices."""
@@ -83,7 +83,8 @@ class Bounds:
     @cached_property
     def root(self) -> Array:
         """The sum of the least terms of all calls."""
-        return np.sum(self.least, axis=0)
+        total: Array = np.sum(self.least, axis=0)
+        return total
 
     def of(self, total: Array) -> float:
         """Return the bound that a sum of terms proves."""
@@ -108,12 +109,12 @@ def undominated(model: Model, call: int, choices: Sequence[Choice], most_move: f
         margin = 0.0 if one.strategy == other.strategy else most_move
         return (
             price.seconds + margin <= against.seconds
-            and price.kept <= against.kept
+            and (not is_home or price.kept <= against.kept)
             and price.used <= against.used
             and price.used + price.copies <= against.used + against.copies
         )
 
-    kept: list[Choice] = []
+    is_home, kept = model.flow.homes[call] == call, list[Choice]()
     fastest_first = sorted(choices, key=lambda choice: (model.price(call, choice).seconds, choice.order))
     for choice in fastest_first:
         if not any(beats(other, choice) for other in kept if other.n_devices == choice.n_devices):

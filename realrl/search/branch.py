@@ -4,8 +4,8 @@
     best partial plan ──► one call more, on every arrangement of meshes, with every choice ──► ... ──► whole plans
 
 Invariants of `search`:
-    - periods that it yields fall, bounds rise, and a bound is at most the period of every plan that fits, pruned choices
-      included;
+    - periods that it yields fall, bounds rise, and a bound is at most the period of every plan that fits, plans with
+      pruned choices among them;
     - when it ends, the last plan is the best one; without pruned choices its bound is then its period;
     - equal input and seed give equal results.
 """

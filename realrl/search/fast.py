@@ -12,7 +12,7 @@ Invariants of `Model.period`:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
@@ -248,12 +248,12 @@ class Model:
         home = self.flow.homes[call]
         return home >= 0 and not same_layout(plan[home], plan[call])
 
-    def parts(self, plan: Sequence[Placed]) -> list[Parts]:
-        """Return the parts of every call."""
+    def parts(self, plan: Sequence[Placed], *, moves: bool = True) -> list[Parts]:
+        """Return the parts of every call; without those that move parameters, if `moves` is False."""
         found = []
         for call, placed in enumerate(plan):
             seconds, spans = {False: 0.0, True: 0.0}, {False: list[Span](), True: list[Span]()}
-            for move in self.flow.moves_of[call]:
+            for move in self.flow.moves_of[call] if moves else ():
                 source, target = plan[move.source], plan[move.target]
                 place = relation(source.span, target.span, self.cluster.n_devices_per_node)
                 took = self.move(move, source.choice, target.choice, place)
@@ -265,9 +265,9 @@ class Model:
             found.append(Parts(seconds[False], run, seconds[True], placed.span, *both))
         return found
 
-    def period(self, plan: Sequence[Placed]) -> float:
-        """Return the seconds of a step, once the run is under way."""
-        parts = self.parts(plan)
+    def period(self, plan: Sequence[Placed], *, moves: bool = True) -> float:
+        """Return the seconds of a step, once the run is under way; as if moves took no time, if `moves` is False."""
+        parts = self.parts(plan, moves=moves)
         ends = finish_times(self.flow, parts)
         measured = (ends[_MEASURED[1]] - ends[_MEASURED[0]]) / (_MEASURED[1] - _MEASURED[0])
         return max(measured, busiest(parts), slowest_cycle(self.flow.cycles, [one.seconds for one in parts]))
@@ -373,7 +373,7 @@ class _Run:
                 ready.append((self._sent[call] + 1, len(stretches.begin) == len(stretches.mesh), call))
         for step, _, call in sorted(ready):
             begin, deepest = self._stretches[call].begin, 1 if step == self.oldest else 0
-            if held.isdisjoint(begin) and all([self._depth[segment] <= deepest for segment in begin]):
+            if held.isdisjoint(begin) and all(self._depth[s] <= deepest for s in begin):
                 self._start(call)
                 started = True
             elif step == self.oldest:

@@ -8,6 +8,7 @@ Bytes leave out what depends on other calls: messages of moves, and buffers of g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,6 +34,8 @@ from realrl.sim.hardware import Hardware
 
 if TYPE_CHECKING:
     import networkx as nx
+
+_MOST_MODELS = 16  # cost models that are kept, of the last questions
 
 
 @dataclass(frozen=True)
@@ -73,29 +76,34 @@ class CostPrices:
 
     Attributes:
         kernels: the machine's kernels; those of CUDA by default.
+        capacity: bytes of a device that a plan may use.
         usage_of: counts the bytes of one call.
     """
 
     workload: Workload
     hardware: Hardware
     kernels: Kernels = field(default_factory=Kernels)
+    capacity: float = math.inf
     usage_of: UsageOf = fullest_usage
     _bytes: dict[object, Usage] = field(default_factory=dict)
     _seconds: dict[object, float] = field(default_factory=dict)
+    _models: dict[object, CostModel] = field(default_factory=dict)
     _requests: dict[object, dict[int, RunCall]] = field(default_factory=dict)
 
     def call(self, call: str, choice: Choice) -> Price:
-        """Return the cost of a call on devices that do nothing else."""
+        """Return the cost of a call on devices that do nothing else; infinite seconds if they lack memory for it."""
         mfc = call_of(self.workload.graph, call)
         allocation = Allocation(mesh_at(self.workload.cluster, 0, choice.n_devices), choice.strategy)
         state = self._state(mfc, allocation, choice)
         if choice.n_mbs is not None:
             mfc = replace(mfc, n_mbs=choice.n_mbs)
         scheduled = ScheduledCall(mfc, allocation, CallHooks(home=None if state is None else allocation))
+        usage = Usage() if state is None else self._usage(mfc, state, allocation)
+        if usage.total > self.capacity:
+            return Price(math.inf, used=usage.total)
         seconds = sum(self._batch_seconds(scheduled, state, batch) for batch in self._batches(mfc))
         if state is None:
             return Price(seconds)
-        usage = self._usage(mfc, state, allocation)
         if mfc.is_train:
             kept = usage.parameters + usage.optimizer
             return Price(seconds, kept, usage.total - kept)
@@ -133,8 +141,14 @@ class CostPrices:
         )
 
     def _model(self, role: str, state: RoleState | None) -> CostModel:
-        roles = {} if state is None else {role: state}
-        return CostModel(roles, self.hardware, generation=self.workload.generation, kernels=self.kernels)
+        key = (role, state)
+        if key not in self._models:
+            while len(self._models) >= _MOST_MODELS:
+                del self._models[next(iter(self._models))]
+            roles = {} if state is None else {role: state}
+            generation = self.workload.generation
+            self._models[key] = CostModel(roles, self.hardware, generation=generation, kernels=self.kernels)
+        return self._models[key]
 
     @cached_property
     def _step_size(self) -> int:

@@ -18,15 +18,17 @@ from realrl.graph.build import call, home_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.mesh.notation import parse_mesh, parse_strategy
-from realrl.plan.allocation import check_n_seqs, check_protocols, check_shapes
+from realrl.plan.allocation import check_cut, check_n_seqs, check_protocols, check_shapes
 from realrl.plan.backends import BACKENDS
+from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.samples.partition import default_n_mbs
 from realrl.shape import DecoderConfig
 
 if TYPE_CHECKING:
     import networkx as nx
 
-_MOST_FACTORS = 4  # micro-batches: as many as by default, then 2, 4 and 8 times as many
+_MOST_STAGES = 16
+_FACTORS = (4, 16)  # micro-batches: as many as by default, then so many times as many
 
 
 @dataclass(frozen=True)
@@ -134,34 +136,53 @@ def choices_of(
         pin: what the user has decided.
 
     Raises:
-        AllocationError: there is none; where the call is pinned, the reason why the pin breaks a rule.
+        AllocationError: the pin breaks a rule; the message says which.
     """
     mfc, role = call(graph, name), roles[call(graph, name).role]
+    is_home = home_calls(graph)[mfc.role] == name and role.model is not None
     found: list[Choice] = []
-    if pin is not None:
-        _check(graph, mfc, role, Allocation(pin.mesh or mesh_at(cluster, 0, pin.strategy.n_devices), pin.strategy))
-    for size in mesh_sizes(cluster) if pin is None else (pin.strategy.n_devices,):
-        mesh = mesh_at(cluster, 0, size)
-        for strategy in strategies_of(size, cluster, role) if pin is None else [pin.strategy]:
-            try:
-                _check(graph, mfc, role, Allocation(mesh, strategy))
-            except AllocationError:
-                continue
-            is_home = home_calls(graph)[mfc.role] == name
-            settings = list(_settings(mfc, role, strategy)) if is_home and role.model is not None else [(0, False, False)]
-            for n_mbs, (zero_stage, checkpoints, offloads) in product(_numbers(mfc, role, strategy), settings):
-                found.append(Choice(strategy, n_mbs, zero_stage, checkpoints, offloads))
-    if not found:
-        raise AllocationError(
-            f"call '{name}' can run on no mesh of a cluster with {cluster}",
-            remedy="Give it more samples (n_seqs), or use a model with other heads or more layers.",
-            call=name,
-        )
+    for strategy, mesh in _layouts(cluster, role, pin):
+        try:
+            _check(graph, mfc, role, Allocation(mesh, strategy), is_pinned=pin is not None)
+        except AllocationError:
+            if pin is not None:
+                raise
+            continue
+        settings = _settings(mfc, role, strategy) if is_home else [(0, False, False)]
+        for n_mbs, (zero_stage, checkpoints, offloads) in product(_numbers(mfc, role, strategy), settings):
+            found.append(Choice(strategy, n_mbs, zero_stage, checkpoints, offloads))
     return tuple(sorted(found, key=lambda choice: choice.order))
 
 
+def _layouts(cluster: Cluster, role: RoleSpace, pin: Pin | None) -> Iterator[tuple[ParallelStrategy, DeviceMesh]]:
+    """Yield every strategy that can cut the role's model, with a mesh of its size; or the pinned one."""
+    if pin is not None:
+        yield pin.strategy, pin.mesh or mesh_at(cluster, 0, pin.strategy.n_devices)
+        return
+    fits: dict[tuple[int, int], bool] = {}
+    for size in mesh_sizes(cluster):
+        mesh = mesh_at(cluster, 0, size)
+        for strategy in strategies_of(size, cluster, role):
+            cut = strategy.tp, strategy.pp
+            if cut not in fits:
+                fits[cut] = _can_cut(role, *cut)
+            if fits[cut]:
+                yield strategy, mesh
+
+
+def _can_cut(role: RoleSpace, tp: int, pp: int) -> bool:
+    """Return True if `check_shapes` lets a strategy cut the role's model."""
+    if role.model is None:
+        return True
+    try:
+        check_cut(parameter_specs(role.model), ParallelStrategy(tp=tp, pp=pp))
+    except AllocationError:
+        return False
+    return True
+
+
 def strategies_of(n_devices: int, cluster: Cluster, role: RoleSpace) -> Iterator[ParallelStrategy]:
-    """Yield strategies of so many devices; a tensor-parallel group stays inside a node.
+    """Yield strategies of so many devices; a tensor-parallel group stays inside a node, and shares out its rows.
 
     A role without parameters has data-parallel ones alone.
     """
@@ -169,20 +190,19 @@ def strategies_of(n_devices: int, cluster: Cluster, role: RoleSpace) -> Iterator
         yield ParallelStrategy(dp=n_devices)
         return
     divisors = [d for d in range(1, n_devices + 1) if n_devices % d == 0]
-    for pp in (d for d in divisors if d <= role.model.n_layers):
+    for pp in (d for d in divisors if d <= min(role.model.n_layers, _MOST_STAGES)):
         for tp in divisors:
             if n_devices % (pp * tp) or tp > cluster.n_devices_per_node or cluster.n_devices_per_node % tp:
                 continue
-            for sp in (False, True) if tp > 1 else (False,):
-                yield ParallelStrategy(n_devices // (pp * tp), tp, pp, sp)
+            yield ParallelStrategy(n_devices // (pp * tp), tp, pp, sp=tp > 1)
 
 
-def _check(graph: nx.DiGraph, mfc: MFCDef, role: RoleSpace, allocation: Allocation) -> None:
+def _check(graph: nx.DiGraph, mfc: MFCDef, role: RoleSpace, allocation: Allocation, *, is_pinned: bool) -> None:
     """Check one call by itself, as `check_supported` and `check_shapes` check it among the others."""
     alone, allocations = graph.subgraph([mfc.name]), {mfc.name: allocation}
     check_protocols(alone, allocations, weightless=[mfc.role] if role.model is None else [])
     check_n_seqs(alone, allocations)
-    if role.model is not None:
+    if role.model is not None and is_pinned:
         check_shapes(alone, allocations, {mfc.role: role.model})
 
 
@@ -194,9 +214,9 @@ def _numbers(mfc: MFCDef, role: RoleSpace, strategy: ParallelStrategy) -> Iterat
         return
     usual = default_n_mbs(strategy.pp, is_train=mfc.is_train)
     most = mfc.n_seqs // mfc.n_minibatches // strategy.dp
-    for power in range(1, _MOST_FACTORS):
-        if usual << power <= most:
-            yield usual << power
+    for factor in _FACTORS:
+        if usual * factor <= most:
+            yield usual * factor
 
 
 def _settings(mfc: MFCDef, role: RoleSpace, strategy: ParallelStrategy) -> Iterator[tuple[int, bool, bool]]:

@@ -57,10 +57,14 @@ class Walk:
                     else:
                         yield None, math.inf
 
-    def _score(self, plan: Plan) -> Score:
+    def _score(self, plan: Plan, against: Score = (math.inf, math.inf)) -> Score:
+        """Return the score of a plan; moves, which take long to price, count if it is better than `against` without."""
         self.n_evaluated += 1
         lacking = self._model.overflow(plan)
-        return (lacking, 0.0) if lacking else (0.0, self._model.period(plan))
+        if lacking:
+            return lacking, 0.0
+        quick = 0.0, self._model.period(plan, moves=False)
+        return quick if quick >= against else (0.0, self._model.period(plan))
 
     # ------------------------------------------------------------ steps
 
@@ -79,7 +83,7 @@ class Walk:
             choice = self._choices[call][number]
             for span in self._places(others, call, choice.n_devices):
                 changed = (*plan[:call], Placed(span, choice), *plan[call + 1 :])
-                found, n_tried = self._score(changed), n_tried + 1
+                found, n_tried = self._score(changed, score), n_tried + 1
                 if found < score:
                     plan, score = changed, found
         return plan, score

@@ -8,7 +8,6 @@ from realrl.errors import GraphError
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, ParamReallocHook
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy, legal_meshes
-from realrl.search.bound import Bounds
 from realrl.search.branch import Problem
 from realrl.search.fast import Model, Placed, Price, flow_of
 from realrl.search.space import Choice, Pin, mesh_sizes
@@ -110,7 +109,3 @@ def all_plans(found: Problem):
             plan = tuple(placed for _, placed in combination)
             if not found.model.overflow(plan):
                 yield plan
-
-
-def bounds_of(found: Problem):
-    return Bounds(found.model, found.choices)
