@@ -89,7 +89,8 @@ def problem_of(options: argparse.Namespace) -> Problem:
     for call, mfc in enumerate(topological_calls(graph)):
         found = choices_of(graph, mfc.name, roles, cluster)
         fitting = [c for c in found if own_bytes(model, call, c) <= capacity]
-        kept = undominated(model, call, fitting, most_move=options.most_move)
+        is_moved = any(call in (move.owner, move.source, move.target) for move in model.flow.moves)
+        kept = undominated(model, call, fitting, most_move=options.most_move if is_moved else 0.0)
         print(f"{mfc.name}: {len(found)} choices, {len(fitting)} fit, {len(kept)} left  {spent()}", flush=True)
         choices.append(kept)
     return Problem(model, choices, {}, is_pruned=True, n_walks=options.walks)
@@ -121,7 +122,7 @@ def main() -> None:
     parser.add_argument("--n-seqs", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=256, help="generation.max_batch_size")
     parser.add_argument("--hardware", default="a100_80gb")
-    parser.add_argument("--most-move", type=float, default=0.0, help="seconds that moves may differ by")
+    parser.add_argument("--most-move", type=float, default=2.0, help="seconds that moves may differ by")
     parser.add_argument("--wide", action="store_true", help="stage 0 of ZeRO, and offload, are choices too")
     parser.add_argument("--walks", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, for the search")
@@ -137,6 +138,8 @@ def main() -> None:
     ending = "ended" if last.is_done else "stopped"
     print(f"{ending}: {last.period:.3f} s, at least {last.bound:.3f} s, gap {last.gap:.2%}")
     print(f"{last.n_expanded} partial plans expanded, {last.n_evaluated} plans evaluated, {spent()}")
+    moves = problem.model.moves_seen
+    print(f"{len(moves)} moves were priced, the longest takes {max(moves, default=0.0):.2f} s")
     for name, placed in zip(problem.model.flow.names, last.plan, strict=True):
         print(f"  {name:14} ranks {placed.span[0]}-{placed.span[1] - 1}  {placed.choice}")
 

@@ -2,9 +2,10 @@
 
 Two facts hold for every plan. A device-second is spent once: the areas of all calls (devices x seconds) fit into the
 devices times the period. Calls that wait for each other in a cycle follow one another: their seconds, divided by the
-steps that the cycle spans, fit into the period. A call that is quick takes many devices, and cannot be cheap for both;
-so the bound is of weighted sums, ``share * cycle + (1 - share) * area / devices``, of which each call that is not
-decided takes its least value, and the largest over cycles and shares counts.
+steps that the cycle spans, fit into the period; calls that must all run between two of them add at least their areas
+over the devices. A call that is quick takes many devices, and cannot be cheap for both facts. So the bound is of
+weighted sums, ``share * cycle + (1 - share) * areas / devices``, of which each call that is not decided takes its least
+value, and the largest over cycles and shares counts.
 
 Invariants:
     - the bound of a partial plan is at most the period of every plan that completes it;
@@ -43,20 +44,25 @@ class Bounds:
     @cached_property
     def _per_second(self) -> Array:
         """Row of each call's seconds."""
-        cycles = self.model.flow.cycles
-        weights = np.array([[(call in c.calls) / c.lag for c in cycles] for call in range(len(self.choices))])
-        rows: Array = (weights[:, :, None] * _SHARES).reshape(len(self.choices), -1)
-        return rows
+        weights = [[(call in c.calls) / c.lag for c in self.model.flow.cycles] for call in range(len(self.choices))]
+        return self._spread(np.array(weights), _SHARES)
 
     @cached_property
     def _per_area(self) -> Array:
-        """Row of a device-second."""
-        shares: Array = (1.0 - _SHARES) / self.model.cluster.n_devices
-        return np.tile(shares, len(self.model.flow.cycles))
+        """Row of each call's device-seconds."""
+        weights = [[(call in c.between) / c.lag for c in self.model.flow.cycles] for call in range(len(self.choices))]
+        areas = self._spread(np.array(weights), _SHARES) + self._spread(
+            np.ones((len(weights), len(weights[0]))), 1 - _SHARES
+        )
+        shares: Array = areas / self.model.cluster.n_devices
+        return shares
+
+    def _spread(self, weights: Array, shares: Array) -> Array:
+        return (weights[:, :, None] * shares).reshape(len(weights), -1)
 
     def row(self, call: int, seconds: float, n_devices: int) -> Array:
         """Return the terms of seconds that a call spends on so many devices."""
-        row: Array = seconds * (self._per_second[call] + n_devices * self._per_area)
+        row: Array = seconds * (self._per_second[call] + n_devices * self._per_area[call])
         return row
 
     @cached_property

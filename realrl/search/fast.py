@@ -5,18 +5,18 @@ devices of their home wait too. Rows, messages and batches of a step that overla
 
 Invariants of `Model.period`:
     - it is at least the seconds that each device works in a step, and at least the seconds around each cycle of waits,
-      divided by the steps that the cycle spans; both hold for every run that goes on for ever;
+      divided by the steps that the cycle spans (see `Cycle`); both hold for every run that goes on for ever;
     - plans that are alike but for the places of their meshes, with the same relations between them, have equal periods.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import islice, pairwise, product
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from realrl.errors import GraphError
@@ -53,10 +53,20 @@ class Move:
 
 @dataclass(frozen=True)
 class Cycle:
-    """Calls that wait for each other around, over so many steps; once around takes at least their seconds."""
+    """Calls that wait for each other around, over so many steps.
+
+    Once around takes at least the seconds of the calls. On top come the device-seconds, divided by the devices, of
+    calls `between` two of them, which have to run after the one and before the other.
+    """
 
     calls: tuple[int, ...]
     lag: int
+    between: tuple[int, ...] = ()
+
+    def implies(self, other: Cycle) -> bool:
+        """Return True if no plan can be bound by the other cycle more than by this one."""
+        is_wide = {*self.calls, *self.between}.issuperset(other.between)
+        return is_wide and self.lag <= other.lag and set(self.calls).issuperset(other.calls)
 
 
 @dataclass(frozen=True)
@@ -133,16 +143,31 @@ def cycles_of(waits: Sequence[Sequence[tuple[int, int]]]) -> tuple[Cycle, ...]:
     graph.add_nodes_from(range(len(waits)))
     lags = {(other, call): lag for call, found in enumerate(waits) for other, lag in found}
     graph.add_edges_from(sorted(lags))
-    found = {Cycle((call,), 1) for call in graph}
+    within = nx.DiGraph([edge for edge, lag in lags.items() if lag == 0])
+    found = {Cycle((call,), 1): None for call in graph}
     for names in islice(nx.simple_cycles(graph), _MOST_CYCLES):
-        lag = sum(lags[edge] for edge in zip(names, (*names[1:], names[0]), strict=True))
+        lag = sum(lags[edge] for edge in pairwise((*names, names[0])))
         if lag <= 0:
             raise GraphError(f"calls {names} wait for each other within a step")
-        found.add(Cycle(tuple(sorted(names)), lag))
-    strict = [
-        one for one in found if not any(set(one.calls) <= set(o.calls) and one.lag >= o.lag for o in found - {one})
-    ]
-    return tuple(sorted(strict, key=lambda one: (one.lag, one.calls)))
+        found[Cycle(tuple(sorted(names)), lag)] = None
+        found |= dict.fromkeys(_wider(names, lag, within))
+    strict: list[Cycle] = []
+    for one in sorted(found, key=lambda one: (one.lag, -len(one.calls), -len(one.between), one.calls, one.between)):
+        if not any(other.implies(one) for other in strict):
+            strict.append(one)
+    return tuple(strict)
+
+
+def _wider(names: Sequence[int], lag: int, within: nx.DiGraph) -> Iterator[Cycle]:
+    """Yield a cycle with all calls between two of its calls in a step, in the place of those that it goes through."""
+    import networkx as nx
+
+    for first, n_skipped in product(range(len(names)), range(1, len(names) - 1)):
+        path = [names[(first + i) % len(names)] for i in range(n_skipped + 2)]
+        if all(within.has_edge(a, b) for a, b in pairwise(path)):
+            between = nx.descendants(within, path[0]) & nx.ancestors(within, path[-1])
+            if len(between) > n_skipped:
+                yield Cycle(tuple(sorted({*names}.difference(path[1:-1]))), lag, tuple(sorted(between)))
 
 
 @dataclass(frozen=True)
@@ -229,6 +254,11 @@ class Model:
             found = self._moves[key] = self.prices.move(names, source, target, relation)
         return found
 
+    @property
+    def moves_seen(self) -> tuple[float, ...]:
+        """Seconds of all moves that were asked for."""
+        return tuple(self._moves.values())
+
     def overflow(self, plan: Sequence[Placed]) -> float:
         """Return the bytes that the fullest device lacks; 0 if the plan fits."""
         bounds, segments = segments_of([placed.span for placed in plan])
@@ -270,7 +300,7 @@ class Model:
         parts = self.parts(plan, moves=moves)
         ends = finish_times(self.flow, parts)
         measured = (ends[_MEASURED[1]] - ends[_MEASURED[0]]) / (_MEASURED[1] - _MEASURED[0])
-        return max(measured, busiest(parts), slowest_cycle(self.flow.cycles, [one.seconds for one in parts]))
+        return max(measured, busiest(parts), slowest_cycle(self.flow.cycles, parts, self.cluster.n_devices))
 
 
 def same_layout(a: Placed, b: Placed) -> bool:
@@ -307,12 +337,17 @@ def busiest(parts: Sequence[Parts]) -> float:
     return max(load.values())
 
 
-def slowest_cycle(cycles: Sequence[Cycle], seconds: Sequence[float]) -> float:
+def slowest_cycle(cycles: Sequence[Cycle], parts: Sequence[Parts], n_devices: int) -> float:
     """Return the least period that cycles of waits allow."""
-    return max(sum([seconds[call] for call in cycle.calls]) / cycle.lag for cycle in cycles)
+    seconds = [one.seconds for one in parts]
+    shares = [one.seconds * (one.mesh[1] - one.mesh[0]) / n_devices for one in parts]
+    return max(
+        (sum([seconds[call] for call in cycle.calls]) + sum([shares[call] for call in cycle.between])) / cycle.lag
+        for cycle in cycles
+    )
 
 
-def finish_times(flow: Flow, parts: Sequence[Parts]) -> list[float]:
+def finish_times(flow: Flow, parts: Sequence[Parts], n_steps: int = _MEASURED[1]) -> list[float]:
     """Return the time at which each step is complete, from step 0, which is the start.
 
     Calls start by the rules of `realrl.sched.track.scheduler`: older steps first, then producers before consumers; one
@@ -321,8 +356,8 @@ def finish_times(flow: Flow, parts: Sequence[Parts]) -> list[float]:
     Raises:
         GraphError: the calls wait for each other for ever.
     """
-    run = _Run(flow, parts)
-    while run.oldest <= _MEASURED[1]:
+    run = _Run(flow, parts, n_steps)
+    while run.oldest <= n_steps:
         while run.start_calls() and any(flow.leads):
             pass  # a call that changes parameters may wait for one that was sent just now
         run.finish_next()
@@ -354,13 +389,13 @@ def _stretches(parts: Sequence[Parts]) -> list[_Stretches]:
 class _Run:
     """The state of a run: calls are started at `now`, and the clock goes on when one is complete."""
 
-    def __init__(self, flow: Flow, parts: Sequence[Parts]) -> None:
+    def __init__(self, flow: Flow, parts: Sequence[Parts], n_steps: int) -> None:
         self.oldest, self.ends = 1, [0.0]
         self._flow, self._parts, self._stretches = flow, parts, _stretches(parts)
         n_segments = 1 + max(segment for one in self._stretches for segment in one.begin | one.finish)
         self._free, self._depth = [0.0] * n_segments, [0] * n_segments
         self._done, self._sent = [0] * len(parts), [0] * len(parts)
-        self._last = _MEASURED[1] + 1 + flow.ahead
+        self._last = n_steps + 1 + flow.ahead
         self._under_way: list[tuple[float, int]] = []
         self._now = 0.0
 

@@ -1,7 +1,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realrl.errors import GraphError
@@ -9,6 +9,7 @@ from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.search.fast import (
+    Cycle,
     Flow,
     Model,
     Move,
@@ -152,19 +153,41 @@ def test_calls_that_wait_for_ever_are_refused():
 def test_cycles_count_each_call_and_no_looser_cycle():
     cycles = flow_of(graph_of(staleness=2)).cycles
     assert [(c.calls, c.lag) for c in cycles] == [((0,), 1), ((1,), 1), ((2,), 1), ((0, 1, 2), 3)]
-    assert slowest_cycle(cycles, [3.0, 3.0, 6.0]) == 6.0
+    assert slowest_cycle(cycles, [Parts(1.0, s - 1.0, 0.0, LEFT) for s in (3.0, 3.0, 6.0)], 4) == 6.0
 
 
+def test_all_calls_between_two_of_a_cycle_have_to_run_there():
+    mfcs = [
+        MFCDef("gen", "actor", GENERATE, "x", ("prompt_ids",), ("ids",), n_seqs=8),
+        MFCDef("ref", "ref", INFERENCE, "x", ("ids",), ("logprobs",), n_seqs=8),
+        MFCDef("rew", "reward", INFERENCE, "x", ("ids",), ("rewards",), n_seqs=8),
+        MFCDef("other", "reward", INFERENCE, "x", ("prompt_ids",), ("more",), n_seqs=8),
+        MFCDef("train", "actor", TRAIN, "x", ("ids", "logprobs", "rewards", "more"), n_seqs=8),
+    ]
+    flow = flow_of(build_graph(mfcs, ["prompt_ids"]))
+    place = {name: i for i, name in enumerate(flow.names)}
+    chain, between = (tuple(sorted(place[name] for name in names)) for names in (("gen", "train"), ("ref", "rew")))
+    assert Cycle(chain, 1, between) in flow.cycles
+    parts = [Parts(0.0, 4.0, 0.0, LEFT) for _ in flow.names]
+    assert slowest_cycle([Cycle(chain, 1, between)], parts, 4) == 4.0 + 2.0 + 2.0 + 4.0
+
+
+@settings(max_examples=60)
 @given(st.integers(0, 10**6))
-def test_no_device_works_more_than_the_period_and_no_device_does_two_calls_at_once(seed):
-    found = problem(seed)
+def test_devices_and_cycles_hold_in_runs_of_any_length(seed):
+    found, n_steps = problem(seed), 12
     plans = list(all_plans(found))
+    n_devices = found.model.cluster.n_devices
     for plan in random.Random(seed).sample(plans, min(len(plans), 3)):
         parts = found.model.parts(plan)
-        ends = finish_times(found.model.flow, parts)
+        ends = finish_times(found.model.flow, parts, n_steps)
         assert ends == sorted(ends)
-        # all work of the first steps fits the time up to their end, on every device
-        assert all(busiest(parts) * step <= end * (1 + 1e-9) for step, end in enumerate(ends))
-        assert found.model.period(plan) >= max(
-            busiest(parts), slowest_cycle(found.model.flow.cycles, [0.0] * len(plan))
-        )
+        assert len(ends) == n_steps + 1
+        least = busiest(parts)
+        assert all(least * step <= end * (1 + 1e-9) for step, end in enumerate(ends))
+        for cycle in found.model.flow.cycles:
+            least = max(least, slowest_cycle([cycle], parts, n_devices))
+            rounds = (n_steps - cycle.lag) // cycle.lag
+            once = cycle.lag * slowest_cycle([cycle], parts, n_devices)
+            assert rounds * once <= ends[-1] * (1 + 1e-9)
+        assert found.model.period(plan) >= least
