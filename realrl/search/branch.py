@@ -263,4 +263,5 @@ class _Search:
         self._n_evaluated += 1
         if self._problem.is_pruned:
             self._floor = min(self._floor, node.bound)
-        return self.offer(plan, self._model.period(plan))
+        period = self._model.period(plan)
+        return period < self._period and self._model.accepts(plan) and self.offer(plan, period)

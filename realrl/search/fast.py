@@ -12,7 +12,7 @@ Invariants of `Model.period`:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
@@ -227,12 +227,14 @@ class Model:
 
     Attributes:
         capacity: bytes of a device that a plan may use.
+        accepts: has the last word on a whole plan that would be the best, such as its exact memory.
     """
 
     flow: Flow
     prices: Prices
     cluster: Cluster
     capacity: float = math.inf
+    accepts: Callable[[tuple[Placed, ...]], bool] = field(default=lambda plan: True)
     _prices: dict[tuple[int, Choice], Price] = field(default_factory=dict)
     _moves: dict[tuple[int, int, Choice, Choice, Relation], float] = field(default_factory=dict)
 

@@ -64,7 +64,10 @@ class Walk:
         if lacking:
             return lacking, 0.0
         quick = 0.0, self._model.period(plan, moves=False)
-        return quick if quick >= against else (0.0, self._model.period(plan))
+        if quick >= against:
+            return quick
+        score = 0.0, self._model.period(plan)
+        return score if score >= against or self._model.accepts(plan) else (math.inf, 0.0)
 
     # ------------------------------------------------------------ steps
 

@@ -1,4 +1,5 @@
 import math
+import zlib
 from dataclasses import replace
 from itertools import pairwise
 
@@ -71,6 +72,25 @@ def test_bounds_hold_for_choices_that_were_left_out(most_move):
             assert made[-1].period >= best * (1 - 1e-9)
     assert n_fewer >= 10
     assert n_same >= 0.9 * n_found > 0
+
+
+def test_plans_that_are_not_accepted_are_passed_over():
+    def accepts(plan):
+        return zlib.crc32(repr(plan).encode()) % 3 == 0
+
+    n_other = 0
+    for seed in range(30):
+        found = problem(550_000 + seed, most_plans=200)
+        # one place of alike ones stands for all of them, so acceptance asks for what they share
+        whole = replace(found.model, cluster=Cluster(1, 1))
+        choices = [tuple(c for c in one if c.n_devices == 1) or (Choice(ParallelStrategy(1)),) for one in found.choices]
+        strict = replace(found, model=replace(whole, accepts=accepts), choices=choices)
+        periods = {plan: whole.period(plan) for plan in all_plans(replace(found, model=whole, choices=choices))}
+        expected = min((period for plan, period in periods.items() if accepts(plan)), default=math.inf)
+        made = states(strict)
+        assert (made[-1].period if made else math.inf) == pytest.approx(expected)
+        n_other += bool(periods) and min(periods.values()) != expected
+    assert n_other >= 5
 
 
 def test_plans_get_better_and_bounds_rise():
