@@ -202,7 +202,7 @@ def lead_waits(graph: nx.DiGraph) -> tuple[LeadWait, ...]:
     """
     import networkx as nx
 
-    data, waits = data_graph(graph), _wait_graph(graph)
+    data, waits = data_graph(graph), wait_graph(graph)
     writers = [mfc for mfc in calls(graph) if mfc.changed_roles]
     last = [mfc.name for mfc in topological_calls(graph) if mfc.may_drop][-1:]
     lags = [nx.single_source_dijkstra_path_length(waits, writer.name, weight="lag") for writer in writers]
@@ -221,7 +221,7 @@ def lead_waits(graph: nx.DiGraph) -> tuple[LeadWait, ...]:
     return tuple(found)
 
 
-def _wait_graph(graph: nx.DiGraph) -> nx.DiGraph:
+def wait_graph(graph: nx.DiGraph) -> nx.DiGraph:
     """Return edges u -> v with ``lag``: v at step i waits for u at step ``i - lag``; the strictest of several."""
     import networkx as nx
 

@@ -222,7 +222,7 @@ def check_shapes(graph: nx.DiGraph, allocations: Mapping[str, Allocation], shape
             continue
         allocation = allocations[mfc.name]
         try:
-            _check_cut(specs, allocation.strategy)
+            check_cut(specs, allocation.strategy)
         except AllocationError as err:
             nearest = _nearest_cut(specs, mfc, allocation)
             use = err.remedy if nearest is None else f"The nearest legal one: allocation.calls.{mfc.name}={nearest}."
@@ -232,6 +232,16 @@ def check_shapes(graph: nx.DiGraph, allocations: Mapping[str, Allocation], shape
                 call=mfc.name,
                 mesh=str(allocation.mesh),
             ) from None
+
+
+def check_cut(specs: Sequence[ParameterSpec], strategy: ParallelStrategy) -> None:
+    """Check that a strategy can cut a model.
+
+    Raises:
+        AllocationError: tp does not divide the heads, or pp exceeds the layers.
+    """
+    check_tp(specs, strategy.tp)
+    stages_of(specs, strategy.pp)
 
 
 def split_roles(graph: nx.DiGraph, heads: Mapping[str, str] | None = None) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -430,11 +440,6 @@ def _nests(a: DeviceMesh, b: DeviceMesh) -> bool:
     return not a.overlaps(b) or a.contains(b) or b.contains(a)
 
 
-def _check_cut(specs: Sequence[ParameterSpec], strategy: ParallelStrategy) -> None:
-    check_tp(specs, strategy.tp)
-    stages_of(specs, strategy.pp)
-
-
 def _nearest_cut(specs: Sequence[ParameterSpec], mfc: MFCDef, allocation: Allocation) -> Allocation | None:
     """Return the allocation on the same mesh that the model allows and that changes tp and pp the least, or None."""
     n, wanted = allocation.mesh.n_devices, allocation.strategy
@@ -444,7 +449,7 @@ def _nearest_cut(specs: Sequence[ParameterSpec], mfc: MFCDef, allocation: Alloca
             continue
         strategy = ParallelStrategy(n // (tp * pp), tp, pp, wanted.sp and tp > 1)
         try:
-            _check_cut(specs, strategy)
+            check_cut(specs, strategy)
         except AllocationError:
             continue
         changes = abs(tp - wanted.tp), abs(pp - wanted.pp)

@@ -19,12 +19,15 @@ Parameters have the names of `realrl.model.decoder.Decoder`, in the order of its
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from realrl.errors import AllocationError
 from realrl.plan.parameters.adapters import with_adapters
 from realrl.plan.parameters.specs import DTYPE_BYTES, ParameterSpec, Unit
 from realrl.shape import DecoderConfig, MoEConfig
 
 
+@lru_cache(maxsize=64)
 def parameter_specs(config: DecoderConfig) -> tuple[ParameterSpec, ...]:
     """Return all parameters of a model, in the order of `Decoder.named_parameters()`.
 

@@ -9,7 +9,7 @@ from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.specs import Layer, ParameterSpec, Unit, units_of
-from realrl.plan.parameters.stages import stages_of
+from realrl.plan.parameters.stages import stage_layers
 from realrl.shape import DecoderConfig
 
 _UNITS: tuple[Unit, ...] = ("head", "kv_head", "row")
@@ -88,10 +88,9 @@ def shard_of(config: DecoderConfig, strategy: ParallelStrategy, mesh_rank: int) 
     Raises:
         AllocationError: tp or pp does not fit the model.
     """
-    specs = parameter_specs(config)
-    check_tp(specs, strategy.tp)
+    check_tp(parameter_specs(config), strategy.tp)
     pp_rank, _, tp_rank = strategy.coordinates(mesh_rank)
-    return shard_at(stages_of(specs, strategy.pp), strategy, pp_rank, tp_rank)
+    return shard_at(stage_layers(config, strategy.pp), strategy, pp_rank, tp_rank)
 
 
 def whole_shard(config: DecoderConfig) -> ModelShard:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 
 from realrl.errors import AllocationError
@@ -58,6 +59,7 @@ def split_by_cost(blocks: Sequence[int], head: int, n_stages: int) -> tuple[rang
     return tuple(reversed(stages))
 
 
+@lru_cache(maxsize=512)
 def stage_layers(config: DecoderConfig, pp: int) -> tuple[range, ...]:
     """Return the blocks of each pipeline stage; see `stages_of`."""
     return stages_of(parameter_specs(config), pp)

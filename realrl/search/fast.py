@@ -1,0 +1,460 @@
+"""The period of a plan by a fast model: the calls of a few steps, started as the master starts them.
+
+A call takes one time on all devices of its mesh. Parameters that it needs in another layout come before it, while the
+devices of their home wait too. Rows, messages and batches of a step that overlap are left out; `realrl.sim` has them.
+
+Invariants of `Model.period`:
+    - it is at least the seconds that each device works in a step, and at least the seconds around each cycle of waits,
+      divided by the steps that the cycle spans (see `Cycle`); both hold for every run that goes on for ever;
+    - plans that are alike but for the places of their meshes, with the same relations between them, have equal periods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heappop, heappush
+from itertools import islice, pairwise, product
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from realrl.errors import GraphError
+from realrl.graph.build import calls, home_calls, lead_waits, topological_calls, wait_graph
+from realrl.graph.mfc import OffloadHook
+from realrl.mesh.device_mesh import Cluster
+from realrl.search.space import Choice
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+Span = tuple[int, int]
+"""First rank of a mesh, and the one behind its last."""
+
+Relation = Literal["same", "inside", "around", "beside", "apart"]
+"""Place of a mesh, seen from another one: "beside" is disjoint in the same node, "apart" disjoint otherwise."""
+
+_MEASURED = 2, 4  # the period is measured from the end of the first of these steps to the end of the second
+_MOST_CYCLES = 200
+
+
+@dataclass(frozen=True)
+class Move:
+    """A hook of `owner` that moves parameters from the layout of call `source` to that of call `target`.
+
+    Both are homes of their roles, unless `target` is `owner`: then the role's own parameters come for that call.
+    """
+
+    owner: int
+    source: int
+    target: int
+    is_after: bool = False
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Calls that wait for each other around, over so many steps.
+
+    Once around takes at least the seconds of the calls. On top come the device-seconds, divided by the devices, of
+    calls `between` two of them, which have to run after the one and before the other.
+    """
+
+    calls: tuple[int, ...]
+    lag: int
+    between: tuple[int, ...] = ()
+
+    def implies(self, other: Cycle) -> bool:
+        """Return True if no plan can be bound by the other cycle more than by this one."""
+        is_wide = {*self.calls, *self.between}.issuperset(other.between)
+        return is_wide and self.lag <= other.lag and set(self.calls).issuperset(other.calls)
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Calls of a graph and their waits; a call is named by its position, producers before consumers.
+
+    Attributes:
+        waits: for each call, (other call, lag): step i waits for step ``i - lag`` of the other one.
+        leads: for each call, (reader, steps, is sent enough): the reader must be so far ahead.
+        homes: for each call, that in whose layout its role's parameters live; -1 for a role without any.
+        ahead: steps that a call may be ahead of the oldest one, as the master loads samples.
+    """
+
+    names: tuple[str, ...]
+    waits: tuple[tuple[tuple[int, int], ...], ...]
+    leads: tuple[tuple[tuple[int, int, bool], ...], ...]
+    homes: tuple[int, ...]
+    moves: tuple[Move, ...]
+    cycles: tuple[Cycle, ...]
+    ahead: int = 1
+
+    @cached_property
+    def moves_of(self) -> tuple[tuple[Move, ...], ...]:
+        """For each call, the moves that are known as soon as it and all calls before it have a place."""
+        return tuple([tuple([m for m in self.moves if m.owner == call]) for call in range(len(self.names))])
+
+
+def flow_of(graph: nx.DiGraph, *, weightless: Collection[str] = ()) -> Flow:
+    """Return the calls of a graph as the fast model needs them.
+
+    Args:
+        graph: from `build_graph`.
+        weightless: roles without parameters.
+    """
+    mfcs = topological_calls(graph)
+    place = {mfc.name: i for i, mfc in enumerate(mfcs)}
+    home_of = {role: place[name] for role, name in home_calls(graph).items() if role not in weightless}
+    waits: list[list[tuple[int, int]]] = [[] for _ in mfcs]
+    for first, second, lag in wait_graph(graph).edges(data="lag"):
+        waits[place[second]].append((place[first], lag))
+    leads: list[list[tuple[int, int, bool]]] = [[] for _ in mfcs]
+    for lead in lead_waits(graph):
+        leads[place[lead.writer]].append((place[lead.reader], lead.lead, lead.until == "sent"))
+    moves = []
+    for i, mfc in enumerate(mfcs):
+        if home_of.get(mfc.role, i) != i:
+            moves.append(Move(i, home_of[mfc.role], i))
+        for hooks, is_after in ((mfc.pre_hooks, False), (mfc.post_hooks, True)):
+            for hook in hooks:
+                if isinstance(hook, OffloadHook):
+                    continue
+                source, target = (mfc.role if end is None else end.role for end in (hook.source, hook.target))
+                if source != target and source in home_of and target in home_of:
+                    moves.append(Move(i, home_of[source], home_of[target], is_after))
+    return Flow(
+        tuple(place),
+        tuple(tuple(sorted(one)) for one in waits),
+        tuple(map(tuple, leads)),
+        tuple(home_of.get(mfc.role, -1) for mfc in mfcs),
+        tuple(moves),
+        cycles_of(waits),
+        ahead=1 + max(mfc.max_staleness for mfc in calls(graph)),
+    )
+
+
+def cycles_of(waits: Sequence[Sequence[tuple[int, int]]]) -> tuple[Cycle, ...]:
+    """Return the cycles of waits that bound a period; also each call by itself, which runs one step at a time.
+
+    Of very many cycles the first are taken. Each of them holds by itself.
+    """
+    import networkx as nx
+
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(waits)))
+    lags = {(other, call): lag for call, found in enumerate(waits) for other, lag in found}
+    graph.add_edges_from(sorted(lags))
+    within = nx.DiGraph([edge for edge, lag in lags.items() if lag == 0])
+    found = {Cycle((call,), 1): None for call in graph}
+    for names in islice(nx.simple_cycles(graph), _MOST_CYCLES):
+        lag = sum(lags[edge] for edge in pairwise((*names, names[0])))
+        if lag <= 0:
+            raise GraphError(f"calls {names} wait for each other within a step")
+        found[Cycle(tuple(sorted(names)), lag)] = None
+        found |= dict.fromkeys(_wider(names, lag, within))
+    strict: list[Cycle] = []
+    for one in sorted(found, key=lambda one: (one.lag, -len(one.calls), -len(one.between), one.calls, one.between)):
+        if not any(other.implies(one) for other in strict):
+            strict.append(one)
+    return tuple(strict)
+
+
+def _wider(names: Sequence[int], lag: int, within: nx.DiGraph) -> Iterator[Cycle]:
+    """Yield a cycle with all calls between two of its calls in a step, in the place of those that it goes through."""
+    import networkx as nx
+
+    for first, n_skipped in product(range(len(names)), range(1, len(names) - 1)):
+        path = [names[(first + i) % len(names)] for i in range(n_skipped + 2)]
+        if all(within.has_edge(a, b) for a, b in pairwise(path)):
+            between = nx.descendants(within, path[0]) & nx.ancestors(within, path[-1])
+            if len(between) > n_skipped:
+                yield Cycle(tuple(sorted({*names}.difference(path[1:-1]))), lag, tuple(sorted(between)))
+
+
+@dataclass(frozen=True)
+class Price:
+    """Cost of a call under one choice.
+
+    Attributes:
+        seconds: of its batches of one step.
+        kept: bytes of its role's state on a device of its mesh, if the role lives there.
+        used: bytes that it takes on a device while it runs.
+        copies: bytes of the role's parameters there, if they come from another layout.
+    """
+
+    seconds: float
+    kept: int = 0
+    used: int = 0
+    copies: int = 0
+
+
+class Prices(Protocol):
+    """Costs of all calls under all choices; equal questions get equal answers."""
+
+    def call(self, call: str, choice: Choice) -> Price:
+        """Return the cost of a call."""
+
+    def move(self, calls: tuple[str, str], source: Choice, target: Choice, relation: Relation) -> float:
+        """Return the seconds of a move between the layouts of two calls, the second seen from the first."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A call's mesh and the choice of all else."""
+
+    span: Span
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of one call's parts, and the devices of each."""
+
+    before: float
+    run: float
+    after: float
+    mesh: Span
+    before_spans: tuple[Span, ...] = ()
+    after_spans: tuple[Span, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.before + self.run + self.after
+
+
+@dataclass
+class Model:
+    """The fast model of one run on one cluster.
+
+    Attributes:
+        capacity: bytes of a device that a plan may use.
+        accepts: has the last word on a whole plan that would be the best, such as its exact memory.
+    """
+
+    flow: Flow
+    prices: Prices
+    cluster: Cluster
+    capacity: float = math.inf
+    accepts: Callable[[tuple[Placed, ...]], bool] = field(default=lambda plan: True)
+    _prices: dict[tuple[int, Choice], Price] = field(default_factory=dict)
+    _moves: dict[tuple[int, int, Choice, Choice, Relation], float] = field(default_factory=dict)
+
+    def price(self, call: int, choice: Choice) -> Price:
+        """Return the cost of a call, which is asked for once."""
+        found = self._prices.get((call, choice))
+        if found is None:
+            found = self._prices[call, choice] = self.prices.call(self.flow.names[call], choice)
+        return found
+
+    def move(self, move: Move, source: Choice, target: Choice, relation: Relation) -> float:
+        """Return the seconds of a move, which are asked for once; none between equal layouts of one role."""
+        if relation == "same" and source.strategy == target.strategy and move.owner == move.target:
+            return 0.0
+        key = (move.source, move.target, source, target, relation)
+        found = self._moves.get(key)
+        if found is None:
+            names = self.flow.names[move.source], self.flow.names[move.target]
+            found = self._moves[key] = self.prices.move(names, source, target, relation)
+        return found
+
+    @property
+    def moves_seen(self) -> tuple[float, ...]:
+        """Seconds of all moves that were asked for."""
+        return tuple(self._moves.values())
+
+    def overflow(self, plan: Sequence[Placed]) -> float:
+        """Return the bytes that the fullest device lacks; 0 if the plan fits."""
+        bounds, segments = segments_of([placed.span for placed in plan])
+        kept = [0] * len(bounds)
+        for call, placed in enumerate(plan):
+            if self.flow.homes[call] == call:
+                for segment in segments[call]:
+                    kept[segment] += self.price(call, placed.choice).kept
+        most = 0
+        for call, placed in enumerate(plan):
+            price = self.price(call, placed.choice)
+            used = price.used + (price.copies if self._comes(plan, call) else 0)
+            most = max(most, used + max(kept[segment] for segment in segments[call]))
+        return max(0.0, most - self.capacity)
+
+    def _comes(self, plan: Sequence[Placed], call: int) -> bool:
+        home = self.flow.homes[call]
+        return home >= 0 and not same_layout(plan[home], plan[call])
+
+    def parts(self, plan: Sequence[Placed], *, moves: bool = True) -> list[Parts]:
+        """Return the parts of every call; without those that move parameters, if `moves` is False."""
+        found = []
+        for call, placed in enumerate(plan):
+            seconds, spans = {False: 0.0, True: 0.0}, {False: list[Span](), True: list[Span]()}
+            for move in self.flow.moves_of[call] if moves else ():
+                source, target = plan[move.source], plan[move.target]
+                place = relation(source.span, target.span, self.cluster.n_devices_per_node)
+                took = self.move(move, source.choice, target.choice, place)
+                if took:
+                    seconds[move.is_after] += took
+                    spans[move.is_after] += [source.span, target.span]
+            run = self.price(call, placed.choice).seconds
+            both = (tuple(spans[False]), tuple(spans[True]))
+            found.append(Parts(seconds[False], run, seconds[True], placed.span, *both))
+        return found
+
+    def period(self, plan: Sequence[Placed], *, moves: bool = True) -> float:
+        """Return the seconds of a step, once the run is under way; as if moves took no time, if `moves` is False."""
+        parts = self.parts(plan, moves=moves)
+        ends = finish_times(self.flow, parts)
+        measured = (ends[_MEASURED[1]] - ends[_MEASURED[0]]) / (_MEASURED[1] - _MEASURED[0])
+        return max(measured, busiest(parts), slowest_cycle(self.flow.cycles, parts, self.cluster.n_devices))
+
+
+def same_layout(a: Placed, b: Placed) -> bool:
+    """Return True if two calls of one role need the same slices on the same devices."""
+    return a.span == b.span and a.choice.strategy == b.choice.strategy
+
+
+def relation(seen_from: Span, other: Span, n_per_node: int) -> Relation:
+    """Return where a mesh lies, seen from another one that it nests with or is disjoint from."""
+    if seen_from == other:
+        return "same"
+    if seen_from[0] <= other[0] and other[1] <= seen_from[1]:
+        return "inside"
+    if other[0] <= seen_from[0] and seen_from[1] <= other[1]:
+        return "around"
+    return "beside" if seen_from[0] // n_per_node == other[0] // n_per_node else "apart"
+
+
+def segments_of(spans: Sequence[Span]) -> tuple[list[int], list[range]]:
+    """Return the starts of stretches of ranks that the same spans cover, and the stretches of each span."""
+    bounds = sorted({bound for span in spans for bound in span})
+    place = {bound: i for i, bound in enumerate(bounds)}
+    return bounds, [range(place[first], place[end]) for first, end in spans]
+
+
+def busiest(parts: Sequence[Parts]) -> float:
+    """Return the seconds that the device with the most work has work in a step."""
+    load: dict[int, float] = {}
+    for one, stretches in zip(parts, _stretches(parts), strict=True):
+        phases = (stretches.begin, one.before), (stretches.mesh, one.run), (stretches.finish, one.after)
+        for segments, seconds in phases:
+            for segment in segments:
+                load[segment] = load.get(segment, 0.0) + seconds
+    return max(load.values())
+
+
+def slowest_cycle(cycles: Sequence[Cycle], parts: Sequence[Parts], n_devices: int) -> float:
+    """Return the least period that cycles of waits allow."""
+    seconds = [one.seconds for one in parts]
+    shares = [one.seconds * (one.mesh[1] - one.mesh[0]) / n_devices for one in parts]
+    return max(
+        (sum([seconds[call] for call in cycle.calls]) + sum([shares[call] for call in cycle.between])) / cycle.lag
+        for cycle in cycles
+    )
+
+
+def finish_times(flow: Flow, parts: Sequence[Parts], n_steps: int = _MEASURED[1]) -> list[float]:
+    """Return the time at which each step is complete, from step 0, which is the start.
+
+    Calls start by the rules of `realrl.sched.track.scheduler`: older steps first, then producers before consumers; one
+    call of the oldest step may be queued behind another one, and reserves its devices while they have no room.
+
+    Raises:
+        GraphError: the calls wait for each other for ever.
+    """
+    run = _Run(flow, parts, n_steps)
+    while run.oldest <= n_steps:
+        while run.start_calls() and any(flow.leads):
+            pass  # a call that changes parameters may wait for one that was sent just now
+        run.finish_next()
+    return run.ends
+
+
+@dataclass(frozen=True)
+class _Stretches:
+    """Segments on which a call begins, hooks included, on which it runs, and on which its hooks after it do."""
+
+    begin: frozenset[int]
+    mesh: frozenset[int]
+    finish: frozenset[int]
+
+
+def _stretches(parts: Sequence[Parts]) -> list[_Stretches]:
+    _, segments = segments_of([span for one in parts for span in (one.mesh, *one.before_spans, *one.after_spans)])
+    found, first = [], 0
+    for one in parts:
+        n_before, n_after = len(one.before_spans), len(one.after_spans)
+        mesh = frozenset(segments[first])
+        then, first = first + 1 + n_before, first + 1 + n_before + n_after
+        begin = mesh.union(*segments[then - n_before : then]) if n_before else mesh
+        finish = mesh.union(*segments[then:first]) if n_after else mesh
+        found.append(_Stretches(begin, mesh, finish))
+    return found
+
+
+class _Run:
+    """The state of a run: calls are started at `now`, and the clock goes on when one is complete."""
+
+    def __init__(self, flow: Flow, parts: Sequence[Parts], n_steps: int) -> None:
+        self.oldest, self.ends = 1, [0.0]
+        self._flow, self._parts, self._stretches = flow, parts, _stretches(parts)
+        n_segments = 1 + max(segment for one in self._stretches for segment in one.begin | one.finish)
+        self._free, self._depth = [0.0] * n_segments, [0] * n_segments
+        self._done, self._sent = [0] * len(parts), [0] * len(parts)
+        self._last = n_steps + 1 + flow.ahead
+        self._under_way: list[tuple[float, int]] = []
+        self._now = 0.0
+
+    def start_calls(self) -> bool:
+        """Start the calls that can start now; return True if there are any."""
+        started, held = False, set[int]()
+        ready = []
+        for call, stretches in enumerate(self._stretches):
+            if self._can_start(call):
+                ready.append((self._sent[call] + 1, len(stretches.begin) == len(stretches.mesh), call))
+        for step, _, call in sorted(ready):
+            begin, deepest = self._stretches[call].begin, 1 if step == self.oldest else 0
+            if held.isdisjoint(begin) and all(self._depth[s] <= deepest for s in begin):
+                self._start(call)
+                started = True
+            elif step == self.oldest:
+                held |= begin
+        return started
+
+    def _can_start(self, call: int) -> bool:
+        step, done = self._sent[call] + 1, self._done
+        if done[call] < step - 1 or step > min(self.oldest + self._flow.ahead, self._last):
+            return False
+        for other, lag in self._flow.waits[call]:
+            if done[other] < step - lag:
+                return False
+        for reader, lead, is_sent_enough in self._flow.leads[call]:
+            if (self._sent if is_sent_enough else done)[reader] < min(step + lead, self._last):
+                return False
+        return True
+
+    def _start(self, call: int) -> None:
+        one, stretches, free = self._parts[call], self._stretches[call], self._free
+        start = max(self._now, max([free[segment] for segment in stretches.begin]))
+        for segment in stretches.begin:
+            free[segment] = start + one.before
+        end = start + one.before + one.run
+        for segment in stretches.mesh:
+            free[segment] = end
+            self._depth[segment] += 1
+        if one.after:
+            end = max([free[segment] for segment in stretches.finish]) + one.after
+            for segment in stretches.finish:
+                free[segment] = end
+        self._sent[call] += 1
+        heappush(self._under_way, (end, call))
+
+    def finish_next(self) -> None:
+        """Go on to the time at which the next call is complete."""
+        if not self._under_way:
+            raise GraphError("the calls wait for each other for ever")
+        self._now = self._under_way[0][0]
+        while self._under_way and self._under_way[0][0] <= self._now:
+            _, call = heappop(self._under_way)
+            self._done[call] += 1
+            for segment in self._stretches[call].mesh:
+                self._depth[segment] -= 1
+        while min(self._done) >= self.oldest:
+            self.ends.append(self._now)
+            self.oldest += 1

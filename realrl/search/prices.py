@@ -1,0 +1,208 @@
+"""Costs of calls under choices, by `realrl.sim.costs` and `realrl.plan.memory`, each call by itself.
+
+A choice is priced on the first devices of the cluster; a move between two meshes as far to the left as their relation
+allows. So a price depends on no place.
+
+Bytes leave out what depends on other calls: messages of moves, and buffers of gradients that a backend never frees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from realrl.config.schema import GenerationConfig
+from realrl.graph.build import call as call_of
+from realrl.graph.build import calls
+from realrl.graph.mfc import MFCDef
+from realrl.mesh.device_mesh import Allocation, Cluster
+from realrl.plan.hooks import CallHooks, Realloc
+from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.load import RowLengths, load_of
+from realrl.plan.memory.plan import CallState, RoleState, Usage, plan_memory
+from realrl.sched.calls import ScheduledCall
+from realrl.sched.messages import RunCall
+from realrl.sched.track.dispatch import plan_work
+from realrl.search.fast import Price, Relation
+from realrl.search.space import Choice, mesh_at
+from realrl.sim.costs.calls import CostModel
+from realrl.sim.durations import SampleSizes
+from realrl.sim.hardware import Hardware
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+_MOST_MODELS = 16  # cost models that are kept, of the last questions
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work of one step.
+
+    Attributes:
+        graph: from `build_graph`.
+        roles: roles that have parameters, as the configuration has them; their homes count for nothing.
+        sizes: sample -> its tokens, for all samples of a step; responses included.
+        rows: lengths in the worst case, for memory.
+        n_responses: call -> responses of a prompt that it makes or reads; 0 for sequences of the dataset.
+    """
+
+    graph: nx.DiGraph
+    roles: Mapping[str, RoleState]
+    cluster: Cluster
+    generation: GenerationConfig
+    sizes: Mapping[str, SampleSizes]
+    rows: RowLengths
+    n_responses: Mapping[str, int]
+    seed: int = 1
+
+
+UsageOf = Callable[[RoleState, CallState, Kernels], Usage]
+"""``usage_of(role, call, kernels)`` -> needs of the fullest device of a call that has its devices for itself."""
+
+
+def fullest_usage(role: RoleState, call: CallState, kernels: Kernels) -> Usage:
+    """Return what `plan_memory` says of one call and its role."""
+    usages = plan_memory({call.role: role}, [call], kernels=kernels).calls[call.name]
+    return max(usages.values(), key=lambda usage: usage.total)
+
+
+@dataclass
+class CostPrices:
+    """`realrl.search.fast.Prices` of a workload on given hardware.
+
+    Attributes:
+        kernels: the machine's kernels; those of CUDA by default.
+        capacity: bytes of a device that a plan may use.
+        usage_of: counts the bytes of one call.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    kernels: Kernels = field(default_factory=Kernels)
+    capacity: float = math.inf
+    usage_of: UsageOf = fullest_usage
+    _bytes: dict[object, Usage] = field(default_factory=dict)
+    _seconds: dict[object, float] = field(default_factory=dict)
+    _models: dict[object, CostModel] = field(default_factory=dict)
+    _requests: dict[object, dict[int, RunCall]] = field(default_factory=dict)
+
+    def call(self, call: str, choice: Choice) -> Price:
+        """Return the cost of a call on devices that do nothing else; infinite seconds if they lack memory for it."""
+        mfc = call_of(self.workload.graph, call)
+        allocation = Allocation(mesh_at(self.workload.cluster, 0, choice.n_devices), choice.strategy)
+        state = self._state(mfc, allocation, choice)
+        if choice.n_mbs is not None:
+            mfc = replace(mfc, n_mbs=choice.n_mbs)
+        scheduled = ScheduledCall(mfc, allocation, CallHooks(home=None if state is None else allocation))
+        usage = Usage() if state is None else self._usage(mfc, state, allocation)
+        if usage.total > self.capacity:
+            return Price(math.inf, used=usage.total)
+        seconds = sum(self._batch_seconds(scheduled, state, batch) for batch in self._batches(mfc))
+        if state is None:
+            return Price(seconds)
+        if mfc.is_train:
+            kept = usage.parameters + usage.optimizer
+            return Price(seconds, kept, usage.total - kept)
+        own = usage.total - usage.parameters
+        if choice.offloads:
+            back = self._model(mfc.role, state).onload(mfc.role, allocation.ranks)
+            return Price(seconds + max(back.values()), 0, own + usage.parameters)
+        return Price(seconds, usage.parameters, own, copies=usage.parameters)
+
+    def move(self, calls: tuple[str, str], source: Choice, target: Choice, relation: Relation) -> float:
+        """Return the seconds of moving the parameters of one call's role into the layout of another call."""
+        roles = [call_of(self.workload.graph, name).role for name in calls]
+        key = (*roles, source.strategy, target.strategy, relation)
+        if key not in self._seconds:
+            first, second = self._beside(source, target, relation)
+            home = replace(self.workload.roles[roles[0]], home=first)
+            hook = Realloc(roles[0], first, roles[1], second, eta=1.0)
+            owner = ScheduledCall(call_of(self.workload.graph, calls[1]), second, CallHooks((hook,), home=first))
+            found = self._model(roles[0], home).hooks(owner, "before", hook.ranks)
+            self._seconds[key] = max(found.values())
+        return self._seconds[key]
+
+    def _state(self, mfc: MFCDef, allocation: Allocation, choice: Choice) -> RoleState | None:
+        """Return the call's role with the settings of a choice, living where the call runs."""
+        known = self.workload.roles.get(mfc.role)
+        if known is None:
+            return None
+        return replace(
+            known,
+            home=allocation,
+            is_trained=mfc.is_train,
+            zero_stage=choice.zero_stage,
+            offloads_optimizer=mfc.is_train and choice.offloads,
+            checkpoints_activations=choice.checkpoints,
+        )
+
+    def _model(self, role: str, state: RoleState | None) -> CostModel:
+        key = (role, state)
+        if key not in self._models:
+            while len(self._models) >= _MOST_MODELS:
+                del self._models[next(iter(self._models))]
+            roles = {} if state is None else {role: state}
+            generation = self.workload.generation
+            self._models[key] = CostModel(roles, self.hardware, generation=generation, kernels=self.kernels)
+        return self._models[key]
+
+    @cached_property
+    def _step_size(self) -> int:
+        return max(mfc.n_seqs for mfc in calls(self.workload.graph))
+
+    def _batches(self, mfc: MFCDef) -> list[list[str]]:
+        ids = list(self.workload.sizes)[: self._step_size]
+        return [ids[first : first + mfc.n_seqs] for first in range(0, len(ids), mfc.n_seqs)]
+
+    def _batch_seconds(self, call: ScheduledCall, state: RoleState | None, ids: Sequence[str]) -> float:
+        sizes = {sample_id: self.workload.sizes[sample_id] for sample_id in ids}
+        place = (call.name, call.allocation, ids[0])
+        if place not in self._requests:
+            counts = [sum(size.tokens) for size in sizes.values()]
+            key = (self.workload.seed, 1, 0)
+            work, _ = plan_work(call, ids, counts, {}, self.workload.cluster.node_of, key=key)
+            self._requests[place] = {
+                rank: RunCall(0, 0, call.name, 1, share.minibatches, (), keeps=share.keeps)
+                for rank, share in work.items()
+            }
+        return max(self._model(call.mfc.role, state).call(call, self._requests[place], sizes).values())
+
+    def _usage(self, mfc: MFCDef, state: RoleState, allocation: Allocation) -> Usage:
+        """Return what the fullest device needs."""
+        load = load_of(
+            mfc,
+            allocation,
+            self.workload.rows,
+            generation=self.workload.generation,
+            n_responses=self.workload.n_responses[mfc.name],
+        )
+        if state.zero_stage == 0:  # all replicas are alike, so that two tell as much as many
+            strategy = replace(allocation.strategy, dp=min(allocation.strategy.dp, 2))
+            cluster = Cluster(1, strategy.n_devices)
+            allocation = Allocation(mesh_at(cluster, 0, strategy.n_devices), strategy)
+            state = replace(state, home=allocation)
+        key = (mfc.name, state, load)
+        if key not in self._bytes:
+            hooks = CallHooks(home=allocation)
+            one = CallState(mfc.name, mfc.role, mfc.interface_type, allocation, hooks, load)
+            self._bytes[key] = self.usage_of(state, one, self.kernels)
+        return self._bytes[key]
+
+    def _beside(self, source: Choice, target: Choice, relation: Relation) -> tuple[Allocation, Allocation]:
+        """Return two layouts with a relation between their meshes, as far to the left as they go."""
+        cluster, sizes = self.workload.cluster, [source.n_devices, target.n_devices]
+        starts = [0, 0]
+        if relation in ("beside", "apart"):
+            small = sizes.index(min(sizes))
+            first = sizes[1 - small]
+            node = cluster.n_devices_per_node
+            starts[small] = first if relation == "beside" else -(-first // node) * node
+        found = [
+            Allocation(mesh_at(cluster, start, choice.n_devices), choice.strategy)
+            for start, choice in zip(starts, (source, target), strict=True)
+        ]
+        return found[0], found[1]

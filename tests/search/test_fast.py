@@ -1,0 +1,193 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realrl.errors import GraphError
+from realrl.graph.build import build_graph
+from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
+from realrl.mesh.device_mesh import Cluster, ParallelStrategy
+from realrl.search.fast import (
+    Cycle,
+    Flow,
+    Model,
+    Move,
+    Parts,
+    Placed,
+    Price,
+    busiest,
+    cycles_of,
+    finish_times,
+    flow_of,
+    relation,
+    slowest_cycle,
+)
+from realrl.search.space import Choice
+from tests.search.problems import all_plans, problem
+
+GENERATE, INFERENCE, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
+WHOLE, LEFT, RIGHT = (0, 4), (0, 2), (2, 4)
+
+
+def graph_of(*, staleness=0, post_hooks=()):
+    """Generation and training of one role, and a reference that reads what was generated."""
+    mfcs = [
+        MFCDef("gen", "actor", GENERATE, "x", ("prompt_ids",), ("ids",), n_seqs=8, max_staleness=staleness),
+        MFCDef("ref", "ref", INFERENCE, "x", ("ids",), ("logprobs",), n_seqs=8, post_hooks=(OffloadHook(),)),
+        MFCDef("train", "actor", TRAIN, "x", ("ids", "logprobs"), n_seqs=8, post_hooks=post_hooks),
+    ]
+    return build_graph(mfcs, ["prompt_ids"])
+
+
+class Table:
+    """Prices by call; moves by relation."""
+
+    def __init__(self, seconds, moves=None, **bytes_of):
+        self.seconds, self.moves, self.bytes = seconds, moves or {}, bytes_of
+
+    def call(self, call, choice):
+        return Price(self.seconds[call], **self.bytes.get(call, {}))
+
+    def move(self, calls, source, target, relation):
+        return self.moves.get((*calls, relation), 0.0)
+
+
+def placed(span):
+    return Placed(span, Choice(ParallelStrategy(span[1] - span[0])))
+
+
+def model(prices, capacity=float("inf"), **changes):
+    return Model(flow_of(graph_of(**changes)), prices, Cluster(1, 4), capacity)
+
+
+def period(spans, prices, **changes):
+    return model(prices, **changes).period([placed(span) for span in spans])
+
+
+def test_calls_of_a_step_follow_one_another():
+    prices = Table({"gen": 5.0, "ref": 2.0, "train": 3.0})
+    assert period([WHOLE] * 3, prices) == 10.0
+    assert period([LEFT, RIGHT, LEFT], prices) == 10.0  # data and versions order all of them
+
+
+def test_generation_that_may_be_stale_runs_beside_training():
+    prices = Table({"gen": 5.0, "ref": 2.0, "train": 3.0})
+    assert period([LEFT, RIGHT, RIGHT], prices) == 10.0
+    assert period([LEFT, RIGHT, RIGHT], prices, staleness=1) == 5.0
+    assert period([WHOLE] * 3, prices, staleness=1) == 10.0  # they still share the devices
+
+
+def test_parameters_come_before_a_call_and_keep_the_home_from_working():
+    prices = Table({"gen": 5.0, "ref": 2.0, "train": 3.0}, {("train", "gen", "beside"): 0.5})
+    assert period([LEFT, RIGHT, RIGHT], prices) == 10.5
+    # a generation ahead of its time waits until its home is idle: after the reference, ahead of training
+    assert period([LEFT, RIGHT, RIGHT], prices, staleness=1) == 5.0 + 2.0 + 0.5
+    assert model(prices).period([placed(s) for s in (LEFT, RIGHT, RIGHT)], moves=False) == 10.0
+
+
+def test_moves_between_equal_layouts_are_not_asked_for():
+    prices = Table({"gen": 5.0, "ref": 2.0, "train": 3.0}, {("train", "gen", "same"): 9.0})
+    assert period([WHOLE] * 3, prices) == 10.0
+
+
+def test_hooks_after_a_call_delay_the_next_ones():
+    hooks = (ParamReallocHook(target=ModelName("ref"), eta=0.1),)
+    prices = Table({"gen": 5.0, "ref": 2.0, "train": 3.0}, {("train", "ref", "same"): 1.0})
+    found = model(prices, post_hooks=hooks)
+    assert Move(2, 2, 1, is_after=True) in found.flow.moves
+    assert found.period([placed(WHOLE)] * 3) == 11.0
+
+
+def test_flow_names_homes_and_waits():
+    flow = flow_of(graph_of())
+    assert flow.names == ("gen", "ref", "train")
+    assert flow.homes == (2, 1, 2)
+    assert flow.moves == (Move(0, 2, 0),)
+    assert flow.waits == (((2, 1),), ((0, 0),), ((0, 0), (1, 0)))
+    weightless = flow_of(graph_of(), weightless=["ref"])
+    assert weightless.homes == (2, -1, 2)
+
+
+def test_memory_of_all_roles_that_live_on_a_device():
+    prices = Table(
+        dict.fromkeys(("gen", "ref", "train"), 1.0),
+        gen={"kept": 999, "used": 3, "copies": 20},  # its role lives where it is trained
+        ref={"kept": 10, "used": 1},
+        train={"kept": 50, "used": 30},
+    )
+    found = model(prices, capacity=90)
+    assert found.overflow([placed(WHOLE)] * 3) == 0.0
+    assert found.overflow([placed(LEFT), placed(WHOLE), placed(WHOLE)]) == 0.0
+    assert model(prices, capacity=89).overflow([placed(WHOLE)] * 3) == 1.0
+    assert model(prices, capacity=82).overflow([placed(RIGHT), placed(WHOLE), placed(LEFT)]) == 8.0
+    assert model(prices, capacity=30).overflow([placed(RIGHT), placed(RIGHT), placed(RIGHT)]) == 60.0
+
+
+@pytest.mark.parametrize(
+    ("seen_from", "other", "expected"),
+    [
+        ((0, 8), (0, 8), "same"),
+        ((0, 8), (4, 6), "inside"),
+        ((4, 6), (0, 8), "around"),
+        ((0, 2), (2, 4), "beside"),
+        ((0, 2), (8, 10), "apart"),
+        ((8, 16), (0, 8), "apart"),
+    ],
+)
+def test_relations(seen_from, other, expected):
+    assert relation(seen_from, other, 8) == expected
+
+
+def test_calls_that_wait_within_a_step_are_refused():
+    with pytest.raises(GraphError, match="wait for each other within a step"):
+        cycles_of([[(1, 0)], [(0, 0)]])
+
+
+def test_calls_that_wait_for_ever_are_refused():
+    flow = Flow(("a",), (((0, 0),),), ((),), (0,), (), ())
+    with pytest.raises(GraphError, match="for ever"):
+        finish_times(flow, [Parts(0.0, 1.0, 0.0, WHOLE)])
+
+
+def test_cycles_count_each_call_and_no_looser_cycle():
+    cycles = flow_of(graph_of(staleness=2)).cycles
+    assert [(c.calls, c.lag) for c in cycles] == [((0,), 1), ((1,), 1), ((2,), 1), ((0, 1, 2), 3)]
+    assert slowest_cycle(cycles, [Parts(1.0, s - 1.0, 0.0, LEFT) for s in (3.0, 3.0, 6.0)], 4) == 6.0
+
+
+def test_all_calls_between_two_of_a_cycle_have_to_run_there():
+    mfcs = [
+        MFCDef("gen", "actor", GENERATE, "x", ("prompt_ids",), ("ids",), n_seqs=8),
+        MFCDef("ref", "ref", INFERENCE, "x", ("ids",), ("logprobs",), n_seqs=8),
+        MFCDef("rew", "reward", INFERENCE, "x", ("ids",), ("rewards",), n_seqs=8),
+        MFCDef("other", "reward", INFERENCE, "x", ("prompt_ids",), ("more",), n_seqs=8),
+        MFCDef("train", "actor", TRAIN, "x", ("ids", "logprobs", "rewards", "more"), n_seqs=8),
+    ]
+    flow = flow_of(build_graph(mfcs, ["prompt_ids"]))
+    place = {name: i for i, name in enumerate(flow.names)}
+    chain, between = (tuple(sorted(place[name] for name in names)) for names in (("gen", "train"), ("ref", "rew")))
+    assert Cycle(chain, 1, between) in flow.cycles
+    parts = [Parts(0.0, 4.0, 0.0, LEFT) for _ in flow.names]
+    assert slowest_cycle([Cycle(chain, 1, between)], parts, 4) == 4.0 + 2.0 + 2.0 + 4.0
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6))
+def test_devices_and_cycles_hold_in_runs_of_any_length(seed):
+    found, n_steps = problem(seed), 12
+    plans = list(all_plans(found))
+    n_devices = found.model.cluster.n_devices
+    for plan in random.Random(seed).sample(plans, min(len(plans), 3)):
+        parts = found.model.parts(plan)
+        ends = finish_times(found.model.flow, parts, n_steps)
+        assert ends == sorted(ends)
+        assert len(ends) == n_steps + 1
+        least = busiest(parts)
+        assert all(least * step <= end * (1 + 1e-9) for step, end in enumerate(ends))
+        for cycle in found.model.flow.cycles:
+            least = max(least, slowest_cycle([cycle], parts, n_devices))
+            rounds = (n_steps - cycle.lag) // cycle.lag
+            once = cycle.lag * slowest_cycle([cycle], parts, n_devices)
+            assert rounds * once <= ends[-1] * (1 + 1e-9)
+        assert found.model.period(plan) >= least

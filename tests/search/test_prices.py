@@ -1,0 +1,134 @@
+from dataclasses import replace
+
+import pytest
+
+from realrl.config.schema import GenerationConfig
+from realrl.graph.build import build_graph
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.mesh.device_mesh import Allocation, Cluster
+from realrl.mesh.notation import parse_strategy
+from realrl.plan.hooks import Realloc, plan_hooks
+from realrl.plan.memory.load import RowLengths, load_of
+from realrl.plan.memory.plan import CallState, RoleState, plan_memory
+from realrl.sched.calls import schedule_calls
+from realrl.sched.messages import RunCall
+from realrl.sched.track.dispatch import plan_work
+from realrl.search.branch import Problem, search
+from realrl.search.fast import Model, flow_of
+from realrl.search.prices import CostPrices, Workload
+from realrl.search.space import Choice, RoleSpace, choices_of, mesh_at
+from realrl.sim.costs.calls import CostModel
+from realrl.sim.costs.moves import realloc_of, realloc_seconds
+from realrl.sim.durations import SampleSizes
+from tests.sim.costs.models import hardware, small
+
+A100, CLUSTER = hardware(), Cluster(2, 4)
+SIZES = {f"0/{i}": SampleSizes((20 + i,), (30 + 5 * i,)) for i in range(16)}
+GENERATION = GenerationConfig(max_batch_size=8, max_new_tokens=128)
+MFCS = [
+    MFCDef("gen", "actor", InterfaceType.GENERATE, "x", ("prompt_ids",), ("ids",), n_seqs=16),
+    MFCDef("ref", "ref", InterfaceType.INFERENCE, "x", ("ids",), ("logprobs",), n_seqs=8),
+    MFCDef("rew", "reward", InterfaceType.INFERENCE, "x", ("ids",), ("rewards",), n_seqs=16),
+    MFCDef("train", "actor", InterfaceType.TRAIN_STEP, "x", ("ids", "rewards", "logprobs"), n_seqs=16, n_minibatches=2),
+]
+GRAPH = build_graph(MFCS, ["prompt_ids"])
+
+
+def place(text, first=0):
+    strategy = parse_strategy(text)
+    return Allocation(mesh_at(CLUSTER, first, strategy.n_devices), strategy)
+
+
+STATES = {role: RoleState(small(), place("d1"), role == "actor") for role in ("actor", "ref")}
+ROWS = RowLengths([40], [200], [200])
+WORKLOAD = Workload(GRAPH, STATES, CLUSTER, GENERATION, SIZES, ROWS, dict.fromkeys(GRAPH, 1))
+PRICES = CostPrices(WORKLOAD, A100)
+
+
+def choice(text, **changes):
+    return Choice(parse_strategy(text), **changes)
+
+
+def expected_seconds(name, text, ids=tuple(SIZES), **changes):
+    allocations = {mfc.name: place(text) for mfc in MFCS}
+    hooks = plan_hooks(GRAPH, allocations, weightless=["reward"])
+    call = next(one for one in schedule_calls(GRAPH, allocations, hooks=hooks) if one.name == name)
+    roles = {role: replace(state, home=place(text), **changes) for role, state in STATES.items()}
+    sizes = {i: SIZES[i] for i in ids}
+    work, _ = plan_work(call, ids, [sum(s.tokens) for s in sizes.values()], {}, CLUSTER.node_of, key=(1, 1, 0))
+    requests = {rank: RunCall(0, 0, name, 1, w.minibatches, (), keeps=w.keeps) for rank, w in work.items()}
+    return max(CostModel(roles, A100, generation=GENERATION).call(call, requests, sizes).values())
+
+
+@pytest.mark.parametrize("text", ["d8", "d2t2", "d2t2p2s", "d1"])
+@pytest.mark.parametrize("name", ["gen", "rew", "train"])
+def test_seconds_are_those_of_the_cost_model(name, text):
+    assert PRICES.call(name, choice(text)).seconds == pytest.approx(expected_seconds(name, text))
+
+
+def test_seconds_of_all_batches_of_a_step():
+    ids = list(SIZES)
+    batches = [expected_seconds("ref", "d4", ids[:8]), expected_seconds("ref", "d4", ids[8:])]
+    assert PRICES.call("ref", choice("d4")).seconds == pytest.approx(sum(batches))
+
+
+def test_settings_of_the_home_change_seconds_and_bytes():
+    plain, slow, lean = (
+        PRICES.call("train", choice("d4", **c)) for c in ({}, {"checkpoints": True}, {"zero_stage": 1})
+    )
+    assert slow.seconds > plain.seconds == pytest.approx(expected_seconds("train", "d4"))
+    assert slow.used <= plain.used
+    assert lean.kept < plain.kept
+    assert PRICES.call("train", choice("d4", offloads=True)).kept < plain.kept
+    away = PRICES.call("ref", choice("d4", offloads=True))
+    assert away.kept == 0
+    assert away.used > PRICES.call("ref", choice("d4")).used
+    assert away.seconds > PRICES.call("ref", choice("d4")).seconds
+
+
+@pytest.mark.parametrize("text", ["d4", "d2t2", "d8", "d2p2"])
+def test_bytes_are_those_of_the_memory_plan(text):
+    place_of = {mfc.name: place(text) for mfc in MFCS}
+    hooks = plan_hooks(GRAPH, place_of, weightless=["reward"])
+    states = [
+        CallState(m.name, m.role, m.interface_type, place(text), hooks[m.name],
+                  load_of(m, place(text), ROWS, generation=GENERATION, n_responses=1))
+        for m in MFCS
+    ]  # fmt: skip
+    roles = {role: replace(state, home=place(text)) for role, state in STATES.items()}
+    whole = plan_memory(roles, states).calls
+    kept = PRICES.call("train", choice(text)).kept + PRICES.call("ref", choice(text)).kept
+    for name in ("gen", "ref", "train"):
+        most = max(usage.total for usage in whole[name].values())
+        assert kept + PRICES.call(name, choice(text)).used == pytest.approx(most, rel=0.02)
+
+
+def test_a_call_that_does_not_fit_has_no_price():
+    tight = CostPrices(WORKLOAD, A100, capacity=1)
+    assert tight.call("train", choice("d4")).seconds == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("home", "target", "relation", "starts"),
+    [("d4t2", "d2", "inside", (0, 0)), ("d2", "d4t2", "around", (0, 0)), ("d8", "d4t2", "same", (0, 0)),
+     ("d2", "t2", "beside", (0, 2)), ("d1", "t2", "beside", (2, 0)), ("t2", "d4", "apart", (4, 0)),
+     ("t2", "d2", "apart", (0, 4))],
+)  # fmt: skip
+def test_moves_are_those_of_the_planner(home, target, relation, starts):
+    source, there = place(home, starts[0]), place(target, starts[1])
+    expected = realloc_seconds(realloc_of(small(), source, there), A100.links, CLUSTER.node_of)
+    assert Realloc("actor", source, "actor", there).is_implied
+    assert PRICES.move(("train", "gen"), choice(home), choice(target), relation) == pytest.approx(expected)
+
+
+def test_a_search_with_real_prices():
+    roles = {"actor": RoleSpace(small()), "ref": RoleSpace(small()), "reward": RoleSpace(None)}
+    flow = flow_of(GRAPH, weightless=["reward"])
+    model = Model(flow, CostPrices(WORKLOAD, A100), CLUSTER, capacity=A100.device.memory_bytes)
+    choices = [choices_of(GRAPH, name, roles, CLUSTER)[::9] for name in flow.names]
+    states = list(search(Problem(model, choices, {}, n_walks=3)))
+    assert states[-1].is_done
+    assert states[-1].plan is not None
+    assert states[-1].gap < 1e-9
+    spread = [Allocation(mesh_at(CLUSTER, p.span[0], p.choice.n_devices), p.choice.strategy) for p in states[-1].plan]
+    assert [one.mesh.n_devices for one in spread] == [p.span[1] - p.span[0] for p in states[-1].plan]
