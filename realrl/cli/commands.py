@@ -66,6 +66,15 @@ examples:
 
 exit codes: 0 nothing stands in the way, 2 wrong input, or the run would be refused or fail
 """
+PROFILE_EXAMPLES = """\
+examples:
+  realrl profile ppo preset=tiny                         writes hardware.yaml
+  realrl profile ppo preset=quickstart --out two_workers.yaml
+  realrl profile sft models.actor.path=/models/llama cluster.n_devices_per_node=8 --seconds 600
+
+As many workers as the run has compute at the same time; the file holds for as many on such a machine. Models are cut to
+fewer blocks where the memory is too small. Nothing else should run meanwhile.
+"""
 CONFIG_EXAMPLES = """\
 examples:
   realrl config ppo                                      the defaults
@@ -176,6 +185,26 @@ def doctor(arguments: Sequence[str]) -> int:
     if options.json is not None:
         write_report(report, plan, options.json)
     return UsageError.exit_code if report.has_problem else 0
+
+
+def profile(arguments: Sequence[str]) -> int:
+    """``realrl profile``: measure this machine, and write a hardware file."""
+    parser = _parser("profile", "Measure this machine for the models of an experiment.", PROFILE_EXAMPLES)
+    parser.add_argument("--out", metavar="FILE", default="hardware.yaml", help="the file; default: hardware.yaml")
+    parser.add_argument("--seconds", metavar="S", type=float, default=150.0, help="time to measure; default: 150")
+    options = _parse(parser, arguments)
+    if options.help:
+        return _help(parser, options)
+    if not 1 <= options.seconds <= 86400:
+        raise UsageError(f"--seconds {options.seconds:g} is no time to measure", remedy="Give 1 to 86400 seconds.")
+    from realrl.profiler.program import Settings
+    from realrl.profiler.start import profile_machine
+    from realrl.runtime.processes.machine import accelerators, on_machine
+
+    experiment, config = _load(parser, options)
+    found = accelerators()
+    plan = _plan(experiment, on_machine(config, found)[0], options)
+    return profile_machine(plan, options.out, Settings(options.seconds), found)
 
 
 def list_experiments(arguments: Sequence[str]) -> int:

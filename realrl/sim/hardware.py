@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from realrl.errors import ConfigError, did_you_mean
@@ -41,6 +41,7 @@ _LIMITS = {
     "": (0.01, 100.0),
 }
 _EXAMPLES = {"s": "5 us", "B": "80 GB", "B/s": "300 GB/s", "FLOP/s": "312 TFLOP/s", "tokens": "32", "": "0.6"}
+_MEASURED = "Leave the section profile as realrl profile wrote it, or leave it out."
 _TEXT = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-zµ/]*)\s*", re.ASCII)
 
 
@@ -167,17 +168,57 @@ class Host:
 
 
 @dataclass(frozen=True)
+class FitError:
+    """How well a fitted form agrees with measurements, as |predicted / measured - 1|.
+
+    Attributes:
+        n_points: measurements, those held out included.
+        n_held_out: measurements that the fit did not see.
+        median, worst: of those held out.
+        worst_fitted: of the others.
+    """
+
+    n_points: int
+    n_held_out: int
+    median: float
+    worst: float
+    worst_fitted: float
+
+    @property
+    def bound(self) -> float:
+        """Largest error over all measurements."""
+        return max(self.worst, self.worst_fitted)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Origin of a file that `realrl profile` wrote.
+
+    Attributes:
+        n_workers: workers that computed at the same time; times hold for as many on a machine.
+        models: models that were measured.
+        errors: class of measurements -> errors of its form.
+    """
+
+    n_workers: int
+    models: tuple[str, ...]
+    errors: Mapping[str, FitError]
+
+
+@dataclass(frozen=True)
 class Hardware:
     """What a prediction knows of a cluster's machines, which are all alike.
 
     Attributes:
         name: the machine, in words.
+        profile: what was measured; None where the file is no result of a measurement.
     """
 
     name: str
     device: Device
     links: Links
     host: Host
+    profile: Profile | None = None
 
 
 def hardware_from(mapping: object, *, source: str) -> Hardware:
@@ -190,7 +231,7 @@ def hardware_from(mapping: object, *, source: str) -> Hardware:
     Raises:
         ConfigError: a key is unknown or missing, or a value is not what the key takes.
     """
-    top = _section(mapping, "", tuple(part.name for part in fields(Hardware)), source)
+    top = _section(mapping, "", tuple(part.name for part in fields(Hardware)), source, optional=("profile",))
     links = _section(top["links"], "links", tuple(part.name for part in fields(Links)), source)
     if not isinstance(top["name"], str) or not top["name"].strip():
         raise _error("name", top["name"], "is no name of a machine", source, "Write one, such as 'A100 80GB'.")
@@ -199,7 +240,21 @@ def hardware_from(mapping: object, *, source: str) -> Hardware:
         device=_build(Device, top["device"], "device", source),
         links=Links(**{name: _build(Link, links[name], f"links.{name}", source) for name in links}),
         host=_build(Host, top["host"], "host", source),
+        profile=_profile(top["profile"], source) if "profile" in top else None,
     )
+
+
+def hardware_mapping(hardware: Hardware) -> dict[str, Any]:
+    """Return hardware as `hardware_from` reads it, in base units."""
+    mapping = asdict(hardware)
+    for link in mapping["links"].values():
+        if link["sharing"] is None:
+            del link["sharing"]
+    if hardware.profile is None:
+        del mapping["profile"]
+    else:
+        mapping["profile"]["models"] = [*hardware.profile.models]
+    return mapping
 
 
 def parse_quantity(value: object, unit: str) -> float | None:
@@ -239,6 +294,40 @@ def _build(kind: type, mapping: object, path: str, source: str) -> Any:
                 raise _error(key, value, "is no number of network cards", source, "Use 1 or more, or leave it out.")
             values[part.name] = value
     return kind(**values)
+
+
+def _profile(mapping: object, source: str) -> Profile:
+    found = _section(mapping, "profile", tuple(part.name for part in fields(Profile)), source)
+    models, errors = found["models"], found["errors"]
+    if not isinstance(models, list) or not all(isinstance(name, str) for name in models):
+        raise _error("profile.models", models, "is no list of models", source, _MEASURED)
+    if not isinstance(errors, Mapping):
+        raise _error("profile.errors", errors, "is no mapping", source, _MEASURED)
+    return Profile(
+        n_workers=_count(found["n_workers"], "profile.n_workers", source),
+        models=tuple(models),
+        errors={str(kind): _fit_error(value, f"profile.errors.{kind}", source) for kind, value in errors.items()},
+    )
+
+
+def _fit_error(mapping: object, path: str, source: str) -> FitError:
+    found = _section(mapping, path, tuple(part.name for part in fields(FitError)), source)
+    values: dict[str, Any] = {}
+    for name, value in found.items():
+        if name.startswith("n_"):
+            values[name] = _count(value, f"{path}.{name}", source)
+            continue
+        number = parse_quantity(value, "")
+        if number is None or number < 0:
+            raise _error(f"{path}.{name}", value, "is no relative error", source, _MEASURED)
+        values[name] = number
+    return FitError(**values)
+
+
+def _count(value: object, key: str, source: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _error(key, value, "is no number of 1 or more", source, _MEASURED)
+    return value
 
 
 def _optional(kind: type) -> tuple[str, ...]:
