@@ -35,14 +35,14 @@ from realrl.sched.messages import (
 )
 from realrl.sched.silence import Silences
 from realrl.shape import DecoderConfig
-from realrl.sim.fit import Measured, fit
+from realrl.sim.fit import LEAST_POINTS, Measured, fit
 from realrl.sim.hardware import Hardware
 from realrl.sim.probes import Bench, Kind, Probe
 
 RESULT, SETTINGS = "hardware.yaml", "profile.json"
 _POLL_S = 0.2
 _N_MESSAGES = 200
-_MOST_REPEATS = 9
+_MOST_REPEATS = 7
 _BAR = 24  # characters
 _SHARES: Mapping[Kind, float] = {
     "collectives": 0.05, "copies": 0.03, "rows": 0.02, "products": 0.1, "generate": 0.25, "inference": 0.2,
@@ -101,7 +101,7 @@ def run_profile(session: Session) -> int:
 
 
 def _measure(workers: _Workers, probes: Sequence[Probe], seconds: float) -> list[Measured]:
-    """Take the probes class by class, as many as their share of the time allows."""
+    """Take the probes class by class, as many as their share of the time allows, and a few in any case."""
     measured: list[Measured] = []
     present = [kind for kind in get_args(Kind) if any(probe.kind == kind for probe in probes)]
     kinds = [kind for kind in _SHARES if kind in present]
@@ -111,15 +111,15 @@ def _measure(workers: _Workers, probes: Sequence[Probe], seconds: float) -> list
         some = [probe for probe in probes if probe.kind == kind]
         share += _SHARES[kind] / whole
         end_s = begin_s + share * seconds
-        own_s = (end_s - time.monotonic()) / len(some)
         last: Measured | None = None
-        for probe in some:
+        for i, probe in enumerate(some):
             workers.show(done, len(probes), probe)
             done += 1
+            left_s = end_s - time.monotonic()
             least_s = 0.0 if last is None else last.seconds * max(1.0, work_of(probe) / work_of(last.probe))
-            if last is not None and time.monotonic() + least_s > end_s:
+            if i >= LEAST_POINTS and least_s > left_s:
                 continue
-            last = Measured(probe, workers.seconds(probe, own_s))
+            last = Measured(probe, workers.seconds(probe, left_s / (2 * (len(some) - i))))
             measured.append(last)
     return measured
 

@@ -22,6 +22,7 @@ from realrl.sim.probes import Probe, Way, cut_to
 _TRAINED_BYTES, _FROZEN_BYTES = 24, 8  # of a parameter: with masters, gradients, moments and a copy; without
 _TOKEN_BYTES = 80  # of a hidden channel in a block: what a backward pass keeps
 _SHARE = 0.4  # of a device's memory, for parameters and for activations
+_COPIES = tuple(1 << n for n in range(21, 28))  # larger than caches, as parameters are
 _BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024)
 _MOST_SEQUENCES = 64
@@ -108,7 +109,7 @@ def probes_of(subjects: Mapping[str, Subject], *, n_workers: int) -> list[Probe]
     if n_workers > 1:
         ways: tuple[Way, ...] = ("all_reduce", "all_gather", "send")
         probes += [Probe("collectives", way=way, n_bytes=n) for n in _BYTES for way in ways]
-    probes += [Probe("copies", n_bytes=n) for n in _BYTES]
+    probes += [Probe("copies", n_bytes=n) for n in _COPIES]
     probes += [Probe("rows", n_bytes=n) for n in _BYTES]
     for name, subject in subjects.items():
         if subject.config.moe is None:

@@ -2,7 +2,8 @@
 
 The sum of squares of log(predicted / measured) is minimised over the logarithms of the parameters, each class of
 measurements with the same weight, by steps of Levenberg and Marquardt (Marquardt 1963, "An algorithm for least-squares
-estimation of nonlinear parameters"). A weak pull towards the values to begin with decides where measurements do not.
+estimation of nonlinear parameters"). A pull towards the values to begin with decides where measurements do not: these
+count as if each were known up to a factor of e**1.5, and measurements up to the scatter that a first fit leaves.
 
 Invariants of `fit`:
     - a third of each class is held out, and its errors are those of a fit that has not seen it;
@@ -11,8 +12,10 @@ Invariants of `fit`:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -20,16 +23,27 @@ import numpy as np
 from realrl.errors import ConfigError
 from realrl.shape import DType
 from realrl.sim.costs.flops import Array
-from realrl.sim.hardware import Device, FitError, Hardware, Link, Profile
-from realrl.sim.probes import Bench, Kind, Probe, dtypes_of, seconds_of
+from realrl.sim.hardware import GENERATION, LIMITS, Device, FitError, Hardware, Host, Link, Profile, unit_of
+from realrl.sim.probes import Bench, Kind, Probe, computing_dtypes, decoding_dtypes, seconds_of
 
 LEAST_POINTS = 4
-_PULL = 1e-2
-_MOST_STEPS = 60
+_WIDTH = 1.5  # of what is known beforehand about the logarithm of a parameter
+_FIRST_SCATTER = 0.01
+_LEAST_SCATTER = 1e-4
+_MOST_STEPS, _FEW_STEPS = 60, 12
 _STEP = 1e-4  # of a derivative
 _DIGITS = 5
+_RATES = ("bytes_per_s", "memory_efficiency", "efficiency")
+_LEAST = 1e-7  # of seconds and tokens, which may be 0
 
-_COMPUTING: tuple[Kind, ...] = ("products", "inference", "train_step", "generate")
+_GROUPS: tuple[tuple[Kind, ...], ...] = (
+    ("products", "inference", "train_step"),
+    ("generate",),
+    ("copies",),
+    ("collectives",),
+    ("rows",),
+)
+"""Classes whose forms share parameters; a later group takes what an earlier one has found."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +69,12 @@ def fit(measured: Sequence[Measured], bench: Bench, base: Hardware) -> Hardware:
     for kind in kinds:
         _check([one for one in measured if one.probe.kind == kind], kind)
     hardware = base
-    for group in (_COMPUTING, *((kind,) for kind in ("copies", "collectives", "rows"))):
+    if bench.models:
+        hardware = _reaching(base, bench)
+    for group in _GROUPS:
         seen = [one for kind in group if kind in kinds for one in _parts(measured, kind)[0]]
         if seen:
-            hardware = _fitted(seen, hardware, bench, cast(Sequence[Kind], group))
+            hardware = _fitted(seen, hardware, bench, group)
     hardware = _rounded(hardware)
     errors = {kind: _error(*_parts(measured, kind), hardware, bench) for kind in kinds}
     return replace(hardware, profile=Profile(bench.n_workers, tuple(bench.models), errors))
@@ -71,7 +87,7 @@ def _check(members: Sequence[Measured], kind: Kind) -> None:
         raise ConfigError(
             f"{len(members)} measurement{'s' if len(members) > 1 else ''} of {kind} cannot be fitted, it takes "
             f"{LEAST_POINTS}",
-            remedy="Give them more time, such as --seconds 600.",
+            remedy="Measure more sizes.",
         )
 
 
@@ -116,6 +132,19 @@ class _Parameter:
 
     get: _Get
     set: _Set
+    unit: str
+    is_rate: bool = False  # of computing, or of reading memory
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Logarithms of the least and the largest value that a file may have."""
+        least, most = LIMITS[self.unit]
+        return math.log(max(least, _LEAST)), math.log(most)
+
+    def log_of(self, hardware: Hardware) -> float:
+        """Return the logarithm of the value that hardware has, inside of the bounds."""
+        least, most = self.bounds
+        return min(max(math.log(max(self.get(hardware), _LEAST)), least), most)
 
 
 def _of_device(name: str) -> _Parameter:
@@ -123,7 +152,7 @@ def _of_device(name: str) -> _Parameter:
         changes: dict[str, Any] = {name: value}
         return replace(hardware, device=replace(hardware.device, **changes))
 
-    return _Parameter(lambda h: getattr(h.device, name), put)
+    return _Parameter(lambda h: getattr(h.device, name), put, unit_of(Device, name), is_rate=name in _RATES)
 
 
 def _rate(dtype: DType) -> _Parameter:
@@ -132,7 +161,18 @@ def _rate(dtype: DType) -> _Parameter:
         peaks = {**device.flops_per_s, str(dtype): value / device.efficiency}
         return replace(hardware, device=replace(device, flops_per_s=peaks))
 
-    return _Parameter(lambda h: h.device.rate(dtype), put)
+    return _Parameter(lambda h: h.device.rate(dtype), put, "FLOP/s", is_rate=True)
+
+
+def _in_generation(name: str) -> _Parameter:
+    if name not in GENERATION:
+        return _of_device(name)
+
+    def put(hardware: Hardware, value: float) -> Hardware:
+        device = hardware.device
+        return replace(hardware, device=replace(device, generation={**device.generation, name: value}))
+
+    return _Parameter(lambda h: getattr(h.device.generating, name), put, unit_of(Device, name), is_rate=name in _RATES)
 
 
 def _of_link(which: str, name: str) -> _Parameter:
@@ -140,11 +180,15 @@ def _of_link(which: str, name: str) -> _Parameter:
         link = replace(getattr(hardware.links, which), **{name: value})
         return replace(hardware, links=replace(hardware.links, **{which: link}))
 
-    return _Parameter(lambda h: getattr(getattr(h.links, which), name), put)
+    return _Parameter(lambda h: getattr(getattr(h.links, which), name), put, unit_of(Link, name))
 
 
 def _of_host(name: str) -> _Parameter:
-    return _Parameter(lambda h: getattr(h.host, name), lambda h, v: replace(h, host=replace(h.host, **{name: v})))
+    def put(hardware: Hardware, value: float) -> Hardware:
+        changes: dict[str, Any] = {name: value}
+        return replace(hardware, host=replace(hardware.host, **changes))
+
+    return _Parameter(lambda h: getattr(h.host, name), put, unit_of(Host, name))
 
 
 def _parameters(group: Sequence[Kind], present: set[Kind], bench: Bench) -> list[_Parameter]:
@@ -155,21 +199,27 @@ def _parameters(group: Sequence[Kind], present: set[Kind], bench: Bench) -> list
         return [_of_link("device", "latency_s"), _of_link("device", "bytes_per_s")]
     if group == ("rows",):
         return [_of_host("socket_bytes_per_s")]
+    computing, decoding = computing_dtypes(bench), decoding_dtypes(bench)
+    if group == ("generate",):
+        names = [*GENERATION, "token_s"]
+        if computing.isdisjoint(decoding):
+            names.remove("efficiency")  # the rate of the dtype says it
+            return [*map(_rate, sorted(decoding)), *map(_in_generation, names)]
+        return [*map(_in_generation, names)]
     names = ["bytes_per_s", "half_tokens"]
     if present & {"inference", "train_step"}:
         names += ["attention_efficiency", "block_s", "pass_s"]
     if "train_step" in present:
         names += ["backward_slowdown"]
-    if "generate" in present:
-        names += ["token_s"]
-    return [*map(_rate, dtypes_of(bench)), *map(_of_device, names)]
+    return [*map(_rate, sorted(computing)), *map(_of_device, names)]
 
 
 def _reaching(hardware: Hardware, bench: Bench) -> Hardware:
     """Return hardware whose peaks are what is reached, and that has one for every dtype."""
     device = hardware.device
     known = {dtype: peak * device.efficiency for dtype, peak in device.flops_per_s.items()}
-    rates: dict[str, float] = {dtype: known.get(dtype, max(known.values())) for dtype in dtypes_of(bench)}
+    dtypes = computing_dtypes(bench) | decoding_dtypes(bench)
+    rates: dict[str, float] = {dtype: known.get(dtype, max(known.values())) for dtype in sorted(dtypes)}
     reached: Device = replace(
         device,
         flops_per_s=rates,
@@ -177,6 +227,7 @@ def _reaching(hardware: Hardware, bench: Bench) -> Hardware:
         attention_efficiency=device.attention_efficiency / device.efficiency,
         bytes_per_s=device.stream,
         memory_efficiency=1.0,
+        generation={},
     )
     links = replace(hardware.links, device=_reached(hardware.links.device), host=_reached(hardware.links.host))
     return replace(hardware, device=reached, links=links)
@@ -190,32 +241,46 @@ def _reached(link: Link) -> Link:
 
 
 def _fitted(seen: Sequence[Measured], base: Hardware, bench: Bench, group: Sequence[Kind]) -> Hardware:
-    base = _reaching(base, bench) if bench.models else base
     parameters = _parameters(group, {one.probe.kind for one in seen}, bench)
     probes, seconds = [one.probe for one in seen], np.log([one.seconds for one in seen])
     counts = {kind: sum(probe.kind == kind for probe in probes) for kind in group}
     weights = np.array([counts[probe.kind] ** -0.5 for probe in probes])
-    start = np.log([max(parameter.get(base), 1e-12) for parameter in parameters])
+    start = np.array([parameter.log_of(base) for parameter in parameters])
+    least, most = np.array([parameter.bounds for parameter in parameters]).T
 
     def hardware_of(values: Array) -> Hardware:
         found = base
-        for parameter, value in zip(parameters, np.exp(values).tolist(), strict=True):
+        for parameter, value in zip(parameters, np.exp(values.clip(least, most)).tolist(), strict=True):
             found = parameter.set(found, value)
         return found
 
-    def residuals(values: Array) -> Array:
-        predicted = np.log(seconds_of(probes, hardware_of(values), bench))
-        found: Array = np.concatenate([weights * (predicted - seconds), _PULL * (values - start)])
+    def misfit(values: Array) -> Array:
+        found: Array = weights * (np.log(seconds_of(probes, hardware_of(values), bench)) - seconds)
         return found
 
-    return hardware_of(least_squares(residuals, start))
+    def fit_from(starts: Sequence[Array], scatter: float, n_steps: int) -> Array:
+        pull = scatter / (np.sqrt(len(probes) / len(counts)) * _WIDTH)
+
+        def residuals(values: Array) -> Array:
+            found: Array = np.concatenate([misfit(values), pull * (values - start)])
+            return found
+
+        ends = [least_squares(residuals, values, most_steps=n_steps) for values in starts]
+        return min(ends, key=lambda values: float(residuals(values) @ residuals(values)))
+
+    # the longer of computing and reading has a bend, and so the sum several valleys
+    bends = [i for i, parameter in enumerate(parameters) if parameter.is_rate]
+    ways = product(*[(-1.0, 0.0, 1.0) if i in bends else (0.0,) for i in range(len(parameters))])
+    values = fit_from([start + np.array(way) for way in ways], _FIRST_SCATTER, _FEW_STEPS)
+    scatter = max(_LEAST_SCATTER, float(np.sqrt(np.mean((misfit(values) / weights) ** 2))))
+    return hardware_of(fit_from([values], scatter, _MOST_STEPS))
 
 
-def least_squares(residuals: Callable[[Array], Array], start: Array) -> Array:
+def least_squares(residuals: Callable[[Array], Array], start: Array, *, most_steps: int = _MOST_STEPS) -> Array:
     """Return the values whose residuals have the least sum of squares, near those to begin with."""
     values, damping = start.copy(), 1e-2
     now = residuals(values)
-    for _ in range(_MOST_STEPS):
+    for _ in range(most_steps):
         steps = _STEP * np.eye(len(values))
         slopes = np.stack([(residuals(values + step) - now) / _STEP for step in steps], axis=1)
         curvature, gradient = slopes.T @ slopes, slopes.T @ now

@@ -4,7 +4,7 @@ A quantity in a file is a number in the base unit of its key (seconds, bytes, by
 with a unit: ``2039 GB/s``, ``200 Gb/s`` (bits), ``312 TFLOP/s``, ``5 us``.
 
 Invariants of `hardware_from`:
-    - what it returns has every value inside of the limits that `_LIMITS` has for its unit;
+    - what it returns has every value inside of the limits that `LIMITS` has for its unit;
     - a mapping with a key that is unknown, missing or of the wrong kind gives an error that names the key and the file.
 """
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from realrl.errors import ConfigError, did_you_mean
@@ -32,7 +33,7 @@ _UNITS: dict[str, dict[str, float]] = {
     "tokens": {"tokens": 1.0},
     "": {},
 }
-_LIMITS = {
+LIMITS = {
     "s": (0.0, 600.0),
     "B": (1e6, 1e16),
     "B/s": (1e5, 1e14),
@@ -68,6 +69,7 @@ class Device:
         pass_s: seconds that a micro-batch takes on each stage beside its blocks, in one direction.
         token_s: seconds that a decoding step takes beside its blocks: sampling, and deciding who goes on.
         flops_per_s: dtype -> peak of products.
+        generation: attribute of `GENERATION` -> its value in generation, where that has kernels of its own, as on CPUs.
     """
 
     kind: DeviceKind
@@ -82,6 +84,13 @@ class Device:
     pass_s: float = _quantity("s")
     token_s: float = _quantity("s")
     flops_per_s: Mapping[str, float] = _quantity("FLOP/s")
+    generation: Mapping[str, float] = field(default_factory=dict, metadata={"unit": None})
+
+    @cached_property
+    def generating(self) -> Device:
+        """The device as generation finds it."""
+        changes: dict[str, Any] = dict(self.generation)
+        return replace(self, generation={}, **changes) if changes else self
 
     @property
     def stream(self) -> float:
@@ -100,6 +109,9 @@ class Device:
                 remedy=f"It has {', '.join(self.flops_per_s)}; add the peak of {dtype}, or set precision.",
             )
         return self.flops_per_s[dtype] * self.efficiency
+
+
+GENERATION = ("memory_efficiency", "efficiency", "half_tokens", "attention_efficiency", "block_s", "pass_s")
 
 
 @dataclass(frozen=True)
@@ -247,6 +259,8 @@ def hardware_from(mapping: object, *, source: str) -> Hardware:
 def hardware_mapping(hardware: Hardware) -> dict[str, Any]:
     """Return hardware as `hardware_from` reads it, in base units."""
     mapping = asdict(hardware)
+    if not hardware.device.generation:
+        del mapping["device"]["generation"]
     for link in mapping["links"].values():
         if link["sharing"] is None:
             del link["sharing"]
@@ -255,6 +269,12 @@ def hardware_mapping(hardware: Hardware) -> dict[str, Any]:
     else:
         mapping["profile"]["models"] = [*hardware.profile.models]
     return mapping
+
+
+def unit_of(kind: type, name: str) -> str:
+    """Return the base unit of an attribute of `Device`, `Link` or `Host`; "" for a number without one."""
+    unit: str = next(part.metadata["unit"] for part in fields(kind) if part.name == name)
+    return unit
 
 
 def parse_quantity(value: object, unit: str) -> float | None:
@@ -283,6 +303,8 @@ def _build(kind: type, mapping: object, path: str, source: str) -> Any:
             values[part.name] = {
                 dtype: _number(peak, f"{key}.{dtype}", "FLOP/s", source) for dtype, peak in peaks.items()
             }
+        elif part.name == "generation":
+            values[part.name] = _generation(found.get("generation", {}), key, source)
         elif unit is not None:
             values[part.name] = _number(value, key, unit, source)
         elif part.name == "kind":
@@ -294,6 +316,11 @@ def _build(kind: type, mapping: object, path: str, source: str) -> Any:
                 raise _error(key, value, "is no number of network cards", source, "Use 1 or more, or leave it out.")
             values[part.name] = value
     return kind(**values)
+
+
+def _generation(mapping: object, path: str, source: str) -> dict[str, float]:
+    found = _section(mapping, path, GENERATION, source, optional=GENERATION)
+    return {name: _number(value, f"{path}.{name}", unit_of(Device, name), source) for name, value in found.items()}
 
 
 def _profile(mapping: object, source: str) -> Profile:
@@ -331,7 +358,7 @@ def _count(value: object, key: str, source: str) -> int:
 
 
 def _optional(kind: type) -> tuple[str, ...]:
-    return tuple(part.name for part in fields(kind) if part.default is not MISSING)
+    return tuple(p.name for p in fields(kind) if p.default is not MISSING or p.default_factory is not MISSING)
 
 
 def _section(
@@ -368,7 +395,7 @@ def _number(value: object, key: str, unit: str, source: str) -> float:
         raise _error(key, value, f"is no {what}", source, f"Write it like '{_EXAMPLES[unit]}'.{units}")
     if number < 0:
         raise _error(key, value, "is negative", source, f"Write it like '{_EXAMPLES[unit]}'.")
-    least, most = _LIMITS[unit]
+    least, most = LIMITS[unit]
     if not least <= number <= most:
         text = f"is {number:.3g} {unit}".rstrip()
         raise _error(

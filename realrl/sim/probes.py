@@ -119,7 +119,7 @@ def _computing(kind: Kind, probes: Sequence[Probe], model: DecoderConfig, hardwa
         work = stage_work(decoding_model(model, bench.kernels), _ALONE, 0)
         stage = StageDecoding(work, device, FREE, FREE, max(probe.n_sequences for probe in probes))
         replicas = [[(p.prompt_tokens, (p.response_tokens,))] * p.n_sequences for p in probes]
-        return together_seconds(replicas, stage) + packing_seconds(model, _ALONE, bench.kernels, device)
+        return together_seconds(replicas, stage) + packing_seconds(model, _ALONE, bench.kernels, device.generating)
     if kind == "products":
         tokens = np.array([float(probe.tokens) for probe in probes])
         per_token = work.product_flops(1.0) / device.rate(work.dtype)
@@ -154,8 +154,11 @@ def _carrying(probe: Probe, hardware: Hardware, n_workers: int) -> float:
     return cost(probe.n_bytes)
 
 
-def dtypes_of(bench: Bench) -> list[DType]:
-    """Return the dtypes whose rate some probe depends on."""
-    models = bench.models.values()
-    computing = [model.dtype for model in models]
-    return [*dict.fromkeys([*computing, *(decoding_model(model, bench.kernels).dtype for model in models)])]
+def computing_dtypes(bench: Bench) -> set[DType]:
+    """Return the dtypes in which models train and score."""
+    return {model.dtype for model in bench.models.values()}
+
+
+def decoding_dtypes(bench: Bench) -> set[DType]:
+    """Return the dtypes in which models generate."""
+    return {decoding_model(model, bench.kernels).dtype for model in bench.models.values()}

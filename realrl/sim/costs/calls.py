@@ -272,7 +272,7 @@ class _Computing:
             )
         self._passes = passes_of(self._works, self._links, hardware, training)
         if kind is InterfaceType.GENERATE:
-            self._begin_s += packing_seconds(role.model, strategy, kernels, hardware.device)
+            self._begin_s += packing_seconds(role.model, strategy, kernels, hardware.device.generating)
 
     def training(
         self,

@@ -93,7 +93,7 @@ class PassCost:
         rows = times * work.row_bytes / device.stream * tokens
         n_exchanges = 2 * work.n_layers + (work.has_embedding and not is_backward) + (work.has_head and is_backward)
         exchange = n_exchanges * (self.tensor.latency_s + self.tensor.s_per_byte * work.hidden_bytes * tokens)
-        return work.n_layers * device.block_s + products + attention + rows + exchange
+        return times * work.n_layers * device.block_s + products + attention + rows + exchange
 
     def _head(self, scored: Array) -> Array:
         work, device = self.work, self.device
