@@ -192,6 +192,7 @@ def profile(arguments: Sequence[str]) -> int:
     parser = _parser("profile", "Measure this machine for the models of an experiment.", PROFILE_EXAMPLES)
     parser.add_argument("--out", metavar="FILE", default="hardware.yaml", help="the file; default: hardware.yaml")
     parser.add_argument("--seconds", metavar="S", type=float, default=150.0, help="time to measure; default: 150")
+    parser.add_argument("--hardware", metavar="NAME", default="", help="what is not measured; default: a like machine")
     options = _parse(parser, arguments)
     if options.help:
         return _help(parser, options)
@@ -204,7 +205,7 @@ def profile(arguments: Sequence[str]) -> int:
     experiment, config = _load(parser, options)
     found = accelerators()
     plan = _plan(experiment, on_machine(config, found)[0], options)
-    return profile_machine(plan, options.out, Settings(options.seconds), found)
+    return profile_machine(plan, options.out, Settings(options.seconds, options.hardware), found)
 
 
 def list_experiments(arguments: Sequence[str]) -> int:

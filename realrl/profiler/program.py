@@ -56,7 +56,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     Attributes:
         seconds: time for all measurements, without the start of the workers.
-        base: file of configs/hardware that has what is not measured; "" for the one of the kind of device.
+        base: name or file of hardware that has what is not measured; "" for one with this kind of device.
     """
 
     seconds: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from realrl.config.serialize import dump_config
 from realrl.errors import ConfigError
 from realrl.experiment.run_plan import RunPlan
 from realrl.files import why_no_output, write_output
+from realrl.profiler.hardware_files import named_hardware
 from realrl.profiler.program import RESULT, SETTINGS, Settings
+from realrl.profiler.sizes import subjects_of
 from realrl.runtime.processes.machine import Accelerators, check_devices, worker_environments
 from realrl.runtime.processes.session import SessionStart
 from realrl.runtime.processes.supervise import run_inline, run_supervised
@@ -32,7 +35,8 @@ def profile_machine(plan: RunPlan, out: str, settings: Settings, found: Accelera
         found: accelerators of this machine.
 
     Raises:
-        ConfigError: the plan needs other machines, or the file cannot be written; nothing was started.
+        UsageError: the plan needs other machines, a model cannot be read, or the file cannot be written; nothing was
+            started.
     """
     config, path = plan.config, Path(out)
     if config.cluster.n_nodes > 1:
@@ -41,6 +45,9 @@ def profile_machine(plan: RunPlan, out: str, settings: Settings, found: Accelera
             remedy="Use cluster.n_nodes=1, and set links.node of the file.",
         )
     check_devices(config, found)
+    subjects_of(plan, memory_bytes=sys.maxsize)  # that there are models, and can be read
+    if settings.base:
+        named_hardware(settings.base)
     _check_output(path)
     folder = Path(tempfile.mkdtemp(prefix="realrl-profile-"))
     code = 1

@@ -278,7 +278,8 @@ def _fitted(seen: Sequence[Measured], base: Hardware, bench: Bench, group: Seque
 
 def least_squares(residuals: Callable[[Array], Array], start: Array, *, most_steps: int = _MOST_STEPS) -> Array:
     """Return the values whose residuals have the least sum of squares, near those to begin with."""
-    values, damping = start.copy(), 1e-2
+    values: Array = start.copy()
+    damping = 1e-2
     now = residuals(values)
     for _ in range(most_steps):
         steps = _STEP * np.eye(len(values))
@@ -287,12 +288,12 @@ def least_squares(residuals: Callable[[Array], Array], start: Array, *, most_ste
         while damping < 1e8:
             move = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature) + 1e-9), -gradient)
             then = residuals(values + move.clip(-2.0, 2.0))
-            if then @ then < now @ now:
+            if float(then @ then) < float(now @ now):
                 break
             damping *= 4.0
         else:
             return values
-        gained = 1.0 - (then @ then) / (now @ now)
+        gained = 1.0 - float(then @ then) / float(now @ now)
         values, now, damping = values + move.clip(-2.0, 2.0), then, damping / 4.0
         if gained < 1e-7:
             return values

@@ -65,7 +65,7 @@ class Device:
         half_tokens: tokens at which half of that is reached.
         attention_efficiency: share of the peak that attention over packed sequences reaches.
         backward_slowdown: seconds of a backward pass over those that its FLOPs would take in a forward pass.
-        block_s: seconds that a block takes beside computing, such as launches of kernels.
+        block_s: seconds that a block takes beside computing, such as launches of kernels; twice that backward.
         pass_s: seconds that a micro-batch takes on each stage beside its blocks, in one direction.
         token_s: seconds that a decoding step takes beside its blocks: sampling, and deciding who goes on.
         flops_per_s: dtype -> peak of products.

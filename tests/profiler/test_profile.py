@@ -92,6 +92,8 @@ def test_two_workers_measure_what_is_between_them(tmp_path, temporary):
         (["--out", "none/a.yaml"], "--out none/a.yaml: its folder does not exist"),
         (["--seconds", "0"], "--seconds 0 is no time to measure"),
         (["--seconds", "nan"], "--seconds nan is no time to measure"),
+        (["models.actor.path=none"], "models.actor.path"),
+        (["--hardware", "h2000"], "--hardware h2000: there is no such hardware. Did you mean 'h200'"),
         (["cluster.n_nodes=2"], "cluster.n_nodes=2, but a profile measures the machine on which it is typed"),
     ],
 )
@@ -142,7 +144,7 @@ def test_a_worker_that_fails_tells_why():
 def test_a_silent_worker_is_given_up(monkeypatch):
     times = iter(range(1000))
     monkeypatch.setattr("realrl.profiler.program.time", SimpleNamespace(monotonic=lambda: float(next(times))))
-    with pytest.raises(RunError, match="worker . was silent for"):
+    with pytest.raises(RunError, match=r"worker . was silent for"):
         workers_of([*UP, Ready(0, 0, (), 0, ("{}",)), *[Heartbeat(0, 0, "", 0.0)] * 3]).start()
 
 

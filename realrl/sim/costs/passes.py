@@ -4,8 +4,9 @@ A pass of T tokens takes, with c a constant and h the tokens at which products r
 
     c + max(products (T + h) / rate, weights / bandwidth) + attention / its rate + rows / bandwidth + tensor collectives
 
-and so on for the head. `Device` has the constants. A backward pass has the FLOPs of `realrl.sim.costs.flops`, and with
-activation checkpointing a forward pass of the blocks ahead of it.
+and so on for the head. `Device` has the constants. A backward pass has the FLOPs of `realrl.sim.costs.flops`, twice the
+constant of a block, since it runs about twice as many kernels, and with activation checkpointing a forward pass of the
+blocks ahead of it.
 
 Invariants:
     - no pass takes less time for more tokens, pairs or scored tokens, and one without tokens takes none;
