@@ -92,7 +92,7 @@ def test_two_workers_measure_what_is_between_them(tmp_path, temporary):
         (["--out", "none/a.yaml"], "--out none/a.yaml: its folder does not exist"),
         (["--seconds", "0"], "--seconds 0 is no time to measure"),
         (["--seconds", "nan"], "--seconds nan is no time to measure"),
-        (["models.actor.path=none"], "models.actor.path"),
+        (["models.actor.path=none"], "model folder none does not exist"),
         (["--hardware", "h2000"], "--hardware h2000: there is no such hardware. Did you mean 'h200'"),
         (["cluster.n_nodes=2"], "cluster.n_nodes=2, but a profile measures the machine on which it is typed"),
     ],
