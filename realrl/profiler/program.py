@@ -18,6 +18,7 @@ from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.files import write_output
 from realrl.plan.memory.formulas import Kernels
+from realrl.profiler.dispatch import handling_seconds
 from realrl.profiler.hardware_files import hardware_text, named_hardware
 from realrl.profiler.machine import SECONDS, Machine
 from realrl.profiler.sizes import probes_of, subjects_of, work_of
@@ -82,12 +83,12 @@ def run_profile(session: Session) -> int:
     bench = Bench(
         {name: subject.config for name, subject in subjects.items()}, plan.n_workers, Kernels(**machine.kernels)
     )
-    message_s, event_s = workers.message_seconds()
+    message_s, transport_s = workers.message_seconds()
     base = named_hardware(settings.base or ("h200" if machine.kind == "cuda" else "two_cores"))
     measured = _measure(workers, probes_of(subjects, n_workers=plan.n_workers), settings.seconds)
     workers.end()
     session.progress.phase(f"fitting {len(measured)} measurements")
-    host = replace(base.host, message_s=message_s, event_s=event_s, start_s=start_s)
+    host = replace(base.host, message_s=message_s, event_s=transport_s + handling_seconds(plan), start_s=start_s)
     device = replace(
         base.device, kind="cuda" if machine.kind == "cuda" else "cpu", memory_bytes=float(machine.memory_bytes)
     )
@@ -253,7 +254,7 @@ def _notes(plan: RunPlan, bench: Bench, found: Hardware, *, base_name: str) -> l
         "Rates, bandwidths and overheads are what the engine reached, so that efficiencies are 1. Errors are those of",
         "the costs' forms, as |predicted / measured - 1|; median and worst are of sizes that the fit has not seen.",
         f"Not measured, and taken from '{base_name}': links.node, host.call_s, sample_s, reward_s, bytes_per_s,",
-        "disk_bytes_per_s. host.event_s is the transport's part, without the scheduler's.",
+        "disk_bytes_per_s.",
     ]
     if missing:
         lines.append(f"Not measured here either: {', '.join(missing)}.")
