@@ -14,12 +14,12 @@ import msgspec
 
 from realrl.errors import Error, RunError, UsageError
 from realrl.experiment.discovery import load_run
+from realrl.experiment.hardware_files import hardware_text, named_hardware
 from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.files import write_output
 from realrl.plan.memory.formulas import Kernels
 from realrl.profiler.dispatch import handling_seconds
-from realrl.profiler.hardware_files import hardware_text, named_hardware
 from realrl.profiler.machine import SECONDS, Machine
 from realrl.profiler.sizes import probes_of, subjects_of, work_of
 from realrl.runtime.processes.session import Session
@@ -43,7 +43,7 @@ from realrl.sim.probes import Bench, Kind, Probe
 RESULT, SETTINGS = "hardware.yaml", "profile.json"
 _POLL_S = 0.2
 _N_MESSAGES = 200
-_MOST_REPEATS = 7
+_MOST_REPEATS = 31
 _BAR = 24  # characters
 _SHARES: Mapping[Kind, float] = {
     "collectives": 0.05, "copies": 0.03, "rows": 0.02, "products": 0.1, "generate": 0.25, "inference": 0.2,

@@ -12,9 +12,9 @@ import msgspec
 
 from realrl.config.serialize import dump_config
 from realrl.errors import ConfigError
+from realrl.experiment.hardware_files import named_hardware
 from realrl.experiment.run_plan import RunPlan
 from realrl.files import why_no_output, write_output
-from realrl.profiler.hardware_files import named_hardware
 from realrl.profiler.program import RESULT, SETTINGS, Settings
 from realrl.profiler.sizes import subjects_of
 from realrl.runtime.processes.machine import Accelerators, check_devices, worker_environments

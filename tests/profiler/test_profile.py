@@ -12,7 +12,7 @@ import pytest
 
 from realrl import cli
 from realrl.errors import RunError, UsageError
-from realrl.profiler.hardware_files import named_hardware
+from realrl.experiment.hardware_files import named_hardware
 from realrl.profiler.program import _Workers
 from realrl.runtime.processes.lifeline import find_leftovers
 from realrl.sched.messages import Goodbye, Heartbeat, Hello, Ready, WorkerFailed

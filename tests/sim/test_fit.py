@@ -5,8 +5,8 @@ import pytest
 import yaml
 
 from realrl.errors import ConfigError
+from realrl.experiment.hardware_files import hardware_text
 from realrl.plan.memory.formulas import Kernels
-from realrl.profiler.hardware_files import hardware_text
 from realrl.sim.fit import LEAST_POINTS, Measured, fit, least_squares
 from realrl.sim.hardware import Link, hardware_from
 from realrl.sim.probes import Bench, Probe, cut_to, seconds_of

@@ -5,7 +5,7 @@ import pytest
 from realrl.config.compose import compose
 from realrl.errors import ConfigError
 from realrl.experiment.discovery import load_experiment
-from realrl.profiler.hardware_files import hardware_names, hardware_text, lengths_of, named_hardware
+from realrl.experiment.hardware_files import hardware_names, hardware_text, lengths_of, named_hardware
 
 CONFIG = compose(load_experiment("ppo"), ["dataset.max_prompt_tokens=64", "generation.max_new_tokens=100"])
 
