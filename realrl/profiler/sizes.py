@@ -24,8 +24,7 @@ _TOKEN_BYTES = 80  # of a hidden channel in a block: what a backward pass keeps
 _SHARE = 0.4  # of a device's memory, for parameters and for activations
 _COPIES = tuple(1 << n for n in range(21, 28))  # larger than caches, as parameters are
 _BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024)
-_MOST_SEQUENCES = 64
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16384)
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,8 @@ class Subject:
         config: its shape, cut to as many blocks as fit.
         trains, generates: True if it is measured in training, in generation.
         prompt_tokens, response_tokens: lengths of the experiment's sequences.
+        max_rows: most responses that are decoded together.
+        most_tokens: most tokens of a probe, by the memory.
     """
 
     config: DecoderConfig
@@ -43,6 +44,7 @@ class Subject:
     generates: bool
     prompt_tokens: int
     response_tokens: int
+    max_rows: int
     most_tokens: int
 
 
@@ -95,6 +97,7 @@ def _subject(plan: RunPlan, name: str, config: DecoderConfig, *, generates: bool
         generates=generates,
         prompt_tokens=prompt,
         response_tokens=max(2, min(response, cut.max_positions - prompt)),
+        max_rows=generation.max_batch_size,
         most_tokens=max(64, int(room / (_TOKEN_BYTES * cut.hidden_size * cut.n_layers))),
     )
 
@@ -150,7 +153,7 @@ def _passes(kind: str, name: str, subject: Subject) -> Iterator[Probe]:
     """
     deep, shallow = _depths(subject)
     prompt, response = subject.prompt_tokens, subject.response_tokens
-    sizes = [(n, prompt, response) for n in (1, 2, 4, 8, 16, 32, _MOST_SEQUENCES)]
+    sizes = [(n, prompt, response) for n in (1, 2, 4, 8, 16, 32, 64, 256)]
     sizes += [(n, max(1, prompt // 4), max(2, response // 4)) for n in (1, 4, 16, 64)]
     sizes += [
         (n, 4 * prompt, 4 * response) for n in (1, 2, 4) if 4 * (prompt + response) <= subject.config.max_positions
@@ -165,9 +168,10 @@ def _generate(name: str, subject: Subject) -> Iterator[Probe]:
     """Yield batches and lengths; the shortest responses show the prefill."""
     deep, shallow = _depths(subject)
     prompt, response = subject.prompt_tokens, subject.response_tokens
-    for n in (1, 4, 16, _MOST_SEQUENCES):
+    batches = sorted({n for n in (1, 4, 16, 64) if n < subject.max_rows} | {subject.max_rows})
+    for n in batches:
         for made in dict.fromkeys((2, max(2, response // 4), response)):
-            for n_layers in (deep,) if n != 4 else (deep, shallow):
+            for n_layers in (deep, shallow) if n == batches[len(batches) // 3] else (deep,):
                 yield Probe("generate", name, n_layers, n, prompt, made)
         if 4 * (prompt + response) <= subject.config.max_positions:
             yield Probe("generate", name, deep, n, 4 * prompt, response)

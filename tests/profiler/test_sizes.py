@@ -36,6 +36,14 @@ def test_every_class_has_enough_sizes(name, n_workers):
             assert probe.tokens <= subjects[probe.model].most_tokens
 
 
+def test_batches_end_with_the_largest_of_the_run():
+    for most, batches in ((1, {1}), (8, {1, 4, 8}), (64, {1, 4, 16, 64}), (200, {1, 4, 16, 64, 200})):
+        subjects = subjects_of(plan_of("ppo", f"generation.max_batch_size={most}"), memory_bytes=8 * GB)
+        probes = [probe for probe in probes_of(subjects, n_workers=1) if probe.kind == "generate"]
+        assert {probe.n_sequences for probe in probes} == batches
+        assert len({probe.n_layers for probe in probes}) == 2
+
+
 def test_sizes_of_a_class_grow():
     probes = probes_of(subjects_of(plan_of("ppo"), memory_bytes=8 * GB), n_workers=2)
     for kind, some in groupby(probes, key=lambda probe: (probe.kind, probe.model)):
