@@ -318,7 +318,7 @@ def test_load_that_rises_in_ppo_is_told(tmp_path: Path, capsys: pytest.CaptureFi
     assert float(told_min) == pytest.approx((machine.now_s - 1e9) / 60, rel=0.05)
 
 
-@pytest.mark.parametrize(("eval_factor", "ends_in_time"), [(1.9, True), (4.0, False), (20.0, False)])
+@pytest.mark.parametrize(("eval_factor", "ends_in_time"), [(1.75, True), (4.0, False), (20.0, False)])
 def test_load_that_rises_in_the_evaluation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], eval_factor: float, ends_in_time: bool
 ) -> None:

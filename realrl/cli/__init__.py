@@ -25,6 +25,7 @@ COMMANDS = {
     "gen": "realrl.cli.commands:gen",
     "doctor": "realrl.cli.commands:doctor",
     "simulate": "realrl.cli.commands:simulate",
+    "profile": "realrl.cli.commands:profile",
     "list": "realrl.cli.commands:list_experiments",
     "graph": "realrl.cli.commands:graph",
     "config": "realrl.cli.commands:config",
@@ -40,6 +41,7 @@ commands:
   gen [key=value ...]           responses to the prompts of a file; --out FILE
   doctor NAME [key=value ...]   what a run would need of every device, and what is wrong with it
   simulate NAME [key=value ...] the time of a step and what bounds it; starts nothing
+  profile NAME [--out FILE]     measure this machine for an experiment's models: a hardware file for predictions
   list                          the registered experiments
   graph NAME [--out FILE]       the calls and what flows between them, as text or as a picture
   config NAME [key=value ...]   every key, its value and what it accepts

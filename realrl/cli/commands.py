@@ -84,6 +84,15 @@ examples:
 With --against, settings that are left out are those of the run. Nothing is started: the real scheduler runs on a clock
 of its own.
 """
+PROFILE_EXAMPLES = """\
+examples:
+  realrl profile ppo preset=tiny                         writes hardware.yaml
+  realrl profile ppo preset=quickstart --out two_workers.yaml
+  realrl profile sft models.actor.path=/models/llama cluster.n_devices_per_node=8 --seconds 600
+
+As many workers as the run has compute at the same time; the file holds for as many on such a machine. Models are cut to
+fewer blocks where the memory is too small. Nothing else should run meanwhile.
+"""
 CONFIG_EXAMPLES = """\
 examples:
   realrl config ppo                                      the defaults
@@ -249,6 +258,27 @@ def _plan_of_master(
     check_models_fit(plan)
     store = checkpoint_store(plan, Path(config.run_dir) / CHECKPOINTS)
     return plan, make_master_plan(plan, store, None, overlap=_decide_overlap(plan))
+
+
+def profile(arguments: Sequence[str]) -> int:
+    """``realrl profile``: measure this machine, and write a hardware file."""
+    parser = _parser("profile", "Measure this machine for the models of an experiment.", PROFILE_EXAMPLES)
+    parser.add_argument("--out", metavar="FILE", default="hardware.yaml", help="the file; default: hardware.yaml")
+    parser.add_argument("--seconds", metavar="S", type=float, default=150.0, help="time to measure; default: 150")
+    parser.add_argument("--hardware", metavar="NAME", default="", help="what is not measured; default: a like machine")
+    options = _parse(parser, arguments)
+    if options.help:
+        return _help(parser, options)
+    if not 1 <= options.seconds <= 86400:
+        raise UsageError(f"--seconds {options.seconds:g} is no time to measure", remedy="Give 1 to 86400 seconds.")
+    from realrl.profiler.program import Settings
+    from realrl.profiler.start import profile_machine
+    from realrl.runtime.processes.machine import accelerators, on_machine
+
+    experiment, config = _load(parser, options)
+    found = accelerators()
+    plan = _plan(experiment, on_machine(config, found)[0], options)
+    return profile_machine(plan, options.out, Settings(options.seconds, options.hardware), found)
 
 
 def list_experiments(arguments: Sequence[str]) -> int:

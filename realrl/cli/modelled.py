@@ -1,24 +1,19 @@
-"""Machines and lengths of a simulation: read from files, names and texts that a user gives."""
+"""Durations of a simulated run on modelled machines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from realrl.errors import ConfigError, did_you_mean
-from realrl.files import read_input
+from realrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from realrl.experiment.run_plan import RunPlan
     from realrl.sim.durations import Durations, SampleSizes
-    from realrl.sim.hardware import Hardware
     from realrl.sim.lengths import Lengths
 
 DEFAULT_CPU = "two_cores"
-_FOLDER = "hardware"  # among the groups of YAML files
-_MAX_YAML, _MAX_LENGTHS = 100_000, 1 << 30  # bytes
 
 
 @dataclass(frozen=True)
@@ -35,59 +30,6 @@ class Modelled:
     notes: tuple[str, ...]
 
 
-def read_hardware(wanted: str) -> Hardware:
-    """Read a machine by its name among ``configs/hardware``, or from a file.
-
-    Raises:
-        ConfigError: there is no such machine or file, or it holds something else.
-    """
-    import yaml  # type: ignore[import-untyped]
-
-    from realrl.experiment.discovery import config_dir
-    from realrl.sim.hardware import hardware_from
-
-    folder = config_dir() / _FOLDER
-    known = sorted(path.stem for path in folder.glob("*.yaml"))
-    is_name = not wanted.endswith((".yaml", ".yml")) and "/" not in wanted
-    if is_name and wanted not in known:
-        raise ConfigError(
-            f"--hardware {wanted}: there is no such machine." + did_you_mean(wanted, known),
-            remedy=f"Choose from {', '.join(known)}, or give a YAML file.",
-        )
-    path = folder / f"{wanted}.yaml" if is_name else Path(wanted)
-    source = f"--hardware {wanted}"
-    try:
-        content = yaml.safe_load(_read(path, source, _MAX_YAML))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{source}: is no YAML: {' '.join(str(error).split())[:200]}") from error
-    return hardware_from(content, source=source)
-
-
-def read_lengths(wanted: str | None, plan: RunPlan) -> Lengths:
-    """Read lengths from a text with distributions, or from recorded ones; None: the longest that the run allows.
-
-    Raises:
-        ConfigError: the text or the file is not understood, or lengths exceed the run's limits.
-    """
-    from realrl.sim.lengths import lengths_from, recorded_lengths
-
-    config = plan.config
-    limits = {
-        "max_prompt_tokens": config.dataset.max_prompt_tokens,
-        "max_new_tokens": config.generation.max_new_tokens
-        if plan.generating_roles
-        else config.dataset.max_answer_tokens,
-    }
-    longest = {"prompt": f"fixed:{limits['max_prompt_tokens']}", "response": f"fixed:{limits['max_new_tokens']}"}
-    source, given = f"--lengths {wanted}", dict[str, object](longest)
-    if wanted is not None and "=" in wanted and not Path(wanted).exists():
-        return lengths_from(wanted, source=source, seed=config.seed, **limits)
-    if wanted is not None:
-        text = _read(Path(wanted), source, _MAX_LENGTHS).decode(errors="replace")
-        given |= recorded_lengths(text.splitlines(), source=source)
-    return lengths_from(given, source=source, seed=config.seed, **limits)
-
-
 def model_run(plan: RunPlan, hardware: str | None, lengths: str | None) -> Modelled:
     """Return a plan's durations on modelled machines.
 
@@ -98,6 +40,7 @@ def model_run(plan: RunPlan, hardware: str | None, lengths: str | None) -> Model
     from realrl.experiment.models import role_configs
     from realrl.experiment.states import call_states, role_states
     from realrl.plan.memory.load import RowLengths
+    from realrl.profiler.hardware_files import lengths_of, named_hardware
     from realrl.sim.costs.calls import CostModel
 
     device = plan.config.cluster.device
@@ -105,16 +48,18 @@ def model_run(plan: RunPlan, hardware: str | None, lengths: str | None) -> Model
         raise ConfigError(
             f"cluster.device={device}: the machine is not known", remedy="Name one, such as --hardware h100."
         )
-    machine = read_hardware(hardware or DEFAULT_CPU)
+    machine = named_hardware(hardware or DEFAULT_CPU)
     if machine.device.kind != device:
         raise ConfigError(
             f"--hardware {hardware or DEFAULT_CPU} has devices of kind {machine.device.kind}, and the plan is for "
             f"cluster.device={device}",
             remedy=f"Set cluster.device={machine.device.kind}.",
         )
-    found = read_lengths(lengths, plan)
-    longest = found.max_prompt_tokens + found.max_new_tokens
-    calls = call_states(plan, RowLengths([found.max_prompt_tokens], [2 * longest], [longest]))
+    n_prompt = plan.config.dataset.max_prompt_tokens
+    n_new = plan.config.generation.max_new_tokens if plan.generating_roles else plan.config.dataset.max_answer_tokens
+    longest_allowed = f"prompt=fixed:{n_prompt} response=fixed:{n_new}"
+    found = lengths_of(longest_allowed if lengths is None else lengths, plan.config, max_new_tokens=n_new)
+    calls = call_states(plan, RowLengths([n_prompt], [2 * (n_prompt + n_new)], [n_prompt + n_new]))
     roles = role_states(plan, role_configs(plan))
     durations = CostModel(
         roles,
@@ -124,7 +69,7 @@ def model_run(plan: RunPlan, hardware: str | None, lengths: str | None) -> Model
     )
     notes = [f"on {machine.name}"]
     if lengths is None:
-        sizes = f"prompts of {found.max_prompt_tokens} and responses of {found.max_new_tokens} tokens"
+        sizes = f"prompts of {n_prompt} and responses of {n_new} tokens"
         notes.append(f"{sizes}, the longest that the configuration allows (--lengths gives others)")
     return Modelled(durations, _draw(plan, found), tuple(notes))
 
@@ -145,13 +90,3 @@ def _draw(plan: RunPlan, lengths: Lengths) -> Callable[[str], SampleSizes]:
         return SampleSizes(tuple(prompt + response for response in responses))
 
     return draw
-
-
-def _read(path: Path, source: str, most_bytes: int) -> Any:
-    try:
-        content = read_input(path, most_bytes=most_bytes + 1)
-    except OSError as error:
-        raise ConfigError(f"{source}: cannot be read: {error.strerror or error}") from error
-    if len(content) > most_bytes:
-        raise ConfigError(f"{source}: has more than {most_bytes:,} bytes", remedy="Give a smaller file.")
-    return content

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realrl.cli.modelled import model_run, read_hardware
+from realrl.cli.modelled import model_run
 from realrl.cli.simulate_view import print_comparison, print_figures, print_recovery
 from realrl.errors import ConfigError, UsageError
 from realrl.files import read_input
@@ -220,6 +220,7 @@ def simulate_run(
     Raises:
         UsageError: an option cannot be used.
     """
+    from realrl.profiler.hardware_files import named_hardware
     from realrl.sim.cluster import simulate
     from realrl.sim.durations import slowed
     from realrl.sim.replay import dropped_shares
@@ -231,7 +232,7 @@ def simulate_run(
     steps = options.steps or (DEFAULT_STEPS if recording is None else max(recording.metrics))
     changes: dict[str, object] = {"steps": steps}
     if options.hardware is not None and config.cluster.device == "auto":
-        device = read_hardware(options.hardware).device.kind
+        device = named_hardware(options.hardware).device.kind
         changes["cluster"] = config.cluster.model_copy(update={"device": device})
     plan, master_plan = make_plan(experiment, config.model_copy(update=changes))
     slow, kill = parse_slow(options.slow, plan.n_workers), parse_kill(options.kill, plan.n_workers)

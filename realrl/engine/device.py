@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
+import re
 import resource
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -75,6 +78,17 @@ def reuse_host_memory() -> None:
 def backend_name(device: torch.device) -> str:
     """The torch.distributed backend for tensors on this device."""
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def device_name(device: torch.device) -> str:
+    """The model of an accelerator, or of the processor, in words."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).name)
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def synchronize(device: torch.device) -> None:

@@ -4,7 +4,7 @@ A quantity in a file is a number in the base unit of its key (seconds, bytes, by
 with a unit: ``2039 GB/s``, ``200 Gb/s`` (bits), ``312 TFLOP/s``, ``5 us``.
 
 Invariants of `hardware_from`:
-    - what it returns has every value inside of the limits that `_LIMITS` has for its unit;
+    - what it returns has every value inside of the limits that `LIMITS` has for its unit;
     - a mapping with a key that is unknown, missing or of the wrong kind gives an error that names the key and the file.
 """
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from realrl.errors import ConfigError, did_you_mean
@@ -32,7 +33,7 @@ _UNITS: dict[str, dict[str, float]] = {
     "tokens": {"tokens": 1.0},
     "": {},
 }
-_LIMITS = {
+LIMITS = {
     "s": (0.0, 600.0),
     "B": (1e6, 1e16),
     "B/s": (1e5, 1e14),
@@ -41,6 +42,7 @@ _LIMITS = {
     "": (0.01, 100.0),
 }
 _EXAMPLES = {"s": "5 us", "B": "80 GB", "B/s": "300 GB/s", "FLOP/s": "312 TFLOP/s", "tokens": "32", "": "0.6"}
+_MEASURED = "Leave the section profile as realrl profile wrote it, or leave it out."
 _TEXT = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-zµ/]*)\s*", re.ASCII)
 
 
@@ -63,10 +65,11 @@ class Device:
         half_tokens: tokens at which half of that is reached.
         attention_efficiency: share of the peak that attention over packed sequences reaches.
         backward_slowdown: seconds of a backward pass over those that its FLOPs would take in a forward pass.
-        block_s: seconds that a block takes beside computing, such as launches of kernels.
+        block_s: seconds that a block takes beside computing, such as launches of kernels; twice that backward.
         pass_s: seconds that a micro-batch takes on each stage beside its blocks, in one direction.
         token_s: seconds that a decoding step takes beside its blocks: sampling, and deciding who goes on.
         flops_per_s: dtype -> peak of products.
+        generation: attribute of `GENERATION` -> its value in generation, where that has kernels of its own, as on CPUs.
     """
 
     kind: DeviceKind
@@ -81,6 +84,13 @@ class Device:
     pass_s: float = _quantity("s")
     token_s: float = _quantity("s")
     flops_per_s: Mapping[str, float] = _quantity("FLOP/s")
+    generation: Mapping[str, float] = field(default_factory=dict, metadata={"unit": None})
+
+    @cached_property
+    def generating(self) -> Device:
+        """The device as generation finds it."""
+        changes: dict[str, Any] = dict(self.generation)
+        return replace(self, generation={}, **changes) if changes else self
 
     @property
     def stream(self) -> float:
@@ -99,6 +109,9 @@ class Device:
                 remedy=f"It has {', '.join(self.flops_per_s)}; add the peak of {dtype}, or set precision.",
             )
         return self.flops_per_s[dtype] * self.efficiency
+
+
+GENERATION = ("memory_efficiency", "efficiency", "half_tokens", "attention_efficiency", "block_s", "pass_s")
 
 
 @dataclass(frozen=True)
@@ -167,17 +180,57 @@ class Host:
 
 
 @dataclass(frozen=True)
+class FitError:
+    """How well a fitted form agrees with measurements, as |predicted / measured - 1|.
+
+    Attributes:
+        n_points: measurements, those held out included.
+        n_held_out: measurements that the fit did not see.
+        median, worst: of those held out.
+        worst_fitted: of the others.
+    """
+
+    n_points: int
+    n_held_out: int
+    median: float
+    worst: float
+    worst_fitted: float
+
+    @property
+    def bound(self) -> float:
+        """Largest error over all measurements."""
+        return max(self.worst, self.worst_fitted)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Origin of a file that `realrl profile` wrote.
+
+    Attributes:
+        n_workers: workers that computed at the same time; times hold for as many on a machine.
+        models: models that were measured.
+        errors: class of measurements -> errors of its form.
+    """
+
+    n_workers: int
+    models: tuple[str, ...]
+    errors: Mapping[str, FitError]
+
+
+@dataclass(frozen=True)
 class Hardware:
     """What a prediction knows of a cluster's machines, which are all alike.
 
     Attributes:
         name: the machine, in words.
+        profile: what was measured; None where the file is no result of a measurement.
     """
 
     name: str
     device: Device
     links: Links
     host: Host
+    profile: Profile | None = None
 
 
 def hardware_from(mapping: object, *, source: str) -> Hardware:
@@ -190,7 +243,7 @@ def hardware_from(mapping: object, *, source: str) -> Hardware:
     Raises:
         ConfigError: a key is unknown or missing, or a value is not what the key takes.
     """
-    top = _section(mapping, "", tuple(part.name for part in fields(Hardware)), source)
+    top = _section(mapping, "", tuple(part.name for part in fields(Hardware)), source, optional=("profile",))
     links = _section(top["links"], "links", tuple(part.name for part in fields(Links)), source)
     if not isinstance(top["name"], str) or not top["name"].strip():
         raise _error("name", top["name"], "is no name of a machine", source, "Write one, such as 'A100 80GB'.")
@@ -199,7 +252,29 @@ def hardware_from(mapping: object, *, source: str) -> Hardware:
         device=_build(Device, top["device"], "device", source),
         links=Links(**{name: _build(Link, links[name], f"links.{name}", source) for name in links}),
         host=_build(Host, top["host"], "host", source),
+        profile=_profile(top["profile"], source) if "profile" in top else None,
     )
+
+
+def hardware_mapping(hardware: Hardware) -> dict[str, Any]:
+    """Return hardware as `hardware_from` reads it, in base units."""
+    mapping = asdict(hardware)
+    if not hardware.device.generation:
+        del mapping["device"]["generation"]
+    for link in mapping["links"].values():
+        if link["sharing"] is None:
+            del link["sharing"]
+    if hardware.profile is None:
+        del mapping["profile"]
+    else:
+        mapping["profile"]["models"] = [*hardware.profile.models]
+    return mapping
+
+
+def unit_of(kind: type, name: str) -> str:
+    """Return the base unit of an attribute of `Device`, `Link` or `Host`; "" for a number without one."""
+    unit: str = next(part.metadata["unit"] for part in fields(kind) if part.name == name)
+    return unit
 
 
 def parse_quantity(value: object, unit: str) -> float | None:
@@ -228,6 +303,8 @@ def _build(kind: type, mapping: object, path: str, source: str) -> Any:
             values[part.name] = {
                 dtype: _number(peak, f"{key}.{dtype}", "FLOP/s", source) for dtype, peak in peaks.items()
             }
+        elif part.name == "generation":
+            values[part.name] = _generation(found.get("generation", {}), key, source)
         elif unit is not None:
             values[part.name] = _number(value, key, unit, source)
         elif part.name == "kind":
@@ -241,8 +318,47 @@ def _build(kind: type, mapping: object, path: str, source: str) -> Any:
     return kind(**values)
 
 
+def _generation(mapping: object, path: str, source: str) -> dict[str, float]:
+    found = _section(mapping, path, GENERATION, source, optional=GENERATION)
+    return {name: _number(value, f"{path}.{name}", unit_of(Device, name), source) for name, value in found.items()}
+
+
+def _profile(mapping: object, source: str) -> Profile:
+    found = _section(mapping, "profile", tuple(part.name for part in fields(Profile)), source)
+    models, errors = found["models"], found["errors"]
+    if not isinstance(models, list) or not all(isinstance(name, str) for name in models):
+        raise _error("profile.models", models, "is no list of models", source, _MEASURED)
+    if not isinstance(errors, Mapping):
+        raise _error("profile.errors", errors, "is no mapping", source, _MEASURED)
+    return Profile(
+        n_workers=_count(found["n_workers"], "profile.n_workers", source),
+        models=tuple(models),
+        errors={str(kind): _fit_error(value, f"profile.errors.{kind}", source) for kind, value in errors.items()},
+    )
+
+
+def _fit_error(mapping: object, path: str, source: str) -> FitError:
+    found = _section(mapping, path, tuple(part.name for part in fields(FitError)), source)
+    values: dict[str, Any] = {}
+    for name, value in found.items():
+        if name.startswith("n_"):
+            values[name] = _count(value, f"{path}.{name}", source)
+            continue
+        number = parse_quantity(value, "")
+        if number is None or number < 0:
+            raise _error(f"{path}.{name}", value, "is no relative error", source, _MEASURED)
+        values[name] = number
+    return FitError(**values)
+
+
+def _count(value: object, key: str, source: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _error(key, value, "is no number of 1 or more", source, _MEASURED)
+    return value
+
+
 def _optional(kind: type) -> tuple[str, ...]:
-    return tuple(part.name for part in fields(kind) if part.default is not MISSING)
+    return tuple(p.name for p in fields(kind) if p.default is not MISSING or p.default_factory is not MISSING)
 
 
 def _section(
@@ -279,7 +395,7 @@ def _number(value: object, key: str, unit: str, source: str) -> float:
         raise _error(key, value, f"is no {what}", source, f"Write it like '{_EXAMPLES[unit]}'.{units}")
     if number < 0:
         raise _error(key, value, "is negative", source, f"Write it like '{_EXAMPLES[unit]}'.")
-    least, most = _LIMITS[unit]
+    least, most = LIMITS[unit]
     if not least <= number <= most:
         text = f"is {number:.3g} {unit}".rstrip()
         raise _error(

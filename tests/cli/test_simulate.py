@@ -147,11 +147,11 @@ def test_a_prediction_is_compared_with_its_run(two, capsys, tmp_path):
 
 def test_refused_machines_and_lengths(capsys, tmp_path):
     tiny = ("ppo", "preset=tiny")
-    assert "there is no such machine. Did you mean 'h100'" in refused(capsys, *tiny, "--hardware", "h10")
-    assert "x.yaml: cannot be read" in refused(capsys, *tiny, "--hardware", tmp_path / "x.yaml")
-    assert "cannot be read: it is a device" in refused(capsys, *tiny, "--lengths", "/dev/zero")
+    assert "there is no such hardware. Did you mean 'h100'" in refused(capsys, *tiny, "--hardware", "h10")
+    assert "x.yaml: the file cannot be read" in refused(capsys, *tiny, "--hardware", tmp_path / "x.yaml")
+    assert "the file cannot be read: it is a device" in refused(capsys, *tiny, "--lengths", "/dev/zero")
     (tmp_path / "a.yaml").write_text("a: [")
-    assert "is no YAML" in refused(capsys, *tiny, "--hardware", tmp_path / "a.yaml")
+    assert "the file is no YAML" in refused(capsys, *tiny, "--hardware", tmp_path / "a.yaml")
     told = refused(capsys, *tiny, "cluster.device=cpu", "--hardware", "h100")
     assert "devices of kind cuda, and the plan is for cluster.device=cpu" in told
     assert "the machine is not known" in refused(capsys, *tiny, "cluster.device=cuda")

@@ -14,6 +14,7 @@ def test_cpu() -> None:
     assert devices.backend_name(CPU) == "gloo"
     devices.synchronize(CPU)
     devices.release_cached_memory(CPU)
+    assert devices.device_name(CPU).strip()
 
 
 def test_auto_takes_what_is_there() -> None:

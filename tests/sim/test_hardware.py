@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from realrl.errors import ConfigError
-from realrl.sim.hardware import Hardware, Link, hardware_from, parse_quantity
+from realrl.sim.hardware import FitError, Hardware, Link, Profile, hardware_from, hardware_mapping, parse_quantity
 
 FOLDER = Path(__file__).parents[2] / "configs" / "hardware"
 A100 = yaml.safe_load((FOLDER / "a100_80gb.yaml").read_text())
@@ -125,3 +125,57 @@ def test_devices_share_the_cards_of_their_node():
     link = Link(1e-6, 1e9, 0.5, sharing=2)
     assert [link.speed(n) for n in (1, 2, 4)] == [5e8, 5e8, 2.5e8]
     assert replace(link, sharing=None).speed(8) == 5e8
+
+
+PROFILED = A100 | {
+    "profile": {
+        "n_workers": 8,
+        "models": ["actor"],
+        "errors": {
+            "inference": {"n_points": 9, "n_held_out": 3, "median": 0.04, "worst": 0.11, "worst_fitted": 0.2},
+        },
+    }
+}
+
+
+def test_a_profile_is_read_and_written_again():
+    found = hardware_from(PROFILED, source="a.yaml")
+    assert found.profile == Profile(8, ("actor",), {"inference": FitError(9, 3, 0.04, 0.11, 0.2)})
+    assert found.profile.errors["inference"].bound == 0.2
+    written = hardware_mapping(found)
+    assert "generation" not in written["device"]
+    assert "sharing" not in written["links"]["device"]
+    assert hardware_from(written, source="b.yaml") == found
+    assert hardware_from(hardware_mapping(hardware_from(A100, source="a.yaml")), source="b.yaml").profile is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (("profile", "n_workers"), 0, "profile.n_workers=0 is no number of 1 or more"),
+        (("profile", "models"), "actor", "profile.models='actor' is no list of models"),
+        (("profile", "errors"), [], r"profile.errors=\[\] is no mapping"),
+        (("profile", "errors", "inference", "median"), -1, "profile.errors.inference.median=-1 is no relative error"),
+        (("profile", "errors", "inference", "n_points"), True, "n_points=True is no number of 1 or more"),
+        (("device", "generation"), {"token_s": 1}, "there is no key device.generation.token_s"),
+        (("device", "generation"), {"block_s": -1}, "device.generation.block_s=-1 is negative"),
+    ],
+)
+def test_spoiled_profiles_are_refused(keys, value, message):
+    spoiled = copy.deepcopy(PROFILED)
+    section = spoiled
+    for key in keys[:-1]:
+        section = section[key]
+    section[keys[-1]] = value
+    with pytest.raises(ConfigError, match=message):
+        hardware_from(spoiled, source="a.yaml")
+
+
+def test_generation_has_values_of_its_own():
+    spoiled = copy.deepcopy(A100)
+    spoiled["device"]["generation"] = {"block_s": "3 us", "efficiency": 0.3}
+    device = hardware_from(spoiled, source="a.yaml").device
+    assert device.generating.block_s == 3e-6
+    assert device.generating.rate("bfloat16") == pytest.approx(device.rate("bfloat16") / 2)
+    assert device.generating.pass_s == device.pass_s
+    assert device.generating.generating is device.generating

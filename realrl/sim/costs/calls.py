@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 
 from realrl.config.schema import GenerationConfig
 from realrl.graph.mfc import InterfaceType
-from realrl.mesh.device_mesh import Allocation
+from realrl.mesh.device_mesh import Allocation, ParallelStrategy
 from realrl.plan.hooks import Offload, Realloc
 from realrl.plan.memory.formulas import Kernels, generation_bytes, local_shape
 from realrl.plan.memory.plan import RoleState, layout_of
@@ -22,7 +22,7 @@ from realrl.plan.parameters.shards import shard_of
 from realrl.plan.parameters.specs import DTYPE_BYTES
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import HookTime, MoveRows, RunCall
-from realrl.shape import DType
+from realrl.shape import DecoderConfig, DType
 from realrl.sim.costs.collectives import FREE, LinearCost, Route, all_gather, all_reduce, route_of, send
 from realrl.sim.costs.flops import stage_work
 from realrl.sim.costs.generation import Prompt, StageDecoding, replica_seconds, together_seconds
@@ -37,7 +37,7 @@ from realrl.sim.costs.moves import (
 from realrl.sim.costs.samples import Tokens, micro_batches, tokens_of
 from realrl.sim.costs.training import StageLinks, Training, optimizer_seconds, passes_of, run_passes, train_seconds
 from realrl.sim.durations import SampleSizes, meeting_ranks
-from realrl.sim.hardware import Hardware
+from realrl.sim.hardware import Device, Hardware
 
 _STATE_BYTES = 12.0  # a parameter's float32 master and moments in a checkpoint
 _WIDTHS: Mapping[int, DType] = {2: "bfloat16", 4: "float32", 8: "float64"}
@@ -250,8 +250,8 @@ class _Computing:
         self.replicas = [allocation.dp_group_members(i) for i in range(strategy.dp)]
         self._model, self._strategy, self._hardware = model, strategy, hardware
         self._generation = generation
-        if kind is InterfaceType.GENERATE and kernels.generation_bytes not in (None, DTYPE_BYTES[model.dtype]):
-            model = replace(model, dtype=_WIDTHS[kernels.generation_bytes or 0])
+        if kind is InterfaceType.GENERATE:
+            model = decoding_model(model, kernels)
         self._works = [stage_work(model, strategy, stage) for stage in range(strategy.pp)]
         self._links = [_links_of(allocation, stage, hardware) for stage in range(strategy.pp)]
         self._shares_prefixes = hardware.device.kind == "cpu" or role.model.dtype == "float32"
@@ -272,7 +272,7 @@ class _Computing:
             )
         self._passes = passes_of(self._works, self._links, hardware, training)
         if kind is InterfaceType.GENERATE:
-            self._begin_s += _packing_seconds(role, allocation, kernels, hardware)
+            self._begin_s += packing_seconds(role.model, strategy, kernels, hardware.device.generating)
 
     def training(
         self,
@@ -377,13 +377,20 @@ def _links_of(allocation: Allocation, stage: int, hardware: Hardware) -> StageLi
     )
 
 
-def _packing_seconds(role: RoleState, allocation: Allocation, kernels: Kernels, hardware: Hardware) -> float:
+def decoding_model(model: DecoderConfig, kernels: Kernels) -> DecoderConfig:
+    """Return a model in the dtype in which a machine's kernels generate."""
+    if kernels.generation_bytes in (None, DTYPE_BYTES[model.dtype]):
+        return model
+    return replace(model, dtype=_WIDTHS[kernels.generation_bytes or 0])
+
+
+def packing_seconds(model: DecoderConfig, strategy: ParallelStrategy, kernels: Kernels, device: Device) -> float:
     """Return the seconds of joining or packing matrices before generation, on the slowest stage."""
-    strategy, found = allocation.strategy, []
+    found = []
     for stage in range(strategy.pp):
         mesh_rank = strategy.mesh_rank(pp_rank=stage, dp_rank=0, tp_rank=strategy.tp - 1)
-        shard = shard_of(role.model, strategy, mesh_rank)
-        local = local_shape(role.model, shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[role.model.dtype])
+        shard = shard_of(model, strategy, mesh_rank)
+        local = local_shape(model, shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])
         made = generation_bytes(local, n_runs=1, n_rows=1, longest_row=1, prefill_tokens=1, kernels=kernels)
-        found.append(2 * made.weights / hardware.device.stream)
+        found.append(2 * made.weights / device.stream)
     return max(found)

@@ -55,12 +55,12 @@ class StageDecoding:
     @cached_property
     def prefill(self) -> PassCost:
         """Cost of a pass over prompts."""
-        return PassCost(self.work, self.device, self.tensor)
+        return PassCost(self.work, self.device.generating, self.tensor)
 
     @cached_property
     def steps(self) -> Array:
         """Seconds of a step by its rows, 0 to `max_rows`, without the keys and values that it reads."""
-        work, device, rows = self.work, self.device, np.arange(self.max_rows + 1.0)
+        work, device, rows = self.work, self.device.generating, np.arange(self.max_rows + 1.0)
         rate, half = device.rate(work.dtype), device.half_tokens
         seconds = work.n_layers * device.block_s + np.maximum(
             work.product_flops(1.0) * (rows + half) / rate, work.bytes_read(rows) / device.stream
@@ -82,7 +82,7 @@ class StageDecoding:
             (n * (attended(prompts + responses - 1, w) - attended(prompts, w)) for w, n in self.work.windows),
             np.zeros_like(prompts),
         )
-        return seen * self.work.cache_bytes / self.device.stream
+        return seen * self.work.cache_bytes / self.device.generating.stream
 
     def prefilling(self, lengths: Sequence[Sequence[int]], n_copied: Sequence[int]) -> Array:
         """Return the seconds of admissions: as many passes over prompts as the engine takes, and copies of caches.
@@ -99,7 +99,7 @@ class StageDecoding:
         passes = self.prefill(Load(_sums(flat, starts), sizes.astype(float), pairs))
         seconds = np.zeros(len(lengths))
         np.add.at(seconds, admission, passes)
-        copying = 2 * self.work.n_layers * self.work.cache_bytes / self.device.stream
+        copying = 2 * self.work.n_layers * self.work.cache_bytes / self.device.generating.stream
         sampling = self.device.token_s if self.work.has_head else 0.0
         return seconds + copying * np.array(n_copied, dtype=float) + sampling
 

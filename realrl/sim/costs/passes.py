@@ -4,8 +4,9 @@ A pass of T tokens takes, with c a constant and h the tokens at which products r
 
     c + max(products (T + h) / rate, weights / bandwidth) + attention / its rate + rows / bandwidth + tensor collectives
 
-and so on for the head. `Device` has the constants. A backward pass has the FLOPs of `realrl.sim.costs.flops`, and with
-activation checkpointing a forward pass of the blocks ahead of it.
+and so on for the head. `Device` has the constants. A backward pass has the FLOPs of `realrl.sim.costs.flops`, twice the
+constant of a block, since it runs about twice as many kernels, and with activation checkpointing a forward pass of the
+blocks ahead of it.
 
 Invariants:
     - no pass takes less time for more tokens, pairs or scored tokens, and one without tokens takes none;
@@ -93,7 +94,7 @@ class PassCost:
         rows = times * work.row_bytes / device.stream * tokens
         n_exchanges = 2 * work.n_layers + (work.has_embedding and not is_backward) + (work.has_head and is_backward)
         exchange = n_exchanges * (self.tensor.latency_s + self.tensor.s_per_byte * work.hidden_bytes * tokens)
-        return work.n_layers * device.block_s + products + attention + rows + exchange
+        return times * work.n_layers * device.block_s + products + attention + rows + exchange
 
     def _head(self, scored: Array) -> Array:
         work, device = self.work, self.device

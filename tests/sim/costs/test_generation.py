@@ -89,6 +89,18 @@ def test_decoding_few_rows_reads_the_weights():
     assert np.all(np.diff(stage.steps) >= 0)
 
 
+def test_generation_takes_values_of_its_own():
+    (stage,) = decoding(llama())
+    own = replace(DEVICE, generation={"block_s": 0.0, "pass_s": 0.0, "memory_efficiency": DEVICE.memory_efficiency / 2})
+    other = replace(stage, device=own)
+    weights = (stage.work.matrix_bytes + 2 * stage.work.head) / DEVICE.stream
+    assert other.steps[1] == pytest.approx(2 * weights + DEVICE.token_s, rel=0.01)
+    prefill, its = (float(one.prefilling([[1]], [0])[0]) for one in (stage, other))
+    assert its == pytest.approx(prefill + weights - 32 * DEVICE.block_s - DEVICE.pass_s, rel=0.01)
+    lengths = np.array([8.0]), np.array([5.0])
+    assert other.reading(*lengths) == pytest.approx(2 * stage.reading(*lengths))
+
+
 def test_decoding_reads_the_experts_that_rows_choose():
     model = llama(moe=MoEConfig(n_experts=64, top_k=2, intermediate_size=2048))
     (stage,) = decoding(model)

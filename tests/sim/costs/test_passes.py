@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,6 +53,13 @@ def test_backward_takes_twice_as_long_and_with_checkpointing_three_times():
     )
     assert backward == pytest.approx(2 * forward, rel=0.2)
     assert again == pytest.approx(backward + forward, rel=0.01)
+
+
+def test_what_a_block_takes_beside_computing_counts_twice_backward():
+    slow = replace(DEVICE, block_s=DEVICE.block_s + 1.0)
+    for is_backward, times in ((False, 1), (True, 2)):
+        costs = [PassCost(WORK, device, FREE, is_backward=is_backward)(load(10))[0] for device in (DEVICE, slow)]
+        assert costs[1] - costs[0] == pytest.approx(times * WORK.n_layers)
 
 
 def test_adapters_make_backward_shorter():

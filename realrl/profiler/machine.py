@@ -1,0 +1,26 @@
+"""What a worker tells the master of a profile. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+SECONDS = "seconds"
+"""Metric of a `CallDone`: the median over the repetitions of a probe."""
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """One worker's device.
+
+    Attributes:
+        name: the processor or the accelerator, in words.
+        kind: "cpu" or "cuda".
+        memory_bytes: memory of the device, or the worker's share of it.
+        kernels: see `realrl.plan.memory.formulas.Kernels`.
+    """
+
+    name: str
+    kind: str
+    memory_bytes: int
+    kernels: dict[str, Any]

@@ -1,0 +1,274 @@
+"""The master of a profile: asks the workers for one probe after the other, fits the answers, writes the file."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar, get_args
+
+import msgspec
+
+from realrl.errors import Error, RunError, UsageError
+from realrl.experiment.discovery import load_run
+from realrl.experiment.planning import plan_run
+from realrl.experiment.run_plan import RunPlan
+from realrl.files import write_output
+from realrl.plan.memory.formulas import Kernels
+from realrl.profiler.dispatch import handling_seconds
+from realrl.profiler.hardware_files import hardware_text, named_hardware
+from realrl.profiler.machine import SECONDS, Machine
+from realrl.profiler.sizes import probes_of, subjects_of, work_of
+from realrl.runtime.processes.session import Session
+from realrl.sched.messages import (
+    CallDone,
+    Goodbye,
+    Hello,
+    Initialize,
+    Ready,
+    Request,
+    RunCall,
+    Shutdown,
+    WorkerFailed,
+)
+from realrl.sched.silence import Silences
+from realrl.shape import DecoderConfig
+from realrl.sim.fit import LEAST_POINTS, Measured, fit
+from realrl.sim.hardware import Hardware
+from realrl.sim.probes import Bench, Kind, Probe
+
+RESULT, SETTINGS = "hardware.yaml", "profile.json"
+_POLL_S = 0.2
+_N_MESSAGES = 200
+_MOST_REPEATS = 31
+_BAR = 24  # characters
+_SHARES: Mapping[Kind, float] = {
+    "collectives": 0.05, "copies": 0.03, "rows": 0.02, "products": 0.1, "generate": 0.25, "inference": 0.2,
+    "train_step": 0.35,
+}  # fmt: skip
+"""Class -> its share of the time; what one leaves, the next ones get."""
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """Settings of a profile, beside those of the run.
+
+    Attributes:
+        seconds: time for all measurements, without the start of the workers.
+        base: name or file of hardware that has what is not measured; "" for one with this kind of device.
+    """
+
+    seconds: float
+    base: str = ""
+
+
+def run_profile(session: Session) -> int:
+    """Measure, fit, and write the hardware file into the session's folder; the program of a profile's session.
+
+    Raises:
+        ConfigError: too little could be measured.
+        RunError: a worker failed or ended.
+    """
+    session.beat()
+    experiment, config = load_run(session.run)
+    plan = plan_run(config, experiment)
+    settings = msgspec.json.decode((session.run_dir / SETTINGS).read_bytes(), type=Settings)
+    workers = _Workers(session, plan)
+    start_s = time.monotonic()
+    machine = workers.start()
+    start_s = time.monotonic() - start_s
+    subjects = subjects_of(plan, memory_bytes=machine.memory_bytes)
+    bench = Bench(
+        {name: subject.config for name, subject in subjects.items()}, plan.n_workers, Kernels(**machine.kernels)
+    )
+    message_s, transport_s = workers.message_seconds()
+    base = named_hardware(settings.base or ("h200" if machine.kind == "cuda" else "two_cores"))
+    measured = _measure(workers, probes_of(subjects, n_workers=plan.n_workers), settings.seconds)
+    workers.end()
+    session.progress.phase(f"fitting {len(measured)} measurements")
+    host = replace(base.host, message_s=message_s, event_s=transport_s + handling_seconds(plan), start_s=start_s)
+    device = replace(
+        base.device, kind="cuda" if machine.kind == "cuda" else "cpu", memory_bytes=float(machine.memory_bytes)
+    )
+    n = plan.n_workers
+    name = f"{machine.name}, {n} worker{'s' if n > 1 else ''}"
+    found = fit(measured, bench, replace(base, name=name, device=device, host=host))
+    notes = _notes(plan, bench, found, base_name=base.name)
+    write_output(session.run_dir / RESULT, hardware_text(found, notes).encode())
+    session.progress.finished(_summary(found))
+    return 0
+
+
+def _measure(workers: _Workers, probes: Sequence[Probe], seconds: float) -> list[Measured]:
+    """Take the probes class by class, as many as their share of the time allows, and a few in any case."""
+    measured: list[Measured] = []
+    present = [kind for kind in get_args(Kind) if any(probe.kind == kind for probe in probes)]
+    kinds = [kind for kind in _SHARES if kind in present]
+    whole, begin_s = sum(_SHARES[kind] for kind in kinds), time.monotonic()
+    done, share = 0, 0.0
+    for kind in kinds:
+        some = [probe for probe in probes if probe.kind == kind]
+        share += _SHARES[kind] / whole
+        end_s = begin_s + share * seconds
+        last: Measured | None = None
+        for i, probe in enumerate(some):
+            workers.show(done, len(probes), probe)
+            done += 1
+            left_s = end_s - time.monotonic()
+            least_s = 0.0 if last is None else last.seconds * max(1.0, work_of(probe) / work_of(last.probe))
+            if i >= LEAST_POINTS and least_s > left_s:
+                continue
+            last = Measured(probe, workers.seconds(probe, left_s / (2 * (len(some) - i))))
+            measured.append(last)
+    return measured
+
+
+Answer = TypeVar("Answer", Hello, Ready, CallDone, Goodbye)
+
+
+class _Workers:
+    """The workers, asked together."""
+
+    def __init__(self, session: Session, plan: RunPlan) -> None:
+        self._session, self._ranks = session, range(plan.n_workers)
+        self._limit_s = plan.config.cluster.worker_timeout_s
+        self._seq = [0] * plan.n_workers
+        self._doing = "the start"
+        self._shown: Kind | None = None
+
+    def start(self) -> Machine:
+        """Start the workers, and wait until each has made its groups and a model."""
+        n = len(self._ranks)
+        self._session.progress.phase(f"starting {n} worker{'s' if n > 1 else ''}")
+        self._session.launcher.start(n, self._session.admission)
+        hellos = self._answers(Hello, self._ranks)
+        peers = tuple(hellos[rank].data_address for rank in self._ranks)
+        found = self._ask(lambda seq: Initialize(seq, self._session.run, peers), Ready)
+        return msgspec.json.decode(found[0].notes[0], type=Machine)
+
+    def end(self) -> None:
+        """Let the workers leave their groups."""
+        self._doing = "the end"
+        self._ask(Shutdown, Goodbye)
+
+    def message_seconds(self) -> tuple[float, float]:
+        """Return the seconds of a message in one direction, and those that this process takes for an answer."""
+        self._doing = "messages"
+        seconds = []
+        used_s = 0.0
+        for i in range(-_N_MESSAGES // 10, _N_MESSAGES):
+            before_s, used_before_s = time.perf_counter(), time.process_time()
+            self._ask(partial(_call, "message"), CallDone, ranks=(0,))
+            if i >= 0:
+                seconds.append(time.perf_counter() - before_s)
+                used_s += time.process_time() - used_before_s
+        return statistics.median(seconds) / 2, used_s / _N_MESSAGES
+
+    def seconds(self, probe: Probe, own_s: float) -> float:
+        """Return the median seconds of the slowest worker, over as many repetitions as `own_s` allows.
+
+        The first one only warms up, where there is time for more.
+        """
+        self._doing = str(probe)
+        text = msgspec.json.encode(probe).decode()
+
+        def median(n: int) -> float:
+            found = self._ask(partial(_call, str(probe), text=text, n=n), CallDone)
+            return max(done.metrics[SECONDS] for done in found.values())
+
+        first = median(1)
+        n = min(_MOST_REPEATS, int(own_s / max(first, 1e-6)) - 1)
+        return median(n) if n >= 1 else first
+
+    def show(self, n_done: int, n_all: int, probe: Probe) -> None:
+        """Show the progress: a bar on a terminal, a line for each class elsewhere."""
+        if sys.stdout.isatty():
+            n = _BAR * n_done // n_all
+            self._session.progress.phase(f"{'█' * n}{'░' * (_BAR - n)} {n_done}/{n_all}  {probe}")
+        elif self._shown != probe.kind:
+            self._session.progress.phase(f"{n_done} of {n_all} measurements, next: {probe.kind}")
+        self._shown = probe.kind
+
+    def _ask(
+        self, make: Callable[[int], Request], kind: type[Answer], *, ranks: Sequence[int] | None = None
+    ) -> dict[int, Answer]:
+        """Send a request, made of its number, to workers; return their answers."""
+        asked = self._ranks if ranks is None else ranks
+        for rank in asked:
+            self._session.transport.send(rank, make(self._seq[rank]))
+            self._seq[rank] += 1
+        return self._answers(kind, asked)
+
+    def _answers(self, kind: type[Answer], ranks: Sequence[int]) -> dict[int, Answer]:
+        found: dict[int, Answer] = {}
+        silences = Silences(self._limit_s, ranks, now_s=time.monotonic())
+        while len(found) < len(ranks):
+            reply = self._session.transport.receive(_POLL_S)
+            self._session.beat()
+            if isinstance(reply, kind):
+                found[reply.rank] = reply
+            elif isinstance(reply, WorkerFailed):
+                raise _failed(reply, self._doing)
+            if reply is not None:
+                silences.hear(reply.rank)
+                continue
+            for rank, exit_code in self._session.launcher.poll():
+                if rank not in found or kind is not Goodbye:
+                    raise RunError(
+                        f"worker {rank} ended with exit code {exit_code} in {self._doing}",
+                        remedy=f"Its log says more: {self._session.launcher.log_path(rank)}",
+                        worker=rank,
+                    )
+            for rank, silent_s in silences.look(time.monotonic()):
+                raise RunError(
+                    f"worker {rank} was silent for {silent_s:.0f} s in {self._doing}",
+                    remedy="Set cluster.worker_timeout_s to more, if the machine is busy.",
+                    worker=rank,
+                )
+        return found
+
+
+def _call(what: str, seq: int, *, text: str = "", n: int = 1) -> RunCall:
+    return RunCall(seq, seq, what, 0, ((text,),) if text else (), (), n_steps=n)
+
+
+def _failed(reply: WorkerFailed, doing: str) -> Error:
+    message = f"worker {reply.rank} failed in {doing}: {reply.message}"
+    if reply.exit_code == UsageError.exit_code:
+        return UsageError(message)
+    return RunError(f"{message}\n{reply.traceback}".rstrip(), worker=reply.rank)
+
+
+# ---------------------------------------------------------------- the file
+
+
+def _notes(plan: RunPlan, bench: Bench, found: Hardware, *, base_name: str) -> list[str]:
+    """Return the comment of the file, line by line."""
+    n, classes = plan.n_workers, found.profile.errors if found.profile is not None else {}
+    missing = [kind for kind in get_args(Kind) if kind not in classes]
+    lines = [
+        f"Measured by realrl profile {plan.experiment.name}, with {n} worker{'s' if n > 1 else ''} at work at the same",
+        f"time; holds for as many. Models: {', '.join(map(_described, bench.models, bench.models.values()))}.",
+        "Rates, bandwidths and overheads are what the engine reached, so that efficiencies are 1. Errors are those of",
+        "the costs' forms, as |predicted / measured - 1|; median and worst are of sizes that the fit has not seen.",
+        f"Not measured, and taken from '{base_name}': links.node, host.call_s, sample_s, reward_s, bytes_per_s,",
+        "disk_bytes_per_s.",
+    ]
+    if missing:
+        lines.append(f"Not measured here either: {', '.join(missing)}.")
+    return lines
+
+
+def _described(name: str, model: DecoderConfig) -> str:
+    return f"{name} ({model.n_layers} blocks of {model.hidden_size}, {model.dtype})"
+
+
+def _summary(found: Hardware) -> dict[str, str]:
+    assert found.profile is not None
+    return {
+        kind: f"{error.n_points} points; error of {error.n_held_out} held out: median {error.median:.0%}, worst "
+        f"{error.worst:.0%}; of the others at most {error.worst_fitted:.0%}"
+        for kind, error in found.profile.errors.items()
+    }

@@ -1,0 +1,177 @@
+"""The probes of a profile: sizes around those of an experiment, from small to large.
+
+Invariants of `probes_of`:
+    - every class has at least six probes, unless one worker has nobody to send to;
+    - no sequence is longer than the model's positions, and no probe has more tokens than `most_tokens` allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from realrl.errors import ConfigError
+from realrl.experiment.models import role_configs
+from realrl.experiment.run_plan import RunPlan
+from realrl.graph.mfc import InterfaceType
+from realrl.plan.memory.plan import show_bytes
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.shape import DecoderConfig
+from realrl.sim.probes import Probe, Way, cut_to
+
+_TRAINED_BYTES, _FROZEN_BYTES = 24, 8  # of a parameter: with masters, gradients, moments and a copy; without
+_TOKEN_BYTES = 80  # of a hidden channel in a block: what a backward pass keeps
+_SHARE = 0.4  # of a device's memory, for parameters and for activations
+_COPIES = tuple(1 << n for n in range(21, 28))  # larger than caches, as parameters are
+_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16384)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is measured.
+
+    Attributes:
+        config: its shape, cut to as many blocks as fit.
+        trains, generates: True if it is measured in training, in generation.
+        prompt_tokens, response_tokens: lengths of the experiment's sequences.
+        max_rows: most responses that are decoded together.
+        most_tokens: most tokens of a probe, by the memory.
+    """
+
+    config: DecoderConfig
+    trains: bool
+    generates: bool
+    prompt_tokens: int
+    response_tokens: int
+    max_rows: int
+    most_tokens: int
+
+
+def subjects_of(plan: RunPlan, *, memory_bytes: int) -> dict[str, Subject]:
+    """Return the models to measure by role: one for each shape, trained if some role of that shape is.
+
+    Args:
+        memory_bytes: of each worker's device.
+
+    Raises:
+        ConfigError: no role has a model, or two blocks of one do not fit the memory.
+    """
+    generating = {mfc.role for mfc in plan.mfcs if mfc.interface_type is InterfaceType.GENERATE}
+    found: dict[DecoderConfig, str] = {}
+    configs = role_configs(plan)
+    for name in sorted(configs, key=lambda name: (name not in generating, not plan.roles[name].trainable)):
+        shape = replace(configs[name], head="lm", lora=None, tied_embeddings=True)
+        found.setdefault(shape, name)
+    if not found:
+        raise ConfigError(
+            f"no role of experiment '{plan.experiment.name}' has a model to measure",
+            remedy="Profile another experiment.",
+        )
+    return {
+        name: _subject(plan, name, configs[name], generates=name in generating, memory_bytes=memory_bytes)
+        for name in found.values()
+    }
+
+
+def _subject(plan: RunPlan, name: str, config: DecoderConfig, *, generates: bool, memory_bytes: int) -> Subject:
+    trains = plan.roles[name].trainable
+    each, room = _TRAINED_BYTES if trains else _FROZEN_BYTES, _SHARE * memory_bytes
+    n_layers = config.n_layers
+    while n_layers > 2 and each * _n_parameters(cut_to(config, n_layers)) > room:
+        n_layers = max(2, n_layers * 2 // 3)
+    cut = cut_to(config, min(n_layers, config.n_layers))
+    if each * _n_parameters(cut) > room:
+        raise ConfigError(
+            f"{cut.n_layers} blocks of role '{name}' take {show_bytes(each * _n_parameters(cut))}, and a profile uses "
+            f"{show_bytes(int(room))} of each device",
+            remedy="Profile a smaller model of the same family: times follow its products and bytes.",
+        )
+    is_generating = any(mfc.interface_type is InterfaceType.GENERATE for mfc in plan.mfcs)
+    dataset, generation = plan.config.dataset, plan.config.generation
+    response = generation.max_new_tokens if is_generating else dataset.max_answer_tokens
+    prompt = max(1, min(dataset.max_prompt_tokens, cut.max_positions // 2))
+    return Subject(
+        config=cut,
+        trains=trains,
+        generates=generates,
+        prompt_tokens=prompt,
+        response_tokens=max(2, min(response, cut.max_positions - prompt)),
+        max_rows=generation.max_batch_size,
+        most_tokens=max(64, int(room / (_TOKEN_BYTES * cut.hidden_size * cut.n_layers))),
+    )
+
+
+def _n_parameters(config: DecoderConfig) -> int:
+    return sum(spec.n_elements for spec in parameter_specs(config))
+
+
+def probes_of(subjects: Mapping[str, Subject], *, n_workers: int) -> list[Probe]:
+    """Return all probes, class by class; those of a class from the least work to the most."""
+    probes: list[Probe] = []
+    if n_workers > 1:
+        ways: tuple[Way, ...] = ("all_reduce", "all_gather", "send")
+        probes += [Probe("collectives", way=way, n_bytes=n) for n in _BYTES for way in ways]
+    probes += [Probe("copies", n_bytes=n) for n in _COPIES]
+    probes += [Probe("rows", n_bytes=n) for n in _BYTES]
+    for name, subject in subjects.items():
+        if subject.config.moe is None:
+            probes += [
+                Probe("products", name, subject.config.n_layers, 1, n) for n in _TOKENS if n <= subject.most_tokens
+            ]
+    for name, subject in subjects.items():
+        if subject.generates:
+            probes += _ascending(_generate(name, subject))
+    for name, subject in subjects.items():
+        probes += _ascending(_passes("inference", name, subject))
+    for name, subject in subjects.items():
+        if subject.trains:
+            probes += _ascending(_passes("train_step", name, subject))
+    return probes
+
+
+def _ascending(probes: Iterable[Probe]) -> list[Probe]:
+    return sorted(dict.fromkeys(probes), key=work_of)
+
+
+def work_of(probe: Probe) -> float:
+    """Return a number that grows about as the seconds of a probe do within its class."""
+    if probe.kind == "generate":
+        return probe.n_layers * probe.response_tokens * (16.0 + probe.n_sequences) + probe.tokens
+    return float(probe.n_bytes or probe.tokens * probe.n_layers)
+
+
+def _depths(subject: Subject) -> tuple[int, int]:
+    return subject.config.n_layers, max(1, subject.config.n_layers // 3)
+
+
+def _passes(kind: str, name: str, subject: Subject) -> Iterator[Probe]:
+    """Yield numbers of sequences, and fewer or more tokens in each, for the whole model and for a third of its blocks.
+
+    Equally many tokens in sequences of several lengths tell products and attention apart, depths tell blocks and the
+    rest apart.
+    """
+    deep, shallow = _depths(subject)
+    prompt, response = subject.prompt_tokens, subject.response_tokens
+    sizes = [(n, prompt, response) for n in (1, 2, 4, 8, 16, 32, 64, 256)]
+    sizes += [(n, max(1, prompt // 4), max(2, response // 4)) for n in (1, 4, 16, 64)]
+    sizes += [
+        (n, 4 * prompt, 4 * response) for n in (1, 2, 4) if 4 * (prompt + response) <= subject.config.max_positions
+    ]
+    for n_layers in dict.fromkeys((deep, shallow)):
+        for i, (n, p, r) in enumerate(sizes):
+            if n * (p + r) <= subject.most_tokens and (n_layers == deep or i % 3 == 1):
+                yield Probe("train_step" if kind == "train_step" else "inference", name, n_layers, n, p, r)
+
+
+def _generate(name: str, subject: Subject) -> Iterator[Probe]:
+    """Yield batches and lengths; the shortest responses show the prefill."""
+    deep, shallow = _depths(subject)
+    prompt, response = subject.prompt_tokens, subject.response_tokens
+    batches = sorted({n for n in (1, 4, 16, 64) if n < subject.max_rows} | {subject.max_rows})
+    for n in batches:
+        for made in dict.fromkeys((2, max(2, response // 4), response)):
+            for n_layers in (deep, shallow) if n == batches[len(batches) // 3] else (deep,):
+                yield Probe("generate", name, n_layers, n, prompt, made)
+        if 4 * (prompt + response) <= subject.config.max_positions:
+            yield Probe("generate", name, deep, n, 4 * prompt, response)

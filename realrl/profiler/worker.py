@@ -1,0 +1,249 @@
+"""The worker of a profile: makes a model, and times probes between barriers of all workers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+
+import msgspec
+import torch
+
+from realrl.algo.api import ForwardOutput, LossOutput, MicroBatching
+from realrl.algo.packed import response_mask
+from realrl.config.schema import GenerationConfig, OptimizerConfig
+from realrl.cpu import linear
+from realrl.data.sample import SequenceSample
+from realrl.doctor.memory import device_capacity, kernels_of
+from realrl.engine import device as devices
+from realrl.engine.decoder_engine import DecoderEngine
+from realrl.engine.groups import ALONE, Communicator, Groups, GroupSettings
+from realrl.experiment.discovery import load_run
+from realrl.experiment.models import DTYPES
+from realrl.experiment.planning import plan_run
+from realrl.experiment.run_plan import RunPlan
+from realrl.model.dtypes import torch_dtype
+from realrl.model.init import random_model
+from realrl.model.lora import add_adapters
+from realrl.plan.groups import process_groups
+from realrl.plan.memory.formulas import Kernels
+from realrl.profiler.machine import SECONDS, Machine
+from realrl.profiler.sizes import Subject, subjects_of
+from realrl.runtime.transport.base import SampleClient
+from realrl.sched.key_value import KeyValueClient
+from realrl.sched.messages import (
+    CallDone,
+    Goodbye,
+    Initialize,
+    KeySchema,
+    Per,
+    Ready,
+    Reply,
+    Request,
+    RunCall,
+    Shutdown,
+)
+from realrl.sim.probes import Probe, cut_to
+
+_MOST_ROWS = 64
+_TOKENS, _FLAGS = KeySchema("int64", Per.TOKEN), KeySchema("bool", Per.TOKEN)
+
+
+class ProfileWorker:
+    """Answers `RunCall`, whose only minibatch holds a `Probe` as JSON, with the seconds that it took.
+
+    Args:
+        rank: global rank.
+        client: client that pulls rows from other workers.
+        meeting: key-value store through which the workers' groups are made.
+    """
+
+    def __init__(self, rank: int, client: SampleClient, *, meeting: KeyValueClient | None = None) -> None:
+        self.rank = rank
+        self._client, self._meeting = client, meeting
+        self._world: Communicator = ALONE
+        self._groups: Groups | None = None
+        self._peers: tuple[str, ...] = ()
+        self._subjects: dict[str, Subject] = {}
+        self._device = torch.device("cpu")
+        self._plan: RunPlan | None = None
+        self._made: tuple[tuple[str, int], DecoderEngine] | None = None
+
+    def fetch(self, key: str, ids: Sequence[str]) -> bytes:
+        """Return as many bytes as the key says."""
+        return bytes(int(key))
+
+    def handle(self, request: Request) -> list[Reply]:
+        """Execute one request."""
+        match request:
+            case Initialize():
+                return [self._initialize(request)]
+            case RunCall():
+                return [self._measure(request)]
+            case Shutdown():
+                if self._groups is not None:
+                    self._groups.destroy()
+                return [Goodbye(self.rank, request.seq)]
+            case _:
+                raise TypeError(f"a profile has no {type(request).__name__}")
+
+    def _initialize(self, request: Initialize) -> Ready:
+        experiment, config = load_run(request.run)
+        plan = self._plan = plan_run(config, experiment)
+        self._peers = request.peers
+        device = self._device = devices.resolve_device(config.cluster.device)
+        torch.manual_seed(config.seed)
+        planned = process_groups((), plan.cluster)
+        self._groups = Groups.create(
+            planned,
+            rank=self.rank,
+            world_size=plan.n_workers,
+            meeting=self._meeting,
+            device=device,
+            timeout_s=config.cluster.worker_timeout_s,
+            settings=GroupSettings(
+                collective_timeout_s=config.cluster.collective_timeout_s, through_host=config.cluster.shares_devices
+            ),
+        )
+        self._world = self._groups[planned[0]]
+        memory = device_capacity(config, device)
+        self._subjects = subjects_of(plan, memory_bytes=memory)
+        name, subject = next(iter(self._subjects.items()))
+        self._engine(name, subject.config.n_layers)
+        dtype = torch_dtype(DTYPES[config.precision])
+        kernels: Kernels = kernels_of(device, dtype, n_rows=_MOST_ROWS)
+        machine = Machine(devices.device_name(device), device.type, memory, asdict(kernels))
+        return Ready(self.rank, request.seq, (), 0, (msgspec.json.encode(machine).decode(),))
+
+    def _measure(self, request: RunCall) -> CallDone:
+        metrics = {}
+        for text in (text for minibatch in request.minibatches for text in minibatch):
+            probe = msgspec.json.decode(text, type=Probe)
+            work = self._work(probe)
+            seconds = [self._time(work) for _ in range(max(1, request.n_steps))]
+            metrics[SECONDS] = statistics.median(seconds)
+        return CallDone(self.rank, request.seq, request.dispatch_id, request.call, request.step, None, metrics, ())
+
+    def _time(self, work: Callable[[], object]) -> float:
+        devices.synchronize(self._device)
+        self._world.barrier()
+        start_s = time.perf_counter()
+        work()
+        devices.synchronize(self._device)
+        return time.perf_counter() - start_s
+
+    # ------------------------------------------------------------ work
+
+    def _work(self, probe: Probe) -> Callable[[], object]:
+        """Return a function that does what a probe says once."""
+        match probe.kind:
+            case "collectives":
+                return self._collective(probe)
+            case "copies":
+                source = torch.zeros(probe.n_bytes, dtype=torch.uint8, device=self._device)
+                target = devices.to_host(source)
+                return lambda: target.copy_(source)
+            case "rows":
+                peer = self._peers[(self.rank + 1) % len(self._peers)]
+                return lambda: self._client.pull(peer, str(probe.n_bytes), ("row",))
+        engine = self._engine(probe.model, probe.n_layers)
+        is_scalar = engine.decoder.config.is_scalar
+        match probe.kind:
+            case "products":
+                return self._products(engine, probe.tokens)
+            case "generate":
+                return self._generation(engine, probe)
+            case "inference":
+                batch, result = self._sequences(engine, probe), _score if is_scalar else _logprobs
+                return lambda: engine.forward(batch, result, micro_batching=MicroBatching())
+            case "train_step":
+                batch, loss = self._sequences(engine, probe), _score_loss if is_scalar else _logprobs_loss
+                n_tokens = float(probe.n_sequences * probe.response_tokens)
+                return lambda: engine.train_batch(batch, loss, normaliser=n_tokens, micro_batching=MicroBatching())
+
+    def _collective(self, probe: Probe) -> Callable[[], object]:
+        n, world = self._world.n_ranks, self._world
+        each = probe.n_bytes // n if probe.way == "all_gather" else probe.n_bytes
+        sent = torch.zeros(max(1, each // 4), device=self._device)
+        if probe.way == "all_reduce":
+            return lambda: world.all_reduce_(sent)
+        if probe.way == "all_gather":
+            return lambda: world.all_gather(sent)
+        received, following, preceding = torch.empty_like(sent), (self.rank + 1) % n, (self.rank - 1) % n
+        return lambda: world.exchange([(following, sent)], [(preceding, received)]).wait()
+
+    def _products(self, engine: DecoderEngine, n_tokens: int) -> Callable[[], object]:
+        decoder = engine.decoder
+        matrices = [
+            parameter.detach()
+            for name, parameter in decoder.named_shards()
+            if isinstance(decoder.specs[name].layer, int) and parameter.ndim == 2
+        ]
+        widths = {matrix.shape[1] for matrix in matrices}
+        inputs = {n: torch.randn(n_tokens, n, dtype=decoder.dtype, device=self._device) for n in widths}
+
+        def multiply() -> None:
+            for matrix in matrices:
+                linear(inputs[matrix.shape[1]], matrix)
+
+        return multiply
+
+    def _generation(self, engine: DecoderEngine, probe: Probe) -> Callable[[], object]:
+        n, made = probe.n_sequences, probe.response_tokens
+        generation = GenerationConfig(max_new_tokens=made, min_new_tokens=made, max_batch_size=n)
+        prompts = [[self._tokens(engine, probe.prompt_tokens)] for _ in range(n)]
+        batch = SequenceSample.from_lists(tuple(map(str, range(n))), {"prompt_ids": (_TOKENS, prompts)})
+        return lambda: engine.generate(batch, generation, seed=1, step=1, eos_id=0)
+
+    def _sequences(self, engine: DecoderEngine, probe: Probe) -> SequenceSample:
+        prompt, response = probe.prompt_tokens, probe.response_tokens
+        ids = tuple(map(str, range(probe.n_sequences)))
+        mask = torch.tensor([True] * prompt + [False] * response)
+        tokens = [[self._tokens(engine, prompt + response)] for _ in ids]
+        return SequenceSample.from_lists(
+            ids, {"input_ids": (_TOKENS, tokens), "prompt_mask": (_FLAGS, [[mask] for _ in ids])}
+        )
+
+    def _tokens(self, engine: DecoderEngine, n: int) -> torch.Tensor:
+        return torch.randint(1, engine.decoder.config.vocab_size, (n,))
+
+    def _engine(self, name: str, n_layers: int) -> DecoderEngine:
+        """Return a role's engine, cut to some blocks, with random parameters; only the last one is kept."""
+        if self._made is not None and self._made[0] == (name, n_layers):
+            return self._made[1]
+        self._made = None
+        devices.release_cached_memory(self._device)
+        assert self._plan is not None
+        run, subject = self._plan.config, self._subjects[name]
+        config = cut_to(subject.config, n_layers)
+        compute = DTYPES[run.precision]
+        whole = replace(config, lora=None, dtype="float32" if subject.trains and config.lora is None else compute)
+        decoder = random_model(whole, run.seed, device=self._device)
+        if config.lora is not None:
+            add_adapters(decoder, config.lora, seed=run.seed)
+        decoder.activation_checkpointing = False
+        engine = DecoderEngine(
+            decoder,
+            role=name,
+            optimizer=OptimizerConfig() if subject.trains else None,
+            compute_dtype=torch_dtype(compute),
+        )
+        self._made = (name, n_layers), engine
+        return engine
+
+
+def _score(out: ForwardOutput, part: SequenceSample) -> torch.Tensor:
+    return out.scores()
+
+
+def _logprobs(out: ForwardOutput, part: SequenceSample) -> torch.Tensor:
+    return out.logprobs(1.0, mask=response_mask(part))
+
+
+def _score_loss(out: ForwardOutput, part: SequenceSample) -> LossOutput:
+    return LossOutput(out.scores().square().sum())
+
+
+def _logprobs_loss(out: ForwardOutput, part: SequenceSample) -> LossOutput:
+    return LossOutput(-_logprobs(out, part).sum())

@@ -1,0 +1,152 @@
+"""Profiles of this machine by the command line, and what a user may do wrong."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from types import SimpleNamespace
+
+import pytest
+
+from realrl import cli
+from realrl.errors import RunError, UsageError
+from realrl.profiler.hardware_files import named_hardware
+from realrl.profiler.program import _Workers
+from realrl.runtime.processes.lifeline import find_leftovers
+from realrl.sched.messages import Goodbye, Heartbeat, Hello, Ready, WorkerFailed
+from tests.helpers.live import wait_until
+
+SMALL = ("preset=tiny", "n_seqs=8", "dataset.max_prompt_tokens=8", "generation.max_new_tokens=4")
+_MARK = "REALRL_TEST_MARK"
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_a_profile_of_one_worker(tmp_path, temporary, capsys):
+    out = tmp_path / "ours.yaml"
+    assert cli.main(["profile", "ppo", *SMALL, "launcher=inline", "--seconds", "1", "--out", str(out)]) == 0
+    found = named_hardware(str(out))
+    assert found.device.kind == "cpu"
+    assert found.profile.n_workers == 1
+    assert found.profile.models == ("actor",)
+    assert set(found.profile.errors) == {"products", "inference", "train_step", "generate", "copies", "rows"}
+    assert found.host.start_s > 0
+    assert 0 < found.host.message_s < 1
+    assert out.read_text().startswith("# Measured by realrl profile ppo, with 1 worker")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.yaml", "tmp"]
+    assert not any(temporary.iterdir())
+    assert "next: train_step" in capsys.readouterr().out
+
+
+def start(folder, *arguments):
+    mark = secrets.token_hex(8)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _MARK: mark}
+    command = [sys.executable, "-m", "realrl", "profile", "ppo", *SMALL, "cluster.n_devices_per_node=2", *arguments]
+    with (folder / "output.txt").open("wb") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True), mark
+
+
+def test_ctrl_c_leaves_no_process_and_no_file(tmp_path, temporary):
+    out = tmp_path / "ours.yaml"
+    out.write_text("what was there")
+    process, mark = start(tmp_path, "--out", str(out))
+    try:
+        text = tmp_path / "output.txt"
+        wait_until(lambda: "next: products" in text.read_text() or process.poll() is not None, "a measurement")
+        assert process.poll() is None, text.read_text()
+        assert len(find_leftovers(_MARK, mark)) >= 4  # this command, the master, two workers
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130, text.read_text()
+        wait_until(lambda: not find_leftovers(_MARK, mark), "the end of all processes")
+    finally:
+        process.kill()
+        process.wait()
+    assert out.read_text() == "what was there"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.yaml", "output.txt", "tmp"]
+    assert not any(temporary.iterdir())
+
+
+def test_two_workers_measure_what_is_between_them(tmp_path, temporary):
+    out = tmp_path / "ours.yaml"
+    process, _ = start(tmp_path, "--seconds", "1", "--out", str(out))
+    assert process.wait(100) == 0, (tmp_path / "output.txt").read_text()
+    found = named_hardware(str(out))
+    assert found.profile.n_workers == 2
+    assert "collectives" in found.profile.errors
+    assert found.name.endswith(", 2 workers")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "."], "--out .: it is a folder, not a file"),
+        (["--out", "none/a.yaml"], "--out none/a.yaml: its folder does not exist"),
+        (["--seconds", "0"], "--seconds 0 is no time to measure"),
+        (["--seconds", "nan"], "--seconds nan is no time to measure"),
+        (["models.actor.path=none"], "model folder none does not exist"),
+        (["--hardware", "h2000"], "--hardware h2000: there is no such hardware. Did you mean 'h200'"),
+        (["cluster.n_nodes=2"], "cluster.n_nodes=2, but a profile measures the machine on which it is typed"),
+    ],
+)
+def test_wrong_input_starts_nothing(arguments, message, tmp_path, temporary, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["profile", "ppo", *SMALL, *arguments]) == UsageError.exit_code
+    assert message in capsys.readouterr().err
+    assert not any(temporary.iterdir())
+
+
+# ---------------------------------------------------------------- workers that do not answer
+
+
+def workers_of(replies, ended=()):
+    """The workers of a session whose transport has these replies, and nothing after them."""
+    waiting, dead = list(replies), list(ended)
+    transport = SimpleNamespace(send=lambda rank, request: None, receive=lambda _: waiting.pop(0) if waiting else None)
+    launcher = SimpleNamespace(
+        start=lambda n, admission: None,
+        poll=lambda: [dead.pop(0)] if dead and not waiting else [],
+        log_path=lambda rank: f"worker_{rank}.log",
+    )
+    session = SimpleNamespace(
+        transport=transport, launcher=launcher, admission=b"", run=b"", beat=lambda: None,
+        progress=SimpleNamespace(phase=lambda text: None),
+    )  # fmt: skip
+    config = SimpleNamespace(cluster=SimpleNamespace(worker_timeout_s=0.05))
+    return _Workers(session, SimpleNamespace(n_workers=2, config=config))
+
+
+UP = [Hello(0, 1, "a"), Hello(1, 2, "b")]
+
+
+def test_a_worker_that_ends_is_named_with_its_log():
+    with pytest.raises(RunError, match=r"(?s)worker 1 ended with exit code -9 in the start.*worker_1.log"):
+        workers_of(UP, ended=[(1, -9)]).start()
+
+
+def test_a_worker_that_fails_tells_why():
+    failure = WorkerFailed(1, 0, None, None, "ConfigError", "no such device", "", 2)
+    with pytest.raises(UsageError, match="worker 1 failed in the start: no such device"):
+        workers_of([*UP, failure]).start()
+    bug = WorkerFailed(0, 0, None, None, "KeyError", "'x'", "Traceback ...", 1)
+    with pytest.raises(RunError, match=r"(?s)worker 0 failed in the start: 'x'.*Traceback"):
+        workers_of([*UP, bug]).start()
+
+
+def test_a_silent_worker_is_given_up(monkeypatch):
+    times = iter(range(1000))
+    monkeypatch.setattr("realrl.profiler.program.time", SimpleNamespace(monotonic=lambda: float(next(times))))
+    with pytest.raises(RunError, match=r"worker . was silent for"):
+        workers_of([*UP, Ready(0, 0, (), 0, ("{}",)), *[Heartbeat(0, 0, "", 0.0)] * 3]).start()
+
+
+def test_workers_that_leave_have_ended_in_order():
+    workers_of([Goodbye(0, 0), Goodbye(1, 0)], ended=[(0, 0), (1, 0)]).end()

@@ -1,0 +1,66 @@
+from collections import Counter
+from itertools import groupby, pairwise
+
+import pytest
+
+from realrl.config.compose import compose
+from realrl.errors import ConfigError
+from realrl.experiment.discovery import load_experiment
+from realrl.experiment.models import with_precision
+from realrl.experiment.planning import plan_run
+from realrl.profiler.sizes import probes_of, subjects_of, work_of
+
+GB = 10**9
+
+
+def plan_of(name, *overrides):
+    experiment = load_experiment(name)
+    return plan_run(with_precision(compose(experiment, ["precision=fp32", *overrides])), experiment)
+
+
+@pytest.mark.parametrize("name", ["ppo", "sft", "dpo", "rw"])
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_every_class_has_enough_sizes(name, n_workers):
+    subjects = subjects_of(plan_of(name), memory_bytes=8 * GB)
+    probes = probes_of(subjects, n_workers=n_workers)
+    counts = Counter(probe.kind for probe in probes)
+    assert ("collectives" in counts) == (n_workers > 1)
+    assert ("generate" in counts) == (name == "ppo")
+    assert min(counts.values()) >= 6
+    for probe in probes:
+        if probe.kind in ("inference", "train_step", "generate"):
+            config = subjects[probe.model].config
+            assert probe.prompt_tokens + probe.response_tokens <= config.max_positions
+            assert probe.n_layers <= config.n_layers
+        if probe.model and probe.kind != "generate":
+            assert probe.tokens <= subjects[probe.model].most_tokens
+
+
+def test_batches_end_with_the_largest_of_the_run():
+    for most, batches in ((1, {1}), (8, {1, 4, 8}), (64, {1, 4, 16, 64}), (200, {1, 4, 16, 64, 200})):
+        subjects = subjects_of(plan_of("ppo", f"generation.max_batch_size={most}"), memory_bytes=8 * GB)
+        probes = [probe for probe in probes_of(subjects, n_workers=1) if probe.kind == "generate"]
+        assert {probe.n_sequences for probe in probes} == batches
+        assert len({probe.n_layers for probe in probes}) == 2
+
+
+def test_sizes_of_a_class_grow():
+    probes = probes_of(subjects_of(plan_of("ppo"), memory_bytes=8 * GB), n_workers=2)
+    for kind, some in groupby(probes, key=lambda probe: (probe.kind, probe.model)):
+        assert all(work_of(a) <= work_of(b) for a, b in pairwise(some)), kind
+
+
+def test_roles_of_one_shape_are_measured_once():
+    assert list(subjects_of(plan_of("ppo"), memory_bytes=8 * GB)) == ["actor"]
+
+
+def test_a_large_model_is_cut_to_what_fits():
+    whole = subjects_of(plan_of("ppo"), memory_bytes=8 * GB)["actor"].config
+    cut = subjects_of(plan_of("ppo"), memory_bytes=24 * 10**6)["actor"].config
+    assert 2 <= cut.n_layers < whole.n_layers
+    assert cut.hidden_size == whole.hidden_size
+
+
+def test_a_model_that_fits_in_no_way_is_refused():
+    with pytest.raises(ConfigError, match=r"(?s)2 blocks of role 'actor' take .* of each device.*smaller model"):
+        subjects_of(plan_of("ppo"), memory_bytes=10**6)
