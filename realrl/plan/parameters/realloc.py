@@ -27,13 +27,12 @@ import numpy as np
 from realrl.plan.parameters.layout import ParameterLayout
 from realrl.plan.parameters.rank_order import best_rank_order as best_rank_order
 from realrl.plan.parameters.realloc_flows import HELD, flows_of
+from realrl.plan.parameters.realloc_overlap import Overlap, overlap_of_layouts, part_of
 from realrl.plan.parameters.realloc_portions import (
     Matrix,
     Portion,
     UnitRange,
     check_same_model,
-    overlap_of,
-    part_of,
     portions_of,
 )
 from realrl.plan.parameters.specs import ParameterSpec, Slice, slice_of, units_of
@@ -130,7 +129,6 @@ class ReallocPlan:
         self.source_layout = source_layout
         self.target_layout = target_layout
         self._portions = portions
-        self._held_bytes, self._needed_bytes = overlap_of(portions, source_layout, target_layout)
         self._flows = flows  # [n, 6], see `flows_of`
         self._nodes = nodes
         self._local_slice_cache: dict[tuple[int, int, int, int, int], Slice] = {}
@@ -141,8 +139,7 @@ class ReallocPlan:
         """Return the bytes that other ranks send to `rank`; 0 for a rank that is not in the target layout."""
         if rank not in self.target_layout:
             return 0
-        part = part_of(self.target_layout, rank)
-        return int(self._needed_bytes[part]) - self._held(rank, part)
+        return self.new_bytes(rank, moves_source=True)
 
     def bytes_sent(self, rank: int) -> int:
         """Return the bytes that `rank` sends to others."""
@@ -165,8 +162,16 @@ class ReallocPlan:
             moves_source: True if source tensors may move into their union with the target's; else only a source tensor
                 that contains the target's is shared.
         """
-        shared = (keep.num_bytes for keep in self.keeps(rank) if moves_source or keep.is_whole_target)
-        return self.target_layout.num_bytes_of(rank) - sum(shared)
+        part = part_of(self.target_layout, rank)
+        needed = int(self._overlap.needed[part])
+        if rank not in self.source_layout:
+            return needed
+        shared = self._overlap.held if moves_source else self._overlap.whole
+        return needed - int(shared[part_of(self.source_layout, rank), part])
+
+    @cached_property
+    def _overlap(self) -> Overlap:
+        return overlap_of_layouts(self.source_layout, self.target_layout)
 
     @cached_property
     def total_bytes(self) -> int:
@@ -191,11 +196,6 @@ class ReallocPlan:
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that take part, ascending: all of both layouts."""
         return tuple(sorted({*self.source_layout.ranks, *self.target_layout.ranks}))
-
-    def _held(self, rank: int, target_part: int) -> int:
-        if rank not in self.source_layout:
-            return 0
-        return int(self._held_bytes[part_of(self.source_layout, rank), target_part])
 
     @cached_property
     def _sent(self) -> Mapping[int, int]:
