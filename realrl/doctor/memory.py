@@ -25,8 +25,9 @@ from realrl.plan.backends import zero_stage_of
 from realrl.plan.hooks import Overlap
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
+from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.overlap import plan_overlap
-from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, plan_memory
+from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState
 from realrl.plan.memory.saving import Saves
 from realrl.plan.samples.partition import default_n_mbs
 from realrl.shape import DecoderConfig

@@ -70,9 +70,7 @@ def unit_sizes(specs: Sequence[ParameterSpec], n_blocks: int) -> UnitSizes:
     return UnitSizes(numbers, blocks.cumsum(axis=1), ends)
 
 
-def overlap_of(
-    sizes: UnitSizes, source: tuple[Sequence[range], int], target: tuple[Sequence[range], int]
-) -> Overlap:
+def overlap_of(sizes: UnitSizes, source: tuple[Sequence[range], int], target: tuple[Sequence[range], int]) -> Overlap:
     """Return the bytes that the parts of two cuts have in common.
 
     Args:
