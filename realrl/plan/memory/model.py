@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -48,39 +49,90 @@ class PeakGroup:
     usage: Usage
 
 
-@dataclass(frozen=True, eq=False)
 class Peaks:
-    """The call in which each rank needs the most; the first of several.
+    """What every rank needs in the call that needs the most there.
 
-    Attributes:
-        names: calls, and `SAVE` if the run writes checkpoints.
-        calls: int64 [ranks], place in `names`; -1 for a rank on which nothing runs.
-        needs: int64 [ranks], bytes.
+    Messages that a rank sends are a small part of that, and take far longer to count than all the rest. They are
+    counted for the calls on whose ranks a question depends on them.
+
+    Args:
+        step: the calls, with all fields of usages, and with sums alone.
+        is_host_memory: what is in host memory takes the same memory.
     """
 
-    names: tuple[str, ...]
-    calls: Matrix
-    needs: Matrix
-    _step: Callable[[], Step]
+    def __init__(self, step: Callable[[bool], Step], names: Sequence[str], *, is_host_memory: bool) -> None:
+        self.names = tuple(names)
+        self._step, self._sums, self._is_host_memory = step, step(False), is_host_memory
+        self._least = [self._sums.least(name) for name in names]
+        self._needs = [self._of(usages) for _, usages, _ in self._least]
+        self._rooms = [room for *_, room in self._least]
+
+    def fits(self, capacity: int) -> bool:
+        """Return True if no rank needs more than `capacity` bytes in any call."""
+        for place, needs in enumerate(self._needs):
+            if needs.max(initial=0) <= capacity < needs.max(initial=0) + self._rooms[place]:
+                self._count_messages(place)
+        return all(needs.max(initial=0) <= capacity for needs in self._needs)
 
     @property
     def fullest(self) -> tuple[int, str, int]:
-        """The rank that needs the most, its call, and its bytes."""
-        rank = int(self.needs.argmax())
-        return rank, self.names[self.calls[rank]], int(self.needs[rank])
+        """The rank that needs the most, the first of several; its first call that needs as much; and the bytes."""
+        floor = max(needs.max(initial=0) for needs in self._needs)
+        for place, needs in enumerate(self._needs):
+            if needs.max(initial=0) + self._rooms[place] >= floor:
+                self._count_messages(place)
+        most = max(needs.max(initial=0) for needs in self._needs)
+        found = []
+        for place, needs in enumerate(self._needs):
+            if needs.max(initial=0) == most:
+                ranks, _, _ = self._least[place]
+                found.append((int(self._everyone[ranks][needs == most].min()), place))
+        rank, place = min(found)
+        return rank, self.names[place], int(most)
+
+    @cached_property
+    def by_rank(self) -> tuple[Matrix, Matrix]:
+        """int64 [ranks]: the call that needs the most, the first of several, as its place in `names`; and its bytes.
+
+        The call is -1, and the bytes are 0, where nothing runs.
+        """
+        floor = np.zeros(self._sums.n_ranks, dtype=np.int64)
+        for (ranks, _, _), needs in zip(self._least, self._needs, strict=True):
+            floor[ranks] = np.maximum(floor[ranks], needs)
+        calls, most = np.full(len(floor), -1), np.full(len(floor), -1, dtype=np.int64)
+        for place, (ranks, _, _) in enumerate(self._least):
+            if self._rooms[place] and (self._needs[place] + self._rooms[place] >= floor[ranks]).any():
+                self._count_messages(place)
+            needs = self._needs[place]
+            is_more = needs > most[ranks]
+            calls[ranks] = np.where(is_more, place, calls[ranks])
+            most[ranks] = np.where(is_more, needs, most[ranks])
+        return calls, np.maximum(most, 0)
 
     def groups(self) -> Iterator[PeakGroup]:
-        """Yield the ranks that are alike, call by call."""
-        step, everyone = self._step(), np.arange(len(self.calls))
+        """Yield the ranks that are alike in the call that needs the most, call by call."""
+        step, (calls, _) = self._step(True), self.by_rank
         for place, name in enumerate(self.names):
-            if not (self.calls == place).any():
+            if not (calls == place).any():
                 continue
             ranks, usages = step.usages(name)
-            is_peak = self.calls[ranks] == place
+            is_peak = calls[ranks] == place
             unique, which = np.unique(usages[:-1, is_peak], axis=1, return_inverse=True)
             for number, usage in enumerate(unique.T.tolist()):
-                alike = everyone[ranks][is_peak][which.ravel() == number]
+                alike = self._everyone[ranks][is_peak][which.ravel() == number]
                 yield PeakGroup(tuple(alike.tolist()), name, Usage(*usage))
+
+    @property
+    def _everyone(self) -> Matrix:
+        return np.arange(self._sums.n_ranks)
+
+    def _of(self, usages: Matrix) -> Matrix:
+        needs: Matrix = usages.sum(axis=0) if self._is_host_memory else usages[-1]
+        return needs
+
+    def _count_messages(self, place: int) -> None:
+        if self._rooms[place]:
+            self._needs[place], self._rooms[place] = self._of(self._sums.usages(self.names[place])[1]), 0
 
 
 def plan_memory(
@@ -105,7 +157,7 @@ class MemoryModel:
     """
 
     def __init__(self, *, kernels: Kernels | None = None, rows_bytes: int = 0, saves: Saves | None = None) -> None:
-        self._rows_bytes, self.saves, self._moves = rows_bytes, saves, Moves()
+        self._rows_bytes, self.saves, self.moves = rows_bytes, saves, Moves()
         self._kernels = kernels or Kernels()
         self._models: dict[DecoderConfig, CutModel] = {}
         self._roles: dict[tuple[object, ...], RoleBytes] = {}
@@ -144,34 +196,15 @@ class MemoryModel:
         Raises:
             AllocationError: a strategy does not fit a model.
         """
-        step = self._step(roles, calls, is_whole=False)
-
-        def needs(usages: Matrix) -> Matrix:
-            return usages.sum(axis=0) if is_host_memory else usages[-1]
-
-        found = [(call.name, *step.least(call)) for call in calls]
-        if self.saves is not None:
-            found.append((SAVE, *step.usages(SAVE), 0))
-        floor, chosen = np.zeros(step.n_ranks, dtype=np.int64), np.full(step.n_ranks, -1)
-        for _, ranks, usages, _ in found:
-            floor[ranks] = np.maximum(floor[ranks], needs(usages))
-        most = np.full(step.n_ranks, -1, dtype=np.int64)
-        for place, (name, ranks, usages, room) in enumerate(found):
-            n_bytes = needs(usages)
-            if room and (n_bytes + room >= floor[ranks]).any():
-                n_bytes = needs(step.usages(name)[1])
-            is_more = n_bytes > most[ranks]
-            chosen[ranks] = np.where(is_more, place, chosen[ranks])
-            most[ranks] = np.where(is_more, n_bytes, most[ranks])
-        names = tuple(name for name, *_ in found)
-        return Peaks(names, chosen, np.maximum(most, 0), lambda: self._step(roles, calls, is_whole=True))
+        names = [call.name for call in calls] + ([SAVE] if self.saves is not None else [])
+        return Peaks(lambda is_whole: self._step(roles, calls, is_whole=is_whole), names, is_host_memory=is_host_memory)
 
     def _step(self, roles: Mapping[str, RoleState], calls: Sequence[CallState], *, is_whole: bool) -> Step:
         return Step(
             {name: (self._role(role), role.home) for name, role in roles.items()},
             calls,
             is_whole=is_whole,
-            moves=self._moves,
+            moves=self.moves,
             rows_bytes=self._rows_bytes,
             saves=self.saves,
         )

@@ -62,6 +62,9 @@ class Moves:
     def __init__(self) -> None:
         self._sent: dict[tuple[object, ...], Sent] = {}
 
+    def __len__(self) -> int:
+        return len(self._sent)
+
     def sent(self, model: CutModel, source: Allocation, target: Allocation) -> Sent:
         """Return what ranks send, from a plan of all transfers."""
         size = source.mesh.cluster.n_devices_per_node

@@ -180,7 +180,7 @@ class RoleBytes:
         load: Load,
         training: tuple[int, Kept | None],
     ) -> Usage:
-        """Return the usage of a call on one part; for a train_step, `training` has micro-batches in flight and state."""
+        """Return the usage of a call on one part; in `training`, micro-batches in flight and the state."""
         model, kernels = self.role.model, self._kernels
         local = local_shape(model, part.shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])
         if kind is InterfaceType.GENERATE:

@@ -58,7 +58,8 @@ class Step:
         self._view = slice(None) if is_whole else slice(_ALL - 2, None)
         self._n_rows = _ALL if is_whole else 2
         homes = {name: home for name, (_, home) in roles.items()}
-        self.n_ranks = 1 + max([a.mesh.ranks[-1] for a in (*homes.values(), *(call.allocation for call in calls))])
+        allocations = (*homes.values(), *(call.allocation for call in calls))
+        self.n_ranks = 1 + max((allocation.mesh.ranks[-1] for allocation in allocations), default=-1)
         self._away = _offloaded(calls, homes)
         self._kept = {name: own.kept(home.strategy) for name, (own, home) in roles.items()}
         self._places = {name: (ranks_of(home), parts_of(home.strategy)) for name, home in homes.items()}
@@ -71,19 +72,19 @@ class Step:
 
     def usages(self, name: str) -> tuple[Ranks, Matrix]:
         """Return the ranks of a call or a save, and their usages."""
-        if name == SAVE:
-            return self._save()
-        call = self._calls[name]
-        ranks, usages, _ = self.least(call)
-        for hook in _reallocs(call):
+        ranks, usages, _ = self.least(name)
+        for hook in _reallocs(self._calls[name]) if name != SAVE else ():
             own, _ = self._roles[hook.source]
             if self._is_moving(hook):
                 sent = self._moves.sent(own.model, hook.source_allocation, hook.target_allocation)
                 self._add(usages, _COPIES, sent.messages(ranks, is_average=hook.eta != 1.0))
         return ranks, usages
 
-    def least(self, call: CallState) -> tuple[Ranks, Matrix, int]:
-        """Return ranks and usages without the bytes that depend on who sends what, and the most that these may be."""
+    def least(self, name: str) -> tuple[Ranks, Matrix, int]:
+        """Return ranks and usages without the messages that ranks send, and the most bytes that these may take."""
+        if name == SAVE:
+            return *self._save(), 0
+        call = self._calls[name]
         ranks = ranks_of(call.allocation)
         first, *later = dict.fromkeys(self._away[call.name])
         usages = self._resident(first)[:, ranks]
@@ -127,7 +128,7 @@ class Step:
         return bool(lacking(own.model, hook.source_allocation, hook.target_allocation).received.any())
 
     def _brought(self, hook: Realloc) -> Matrix:
-        """Return, for all ranks, the bytes of a hook's parameters that are new to them, and of messages that come in."""
+        """Return, for all ranks, the bytes of a hook's parameters that are new to them, and of incoming messages."""
         own, _ = self._roles[hook.source]
         role, found = own.role, lacking(own.model, hook.source_allocation, hook.target_allocation)
         n_bytes = np.minimum(found.received, MESSAGES)
@@ -171,7 +172,8 @@ def _reallocs(call: CallState) -> list[Realloc]:
 
 def _larger(one: Matrix, other: Matrix) -> Matrix:
     """Return the usages with the larger totals; the first of equals."""
-    return np.where(other[_TOTAL] > one[_TOTAL], other, one)
+    larger: Matrix = np.where(other[_TOTAL] > one[_TOTAL], other, one)
+    return larger
 
 
 @lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy, legal
 from realrl.plan.hooks import CallHooks, Offload, Realloc
 from realrl.plan.memory.load import Load
 from realrl.plan.memory.model import MemoryModel
+from realrl.plan.memory.moves import MESSAGES
 from realrl.plan.memory.plan import CallState, RoleState
 from realrl.plan.memory.saving import Saves
 from realrl.plan.parameters.decoder_specs import parameter_specs
@@ -114,10 +115,11 @@ def test_plans_are_those_counted_rank_by_rank(plan, saves, is_host_memory):
     assert found.calls == counted(roles, calls, rows_bytes=7, saves=saves)
     assert found == model.plan(roles, calls)
     peaks, reached = model.peaks(roles, calls), set()
+    ours = peaks.by_rank[1].tolist()
     for group in peaks.groups():
         for rank in group.ranks:
             assert found.peak(rank) == (group.call, group.usage)
-            assert peaks.needs[rank] == group.usage.total
+            assert ours[rank] == group.usage.total
         reached.update(group.ranks)
     assert reached == set(found.ranks)
     needs = {
@@ -130,7 +132,9 @@ def test_plans_are_those_counted_rank_by_rank(plan, saves, is_host_memory):
     }
     peaks = model.peaks(roles, calls, is_host_memory=is_host_memory)
     rank, call, most = peaks.fullest
-    assert {rank: int(n) for rank, n in enumerate(peaks.needs) if n or rank in needs} == needs
-    assert most == max(needs.values()) == needs[rank]
-    assert call in found.calls
+    assert most == max(needs.values())
+    assert rank == min(rank for rank, n in needs.items() if n == most)
     assert rank in found.calls[call]
+    for limit in (most - 1, most, most + MESSAGES):
+        assert model.peaks(roles, calls, is_host_memory=is_host_memory).fits(limit) == (limit >= most)
+    assert {rank: n for rank, n in enumerate(peaks.by_rank[1].tolist()) if n or rank in needs} == needs
