@@ -4,9 +4,10 @@ Every plan has random meshes and strategies for six calls of four roles, and eve
 milliseconds of CPU time a plan:
 
     once        all bytes of the first plan, by a model that has seen nothing
-    peaks       what each rank needs in the call that needs the most
-    share       plans for which the transfers of some call's parameters had to be planned, since that call needs the most
-    repeated    peaks of plans that were seen before
+    fullest     the fullest rank, and whether all ranks have room: at the median, for 9 plans of 10 less, and at the mean
+    planned     share of plans for which transfers of some call's parameters had to be planned to know that
+    all         then the bytes that every rank needs, in the call that needs the most there, at the mean
+    repeated    that of plans that were seen before
 
     python scripts/bench_plan_memory.py --plans 300
 """
@@ -18,6 +19,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from bench_realloc import SHAPES
 from rich import box
@@ -38,6 +40,7 @@ from realrl.shape import DecoderConfig
 GENERATE, INFERENCE, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
 LENGTH = 1024  # tokens of a prompt, and of a response
 N_DEVICES_PER_NODE = 8
+CAPACITY = 72 * 10**9
 
 
 def ppo(n_seqs: int) -> list[MFCDef]:
@@ -101,35 +104,45 @@ def cpu_ms(action: Callable[[], object]) -> float:
     return 1e3 * (time.process_time() - start)
 
 
-def measure(model: DecoderConfig, n_ranks: int, n_plans: int) -> Sequence[float]:
-    """Return milliseconds of a first plan, of the peaks of others at the median, the mean and 9 of 10; and the rest."""
-    cluster, draw = Cluster(n_ranks // N_DEVICES_PER_NODE, N_DEVICES_PER_NODE), random.Random(0)
-    places, names = candidates(model, cluster), [mfc.name for mfc in ppo(1)]
+def random_plans(places: Sequence[Allocation], n_plans: int) -> list[dict[str, Allocation]]:
+    """Draw a mesh's size, then a mesh and a strategy, for every call; no mesh is smaller than a quarter of a node."""
+    draw = random.Random(0)
     by_size: dict[int, list[Allocation]] = {}
     for place in places:
         by_size.setdefault(place.mesh.n_devices, []).append(place)
+    sizes = [*by_size]
+    return [{mfc.name: draw.choice(by_size[draw.choice(sizes)]) for mfc in ppo(1)} for _ in range(n_plans)]
 
-    def plan() -> dict[str, Allocation]:
-        sizes = [draw.choice([size for size in by_size if size >= min(n_ranks, 16) // 4]) for _ in names]
-        return {name: draw.choice(by_size[size]) for name, size in zip(names, sizes, strict=True)}
 
+def measure(model: DecoderConfig, n_ranks: int, n_plans: int) -> list[str]:
+    """Return a row of the table."""
+    cluster = Cluster(n_ranks // N_DEVICES_PER_NODE, N_DEVICES_PER_NODE)
+    places = candidates(model, cluster)
+    first, *plans = random_plans(places, n_plans + 1)
     memory = memory_of(model, cluster, n_seqs=4 * n_ranks)
-    first = plan()
+
+    def ask(plan: dict[str, Allocation], *, every_rank: bool) -> None:
+        peaks = memory.peaks(plan)
+        if every_rank:
+            assert len(peaks.by_rank[1]) <= n_ranks
+        else:
+            assert peaks.fits(CAPACITY) == (peaks.fullest[2] <= CAPACITY)
+
     once = cpu_ms(lambda: memory.model.plan(*memory.states(first)))
     unique = {(place.strategy, place.mesh.n_devices): place for place in places}
     for place in unique.values():  # every strategy once, at home and for every call
-        memory.peaks(dict.fromkeys(names, place))
-    plans = [plan() for _ in range(n_plans)]
-    before = len(memory.model.moves)
+        memory.peaks(dict.fromkeys(first, place))
     times, n_planned = [], 0
-    for one in plans:
-        times.append(cpu_ms(lambda one=one: memory.peaks(one)))
-        n_planned += len(memory.model.moves) > before
+    for plan in plans:
         before = len(memory.model.moves)
-    again = [cpu_ms(lambda one=one: memory.peaks(one)) for one in plans]
+        times.append(cpu_ms(partial(ask, plan, every_rank=False)))
+        n_planned += len(memory.model.moves) > before
+    every, again = (sum(cpu_ms(partial(ask, plan, every_rank=True)) for plan in plans) / n_plans for _ in range(2))
+    mean = sum(times) / n_plans
     times.sort()
-    middle, most = times[len(times) // 2], times[9 * len(times) // 10]
-    return len(unique), once, middle, most, sum(times) / len(times), n_planned / n_plans, sum(again) / len(again)
+    figures = [once, times[n_plans // 2], times[9 * n_plans // 10], mean]
+    return [str(n_ranks), str(len(unique)), *(f"{ms:.2f}" for ms in figures), f"{n_planned / n_plans:.0%}",
+            f"{every:.2f}", f"{again:.2f}"]  # fmt: skip
 
 
 def main() -> None:
@@ -137,15 +150,14 @@ def main() -> None:
     parser.add_argument("--plans", type=int, default=200, help="plans that are timed")
     parser.add_argument("--ranks", type=int, nargs="*", default=[16, 128, 1024])
     options = parser.parse_args()
-    table = Table(box=box.SIMPLE)
-    for title in ("model", "ranks", "strategies", "once", "median", "9 of 10", "mean", "share", "repeated"):
+    table = Table(title="milliseconds of CPU time a plan", box=box.SIMPLE)
+    titles = ("model", "ranks", "strategies", "once", "fullest", "9 of 10", "mean", "planned", "all", "repeated")
+    for title in titles:
         table.add_column(title, justify="right")
     for name in ("7B", "70B"):
         for n_ranks in options.ranks:
-            n_places, *times, share, again = measure(SHAPES[name], n_ranks, options.plans)
-            cells = (f"{ms:.2f}" for ms in times)
-            table.add_row(name, str(n_ranks), str(n_places), *cells, f"{share:.0%}", f"{again:.2f}")
-    Console().print(table)
+            table.add_row(name, *measure(SHAPES[name], n_ranks, options.plans))
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":

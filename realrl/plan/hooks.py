@@ -199,6 +199,7 @@ class HookPlanner:
         self._graph, self._calls = graph, calls(graph)
         self.home_calls = {role: name for role, name in home_calls(graph).items() if role not in weightless}
         self._last_calls = _last_calls(graph, self.home_calls) if offload_frozen else {}
+        self._written = {mfc.name: {target for _, target in mfc.reallocs} for mfc in self._calls}
         self._unordered: dict[str, tuple[str, ...]] = {}
 
     def plan(self, allocations: Mapping[str, Allocation]) -> dict[str, CallHooks]:
@@ -223,9 +224,8 @@ class HookPlanner:
             home = homes.get(mfc.role)
             if home is not None and allocations[mfc.name] != home:
                 before.append(Realloc(mfc.role, home, mfc.role, allocations[mfc.name]))
-            written = [target for _, target in mfc.reallocs]
             for role, last in idle_after.items():
-                if (mfc.name == last or role in written) and Offload(role, homes[role]) not in after:
+                if (mfc.name == last or role in self._written[mfc.name]) and Offload(role, homes[role]) not in after:
                     after.append(Offload(role, homes[role]))
             plan[mfc.name] = CallHooks(tuple(before), tuple(after), home)
         self._check_offloads(plan)

@@ -82,7 +82,7 @@ class CutModel:
         self.model, self.specs = model, parameter_specs(model)
         self._sizes = unit_sizes(self.specs, model.n_layers)
         own = {model.n_heads, model.n_kv_heads, model.intermediate_size, model.vocab_size}
-        self._n_units = sorted(own | {*self._sizes.n_units} - {0})
+        self._n_units = sorted(own | {*self._sizes.n_units.tolist()})
         self._dense = set(range(model.n_layers) if model.moe is None else model.moe.dense_layers)
         self._kinds: dict[tuple[object, ...], PartKind] = {}
         self._cuts: dict[tuple[int, int], Cut] = {}

@@ -18,7 +18,7 @@ from realrl.mesh.device_mesh import Allocation, ParallelStrategy
 from realrl.plan.hooks import Offload, Realloc
 from realrl.plan.memory.buffers import REALLOC_BUCKET, SAVE_STAGE
 from realrl.plan.memory.cuts import parts_of
-from realrl.plan.memory.moves import MESSAGES, Moves, lacking, ranks_of
+from realrl.plan.memory.moves import MESSAGES, Lacking, Moves, lacking, ranks_of
 from realrl.plan.memory.plan import SAVE, CallState, Usage
 from realrl.plan.memory.roles import RoleBytes
 from realrl.plan.memory.saving import Saves
@@ -75,7 +75,7 @@ class Step:
         ranks, usages, _ = self.least(name)
         for hook in _reallocs(self._calls[name]) if name != SAVE else ():
             own, _ = self._roles[hook.source]
-            if self._is_moving(hook):
+            if self._lacking(hook).received.any():
                 sent = self._moves.sent(own.model, hook.source_allocation, hook.target_allocation)
                 self._add(usages, _COPIES, sent.messages(ranks, is_average=hook.eta != 1.0))
         return ranks, usages
@@ -97,8 +97,9 @@ class Step:
             usages += computed.take(parts_of(strategy), axis=1)
         room = 0
         for hook in _reallocs(call):
-            self._add(usages, _COPIES, self._brought(hook)[ranks])
-            if self._is_moving(hook):
+            found = self._lacking(hook)
+            self._add(usages, _COPIES, self._brought(hook, found)[ranks])
+            if found.received.any():
                 room += MESSAGES + (REALLOC_BUCKET if hook.eta != 1.0 else 0)
         self._add(usages, _ROWS, self._rows_bytes)
         if self._saves is not None and self._saves.is_repeated:
@@ -123,14 +124,14 @@ class Step:
 
     # ------------------------------------------------------------ reallocations
 
-    def _is_moving(self, hook: Realloc) -> bool:
+    def _lacking(self, hook: Realloc) -> Lacking:
         own, _ = self._roles[hook.source]
-        return bool(lacking(own.model, hook.source_allocation, hook.target_allocation).received.any())
+        return lacking(own.model, hook.source_allocation, hook.target_allocation)
 
-    def _brought(self, hook: Realloc) -> Matrix:
+    def _brought(self, hook: Realloc, found: Lacking) -> Matrix:
         """Return, for all ranks, the bytes of a hook's parameters that are new to them, and of incoming messages."""
         own, _ = self._roles[hook.source]
-        role, found = own.role, lacking(own.model, hook.source_allocation, hook.target_allocation)
+        role = own.role
         n_bytes = np.minimum(found.received, MESSAGES)
         if hook.is_implied:
             # of parameters that are gathered for the moment, home and call share nothing
@@ -178,7 +179,8 @@ def _larger(one: Matrix, other: Matrix) -> Matrix:
 
 @lru_cache(maxsize=4096)
 def _is_first_replica(strategy: ParallelStrategy) -> npt.NDArray[np.bool_]:
-    return np.arange(strategy.n_devices) // strategy.tp % strategy.dp == 0
+    is_first: npt.NDArray[np.bool_] = np.arange(strategy.n_devices) // strategy.tp % strategy.dp == 0
+    return is_first
 
 
 def _offloaded(

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from realrl.plan.parameters.layout import ParameterLayout
 from realrl.plan.parameters.realloc_portions import Matrix
-from realrl.plan.parameters.specs import Layer, ParameterSpec, units_of
+from realrl.plan.parameters.specs import Layer, ParameterSpec
 
 _ENDS: tuple[tuple[Layer, ...], ...] = (("embedding",), ("head",), ("embedding", "head"))
 
@@ -30,12 +31,12 @@ class UnitSizes:
     """Bytes of one unit, of all parameters with equally many units together.
 
     Attributes:
-        n_units: numbers of units; 0 for replicated parameters, whose unit is the whole parameter.
+        n_units: int64 [numbers of units]; 1 for replicated parameters, which tensor ranks share as they share a unit.
         blocks: int64 [numbers of units, blocks + 1], bytes of the blocks before each.
         ends: int64 [numbers of units, 3], bytes in the embedding alone, in the head alone, and in both.
     """
 
-    n_units: tuple[int, ...]
+    n_units: Matrix
     blocks: Matrix
     ends: Matrix
 
@@ -57,17 +58,16 @@ class Overlap:
 
 def unit_sizes(specs: Sequence[ParameterSpec], n_blocks: int) -> UnitSizes:
     """Add up the units of a model's parameters."""
-    numbers = tuple(sorted({0 if spec.sharded_dim is None else spec.n_units for spec in specs}))
+    numbers = sorted({spec.n_units for spec in specs})
     place = {number: row for row, number in enumerate(numbers)}
     blocks = np.zeros((len(numbers), n_blocks + 1), dtype=np.int64)
     ends = np.zeros((len(numbers), len(_ENDS)), dtype=np.int64)
     for spec in specs:
-        row = place[0 if spec.sharded_dim is None else spec.n_units]
         if isinstance(spec.layer, int):
-            blocks[row, spec.layer + 1] += spec.unit_bytes
+            blocks[place[spec.n_units], spec.layer + 1] += spec.unit_bytes
         else:
-            ends[row, _ENDS.index(spec.layers)] += spec.unit_bytes
-    return UnitSizes(numbers, blocks.cumsum(axis=1), ends)
+            ends[place[spec.n_units], _ENDS.index(spec.layers)] += spec.unit_bytes
+    return UnitSizes(np.array(numbers), blocks.cumsum(axis=1), ends)
 
 
 def overlap_of(sizes: UnitSizes, source: tuple[Sequence[range], int], target: tuple[Sequence[range], int]) -> Overlap:
@@ -77,10 +77,17 @@ def overlap_of(sizes: UnitSizes, source: tuple[Sequence[range], int], target: tu
         sizes: from `unit_sizes`.
         source, target: blocks of each stage, and the number of tensor ranks.
     """
-    held, whole = (_joined(sizes, source, target, units) for units in _common_units(sizes, source[1], target[1]))
-    everything = [range(sizes.blocks.shape[1] - 1)], 1
-    needed, _ = _common_units(sizes, 1, target[1])
-    return Overlap(held, whole, _joined(sizes, everything, target, needed)[0])
+    (source_stages, source_tp), (target_stages, target_tp) = source, target
+    everything = [range(sizes.blocks.shape[1] - 1)]
+    first, stop = _spans(sizes, source_tp)
+    other_first, other_stop = _spans(sizes, target_tp)
+    n_needed = (other_stop - other_first)[:, None]
+    common = np.minimum(stop[:, :, None], other_stop[:, None]) - np.maximum(first[:, :, None], other_first[:, None])
+    common = np.maximum(common, 0)
+    whole = np.where(common == n_needed, common, 0)
+    in_stages = _bytes_in_stages(sizes, source_stages, target_stages)
+    needed = _joined(_bytes_in_stages(sizes, everything, target_stages), n_needed)
+    return Overlap(_joined(in_stages, common), _joined(in_stages, whole), needed[0])
 
 
 def overlap_of_layouts(source: ParameterLayout, target: ParameterLayout) -> Overlap:
@@ -95,16 +102,11 @@ def part_of(layout: ParameterLayout, global_rank: int) -> int:
     return pp_rank * layout.strategy.tp + tp_rank
 
 
-def _joined(
-    sizes: UnitSizes, source: tuple[Sequence[range], int], target: tuple[Sequence[range], int], units: Matrix
-) -> Matrix:
-    """Return [source parts, target parts]: bytes of units in common stages times common units."""
-    (source_stages, source_tp), (target_stages, target_tp) = source, target
-    n_source, n_target = len(source_stages), len(target_stages)
-    in_stages = _bytes_in_stages(sizes, source_stages, target_stages).reshape(len(sizes.n_units), -1)
-    found = in_stages.T @ units.reshape(len(sizes.n_units), -1)
-    found = found.reshape(n_source, n_target, source_tp, target_tp).transpose(0, 2, 1, 3)
-    return found.reshape(n_source * source_tp, n_target * target_tp)
+def _spans(sizes: UnitSizes, tp: int) -> tuple[Matrix, Matrix]:
+    """Return [numbers of units, tensor ranks], the first units and their ends; as `units_of`, for all at once."""
+    ranks, n_units = np.arange(tp), sizes.n_units[:, None]
+    start = ranks * n_units // tp
+    return start, np.maximum((ranks + 1) * n_units // tp, start + 1)
 
 
 def _bytes_in_stages(sizes: UnitSizes, source: Sequence[range], target: Sequence[range]) -> Matrix:
@@ -114,27 +116,24 @@ def _bytes_in_stages(sizes: UnitSizes, source: Sequence[range], target: Sequence
     )
     start = np.maximum(first[:, None], other_first)
     end = np.maximum(np.minimum(stop[:, None], other_stop), start)
-    found = sizes.blocks[:, end] - sizes.blocks[:, start]
-    for column, layers in enumerate(_ENDS):
-        here, there = ({_stage_of(layer, stages) for layer in layers} for stages in (source, target))
-        found[:, [[stage] for stage in here], list(there)] += sizes.ends[:, column, None, None]
-    return found
+    in_both = _in_ends(len(source))[:, :, None] * _in_ends(len(target))[:, None]
+    ends = sizes.ends @ in_both.reshape(len(_ENDS), -1)
+    return sizes.blocks[:, end] - sizes.blocks[:, start] + ends.reshape(-1, *start.shape)
 
 
-def _stage_of(layer: Layer, stages: Sequence[range]) -> int:
-    return 0 if layer == "embedding" else len(stages) - 1
+@lru_cache(maxsize=1024)
+def _in_ends(n_stages: int) -> Matrix:
+    """Return int64 [3, stages], 1 for the stages that hold each of `_ENDS`; do not write to it."""
+    held = np.zeros((len(_ENDS), n_stages), dtype=np.int64)
+    for row, layers in enumerate(_ENDS):
+        held[row, [0 if layer == "embedding" else n_stages - 1 for layer in layers]] = 1
+    return held
 
 
-def _common_units(sizes: UnitSizes, source_tp: int, target_tp: int) -> tuple[Matrix, Matrix]:
-    """Return [numbers of units, source tensor ranks, target ones], twice: common units, and those of whole targets."""
-    common = np.ones((len(sizes.n_units), source_tp, target_tp), dtype=np.int64)
-    whole = np.ones_like(common)
-    for row, n_units in enumerate(sizes.n_units):
-        if n_units:
-            (first, stop), (other_first, other_stop) = (
-                np.array([units_of(n_units, rank, tp) for rank in range(tp)]).T for tp in (source_tp, target_tp)
-            )
-            start, end = np.maximum(first[:, None], other_first), np.minimum(stop[:, None], other_stop)
-            common[row] = np.maximum(end - start, 0)
-            whole[row] = np.where(common[row] == other_stop - other_first, common[row], 0)
-    return common, whole
+def _joined(in_stages: Matrix, units: Matrix) -> Matrix:
+    """Return [source parts, target parts]: bytes of units in common stages times common units, added up."""
+    n_source, n_target, source_tp, target_tp = *in_stages.shape[1:], *units.shape[1:]
+    found = in_stages.reshape(len(in_stages), -1).T @ units.reshape(len(units), -1)
+    found = found.reshape(n_source, n_target, source_tp, target_tp).transpose(0, 2, 1, 3)
+    joined: Matrix = found.reshape(n_source * source_tp, n_target * target_tp)
+    return joined
