@@ -4,7 +4,7 @@ Every plan has random meshes and strategies for six calls of four roles, and eve
 milliseconds of CPU time a plan:
 
     once        all bytes of the first plan, by a model that has seen nothing
-    fullest     the fullest rank, and whether all ranks have room: at the median, for 9 plans of 10 less, and at the mean
+    fullest     the fullest rank, and whether all ranks have room: the median, 9 of 10 take less than this, and the mean
     planned     share of plans for which transfers of some call's parameters had to be planned to know that
     all         then the bytes that every rank needs, in the call that needs the most there, at the mean
     repeated    that of plans that were seen before

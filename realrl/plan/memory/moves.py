@@ -7,6 +7,7 @@ one is the other on ranks some nodes further on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from realrl.plan.memory.buffers import REALLOC_BUCKET, REALLOC_ROUNDS
 from realrl.plan.memory.cuts import CutModel, parts_of
 from realrl.plan.parameters.layout import parameter_layout
 from realrl.plan.parameters.realloc import plan_realloc
-from realrl.plan.parameters.realloc_portions import Matrix
+from realrl.plan.parameters.realloc_portions import Matrix, Portion
 
 MESSAGES = REALLOC_ROUNDS * REALLOC_BUCKET  # bytes a direction that a reallocation has under way
 
@@ -57,33 +58,35 @@ class Sent:
 
 
 class Moves:
-    """Reallocations, and the plans of those so far whose transfers were asked for."""
+    """Reallocations whose transfers were planned."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[object, ...], Sent] = {}
+        self._portions: dict[tuple[object, ...], Sequence[Portion]] = {}
 
     def __len__(self) -> int:
         return len(self._sent)
 
     def sent(self, model: CutModel, source: Allocation, target: Allocation) -> Sent:
         """Return what ranks send, from a plan of all transfers."""
-        size = source.mesh.cluster.n_devices_per_node
-        first = min(source.mesh.ranks[0], target.mesh.ranks[0]) // size * size
-        places = [
-            (allocation.mesh.ranks[0] - first, allocation.strategy, allocation.order and _shifted(allocation, first))
-            for allocation in (source, target)
-        ]
-        key = model.model, size, *places
+        size, ends = source.mesh.cluster.n_devices_per_node, (source, target)
+        first = min(end.mesh.ranks[0] for end in ends) // size * size
+        key = model.model, size, *((end.mesh.ranks[0] - first, end.strategy, _order(end, first)) for end in ends)
         if key not in self._sent:
-            stop = max(source.mesh.ranks[-1], target.mesh.ranks[-1]) + 1 - first
+            stop = max(end.mesh.ranks[-1] for end in ends) + 1 - first
             layouts = (
-                parameter_layout(model.specs, allocation.strategy, _shifted(allocation, first))
-                for allocation in (source, target)
+                parameter_layout(model.specs, end.strategy, [rank - first for rank in end.ranks]) for end in ends
             )
-            plan = plan_realloc(*layouts, node_of=lambda rank: rank // size)
+            of_portions = model.model, stop > size, *((end.strategy.tp, end.strategy.pp) for end in ends)
+            plan = plan_realloc(*layouts, node_of=lambda rank: rank // size, portions=self._portions.get(of_portions))
+            self._portions[of_portions] = plan.portions
             found = [(plan.bytes_sent(rank), plan.bytes_from_other_nodes(rank)) for rank in range(stop)]
             self._sent[key] = Sent(0, *np.array(found, dtype=np.int64).T)
         return replace(self._sent[key], first=first)
+
+
+def _order(allocation: Allocation, first: int) -> tuple[int, ...] | None:
+    return allocation.order and tuple(rank - first for rank in allocation.order)
 
 
 def ranks_of(allocation: Allocation) -> slice | Matrix:
@@ -103,7 +106,3 @@ def lacking(model: CutModel, source: Allocation, target: Allocation) -> Lacking:
     needed = overlap.needed[parts]
     received, copied = (needed - np.where(here < 0, 0, held[here, parts]) for held in (overlap.held, overlap.whole))
     return Lacking(received, copied, needed)
-
-
-def _shifted(allocation: Allocation, first: int) -> tuple[int, ...]:
-    return tuple(rank - first for rank in allocation.ranks)

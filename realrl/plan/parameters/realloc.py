@@ -93,6 +93,7 @@ def plan_realloc(
     target_layout: ParameterLayout,
     *,
     node_of: Callable[[int], int] | None = None,
+    portions: Sequence[Portion] | None = None,
 ) -> ReallocPlan:
     """Plan the transfers that bring the ranks of the target layout their parameters.
 
@@ -101,6 +102,7 @@ def plan_realloc(
     Args:
         source_layout, target_layout: layouts of one model, made from equal specs.
         node_of: global rank -> node; without it all ranks are on one node.
+        portions: those of an earlier plan between these strategies, which was on one node if and only if this one is.
 
     Raises:
         AllocationError: the layouts are of different models.
@@ -110,7 +112,8 @@ def plan_realloc(
     if node_of is not None:
         nodes = {rank: node_of(rank) for rank in nodes}
     item_bytes = source_layout.model_bytes // _LEAST_ITEMS if len(set(nodes.values())) > 1 else None
-    portions = portions_of(source_layout, target_layout, item_bytes=item_bytes)
+    if portions is None:
+        portions = portions_of(source_layout, target_layout, item_bytes=item_bytes)
     flows = flows_of(portions, source_layout, target_layout, nodes)
     return ReallocPlan(source_layout, target_layout, portions, flows, nodes)
 
@@ -128,7 +131,7 @@ class ReallocPlan:
     ) -> None:
         self.source_layout = source_layout
         self.target_layout = target_layout
-        self._portions = portions
+        self.portions = portions
         self._flows = flows  # [n, 6], see `flows_of`
         self._nodes = nodes
         self._local_slice_cache: dict[tuple[int, int, int, int, int], Slice] = {}
@@ -211,8 +214,8 @@ class ReallocPlan:
     @cached_property
     def _flow_bytes(self) -> Matrix:
         """Bytes of each flow."""
-        all_ends = np.array([end for portion in self._portions for end in portion.ends], dtype=np.int64)
-        starts = np.cumsum([0, *(len(portion.ends) for portion in self._portions)])[self._flows[:, 2]]
+        all_ends = np.array([end for portion in self.portions for end in portion.ends], dtype=np.int64)
+        starts = np.cumsum([0, *(len(portion.ends) for portion in self.portions)])[self._flows[:, 2]]
         return all_ends[starts + self._flows[:, 4]] - all_ends[starts + self._flows[:, 3]]
 
     # ------------------------------------------------------------ transfers
@@ -259,7 +262,7 @@ class ReallocPlan:
                 layout.coordinates_of(rank)[2]
                 for layout, rank in ((layout_there, source), (self.target_layout, target))
             )
-            for item in self._portions[number].items[first:end]:
+            for item in self.portions[number].items[first:end]:
                 for piece in item:
                     transfer = SliceTransfer(
                         source,
