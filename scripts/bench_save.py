@@ -62,8 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         rows[str(variant)] = [asdict(saved) for saved in by_rank]
         most = (max(getattr(saved, name) for saved in by_rank) for name in ("first", "later", "copies", "pinned"))
-        shown = (f"{n_bytes / n_parameters:.2f}" for n_bytes in most)
+        shown = [f"{n_bytes / n_parameters:.2f}" for n_bytes in most]
         table.add_row(str(variant), *shown, f"{max(saved.seconds for saved in by_rank):.3f}")
+        print(f"{variant}: {' '.join(shown)}", file=sys.stderr, flush=True)
     Console(width=max(Console().width, 100)).print(table)
     args.out.write_text(json.dumps({"parameters": n_parameters, "results": rows}, indent=2) + "\n")
     return 0
