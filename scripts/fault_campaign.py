@@ -19,6 +19,9 @@ pause of the whole run, or of its supervisor, takes twice `cluster.worker_timeou
 other process stays frozen: a worker or master is found and killed, and the run started again; a reward process is
 replaced.
 
+Further settings of the runs may follow: `allocation.overlap=true allocation.offload_frozen=true` has parameters under
+way while calls compute.
+
 Runs use a copy of the code, for one that is started again would pick up what was edited meanwhile. The table says where
 the processes really were, by the last look before the fault, what became of the run, and what it told of the loss. The
 exit code is 1 if a run did not finish, has other weights or was not started again as often as it should be.

@@ -6,7 +6,8 @@
     evaluate   held-out pairs and prompts, before and after; judged by VADER, which nothing was trained on
 
 A stage that is complete is not run again, one that was interrupted continues; --fresh starts over. The first steps are
-timed, and on a slow machine the stages get shorter, so that all of it ends within --minutes (see quickstart_pace.py).
+timed, and on a slow machine the stages get shorter, so that all of it ends within --minutes. The later ones are timed
+too: where the end moves, it says so, and evaluates fewer prompts if that helps (see quickstart_pace.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from quickstart_pace import REFERENCE, RUNGS, Choice, Lengths, Stage, choose, explain, slowness, step_seconds
+from quickstart_pace import (
+    LEARNING_RATES,
+    REFERENCE,
+    RUNGS,
+    Choice,
+    Lengths,
+    Stage,
+    choose,
+    choose_prompts,
+    explain,
+    explain_late,
+    is_late,
+    slowness,
+    step_seconds,
+)
 
 N_SAMPLES_SHOWN = 6
 LIMIT_MIN = 20.0
@@ -36,7 +51,8 @@ def main() -> int:
         options.out.rename(aside)
         print(f"the earlier quickstart is now {aside}")
     started_s = time.time() if options.since is None else options.since
-    pacer = Pacer(options.out, Lengths(RUNGS[FULL_STEPS], FULL_STEPS), limit_min=options.minutes, started_s=started_s)
+    full = Lengths(RUNGS[FULL_STEPS], FULL_STEPS, options.prompts)
+    pacer = Pacer(options.out, full, limit_min=options.minutes, started_s=started_s)
     reward = f"models.reward.path={options.out / 'rw'}/checkpoints/latest/reward"
     stages: list[tuple[str, Callable[[], int]]] = [
         ("1/4  model and human ratings", _fetch),
@@ -50,7 +66,7 @@ def main() -> int:
             print(f"\nthe quickstart stopped at: {title}", file=sys.stderr)
             return exit_code
     print("\n4/4  evaluation on held-out pairs and prompts", flush=True)
-    _evaluate(options.out, options.prompts, options.pairs)
+    _evaluate(options.out, pacer.prompts, options.pairs)
     print(f"\ntotal time {(time.time() - started_s) / 60:.1f} min")
     return 0
 
@@ -119,7 +135,8 @@ class Pacer:
         self._out, self._full, self._limit_min, self._started_s = out, full, limit_min, started_s
         self._run, self._clock = run, clock
         self._lengths = full
-        self._has_told = False
+        self._told: tuple[float, Lengths] | None = None  # the end by `clock`, and the lengths
+        self._marks: list[tuple[int, float]] = []  # prompts of the evaluation -> when they were done
 
     def train(self, stage: Stage, overrides: Sequence[str]) -> int:
         """Run a stage to its end, unless that was done before. Returns its exit code."""
@@ -133,10 +150,65 @@ class Pacer:
         while True:
             n_steps = self._n_steps(stage)
             shorter = [] if n_steps == self._n_steps(stage, self._full) else [f"steps={n_steps}"]
+            if stage == "rw" and n_steps in LEARNING_RATES:
+                shorter.append(f"models.reward.optimizer.lr={LEARNING_RATES[n_steps]:g}")
             command = ["run", stage, "preset=quickstart", f"run_dir={run_dir}", "resume=auto", *overrides, *shorter]
             exit_code = self._run([sys.executable, "-m", "realrl", *command], lambda line: self._goes_on(stage, line))
             if exit_code is not None:
                 return exit_code
+
+    def prompts(self, n_done: int | None) -> int:
+        """Choose how many prompts the evaluation ends with, and tell it if they are fewer, or the end is late.
+
+        Args:
+            n_done: prompts that are evaluated; None before the evaluation begins, 0 when the pairs are done.
+        """
+        now_s = self._clock()
+        (n_marked, marked_s), *_ = [*self._marks[-1:], (0, now_s)]
+        self._marks.append((n_done or 0, now_s))
+        if n_done is None:
+            step_s = step_seconds("ppo", step_times(self._out / "ppo"))
+            factor = 1.0 if step_s is None else slowness("ppo", step_s)
+        elif n_done == n_marked:
+            factor = (now_s - marked_s) / REFERENCE.eval_once_s
+        else:
+            factor = (now_s - marked_s) / (n_done - n_marked) / REFERENCE.prompt_s
+        costs = REFERENCE.times(factor)
+        choice = choose_prompts(
+            self._lengths if n_done is not None else replace(self._lengths, n_prompts=self._full.n_prompts),
+            n_done=n_done or 0,
+            once_s=costs.eval_once_s if n_done is None else 0.0,
+            prompt_s=costs.prompt_s,
+            limit_s=self._limit_s(now_s),
+        )
+        self._lengths = choice.lengths
+        is_news = self._told is not None and self._told[1].n_prompts > choice.lengths.n_prompts
+        if choice.left_s > 0:
+            self._tell_if_late(choice, is_news=is_news)
+        return choice.lengths.n_prompts
+
+    def _limit_s(self, now_s: float) -> float:
+        return self._started_s + 60 * self._limit_min - now_s
+
+    def _tell_if_late(self, choice: Choice, *, is_news: bool = False) -> None:
+        """Tell an end that is later than the one that was told before, and what is done about it."""
+        end_s = self._clock() + choice.left_s
+        if self._told is None:
+            self._tell_end(choice)
+        elif is_news or is_late(end_s, self._told[0], self._started_s):
+            told_s, planned = self._told
+            now, then = (time.strftime("%H:%M", time.localtime(at_s)) for at_s in (end_s, told_s))
+            in_all_min = (end_s - self._started_s) / 60
+            what = explain_late(choice, planned, limit_min=self._limit_min)
+            print(f"late    about {now} instead of {then}, {in_all_min:.1f} minutes in all: {what}", flush=True)
+            self._told = (end_s, choice.lengths)
+
+    def _tell_end(self, choice: Choice) -> None:
+        end_s = self._clock() + choice.left_s
+        in_all_min = (end_s - self._started_s) / 60
+        at = time.strftime("%H:%M", time.localtime(end_s))
+        print(f"end     about {at}, {in_all_min:.1f} minutes in all", flush=True)
+        self._told = (end_s, choice.lengths)
 
     def _goes_on(self, stage: Stage, line: str) -> bool:
         """Look at the clock where `line` says that a step is complete; False if the stage must begin anew."""
@@ -152,24 +224,20 @@ class Pacer:
         step_s = step_seconds(measured, step_times(self._out / measured))
         if step_s is None:
             return None
-        limit_s = self._started_s + 60 * self._limit_min - self._clock()
-        # PPO is chosen again when its time comes, so the reward model's stage keeps its own length only.
-        lengths = replace(self._lengths, ppo_steps=self._full.ppo_steps) if stage == "rw" else self._lengths
+        limit_s = self._limit_s(self._clock())
+        # What comes after the stage is chosen again when its time comes, so only the stage's own length is kept.
+        lengths = replace(self._full, rw_steps=self._lengths.rw_steps)
+        lengths = lengths if stage == "rw" else replace(lengths, ppo_steps=self._lengths.ppo_steps)
         costs = REFERENCE.times(slowness(measured, step_s))
         choice = choose(stage, lengths, n_done=n_done, limit_s=limit_s, costs=costs)
-        is_news = not self._has_told or n_done is None or choice.begins_anew
-        if is_news:
+        if self._told is None or n_done is None or choice.begins_anew:
             for line in explain(choice, self._full, stage=measured, step_s=step_s, limit_min=self._limit_min):
                 print(line)
-            end_s = self._clock() + choice.left_s
-            in_all_min = (end_s - self._started_s) / 60
-            print(
-                f"end     about {time.strftime('%H:%M', time.localtime(end_s))}, {in_all_min:.1f} minutes in all",
-                flush=True,
-            )
+            self._tell_end(choice)
             if choice.begins_anew:
                 print("this stage is stopped now, and begins anew with its new length", flush=True)
-            self._has_told = True
+        else:
+            self._tell_if_late(choice)
         if choice.begins_anew or n_done is None:
             self._lengths = choice.lengths
         return choice
@@ -197,7 +265,7 @@ def _is_complete(run_dir: Path) -> bool:
     return manifest.exists() and json.loads(manifest.read_text())["step"] == json.loads(config.read_text())["steps"]
 
 
-def _evaluate(out: Path, n_prompts: int, n_pairs: int) -> None:
+def _evaluate(out: Path, n_prompts: Callable[[int | None], int], n_pairs: int) -> None:
     import torch
     from quickstart_eval import evaluate, print_report
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from quickstart_pace import PROMPTS_AT_A_TIME
 from rich.console import Console
 from rich.table import Table
 
@@ -21,6 +23,8 @@ from realrl.data.assets.store import cache_dir
 from realrl.data.sample import SequenceSample
 from realrl.data.tokenizer import load_tokenizer
 from realrl.engine.decoder_engine import DecoderEngine
+from realrl.experiment.models import DTYPES
+from realrl.model.dtypes import torch_dtype
 from realrl.model.files.hf import load_model
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import HeadKind
@@ -75,29 +79,41 @@ class Report:
         return asdict(self)
 
 
-def evaluate(out: Path, *, n_prompts: int, n_pairs: int) -> Report:
-    """Score the reward model and both actors; models are loaded one at a time.
+def evaluate(out: Path, *, n_prompts: Callable[[int | None], int], n_pairs: int) -> Report:
+    """Score the reward model and both actors, which compute in the precision that they were trained in.
 
     Args:
         out: folder of the quickstart, with `rw/` and `ppo/`.
-        n_prompts: held-out prompts.
+        n_prompts: prompts that are done, or None before the pairs -> held-out prompts to end with, fewer if there are
+            fewer.
         n_pairs: held-out pairs, fewer if there are fewer.
     """
+    n_prompts(None)
     base = cache_dir() / MODEL_FOLDER
     reviews = cache_dir() / REVIEWS_FOLDER
     reward_model, actor = out / "rw/checkpoints/latest/reward", out / "ppo/checkpoints/latest/actor"
     tokenizer = load_tokenizer(str(base))
     pairs = _read(reviews / "reviews_pairs_heldout.jsonl")[:n_pairs]
     print(f"reward model, before and after, on {len(pairs)} pairs", flush=True)
-    accuracy_before = pair_accuracy(_engine(base, "reward"), pairs, tokenizer)
-    judge = _engine(reward_model, "reward")
+    config = json.loads((out / "ppo/config.json").read_text())
+    dtype = torch_dtype(DTYPES[config["precision"]])
+    accuracy_before = pair_accuracy(_engine(base, "reward", dtype), pairs, tokenizer)
+    judge = _engine(reward_model, "reward", dtype)
     accuracy_after = pair_accuracy(judge, pairs, tokenizer)
-    prompts = [row["prompt"] for row in _read(reviews / "reviews_prompts_heldout.jsonl")][:n_prompts]
-    print(f"actor, before and after, on {len(prompts)} prompts", flush=True)
-    generation = GenerationConfig(**json.loads((out / "ppo/config.json").read_text())["generation"])
-    reference = _engine(base, "lm")
-    before = continue_prompts(reference, reference, judge, prompts, tokenizer, generation)
-    after = continue_prompts(_engine(actor, "lm"), reference, judge, prompts, tokenizer, generation)
+    reference, trained = _engine(base, "lm", dtype), _engine(actor, "lm", dtype)
+    generation = GenerationConfig(**config["generation"])
+    prompts = [row["prompt"] for row in _read(reviews / "reviews_prompts_heldout.jsonl")]
+    n, parts = 0, list[tuple[Continuations, Continuations]]()
+    while n < (n_all := min(n_prompts(n), len(prompts))):
+        if not parts:
+            print(f"actor, before and after, on {n_all} prompts", flush=True)
+        batch = {i: prompts[i] for i in range(n, min(n + PROMPTS_AT_A_TIME, n_all))}
+        before, after = (
+            continue_prompts(engine, reference, judge, batch, tokenizer, generation) for engine in (reference, trained)
+        )
+        parts.append((before, after))
+        n += len(batch)
+    before, after = (_joined(side) for side in zip(*parts, strict=True))
     _check_with_transformers(actor)
     gains = {
         name: Estimate.of([b - a for a, b in zip(getattr(before, name), getattr(after, name), strict=True)])
@@ -109,7 +125,7 @@ def evaluate(out: Path, *, n_prompts: int, n_pairs: int) -> Report:
         "checkpoint": str(actor.parent.resolve()),
         "reward model": str(reward_model.parent.resolve()),
     }
-    return Report(accuracy_before, accuracy_after, len(pairs), prompts, before, after, gains, paths)
+    return Report(accuracy_before, accuracy_after, len(pairs), prompts[:n], before, after, gains, paths)
 
 
 def pair_accuracy(engine: DecoderEngine, pairs: Sequence[dict[str, Any]], tokenizer: Any) -> float:
@@ -133,16 +149,20 @@ def continue_prompts(
     actor: DecoderEngine,
     reference: DecoderEngine,
     judge: DecoderEngine,
-    prompts: Sequence[str],
+    prompts: Mapping[int, str],
     tokenizer: Any,
     generation: GenerationConfig,
 ) -> Continuations:
-    """Sample one continuation per prompt; KL is the sum over a response of log p_actor - log p_reference."""
+    """Sample one continuation per numbered prompt, which depends on number and prompt alone.
+
+    KL is the sum over a response of log p_actor - log p_reference.
+    """
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-    prompt_ids = [_encode(tokenizer, p) for p in prompts]
+    prompt_ids = [_encode(tokenizer, p) for p in prompts.values()]
     one = generation.model_copy(update={"n_responses": 1})
-    result = actor.generate(_batch("prompt_ids", prompt_ids), one, seed=SEED, step=0, eos_id=tokenizer.eos_token_id)
+    rows = _batch("prompt_ids", prompt_ids, ids=[str(number) for number in prompts])
+    result = actor.generate(rows, one, seed=SEED, step=0, eos_id=tokenizer.eos_token_id)
     sequences = [torch.cat([p, r]) for p, r in zip(prompt_ids, result.responses, strict=True)]
     kl = [0.0] * len(sequences)
     if reference is not actor:
@@ -155,7 +175,7 @@ def continue_prompts(
         ]
     texts = [tokenizer.decode(r, skip_special_tokens=True) for r in result.responses]
     analyzer = SentimentIntensityAnalyzer()
-    whole = [p + t for p, t in zip(prompts, texts, strict=True)]
+    whole = [p + t for p, t in zip(prompts.values(), texts, strict=True)]
     return Continuations(
         texts=texts,
         rewards=rewards_of(judge, sequences, tokenizer.eos_token_id),
@@ -202,7 +222,7 @@ def _check_with_transformers(folder: Path) -> None:
 
     logging.disable_progress_bar()
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ours = _engine(folder, "lm")
+    ours = _engine(folder, "lm", torch.float32)
     ids = torch.arange(5, 25)
     with torch.no_grad():
         expected = theirs(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
@@ -214,16 +234,21 @@ def _check_with_transformers(folder: Path) -> None:
     print(f"transformers loads the saved actor; log-probabilities agree within {difference:.1e}")
 
 
-def _engine(folder: Path, head: HeadKind) -> DecoderEngine:
-    return DecoderEngine(load_model(folder, head=head), role=head)
+def _engine(folder: Path, head: HeadKind, dtype: torch.dtype) -> DecoderEngine:
+    return DecoderEngine(load_model(folder, head=head, dtype=dtype), role=head)
+
+
+def _joined(parts: Sequence[Continuations]) -> Continuations:
+    columns = [[getattr(part, column.name) for part in parts] for column in fields(Continuations)]
+    return Continuations(*(list(chain.from_iterable(column)) for column in columns))
 
 
 def _logprobs(engine: DecoderEngine, batch: SequenceSample, temperature: float) -> torch.Tensor:
     return engine.forward(batch, lambda out, _: out.logprobs(temperature), micro_batching=BATCHES)
 
 
-def _batch(key: str, sequences: Sequence[torch.Tensor]) -> SequenceSample:
-    ids = tuple(str(i) for i in range(len(sequences)))
+def _batch(key: str, sequences: Sequence[torch.Tensor], ids: Sequence[str] | None = None) -> SequenceSample:
+    ids = [str(i) for i in range(len(sequences))] if ids is None else ids
     return SequenceSample.from_lists(ids, {key: (TOKENS, [[s] for s in sequences])})
 
 

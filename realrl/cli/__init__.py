@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": "realrl.cli.commands:evaluate",
     "gen": "realrl.cli.commands:gen",
     "doctor": "realrl.cli.commands:doctor",
+    "simulate": "realrl.cli.commands:simulate",
     "list": "realrl.cli.commands:list_experiments",
     "graph": "realrl.cli.commands:graph",
     "config": "realrl.cli.commands:config",
@@ -38,6 +39,7 @@ commands:
   eval NAME [key=value ...]     evaluate a model on held-out data
   gen [key=value ...]           responses to the prompts of a file; --out FILE
   doctor NAME [key=value ...]   what a run would need of every device, and what is wrong with it
+  simulate NAME [key=value ...] the time of a step and what bounds it; starts nothing
   list                          the registered experiments
   graph NAME [--out FILE]       the calls and what flows between them, as text or as a picture
   config NAME [key=value ...]   every key, its value and what it accepts

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
 from realrl.cli.plan_view import print_plan
+from realrl.cli.simulate import add_options, read_recording, simulate_run
 from realrl.cli.unused import check_used
 from realrl.errors import UsageError, did_you_mean
 
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from realrl.experiment.declaration import Experiment
     from realrl.experiment.run_plan import RunPlan
     from realrl.plan.hooks import Overlap
+    from realrl.sched.master.master_plan import MasterPlan
 
 RUN_EXAMPLES = """\
 examples:
@@ -65,6 +69,20 @@ examples:
   realrl doctor ppo ... --json report.json               all numbers
 
 exit codes: 0 nothing stands in the way, 2 wrong input, or the run would be refused or fail
+"""
+SIMULATE_EXAMPLES = """\
+examples:
+  realrl simulate ppo preset=tiny                        its calls, and what bounds a step, on two cores
+  realrl simulate ppo ... cluster.n_nodes=16 cluster.n_devices_per_node=8 --hardware h100
+  realrl simulate ppo ... --lengths 'prompt=fixed:256 response=lognormal:400,0.6'
+  realrl simulate ppo --against runs/a                   with the durations of a run: the error of the scheduler
+  realrl simulate ppo --against runs/a --hardware two_cores   a prediction, compared with the run
+  realrl simulate ppo --against runs/a --slow 1=2        if device 1 took twice as long
+  realrl simulate ppo --against runs/a --kill 0@30       if worker 0 died after 30 s
+  realrl simulate ppo --against runs/a --out predicted   metrics.jsonl and trace.json, as a run writes them
+
+With --against, settings that are left out are those of the run. Nothing is started: the real scheduler runs on a clock
+of its own.
 """
 CONFIG_EXAMPLES = """\
 examples:
@@ -133,19 +151,40 @@ def _start(experiment: Experiment, config: RunConfig, options: argparse.Namespac
 
         refuse_mixing(config)
         check_models_fit(plan)
-        print_plan(plan, find_beginning(plan)[0], notes=notes)
+        print_plan(plan, find_beginning(plan)[0], notes=notes, overlap=_foresee_overlap(plan))
         return 0
-    from realrl.plan.hooks import NO_OVERLAP
     from realrl.runtime.processes.start import start_run
 
-    def decide(plan: RunPlan) -> Overlap:
-        if not config.allocation.overlap or not any(hooks.before or hooks.after for hooks in plan.hooks.values()):
-            return NO_OVERLAP
-        from realrl.doctor.memory import decide_overlap  # brings torch
+    return start_run(experiment, config, decide=_decide_overlap)
 
-        return decide_overlap(plan)
 
-    return start_run(experiment, config, decide=decide)
+def _decide_overlap(plan: RunPlan) -> Overlap:
+    """Decide which parameters come early or stay; torch is imported only where some could."""
+    from realrl.plan.hooks import NO_OVERLAP
+
+    if not plan.may_overlap:
+        return NO_OVERLAP
+    from realrl.doctor.memory import decide_overlap
+
+    return decide_overlap(plan)
+
+
+def _foresee_overlap(plan: RunPlan) -> Overlap:
+    """Return the decision of a run on this machine; none without its devices, or if a model cannot be read."""
+    from dataclasses import replace
+
+    from realrl.plan.hooks import NO_OVERLAP
+    from realrl.runtime.processes.machine import accelerators, check_devices, on_machine
+
+    if not plan.may_overlap:
+        return NO_OVERLAP
+    found = accelerators()
+    config, _ = on_machine(plan.config, found)
+    try:
+        check_devices(config, found)
+        return _decide_overlap(replace(plan, config=config))
+    except UsageError:
+        return NO_OVERLAP
 
 
 def doctor(arguments: Sequence[str]) -> int:
@@ -178,6 +217,40 @@ def doctor(arguments: Sequence[str]) -> int:
     return UsageError.exit_code if report.has_problem else 0
 
 
+def simulate(arguments: Sequence[str]) -> int:
+    """``realrl simulate``: the time of a step, and what it is made of."""
+    parser = _parser("simulate", "Predict the time of a step and what bounds it; start nothing.", SIMULATE_EXAMPLES)
+    add_options(parser)
+    options = _parse(parser, arguments)
+    if options.help:
+        parser.print_help()
+        return 0
+    from realrl.experiment.discovery import load_run
+
+    if len(options.arguments) == 1 and options.against is not None:
+        experiment, config = _load(parser, options)
+        recorded, of_run = load_run(read_recording(options.against).config)
+        experiment, config = (recorded, of_run) if recorded.name == experiment.name else (experiment, config)
+    else:
+        experiment, config = _load(parser, options)
+    return simulate_run(experiment, config, options, make_plan=partial(_plan_of_master, options))
+
+
+def _plan_of_master(
+    options: argparse.Namespace, experiment: Experiment, config: RunConfig
+) -> tuple[RunPlan, MasterPlan]:
+    """Return the plan of a run and its master's, from the first step on."""
+    from realrl.experiment.planning import check_models_fit
+    from realrl.runtime.checkpoints.resume import make_master_plan
+    from realrl.runtime.checkpoints.store import CHECKPOINTS, checkpoint_store
+    from realrl.runtime.processes.machine import accelerators, on_machine
+
+    plan = _plan(experiment, on_machine(config, accelerators())[0], options)
+    check_models_fit(plan)
+    store = checkpoint_store(plan, Path(config.run_dir) / CHECKPOINTS)
+    return plan, make_master_plan(plan, store, None, overlap=_decide_overlap(plan))
+
+
 def list_experiments(arguments: Sequence[str]) -> int:
     """``realrl list``: a table of the registered experiments."""
     parser = _Parser(prog="realrl list", description="The registered experiments, their roles and their calls.")
@@ -207,7 +280,14 @@ def graph(arguments: Sequence[str]) -> int:
     else:
         from realrl.draw.picture import write_picture
 
-        path = write_picture(options.out, plan.graph, title=plan.experiment.name, allocations=plan.allocations)
+        notes = _foresee_overlap(plan).notes
+        path = write_picture(
+            options.out,
+            plan.graph,
+            title=plan.experiment.name,
+            allocations=plan.allocations,
+            remarks={call: f"parameters {note}" for call, note in notes.items()},
+        )
         print(f"wrote {path}")
     return 0
 

@@ -8,6 +8,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from realrl.cli.console import print_table
+from realrl.cli.plan_view import print_overlap
 from realrl.errors import UsageError
 from realrl.files import write_output
 
@@ -28,6 +29,7 @@ def print_report(report: Report, plan: RunPlan) -> None:
         _print_roles(report, plan)
         _print_calls(report, plan)
         _print_devices(report)
+        print_overlap(report.overlap)
     for histogram in report.histograms:
         most = max(n for _, _, n in histogram.bins)
         rows = [(_range(low, high), str(n), "#" * round(_BAR * n / most)) for low, high, n in histogram.bins]
@@ -66,6 +68,10 @@ def _print_roles(report: Report, plan: RunPlan) -> None:
             rows.append((name, f"{state.home.strategy} on {ranks}", training, *sizes))
     columns = ("role", "devices", "training", "parameters", "gradients", "optimizer", "in host memory")
     print_table(columns, rows, title="Memory of each role, per device")
+    runtime = {rank: usage.runtime for by_rank in report.memory.calls.values() for rank, usage in by_rank.items()}
+    for ranks, n_bytes in _grouped(runtime):
+        if n_bytes:
+            print(f"CUDA's context and NCCL's connections take {_bytes(n_bytes)} on {ranks}")
 
 
 def _print_calls(report: Report, plan: RunPlan) -> None:
@@ -93,7 +99,7 @@ def _share(number: int, whole: int) -> str:
     return f"{'<1%' if number < whole / 100 else f'{number / whole:.0%}'} of {_bytes(whole)}"
 
 
-_PARTS = ("parameters", "gradients", "optimizer", "copies", "KV cache", "activations", "rows")
+_PARTS = ("parameters", "gradients", "optimizer", "copies", "KV cache", "activations", "rows", "CUDA, NCCL")
 
 
 def _bytes(number: int) -> str:
@@ -111,6 +117,7 @@ def _parts(usage: Usage) -> tuple[str, ...]:
         usage.cache,
         usage.activations,
         usage.rows,
+        usage.runtime,
     )
     return (*map(_bytes, numbers), _bytes(usage.total))
 
@@ -193,6 +200,7 @@ def _as_json(report: Report, plan: RunPlan) -> dict[str, Any]:
             },
             "peaks": {str(rank): {"call": call, "total": usage.total} for rank, (call, usage) in peaks.items()},
             "alternatives": [asdict(one) for one in report.alternatives],
+            "overlap": report.overlap.notes,
         }
     return {
         "experiment": plan.experiment.name,

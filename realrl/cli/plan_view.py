@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from realrl.graph.mfc import MFCDef
     from realrl.mesh.device_mesh import Allocation
     from realrl.plan.groups import GroupKind
+    from realrl.plan.hooks import Overlap
     from realrl.runtime.checkpoints.store import Resume
 
 _SHOWN_RANKS = 16
 
 
-def print_plan(plan: RunPlan, resume: Resume, *, notes: tuple[str, ...] = ()) -> None:
+def print_plan(plan: RunPlan, resume: Resume, *, notes: tuple[str, ...], overlap: Overlap) -> None:
     """Print the run's beginning, notes on it, calls, roles, hooks and process groups."""
     config = plan.config
     cluster = config.cluster
@@ -40,6 +41,7 @@ def print_plan(plan: RunPlan, resume: Resume, *, notes: tuple[str, ...] = ()) ->
     _print_calls(plan)
     _print_roles(plan)
     _print_hooks(plan)
+    print_overlap(overlap)
     _print_groups(plan)
     print("Nothing was started; leave out --dry-run to run this.")
 
@@ -163,6 +165,14 @@ def _print_hooks(plan: RunPlan) -> None:
                 crossing = (show_bytes(one.bytes_between_nodes) for one in (ours, others))
                 between = "; between nodes {} move, {} would".format(*crossing)
             print(f"{call} takes its devices in the order {order}: {less} move, in plain order {more} would{between}\n")
+
+
+def print_overlap(overlap: Overlap) -> None:
+    """Print when parameters come to calls, and how long they stay, where that is not for the time of the call."""
+    if overlap.notes:
+        print_table(
+            ("call", "its parameters"), tuple(overlap.notes.items()), title="Parameters that come early or stay"
+        )
 
 
 def _print_groups(plan: RunPlan) -> None:

@@ -202,6 +202,12 @@ class ClusterConfig(Section):
     collective_timeout_s: float = rare(
         3600.0, "a worker that waits for others in a collective for so long fails; more than the longest call", ge=2
     )
+    check_replicas_every_steps: int = rare(
+        100,
+        "compare the parameters of data-parallel workers by a hash after every so many train_steps of a role; 0 means "
+        "never",
+        ge=0,
+    )
 
     @property
     def n_needed_per_node(self) -> int:

@@ -34,6 +34,7 @@ from realrl.doctor.memory import (
     Alternative,
     Fullest,
     alternatives,
+    decide_overlap,
     device_capacity,
     fullest,
     memory_plan,
@@ -41,6 +42,7 @@ from realrl.doctor.memory import (
 )
 from realrl.doctor.model_checks import check_logprobs, check_models, check_rewards, check_weights
 from realrl.doctor.run_under_check import Recompose, RunUnderCheck
+from realrl.plan.hooks import NO_OVERLAP, Overlap
 from realrl.plan.memory.plan import MemoryPlan, RoleState, show_bytes
 
 __all__ = ["Alternative", "Finding", "Histogram", "Recompose", "Report", "RunUnderCheck", "Status", "examine"]
@@ -75,6 +77,7 @@ class Report:
         capacity_bytes: memory of each device; 0 where it is not known.
         alternatives: settings that need less, if the run does not fit comfortably; the best first.
         histograms: lengths of the dataset's texts.
+        overlap: parameters that come early, or stay, as far as the memory of a device is known.
     """
 
     findings: tuple[Finding, ...]
@@ -83,6 +86,7 @@ class Report:
     capacity_bytes: int
     alternatives: tuple[Alternative, ...] = ()
     histograms: tuple[Histogram, ...] = ()
+    overlap: Overlap = NO_OVERLAP
 
     @property
     def has_problem(self) -> bool:
@@ -96,12 +100,16 @@ def examine(run: RunUnderCheck) -> Report:
     broken = {finding.check for finding in findings if finding.status in (Status.PROBLEM, Status.SKIPPED)}
     rows = longest_allowed(run) if "dataset" in broken else row_lengths(run.dataset)
     memory, capacity, better = None, run.device_memory_bytes or 0, tuple[Alternative, ...]()
+    overlap = NO_OVERLAP
     if "models" not in broken and run.models:
         device = run.planned_device
         memory = memory_plan(run.plan, run.models, rows, device=device)
         most = fullest(memory, device)
         # the capacity of an absent device without --device-memory is unknown; its needs are printed all the same
-        capacity = run.device_memory_bytes or (0 if "devices" in broken else device_capacity(run.config, device))
+        is_known = run.device_memory_bytes or "devices" not in broken
+        capacity = device_capacity(run.config, device, run.device_memory_bytes) if is_known else 0
+        if capacity and run.plan.may_overlap:
+            overlap = decide_overlap(run.plan, capacity=capacity)
         if capacity and most.needs > MARGIN * capacity:
             better = tuple(
                 alternatives(
@@ -124,6 +132,7 @@ def examine(run: RunUnderCheck) -> Report:
         capacity_bytes=capacity,
         alternatives=better,
         histograms=tuple(histograms(run.dataset)) if "dataset" not in broken else (),
+        overlap=overlap,
     )
 
 

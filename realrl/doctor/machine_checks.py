@@ -14,11 +14,11 @@ from realrl.config.schema import REASONING_TASKS
 from realrl.cpu import describe
 from realrl.data.assets.store import cache_dir
 from realrl.doctor.findings import Finding, Status
-from realrl.doctor.memory import role_states
 from realrl.doctor.run_under_check import RunUnderCheck
 from realrl.engine import device as devices
 from realrl.errors import ConfigError
 from realrl.experiment.rewards import reward_parts
+from realrl.experiment.states import role_states
 from realrl.plan.backends import BACKENDS
 from realrl.plan.memory.plan import checkpoint_bytes, show_bytes
 from realrl.runtime.processes.preflight import check_inputs
@@ -41,7 +41,7 @@ def check_files(run: RunUnderCheck) -> list[Finding]:
 
 
 def check_devices(run: RunUnderCheck) -> list[Finding]:
-    """Check that this machine has a device for each worker of a node."""
+    """Check that this machine has a device for each worker of a node, or one if they share devices."""
     cluster = run.config.cluster
     try:
         for local_rank in reversed(range(cluster.n_needed_per_node)):  # the first stays chosen
@@ -51,6 +51,10 @@ def check_devices(run: RunUnderCheck) -> list[Finding]:
             raise
         return [Finding(Status.WARNING, f"planned for other machines than this one: {error.message}")]
     message = f"{run.plan.n_workers} of type {run.device.type}"
+    if cluster.shares_devices:
+        found = devices.device_count()
+        message = f"{run.plan.n_workers} workers share {found} of type cuda" if run.device.type == "cuda" else message
+        message += "; what they send each other goes through host memory (cluster.shares_devices, for tests)"
     if cluster.n_nodes > 1:
         status = Status.PROBLEM if run.device_memory_bytes is None else Status.WARNING
         message += f" on {cluster.n_nodes} nodes, but this version starts workers on one machine only"

@@ -1,30 +1,30 @@
-"""Inputs of `realrl.plan.memory.plan` from a run and the machine, and settings that would need less memory."""
+"""Inputs of `realrl.plan.memory.model` from a run and the machine, and settings that would need less memory."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from realrl.config.schema import RunConfig
+from realrl.config.schema import ClusterConfig, RunConfig
 from realrl.cpu import attention_dtype, choose_kernels
 from realrl.doctor.run_under_check import Recompose
-from realrl.engine.device import free_memory_bytes, total_memory_bytes
+from realrl.engine.device import device_count, free_memory_bytes, total_memory_bytes
 from realrl.errors import UsageError
-from realrl.experiment.evaluation import eval_generation
 from realrl.experiment.models import role_configs
 from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
-from realrl.graph.build import topological_calls
-from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.experiment.states import call_states, role_states
+from realrl.graph.mfc import InterfaceType
 from realrl.model.dtypes import torch_dtype
-from realrl.plan.backends import zero_stage_of
 from realrl.plan.hooks import Overlap
+from realrl.plan.memory.connections import CUDA_CONTEXT, connection_bytes
 from realrl.plan.memory.formulas import Kernels
-from realrl.plan.memory.load import RowLengths, load_of
+from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState
@@ -81,13 +81,22 @@ def memory_plan(
     Raises:
         AllocationError: a strategy does not fit a model.
     """
-    roles = role_states(plan, models)
-    calls = call_states(plan, rows)
-    n_rows = max((call.load.n_rows for call in calls), default=1)
-    dtype = torch_dtype(next(iter(models.values())).dtype) if models else torch.float32
+    return _memory_of(plan, role_states(plan, models), call_states(plan, rows), device)
+
+
+def _memory_of(
+    plan: RunPlan, roles: Mapping[str, RoleState], calls: Sequence[CallState], device: torch.device
+) -> MemoryPlan:
     rows_bytes = plan.config.cluster.device_rows_bytes if device.type != "cpu" else 0  # host memory holds them else
-    kernels = kernels_of(device, dtype, n_rows=max(n_rows, 1))
-    return plan_memory(roles, calls, kernels=kernels, rows_bytes=rows_bytes, saves=_saves(plan, device))
+    kernels = machine_kernels(roles, calls, device.type)
+    return plan_memory(
+        roles,
+        calls,
+        kernels=kernels,
+        rows_bytes=rows_bytes,
+        runtime_bytes=runtime_bytes(plan, roles, calls) if device.type != "cpu" else None,
+        saves=_saves(plan, device),
+    )
 
 
 def _saves(plan: RunPlan, device: torch.device) -> Saves | None:
@@ -98,84 +107,58 @@ def _saves(plan: RunPlan, device: torch.device) -> Saves | None:
     return Saves(is_staged=device.type != "cpu", is_repeated=is_repeated)
 
 
-def decide_overlap(plan: RunPlan) -> Overlap:
+def runtime_bytes(plan: RunPlan, roles: Mapping[str, RoleState], calls: Sequence[CallState]) -> dict[int, int]:
+    """Return rank -> bytes of an accelerator for the CUDA context and NCCL's connections.
+
+    Workers that share devices have no connections: what they send goes through host memory.
+    """
+    cluster = plan.config.cluster
+    if cluster.shares_devices:
+        return dict.fromkeys(range(plan.n_workers), CUDA_CONTEXT)
+    connections = connection_bytes(
+        plan.process_groups,
+        roles,
+        calls,
+        node_of=plan.process_groups[0].mesh.cluster.node_of,
+        any_rows=cluster.data_plane == "collective",
+    )
+    return {rank: CUDA_CONTEXT + n_bytes for rank, n_bytes in connections.items()}
+
+
+def decide_overlap(plan: RunPlan, *, capacity: int = 0) -> Overlap:
     """Decide which parameters come early and which stay, for the longest texts that the configuration allows.
 
     Args:
         plan: plan of a run whose device is settled.
+        capacity: bytes of one device; 0: those of this machine's, which must be there.
 
     Raises:
         UsageError: a model cannot be read, or its strategy does not fit it.
     """
-    config, models = plan.config, role_configs(plan)
-    device = torch.device(config.cluster.device)
+    config, device = plan.config, torch.device(plan.config.cluster.device)
     n_prompt = config.dataset.max_prompt_tokens
     n_sequence = n_prompt + config.dataset.max_answer_tokens
     rows = RowLengths([n_prompt], [2 * n_sequence], [n_sequence])  # a pair is the longest row
-    calls = call_states(plan, rows)
+    roles, calls = role_states(plan, role_configs(plan)), call_states(plan, rows)
     return plan_overlap(
-        role_states(plan, models),
+        roles,
         calls,
-        memory_plan(plan, models, rows, device=device),
-        capacity=int(MARGIN * device_capacity(config, device)),
+        _memory_of(plan, roles, calls, device),
+        capacity=int(MARGIN * (capacity or device_capacity(config, device))),
         is_host_memory=device.type == "cpu",
         evaluating=[call.name for call in calls if plan.is_evaluating(call.name)],
         batches={mfc.name: plan.samples_per_step // (mfc.min_n_seqs or mfc.n_seqs) for mfc in plan.mfcs},
     )
 
 
-def role_states(plan: RunPlan, models: Mapping[str, DecoderConfig]) -> dict[str, RoleState]:
-    """Return the roles with parameters, as `plan_memory` needs them."""
-    states = {}
-    for name, model in models.items():
-        home, section = plan.home_of(name), plan.config.models[name]
-        assert home is not None, "a role with a model has a home"
-        states[name] = RoleState(
-            model=model,
-            home=home,
-            is_trained=plan.roles[name].trainable,
-            is_changed=name in plan.changed_roles,
-            is_averaged=name in plan.averaged_roles,
-            backend=section.backend,
-            zero_stage=zero_stage_of(section.backend, section.optimizer.zero_stage),
-            offloads_optimizer=section.optimizer.offload,
-            checkpoints_activations=section.activation_checkpointing,
-        )
-    return states
-
-
-def call_states(plan: RunPlan, rows: RowLengths) -> list[CallState]:
-    """Return all calls in the order of a step, those of an evaluation behind them."""
-    graphs = [plan.graph] if plan.evaluation is None else [plan.graph, plan.evaluation.graph]
-    return [_call_state(plan, mfc, rows) for graph in graphs for mfc in topological_calls(graph)]
-
-
-def _call_state(plan: RunPlan, mfc: MFCDef, rows: RowLengths) -> CallState:
-    allocation = plan.allocation_of(mfc.name)
-    generation = eval_generation(plan.config) if plan.is_evaluating(mfc.name) else plan.config.generation
-    load = load_of(
-        mfc, allocation, rows, generation=generation, n_responses=_responses(plan, mfc, generation.n_responses)
-    )
-    return CallState(mfc.name, mfc.role, mfc.interface_type, allocation, plan.hooks_of(mfc.name), load)
-
-
-def _responses(plan: RunPlan, mfc: MFCDef, n_responses: int) -> int:
-    """Return the responses of each sample that a call makes or reads; 0 if its sequences are the dataset's."""
-    made = [mfc] if mfc.interface_type is InterfaceType.GENERATE else _generators(plan, mfc)
-    if not made:
-        return 0
-    return max(1 if one.interface.args.get("greedy") else n_responses for one in made)
-
-
-def _generators(plan: RunPlan, mfc: MFCDef) -> list[MFCDef]:
-    """Return the generate calls whose tokens a call computes on."""
-    others = () if plan.evaluation is None else plan.evaluation.mfcs
-    calls = others if mfc in others else plan.mfcs
-    tokens = {key for key in mfc.input_keys if mfc.input_key_remap.get(key, key) == "input_ids"}
-    return [one for one in calls if one.interface_type is InterfaceType.GENERATE and tokens & {*one.output_keys}]
-
-
 # ---------------------------------------------------------------- the machine
+
+
+def machine_kernels(roles: Mapping[str, RoleState], calls: Sequence[CallState], device: str) -> Kernels:
+    """Return the use of memory by the kernels that run these calls here; on accelerators the defaults."""
+    n_rows = max((call.load.n_rows for call in calls), default=1)
+    dtype = torch_dtype(next(iter(roles.values())).model.dtype) if roles else torch.float32
+    return kernels_of(torch.device(device), dtype, n_rows=max(n_rows, 1))
 
 
 def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kernels:
@@ -195,11 +178,21 @@ def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kern
     )
 
 
-def device_capacity(config: RunConfig, device: torch.device) -> int:
-    """Return the bytes of one worker's device; where workers share it, and on the CPU, each has an equal share."""
-    if device.type != "cpu":
-        return total_memory_bytes(device) // (config.cluster.n_devices_per_node if config.cluster.shares_devices else 1)
-    return machine_memory() // config.cluster.n_devices_per_node
+def device_capacity(config: RunConfig, device: torch.device, given_bytes: int | None = None) -> int:
+    """Return the bytes of one worker's device; where workers share it, and on the CPU, each has an equal share.
+
+    Args:
+        given_bytes: memory of a device, where it is not that of this machine's.
+    """
+    if device.type == "cpu":
+        return given_bytes or machine_memory() // config.cluster.n_devices_per_node
+    whole = given_bytes or total_memory_bytes(device)
+    return whole // workers_per_device(config.cluster, device_count())
+
+
+def workers_per_device(cluster: ClusterConfig, n_devices: int) -> int:
+    """Return the most workers that one of a node's accelerators has."""
+    return math.ceil(cluster.n_devices_per_node / max(1, n_devices)) if cluster.shares_devices else 1
 
 
 def machine_memory() -> int:

@@ -31,6 +31,7 @@ def draw(
     *,
     title: str,
     allocations: Mapping[str, Placement] | None = None,
+    remarks: Mapping[str, str] | None = None,
     fmt: PictureFormat,
 ) -> bytes:
     """Draw a graph.
@@ -39,6 +40,7 @@ def draw(
         graph: from `build_graph`.
         title: heading of the picture.
         allocations: call -> its mesh and strategy; other calls are drawn without them.
+        remarks: call -> a further line below its role and type.
         fmt: "svg", "png" (needs the `viz` extra), "mmd" (mermaid) or "html".
 
     Returns:
@@ -49,7 +51,7 @@ def draw(
     """
     if fmt not in FORMATS:
         raise UsageError(f"there are no pictures of format '{fmt}'", remedy=f"Formats: {', '.join(FORMATS)}.")
-    scene = make_scene(graph, title, allocations)
+    scene = make_scene(graph, title, allocations, remarks)
     if fmt == "mmd":
         return render_mermaid(scene).encode()
     drawing = lay_out(scene)
@@ -65,6 +67,7 @@ def write_picture(
     *,
     title: str,
     allocations: Mapping[str, Placement] | None = None,
+    remarks: Mapping[str, str] | None = None,
 ) -> Path:
     """Draw a graph into a file, in the format that its suffix names.
 
@@ -83,7 +86,7 @@ def write_picture(
             f"cannot choose a format for the picture '{path}', which has {what}",
             remedy=f"Use one of {', '.join(known)}.{did_you_mean(suffix, known)}",
         )
-    content = draw(graph, title=title, allocations=allocations, fmt=known[suffix])
+    content = draw(graph, title=title, allocations=allocations, remarks=remarks, fmt=known[suffix])
     try:
         write_output(path, content)
     except OSError as error:

@@ -131,8 +131,13 @@ class Scene:
     trained_roles: frozenset[str]
 
 
-def make_scene(graph: nx.DiGraph, title: str, allocations: Mapping[str, Placement] | None) -> Scene:
-    """Return the scene of a graph."""
+def make_scene(
+    graph: nx.DiGraph,
+    title: str,
+    allocations: Mapping[str, Placement] | None,
+    remarks: Mapping[str, str] | None = None,
+) -> Scene:
+    """Return the scene of a graph, with a remark below some calls."""
     role_names = roles(graph)
     mfcs = calls(graph)
     pills = _pills(graph)
@@ -143,12 +148,13 @@ def make_scene(graph: nx.DiGraph, title: str, allocations: Mapping[str, Placemen
     places, homes = allocations or {}, home_calls(graph)
     for mfc in mfcs:
         place = places.get(mfc.name)
+        remark = (remarks[mfc.name],) if remarks and mfc.name in remarks else ()
         cards[mfc.name] = Card(
             mfc.name,
             mfc,
             role_names.index(mfc.role),
             mfc.name,
-            (*_notes(mfc, largest), *_moved(place, places.get(homes[mfc.role]))),
+            (*_notes(mfc, largest), *_moved(place, places.get(homes[mfc.role])), *remark),
             "" if place is None else f"{place.strategy} @ {place.mesh}",
             _n_lines(pills, mfc.name),
         )

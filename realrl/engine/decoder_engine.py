@@ -28,6 +28,7 @@ from realrl.engine.generate import GenerateRequest, generate
 from realrl.engine.parallel import Parallel
 from realrl.engine.parameters.averages import AveragedParameters, load_masters
 from realrl.engine.parameters.gather_parameters import Copy, WriteModel, copy_sharded
+from realrl.engine.parameters.replicas import check_replicas
 from realrl.engine.train.load_balance import MinibatchBalance
 from realrl.engine.train.microbatch import TOKENS, split_balanced, split_in_order
 from realrl.engine.train.outputs import DecoderOutput
@@ -233,6 +234,14 @@ class DecoderEngine:
             names: names of the parameters to gather; all by default.
         """
         return nullcontext() if self._optimizer is None else self._optimizer.whole_parameters(names)
+
+    def check_replicas(self, worker: int) -> None:
+        """Compare the parameters of data-parallel ranks: see `realrl.engine.parameters.replicas.check_replicas`.
+
+        Args:
+            worker: global rank.
+        """
+        check_replicas(self.decoder, self._parallel.dp, role=self.role, worker=worker)
 
     @torch.no_grad()
     def move_parameters(self, values: Iterable[tuple[str, torch.Tensor]], eta: float) -> None:

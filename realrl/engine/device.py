@@ -24,6 +24,11 @@ def is_built_for_cuda() -> bool:
     return torch.backends.cuda.is_built()
 
 
+def device_count() -> int:
+    """Number of CUDA devices that this process may use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def resolve_device(kind: str, local_rank: int = 0) -> torch.device:
     """Return the device of one worker, and make it the process's current one.
 
@@ -41,7 +46,7 @@ def resolve_device(kind: str, local_rank: int = 0) -> torch.device:
         return torch.device("cpu")
     if kind != "cuda":
         raise ConfigError(f"cluster.device={kind!r} is not a device", remedy="Use auto, cpu or cuda.")
-    n_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    n_devices = device_count()
     if local_rank >= n_devices:
         raise ConfigError(
             f"worker {local_rank} of this node needs a CUDA device of its own, the node has {n_devices}",

@@ -268,7 +268,7 @@ class Groups:
                     timeout=timeout,
                     device_id=device if is_bound else None,
                 )
-                make = _split if is_bound else partial(_new_group, rank=rank, timeout=timeout)
+                make = _split if is_bound else partial(_new_groups, rank=rank, timeout=timeout)
                 handles = create_handles(planned, rank, make, smallest=1 if settings.for_libraries else 2)
                 if not is_bound:
                     prove_connections(handles, store=store, rank=rank)
@@ -332,10 +332,16 @@ def _split(groups: list[list[int]]) -> dist.ProcessGroup | None:
     return dist.split_group(split_ranks=groups)
 
 
-def _new_group(groups: list[list[int]], *, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Make this rank's group; only its members meet."""
-    mine = next((ranks for ranks in groups if rank in ranks), None)
-    return None if mine is None else dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
+def _new_groups(groups: list[list[int]], *, rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Make one group after another; all ranks of the world take part.
+
+    If only members met, torch would name a group after the number of groups that a member has: they may differ.
+    """
+    mine = None
+    for ranks in groups:
+        handle = dist.new_group(ranks, timeout=timeout)
+        mine = handle if rank in ranks else mine
+    return mine
 
 
 @contextmanager

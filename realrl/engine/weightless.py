@@ -25,7 +25,7 @@ class WeightlessEngine:
         self._parallel = parallel or Parallel()
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        return self._parallel.dp.all_reduce_(tensor.detach().clone(), op)
+        return self._parallel.dp.all_reduce_(tensor.detach().to(self.device, copy=True), op)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise CallError(

@@ -58,13 +58,19 @@ def run_ahead(config: RunConfig, calls: Calls) -> Calls:
 
     A policy whose `old_logprobs` are computed again gets a call ``<role>_inf``, which does so under the version that
     trains. Off-policy, log-probabilities of generation become `behavior_logprobs`, and training reads both.
+
+    Raises:
+        ConfigError: `algorithm.recompute_logprobs` is false, and a policy needs log-probabilities computed again.
     """
     added = []
     for call in [call for call in calls if call.interface_type is GENERATE]:
         lag = config.staleness_of(call.name, f"{call.role}_gen")
         calls = [replace(each, max_staleness=lag) if lag and each is call else each for each in calls]
         old = next((key for key in call.output_keys if key.endswith("old_logprobs")), None)
-        if old is None or not recomputes(config, call.role):
+        if old is None:
+            continue
+        _check_recomputing(config, call.role)
+        if not recomputes(config, call.role):
             continue
         prefix = old.removesuffix("old_logprobs")
         change = _with_behavior if is_off_policy(config, call.role) else _without_old
@@ -281,6 +287,20 @@ def recomputes(config: RunConfig, role: str = "actor") -> bool:
     return is_off_policy(config, role) or (differs if wanted is None else wanted)
 
 
+def _check_recomputing(config: RunConfig, role: str) -> None:
+    """Refuse to take log-probabilities of generation for a policy that is trained off-policy."""
+    if config.algorithm.recompute_logprobs is not False or not is_off_policy(config, role):
+        return
+    reason, call = "algorithm.importance_cap", f"{role}_gen"
+    if config.staleness_of(call):
+        own = config.calls.get(call)
+        reason = "max_staleness" if own is None or own.max_staleness is None else f"calls.{call}.max_staleness"
+    raise ConfigError(
+        f"algorithm.recompute_logprobs=false, but {reason} weighs tokens by old log-probabilities computed again",
+        remedy=f"Leave one of them out: {reason} or algorithm.recompute_logprobs.",
+    )
+
+
 def check_policy(config: RunConfig, defaults: Mapping[str, Any]) -> None:
     """Refuse values that are possible one by one but not together.
 
@@ -299,12 +319,6 @@ def check_policy(config: RunConfig, defaults: Mapping[str, Any]) -> None:
             f"algorithm.n_minibatches={options.n_minibatches} is more than n_seqs={config.n_seqs}: "
             "a minibatch would have no sample",
             remedy="Lower algorithm.n_minibatches or raise n_seqs.",
-        )
-    if options.recompute_logprobs is False and (config.max_staleness or options.importance_cap is not None):
-        reason = "max_staleness" if config.max_staleness else "algorithm.importance_cap"
-        raise ConfigError(
-            f"algorithm.recompute_logprobs=false, but {reason} weighs tokens by old log-probabilities computed again",
-            remedy=f"Leave one of them out: {reason} or algorithm.recompute_logprobs.",
         )
     if config.generation.temperature == 0.0 or options.sampler == "greedy":
         key = "algorithm.sampler=greedy" if options.sampler == "greedy" else "generation.temperature=0"

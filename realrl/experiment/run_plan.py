@@ -125,6 +125,12 @@ class RunPlan:
         return frozenset(mfc.role for mfc in mfcs if mfc.interface_type is InterfaceType.GENERATE)
 
     @property
+    def may_overlap(self) -> bool:
+        """True if `allocation.overlap` is on and hooks move parameters, so that some may come early or stay."""
+        has_hooks = any(hooks.before or hooks.after for hooks in self.hooks.values())
+        return self.config.allocation.overlap and has_hooks
+
+    @property
     def process_groups(self) -> tuple[ProcessGroup, ...]:
         """All process groups, in the order in which every rank creates them."""
         return process_groups(self.allocations.values(), self.cluster)

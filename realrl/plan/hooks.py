@@ -127,6 +127,13 @@ class Overlap:
     resident: frozenset[str] = frozenset()
     early: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
+    @property
+    def notes(self) -> dict[str, str]:
+        """Call -> when its parameters come, and how long they stay, in a few words; only calls with such a decision."""
+        words = {"come early": self.early, "stay for the step": self.stays, "live in two layouts": self.resident}
+        names = sorted({*self.early, *self.stays, *self.resident})
+        return {name: " and ".join(text for text, those in words.items() if name in those) for name in names}
+
 
 NO_OVERLAP = Overlap()
 

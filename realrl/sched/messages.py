@@ -14,7 +14,7 @@ import msgspec
 
 from realrl.plan.samples.transfer import RowTransfer
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 HookTime = Literal["ahead of", "before", "after"]
 """Side of a call on which hooks run; ahead of it, its parameters set out while other calls compute."""
@@ -211,7 +211,7 @@ class Span(msgspec.Struct, frozen=True):
     """A stretch of one worker's time for the trace; seconds since the epoch of the host's clock."""
 
     name: str
-    kind: str  # "call" | "transfer" | "realloc" | "travel" | "offload" | "wait" | "load" | "save" | "init"
+    kind: str  # "call" | "transfer" | "realloc" | "travel" | "offload" | "wait" | "load" | "read" | "save" | "init"
     start_s: float
     end_s: float
     args: Mapping[str, str | int | float] = {}
@@ -319,6 +319,7 @@ class SamplesRead(msgspec.Struct, frozen=True, tag=True):
     seq: int
     step: int
     columns: Mapping[str, Mapping[str, tuple[float | bool | str, ...]]]
+    spans: tuple[Span, ...] = ()
 
 
 class SamplesFreed(msgspec.Struct, frozen=True, tag=True):

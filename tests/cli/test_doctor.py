@@ -52,6 +52,14 @@ def test_two_devices_and_too_little_memory(capsys: pytest.CaptureFixture[str]) -
     assert out.endswith("\n1 problem.\n")
 
 
+@pytest.mark.parametrize(("device", "is_told"), [("cuda", True), ("cpu", False)])
+def test_what_cuda_takes_for_itself(device: str, is_told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (f"cluster.device={device}", "cluster.n_devices_per_node=2", "--device-memory", "80", "--no-models")
+    _, out, _ = call(capsys, "sft", "preset=tiny", *arguments)
+    assert ("CUDA's context and NCCL's connections take 838.9 MB on 0-1" in out) is is_told
+    assert "CUDA, NCCL" in out
+
+
 def test_missing_assets(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = call(capsys, "ppo", "preset=quickstart")
     assert (code, err) == (2, "")

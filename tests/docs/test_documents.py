@@ -110,6 +110,8 @@ def test_commands_are_accepted(document: Path, newcomer: Path, capsys: pytest.Ca
             continue
         starts = arguments[0] in ("run", "eval", "gen")
         dry = [*arguments, "--dry-run"] if starts and "--dry-run" not in arguments else arguments
+        if "--against" in arguments:  # a run that was not made here
+            continue
         if "my_algorithm" in arguments:  # CONTRIBUTING speaks of a registered one
             continue
         assert main(dry) == 0, (arguments, capsys.readouterr().err)

@@ -25,6 +25,7 @@ from realrl.engine.decoder_engine import DecoderEngine
 from realrl.errors import AssetError
 from realrl.experiment.discovery import config_dir, load_experiment
 from realrl.experiment.planning import plan_run
+from realrl.plan.memory.connections import CONNECTION, CUDA_CONTEXT, RING_CHANNELS
 from realrl.shape import tiny_config
 from tests.helpers.assets import edit_json, make_model_folder, write_rows
 
@@ -461,6 +462,39 @@ def test_devices() -> None:
         gpu = prepared("ppo", "cluster.device=cuda")
         finding = only(list(run_checks((Check("devices", machine_checks.check_devices),), gpu)))
         assert (finding.status, "CUDA device" in finding.message) == (Status.PROBLEM, True)
+
+
+def test_workers_that_share_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    four = ("cluster.n_devices_per_node=4", "cluster.shares_devices=true")
+    finding = only(machine_checks.check_devices(prepared("ppo", *four)))
+    assert finding.status is Status.OK
+    assert "goes through host memory (cluster.shares_devices, for tests)" in finding.message
+    shared = prepared("ppo", *four, "cluster.device=cuda", device_memory_bytes=80 * 10**9)
+    monkeypatch.setattr(machine_checks.devices, "device_count", lambda: 1)
+    monkeypatch.setattr(machine_checks.devices, "resolve_device", lambda kind, local_rank=0: torch.device("cuda", 0))
+    finding = only(machine_checks.check_devices(shared))
+    assert finding.message.startswith("4 workers share 1 of type cuda; ")
+    cuda, given = torch.device("cuda"), 80 * 10**9
+    for n_devices, share in ((0, given // 4), (1, given // 4), (2, given // 2), (3, given // 2), (4, given)):
+        monkeypatch.setattr(doctor_memory, "device_count", lambda n=n_devices: n)
+        assert doctor_memory.device_capacity(shared.config, cuda, given) == share
+        assert doctor_memory.device_capacity(prepared("ppo", four[0]).config, cuda, given) == given
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), CUDA_CONTEXT),
+        (("cluster.n_devices_per_node=2",), CUDA_CONTEXT + RING_CHANNELS * CONNECTION),
+        (("cluster.n_devices_per_node=2", "cluster.shares_devices=true"), CUDA_CONTEXT),
+    ],
+)
+def test_the_context_and_the_connections_count_on_cuda(overrides: tuple[str, ...], expected: int) -> None:
+    subject = prepared("dpo", *overrides)
+    rows = data_checks.row_lengths(subject.dataset)
+    for device, runtime in (("cuda", expected), ("cpu", 0)):
+        memory = doctor_memory.memory_plan(subject.plan, subject.models, rows, device=torch.device(device))
+        assert {usage.runtime for by_rank in memory.calls.values() for usage in by_rank.values()} == {runtime}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without the device")

@@ -14,6 +14,7 @@ from realrl.data.tiny import toy_rows
 from tests.helpers.assets import write_rows
 from tests.helpers.runs import NOISE, assert_same_numbers, read_metrics, run_here
 
+CONSTANT = tuple(f"models.{role}.optimizer.schedule=constant" for role in ("actor", "critic"))
 PPO = ("run", "ppo", "preset=tiny", "steps=3", "n_seqs=8", "generation.max_new_tokens=5")
 EVALUATED = ("eval.every_steps=2", "eval.at_start=true", "eval.n_seqs=11", "eval.n_responses=2", "eval.temperature=1")
 TOY_REWARD = "algorithm.reward_function=realrl.data.tiny:toy_reward"
@@ -36,15 +37,21 @@ def without_evaluation(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluated") / "run"
-    run(folder, *PPO, *EVALUATED)
+    run(folder, *PPO, *CONSTANT, *EVALUATED, "save.every_steps=2")
     return folder
 
 
-def test_training_does_not_notice_an_evaluation(evaluated: Path, tmp_path: Path) -> None:
-    plain = run(tmp_path / "run", *PPO)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    run(folder, *PPO, *CONSTANT)
+    return folder
+
+
+def test_training_does_not_notice_an_evaluation(evaluated: Path, plain: Path) -> None:
     rows = read_metrics(evaluated)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    assert without_evaluation(rows) == without_evaluation(plain)
+    assert without_evaluation(rows) == without_evaluation(read_metrics(plain))
     for row in rows:
         assert ("eval/reward/mean" in row) == (row["step"] in (0, 2))
     for row in (rows[0], rows[2]):
@@ -53,7 +60,7 @@ def test_training_does_not_notice_an_evaluation(evaluated: Path, tmp_path: Path)
         assert 0 <= row["eval/pass@1"] <= row["eval/pass@2"] <= 1
         assert row["time_s/eval"] > 0
     lines = read_lines(evaluated / "generations.jsonl")
-    assert lines == read_lines(tmp_path / "run" / "generations.jsonl")
+    assert lines == read_lines(plain / "generations.jsonl")
     assert [(line["step"], line["version"]) for line in lines] == [
         (step, step - 1) for step in (1, 2, 3) for _ in "1234"
     ]
@@ -71,7 +78,7 @@ def test_every_plan_measures_the_same(
 ) -> None:
     folder = tmp_path / "run"
     two = ("cluster.n_devices_per_node=2", *plan)
-    run_here(*PPO, *EVALUATED, *two, f"run_dir={folder}")
+    run_here(*PPO, *CONSTANT, *EVALUATED, *two, f"run_dir={folder}")
     printed = capfd.readouterr().out
     assert "evaluating step 2 on 11 samples" in printed
     assert "eval reward " in printed
@@ -84,9 +91,7 @@ def test_every_plan_measures_the_same(
 def test_a_checkpoint_evaluates_alone_as_it_did_in_training(evaluated: Path, tmp_path: Path) -> None:
     settings = [item for item in EVALUATED if not item.startswith(("eval.every", "eval.at"))]
     short = [item for item in PPO[2:] if not item.startswith("steps")]
-    two = tmp_path / "two"
-    run(two, *PPO, "steps=2", *EVALUATED)
-    actor = f"models.actor.path={two / 'checkpoints' / 'step_2' / 'actor'}"
+    actor = f"models.actor.path={evaluated / 'checkpoints' / 'step_2' / 'actor'}"
     folder = tmp_path / "alone"
     assert main(["eval", "ppo", *short, *settings, actor, "launcher=inline", f"run_dir={folder}"]) == 0
     found = json.loads((folder / "eval.json").read_text())
@@ -135,13 +140,12 @@ def test_every_prompt_of_a_file_is_answered_once(tmp_path: Path, capsys: pytest.
     assert read_lines(out) == lines
 
 
-def test_a_resumed_run_repeats_no_response(tmp_path: Path) -> None:
-    arguments = (*PPO, "models.actor.optimizer.schedule=constant", "models.critic.optimizer.schedule=constant")
+def test_a_resumed_run_repeats_no_response(plain: Path, tmp_path: Path) -> None:
+    arguments = (*PPO, *CONSTANT)
     run(tmp_path / "run", *arguments, "steps=2", "save.every_steps=1")
     (tmp_path / "run" / "checkpoints" / "step_2" / "state" / "manifest.json").unlink()  # as if it had been cut short
     run(tmp_path / "run", *arguments, "resume=auto")
-    run(tmp_path / "whole", *arguments)
-    assert read_lines(tmp_path / "run" / "generations.jsonl") == read_lines(tmp_path / "whole" / "generations.jsonl")
+    assert read_lines(tmp_path / "run" / "generations.jsonl") == read_lines(plain / "generations.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -45,16 +45,27 @@ def test_no_output_goes_into_what_is_no_file(place: str, tmp_path: Path, capfd: 
     assert (before.st_mode, before.st_ino) == (after.st_mode, after.st_ino)
 
 
-def run_among_pipes(folder: Path, *names: str) -> int:
+def run_among_pipes(folder: Path, *names: str, launcher: str = "inline") -> int:
     (folder / "logs").mkdir(parents=True)
     for name in names:
         os.mkfifo(folder / name)
-    return cli.main(["run", "ppo", *SMALL, "steps=1", f"run_dir={folder}"])
+    return cli.main(["run", "ppo", *SMALL, "steps=1", f"launcher={launcher}", f"run_dir={folder}"])
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/master.log", "logs/worker_0.log"])
-def test_pipes_in_a_run_folder_end_the_run_with_a_message(name: str, tmp_path: Path, capfd: Captured) -> None:
-    assert run_among_pipes(tmp_path / "run", name) in (1, 2)
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        ("metrics.jsonl", "inline"),
+        ("logs/master.log", "inline"),
+        ("logs/worker_0.log", "local"),
+        pytest.param("metrics.jsonl", "local", marks=pytest.mark.slow),
+        pytest.param("logs/master.log", "local", marks=pytest.mark.slow),
+    ],
+)
+def test_pipes_in_a_run_folder_end_the_run_with_a_message(
+    name: str, launcher: str, tmp_path: Path, capfd: Captured
+) -> None:
+    assert run_among_pipes(tmp_path / "run", name, launcher=launcher) in (1, 2)
     assert "it is a pipe, not a file" in " ".join(capfd.readouterr().err.split())
 
 

@@ -2,18 +2,31 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, realrl, run_ppo
+from realrl import cli
+from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, run_ppo
 from tests.helpers.traces import load_trace
+
+CONSTANT = "models.actor.optimizer.schedule=constant"  # the same learning rates whichever step is the last
 
 
 @pytest.fixture(scope="module")
 def split_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("split") / "run"
-    run_ppo(run_dir, "cluster.n_devices_per_node=2", "allocation.mode=split")
+    run_ppo(run_dir, CONSTANT, "cluster.n_devices_per_node=2", "allocation.mode=split", "n_mbs=2")
     return run_dir
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ppo(tmp_path_factory.mktemp("straight") / "run", CONSTANT, "launcher=inline")
+
+
+def test_two_meshes_and_micro_batches_give_the_numbers_of_one_process(straight, split_run: Path) -> None:
+    assert_same_numbers(straight, read_metrics(split_run), rel=1e-4, floor=1e-6)
 
 
 def test_transformers_loads_the_saved_actor(split_run: Path) -> None:
@@ -60,15 +73,13 @@ def test_the_resolved_configuration_is_written(split_run: Path) -> None:
     assert config["allocation"]["mode"] == "split"
 
 
-def test_a_stopped_run_continues_exactly(tmp_path: Path) -> None:
-    options = ("launcher=inline", "models.actor.optimizer.schedule=constant")
-    straight = run_ppo(tmp_path / "straight", *options)
+def test_a_stopped_run_continues_exactly(straight, tmp_path: Path) -> None:
+    options = ("launcher=inline", CONSTANT)
     run_ppo(tmp_path / "stopped", *options, "steps=2")
     continued = run_ppo(tmp_path / "stopped", *options, "resume=auto")
     assert_same_numbers(straight, continued, rel=0.0, floor=0.0)
 
 
-def test_a_used_folder_is_not_overwritten(split_run: Path) -> None:
-    refused = realrl("run", "ppo", *SMALL, f"run_dir={split_run}")
-    assert refused.returncode == 2
-    assert "holds the results of an earlier run" in refused.stderr
+def test_a_used_folder_is_not_overwritten(split_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "ppo", *SMALL, f"run_dir={split_run}"]) == 2
+    assert "holds the results of an earlier run" in capfd.readouterr().err

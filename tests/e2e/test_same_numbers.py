@@ -1,4 +1,7 @@
-"""What a run computes does not depend on launcher, number of workers, placement or micro-batches."""
+"""What a run computes does not depend on launcher, number of workers, placement or micro-batches.
+
+Workers with a mesh each are in `test_run_folder`, whose tests look at such a run anyway.
+"""
 
 from pathlib import Path
 
@@ -7,6 +10,7 @@ import pytest
 from tests.helpers.runs import assert_same_numbers, run_ppo
 
 TWO = "cluster.n_devices_per_node=2"
+STREAMED = ("calls.critic_inf.min_n_seqs=2", "calls.actor_gen.balanced_dp=true", "calls.ref_inf.protocol=ALL_TO_ALL")
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +25,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory):
         ("launcher=inline", "n_mbs=3"),
         ("launcher=inline", "max_tokens_per_mb=40"),
         pytest.param((TWO,), marks=pytest.mark.slow),
-        (TWO, "allocation.mode=split", "n_mbs=2"),
         ("launcher=inline", "calls.actor_train.n_mbs=2", "calls.ref_inf.max_tokens_per_mb=40"),
-        (TWO, "calls.critic_inf.min_n_seqs=2", "calls.actor_gen.balanced_dp=true", "calls.ref_inf.protocol=ALL_TO_ALL"),
+        pytest.param((TWO, *STREAMED), marks=pytest.mark.slow),  # by default, the passes below are over such a plan
     ],
     ids=lambda overrides: " ".join(overrides),
 )
@@ -33,7 +36,12 @@ def test_plans_agree(reference, overrides: tuple[str, ...], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "plan", [(TWO, "n_mbs=2"), pytest.param(("cluster.n_devices_per_node=4",), marks=pytest.mark.slow)]
+    "plan",
+    [
+        (TWO, "n_mbs=2", *STREAMED),
+        pytest.param((TWO, "n_mbs=2"), marks=pytest.mark.slow),
+        pytest.param(("cluster.n_devices_per_node=4",), marks=pytest.mark.slow),
+    ],
 )
 def test_passes_over_new_minibatches_agree(plan: tuple[str, ...], tmp_path: Path) -> None:
     epochs = ("algorithm.ppo_epochs=2", "algorithm.loss_normaliser=sequences")

@@ -15,10 +15,10 @@ from realrl.data.sample import SequenceSample
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.engine.train.packing import packed_positions
 from realrl.errors import CallError
-from realrl.model import shared_prefix
 from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
+from realrl.plan.samples import prefixes
 from realrl.sched.messages import KeySchema, Per
 from realrl.shape import HeadKind
 from tests.helpers.sharded import save_engine
@@ -71,7 +71,7 @@ def test_beginnings_that_sequences_share_are_computed_once(
         return forward, grad_norm, n_computed[0]
 
     expected, norm, n_plain = result()
-    monkeypatch.setattr(shared_prefix, "CALL_COST", 0)
+    monkeypatch.setattr(prefixes, "CALL_COST", 0)
     found, found_norm, n_shared = result()
     assert (n_plain, n_shared) == (n_rows, n_rows - 10 * 3 * 12)
     exact = compute_dtype == torch.float32

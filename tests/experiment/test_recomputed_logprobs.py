@@ -36,7 +36,27 @@ def test_where_kernels_differ(name: str, overrides: tuple[str, ...], again: bool
     assert "old_logprobs" in calls["actor_train"].input_keys
 
 
-def test_off_policy_needs_them() -> None:
-    for override, reason in (("max_staleness=1", "max_staleness"), ("algorithm.importance_cap=2", "importance_cap")):
-        with pytest.raises(ConfigError, match=f"recompute_logprobs=false, but .*{reason} weighs tokens"):
-            plan("ppo", override, "algorithm.recompute_logprobs=false")
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("max_staleness=1",), "max_staleness"),
+        (("algorithm.importance_cap=2",), "algorithm.importance_cap"),
+        (("calls.actor_gen.max_staleness=1",), "calls.actor_gen.max_staleness"),
+        (("max_staleness=1", "calls.actor_gen.max_staleness=2"), "calls.actor_gen.max_staleness"),
+    ],
+)
+def test_off_policy_needs_them(overrides: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"recompute_logprobs=false, but {reason} weighs tokens"):
+        plan("ppo", *overrides, "algorithm.recompute_logprobs=false")
+
+
+def test_the_settings_of_calls_decide() -> None:
+    false = "algorithm.recompute_logprobs=false"
+    on_policy = plan("self_play", "max_staleness=1", "calls.actor_gen.max_staleness=0", "algorithm.importance_cap=null")
+    assert "actor_inf" not in {call.name for call in on_policy.mfcs}
+    with pytest.raises(ConfigError, match="but max_staleness weighs"):  # the opponent's
+        plan("self_play", "max_staleness=1", "calls.actor_gen.max_staleness=0", false)
+    with pytest.raises(ConfigError, match=r"but calls\.opponent_gen\.max_staleness weighs"):
+        plan("self_play", "calls.opponent_gen.max_staleness=1", false)
+    names = {call.name for call in plan("ppo", "max_staleness=1", "calls.actor_gen.max_staleness=0", false).mfcs}
+    assert "actor_inf" not in names

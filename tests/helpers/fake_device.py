@@ -7,9 +7,10 @@ when they come to host memory.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -25,20 +26,46 @@ class OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> OnDevice:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=DEVICE
-        )
+        with torch.inference_mode(False):  # where inference is going on too, `inner` alone knows of it
+            return torch.Tensor._make_wrapper_subclass(
+                cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device=DEVICE
+            )
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
 
+class _Factories(TorchFunctionMode):
+    """Makes `torch.tensor` copy from host memory: it fills memory itself, which torch's own "meta" device has not."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu") == DEVICE:
+            return func(*args, **{**kwargs, "device": "cpu"}).to(DEVICE)
+        return func(*args, **kwargs)
+
+
 class FakeDevice(TorchDispatchMode):
     """Makes the device usable in this thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._factories = _Factories()
+
+    def __enter__(self) -> Self:
+        self._factories.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._factories.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})

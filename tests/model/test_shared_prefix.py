@@ -11,7 +11,8 @@ import torch
 from realrl.model.decoder import Decoder
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
-from realrl.model.shared_prefix import SharedPrefixes, is_worth_sharing
+from realrl.model.shared_prefix import SharedPrefixes
+from realrl.plan.samples.prefixes import is_worth_sharing
 from realrl.shape import DecoderConfig
 
 CONFIG = DecoderConfig(61, 128, 2, 4, 2, 32, 96)

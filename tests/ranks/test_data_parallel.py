@@ -124,6 +124,23 @@ def test_groups_of_disjoint_meshes() -> None:
     assert run_ranks(4, _split_meshes, joined=False) == [[1.0, 6.0]] * 2 + [[5.0, 6.0]] * 2
 
 
+def _overlapping_meshes(rank: int, world_size: int, meeting: KeyValueClient) -> list[float]:
+    cluster = Cluster(1, world_size)
+    first = Allocation(DeviceMesh(cluster, (0, 1)), ParallelStrategy(dp=2))
+    whole = Allocation(DeviceMesh.whole(cluster), ParallelStrategy(dp=2, pp=2))
+    planned = process_groups([first, whole], cluster)
+    groups = Groups.create(planned, rank=rank, world_size=world_size, meeting=meeting, device=CPU, timeout_s=30.0)
+    mine = [groups[group_of(planned, kind, whole, rank)] for kind in (GroupKind.PP, GroupKind.DP)]
+    out = [group.all_reduce_(torch.tensor([float(rank)])).item() for group in mine]
+    groups.destroy()
+    return out
+
+
+def test_groups_of_ranks_that_are_in_different_numbers_of_groups() -> None:
+    found = run_ranks(4, _overlapping_meshes, joined=False)
+    assert found == [[2.0, 1.0], [4.0, 1.0], [2.0, 5.0], [4.0, 5.0]]
+
+
 def _only_loopback(rank: int, world_size: int, meeting: KeyValueClient) -> list[str]:
     groups = join(rank, world_size, meeting)
     inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_open(fd)}

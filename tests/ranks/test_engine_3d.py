@@ -22,11 +22,11 @@ from realrl.engine.parallel import Parallel, parallel_of
 from realrl.engine.tensor_parallel import TensorParallelGroup
 from realrl.errors import CallError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
-from realrl.model import shared_prefix
 from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from realrl.plan.groups import process_groups
 from realrl.plan.parameters.shards import shard_of
+from realrl.plan.samples import prefixes
 from realrl.sched.key_value import KeyValueClient
 from realrl.shape import DecoderConfig, MoEConfig
 from tests.helpers.ranks import run_ranks
@@ -164,7 +164,7 @@ def outcome(case: Case, parallel: Parallel) -> dict[str, Any]:
 
 def _outcomes(rank: int, world_size: int, meeting: KeyValueClient, cases: list[Case]) -> list[dict[str, Any]]:
     groups, places = join(rank, world_size, meeting, {case.strategy for case in cases})
-    with mock.patch.object(shared_prefix, "CALL_COST", 0):  # share the beginnings even of so small a model
+    with mock.patch.object(prefixes, "CALL_COST", 0):  # share the beginnings even of so small a model
         out = [outcome(case, places[case.strategy]) for case in cases]
     groups.destroy()
     return out

@@ -104,7 +104,7 @@ def test_async_functions_wait_together(make: Make, in_process: bool) -> None:
     score(interface, responses(0))
     start_s = time.monotonic()
     assert score(interface, responses(*range(16))) == [float(n) for n in range(16)]
-    assert 0.4 <= time.monotonic() - start_s < 1.6  # twice 0.2 s, not sixteen times
+    assert 0.4 <= time.monotonic() - start_s < 3.0  # twice 0.2 s, and on a busy machine less than sixteen times
 
 
 ASYNC_FAILURES = [
@@ -173,7 +173,13 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(("first", "message"), FAILURES)
+def kinds_of_end(*default: int) -> list[Any]:
+    """`FAILURES`: those whose first token is in `default` by default, the rest in the heavier sweep."""
+    return [pytest.param(*failure, marks=[] if failure[0] in default else pytest.mark.slow) for failure in FAILURES]
+
+
+# An exception, a time-out, a death: `test_failures_can_score_zero` has the messages of all.
+@pytest.mark.parametrize(("first", "message"), kinds_of_end(1, 4, 7))
 def test_a_failure_names_the_sample_and_the_remedy(make: Make, first: int, message: str) -> None:
     interface = make(f"{FUNCTIONS}:misbehave", timeout_s=0.5)
     start_s = time.monotonic()
@@ -191,8 +197,11 @@ def test_a_failure_names_the_sample_and_the_remedy(make: Make, first: int, messa
 def test_failures_can_score_zero(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     interface = make(f"{FUNCTIONS}:misbehave", timeout_s=0.5, concurrency=4, on_failure="zero")
     assert score(interface, responses(0, *(first for first, _ in FAILURES), 0)) == [0.5, *[0.0] * len(FAILURES), 0.5]
-    assert len(caplog.records) == len(FAILURES)
-    assert "rew_inf at step 4 scores sample '0/3' (response 0) 0: the reward function" in caplog.text
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == len(FAILURES)
+    for n, (_, message) in enumerate(FAILURES, start=1):
+        told = rf"rew_inf at step 4 scores sample '0/{n}' \(response 0\) 0: the reward function .*misbehave' {message}"
+        assert any(re.search(told, found) for found in messages), message
 
 
 @pytest.mark.parametrize(("first", "message"), [failure for failure in FAILURES if failure[0] in (1, 6, 11, 12, 13)])
@@ -423,21 +432,23 @@ def test_a_pause_of_all_processes_costs_no_time(make: Make, tmp_path: Path, kind
     assert (tmp_path / "calls").read_text() == "xx"  # nobody was asked again
 
 
+EXITS = [
+    ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+    ("raise SystemExit(3)", "raised SystemExit: 3"),
+    ("os._exit(3)", "left its process with status 3"),
+    ("raise asyncio.CancelledError", ""),
+]
+
+
 @pytest.mark.parametrize("kind", ["def", "async def"])
-@pytest.mark.parametrize(
-    ("statement", "told"),
-    [
-        ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
-        ("raise SystemExit(3)", "raised SystemExit: 3"),
-        ("os._exit(3)", "left its process with status 3"),
-        ("raise asyncio.CancelledError", ""),
-    ],
-)
 def test_exits_of_a_function_are_failures_of_it(
-    make: Make, tmp_path: Path, kind: str, statement: str, told: str
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
-    code = f"import asyncio, os\n{kind} score(prompt_ids, response_ids):\n    {statement}\n"
-    (tmp_path / "rewards.py").write_text(code)
-    with pytest.raises(CallError) as error:
-        score(make(f"{tmp_path}/rewards.py:score"), responses(1))
-    assert told in str(error.value)
+    cases = "".join(f"        case {n}:\n            {statement}\n" for n, (statement, _) in enumerate(EXITS, start=1))
+    code = f"import asyncio, os\n{kind} score(prompt_ids, response_ids):\n    match response_ids[0]:\n{cases}"
+    (tmp_path / "rewards.py").write_text(f"{code}    return 0.5\n")
+    interface = make(f"{tmp_path}/rewards.py:score", on_failure="zero")
+    assert score(interface, responses(0, 1, 2, 3, 4, 0)) == [0.5, 0.0, 0.0, 0.0, 0.0, 0.5]
+    messages = [record.getMessage() for record in caplog.records]
+    for n, (_, told) in enumerate(EXITS, start=1):
+        assert any(f"sample '0/{n}' " in found and told in found for found in messages), told

@@ -11,7 +11,7 @@ Shapes: B rows in this step, T tokens in this step, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,9 +23,8 @@ from realrl.cpu import CacheShape, KVCache, NewTokens, SampledTokens, SamplingOp
 from realrl.engine.generate.network import FusedNetwork
 from realrl.engine.generate.philox import hash_words, row_uniforms, step_key
 from realrl.engine.generate.request import GenerateRequest
-from realrl.engine.generate.slot_table import Admission, Entry, SlotTable
 from realrl.errors import CallError
-from realrl.plan.memory.buffers import PREFILL_TOKENS
+from realrl.plan.samples.slot_table import Admission, Entry, SlotTable, prefill_chunks
 
 RowIndices = npt.NDArray[np.int64]
 
@@ -164,8 +163,9 @@ class DecodeBatch:
         slot_of: dict[int, int] = {}
         computed: list[torch.Tensor] = []
         start = 0
-        for chunk in self._chunks(admission.prefills):
-            n_tokens = sum(int(self._prompt_lengths[entry.row.sample]) for entry in chunk)
+        lengths = [int(self._prompt_lengths[entry.row.sample]) for entry in admission.prefills]
+        for part in prefill_chunks(lengths):
+            chunk, n_tokens = admission.prefills[part.start : part.stop], sum(lengths[part.start : part.stop])
             computed.append(self._prefill(chunk, None if x is None else x[start : start + n_tokens]))
             slot_of.update({entry.row.sample: entry.slot for entry in chunk})
             start += n_tokens
@@ -190,19 +190,6 @@ class DecodeBatch:
         if not computed:
             return torch.empty(0, self._network.config.hidden_size, dtype=self._network.dtype, device=self._device)
         return computed[0] if len(computed) == 1 else torch.cat(computed)
-
-    def _chunks(self, entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-        chunk: list[Entry] = []
-        n_tokens = 0
-        for entry in entries:
-            length = int(self._prompt_lengths[entry.row.sample])
-            if chunk and n_tokens + length > PREFILL_TOKENS:
-                yield chunk
-                chunk, n_tokens = [], 0
-            chunk.append(entry)
-            n_tokens += length
-        if chunk:
-            yield chunk
 
     def _prefill(self, entries: Sequence[Entry], x: torch.Tensor | None) -> torch.Tensor:
         """Compute prompts into their slots; returns hidden states, or the logits [B, V] that follow the prompts."""

@@ -15,6 +15,7 @@ from realrl.engine.generate.pipeline import run_batches
 from realrl.engine.generate.request import GenerateRequest
 from realrl.engine.parallel import Parallel
 from realrl.model.decoder import Decoder
+from realrl.plan.samples.slot_table import divide_prompts, rows_at_a_time
 
 
 def generate(decoder: Decoder, request: GenerateRequest, *, parallel: Parallel | None = None) -> GenerationResult:
@@ -38,7 +39,8 @@ def generate(decoder: Decoder, request: GenerateRequest, *, parallel: Parallel |
     """
     request.check(decoder.config)
     parallel = Parallel() if parallel is None else parallel
-    shares = divide(request, parallel.strategy.pp)
+    n_shares = min(parallel.strategy.pp, request.generation.max_batch_size)
+    shares = divide_prompts([len(prompt) for prompt in request.prompts], n_shares)
     with torch.inference_mode():
         batches = _decode(decoder, request, shares, parallel) if shares else []
     return _join(shares, [batch.collect() for batch in batches], request.generation.n_responses)
@@ -48,19 +50,16 @@ def _decode(
     decoder: Decoder, request: GenerateRequest, shares: Sequence[Sequence[int]], parallel: Parallel
 ) -> list[DecodeBatch]:
     generation, device = request.generation, decoder.device
-    longest = max(map(len, shares)) * generation.n_responses
-    max_rows = min(longest, generation.max_batch_size // len(shares))
+    max_rows = rows_at_a_time(
+        max(map(len, shares)),
+        n_shares=len(shares),
+        n_responses=generation.n_responses,
+        max_batch_size=generation.max_batch_size,
+    )
     network = FusedNetwork(decoder, choose_kernels(device, decoder.dtype, n_rows=max_rows), tp=parallel.tp)
     batches = [DecodeBatch(network, _part(request, share), max_rows=max_rows, device=device) for share in shares]
     run_batches(batches, network, parallel, device)
     return batches
-
-
-def divide(request: GenerateRequest, n_shares: int) -> list[list[int]]:
-    """Divide the samples, by index, into at most `n_shares` shares of nearly equal number and length; none is empty."""
-    n_shares = min(n_shares, len(request.prompts), request.generation.max_batch_size)
-    by_length = sorted(range(len(request.prompts)), key=lambda i: len(request.prompts[i]))
-    return [sorted(by_length[share::n_shares]) for share in range(n_shares)]
 
 
 def _part(request: GenerateRequest, samples: Sequence[int]) -> GenerateRequest:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from realrl.cpu import attend_grouped, attention_dtype, repeats_heads, window_mask
-
-CALL_COST = 4_000_000  # multiply-adds of attention, forward and backward, that one more operation per layer is worth
+from realrl.plan.samples.prefixes import CALL_COST
 
 
 class PackedAttention:

@@ -44,17 +44,24 @@ class AssignedMemory:
         self._calls, self._roles, self._load_of = topological_calls(graph), roles, load_of
         self._loads: dict[tuple[str, int, int], Load] = {}
 
-    def peaks(self, allocations: Mapping[str, Allocation], *, is_host_memory: bool = False) -> Peaks:
+    def peaks(
+        self,
+        allocations: Mapping[str, Allocation],
+        *,
+        runtime_bytes: Mapping[int, int] | None = None,
+        is_host_memory: bool = False,
+    ) -> Peaks:
         """Return what every device needs in the call that needs the most; see `MemoryModel.peaks`.
 
         Args:
             allocations: call -> mesh and strategy, in the rank order of the run.
-            is_host_memory: the devices are CPUs.
+            runtime_bytes, is_host_memory: as for `MemoryModel.peaks`.
 
         Raises:
             AllocationError: a strategy does not fit a model, or hooks contradict each other.
         """
-        return self.model.peaks(*self.states(allocations), is_host_memory=is_host_memory)
+        states = self.states(allocations)
+        return self.model.peaks(*states, runtime_bytes=runtime_bytes, is_host_memory=is_host_memory)
 
     def states(self, allocations: Mapping[str, Allocation]) -> tuple[dict[str, RoleState], list[CallState]]:
         """Return the input of `MemoryModel.plan`, to which a caller may add other calls.

@@ -141,10 +141,12 @@ def plan_memory(
     *,
     kernels: Kernels | None = None,
     rows_bytes: int = 0,
+    runtime_bytes: Mapping[int, int] | None = None,
     saves: Saves | None = None,
 ) -> MemoryPlan:
-    """Plan the memory of one run; see `MemoryModel`."""
-    return MemoryModel(kernels=kernels, rows_bytes=rows_bytes, saves=saves).plan(roles, calls)
+    """Plan the memory of one run; see `MemoryModel` and its `plan`."""
+    model = MemoryModel(kernels=kernels, rows_bytes=rows_bytes, saves=saves)
+    return model.plan(roles, calls, runtime_bytes=runtime_bytes)
 
 
 class MemoryModel:
@@ -162,17 +164,24 @@ class MemoryModel:
         self._models: dict[DecoderConfig, CutModel] = {}
         self._roles: dict[tuple[object, ...], RoleBytes] = {}
 
-    def plan(self, roles: Mapping[str, RoleState], calls: Sequence[CallState]) -> MemoryPlan:
+    def plan(
+        self,
+        roles: Mapping[str, RoleState],
+        calls: Sequence[CallState],
+        *,
+        runtime_bytes: Mapping[int, int] | None = None,
+    ) -> MemoryPlan:
         """Add up the bytes that every device holds during every call that runs on it, and while a checkpoint is copied.
 
         Args:
             roles: roles that have parameters.
             calls: calls in the order of a step; those of roles without parameters take nothing of their own.
+            runtime_bytes: rank -> bytes that its process takes on the device before any call; none by default.
 
         Raises:
             AllocationError: a strategy does not fit a model.
         """
-        step = self._step(roles, calls, is_whole=True)
+        step = self._step(roles, calls, runtime_bytes, is_whole=True)
         loads = {call.name: call.load for call in calls}
         if self.saves is not None:
             loads[SAVE] = Load(0)
@@ -185,27 +194,44 @@ class MemoryModel:
         return MemoryPlan(found, {name: self._kept(role) for name, role in roles.items()}, loads)
 
     def peaks(
-        self, roles: Mapping[str, RoleState], calls: Sequence[CallState], *, is_host_memory: bool = False
+        self,
+        roles: Mapping[str, RoleState],
+        calls: Sequence[CallState],
+        *,
+        runtime_bytes: Mapping[int, int] | None = None,
+        is_host_memory: bool = False,
     ) -> Peaks:
         """Return what every device needs in the call that needs the most.
 
         Args:
-            roles, calls: as for `plan`.
+            roles, calls, runtime_bytes: as for `plan`.
             is_host_memory: the devices are CPUs, where what is in host memory takes the same memory.
 
         Raises:
             AllocationError: a strategy does not fit a model.
         """
         names = [call.name for call in calls] + ([SAVE] if self.saves is not None else [])
-        return Peaks(lambda is_whole: self._step(roles, calls, is_whole=is_whole), names, is_host_memory=is_host_memory)
+        return Peaks(
+            lambda is_whole: self._step(roles, calls, runtime_bytes, is_whole=is_whole),
+            names,
+            is_host_memory=is_host_memory,
+        )
 
-    def _step(self, roles: Mapping[str, RoleState], calls: Sequence[CallState], *, is_whole: bool) -> Step:
+    def _step(
+        self,
+        roles: Mapping[str, RoleState],
+        calls: Sequence[CallState],
+        runtime_bytes: Mapping[int, int] | None,
+        *,
+        is_whole: bool,
+    ) -> Step:
         return Step(
             {name: (self._role(role), role.home) for name, role in roles.items()},
             calls,
             is_whole=is_whole,
             moves=self.moves,
             rows_bytes=self._rows_bytes,
+            runtime_bytes=runtime_bytes or {},
             saves=self.saves,
         )
 

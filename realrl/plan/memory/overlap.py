@@ -9,12 +9,15 @@ Invariants of `plan_overlap`:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from realrl.graph.mfc import InterfaceType
+from realrl.plan.backends import BACKENDS
 from realrl.plan.hooks import CallHooks, Offload, Overlap, Realloc
 from realrl.plan.memory.plan import SAVE, CallState, MemoryPlan, RoleState, layout_of
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
+from realrl.plan.parameters.realloc_overlap import part_of
 
 
 def can_stay(call: str, role: str, hooks: Mapping[str, CallHooks]) -> bool:
@@ -66,7 +69,7 @@ def plan_overlap(
         is_frozen = not roles[call.role].is_trained and not roles[call.role].is_changed
         if not can_stay(call.name, call.role, hooks) or not (is_frozen or batches.get(call.name, 1) > 1):
             continue
-        extra = _copies(call, roles, at_once=False, is_offloaded=False)
+        extra = _copies(call, roles, calls, at_once=False, is_offloaded=False)
         if fits_beside(extra, call.name) == everyone - {call.name}:
             (resident if is_frozen else stays).add(call.name)
             for name, by_rank in used.items():
@@ -77,14 +80,14 @@ def plan_overlap(
         role = roles[call.role]
         is_whole = not role.is_trained or (role.backend == "native" and role.zero_stage == 0)
         is_changing = call.kind is InterfaceType.TRAIN_STEP or any(
-            isinstance(hook, Realloc) and not hook.is_implied for hook in (*call.hooks.before, *call.hooks.after)
+            isinstance(hook, Realloc) and not hook.is_implied for hook in call.hooks.after
         )
         if call.name in resident or is_changing or not is_whole or not can_come_early(call.name, call.role, hooks):
             continue
         if call.hooks.before and _plan_of(call, role).has_relays:  # which send what they get, and so not at once
             continue
         is_offloaded = _is_offloaded(call.role, hooks)
-        beside = fits_beside(_copies(call, roles, at_once=True, is_offloaded=is_offloaded), call.name)
+        beside = fits_beside(_copies(call, roles, calls, at_once=True, is_offloaded=is_offloaded), call.name)
         sharing = {other.name for other in calls if set(other.allocation.ranks) & _extent(call)}
         between = sharing & set(evaluating) | used.keys() & {SAVE}
         if between <= beside and sharing & beside:
@@ -92,11 +95,13 @@ def plan_overlap(
     return Overlap(frozenset(stays), frozenset(resident), early)
 
 
-def _copies(call: CallState, roles: Mapping[str, RoleState], *, at_once: bool, is_offloaded: bool) -> dict[int, int]:
+def _copies(
+    call: CallState, roles: Mapping[str, RoleState], calls: Sequence[CallState], *, at_once: bool, is_offloaded: bool
+) -> dict[int, int]:
     """Return rank -> bytes that a call's parameters take before the call starts, or after its end.
 
     Those that set out early are sent at once, and have all their messages under way; if their role is offloaded, they
-    are back from host memory in their home too.
+    are back from host memory in their home too. What `_left_behind` counts comes on top.
     """
     role = roles[call.role]
     home = layout_of(role.model, role.home)
@@ -104,11 +109,50 @@ def _copies(call: CallState, roles: Mapping[str, RoleState], *, at_once: bool, i
     if call.hooks.before:
         moved = _plan_of(call, role)
         target = moved.target_layout
+        is_gathered = role.is_trained and role.zero_stage == 3  # then home and call share nothing
+        others = [
+            _plan_of(other, role)
+            for other in calls
+            if other.role == call.role and other.name != call.name and _moves_home(other, role)
+        ]
+        layouts = (home, target, *(other.target_layout for other in others))
+        new: dict[tuple[int | None, ...], int] = {}  # by the parts that a rank has of the layouts
         for rank in {*role.home.ranks, *call.allocation.ranks}:
-            new = moved.new_bytes(rank, moves_source=False) if rank in target else 0
+            parts = tuple(part_of(layout, rank) if rank in layout else None for layout in layouts)
+            if parts not in new:
+                new[parts] = _left_behind(moved, others, rank)
+                if rank in target:
+                    alone = target.num_bytes_of(rank)
+                    new[parts] += alone if is_gathered else moved.new_bytes(rank, moves_source=False)
             messages = moved.bytes_received(rank) + moved.bytes_sent(rank) if at_once else 0
-            found[rank] = new + messages + (found.get(rank, 0) if at_once and is_offloaded else 0)
+            found[rank] = new[parts] + messages + (found.get(rank, 0) if at_once and is_offloaded else 0)
     return found
+
+
+def _moves_home(call: CallState, role: RoleState) -> bool:
+    """Return True if the home of a call's role may move into memory that it shares with the call's parameters."""
+    may_move = not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
+    return may_move and any(isinstance(hook, Realloc) and hook.is_implied for hook in call.hooks.before)
+
+
+def _left_behind(moved: ReallocPlan, others: Iterable[ReallocPlan], rank: int) -> int:
+    """Return the most bytes that live on where a home lay beside a call, which it left with another call's parameters.
+
+    What home and call have in common is counted already, as new bytes of the call, unless the home contains the call's.
+
+    Args:
+        moved: the plan that brings the call's parameters.
+        others: those of other calls that the home may move for.
+    """
+    moving = {keep.parameter for other in others for keep in other.keeps(rank) if not keep.is_whole_target}
+    n_bytes = 0
+    for keep in moved.keeps(rank) if moving else ():
+        if keep.parameter in moving:
+            of_home, in_common = (
+                math.prod(stop - start for start, stop in place) for place in (keep.source_place, keep.source_slice)
+            )
+            n_bytes += keep.num_bytes * of_home // in_common - (0 if keep.is_whole_target else keep.num_bytes)
+    return n_bytes
 
 
 def _plan_of(call: CallState, role: RoleState) -> ReallocPlan:

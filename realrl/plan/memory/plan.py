@@ -73,6 +73,7 @@ class Usage:
         cache: keys and values.
         activations: tensors kept for the backward pass, or passing through.
         rows: outputs of calls that later calls read.
+        runtime: the CUDA context and NCCL's connections, at all times.
         host: host memory for parameters and optimizer state that is not on the device, and for checkpoints' copies.
     """
 
@@ -83,6 +84,7 @@ class Usage:
     cache: int = 0
     activations: int = 0
     rows: int = 0
+    runtime: int = 0
     host: int = 0
 
     @property

@@ -78,7 +78,7 @@ class KeptParts:
 
 
 def columns(usages: Iterable[Usage]) -> Matrix:
-    """Return int64 [9, usages]: the fields of `Usage` in their order, `host` next to last, and the total."""
+    """Return int64 [10, usages]: the fields of `Usage` in their order, `host` next to last, and the total."""
     return np.array([(*astuple(usage), usage.total) for usage in usages], dtype=np.int64).T
 
 

@@ -26,7 +26,8 @@ from realrl.plan.parameters.realloc_portions import Matrix
 
 Ranks = slice | Matrix
 _FIELDS = [part.name for part in fields(Usage)]
-_COPIES, _ROWS, _ALL = _FIELDS.index("copies"), _FIELDS.index("rows"), len(_FIELDS) + 1
+_COPIES, _ROWS, _RUNTIME = (_FIELDS.index(name) for name in ("copies", "rows", "runtime"))
+_ALL = len(_FIELDS) + 1
 _HOST, _TOTAL = -2, -1
 
 
@@ -38,6 +39,7 @@ class Step:
         calls: calls in the order of a step.
         is_whole: all fields of usages are wanted, and not the host's bytes and the total alone.
         moves, rows_bytes, saves: see `MemoryModel`.
+        runtime_bytes: see `MemoryModel.plan`.
 
     Raises:
         AllocationError: the strategy of a home does not fit its model.
@@ -51,6 +53,7 @@ class Step:
         is_whole: bool,
         moves: Moves,
         rows_bytes: int,
+        runtime_bytes: Mapping[int, int],
         saves: Saves | None,
     ) -> None:
         self._roles, self._moves, self._rows_bytes, self._saves = roles, moves, rows_bytes, saves
@@ -60,6 +63,10 @@ class Step:
         homes = {name: home for name, (_, home) in roles.items()}
         allocations = (*homes.values(), *(call.allocation for call in calls))
         self.n_ranks = 1 + max((allocation.mesh.ranks[-1] for allocation in allocations), default=-1)
+        self._runtime = np.zeros(self.n_ranks, dtype=np.int64)
+        for rank, n_bytes in runtime_bytes.items():
+            if rank < self.n_ranks:
+                self._runtime[rank] = n_bytes
         self._away = _offloaded(calls, homes)
         self._kept = {name: own.kept(home.strategy) for name, (own, home) in roles.items()}
         self._places = {name: (ranks_of(home), parts_of(home.strategy)) for name, home in homes.items()}
@@ -102,6 +109,7 @@ class Step:
             if found.received.any():
                 room += MESSAGES + (REALLOC_BUCKET if hook.eta != 1.0 else 0)
         self._add(usages, _ROWS, self._rows_bytes)
+        self._add(usages, _RUNTIME, self._runtime[ranks])
         if self._saves is not None and self._saves.is_repeated:
             usages[_HOST] += self._copied[ranks]
         return ranks, usages, room
@@ -163,6 +171,7 @@ class Step:
         homes = np.flatnonzero(usages[_TOTAL] >= 0)
         usages = usages[:, homes]
         self._add(usages, _ROWS, self._rows_bytes)
+        self._add(usages, _RUNTIME, self._runtime[homes])
         usages[_HOST] += self._copied[homes] + (2 * SAVE_STAGE if self._saves and self._saves.is_staged else 0)
         return homes, usages
 

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy, nearest_strategy
 from realrl.plan.parameters.shards import ModelShard, check_tp, shard_at
-from realrl.plan.parameters.specs import Layer, ParameterSpec, Slice, slice_of
+from realrl.plan.parameters.specs import Layer, ParameterSpec, Slice, slice_of, units_of
 from realrl.plan.parameters.stages import stages_of
 
 
@@ -90,8 +90,25 @@ class ParameterLayout:
         return {}
 
     @cached_property
-    def _num_bytes(self) -> dict[ModelShard, int]:
+    def _num_bytes(self) -> dict[tuple[int, int], int]:
         return {}
+
+    @cached_property
+    def stage_of(self) -> Mapping[Layer, int]:
+        """Layer -> pp_rank that holds it."""
+        stage_of: dict[Layer, int] = {"embedding": 0, "head": self.strategy.pp - 1}
+        for stage, layers in enumerate(self.stages):
+            stage_of.update(dict.fromkeys(layers, stage))
+        return stage_of
+
+    @cached_property
+    def _unit_bytes(self) -> tuple[dict[int, int], ...]:
+        """For each stage, number of units -> bytes of one unit of each parameter that has so many."""
+        found: tuple[dict[int, int], ...] = tuple({} for _ in self.stages)
+        for spec in self.specs:
+            for stage in {self.stage_of[layer] for layer in spec.layers}:
+                found[stage][spec.n_units] = found[stage].get(spec.n_units, 0) + spec.unit_bytes
+        return found
 
     def __contains__(self, global_rank: object) -> bool:
         return global_rank in self._mesh_rank_of
@@ -136,10 +153,11 @@ class ParameterLayout:
         Raises:
             KeyError: the rank is not in the layout.
         """
-        shard = self.shard_of(global_rank)
-        if shard not in self._num_bytes:
-            self._num_bytes[shard] = sum(shard.n_units_of(spec) * spec.unit_bytes for spec in self.specs)
-        return self._num_bytes[shard]
+        pp_rank, _, tp_rank = self.coordinates_of(global_rank)
+        if (pp_rank, tp_rank) not in self._num_bytes:
+            spans = ((units_of(n, tp_rank, self.strategy.tp), size) for n, size in self._unit_bytes[pp_rank].items())
+            self._num_bytes[pp_rank, tp_rank] = sum((stop - start) * size for (start, stop), size in spans)
+        return self._num_bytes[pp_rank, tp_rank]
 
     @property
     def model_bytes(self) -> int:

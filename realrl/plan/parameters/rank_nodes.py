@@ -14,7 +14,7 @@ Invariants of `NodeShares.choose`:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -72,10 +72,10 @@ class NodeShares:
 
     def bytes_across(self, layout: ParameterLayout) -> int:
         """Return the bytes that cross to nodes if the target layout is this one, on the same ranks."""
-        taken = np.zeros((self.n_nodes, len(self._needed)), dtype=np.int64)
+        taken: list[set[int]] = [set() for _ in self._nodes]
         for rank in layout.ranks:
-            taken[self._nodes[self._node_of(rank)], part_of(layout, rank)] = 1
-        return int(((taken @ self._needed > 0) & self._lacks).sum(axis=0) @ self._sizes)
+            taken[self._nodes[self._node_of(rank)]].add(part_of(layout, rank))
+        return sum(self._crossing(place, parts) for place, parts in enumerate(taken))
 
     def choose(self, columns: Sequence[Column]) -> list[list[int]] | None:
         """Return, for each part, the ranks that take it, node by node; None on one node, or where that takes long.
@@ -140,14 +140,17 @@ class NodeShares:
         gains = np.zeros((self.n_nodes, len(columns)), dtype=np.int64)
         for place, room in enumerate(rooms):
             for number, column in enumerate(columns):
-                needed = self._needed[list(column)].any(axis=0) & self._lacks[place]
-                gains[place, number] = -int(self._sizes[needed].sum()) // min(max(room, 1), dp)
+                gains[place, number] = -self._crossing(place, column) // min(max(room, 1), dp)
         amounts, _ = transport(gains, rooms, [dp] * len(columns))
         return [tuple(row) for row in amounts.tolist()]
 
     def _across(self, place: int, columns: Sequence[Column], counts: Counts) -> int:
-        parts = [part for column, count in zip(columns, counts, strict=True) if count for part in column]
-        return int(self._sizes[self._needed[parts].any(axis=0) & self._lacks[place]].sum())
+        taken = (column for column, count in zip(columns, counts, strict=True) if count)
+        return self._crossing(place, [part for column in taken for part in column])
+
+    def _crossing(self, place: int, parts: Iterable[int]) -> int:
+        """Return the bytes that cross to a node whose ranks take these parts."""
+        return int(self._sizes[self._needed[list(parts)].any(axis=0) & self._lacks[place]].sum())
 
     def _best_inside(
         self, place: int, columns: Sequence[Column], counts: Counts

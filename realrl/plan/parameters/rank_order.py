@@ -33,6 +33,7 @@ from realrl.plan.parameters.realloc_overlap import overlap_of_layouts, part_of
 from realrl.plan.parameters.realloc_portions import Matrix, portions_of
 
 _LEAST_SAVED = 0.01  # of the bytes of the plain order; a few vectors are no reason to mix up groups
+_MOST_PLACES = 128  # of tensor groups; of more, neighbours count as one place, so that ranks there are alike
 
 
 def best_rank_order(
@@ -103,7 +104,8 @@ class _Orders:
         self.plain = parameter_layout(source.specs, strategy, ranks)
         self._source = source
         portions = portions_of(source, self.plain)
-        self._held = overlap_of_layouts(source, self.plain).held
+        overlap = overlap_of_layouts(source, self.plain)
+        self._held, self._needed_bytes = overlap.held, int(overlap.needed.sum()) * strategy.dp
         self._nodes = NodeShares(portions, source, self.plain, self._held, node_of)
 
     def candidates(self, columns: Sequence[Column]) -> Iterator[ParameterLayout]:
@@ -118,7 +120,7 @@ class _Orders:
         """Return the bytes that cross between nodes, and all bytes that move."""
         source = self._source
         kept = (int(self._held[part_of(source, r), part_of(layout, r)]) for r in layout.ranks if r in source)
-        return self._nodes.bytes_across(layout), sum(map(layout.num_bytes_of, layout.ranks)) - sum(kept)
+        return self._nodes.bytes_across(layout), self._needed_bytes - sum(kept)
 
     def _layout(self, members_of_part: Sequence[Sequence[int]]) -> ParameterLayout:
         s = self.plain.strategy
@@ -189,7 +191,9 @@ def _nearest_groups(
         ends = np.cumsum([0, *map(len, kinds.values())]).tolist()
         chosen = [[part for _, part in columns[first:end]] for first, end in pairwise(ends)]
     else:
-        distances = np.abs(np.array([[group] for group, _ in kinds]) - np.array([group for group, _ in columns]))
+        n_near = -(-s.pp * s.dp // _MOST_PLACES)
+        at, to = (np.array([group // n_near for group, _ in known]) for known in (kinds, columns))
+        distances = np.abs(at[:, None] - to)
         index_of = {part: index for index, part in enumerate(parts)}
         flags_of = np.array([free[source] for _, source in kinds])[:, [index_of[part] for _, part in columns]]
         gains = np.where(flags_of, -distances, -1 - len(plain.ranks) ** 2)

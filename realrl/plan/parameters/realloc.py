@@ -190,6 +190,10 @@ class ReallocPlan:
         """Return those of `bytes_received` that ranks of other nodes send."""
         return self._from_other_nodes.get(rank, 0)
 
+    def bytes_to_other_nodes(self, rank: int) -> int:
+        """Return those of `bytes_sent` that go to ranks of other nodes."""
+        return self._to_other_nodes.get(rank, 0)
+
     @property
     def has_relays(self) -> bool:
         """True if a rank passes on what it gets from another node."""
@@ -200,16 +204,29 @@ class ReallocPlan:
         """Global ranks that take part, ascending: all of both layouts."""
         return tuple(sorted({*self.source_layout.ranks, *self.target_layout.ranks}))
 
+    @property
+    def pairs(self) -> frozenset[tuple[int, int]]:
+        """Ranks of which one sends to the other, the smaller first."""
+        return frozenset((min(ends), max(ends)) for ends in self._flows[:, :2].tolist())
+
     @cached_property
     def _sent(self) -> Mapping[int, int]:
         return {rank: int(self._flow_bytes[at].sum()) for rank, at in self._flows_by_source.items()}
 
     @cached_property
     def _from_other_nodes(self) -> Mapping[int, int]:
+        return {rank: int(self._crossing_bytes[at].sum()) for rank, at in self._flows_by_target.items()}
+
+    @cached_property
+    def _to_other_nodes(self) -> Mapping[int, int]:
+        return {rank: int(self._crossing_bytes[at].sum()) for rank, at in self._flows_by_source.items()}
+
+    @cached_property
+    def _crossing_bytes(self) -> Matrix:
+        """Bytes of each flow between nodes; 0 of one inside a node."""
         nodes = np.array([self._nodes[rank] for rank in self.ranks])
         source, target = nodes[np.searchsorted(self.ranks, self._flows[:, :2])].T
-        n_bytes = np.where(source == target, 0, self._flow_bytes)
-        return {rank: int(n_bytes[at].sum()) for rank, at in self._flows_by_target.items()}
+        return np.where(source == target, 0, self._flow_bytes)
 
     @cached_property
     def _flow_bytes(self) -> Matrix:

@@ -102,7 +102,6 @@ def portions_of(
     Args:
         item_bytes: cut layers into items of at most that many bytes; None keeps every layer in one item.
     """
-    source_stages, target_stages = (_stages_of_layers(layout) for layout in (source, target))
     cells_of: dict[int, list[tuple[int, int, range, range]]] = {}
     whole = [(0, 1, range(source.strategy.tp), range(target.strategy.tp))]
     items: dict[tuple[object, ...], dict[Layer, list[UnitRange]]] = {}
@@ -113,7 +112,7 @@ def portions_of(
                 cells_of[spec.n_units] = list(_cells(spec.n_units, source.strategy.tp, target.strategy.tp))
             cells = cells_of[spec.n_units]
         stages = tuple(
-            tuple(sorted({of_layer[layer] for layer in spec.layers})) for of_layer in (source_stages, target_stages)
+            tuple(sorted({of_layer[layer] for layer in spec.layers})) for of_layer in (source.stage_of, target.stage_of)
         )
         kind = "block" if isinstance(spec.layer, int) else spec.layer
         for start, stop, source_tps, target_tps in cells:
@@ -153,13 +152,6 @@ def _parts(spec: ParameterSpec, piece: UnitRange, item_bytes: int) -> Iterator[U
     edges = [piece.start + n_units * i // n_parts for i in range(n_parts + 1)]
     for start, stop in pairwise(edges):
         yield UnitRange(piece.spec_index, start, stop, (stop - start) * spec.unit_bytes)
-
-
-def _stages_of_layers(layout: ParameterLayout) -> dict[Layer, int]:
-    stage_of: dict[Layer, int] = {"embedding": 0, "head": layout.strategy.pp - 1}
-    for stage, layers in enumerate(layout.stages):
-        stage_of.update(dict.fromkeys(layers, stage))
-    return stage_of
 
 
 def _cells(n_units: int, source_tp: int, target_tp: int) -> Iterator[tuple[int, int, range, range]]:

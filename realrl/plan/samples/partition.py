@@ -12,12 +12,17 @@ Invariants of `partition_by_budget`:
     - the parts are disjoint, cover all indices, and none is empty;
     - a part weighs at most the budget, unless it is one single item that exceeds it;
     - no two parts could be merged within the budget.
+Invariants of `micro_batches_balanced` and `micro_batches_in_order`:
+    - the parts cover all samples once, and none is empty unless there is no sample;
+    - without a budget there are `n_mbs` of them, or as many as samples;
+    - those in order hold neighbours.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from itertools import accumulate
 
 
 def default_n_mbs(pp: int, *, is_train: bool) -> int:
@@ -91,3 +96,49 @@ def partition_by_budget(weights: Sequence[int], budget: int) -> list[list[int]]:
             parts[fit].append(i)
             loads[fit] += weights[i]
     return sorted(sorted(part) for part in parts)
+
+
+def micro_batches_balanced(weights: Sequence[int], *, n_mbs: int, budget: int | None = None) -> list[list[int]]:
+    """Cut a minibatch of training into micro-batches of nearly equal tokens.
+
+    Args:
+        weights: tokens of each sample.
+        n_mbs: number of micro-batches.
+        budget: tokens of a micro-batch, in the place of `n_mbs`.
+    """
+    if budget is not None:
+        return partition_by_budget(weights, budget)
+    n_mbs = min(n_mbs, len(weights))
+    return [list(range(len(weights)))] if n_mbs <= 1 else partition_balanced(weights, n_mbs)
+
+
+def micro_batches_in_order(weights: Sequence[int], *, n_mbs: int, budget: int | None = None) -> list[range]:
+    """Cut a batch of inference into micro-batches of neighbours; arguments as for `micro_batches_balanced`."""
+    if not weights:
+        return [range(0)]
+    if budget is not None:
+        starts = _starts_by_budget(weights, budget)
+    else:
+        starts = _starts_by_count(weights, min(n_mbs, len(weights)))
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(weights)], strict=True)]
+
+
+def _starts_by_budget(weights: Sequence[int], budget: int) -> list[int]:
+    starts, load = [0], 0
+    for i, weight in enumerate(weights):
+        if load and load + weight > budget:
+            starts.append(i)
+            load = 0
+        load += weight
+    return starts
+
+
+def _starts_by_count(weights: Sequence[int], n_parts: int) -> list[int]:
+    """Cut where the running total passes each further share of the whole, leaving no part empty."""
+    before = [0, *accumulate(weights)]
+    starts = [0]
+    for part in range(1, n_parts):
+        first, last = starts[-1] + 1, len(weights) - (n_parts - part)
+        share = before[-1] * part / n_parts
+        starts.append(min(range(first, last + 1), key=lambda i: abs(before[i] - share)))
+    return starts

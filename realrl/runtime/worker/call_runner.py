@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -25,6 +25,10 @@ from realrl.runtime.transport.base import SampleClient
 from realrl.runtime.worker.roles import HostedRole
 from realrl.sched.messages import CallDone, MoveRows, RowsMoved, RunCall, SampleMeta, Span
 from realrl.sched.track.scores import WEIGHT
+
+_WAIT_WORTH_TELLING_S = 0.001
+
+Args = dict[str, str | int | float]
 
 
 class CallRunner:
@@ -81,20 +85,22 @@ class CallRunner:
         minibatches = request.minibatches if hosted.has_weights else (request.keeps,)
         ids = tuple(dict.fromkeys(sample_id for minibatch in minibatches for sample_id in minibatch))
         output, metrics, recorded = None, dict[str, float](), MetricSums()
+        args: Args = {"step": request.step, "dispatch": request.dispatch_id, "role": mfc.role, "samples": len(ids)}
         with self._parameters_of(mfc, is_at_home):
             if ids:
                 batch = self._store.get(ids, mfc.input_keys, device=self._device).remap(mfc.input_key_remap)
                 context = self._context(mfc, request.step, minibatches, recorded)
-                output, metrics = self._call(mfc, batch, request, context)
+                output, metrics, counts = self._call(mfc, batch, request, context)
+                args |= counts
         if hosted.has_weights and not is_at_home:
             hosted.decoder(allocation).release_parameters()
             if not request.keeps_parameters:
                 hosted.send_home(mfc.name)
         devices.synchronize(self._device)
         end_s = time.time()
-        spans.append(
-            Span(mfc.name, "call", call_start_s, end_s, {"step": request.step, "role": mfc.role, "samples": len(ids)})
-        )
+        if call_start_s - pulled_s > _WAIT_WORTH_TELLING_S:
+            args["waited_s"] = call_start_s - pulled_s
+        spans.append(Span(mfc.name, "call", call_start_s, end_s, args))
         return CallDone(
             rank=self.rank,
             seq=request.seq,
@@ -117,8 +123,7 @@ class CallRunner:
         bytes_received = exchange_rows(
             (*request.sends, *request.receives), store=self._store, world=self._world, device=self._device
         )
-        keys = ", ".join(sorted({transfer.key for transfer in (*request.sends, *request.receives)}))
-        args: dict[str, str | int | float] = {"keys": keys, "bytes": bytes_received, "step": request.step}
+        args = _args_of(request, (*request.sends, *request.receives), bytes_received)
         return RowsMoved(
             rank=self.rank,
             seq=request.seq,
@@ -156,18 +161,20 @@ class CallRunner:
 
     def _call(
         self, mfc: MFCDef, batch: SequenceSample, request: RunCall, context: CallContext
-    ) -> tuple[SampleMeta | None, dict[str, float]]:
+    ) -> tuple[SampleMeta | None, dict[str, float], dict[str, int]]:
+        """Run the interface; return what this rank keeps of its output, its metrics, and counts for the trace."""
         hosted = self._roles[mfc.role]
         model = hosted.models[self._plan.allocation_of(mfc.name)]
         interface = hosted.interfaces[mfc.name]
         try:
             if mfc.interface_type is InterfaceType.TRAIN_STEP:
                 hosted.set_schedule_end(request.n_steps)
-                hosted.separate()
+                hosted.forget_visits()
                 metrics = interface.train_step(model, batch, context)
                 check_recorded(context, mfc)
                 hosted.version += 1
-                return None, check_metrics(context, mfc, metrics)
+                self._check_replicas(hosted)
+                return None, check_metrics(context, mfc, metrics), _counts(mfc, batch)
             run = interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
             run = interface.evaluate if WEIGHT in mfc.output_keys else run
             result = check_output(context, mfc, batch, run(model, batch, context))
@@ -181,10 +188,16 @@ class CallRunner:
         returned = set(result.ids)
         keeps = [sample_id for sample_id in request.keeps if sample_id in returned]  # a call may drop the others
         if not keeps:
-            return None, {}
+            return None, {}, _counts(mfc, batch, result)
         kept = result.select(keeps)
         self._store.put(kept)
-        return kept.describe(), {}
+        return kept.describe(), {}, _counts(mfc, batch, result)
+
+    def _check_replicas(self, hosted: HostedRole) -> None:
+        """Compare the replicas of a role after a train_step, if that is due."""
+        every, engine = self._plan.config.cluster.check_replicas_every_steps, hosted.home_engine
+        if engine is not None and every and hosted.version % every == 0:
+            engine.check_replicas(self.rank)
 
     def _pull(self, request: RunCall, spans: list[Span]) -> int:
         """Fetch the planned rows that this rank lacks, one request per transfer. Returns the bytes received.
@@ -205,8 +218,7 @@ class CallRunner:
                 payload = self._client.pull(self._peers[source], transfer.key, transfer.ids, waits=is_passed_on)
                 received += len(payload)
                 self._store.put(decode_rows(payload).to(self._device))
-            keys = ", ".join(sorted({t.key for t in transfers}))
-            args: dict[str, str | int | float] = {"from": source, "keys": keys, "bytes": received, "step": request.step}
+            args: Args = {"from": source, **_args_of(request, transfers, received)}
             spans.append(Span(f"transfer for {request.call}", "transfer", start_s, time.time(), args))
             n_bytes += received
         return n_bytes
@@ -217,10 +229,31 @@ class CallRunner:
             return 0
         start_s = time.time()
         received = exchange_rows(request.spreads, store=self._store, world=self._world, device=self._device)
-        keys = ", ".join(sorted({transfer.key for transfer in request.spreads}))
-        args: dict[str, str | int | float] = {"keys": keys, "bytes": received, "step": request.step}
+        args = _args_of(request, request.spreads, received)
         spans.append(Span(f"spread for {request.call}", "transfer", start_s, time.time(), args))
         return received
+
+
+def _args_of(request: RunCall | MoveRows, transfers: Iterable[RowTransfer], n_bytes: int) -> Args:
+    """Return the trace's arguments of rows that moved."""
+    keys = ", ".join(sorted({transfer.key for transfer in transfers}))
+    return {"keys": keys, "bytes": n_bytes, "step": request.step, "dispatch": request.dispatch_id}
+
+
+def _counts(mfc: MFCDef, batch: SequenceSample, result: SequenceSample | None = None) -> dict[str, int]:
+    """Return tokens of all sequences that a call worked on; of a generation also its responses and their tokens."""
+    generates = mfc.interface_type is InterfaceType.GENERATE
+    source = result if generates and result is not None else batch
+    key = next((key for key in source.seqlens if key.endswith("input_ids")), None)
+    if key is None:
+        return {}
+    lengths = source.seqlens[key]
+    counts = {"tokens": sum(map(sum, lengths))}
+    if generates and "prompt_ids" in batch.seqlens:
+        prompts = dict(zip(batch.ids, batch.seqlens["prompt_ids"], strict=True))
+        n_prompt = sum(len(own) * sum(prompts[i]) for i, own in zip(source.ids, lengths, strict=True))
+        counts |= {"responses": sum(map(len, lengths)), "new_tokens": counts["tokens"] - n_prompt}
+    return counts
 
 
 def _record_responses(metrics: MetricSums, result: SequenceSample) -> None:

@@ -67,7 +67,9 @@ class HookRunner:
         bytes_received = 0
         for hook in hooks:
             start_s = time.time()
-            args: dict[str, str | int | float] = {"step": request.step, "for": request.call}
+            args: dict[str, str | int | float] = {
+                "step": request.step, "dispatch": request.dispatch_id, "for": request.call, "when": request.when,
+            }  # fmt: skip
             set_out_s = self._journeys[request.call][1] if request.call in self._journeys else None
             if isinstance(hook, Offload):
                 self._roles[hook.role].offload()
@@ -139,7 +141,7 @@ class HookRunner:
 
         is_here = self.rank in hook.target_allocation.ranks
         if is_here and not hook.is_implied:
-            self._roles[hook.target].separate()
+            self._roles[hook.target].forget_visits()
         if hook.is_implied:
             parameters = dict(arriving())
             if is_here:

@@ -129,11 +129,22 @@ class ModelWorker:
             moved = self._runner.move_rows(request)
             return msgspec.structs.replace(moved, spans=wait + moved.spans)
         if isinstance(request, LoadSamples):
+            wait = self._wait_span(start_s)
             meta, restored = self._load(request)
-            spans = (Span("dataset", "load", start_s, time.time()),)
+            spans = (
+                *wait,
+                Span("dataset", "load", start_s, time.time(), {"samples": len(request.ids)}),
+            )
             return SamplesLoaded(self.rank, request.seq, meta, spans, restored)
         if isinstance(request, ReadSamples):
-            return SamplesRead(self.rank, request.seq, request.step, read_samples(self.store, request, self._tokenizer))
+            wait = self._wait_span(start_s)
+            columns = read_samples(self.store, request, self._tokenizer)
+            n_samples = len({i for ids in (*request.texts.values(), *request.keys.values()) for i in ids})
+            spans = (
+                *wait,
+                Span("read", "read", start_s, time.time(), {"step": request.step, "samples": n_samples}),
+            )
+            return SamplesRead(self.rank, request.seq, request.step, columns, spans)
         if isinstance(request, FreeSamples):
             self.store.free(request.ids)
             return SamplesFreed(self.rank, request.seq)

@@ -6,7 +6,7 @@ other layouts    a decoder without memory, which a reallocation fills for one ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -127,12 +127,21 @@ class HostedRole:
         self._shared[call] = shared
 
     def send_home(self, call: str) -> None:
-        """Free the parameters of a call outside the home."""
-        del self.visiting[call]
-        _move_out(self._shared.pop(call))
+        """Free the parameters of a call outside the home; those of the home leave the memory that both share.
 
-    def separate(self) -> None:
-        """Give all parameters of the home memory of their own, before they change or leave the device."""
+        Parameters of other calls that are parts of theirs go with them.
+        """
+        memory = {tensor.untyped_storage().data_ptr() for tensor in self.visiting.pop(call).values()}
+        others = [tensor for tensors in self.visiting.values() for tensor in tensors.values()]
+        _move_out([p for p in self._shared.pop(call) if p.untyped_storage().data_ptr() in memory], others)
+
+    def forget_visits(self) -> None:
+        """Free what was brought for calls, before the home changes: it would be old, or partly new where shared."""
+        for call in list(self.visiting):
+            self.send_home(call)
+
+    def _separate(self) -> None:
+        """Give all parameters of the home memory of their own, before they leave the device."""
         for shared in self._shared.values():
             _move_out(shared)
             shared.clear()
@@ -156,7 +165,7 @@ class HostedRole:
 
     def offload(self) -> None:
         """Move the home's parameters to host memory, unless they are there."""
-        self.separate()
+        self._separate()
         if self.offloader is not None:
             if self.offloader.residence is Residence.RETURNING:
                 self.offloader.wait()
@@ -164,11 +173,28 @@ class HostedRole:
                 self.offloader.offload()
 
 
-def _move_out(shared: list[torch.Tensor]) -> None:
-    """Give tensors memory of their own, one after the other, if they lie in larger memory."""
+def _move_out(shared: Iterable[torch.Tensor], parts: Sequence[torch.Tensor] = ()) -> None:
+    """Give tensors memory of their own, one after the other, if they lie in larger memory.
+
+    Args:
+        parts: tensors that stay parts of those that they lie in.
+    """
     for tensor in shared:
         if tensor.untyped_storage().nbytes() > tensor.nbytes:
-            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+            old = tensor.data
+            tensor.data = old.clone(memory_format=torch.contiguous_format)
+            for part in parts:
+                if part.untyped_storage().data_ptr() == old.untyped_storage().data_ptr():
+                    part.data = tensor.data[_place_in(old, part)]
+
+
+def _place_in(whole: torch.Tensor, part: torch.Tensor) -> tuple[slice, ...]:
+    """Return where a tensor lies in another one of the same memory and strides, which contains it."""
+    rest, place = int(part.storage_offset()) - int(whole.storage_offset()), []
+    for stride, size in zip(whole.stride(), part.shape, strict=True):
+        start, rest = divmod(rest, stride)
+        place.append(slice(start, start + size))
+    return tuple(place)
 
 
 def build_roles(

@@ -8,12 +8,12 @@ import torch
 from realrl.algo.api import GenerationResult
 from realrl.config.schema import GenerationConfig
 from realrl.cpu import KVCache, NewTokens
-from realrl.engine.generate import GenerateRequest, decode_batch, generator
-from realrl.engine.generate.generator import divide
+from realrl.engine.generate import GenerateRequest, generator
 from realrl.engine.generate.philox import hash_words, step_key, uniforms
 from realrl.errors import CallError, ConfigError
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
+from realrl.plan.samples import slot_table
 from realrl.shape import tiny_config
 
 VOCAB_SIZE, EOS = 61, 0
@@ -119,7 +119,7 @@ def test_seed_and_step_change_the_tokens(decoder, prompts):
 
 def test_a_small_prefill_budget_changes_nothing(decoder, prompts, monkeypatch):
     reference = generate(decoder, prompts)
-    monkeypatch.setattr(decode_batch, "PREFILL_TOKENS", 8)
+    monkeypatch.setattr(slot_table, "PREFILL_TOKENS", 8)
     assert tokens(generate(decoder, prompts)) == tokens(reference)
 
 
@@ -188,21 +188,6 @@ def test_bfloat16(prompts):
     decoder = random_model(tiny_config(VOCAB_SIZE, dtype="bfloat16"), seed=1)
     result = generate(decoder, prompts, max_batch_size=5)
     assert all(torch.isfinite(logprobs).all() for logprobs in result.logprobs)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "n_shares", "max_batch_size"),
-    [((5, 3, 9, 1, 7, 2), 4, 64), ((4, 4), 3, 64), ((1, 2, 3), 3, 2), ((6,), 1, 1), ((), 2, 8)],
-)
-def test_shares_hold_each_sample_once_in_nearly_equal_numbers(lengths, n_shares, max_batch_size):
-    generation = GenerationConfig(max_batch_size=max_batch_size)
-    prompts = [torch.ones(n, dtype=torch.int64) for n in lengths]
-    request = GenerateRequest(prompts, [str(i) for i in range(len(lengths))], generation, 1, 1, EOS)
-    shares = divide(request, n_shares)
-    assert len(shares) == min(n_shares, len(lengths), max_batch_size)
-    assert sorted(itertools.chain.from_iterable(shares)) == list(range(len(lengths)))
-    sizes = [len(share) for share in shares]
-    assert not sizes or (min(sizes) >= 1 and max(sizes) - min(sizes) <= 1)
 
 
 class TestBadInput:

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from realrl.errors import ConfigError
 from realrl.model.decoder import Decoder
@@ -160,10 +159,17 @@ def injected(logits: torch.Tensor, seqlens: list[int], config: MoEConfig, weight
     return float(balance.losses[0]), logits.grad
 
 
+def loss_of_transformers(logits: torch.Tensor, n_experts: int, top_k: int) -> torch.Tensor:
+    """Imported when called: every process that collects tests would load the modelling code otherwise."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    return load_balancing_loss_func((logits,), n_experts, top_k)
+
+
 @given(n_tokens=st.integers(1, 40), top_k=st.integers(1, 5), seed=st.integers(0, 99))
 def test_one_sequence_has_the_loss_and_gradient_of_transformers(n_tokens: int, top_k: int, seed: int) -> None:
     logits = torch.randn(n_tokens, 5, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-    expected = load_balancing_loss_func((logits,), 5, top_k)
+    expected = loss_of_transformers(logits, 5, top_k)
     (0.3 * expected).backward()
     loss, gradient = injected(logits, [n_tokens], replace(MOE, top_k=top_k), 0.3)
     assert loss == pytest.approx(expected.item(), rel=1e-5)
@@ -235,7 +241,7 @@ def written_out(decoder: Decoder, hidden: object, seqlens: list[int]) -> torch.T
     for mlp in experts:
         for part in (inputs[mlp.layer_index] @ mlp.router.weight.T).split(seqlens):
             if len(part):
-                total = total + 0.7 * load_balancing_loss_func((part,), MOE.n_experts, MOE.top_k)
+                total = total + 0.7 * loss_of_transformers(part, MOE.n_experts, MOE.top_k)
     return total
 
 

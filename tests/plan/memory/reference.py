@@ -23,21 +23,23 @@ from realrl.plan.parameters.realloc import plan_realloc
 from realrl.plan.parameters.specs import DTYPE_BYTES
 
 
-def counted(roles, calls, *, rows_bytes=0, saves=None):
+def counted(roles, calls, *, rows_bytes=0, runtime_bytes=None, saves=None):
     """Call or `SAVE` -> rank -> usage, as `MemoryModel.plan(...).calls`."""
     away, copies = _away(roles, calls), {} if saves is None else _copies(roles, saves)
-    stays = copies if saves is not None and saves.is_repeated else {}
+    stays, runtime = copies if saves is not None and saves.is_repeated else {}, runtime_bytes or {}
     found = {}
     for call in calls:
         found[call.name] = {}
         for rank in call.allocation.ranks:
-            own = _call(call, roles, rank) + Usage(rows=rows_bytes, host=stays.get(rank, 0))
+            own = _call(call, roles, rank)
+            own += Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=stays.get(rank, 0))
             usages = [_resident(roles, rank, absent) + own for absent in away[call.name]]
             found[call.name][rank] = max(usages, key=lambda usage: usage.total)
     if saves is not None:
         found[SAVE] = {rank: _save(roles, rank, away[SAVE]) for rank in copies}
         for rank, n_bytes in copies.items():
-            found[SAVE][rank] += Usage(rows=rows_bytes, host=n_bytes + (2 * SAVE_STAGE if saves.is_staged else 0))
+            staged = 2 * SAVE_STAGE if saves.is_staged else 0
+            found[SAVE][rank] += Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=n_bytes + staged)
     return found
 
 

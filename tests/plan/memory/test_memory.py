@@ -26,6 +26,7 @@ from realrl.plan.memory.formulas import (
 from realrl.plan.memory.load import Load, RowLengths, load_of
 from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
+from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import SAVE, CallState, RoleState, Usage, checkpoint_bytes, show_bytes
 from realrl.plan.memory.saving import Saves
 from realrl.plan.parameters.decoder_specs import parameter_specs
@@ -231,15 +232,15 @@ def test_invariants(home, elsewhere, trained, kind):
     calls = [call(kind, elsewhere, name="use", hooks=hooks, load=load)]
     if trained:
         calls.append(call(TRAIN, home, name="train", load=load))
-    plan = plan_memory(roles, calls, rows_bytes=77)
-    assert plan == plan_memory(roles, calls, rows_bytes=77)
+    plan = plan_memory(roles, calls, rows_bytes=77, runtime_bytes={0: 5})
+    assert plan == plan_memory(roles, calls, rows_bytes=77, runtime_bytes={0: 5})
     for one in calls:
         assert set(plan.calls[one.name]) == set(one.allocation.ranks)
         for rank, usage in plan.calls[one.name].items():
             parts = (usage.parameters, usage.optimizer, usage.gradients, usage.copies, usage.cache, usage.activations)
             assert min(parts) >= 0
             assert usage.rows == 77
-            assert usage.total == sum(parts) + 77
+            assert usage.total == sum(parts) + 77 + (5 if rank == 0 else 0)
             kept = plan.roles["actor"].get(rank, Usage())
             assert (usage.parameters, usage.optimizer) == (kept.parameters, kept.optimizer)
             assert plan.peak(rank)[1].total >= usage.total
@@ -388,3 +389,25 @@ def test_sizes_are_readable():
     assert [show_bytes(n) for n in (0, 999, 1500, 2_500_000, 80_000_000_000)] == [
         "0 B", "999 B", "1.5 kB", "2.5 MB", "80.0 GB",
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- overlap
+
+
+@pytest.mark.parametrize(("other", "kept"), [("d4", 1 / 2), ("t4", 0.0)])
+def test_parameters_that_stay_hold_what_the_home_leaves_for_another_call(other, kept):
+    """The home has halves, the call that stays a quarter: new on two ranks, a part of the home's half on the others.
+
+    The home moves into the memory of whole parameters, and that call keeps all of the half.
+    """
+    roles = {"ref": role("d2t2", is_trained=False)}
+    calls = []
+    for name, layout in (("first", "t4"), ("second", other)):
+        hooks = CallHooks((Realloc("ref", place("d2t2"), "ref", place(layout)),))
+        calls.append(call(INFERENCE, layout, name=name, of="ref", hooks=hooks))
+    memory = plan_memory(roles, calls)
+    split = sum(spec.num_bytes for spec in parameter_specs(MODEL) if spec.sharded_dim is not None)
+    capacity = max(memory.calls["second"][rank].total + n * split for rank, n in ((0, kept), (1, 1 / 4)))
+    for room, is_enough in ((capacity, True), (capacity - 1, False)):
+        overlap = plan_overlap(roles, calls, memory, capacity=room, is_host_memory=False, batches={})
+        assert ("first" in overlap.resident) == is_enough

@@ -113,11 +113,12 @@ def test_plans_are_those_counted_rank_by_rank(data, shape, cluster, saves, is_ho
     model = MemoryModel(rows_bytes=7, saves=saves)
     for _ in range(2):  # the second plan meets what the first one has left
         roles, calls = data.draw(plans(shape, cluster))
-        found = model.plan(roles, calls)
-        assert found.calls == counted(roles, calls, rows_bytes=7, saves=saves)
-        assert found == MemoryModel(rows_bytes=7, saves=saves).plan(roles, calls)
-        check_groups(model.peaks(roles, calls), found)
-        peaks = partial(model.peaks, roles, calls, is_host_memory=is_host_memory)
+        runtime = data.draw(st.dictionaries(st.integers(0, cluster.n_devices), st.integers(0, MESSAGES)))
+        found = model.plan(roles, calls, runtime_bytes=runtime)
+        assert found.calls == counted(roles, calls, rows_bytes=7, runtime_bytes=runtime, saves=saves)
+        assert found == MemoryModel(rows_bytes=7, saves=saves).plan(roles, calls, runtime_bytes=runtime)
+        check_groups(model.peaks(roles, calls, runtime_bytes=runtime), found)
+        peaks = partial(model.peaks, roles, calls, runtime_bytes=runtime, is_host_memory=is_host_memory)
         check_peaks(peaks, found, is_host_memory)
 
 

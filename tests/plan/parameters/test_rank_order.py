@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -139,6 +140,28 @@ def test_the_fewest_bytes_cross_between_nodes_then_the_fewest_move(shape: Decode
         assert all(best.slices_of(rank) == plain.slices_of(rank) for rank in ranks)
 
 
+@pytest.mark.parametrize("order", [range(6), (4, 0, 3, 1, 5, 2)])
+def test_of_the_orders_that_let_as_little_cross_the_one_that_moves_least(order: Sequence[int]) -> None:
+    """Against all ways in which eight ranks on three nodes, three of which have parameters, can take two parts."""
+    source = parameter_layout(parameter_specs(EIGHT_HEADS), ParallelStrategy(tp=2, dp=3), order)
+    strategy, ranks = ParallelStrategy(tp=2, dp=4), range(3, 11)
+
+    def node_of(rank: int) -> int:
+        return rank // 3
+
+    def cost(target: ParameterLayout) -> tuple[int, int]:
+        plan = plan_realloc(source, target, node_of=node_of)
+        return plan.bytes_between_nodes, plan.total_bytes
+
+    costs = set()
+    for firsts in itertools.combinations(ranks, 4):
+        others = [rank for rank in ranks if rank not in firsts]
+        costs.add(cost(parameter_layout(source.specs, strategy, [*itertools.chain(*zip(firsts, others, strict=True))])))
+    least = min(costs)
+    assert any(across == least[0] and moves > least[1] for across, moves in costs)
+    assert cost(best_rank_order(source, strategy, ranks, node_of=node_of)) == least
+
+
 def test_stages_go_to_the_nodes_that_hold_them() -> None:
     """The tensor groups stay inside their nodes, and nothing crosses."""
     source = parameter_layout(parameter_specs(EIGHT_HEADS), ParallelStrategy(pp=2, tp=4), (4, 5, 6, 7, 0, 1, 2, 3))
@@ -196,7 +219,9 @@ def test_tensor_groups_stay_inside_nodes_where_that_costs_no_bytes() -> None:
     assert all(len({rank // 8 for rank in group}) == 1 for group in target.tp_groups())
 
 
-@pytest.mark.parametrize(("training", "generation"), [((7, 2, 9), (5, 4, 6)), ((3, 4, 6), (4, 8, 2))])
+@pytest.mark.parametrize(
+    ("training", "generation"), [((7, 2, 9), (5, 4, 6)), ((3, 4, 6), (4, 8, 2)), ((7, 8, 18), (12, 4, 21))]
+)
 def test_tensor_groups_are_near_where_stages_overlap_unevenly(
     training: tuple[int, int, int], generation: tuple[int, int, int]
 ) -> None:
@@ -232,7 +257,10 @@ def test_wrong_ranks_are_refused() -> None:
 
 @given(st.data())
 def test_transport_is_exact(data: st.DataObject) -> None:
-    """Against all assignments of single units; an assignment is as good exactly if it uses free entries alone."""
+    """Against all assignments of single units; an assignment is as good exactly if it uses free entries alone.
+
+    Some rows are equal, and some columns.
+    """
     n_units, n_rows = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 4))
     columns = data.draw(st.lists(st.integers(0, 3), min_size=n_units, max_size=n_units))
     rows = data.draw(st.lists(st.integers(0, n_rows - 1), min_size=n_units, max_size=n_units))
@@ -240,6 +268,8 @@ def test_transport_is_exact(data: st.DataObject) -> None:
     demands = [columns.count(column) for column in range(4)]
     gain = st.integers(-3, 3) | st.integers(10**11, 10**11 + 3)
     gains = np.array([[data.draw(gain) for _ in range(4)] for _ in range(n_rows)], dtype=np.int64)
+    gains = gains[[data.draw(st.integers(0, row)) for row in range(n_rows)]]
+    gains = gains[:, [data.draw(st.integers(0, column)) for column in range(4)]]
     amounts, is_free = transport(gains, supplies, demands)
     assert (amounts >= 0).all()
     assert amounts.sum(axis=1).tolist() == supplies

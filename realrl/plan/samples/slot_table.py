@@ -1,4 +1,4 @@
-"""Choice of the responses that are generated at a time: a pure state machine over slots.
+"""Choice of the responses that are generated at a time: a pure state machine over slots, and what stands around it.
 
 A row is one response in the making; it occupies the slot that equals its position in `SlotTable.rows`.
 
@@ -11,8 +11,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+
+from realrl.plan.memory.buffers import PREFILL_TOKENS
 
 # Prefilling one prompt reads every weight, like a whole decode step: wait until one slot in this many is free.
 _REFILL_SHARE = 8
@@ -123,3 +125,32 @@ class SlotTable:
             self.rows[target] = self.rows[source]
         del self.rows[n_left:]
         return moves
+
+
+def divide_prompts(prompt_lengths: Sequence[int], n_shares: int) -> list[list[int]]:
+    """Divide prompts, by index, into at most `n_shares` shares of nearly equal number and length; none is empty."""
+    n_shares = min(n_shares, len(prompt_lengths))
+    by_length = sorted(range(len(prompt_lengths)), key=lambda i: prompt_lengths[i])
+    return [sorted(by_length[share::n_shares]) for share in range(n_shares)]
+
+
+def rows_at_a_time(n_prompts: int, *, n_shares: int, n_responses: int, max_batch_size: int) -> int:
+    """Return the most rows of one share that are decoded together.
+
+    Args:
+        n_prompts: prompts of the largest share.
+        n_shares: shares that are generated at the same time, one for each pipeline stage.
+    """
+    return min(n_prompts * n_responses, max_batch_size // n_shares)
+
+
+def prefill_chunks(prompt_lengths: Sequence[int]) -> Iterator[range]:
+    """Yield the prompts that are computed in one pass: neighbours of at most `PREFILL_TOKENS` tokens, or a long one."""
+    start, n_tokens = 0, 0
+    for i, length in enumerate(prompt_lengths):
+        if i > start and n_tokens + length > PREFILL_TOKENS:
+            yield range(start, i)
+            start, n_tokens = i, 0
+        n_tokens += length
+    if len(prompt_lengths) > start:
+        yield range(start, len(prompt_lengths))

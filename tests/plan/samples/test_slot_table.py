@@ -1,9 +1,12 @@
+import itertools
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realrl.engine.generate.slot_table import Row, SlotTable
+from realrl.plan.memory.buffers import PREFILL_TOKENS
+from realrl.plan.samples.slot_table import Row, SlotTable, divide_prompts, prefill_chunks
 
 
 @st.composite
@@ -97,3 +100,20 @@ def test_holes_are_filled_from_the_end_with_as_few_moves_as_possible():
     table.admit()
     moves = table.retire([1, 4, 5])
     assert moves == [(3, 1)]
+
+
+@pytest.mark.parametrize(("lengths", "n_shares"), [((5, 3, 9, 1, 7, 2), 4), ((4, 4), 3), ((1, 2, 3), 2), ((), 2)])
+def test_shares_hold_each_sample_once_in_nearly_equal_numbers(lengths, n_shares):
+    shares = divide_prompts(lengths, n_shares)
+    assert len(shares) == min(n_shares, len(lengths))
+    assert sorted(itertools.chain.from_iterable(shares)) == list(range(len(lengths)))
+    sizes = [len(share) for share in shares]
+    assert not sizes or (min(sizes) >= 1 and max(sizes) - min(sizes) <= 1)
+
+
+@given(st.lists(st.integers(1, 2 * PREFILL_TOKENS), max_size=12))
+def test_prompts_of_one_prefill_are_neighbours_within_the_limit(lengths):
+    chunks = [lengths[part.start : part.stop] for part in prefill_chunks(lengths)]
+    assert list(itertools.chain.from_iterable(chunks)) == lengths
+    assert all(len(chunk) == 1 or (chunk and sum(chunk) <= PREFILL_TOKENS) for chunk in chunks)
+    assert all(sum(a) + b[0] > PREFILL_TOKENS for a, b in itertools.pairwise(chunks))

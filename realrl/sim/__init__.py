@@ -1,0 +1,1 @@
+"""Prediction of runs: the real scheduler on a clock of its own."""

@@ -1,0 +1,1 @@
+"""Seconds of every part of a step, as pure functions of shapes, lengths and hardware."""

@@ -1,0 +1,389 @@
+"""Durations of a run that was never made: every part of a step by its costs on given hardware.
+
+Invariants of `CostModel`:
+    - equal questions get equal answers, and no answer depends on earlier questions;
+    - ranks that compute in one group take equally long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+
+from realrl.config.schema import GenerationConfig
+from realrl.graph.mfc import InterfaceType
+from realrl.mesh.device_mesh import Allocation
+from realrl.plan.hooks import Offload, Realloc
+from realrl.plan.memory.formulas import Kernels, generation_bytes, local_shape
+from realrl.plan.memory.plan import RoleState, layout_of
+from realrl.plan.parameters.realloc import ReallocPlan
+from realrl.plan.parameters.shards import shard_of
+from realrl.plan.parameters.specs import DTYPE_BYTES
+from realrl.sched.calls import ScheduledCall
+from realrl.sched.messages import HookTime, MoveRows, RunCall
+from realrl.shape import DType
+from realrl.sim.costs.collectives import FREE, LinearCost, Route, all_gather, all_reduce, route_of, send
+from realrl.sim.costs.flops import stage_work
+from realrl.sim.costs.generation import Prompt, StageDecoding, replica_seconds, together_seconds
+from realrl.sim.costs.moves import (
+    RowBytes,
+    copy_seconds,
+    exchange_seconds,
+    pull_seconds,
+    realloc_of,
+    realloc_seconds,
+)
+from realrl.sim.costs.samples import Tokens, micro_batches, tokens_of
+from realrl.sim.costs.training import StageLinks, Training, optimizer_seconds, passes_of, run_passes, train_seconds
+from realrl.sim.durations import SampleSizes, meeting_ranks
+from realrl.sim.hardware import Hardware
+
+_STATE_BYTES = 12.0  # a parameter's float32 master and moments in a checkpoint
+_WIDTHS: Mapping[int, DType] = {2: "bfloat16", 4: "float32", 8: "float64"}
+_MOST_DISPATCHES = 8  # whose tokens are remembered
+_MOST_REPLICAS = 4096  # whose seconds of generation are remembered
+
+
+class CostModel:
+    """`realrl.sim.durations.Durations` from hardware and shapes.
+
+    Args:
+        roles: roles that have parameters.
+        hardware: the machines.
+        generation: the run's settings of generation.
+        kernels: the machine's kernels; those of CUDA by default.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[str, RoleState],
+        hardware: Hardware,
+        *,
+        generation: GenerationConfig,
+        kernels: Kernels | None = None,
+    ) -> None:
+        self._roles = roles
+        self._hardware = hardware
+        self._generation = generation
+        self._kernels = kernels or Kernels()
+        self._computing: dict[tuple[str, Allocation, InterfaceType], _Computing] = {}
+
+    # ------------------------------------------------------------ calls
+
+    def call(
+        self, call: ScheduledCall, requests: Mapping[int, RunCall], sizes: Mapping[str, SampleSizes]
+    ) -> Mapping[int, float]:
+        """Return the seconds of one dispatch on each rank of the mesh.
+
+        Raises:
+            ConfigError: the hardware has no peak for the dtype of a model.
+        """
+        if call.hooks.home is None:
+            return {rank: self._judging(request, sizes) for rank, request in requests.items()}
+        computing = self._computing_of(call)
+        replicas = computing.replicas
+        minibatches = [requests[members[0]].minibatches for members in replicas]
+        if call.mfc.is_train:
+            seconds = [computing.training(call, minibatches, sizes)] * len(replicas)
+        elif call.is_generate:
+            seconds = computing.generating([one[0] for one in minibatches], sizes)
+        else:
+            seconds = computing.inferring(call, [one[0] for one in minibatches], sizes)
+        constant = self._hardware.host.call_s
+        return {rank: constant + s for members, s in zip(replicas, seconds, strict=True) for rank in members}
+
+    def meets(self, call: ScheduledCall) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks that begin the computation of a call together."""
+        return meeting_ranks(call)
+
+    def _judging(self, request: RunCall, sizes: Mapping[str, SampleSizes]) -> float:
+        """Return the seconds of a role without parameters, which works on what the rank keeps."""
+        host = self._hardware.host
+        return host.call_s + host.reward_s * sum(len(sizes[sample_id].prompt_tokens) for sample_id in request.keeps)
+
+    def _computing_of(self, call: ScheduledCall) -> _Computing:
+        key = (call.mfc.role, call.allocation, call.mfc.interface_type)
+        if key not in self._computing:
+            self._computing[key] = _Computing(
+                self._roles[call.mfc.role],
+                call.allocation,
+                self._hardware,
+                generation=self._generation,
+                kernels=self._kernels,
+                kind=call.mfc.interface_type,
+            )
+        return self._computing[key]
+
+    # ------------------------------------------------------------ parameters and rows
+
+    def hooks(self, call: ScheduledCall, when: HookTime, ranks: Collection[int]) -> Mapping[int, float]:
+        """Return the seconds of the hooks on one side of a call, of parameters that are on the device."""
+        seconds = dict.fromkeys(ranks, 0.0)
+        if when == "ahead of":
+            return dict.fromkeys(ranks, self._hardware.links.device.latency_s)
+        for hook in call.hooks.before if when == "before" else call.hooks.after:
+            if isinstance(hook, Offload):
+                role = self._roles[hook.role]
+                found = self._copying(hook.role, hook.ranks) if role.is_changed or role.is_trained else {}
+            else:
+                found = dict.fromkeys(hook.ranks, self._moving(hook))
+            for rank in seconds:
+                seconds[rank] += found.get(rank, 0.0)
+        return seconds
+
+    def onload(self, role: str, ranks: Collection[int]) -> Mapping[int, float]:
+        """Return the seconds until parameters of a role are back from host memory."""
+        return self._copying(role, ranks)
+
+    def received_bytes(self, call: ScheduledCall, when: HookTime, rank: int) -> int:
+        """Return the bytes of parameters that hooks bring to a rank from others."""
+        hooks = () if when == "ahead of" else getattr(call.hooks, when)
+        return sum(self._plan_of(hook).bytes_received(rank) for hook in hooks if isinstance(hook, Realloc))
+
+    def rows(self, requests: Mapping[int, MoveRows | RunCall], sizes: Mapping[str, SampleSizes]) -> Mapping[int, float]:
+        """Return the seconds in which ranks get the rows that they lack."""
+        bytes_of, hardware = RowBytes(sizes), self._hardware
+        found = {}
+        for rank, request in requests.items():
+            if isinstance(request, MoveRows):
+                sent, received = request.sends, request.receives
+                pulled = 0.0
+            else:
+                sent = tuple([t for t in request.spreads if t.source == rank])
+                received = tuple([t for t in request.spreads if t.target == rank])
+                pulled = pull_seconds(request.transfers, bytes_of, hardware)
+            ways = (exchange_seconds(way, bytes_of, hardware, self._node_of) for way in (sent, received))
+            found[rank] = pulled + max(ways)
+        return found
+
+    @cached_property
+    def _node_of(self) -> Callable[[int], int]:
+        cluster = next(iter(self._roles.values())).home.mesh.cluster
+        return cluster.node_of
+
+    def _plan_of(self, hook: Realloc) -> ReallocPlan:
+        return realloc_of(self._roles[hook.source].model, hook.source_allocation, hook.target_allocation)
+
+    def _moving(self, hook: Realloc) -> float:
+        plan = self._plan_of(hook)
+        seconds = realloc_seconds(plan, self._hardware.links, self._node_of)
+        if hook.is_implied:
+            return seconds
+        target = max(plan.target_layout.num_bytes_of(rank) for rank in plan.target_layout.ranks)
+        return seconds + 3 * target / self._hardware.device.stream  # read twice, and written
+
+    def _copying(self, role: str, ranks: Collection[int]) -> dict[int, float]:
+        state = self._roles[role]
+        layout, node_of = layout_of(state.model, state.home), self._node_of
+        n_active = max(sum(node_of(other) == node_of(rank) for other in state.home.ranks) for rank in state.home.ranks)
+        return {
+            rank: copy_seconds(layout.num_bytes_of(rank), n_active, self._hardware) for rank in ranks if rank in layout
+        }
+
+    # ------------------------------------------------------------ everything else
+
+    def load(self, n_samples: int) -> float:
+        """Return the seconds of loading samples of the dataset."""
+        return n_samples * self._hardware.host.sample_s
+
+    def read(self, n_samples: int) -> float:
+        """Return the seconds of reading texts and numbers out."""
+        return n_samples * self._hardware.host.sample_s
+
+    def free(self) -> float:
+        """Return the seconds of freeing samples."""
+        return self._hardware.host.sample_s
+
+    def save(self, rank: int) -> float:
+        """Return the seconds in which a rank copies its share of a checkpoint, and does nothing else."""
+        return copy_seconds(self._saved_bytes(rank), 1, self._hardware)
+
+    def write(self, rank: int) -> float:
+        """Return the seconds in which the copy is then written."""
+        return self._saved_bytes(rank) / self._hardware.host.disk_bytes_per_s
+
+    def start(self) -> float:
+        """Return the seconds in which a worker builds groups, models and dataset."""
+        return self._hardware.host.start_s
+
+    def handling(self, n_events: int) -> float:
+        """Return the seconds in which the master handles events."""
+        return n_events * self._hardware.host.event_s
+
+    def latency(self, rank: int) -> float:
+        """Return the seconds of one message between master and worker."""
+        return self._hardware.host.message_s
+
+    def _saved_bytes(self, rank: int) -> float:
+        total = 0.0
+        for state in self._roles.values():
+            if not state.is_trained or rank not in state.home.ranks:
+                continue
+            layout = layout_of(state.model, state.home)
+            stage, dp_rank, _ = layout.coordinates_of(rank)
+            if dp_rank == 0:
+                work = stage_work(state.model, state.home.strategy, stage)
+                total += layout.num_bytes_of(rank) + _STATE_BYTES * work.n_trained
+        return total
+
+
+class _Computing:
+    """Costs of one kind of computation of one role under one allocation.
+
+    Attributes:
+        replicas: ranks of each data-parallel replica.
+    """
+
+    def __init__(
+        self,
+        role: RoleState,
+        allocation: Allocation,
+        hardware: Hardware,
+        *,
+        generation: GenerationConfig,
+        kernels: Kernels,
+        kind: InterfaceType,
+    ) -> None:
+        strategy, model = allocation.strategy, role.model
+        self._remembered: dict[object, tuple[tuple[SampleSizes, ...], Tokens]] = {}
+        self.replicas = [allocation.dp_group_members(i) for i in range(strategy.dp)]
+        self._model, self._strategy, self._hardware = model, strategy, hardware
+        self._generation = generation
+        if kind is InterfaceType.GENERATE and kernels.generation_bytes not in (None, DTYPE_BYTES[model.dtype]):
+            model = replace(model, dtype=_WIDTHS[kernels.generation_bytes or 0])
+        self._works = [stage_work(model, strategy, stage) for stage in range(strategy.pp)]
+        self._links = [_links_of(allocation, stage, hardware) for stage in range(strategy.pp)]
+        self._shares_prefixes = hardware.device.kind == "cpu" or role.model.dtype == "float32"
+        training = None
+        self._end_s = self._begin_s = 0.0
+        if kind is InterfaceType.TRAIN_STEP:
+            training = Training(
+                role.backend, role.zero_stage, role.offloads_optimizer, role.checkpoints_activations, strategy.dp
+            )
+            self._end_s = max(
+                optimizer_seconds(work, link, hardware, training)
+                for work, link in zip(self._works, self._links, strict=True)
+            )
+        elif role.zero_stage == 3 and role.is_trained and allocation == role.home:
+            self._begin_s = max(
+                link.gather(work.n_trained * work.element_bytes)
+                for work, link in zip(self._works, self._links, strict=True)
+            )
+        self._passes = passes_of(self._works, self._links, hardware, training)
+        if kind is InterfaceType.GENERATE:
+            self._begin_s += _packing_seconds(role, allocation, kernels, hardware)
+
+    def training(
+        self,
+        call: ScheduledCall,
+        minibatches: Sequence[tuple[tuple[str, ...], ...]],
+        sizes: Mapping[str, SampleSizes],
+    ) -> float:
+        """Return the seconds of a train_step on all ranks; `minibatches` are those of each replica."""
+        shares = [ids for replica in minibatches for ids in replica]
+        n_minibatches = len(minibatches[0])
+        tokens = self._tokens(sizes)
+        cut = [
+            ([place % n_minibatches for place in part.places], part.load)
+            for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp)
+        ]
+        return train_seconds(cut, n_minibatches, self._passes, self._links, self._end_s)
+
+    def inferring(
+        self, call: ScheduledCall, shares: Sequence[tuple[str, ...]], sizes: Mapping[str, SampleSizes]
+    ) -> list[float]:
+        """Return the seconds of each replica, whose samples are `shares`."""
+        tokens = self._tokens(sizes)
+        seconds = [self._begin_s] * len(shares)
+        told = self._links[0].forward.latency_s  # the result, from the last stage to the others
+        for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp):
+            found = run_passes(part.load, *self._passes, self._links).tolist()
+            for place, s in zip(part.places, found, strict=True):
+                seconds[place] += s + told
+        return seconds
+
+    def generating(self, shares: Sequence[tuple[str, ...]], sizes: Mapping[str, SampleSizes]) -> list[float]:
+        """Return the seconds of each replica; `sizes` has the responses that it will make."""
+        replicas: list[tuple[Prompt, ...]] = [
+            tuple([(size.prompt_tokens[0], size.response_tokens) for size in map(sizes.__getitem__, share)])
+            for share in shares
+        ]
+        at_work = [place for place, prompts in enumerate(replicas) if prompts]
+        seconds = [self._begin_s] * len(replicas)
+        if self._strategy.pp == 1:
+            most = self._generation.max_batch_size
+            together = [place for place in at_work if sum([len(made) for _, made in replicas[place]]) <= most]
+            found = together_seconds([replicas[place] for place in together], self._decoding[0])
+            for place, s in zip(together, found.tolist(), strict=True):
+                seconds[place] += s
+            at_work = sorted({*at_work}.difference(together))
+        for place in at_work:
+            seconds[place] += self._replica_seconds(replicas[place])
+        return seconds
+
+    def _tokens(self, sizes: Mapping[str, SampleSizes]) -> Tokens:
+        """Return the tokens of the samples; those of the last few dispatches are remembered."""
+        found = tuple(sizes.values())
+        key = (tuple(sizes), tuple(map(id, found)))  # the objects are kept, so no other can get such an id
+        if key not in self._remembered:
+            if len(self._remembered) >= _MOST_DISPATCHES:
+                del self._remembered[next(iter(self._remembered))]
+            tokens = tokens_of(sizes, self._model, shares_prefixes=self._shares_prefixes)
+            self._remembered[key] = (found, tokens)
+        return self._remembered[key][1]
+
+    @cached_property
+    def _decoding(self) -> tuple[StageDecoding, ...]:
+        return tuple(
+            StageDecoding(work, self._hardware.device, link.tensor, link.forward, self._generation.max_batch_size)
+            for work, link in zip(self._works, self._links, strict=True)
+        )
+
+    @cached_property
+    def _replica_seconds(self) -> Callable[[tuple[Prompt, ...]], float]:
+        @lru_cache(maxsize=_MOST_REPLICAS)
+        def seconds(prompts: tuple[Prompt, ...]) -> float:
+            return replica_seconds(prompts, self._decoding, self._generation)
+
+        return seconds
+
+
+def _links_of(allocation: Allocation, stage: int, hardware: Hardware) -> StageLinks:
+    """Return the collectives of a stage's ranks, by the first group of each kind."""
+    strategy, links, node_of = allocation.strategy, hardware.links, allocation.mesh.cluster.node_of
+
+    def ranks(*, pp: Sequence[int], dp: Sequence[int], tp: Sequence[int]) -> list[int]:
+        return [
+            allocation.ranks[strategy.mesh_rank(pp_rank=p, dp_rank=d, tp_rank=t)] for p in pp for d in dp for t in tp
+        ]
+
+    def route(members: Sequence[int]) -> Route:
+        return route_of(members, allocation.ranks, node_of)
+
+    dp = route(ranks(pp=[stage], dp=range(strategy.dp), tp=[0]))
+    forward: LinearCost = FREE
+    if strategy.pp > 1:
+        here, there = (ranks(pp=[(stage + i) % strategy.pp], dp=[0], tp=[0])[0] for i in (0, 1))
+        n_active = sum(node_of(rank) == node_of(here) for rank in allocation.ranks)
+        forward = send(node_of(here) != node_of(there), n_active, links)
+    ends = [0, strategy.pp - 1] if strategy.pp > 1 and stage in (0, strategy.pp - 1) else [stage]
+    return StageLinks(
+        tensor=all_reduce(route(ranks(pp=[stage], dp=[0], tp=range(strategy.tp))), links),
+        reduce=all_reduce(dp, links),
+        gather=all_gather(dp, links),
+        tied=all_reduce(route(ranks(pp=ends, dp=[0], tp=[0])), links),
+        forward=forward,
+    )
+
+
+def _packing_seconds(role: RoleState, allocation: Allocation, kernels: Kernels, hardware: Hardware) -> float:
+    """Return the seconds of joining or packing matrices before generation, on the slowest stage."""
+    strategy, found = allocation.strategy, []
+    for stage in range(strategy.pp):
+        mesh_rank = strategy.mesh_rank(pp_rank=stage, dp_rank=0, tp_rank=strategy.tp - 1)
+        shard = shard_of(role.model, strategy, mesh_rank)
+        local = local_shape(role.model, shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[role.model.dtype])
+        made = generation_bytes(local, n_runs=1, n_rows=1, longest_row=1, prefill_tokens=1, kernels=kernels)
+        found.append(2 * made.weights / hardware.device.stream)
+    return max(found)

@@ -1,0 +1,148 @@
+"""Tokens of a dispatch's samples, and of the micro-batches that an engine makes of them.
+
+Invariants:
+    - every sample of a minibatch is in one micro-batch, and the tokens of all add up to those of the samples;
+    - micro-batches are those of `realrl.plan.samples.partition`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+
+import numpy as np
+
+from realrl.graph.mfc import MFCDef
+from realrl.plan.samples.partition import default_n_mbs, micro_batches_balanced, micro_batches_in_order
+from realrl.plan.samples.prefixes import is_worth_sharing
+from realrl.shape import DecoderConfig
+from realrl.sim.costs.flops import Array, attended, windows_of
+from realrl.sim.costs.passes import Indices, Load
+from realrl.sim.durations import SampleSizes
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The samples of a dispatch as a model computes them.
+
+    Attributes:
+        index: sample -> its place in the arrays.
+        weights: tokens of each sample, by which micro-batches are cut.
+        load: of each sample.
+    """
+
+    index: Mapping[str, int]
+    weights: Sequence[int]
+    load: Load
+
+
+def tokens_of(sizes: Mapping[str, SampleSizes], model: DecoderConfig, *, shares_prefixes: bool) -> Tokens:
+    """Return the tokens of all samples of a dispatch.
+
+    Args:
+        shares_prefixes: the engine computes a prompt once for all its responses, where it is worth the trouble.
+    """
+    index = {sample_id: i for i, sample_id in enumerate(sizes)}
+    found = list(sizes.values())
+    of_prompts, of_responses = [size.prompt_tokens for size in found], [size.response_tokens for size in found]
+    counts = np.array([len(lengths) for lengths in of_prompts])
+    if not all(of_responses):
+        of_responses = [some or (0,) * len(lengths) for some, lengths in zip(of_responses, of_prompts, strict=True)]
+    prompts, responses = (np.array([*chain.from_iterable(some)], dtype=float) for some in (of_prompts, of_responses))
+    lengths = prompts + responses
+    starts = np.cumsum(counts) - counts
+
+    def of_samples(values: Array) -> Array:
+        return values if len(values) == len(starts) else np.add.reduceat(values, starts)
+
+    whole = of_samples(lengths)
+    tokens = whole
+    scored = of_samples(np.where(responses > 0, responses, lengths))
+    pairs = {window: of_samples(attended(lengths, window)) for window in windows_of(model)}
+    if shares_prefixes and model.moe is None and counts.max(initial=0) > 1:
+        tokens, pairs = tokens.copy(), {window: n.copy() for window, n in pairs.items()}
+        for i, size in enumerate(found):
+            n, prompt = len(size.prompt_tokens), size.prompt_tokens[0]
+            if size.response_tokens and n > 1 and is_worth_sharing(prompt, size.tokens, model.hidden_size):
+                tokens[i] -= (n - 1) * prompt
+                for window in pairs:
+                    pairs[window][i] -= (n - 1) * float(attended(prompt, window))
+    return Tokens(index, whole.astype(int).tolist(), Load(tokens, scored, pairs))
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Shares of samples that were cut into equally many micro-batches.
+
+    Attributes:
+        places: which of the shares they are.
+        load: arrays [micro-batches, shares].
+    """
+
+    places: tuple[int, ...]
+    load: Load
+
+
+def micro_batches(
+    tokens: Tokens, shares: Sequence[Sequence[str]], mfc: MFCDef, *, n_stages: int
+) -> Iterator[MicroBatches]:
+    """Cut shares of samples into micro-batches as the engine does, and yield those with equally many together.
+
+    Args:
+        shares: samples of each rank, or of each minibatch of each rank; an empty one is left out.
+    """
+    n_mbs = mfc.n_mbs or default_n_mbs(n_stages, is_train=mfc.is_train)
+    cut_of = _balanced if mfc.is_train else _in_order
+    members = np.array([tokens.index[sample_id] for ids in shares for sample_id in ids], dtype=int)
+    weights = [tokens.weights[i] for i in members.tolist()]
+    by_number: dict[int, list[tuple[int, int, _Cut]]] = {}
+    start = 0
+    for place, ids in enumerate(shares):
+        stop = start + len(ids)
+        if ids:
+            is_alone = stop == start + 1
+            cut = _ALONE if is_alone else cut_of(tuple(weights[start:stop]), n_mbs, mfc.max_tokens_per_mb)
+            by_number.setdefault(len(cut.sizes), []).append((place, start, cut))
+        start = stop
+    load = tokens.load
+    for number, cuts in by_number.items():
+        lengths = [len(cut.order) for _, _, cut in cuts]
+        begins = np.repeat([begin for _, begin, _ in cuts], lengths)
+        order = members[np.concatenate([cut.order for _, _, cut in cuts]) + begins]
+        sizes = np.concatenate([cut.sizes for _, _, cut in cuts])
+        starts, shape = np.cumsum(sizes) - sizes, (len(cuts), number)
+        pairs = {window: _sums(n[order], starts, shape) for window, n in load.pairs.items()}
+        cut_load = Load(_sums(load.tokens[order], starts, shape), _sums(load.scored[order], starts, shape), pairs)
+        yield MicroBatches(tuple([place for place, _, _ in cuts]), cut_load)
+
+
+def _sums(values: Array, starts: Indices, shape: tuple[int, int]) -> Array:
+    found: Array = np.add.reduceat(values, starts).reshape(shape).T
+    return found
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Samples of a share, micro-batch after micro-batch, and the number in each."""
+
+    order: Indices
+    sizes: Indices
+
+    @classmethod
+    def of(cls, parts: Sequence[Sequence[int]]) -> _Cut:
+        return cls(np.array([*chain.from_iterable(parts)]), np.array([*map(len, parts)]))
+
+
+_ALONE = _Cut.of([[0]])
+
+
+@lru_cache(maxsize=1 << 14)
+def _balanced(weights: tuple[int, ...], n_mbs: int, budget: int | None) -> _Cut:
+    return _Cut.of(micro_batches_balanced(weights, n_mbs=n_mbs, budget=budget))
+
+
+@lru_cache(maxsize=1 << 14)
+def _in_order(weights: tuple[int, ...], n_mbs: int, budget: int | None) -> _Cut:
+    return _Cut.of(micro_batches_in_order(weights, n_mbs=n_mbs, budget=budget))

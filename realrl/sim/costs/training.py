@@ -1,0 +1,160 @@
+"""Seconds of a train_step: passes of every minibatch, reduction of gradients, the optimizer.
+
+    micro-batches ──► pipeline of each replica ──► the slowest replica ──► reduction, norm, AdamW ──► next minibatch
+
+Bytes of the optimizer are those of `realrl.engine.backends`: fused AdamW reads a parameter, its gradient and both
+moments, and writes all but the gradient, 28 bytes in float32; clipping reads and writes the gradient, a norm reads it.
+
+Invariants:
+    - a minibatch takes at least as long as its slowest replica;
+    - a role without data-parallel copies reduces nothing, and one whose optimizer is shared never updates more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from realrl.plan.memory.buffers import FLOAT32, GRADIENT_BUCKET
+from realrl.sim.costs.collectives import LinearCost
+from realrl.sim.costs.flops import Array, StageWork
+from realrl.sim.costs.passes import Load, PassCost, pipeline_seconds
+from realrl.sim.hardware import Hardware
+
+_ADAMW_BYTES = 7 * FLOAT32
+_NORM_AND_CLIP_BYTES = 3 * FLOAT32
+_FLATTEN_BYTES = 4 * FLOAT32  # gradients are copied into a bucket and out of it again
+_STATS_BYTES = 64.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """Settings of a role's training, as far as they take time.
+
+    Attributes:
+        backend, zero_stage: see `realrl.plan.memory.optimizer`.
+        on_host: masters and moments are in host memory.
+        checkpointing: blocks are computed again in the backward pass.
+        dp: data-parallel ranks.
+    """
+
+    backend: str
+    zero_stage: int
+    on_host: bool
+    checkpointing: bool
+    dp: int
+
+    @property
+    def n_shares(self) -> int:
+        """Number of ranks that share the update of a parameter."""
+        return self.dp if self.zero_stage > 0 else 1
+
+
+@dataclass(frozen=True)
+class StageLinks:
+    """Collectives of one stage's ranks, by bytes.
+
+    Attributes:
+        tensor: all-reduce of a tensor-parallel group.
+        reduce, gather: all-reduce and all-gather of a data-parallel group.
+        tied: all-reduce of the first and the last stage.
+        forward: a message to the next stage.
+    """
+
+    tensor: LinearCost
+    reduce: LinearCost
+    gather: LinearCost
+    tied: LinearCost
+    forward: LinearCost
+
+
+def passes_of(
+    works: Sequence[StageWork], links: Sequence[StageLinks], hardware: Hardware, training: Training | None
+) -> tuple[list[PassCost], list[PassCost]]:
+    """Return the costs of forward and backward passes of each stage; without training there are no backward ones."""
+    forwards, backwards = [], []
+    for work, link in zip(works, links, strict=True):
+        is_gathered = training is not None and training.zero_stage == 3
+        gather = link.gather(work.n_trained * work.element_bytes) if is_gathered else 0.0
+        forwards.append(PassCost(work, hardware.device, link.tensor, extra_s=gather))
+        if training is not None:
+            width = 3 * FLOAT32 if work.is_frozen or work.element_bytes >= FLOAT32 else work.element_bytes + 2 * FLOAT32
+            added = work.n_trained * width / hardware.device.stream
+            backwards.append(
+                PassCost(
+                    work,
+                    hardware.device,
+                    link.tensor,
+                    is_backward=True,
+                    recomputes=training.checkpointing,
+                    extra_s=added + gather,
+                )
+            )
+    return forwards, backwards
+
+
+def run_passes(
+    load: Load, forwards: Sequence[PassCost], backwards: Sequence[PassCost], links: Sequence[StageLinks]
+) -> Array:
+    """Return the seconds of pipelines of micro-batches.
+
+    Args:
+        load: arrays [micro-batches, pipelines].
+        backwards: empty in inference.
+    """
+    messages = [
+        link.forward.latency_s + link.forward.s_per_byte * cost.work.message_bytes * load.tokens
+        for link, cost in zip(links[:-1], forwards[:-1], strict=True)
+    ]
+    return pipeline_seconds(
+        [cost(load) for cost in forwards], [cost(load) for cost in backwards] if backwards else None, messages
+    )
+
+
+def optimizer_seconds(work: StageWork, link: StageLinks, hardware: Hardware, training: Training) -> float:
+    """Return the seconds from a minibatch's last backward pass to its new parameters on one stage."""
+    n, device = work.n_trained, hardware.device
+    width = FLOAT32 if work.is_frozen else work.element_bytes  # of a parameter that computes
+    gradient = n * (width if training.backend == "deepspeed" else FLOAT32)
+    seconds = link.tensor(_STATS_BYTES) + link.reduce(_STATS_BYTES)
+    if training.dp > 1:
+        n_buckets = max(1, -(-int(gradient) // GRADIENT_BUCKET))
+        is_divided = training.backend == "megatron" or training.zero_stage >= 2
+        reduce = link.gather if is_divided else link.reduce
+        seconds += reduce(gradient) + (n_buckets - 1) * reduce.latency_s + n * _FLATTEN_BYTES / device.stream
+        if training.zero_stage in (1, 2):
+            seconds += link.gather(n * width)
+    if work.is_tied and not work.is_frozen:
+        seconds += link.tied(FLOAT32 * work.logits * work.hidden_bytes / work.element_bytes)
+    updated = n / training.n_shares
+    seconds += n * FLOAT32 / device.stream  # the norm
+    moved = updated * (_ADAMW_BYTES + _NORM_AND_CLIP_BYTES - FLOAT32)
+    published = updated * (FLOAT32 + width) if width < FLOAT32 or training.n_shares > 1 else 0.0
+    if training.on_host:
+        host = hardware.links.host
+        seconds += moved / hardware.host.bytes_per_s + (FLOAT32 + width) * updated / host.speed() + 2 * host.latency_s
+    else:
+        seconds += moved / device.stream
+    return seconds + published / device.stream
+
+
+def train_seconds(
+    by_minibatch: Sequence[tuple[Sequence[int], Load]],
+    n_minibatches: int,
+    passes: tuple[Sequence[PassCost], Sequence[PassCost]],
+    links: Sequence[StageLinks],
+    end_s: float,
+) -> float:
+    """Return the seconds of all minibatches of a train_step.
+
+    Args:
+        by_minibatch: minibatches that shares belong to, and their micro-batches [micro-batches, shares].
+        n_minibatches: number of minibatches of all passes.
+        end_s: seconds from the last backward pass of a minibatch to the next one.
+    """
+    slowest = np.zeros(n_minibatches)
+    for minibatches, load in by_minibatch:
+        np.maximum.at(slowest, np.asarray(minibatches), run_passes(load, *passes, links))
+    return float(slowest.sum()) + n_minibatches * end_s

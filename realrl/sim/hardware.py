@@ -1,0 +1,298 @@
+"""Hardware as data: how fast a device computes, how fast links carry, what hosts take.
+
+A quantity in a file is a number in the base unit of its key (seconds, bytes, bytes a second, FLOPs a second), or a text
+with a unit: ``2039 GB/s``, ``200 Gb/s`` (bits), ``312 TFLOP/s``, ``5 us``.
+
+Invariants of `hardware_from`:
+    - what it returns has every value inside of the limits that `_LIMITS` has for its unit;
+    - a mapping with a key that is unknown, missing or of the wrong kind gives an error that names the key and the file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from realrl.errors import ConfigError, did_you_mean
+from realrl.shape import DType
+
+DeviceKind = Literal["cuda", "cpu"]
+
+_DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BYTES = {f"{prefix}B": factor for prefix, factor in _DECIMAL.items()}
+_UNITS: dict[str, dict[str, float]] = {
+    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+    "B": _BYTES | {f"{prefix}iB": 2.0 ** (10 * n) for n, prefix in enumerate("KMGT", 1)},
+    "B/s": {f"{name}/s": factor for name, factor in _BYTES.items()}
+    | {f"{prefix}b/s": factor / 8 for prefix, factor in _DECIMAL.items()},
+    "FLOP/s": {f"{prefix}FLOP/s": factor for prefix, factor in _DECIMAL.items()},
+    "tokens": {"tokens": 1.0},
+    "": {},
+}
+_LIMITS = {
+    "s": (0.0, 600.0),
+    "B": (1e6, 1e16),
+    "B/s": (1e5, 1e14),
+    "FLOP/s": (1e8, 1e17),
+    "tokens": (0.0, 1e6),
+    "": (0.01, 100.0),
+}
+_EXAMPLES = {"s": "5 us", "B": "80 GB", "B/s": "300 GB/s", "FLOP/s": "312 TFLOP/s", "tokens": "32", "": "0.6"}
+_TEXT = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-zµ/]*)\s*", re.ASCII)
+
+
+def _quantity(unit: str) -> Any:
+    return field(metadata={"unit": unit})
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or one worker's part of a CPU.
+
+    Products of T tokens reach ``flops_per_s * efficiency * T / (T + half_tokens)``, unless reading their weights takes
+    longer.
+
+    Attributes:
+        memory_bytes: size of its memory.
+        bytes_per_s: peak bandwidth of its memory.
+        memory_efficiency: share of that which reading weights, caches and optimizer state reaches.
+        efficiency: share of the peak that products of many tokens reach.
+        half_tokens: tokens at which half of that is reached.
+        attention_efficiency: share of the peak that attention over packed sequences reaches.
+        backward_slowdown: seconds of a backward pass over those that its FLOPs would take in a forward pass.
+        block_s: seconds that a block takes beside computing, such as launches of kernels.
+        pass_s: seconds that a micro-batch takes on each stage beside its blocks, in one direction.
+        token_s: seconds that a decoding step takes beside its blocks: sampling, and deciding who goes on.
+        flops_per_s: dtype -> peak of products.
+    """
+
+    kind: DeviceKind
+    memory_bytes: float = _quantity("B")
+    bytes_per_s: float = _quantity("B/s")
+    memory_efficiency: float = _quantity("")
+    efficiency: float = _quantity("")
+    half_tokens: float = _quantity("tokens")
+    attention_efficiency: float = _quantity("")
+    backward_slowdown: float = _quantity("")
+    block_s: float = _quantity("s")
+    pass_s: float = _quantity("s")
+    token_s: float = _quantity("s")
+    flops_per_s: Mapping[str, float] = _quantity("FLOP/s")
+
+    @property
+    def stream(self) -> float:
+        """Bytes a second that are read or written."""
+        return self.bytes_per_s * self.memory_efficiency
+
+    def rate(self, dtype: str) -> float:
+        """Return the FLOPs a second of products of many tokens.
+
+        Raises:
+            ConfigError: the file has no peak for the dtype.
+        """
+        if dtype not in self.flops_per_s:
+            raise ConfigError(
+                f"the hardware file has no device.flops_per_s.{dtype}, in which a model computes",
+                remedy=f"It has {', '.join(self.flops_per_s)}; add the peak of {dtype}, or set precision.",
+            )
+        return self.flops_per_s[dtype] * self.efficiency
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way from one device to others, in one direction.
+
+    Attributes:
+        latency_s: seconds of the smallest message.
+        bytes_per_s: peak bandwidth between two devices.
+        efficiency: share of it that large messages reach.
+        sharing: number of such ways, network cards for example, that all devices of a node share; None: every device
+            has its own.
+    """
+
+    latency_s: float = _quantity("s")
+    bytes_per_s: float = _quantity("B/s")
+    efficiency: float = _quantity("")
+    sharing: int | None = None
+
+    def speed(self, n_active: int = 1) -> float:
+        """Return the bytes a second of each of `n_active` devices of a node that send at the same time."""
+        share = 1.0 if self.sharing is None else min(1.0, self.sharing / n_active)
+        return self.bytes_per_s * self.efficiency * share
+
+
+@dataclass(frozen=True)
+class Links:
+    """Classes of links.
+
+    Attributes:
+        device: between devices of one node.
+        node: between nodes.
+        host: between a device and its node's memory.
+    """
+
+    device: Link
+    node: Link
+    host: Link
+
+
+@dataclass(frozen=True)
+class Host:
+    """The processes beside the devices: the master, and what a worker does around its computations.
+
+    Attributes:
+        message_s: seconds of a message between master and worker, one way.
+        event_s: seconds that the master takes for an event.
+        call_s: seconds that a worker takes for a call beside its passes.
+        sample_s: seconds to load, read or free a sample.
+        reward_s: seconds to judge a response by a function.
+        start_s: seconds until the workers are ready.
+        bytes_per_s: bandwidth of host memory, for an optimizer that lives there.
+        socket_bytes_per_s: bandwidth of rows that are pulled over a socket.
+        disk_bytes_per_s: bandwidth of writing checkpoints.
+    """
+
+    message_s: float = _quantity("s")
+    event_s: float = _quantity("s")
+    call_s: float = _quantity("s")
+    sample_s: float = _quantity("s")
+    reward_s: float = _quantity("s")
+    start_s: float = _quantity("s")
+    bytes_per_s: float = _quantity("B/s")
+    socket_bytes_per_s: float = _quantity("B/s")
+    disk_bytes_per_s: float = _quantity("B/s")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a prediction knows of a cluster's machines, which are all alike.
+
+    Attributes:
+        name: the machine, in words.
+    """
+
+    name: str
+    device: Device
+    links: Links
+    host: Host
+
+
+def hardware_from(mapping: object, *, source: str) -> Hardware:
+    """Read hardware from a mapping, as a YAML file holds it.
+
+    Args:
+        mapping: keys are the attributes of `Hardware` and of what it holds.
+        source: name of the file, for messages.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value is not what the key takes.
+    """
+    top = _section(mapping, "", tuple(part.name for part in fields(Hardware)), source)
+    links = _section(top["links"], "links", tuple(part.name for part in fields(Links)), source)
+    if not isinstance(top["name"], str) or not top["name"].strip():
+        raise _error("name", top["name"], "is no name of a machine", source, "Write one, such as 'A100 80GB'.")
+    return Hardware(
+        name=top["name"].strip(),
+        device=_build(Device, top["device"], "device", source),
+        links=Links(**{name: _build(Link, links[name], f"links.{name}", source) for name in links}),
+        host=_build(Host, top["host"], "host", source),
+    )
+
+
+def parse_quantity(value: object, unit: str) -> float | None:
+    """Return a number or a text with a unit in the base unit; None if it is none of this unit."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        number = float(value) if abs(value) < 1e300 else math.inf
+    else:
+        match = _TEXT.fullmatch(value) if isinstance(value, str) else None
+        factor = _UNITS[unit].get(match[2], None if match[2] else 1.0) if match else None
+        if match is None or factor is None:
+            return None
+        number = float(match[1]) * factor
+    return number if math.isfinite(number) else None
+
+
+def _build(kind: type, mapping: object, path: str, source: str) -> Any:
+    found = _section(mapping, path, tuple(part.name for part in fields(kind)), source, optional=_optional(kind))
+    values: dict[str, Any] = {}
+    for part in fields(kind):
+        key, value = f"{path}.{part.name}", found.get(part.name)
+        unit = part.metadata.get("unit")
+        if part.name == "flops_per_s":
+            peaks = _section(value, key, get_args(DType), source, optional=get_args(DType))
+            if not peaks:
+                raise _error(key, value, "has no dtype", source, "Write one, such as {bfloat16: 312 TFLOP/s}.")
+            values[part.name] = {
+                dtype: _number(peak, f"{key}.{dtype}", "FLOP/s", source) for dtype, peak in peaks.items()
+            }
+        elif unit is not None:
+            values[part.name] = _number(value, key, unit, source)
+        elif part.name == "kind":
+            if value not in get_args(DeviceKind):
+                raise _error(key, value, "is no kind of device", source, f"Use {' or '.join(get_args(DeviceKind))}.")
+            values[part.name] = value
+        else:
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise _error(key, value, "is no number of network cards", source, "Use 1 or more, or leave it out.")
+            values[part.name] = value
+    return kind(**values)
+
+
+def _optional(kind: type) -> tuple[str, ...]:
+    return tuple(part.name for part in fields(kind) if part.default is not MISSING)
+
+
+def _section(
+    value: object, path: str, known: tuple[str, ...], source: str, *, optional: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Return a mapping that has known keys only, and all but the optional ones."""
+    where = path or "the file"
+    if not isinstance(value, Mapping):
+        raise _error(where, value, "is no mapping", source, f"It has the keys {', '.join(known)}.")
+    for key in value:
+        if key not in known:
+            name = f"{path}.{key}" if path else str(key)
+            raise ConfigError(
+                f"{source}: there is no key {name}." + did_you_mean(str(key), known),
+                remedy=f"{where} has the keys {', '.join(known)}.",
+            )
+    missing = [key for key in known if key not in value and key not in optional]
+    if missing:
+        names = ", ".join(f"{path}.{key}" if path else key for key in missing)
+        raise ConfigError(
+            f"{source}: {names} {'is' if len(missing) == 1 else 'are'} missing",
+            remedy="Copy the key from a file of configs/hardware, and set your machine's value.",
+        )
+    return dict(value)
+
+
+def _number(value: object, key: str, unit: str, source: str) -> float:
+    number = parse_quantity(value, unit)
+    kinds = {"s": "time", "B": "size in bytes", "B/s": "bandwidth", "FLOP/s": "rate of computing"}
+    what = kinds.get(unit, "number")
+    if number is None:
+        names = ", ".join(_UNITS[unit])
+        units = f" Its units are {names}." if unit in kinds else ""
+        raise _error(key, value, f"is no {what}", source, f"Write it like '{_EXAMPLES[unit]}'.{units}")
+    if number < 0:
+        raise _error(key, value, "is negative", source, f"Write it like '{_EXAMPLES[unit]}'.")
+    least, most = _LIMITS[unit]
+    if not least <= number <= most:
+        text = f"is {number:.3g} {unit}".rstrip()
+        raise _error(
+            key,
+            value,
+            f"{text}, and a {what} is {least:.3g} to {most:.3g}",
+            source,
+            f"Write the unit that you mean, like '{_EXAMPLES[unit]}'." if unit in kinds else "Correct it.",
+        )
+    return number
+
+
+def _error(key: str, value: object, problem: str, source: str, remedy: str) -> ConfigError:
+    text = repr(value)
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    return ConfigError(f"{source}: {key}={shown} {problem}", remedy=remedy)

@@ -1,0 +1,146 @@
+"""Samples of a simulated run: lengths and schemas of their keys, as workers would report them.
+
+A sample has one pair of prompt and response lengths for each prefix of its keys: a call whose key is
+``greedy_input_ids`` generates other responses than one whose key is ``input_ids``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from math import prod
+from typing import Any
+
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.plan.samples.transfer import RowTransfer
+from realrl.sched.calls import ScheduledCall
+from realrl.sched.master.master_plan import MasterPlan
+from realrl.sched.messages import KeySchema, Per, SampleMeta
+from realrl.sched.track.track_plan import TrackPlan
+from realrl.sim.durations import SampleSizes
+
+TOKENS = "input_ids"
+_ITEM_BYTES = {"bool": 1, "uint8": 1, "float32": 4, "int64": 8}
+
+_INT, _FLAG = KeySchema("int64", Per.TOKEN), KeySchema("bool", Per.TOKEN)
+_PER_SEQUENCE, _PER_SAMPLE = KeySchema("float32", Per.SEQUENCE), KeySchema("float32", Per.SAMPLE)
+_SCHEMAS = {
+    "prompt_ids": _INT,
+    TOKENS: _INT,
+    "prompt_mask": _FLAG,
+    "truncated": KeySchema("bool", Per.SEQUENCE),
+    "rewards": _PER_SEQUENCE,
+    "costs": _PER_SEQUENCE,
+    "label": KeySchema("bool", Per.SAMPLE),
+    "metadata": KeySchema("uint8", Per.SAMPLE, (64,)),
+    "weight": _PER_SAMPLE,
+    "loss": _PER_SAMPLE,
+    "values": KeySchema("float32", Per.TOKEN),
+    "logprobs": KeySchema("float32", Per.TRANSITION),
+}
+_UNKNOWN = KeySchema("float32", Per.TOKEN)
+
+
+@cache
+def schema_of(key: str) -> KeySchema:
+    """Return the schema of a key, by the longest known name that it ends with; else one float per token.
+
+    Interfaces decide schemas, and importing them takes seconds, so their names are known here.
+    """
+    known = [name for name in _SCHEMAS if key == name or key.endswith(f"_{name}")]
+    return _SCHEMAS[max(known, key=len)] if known else _UNKNOWN
+
+
+def tracks_of(plan: MasterPlan) -> list[TrackPlan]:
+    """Return the run's own track, and the one that evaluates it if there is one."""
+    return [plan.main] if plan.evaluation is None else [plan.main, plan.evaluation]
+
+
+def prefix_of(mfc: MFCDef) -> str:
+    """Return the prefix of the tokens that a call works on: "greedy_" if it reads or gives ``greedy_input_ids``."""
+    keys = [*(mfc.output_keys if mfc.interface_type is InterfaceType.GENERATE else ()), *mfc.input_keys]
+    return next((key.removesuffix(TOKENS) for key in keys if key.endswith(TOKENS)), "")
+
+
+class Samples:
+    """Lengths of all living samples.
+
+    Args:
+        draw: sample id -> prompt and responses, those included that are still to be generated; the same whenever asked.
+        dropped_share: call that may drop samples -> share of them that it drops.
+    """
+
+    def __init__(
+        self, plan: MasterPlan, draw: Callable[[str], SampleSizes], dropped_share: Mapping[str, float]
+    ) -> None:
+        self._draw = draw
+        self._dropped_share = dropped_share
+        prefixes = {"", *(prefix_of(call.mfc) for track in tracks_of(plan) for call in track.calls)}
+        self._prefixes = sorted(prefixes, key=len, reverse=True)
+        self._sizes: dict[str, dict[str, SampleSizes]] = {prefix: {} for prefix in prefixes}  # by sample
+        self._lengths: dict[str, dict[str, tuple[int, ...]]] = {}  # key -> sample -> its rows, by sequence
+        self._bytes: dict[str, dict[str, int]] = {}  # key -> sample -> bytes of its rows
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Forget samples that are freed."""
+        tables: list[dict[str, Any]] = [*self._sizes.values(), *self._lengths.values(), *self._bytes.values()]
+        for table in tables:
+            for sample_id in ids:
+                table.pop(sample_id, None)
+
+    def sizes_of(self, prefix: str, ids: Iterable[str]) -> dict[str, SampleSizes]:
+        """Return the sizes of samples, as far as keys with this prefix are concerned."""
+        known = self._sizes[prefix]
+        for sample_id in ids:
+            if sample_id not in known:
+                known[sample_id] = self._drawn(prefix, sample_id)
+        return {sample_id: known[sample_id] for sample_id in ids}
+
+    def describe(self, ids: Iterable[str], keys: Iterable[str]) -> SampleMeta:
+        """Return what a worker tells of samples with these keys."""
+        ids, keys = tuple(ids), tuple(keys)
+        lengths = {key: tuple([self._lengths_of(key, sample_id) for sample_id in ids]) for key in keys}
+        return SampleMeta(ids, {key: schema_of(key) for key in keys}, lengths)
+
+    def kept(self, call: ScheduledCall, ids: Iterable[str]) -> list[str]:
+        """Return the samples that a call does not drop."""
+        share = self._dropped_share.get(call.name, 0.0) if call.mfc.may_drop else 0.0
+        return [i for i in ids if not share or zlib.crc32(f"{call.name} {i}".encode()) >= share * 2**32]
+
+    def bytes_of(self, transfers: Iterable[RowTransfer]) -> int:
+        """Return the bytes of rows."""
+        total = 0
+        for transfer in transfers:
+            table = self._bytes.setdefault(transfer.key, {})
+            try:
+                total += sum([table[sample_id] for sample_id in transfer.ids])
+            except KeyError:
+                total += sum([self._bytes_of(table, transfer.key, sample_id) for sample_id in transfer.ids])
+        return total
+
+    def _bytes_of(self, table: dict[str, int], key: str, sample_id: str) -> int:
+        if sample_id not in table:
+            schema = schema_of(key)
+            table[sample_id] = sum(self._lengths_of(key, sample_id)) * _ITEM_BYTES[schema.dtype] * prod(schema.trailing)
+        return table[sample_id]
+
+    def _drawn(self, prefix: str, sample_id: str) -> SampleSizes:
+        sizes = self._draw(sample_id)
+        return SampleSizes(sizes.prompt_tokens, self._draw(prefix + sample_id).response_tokens) if prefix else sizes
+
+    def _lengths_of(self, key: str, sample_id: str) -> tuple[int, ...]:
+        """Return the rows of a key, per sequence."""
+        table = self._lengths.setdefault(key, {})
+        if sample_id not in table:
+            prefix = next(prefix for prefix in self._prefixes if key.startswith(prefix))
+            sizes, per = self.sizes_of(prefix, (sample_id,))[sample_id], schema_of(key).per
+            if per is Per.SAMPLE:
+                table[sample_id] = (1,)
+            elif key == "prompt_ids":
+                table[sample_id] = sizes.prompt_tokens[:1]
+            elif per is Per.SEQUENCE:
+                table[sample_id] = (1,) * len(sizes.prompt_tokens)
+            else:
+                table[sample_id] = sizes.tokens if per is Per.TOKEN else tuple([n - 1 for n in sizes.tokens])
+        return table[sample_id]
