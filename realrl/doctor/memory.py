@@ -1,4 +1,4 @@
-"""Inputs of `realrl.plan.memory.plan` from a run and the machine, and settings that would need less memory."""
+"""Inputs of `realrl.plan.memory.model` from a run and the machine, and settings that would need less memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from realrl.plan.hooks import Overlap
 from realrl.plan.memory.connections import CUDA_CONTEXT, connection_bytes
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths
+from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.overlap import plan_overlap
-from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState, plan_memory
+from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState
 from realrl.plan.memory.saving import Saves
 from realrl.plan.samples.partition import default_n_mbs
 from realrl.shape import DecoderConfig

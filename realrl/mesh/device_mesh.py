@@ -95,11 +95,11 @@ class DeviceMesh:
 
     def overlaps(self, other: DeviceMesh) -> bool:
         """True if the two meshes share a device."""
-        return not set(self.ranks).isdisjoint(other.ranks)
+        return self.ranks[0] <= other.ranks[-1] and other.ranks[0] <= self.ranks[-1]
 
     def contains(self, other: DeviceMesh) -> bool:
         """True if every device of `other` is in this mesh."""
-        return set(self.ranks).issuperset(other.ranks)
+        return self.ranks[0] <= other.ranks[0] and other.ranks[-1] <= self.ranks[-1]
 
     def __str__(self) -> str:
         nodes, size = self.nodes, self.cluster.n_devices_per_node

@@ -14,7 +14,8 @@ Invariants of `plan_hooks`:
     - with `offload_frozen`, a role that is not trained, whose home shares devices with calls of other roles, is
       offloaded after the last call of a step that runs on it and after every hook that writes into it;
     - no realloc has a role at one end that a call offloads which no data and no wait orders against it;
-    - a role without weights stands nowhere.
+    - a role without weights stands nowhere;
+    - a `HookPlanner` gives the same hooks for the same allocations, whatever it planned before.
 """
 
 from __future__ import annotations
@@ -191,22 +192,72 @@ def plan_hooks(
         AllocationError: a `ParamReallocHook` has a role without parameters at one end, or a call offloads a role while
             another one may be moving its parameters.
     """
-    homes = role_homes(graph, allocations, weightless=weightless)
-    idle_after = _last_calls(graph, allocations, homes) if offload_frozen else {}
-    plan: dict[str, CallHooks] = {}
-    for mfc in calls(graph):
-        before = [planned for hook in mfc.pre_hooks for planned in _asked_for(mfc, hook, homes)]
-        after = [planned for hook in mfc.post_hooks for planned in _asked_for(mfc, hook, homes)]
-        home = homes.get(mfc.role)
-        if home is not None and allocations[mfc.name] != home:
-            before.append(Realloc(mfc.role, home, mfc.role, allocations[mfc.name]))
-        written = [target for _, target in mfc.reallocs]
-        for role, last in idle_after.items():
-            if (mfc.name == last or role in written) and Offload(role, homes[role]) not in after:
-                after.append(Offload(role, homes[role]))
-        plan[mfc.name] = CallHooks(tuple(before), tuple(after), home)
-    _check_offloads(graph, plan)
-    return plan
+    return HookPlanner(graph, weightless=weightless, offload_frozen=offload_frozen).plan(allocations)
+
+
+class HookPlanner:
+    """Hooks of a graph's calls under any allocations; what depends on the graph alone is found once.
+
+    Args:
+        graph, weightless, offload_frozen: as for `plan_hooks`.
+    """
+
+    def __init__(self, graph: nx.DiGraph, *, weightless: Collection[str] = (), offload_frozen: bool = False) -> None:
+        self._graph, self._calls = graph, calls(graph)
+        self.home_calls = {role: name for role, name in home_calls(graph).items() if role not in weightless}
+        self._last_calls = _last_calls(graph, self.home_calls) if offload_frozen else {}
+        self._written = {mfc.name: {target for _, target in mfc.reallocs} for mfc in self._calls}
+        self._unordered: dict[str, tuple[str, ...]] = {}
+
+    def plan(self, allocations: Mapping[str, Allocation]) -> dict[str, CallHooks]:
+        """Plan the hooks around every dispatch of every call.
+
+        Args:
+            allocations: call -> mesh and strategy.
+
+        Raises:
+            AllocationError: as `plan_hooks`.
+        """
+        homes = {role: allocations[name] for role, name in self.home_calls.items()}
+        idle_after = {
+            role: last
+            for role, last in self._last_calls.items()
+            if any(m.role != role and homes[role].mesh.overlaps(allocations[m.name].mesh) for m in self._calls)
+        }
+        plan: dict[str, CallHooks] = {}
+        for mfc in self._calls:
+            before = [planned for hook in mfc.pre_hooks for planned in _asked_for(mfc, hook, homes)]
+            after = [planned for hook in mfc.post_hooks for planned in _asked_for(mfc, hook, homes)]
+            home = homes.get(mfc.role)
+            if home is not None and allocations[mfc.name] != home:
+                before.append(Realloc(mfc.role, home, mfc.role, allocations[mfc.name]))
+            for role, last in idle_after.items():
+                if (mfc.name == last or role in self._written[mfc.name]) and Offload(role, homes[role]) not in after:
+                    after.append(Offload(role, homes[role]))
+            plan[mfc.name] = CallHooks(tuple(before), tuple(after), home)
+        self._check_offloads(plan)
+        return plan
+
+    def _check_offloads(self, plan: Mapping[str, CallHooks]) -> None:
+        for name, hooks in plan.items():
+            homes = {hook.role: hook.allocation for hook in hooks.after if isinstance(hook, Offload)}
+            if not homes:
+                continue
+            if name not in self._unordered:
+                self._unordered[name] = _unordered_calls(self._graph, name)
+            for other in self._unordered[name]:
+                for hook in (*plan[other].before, *plan[other].after):
+                    if not isinstance(hook, Realloc) or not homes.keys() & {hook.source, hook.target}:
+                        continue
+                    role = hook.source if hook.source in homes else hook.target
+                    there = hook.target_allocation if hook.source == role else hook.source_allocation
+                    raise AllocationError(
+                        f"call '{name}' offloads role '{role}' after it, while call '{other}', which nothing orders "
+                        f"against it, moves the role's parameters between {homes[role]} and {there}",
+                        remedy=f"Let '{other}' run where the role lives, allocation.calls.{other}={homes[role]}, or "
+                        "leave the OffloadHook out.",
+                        call=name,
+                    )
 
 
 def check_realloc_shapes(graph: nx.DiGraph, shapes: Mapping[str, DecoderConfig]) -> None:
@@ -273,44 +324,24 @@ def _asked_for(mfc: MFCDef, hook: Hook, homes: Mapping[str, Allocation]) -> tupl
     return (Realloc(source, homes[source], target, homes[target], hook.eta),)
 
 
-def _check_offloads(graph: nx.DiGraph, plan: Mapping[str, CallHooks]) -> None:
+def _unordered_calls(graph: nx.DiGraph, name: str) -> tuple[str, ...]:
+    """Return the calls that neither data nor a wait of the same step orders against a call."""
     import networkx as nx
 
     order = data_graph(graph)
     order.add_edges_from((wait.before, wait.after) for wait in writer_waits(graph) if wait.lag == 0)
-    for name, hooks in plan.items():
-        homes = {hook.role: hook.allocation for hook in hooks.after if isinstance(hook, Offload)}
-        if not homes:
-            continue
-        ordered = nx.ancestors(order, name) | nx.descendants(order, name) | {name}
-        for other in (other for other in plan if other not in ordered):
-            for hook in (*plan[other].before, *plan[other].after):
-                if not isinstance(hook, Realloc) or not homes.keys() & {hook.source, hook.target}:
-                    continue
-                role = hook.source if hook.source in homes else hook.target
-                there = hook.target_allocation if hook.source == role else hook.source_allocation
-                raise AllocationError(
-                    f"call '{name}' offloads role '{role}' after it, while call '{other}', which nothing orders "
-                    f"against it, moves the role's parameters between {homes[role]} and {there}",
-                    remedy=f"Let '{other}' run where the role lives, allocation.calls.{other}={homes[role]}, or leave "
-                    "the OffloadHook out.",
-                    call=name,
-                )
+    ordered = nx.ancestors(order, name) | nx.descendants(order, name) | {name}
+    return tuple(other for other in order if other not in ordered)
 
 
-def _last_calls(
-    graph: nx.DiGraph, allocations: Mapping[str, Allocation], homes: Mapping[str, Allocation]
-) -> dict[str, str]:
-    """Return frozen role on shared devices -> its call that comes after all calls that read it, if there is one."""
+def _last_calls(graph: nx.DiGraph, with_home: Collection[str]) -> dict[str, str]:
+    """Return frozen role with a home -> its call that comes after all calls that read it, if there is one."""
     import networkx as nx
 
     data = data_graph(graph)
     trained = {mfc.role for mfc in calls(graph) if mfc.is_train}
     last: dict[str, str] = {}
-    for role, home in homes.items():
-        others = [mfc for mfc in calls(graph) if mfc.role != role]
-        if role in trained or not any(home.mesh.overlaps(allocations[mfc.name].mesh) for mfc in others):
-            continue
+    for role in (role for role in with_home if role not in trained):
         readers = [mfc.name for mfc in calls(graph) if role in mfc.read_roles and role not in mfc.changed_roles]
         own = [mfc.name for mfc in calls(graph) if mfc.role == role]
         for name in own:

@@ -22,7 +22,8 @@ from realrl.model.dtypes import dtype_name
 from realrl.plan.hooks import CallHooks
 from realrl.plan.memory.buffers import SAVE_STAGE
 from realrl.plan.memory.load import Load
-from realrl.plan.memory.plan import CallState, RoleState, plan_memory
+from realrl.plan.memory.model import plan_memory
+from realrl.plan.memory.plan import CallState, RoleState
 from realrl.runtime.checkpoints.roles import HostCopies
 from realrl.shape import DecoderConfig
 from scripts.gpu_checks.common import (

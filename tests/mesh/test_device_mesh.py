@@ -1,5 +1,7 @@
 """Clusters, meshes, strategies and allocations as values."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,6 +84,12 @@ def test_mesh_refusals(ranks, problem, nearest):
 def test_mesh_of_a_one_device_cluster():
     with pytest.raises(AllocationError, match="it has device 0 only"):
         DeviceMesh(Cluster(1, 1), (1,))
+
+
+def test_meshes_overlap_and_contain_each_other_as_their_ranks_do():
+    for one, other in itertools.product([*legal_meshes(Cluster(2, 4)), *legal_meshes(Cluster(3, 4))], repeat=2):
+        assert one.overlaps(other) == bool(set(one.ranks) & set(other.ranks))
+        assert one.contains(other) == (set(one.ranks) >= set(other.ranks))
 
 
 def test_mesh_questions():

@@ -25,8 +25,9 @@ from realrl.model.parallel import UNSHARDED
 from realrl.plan.groups import process_groups
 from realrl.plan.hooks import CallHooks
 from realrl.plan.memory.load import RowLengths, load_of
+from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes
-from realrl.plan.memory.plan import CallState, RoleState, Usage, plan_memory
+from realrl.plan.memory.plan import CallState, RoleState, Usage
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.shards import shard_of
 from realrl.plan.parameters.specs import DTYPE_BYTES

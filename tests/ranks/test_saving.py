@@ -23,7 +23,8 @@ from realrl.model.init import random_model
 from realrl.model.lora import add_adapters
 from realrl.model.parallel import UNSHARDED
 from realrl.plan.memory import saving
-from realrl.plan.memory.plan import SAVE, RoleState, plan_memory
+from realrl.plan.memory.model import plan_memory
+from realrl.plan.memory.plan import SAVE, RoleState
 from realrl.plan.memory.saving import Saves
 from realrl.plan.parameters.shards import shard_of
 from realrl.runtime.checkpoints.roles import HostCopies

@@ -17,7 +17,7 @@ from realrl.plan.backends import BACKENDS
 from realrl.plan.hooks import CallHooks, Offload, Overlap, Realloc
 from realrl.plan.memory.plan import SAVE, CallState, MemoryPlan, RoleState, layout_of
 from realrl.plan.parameters.realloc import ReallocPlan, plan_realloc
-from realrl.plan.parameters.realloc_portions import part_of
+from realrl.plan.parameters.realloc_overlap import part_of
 
 
 def can_stay(call: str, role: str, hooks: Mapping[str, CallHooks]) -> bool:

@@ -18,7 +18,7 @@ from realrl.plan.memory.buffers import FLOAT32, MASTERS_BUCKET, SLICE_ALIGNMENT
 from realrl.plan.memory.optimizer import OptimizerSharing
 from realrl.plan.parameters.adapters import LORA_A, is_adapter, is_trained
 from realrl.plan.parameters.shards import ModelShard
-from realrl.plan.parameters.specs import ParameterSpec
+from realrl.plan.parameters.specs import DTYPE_BYTES, ParameterSpec
 from realrl.shape import DecoderConfig
 
 _PIECES = 2  # that the collectives may hold at a time
@@ -95,3 +95,8 @@ def model_copies(model: DecoderConfig, specs: Sequence[ParameterSpec], shard: Mo
     if model.lora is not None and shard.has_embedding:
         total += sum(FLOAT32 * spec.n_elements for spec in specs if is_trained(model, spec.name))
     return total
+
+
+def averaging_masters(model: DecoderConfig, n_bytes: int) -> int:
+    """Return the bytes of float32 masters that a role which is averaged has beside `n_bytes` of parameters."""
+    return FLOAT32 * (n_bytes // DTYPE_BYTES[model.dtype])

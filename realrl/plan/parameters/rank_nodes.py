@@ -20,7 +20,8 @@ import numpy as np
 
 from realrl.plan.parameters.layout import ParameterLayout
 from realrl.plan.parameters.realloc_assignment import transport
-from realrl.plan.parameters.realloc_portions import Matrix, Portion, part_of
+from realrl.plan.parameters.realloc_overlap import part_of
+from realrl.plan.parameters.realloc_portions import Matrix, Portion
 
 _MOST_STEPS = 20_000
 _MOST_ENTRIES = 1 << 14  # nodes times columns of the relaxation
@@ -34,7 +35,7 @@ class NodeShares:
     Args:
         portions: portions of the two layouts.
         plain: the target layout in plain order.
-        held: bytes of each target part that each source part contains, from `overlap_of`.
+        held: bytes of each target part that each source part contains, from `Overlap`.
         node_of: global rank -> node.
     """
 

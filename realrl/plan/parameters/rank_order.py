@@ -29,7 +29,8 @@ from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.parameters.layout import ParameterLayout, parameter_layout
 from realrl.plan.parameters.rank_nodes import Column, NodeShares
 from realrl.plan.parameters.realloc_assignment import Flags, transport
-from realrl.plan.parameters.realloc_portions import Matrix, overlap_of, part_of, portions_of
+from realrl.plan.parameters.realloc_overlap import overlap_of_layouts, part_of
+from realrl.plan.parameters.realloc_portions import Matrix, portions_of
 
 _LEAST_SAVED = 0.01  # of the bytes of the plain order; a few vectors are no reason to mix up groups
 _MOST_PLACES = 128  # of tensor groups; of more, neighbours count as one place, so that ranks there are alike
@@ -103,8 +104,8 @@ class _Orders:
         self.plain = parameter_layout(source.specs, strategy, ranks)
         self._source = source
         portions = portions_of(source, self.plain)
-        self._held, needed = overlap_of(portions, source, self.plain)
-        self._needed_bytes = int(needed.sum()) * strategy.dp
+        overlap = overlap_of_layouts(source, self.plain)
+        self._held, self._needed_bytes = overlap.held, int(overlap.needed.sum()) * strategy.dp
         self._nodes = NodeShares(portions, source, self.plain, self._held, node_of)
 
     def candidates(self, columns: Sequence[Column]) -> Iterator[ParameterLayout]:

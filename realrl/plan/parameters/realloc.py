@@ -27,13 +27,12 @@ import numpy as np
 from realrl.plan.parameters.layout import ParameterLayout
 from realrl.plan.parameters.rank_order import best_rank_order as best_rank_order
 from realrl.plan.parameters.realloc_flows import HELD, flows_of
+from realrl.plan.parameters.realloc_overlap import Overlap, overlap_of_layouts, part_of
 from realrl.plan.parameters.realloc_portions import (
     Matrix,
     Portion,
     UnitRange,
     check_same_model,
-    overlap_of,
-    part_of,
     portions_of,
 )
 from realrl.plan.parameters.specs import ParameterSpec, Slice, slice_of, units_of
@@ -94,6 +93,7 @@ def plan_realloc(
     target_layout: ParameterLayout,
     *,
     node_of: Callable[[int], int] | None = None,
+    portions: Sequence[Portion] | None = None,
 ) -> ReallocPlan:
     """Plan the transfers that bring the ranks of the target layout their parameters.
 
@@ -102,6 +102,7 @@ def plan_realloc(
     Args:
         source_layout, target_layout: layouts of one model, made from equal specs.
         node_of: global rank -> node; without it all ranks are on one node.
+        portions: those of an earlier plan between these strategies, which was on one node if and only if this one is.
 
     Raises:
         AllocationError: the layouts are of different models.
@@ -111,7 +112,8 @@ def plan_realloc(
     if node_of is not None:
         nodes = {rank: node_of(rank) for rank in nodes}
     item_bytes = source_layout.model_bytes // _LEAST_ITEMS if len(set(nodes.values())) > 1 else None
-    portions = portions_of(source_layout, target_layout, item_bytes=item_bytes)
+    if portions is None:
+        portions = portions_of(source_layout, target_layout, item_bytes=item_bytes)
     flows = flows_of(portions, source_layout, target_layout, nodes)
     return ReallocPlan(source_layout, target_layout, portions, flows, nodes)
 
@@ -129,8 +131,7 @@ class ReallocPlan:
     ) -> None:
         self.source_layout = source_layout
         self.target_layout = target_layout
-        self._portions = portions
-        self._held_bytes, self._needed_bytes = overlap_of(portions, source_layout, target_layout)
+        self.portions = portions
         self._flows = flows  # [n, 6], see `flows_of`
         self._nodes = nodes
         self._local_slice_cache: dict[tuple[int, int, int, int, int], Slice] = {}
@@ -141,8 +142,7 @@ class ReallocPlan:
         """Return the bytes that other ranks send to `rank`; 0 for a rank that is not in the target layout."""
         if rank not in self.target_layout:
             return 0
-        part = part_of(self.target_layout, rank)
-        return int(self._needed_bytes[part]) - self._held(rank, part)
+        return self.new_bytes(rank, moves_source=True)
 
     def bytes_sent(self, rank: int) -> int:
         """Return the bytes that `rank` sends to others."""
@@ -165,8 +165,16 @@ class ReallocPlan:
             moves_source: True if source tensors may move into their union with the target's; else only a source tensor
                 that contains the target's is shared.
         """
-        shared = (keep.num_bytes for keep in self.keeps(rank) if moves_source or keep.is_whole_target)
-        return self.target_layout.num_bytes_of(rank) - sum(shared)
+        part = part_of(self.target_layout, rank)
+        needed = int(self._overlap.needed[part])
+        if rank not in self.source_layout:
+            return needed
+        shared = self._overlap.held if moves_source else self._overlap.whole
+        return needed - int(shared[part_of(self.source_layout, rank), part])
+
+    @cached_property
+    def _overlap(self) -> Overlap:
+        return overlap_of_layouts(self.source_layout, self.target_layout)
 
     @cached_property
     def total_bytes(self) -> int:
@@ -201,11 +209,6 @@ class ReallocPlan:
         """Ranks of which one sends to the other, the smaller first."""
         return frozenset((min(ends), max(ends)) for ends in self._flows[:, :2].tolist())
 
-    def _held(self, rank: int, target_part: int) -> int:
-        if rank not in self.source_layout:
-            return 0
-        return int(self._held_bytes[part_of(self.source_layout, rank), target_part])
-
     @cached_property
     def _sent(self) -> Mapping[int, int]:
         return {rank: int(self._flow_bytes[at].sum()) for rank, at in self._flows_by_source.items()}
@@ -228,8 +231,8 @@ class ReallocPlan:
     @cached_property
     def _flow_bytes(self) -> Matrix:
         """Bytes of each flow."""
-        all_ends = np.array([end for portion in self._portions for end in portion.ends], dtype=np.int64)
-        starts = np.cumsum([0, *(len(portion.ends) for portion in self._portions)])[self._flows[:, 2]]
+        all_ends = np.array([end for portion in self.portions for end in portion.ends], dtype=np.int64)
+        starts = np.cumsum([0, *(len(portion.ends) for portion in self.portions)])[self._flows[:, 2]]
         return all_ends[starts + self._flows[:, 4]] - all_ends[starts + self._flows[:, 3]]
 
     # ------------------------------------------------------------ transfers
@@ -276,7 +279,7 @@ class ReallocPlan:
                 layout.coordinates_of(rank)[2]
                 for layout, rank in ((layout_there, source), (self.target_layout, target))
             )
-            for item in self._portions[number].items[first:end]:
+            for item in self.portions[number].items[first:end]:
                 for piece in item:
                     transfer = SliceTransfer(
                         source,

@@ -166,29 +166,3 @@ def _holders(spans: Sequence[tuple[int, int]], unit: int) -> range:
     """Return the ranks, which are consecutive, whose units include `unit`."""
     holders = [rank for rank, (start, stop) in enumerate(spans) if start <= unit < stop]
     return range(holders[0], holders[-1] + 1)
-
-
-def overlap_of(portions: Sequence[Portion], source: ParameterLayout, target: ParameterLayout) -> tuple[Matrix, Matrix]:
-    """Add up the bytes of portions by part: (pp_rank, tp_rank), numbered ``pp_rank * tp + tp_rank`` on either side.
-
-    Returns:
-        int64 [source parts, target parts], the bytes of a target part that a source part contains; and int64 [target
-        parts], all bytes of a target part.
-    """
-    s, t = source.strategy, target.strategy
-    held = np.zeros((s.pp, s.tp, t.pp, t.tp), dtype=np.int64)
-    needed = np.zeros((t.pp, t.tp), dtype=np.int64)
-    for portion in portions:
-        source_tps = slice(portion.source_tps.start, portion.source_tps.stop)
-        target_tps = slice(portion.target_tps.start, portion.target_tps.stop)
-        for to_stage in portion.target_stages:
-            needed[to_stage, target_tps] += portion.num_bytes
-            for from_stage in portion.source_stages:
-                held[from_stage, source_tps, to_stage, target_tps] += portion.num_bytes
-    return held.reshape(s.pp * s.tp, t.pp * t.tp), needed.reshape(-1)
-
-
-def part_of(layout: ParameterLayout, global_rank: int) -> int:
-    """Return the number ``pp_rank * tp + tp_rank`` of a rank's part; ranks of one number hold the same slices."""
-    pp_rank, _, tp_rank = layout.coordinates_of(global_rank)
-    return pp_rank * layout.strategy.tp + tp_rank

@@ -24,9 +24,10 @@ from realrl.plan.memory.formulas import (
     training_activations,
 )
 from realrl.plan.memory.load import Load, RowLengths, load_of
+from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
 from realrl.plan.memory.overlap import plan_overlap
-from realrl.plan.memory.plan import SAVE, CallState, RoleState, Usage, checkpoint_bytes, plan_memory, show_bytes
+from realrl.plan.memory.plan import SAVE, CallState, RoleState, Usage, checkpoint_bytes, show_bytes
 from realrl.plan.memory.saving import Saves
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.shards import whole_shard

@@ -11,8 +11,9 @@ from realrl.mesh.device_mesh import Cluster
 from realrl.mesh.notation import parse_allocation
 from realrl.plan.hooks import NO_OVERLAP, CallHooks, Offload, Overlap, Realloc
 from realrl.plan.memory.load import Load
+from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.overlap import plan_overlap
-from realrl.plan.memory.plan import CallState, RoleState, layout_of, plan_memory
+from realrl.plan.memory.plan import CallState, RoleState, layout_of
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.shape import DecoderConfig
 

@@ -185,6 +185,11 @@ def check_bytes(plan: ReallocPlan, held: dict[int, dict[str, Array]], expected: 
         for keep in plan.keeps(rank):
             covered = [b - a for a, b in keep.target_slice]
             assert keep.is_whole_target == (covered == [*expected[rank][keep.parameter].shape])
+        if rank in plan.target_layout:
+            for moves_source in (False, True):
+                kept = sum(keep.num_bytes for keep in plan.keeps(rank) if moves_source or keep.is_whole_target)
+                lacking = plan.target_layout.num_bytes_of(rank) - kept
+                assert plan.new_bytes(rank, moves_source=moves_source) == lacking
     assert (plan.bytes_received(10_000), plan.bytes_sent(10_000), plan.peak_bytes(10_000)) == (0, 0, 0)
     assert plan.keeps(10_000) == plan.transfers_to(10_000) == plan.transfers_from(10_000) == ()
 

@@ -1,0 +1,129 @@
+"""The parts into which strategies cut a model, each kind of them counted once.
+
+Most parts of a cut are alike: middle stages with equally many blocks, tensor ranks with equally many units. Whatever
+memory depends on is equal for parts of one kind, under any strategy and number of replicas.
+
+Invariants:
+- every part has one kind, and parts of one kind have equal bytes of everything;
+- only parts with tensor rank 0, which write checkpoints, are of a kind with others of tensor rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.plan.memory.saving import gathered_model, model_copies
+from realrl.plan.parameters.adapters import is_trained
+from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.parameters.realloc_overlap import Overlap, overlap_of, unit_sizes
+from realrl.plan.parameters.realloc_portions import Matrix
+from realrl.plan.parameters.shards import ModelShard, check_tp, shard_at
+from realrl.plan.parameters.specs import ParameterSpec, units_of
+from realrl.plan.parameters.stages import stages_of
+from realrl.shape import DecoderConfig
+
+
+class PartKind:
+    """Sizes of all parts of one kind, taken from one of them, `shard`."""
+
+    def __init__(self, model: DecoderConfig, specs: tuple[ParameterSpec, ...], shard: ModelShard) -> None:
+        self.shard = shard
+        self._model, self._specs = model, specs
+        self._gathered: dict[bool, int] = {}
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes of the parameters."""
+        return sum(self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs)
+
+    @cached_property
+    def trained_sizes(self) -> tuple[tuple[int, int], ...]:
+        """(bytes of an element, elements) of each parameter that a trained role trains."""
+        return tuple(
+            (spec.num_bytes // spec.n_elements, n_elements)
+            for spec in self._specs
+            if is_trained(self._model, spec.name) and (n_elements := self.shard.n_elements_of(spec))
+        )
+
+    @cached_property
+    def copies(self) -> int:
+        """Bytes of the model in a checkpoint that the rank of the part writes."""
+        return model_copies(self._model, self._specs, self.shard)
+
+    def gathered(self, zero_stage: int) -> int:
+        """Return the bytes that a save of the model gathers; see `gathered_model`."""
+        if (zero_stage == 3) not in self._gathered:
+            self._gathered[zero_stage == 3] = gathered_model(self._specs, self.shard, zero_stage=zero_stage)
+        return self._gathered[zero_stage == 3]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model cut by a strategy.
+
+    Attributes:
+        stages: blocks of each stage.
+        kinds: kind of each part; the part of pp_rank and tp_rank has the number ``pp_rank * tp + tp_rank``.
+    """
+
+    stages: tuple[range, ...]
+    kinds: tuple[PartKind, ...]
+
+
+class CutModel:
+    """A model, and its cuts so far."""
+
+    def __init__(self, model: DecoderConfig) -> None:
+        self.model, self.specs = model, parameter_specs(model)
+        self._sizes = unit_sizes(self.specs, model.n_layers)
+        own = {model.n_heads, model.n_kv_heads, model.intermediate_size, model.vocab_size}
+        self._n_units = sorted(own | {*self._sizes.n_units.tolist()})
+        self._dense = set(range(model.n_layers) if model.moe is None else model.moe.dense_layers)
+        self._kinds: dict[tuple[object, ...], PartKind] = {}
+        self._cuts: dict[tuple[int, int], Cut] = {}
+        self._overlaps: dict[tuple[int, int, int, int], Overlap] = {}
+
+    def cut(self, strategy: ParallelStrategy) -> Cut:
+        """Return the parts of a strategy.
+
+        Raises:
+            AllocationError: tp or pp does not fit the model.
+        """
+        key = strategy.tp, strategy.pp
+        if key not in self._cuts:
+            check_tp(self.specs, strategy.tp)
+            stages = stages_of(self.specs, strategy.pp)
+            self._cuts[key] = Cut(stages, tuple(self._kinds_of(stages, strategy)))
+        return self._cuts[key]
+
+    def overlap(self, source: ParallelStrategy, target: ParallelStrategy) -> Overlap:
+        """Return the bytes that parts of two strategies have in common."""
+        key = source.tp, source.pp, target.tp, target.pp
+        if key not in self._overlaps:
+            cuts = ((self.cut(strategy).stages, strategy.tp) for strategy in (source, target))
+            self._overlaps[key] = overlap_of(self._sizes, *cuts)
+        return self._overlaps[key]
+
+    def _kinds_of(self, stages: tuple[range, ...], strategy: ParallelStrategy) -> Iterator[PartKind]:
+        for pp_rank, layers in enumerate(stages):
+            blocks = tuple(layer in self._dense for layer in layers)
+            for tp_rank in range(strategy.tp):
+                shard = shard_at(stages, strategy, pp_rank, tp_rank)
+                spans = (units_of(n_units, tp_rank, strategy.tp) for n_units in self._n_units)
+                sizes = tuple(stop - start for start, stop in spans)
+                key = (blocks, shard.has_embedding, shard.has_head, tp_rank == 0, strategy.tp, sizes)
+                if key not in self._kinds:
+                    self._kinds[key] = PartKind(self.model, self.specs, shard)
+                yield self._kinds[key]
+
+
+@lru_cache(maxsize=4096)
+def parts_of(strategy: ParallelStrategy) -> Matrix:
+    """Return int64 [devices], the number of each mesh rank's part; do not write to it."""
+    mesh_ranks = np.arange(strategy.n_devices)
+    return mesh_ranks // (strategy.dp * strategy.tp) * strategy.tp + mesh_ranks % strategy.tp

@@ -1,0 +1,225 @@
+"""Bytes of a role on each part of its model: what it keeps, what a checkpoint copies, what its calls take.
+
+All are counted once for each kind of part, and kept: the same role under the same strategy has the same bytes on any
+ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from realrl.graph.mfc import InterfaceType
+from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.plan.backends import BACKENDS
+from realrl.plan.memory.buffers import FLOAT32
+from realrl.plan.memory.cuts import CutModel, PartKind
+from realrl.plan.memory.formulas import (
+    Kernels,
+    generation_bytes,
+    inference_activations,
+    local_shape,
+    training_activations,
+)
+from realrl.plan.memory.load import Load
+from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
+from realrl.plan.memory.plan import RoleState, Usage
+from realrl.plan.memory.saving import Saves, averaging_masters, gathered_state, state_copies
+from realrl.plan.parameters.realloc_portions import Matrix
+from realrl.plan.parameters.specs import DTYPE_BYTES
+
+_NO_SAVES = Saves(is_staged=False, is_repeated=False)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of one role on one rank of its home.
+
+    `gathered` counts parameters that the rank gets from others while it computes, where the backend divides them;
+    `saving` those that a save gathers at a time; `copied` what the rank copies for a checkpoint, if its dp_rank is 0.
+    """
+
+    parameters: int
+    optimizer: int
+    gradients: int
+    holds_gradients: bool
+    buffers: int
+    host: int
+    largest: int
+    gathered: int
+    saving: int
+    copied: int
+
+    @property
+    def resident(self) -> Usage:
+        """Usage during all calls while the role is on the device."""
+        held = self.gradients + self.buffers if self.holds_gradients else 0
+        return Usage(self.parameters, self.optimizer, held, host=self.host)
+
+    @property
+    def away(self) -> Usage:
+        """Usage during all calls while the parameters are in host memory."""
+        held = self.gradients + self.buffers if self.holds_gradients else 0
+        return Usage(optimizer=self.optimizer, gradients=held, host=self.host + self.parameters)
+
+
+@dataclass(frozen=True)
+class KeptParts:
+    """What a role keeps on each part; `resident` and `away` are columns of usages, see `columns`."""
+
+    parts: tuple[Kept, ...]
+    resident: Matrix
+    away: Matrix
+    saving: Matrix
+    copied: Matrix
+
+
+def columns(usages: Iterable[Usage]) -> Matrix:
+    """Return int64 [10, usages]: the fields of `Usage` in their order, `host` next to last, and the total."""
+    return np.array([(*astuple(usage), usage.total) for usage in usages], dtype=np.int64).T
+
+
+class RoleBytes:
+    """A role wherever it lives: its model, and the settings of its training."""
+
+    def __init__(self, role: RoleState, model: CutModel, kernels: Kernels, saves: Saves | None) -> None:
+        self.role, self.model = role, model
+        self._kernels, self._saves = kernels, saves or _NO_SAVES
+        self._kept: dict[ParallelStrategy, KeptParts] = {}
+        self._computed: dict[tuple[ParallelStrategy, InterfaceType, Load], Matrix] = {}
+
+    @property
+    def has_own_memory(self) -> bool:
+        """True if parameters do not lie in buffers of a training backend."""
+        return not (self.role.is_trained and BACKENDS[self.role.backend].has_own_buffers)
+
+    def kept(self, strategy: ParallelStrategy) -> KeptParts:
+        """Return what the role keeps on each part if its home has this strategy.
+
+        Raises:
+            AllocationError: the strategy does not fit the model.
+        """
+        if strategy not in self._kept:
+            kinds = self.model.cut(strategy).kinds
+            of_kind = {kind: self._kept_by(kind, strategy) for kind in set(kinds)}
+            parts = tuple(of_kind[kind] for kind in kinds)
+            saving, copied = np.array([(part.saving, part.copied) for part in parts], dtype=np.int64).T
+            resident, away = (columns(usages) for usages in zip(*((p.resident, p.away) for p in parts), strict=True))
+            self._kept[strategy] = KeptParts(parts, resident, away, saving, copied)
+        return self._kept[strategy]
+
+    def computed(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> Matrix:
+        """Return the usage of a call on each part, as columns: beside what roles keep, and what its hooks bring.
+
+        Raises:
+            AllocationError: the strategy does not fit the model.
+        """
+        key = strategy, kind, load
+        if key not in self._computed:
+            found: dict[tuple[PartKind, int], Usage] = {}
+            parts = []
+            for number, part in enumerate(self.model.cut(strategy).kinds):
+                n_in_flight = min(strategy.pp - number // strategy.tp, load.n_mbs)
+                if (part, n_in_flight) not in found:
+                    kept = self.kept(strategy).parts[number] if kind is InterfaceType.TRAIN_STEP else None
+                    found[part, n_in_flight] = self._computed_by(part, strategy, kind, load, (n_in_flight, kept))
+                parts.append(found[part, n_in_flight])
+            self._computed[key] = columns(parts)
+        return self._computed[key]
+
+    def _kept_by(self, kind: PartKind, strategy: ParallelStrategy) -> Kept:
+        """Count one part's bytes; adapters, float32 and their own masters, apart from parameters in half precision."""
+        role, n_bytes = self.role, kind.num_bytes
+        masters = averaging_masters(role.model, n_bytes) if role.is_averaged else 0
+        saving = kind.gathered(role.zero_stage) if role.is_changed else 0
+        trained = kind.trained_sizes if role.is_trained else ()
+        sharing = OptimizerSharing(
+            role.backend,
+            role.zero_stage,
+            dp=strategy.dp,
+            on_host=role.offloads_optimizer,
+            whole_gradients=strategy.tp > 1 or strategy.pp > 1,
+        )
+        sizes: dict[int, int] = {}
+        for width, n_elements in trained:
+            sizes[width] = sizes.get(width, 0) + n_elements
+        largest = max((n_elements for _, n_elements in trained), default=0)
+        parts = [
+            optimizer_bytes(n, element_bytes=width, sharing=sharing, largest=largest) for width, n in sizes.items()
+        ]
+        state = sum(part.masters + part.moments for part in parts)
+        share = min((part.parameters for part in parts), default=1.0)
+        parameters = math.ceil(n_bytes * share)
+        elements = [n_elements for _, n_elements in trained]
+        if role.is_trained:
+            saving = max(saving, gathered_state(elements, sharing))
+        copied = 0
+        if self._saves.is_staged or self._saves.is_repeated or not self.has_own_memory or saving:
+            copied = state_copies(role.model, elements) + masters + (kind.copies if role.is_changed else 0)
+        return Kept(
+            parameters=parameters if role.is_trained else n_bytes + masters,
+            optimizer=0 if role.offloads_optimizer else state,
+            gradients=sum(part.gradients for part in parts),
+            holds_gradients=any(part.holds_gradients for part in parts),
+            buffers=max((part.buffers for part in parts), default=0),
+            host=state + sum(part.host for part in parts) if role.offloads_optimizer else 0,
+            largest=FLOAT32 * largest,
+            gathered=n_bytes - parameters,
+            saving=saving,
+            copied=copied,
+        )
+
+    def _computed_by(
+        self,
+        part: PartKind,
+        strategy: ParallelStrategy,
+        kind: InterfaceType,
+        load: Load,
+        training: tuple[int, Kept | None],
+    ) -> Usage:
+        """Return the usage of a call on one part; in `training`, micro-batches in flight and the state."""
+        model, kernels = self.role.model, self._kernels
+        local = local_shape(model, part.shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])
+        if kind is InterfaceType.GENERATE:
+            made = generation_bytes(
+                local,
+                n_runs=load.n_runs,
+                n_rows=load.n_rows,
+                longest_row=load.longest_row,
+                prefill_tokens=load.prefill_tokens,
+                kernels=kernels,
+            )
+            return Usage(copies=made.weights, cache=made.cache, activations=made.activations)
+        if kind is InterfaceType.INFERENCE:
+            n_bytes = inference_activations(local, n_tokens=load.n_tokens, n_scored=load.n_scored, kernels=kernels)
+            return Usage(activations=n_bytes)
+        n_in_flight, kept = training
+        assert kept is not None
+        activations = training_activations(
+            local,
+            n_tokens=load.n_tokens,
+            n_scored=load.n_scored,
+            n_in_flight=n_in_flight,
+            accumulates=load.n_mbs > 1,
+            checkpointing=self.role.checkpoints_activations,
+            kernels=kernels,
+        )
+        return _trained(kept, activations, load, dp=strategy.dp)
+
+
+def _trained(kept: Kept, activations: int, load: Load, *, dp: int) -> Usage:
+    """Return the largest usage of a train_step: when the backward passes begin, or when all gradients are there.
+
+    With one micro-batch, gradients come as activations go, and the first moment has those of one parameter only.
+    """
+    all_gradients = 0 if kept.holds_gradients else kept.gradients + kept.buffers
+    early = all_gradients if load.n_mbs > 1 else min(all_gradients, kept.largest + kept.buffers)
+    flat = reduction_bytes(kept.gradients, kept.largest, dp=dp)
+    moments = (
+        Usage(gradients=early, copies=kept.gathered, activations=activations),
+        Usage(gradients=all_gradients + flat, copies=kept.gathered),
+    )
+    return max(moments, key=lambda usage: usage.total)

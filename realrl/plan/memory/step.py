@@ -1,0 +1,215 @@
+"""One plan's memory as arrays over ranks: the additions and the comparisons, and nothing about parameters.
+
+Usages are columns, [rows, ranks], see `realrl.plan.memory.roles.columns`. Their last two rows are the host's bytes and
+the total; where these are all that is wanted, arrays have them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from realrl.graph.mfc import InterfaceType
+from realrl.mesh.device_mesh import Allocation, ParallelStrategy
+from realrl.plan.hooks import Offload, Realloc
+from realrl.plan.memory.buffers import REALLOC_BUCKET, SAVE_STAGE
+from realrl.plan.memory.cuts import parts_of
+from realrl.plan.memory.moves import MESSAGES, Lacking, Moves, lacking, ranks_of
+from realrl.plan.memory.plan import SAVE, CallState, Usage
+from realrl.plan.memory.roles import RoleBytes
+from realrl.plan.memory.saving import Saves
+from realrl.plan.parameters.realloc_portions import Matrix
+
+Ranks = slice | Matrix
+_FIELDS = [part.name for part in fields(Usage)]
+_COPIES, _ROWS, _RUNTIME = (_FIELDS.index(name) for name in ("copies", "rows", "runtime"))
+_ALL = len(_FIELDS) + 1
+_HOST, _TOTAL = -2, -1
+
+
+class Step:
+    """The calls of a step, and a save, on their ranks.
+
+    Args:
+        roles: role -> its bytes, and its home.
+        calls: calls in the order of a step.
+        is_whole: all fields of usages are wanted, and not the host's bytes and the total alone.
+        moves, rows_bytes, saves: see `MemoryModel`.
+        runtime_bytes: see `MemoryModel.plan`.
+
+    Raises:
+        AllocationError: the strategy of a home does not fit its model.
+    """
+
+    def __init__(
+        self,
+        roles: Mapping[str, tuple[RoleBytes, Allocation]],
+        calls: Sequence[CallState],
+        *,
+        is_whole: bool,
+        moves: Moves,
+        rows_bytes: int,
+        runtime_bytes: Mapping[int, int],
+        saves: Saves | None,
+    ) -> None:
+        self._roles, self._moves, self._rows_bytes, self._saves = roles, moves, rows_bytes, saves
+        self._calls = {call.name: call for call in calls}
+        self._view = slice(None) if is_whole else slice(_ALL - 2, None)
+        self._n_rows = _ALL if is_whole else 2
+        homes = {name: home for name, (_, home) in roles.items()}
+        allocations = (*homes.values(), *(call.allocation for call in calls))
+        self.n_ranks = 1 + max((allocation.mesh.ranks[-1] for allocation in allocations), default=-1)
+        self._runtime = np.zeros(self.n_ranks, dtype=np.int64)
+        for rank, n_bytes in runtime_bytes.items():
+            if rank < self.n_ranks:
+                self._runtime[rank] = n_bytes
+        self._away = _offloaded(calls, homes)
+        self._kept = {name: own.kept(home.strategy) for name, (own, home) in roles.items()}
+        self._places = {name: (ranks_of(home), parts_of(home.strategy)) for name, home in homes.items()}
+        here = np.zeros((self._n_rows, self.n_ranks), dtype=np.int64)
+        for name, kept in self._kept.items():
+            ranks, parts = self._places[name]
+            here[:, ranks] += kept.resident[self._view].take(parts, axis=1)
+        self._resident_without: dict[frozenset[str], Matrix] = {frozenset(): here}
+        self._copied = np.zeros(self.n_ranks, dtype=np.int64) if saves is None else self._copies()
+
+    def usages(self, name: str) -> tuple[Ranks, Matrix]:
+        """Return the ranks of a call or a save, and their usages."""
+        ranks, usages, _ = self.least(name)
+        for hook in _reallocs(self._calls[name]) if name != SAVE else ():
+            own, _ = self._roles[hook.source]
+            if self._lacking(hook).received.any():
+                sent = self._moves.sent(own.model, hook.source_allocation, hook.target_allocation)
+                self._add(usages, _COPIES, sent.messages(ranks, is_average=hook.eta != 1.0))
+        return ranks, usages
+
+    def least(self, name: str) -> tuple[Ranks, Matrix, int]:
+        """Return ranks and usages without the messages that ranks send, and the most bytes that these may take."""
+        if name == SAVE:
+            return *self._save(), 0
+        call = self._calls[name]
+        ranks = ranks_of(call.allocation)
+        first, *later = dict.fromkeys(self._away[call.name])
+        usages = self._resident(first)[:, ranks]
+        usages = _larger(usages, self._resident(later[0])[:, ranks]) if later else usages.copy()
+        if call.role in self._roles:
+            own, home = self._roles[call.role]
+            assert call.kind is not InterfaceType.TRAIN_STEP or home == call.allocation, "a role is trained at home"
+            strategy = call.allocation.strategy
+            computed = own.computed(strategy, call.kind, call.load)[self._view]
+            usages += computed.take(parts_of(strategy), axis=1)
+        room = 0
+        for hook in _reallocs(call):
+            found = self._lacking(hook)
+            self._add(usages, _COPIES, self._brought(hook, found)[ranks])
+            if found.received.any():
+                room += MESSAGES + (REALLOC_BUCKET if hook.eta != 1.0 else 0)
+        self._add(usages, _ROWS, self._rows_bytes)
+        self._add(usages, _RUNTIME, self._runtime[ranks])
+        if self._saves is not None and self._saves.is_repeated:
+            usages[_HOST] += self._copied[ranks]
+        return ranks, usages, room
+
+    def _add(self, usages: Matrix, row: int, n_bytes: Matrix | int) -> None:
+        usages[_TOTAL] += n_bytes
+        if self._n_rows == _ALL:
+            usages[row] += n_bytes
+
+    def _resident(self, absent: frozenset[str]) -> Matrix:
+        """Return the usages that are independent of the call while some roles are in host memory."""
+        if absent not in self._resident_without:
+            usages = self._resident_without[frozenset()].copy()
+            for name in absent & self._roles.keys():
+                ranks, parts = self._places[name]
+                change = (self._kept[name].away - self._kept[name].resident)[self._view]
+                usages[:, ranks] += change.take(parts, axis=1)
+            self._resident_without[absent] = usages
+        return self._resident_without[absent]
+
+    # ------------------------------------------------------------ reallocations
+
+    def _lacking(self, hook: Realloc) -> Lacking:
+        own, _ = self._roles[hook.source]
+        return lacking(own.model, hook.source_allocation, hook.target_allocation)
+
+    def _brought(self, hook: Realloc, found: Lacking) -> Matrix:
+        """Return, for all ranks, the bytes of a hook's parameters that are new to them, and of incoming messages."""
+        own, _ = self._roles[hook.source]
+        role = own.role
+        n_bytes = np.minimum(found.received, MESSAGES)
+        if hook.is_implied:
+            # of parameters that are gathered for the moment, home and call share nothing
+            is_gathered = role.is_trained and role.zero_stage == 3
+            n_bytes += found.needed if is_gathered else found.received if own.has_own_memory else found.copied
+        brought = np.zeros(self.n_ranks, dtype=np.int64)
+        brought[ranks_of(hook.target_allocation)] = n_bytes
+        return brought
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _copies(self) -> Matrix:
+        """Return the bytes that each rank copies for a checkpoint, all roles together."""
+        copied = np.zeros(self.n_ranks, dtype=np.int64)
+        for name, kept in self._kept.items():
+            ranks, parts = self._places[name]
+            copied[ranks] += kept.copied[parts] * _is_first_replica(self._roles[name][1].strategy)
+        return copied
+
+    def _save(self) -> tuple[Ranks, Matrix]:
+        """Return the usages while the role that needs the most is copied, for which changed parameters come back."""
+        usages = np.full((self._n_rows, self.n_ranks), -1, dtype=np.int64)
+        for absent in dict.fromkeys(self._away[SAVE]):
+            for name, (own, _) in self._roles.items():
+                ranks, parts = self._places[name]
+                moment = self._resident(absent - {name} if own.role.is_changed else absent)[:, ranks].copy()
+                self._add(moment, _COPIES, self._kept[name].saving[parts])
+                usages[:, ranks] = _larger(usages[:, ranks], moment)
+        homes = np.flatnonzero(usages[_TOTAL] >= 0)
+        usages = usages[:, homes]
+        self._add(usages, _ROWS, self._rows_bytes)
+        self._add(usages, _RUNTIME, self._runtime[homes])
+        usages[_HOST] += self._copied[homes] + (2 * SAVE_STAGE if self._saves and self._saves.is_staged else 0)
+        return homes, usages
+
+
+def _reallocs(call: CallState) -> list[Realloc]:
+    return [hook for hook in (*call.hooks.before, *call.hooks.after) if isinstance(hook, Realloc)]
+
+
+def _larger(one: Matrix, other: Matrix) -> Matrix:
+    """Return the usages with the larger totals; the first of equals."""
+    larger: Matrix = np.where(other[_TOTAL] > one[_TOTAL], other, one)
+    return larger
+
+
+@lru_cache(maxsize=4096)
+def _is_first_replica(strategy: ParallelStrategy) -> npt.NDArray[np.bool_]:
+    is_first: npt.NDArray[np.bool_] = np.arange(strategy.n_devices) // strategy.tp % strategy.dp == 0
+    return is_first
+
+
+def _offloaded(
+    calls: Sequence[CallState], homes: Mapping[str, Allocation]
+) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
+    """Return call or `SAVE` -> the roles that are in host memory then, in the first step and in any later one.
+
+    All parameters begin on the device. A call brings back those of its role if it runs where they live, and those that
+    move; they stay until a call offloads them again.
+    """
+    away: set[str] = set()
+    steps: list[dict[str, frozenset[str]]] = []
+    for _ in range(2):
+        step = {}
+        for call in calls:
+            used = {role for hook in _reallocs(call) for role in (hook.source, hook.target)}
+            if call.role in homes and homes[call.role] == call.allocation:
+                used.add(call.role)
+            away -= used
+            step[call.name] = frozenset(away)
+            away |= {hook.role for hook in call.hooks.after if isinstance(hook, Offload)}
+        steps.append({**step, SAVE: frozenset(away)})
+    return {name: (first, steps[1][name]) for name, first in steps[0].items()}

@@ -1,0 +1,202 @@
+"""The memory of a plan counted rank by rank and parameter by parameter, with nothing kept: slow, and easy to check."""
+
+from __future__ import annotations
+
+import math
+
+from realrl.graph.mfc import InterfaceType
+from realrl.plan.backends import BACKENDS
+from realrl.plan.hooks import Offload, Realloc
+from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, SAVE_STAGE
+from realrl.plan.memory.formulas import (
+    Kernels,
+    generation_bytes,
+    inference_activations,
+    local_shape,
+    training_activations,
+)
+from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
+from realrl.plan.memory.plan import SAVE, Usage, layout_of
+from realrl.plan.memory.saving import gathered_model, gathered_state, model_copies, state_copies
+from realrl.plan.parameters.adapters import is_trained
+from realrl.plan.parameters.realloc import plan_realloc
+from realrl.plan.parameters.specs import DTYPE_BYTES
+
+
+def counted(roles, calls, *, rows_bytes=0, runtime_bytes=None, saves=None):
+    """Call or `SAVE` -> rank -> usage, as `MemoryModel.plan(...).calls`."""
+    away, copies = _away(roles, calls), {} if saves is None else _copies(roles, saves)
+    stays, runtime = copies if saves is not None and saves.is_repeated else {}, runtime_bytes or {}
+    found = {}
+    for call in calls:
+        found[call.name] = {}
+        for rank in call.allocation.ranks:
+            own = _call(call, roles, rank)
+            own += Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=stays.get(rank, 0))
+            usages = [_resident(roles, rank, absent) + own for absent in away[call.name]]
+            found[call.name][rank] = max(usages, key=lambda usage: usage.total)
+    if saves is not None:
+        found[SAVE] = {rank: _save(roles, rank, away[SAVE]) for rank in copies}
+        for rank, n_bytes in copies.items():
+            staged = 2 * SAVE_STAGE if saves.is_staged else 0
+            found[SAVE][rank] += Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=n_bytes + staged)
+    return found
+
+
+def _away(roles, calls):
+    away, steps = set(), []
+    for _ in range(2):
+        step = {}
+        for call in calls:
+            hooks = [hook for hook in (*call.hooks.before, *call.hooks.after) if isinstance(hook, Realloc)]
+            away -= {role for hook in hooks for role in (hook.source, hook.target)}
+            if call.role in roles and roles[call.role].home == call.allocation:
+                away.discard(call.role)
+            step[call.name] = frozenset(away)
+            away |= {hook.role for hook in call.hooks.after if isinstance(hook, Offload)}
+        steps.append({**step, SAVE: frozenset(away)})
+    return {name: (first, steps[1][name]) for name, first in steps[0].items()}
+
+
+def _trained_sizes(role, layout, rank):
+    sizes = []
+    for spec in layout.specs:
+        n_elements = layout.shard_of(rank).n_elements_of(spec)
+        if role.is_trained and n_elements and is_trained(role.model, spec.name):
+            sizes.append((spec.num_bytes // spec.n_elements, n_elements))
+    return sizes
+
+
+def _sharing(role):
+    s = role.home.strategy
+    split = s.tp > 1 or s.pp > 1
+    return OptimizerSharing(role.backend, role.zero_stage, s.dp, role.offloads_optimizer, split)
+
+
+def _state(role, rank):
+    """Optimizer bytes for each width of elements; the bytes of parameters in all, and of those that the rank keeps."""
+    layout = layout_of(role.model, role.home)
+    sizes = _trained_sizes(role, layout, rank)
+    largest = max((n for _, n in sizes), default=0)
+    parts = []
+    for width in sorted({width for width, _ in sizes}):
+        total = sum(n for other, n in sizes if other == width)
+        parts.append(optimizer_bytes(total, element_bytes=width, sharing=_sharing(role), largest=largest))
+    n_bytes = layout.num_bytes_of(rank)
+    return parts, n_bytes, math.ceil(n_bytes * min((part.parameters for part in parts), default=1.0))
+
+
+def _masters(role, n_bytes):
+    return FLOAT32 * (n_bytes // DTYPE_BYTES[role.model.dtype]) if role.is_averaged else 0
+
+
+def _resident(roles, rank, absent):
+    total = Usage()
+    for name, role in roles.items():
+        if rank not in role.home.ranks:
+            continue
+        parts, n_bytes, kept = _state(role, rank)
+        state = sum(part.masters + part.moments for part in parts)
+        held = 0
+        if any(part.holds_gradients for part in parts):
+            held = sum(part.gradients for part in parts) + max(part.buffers for part in parts)
+        host = state + sum(part.host for part in parts) if role.offloads_optimizer else 0
+        parameters = kept if role.is_trained else n_bytes + _masters(role, n_bytes)
+        optimizer = 0 if role.offloads_optimizer else state
+        if name in absent:
+            total += Usage(optimizer=optimizer, gradients=held, host=host + parameters)
+        else:
+            total += Usage(parameters, optimizer, held, host=host)
+    return total
+
+
+def _saving(role, rank):
+    layout = layout_of(role.model, role.home)
+    shard = layout.shard_of(rank)
+    found = gathered_model(layout.specs, shard, zero_stage=role.zero_stage) if role.is_changed else 0
+    if role.is_trained:
+        found = max(found, gathered_state([n for _, n in _trained_sizes(role, layout, rank)], _sharing(role)))
+    return found
+
+
+def _copies(roles, saves):
+    found = {rank: 0 for role in roles.values() for rank in role.home.ranks}
+    for role in roles.values():
+        layout = layout_of(role.model, role.home)
+        own_memory = not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
+        for rank in role.home.ranks:
+            needs_none = not saves.is_staged and not saves.is_repeated and own_memory and not _saving(role, rank)
+            if layout.coordinates_of(rank)[1] or needs_none:
+                continue
+            found[rank] += state_copies(role.model, [n for _, n in _trained_sizes(role, layout, rank)])
+            found[rank] += _masters(role, layout.num_bytes_of(rank))
+            if role.is_changed:
+                found[rank] += model_copies(role.model, layout.specs, layout.shard_of(rank))
+    return found
+
+
+def _save(roles, rank, away):
+    moments = []
+    for absent in away:
+        for name, role in roles.items():
+            if rank in role.home.ranks:
+                there = absent - {name} if role.is_changed else absent
+                moments.append(_resident(roles, rank, there) + Usage(copies=_saving(role, rank)))
+    return max(moments, key=lambda usage: usage.total)
+
+
+def _call(call, roles, rank):
+    found = Usage()
+    for hook in (*call.hooks.before, *call.hooks.after):
+        if isinstance(hook, Realloc):
+            found += Usage(copies=_moved(hook, roles[hook.source], rank))
+    return found + _computed(call, roles[call.role], rank) if call.role in roles else found
+
+
+def _moved(hook, role, rank):
+    source, target = (layout_of(role.model, one) for one in (hook.source_allocation, hook.target_allocation))
+    plan = plan_realloc(source, target, node_of=hook.source_allocation.mesh.cluster.node_of)
+    received, sent = ([t.num_bytes for t in found] for found in (plan.transfers_to(rank), plan.transfers_from(rank)))
+    n_bytes = sum(min(sum(one), 2 * REALLOC_BUCKET) for one in (received, sent))
+    if hook.eta != 1.0:
+        n_bytes += min(plan.bytes_from_other_nodes(rank), REALLOC_BUCKET)
+    if hook.is_implied and rank in target:
+        n_bytes += target.num_bytes_of(rank)
+        if not (role.is_trained and role.zero_stage == 3):
+            may_move = not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
+            n_bytes -= sum(keep.num_bytes for keep in plan.keeps(rank) if may_move or keep.is_whole_target)
+    return n_bytes
+
+
+def _computed(call, role, rank):
+    load, strategy, kernels = call.load, call.allocation.strategy, Kernels()
+    layout = layout_of(role.model, call.allocation)
+    width = DTYPE_BYTES[role.model.dtype]
+    local = local_shape(role.model, layout.shard_of(rank), sp=strategy.sp, element_bytes=width)
+    if call.kind is InterfaceType.GENERATE:
+        sizes = {name: getattr(load, name) for name in ("n_runs", "n_rows", "longest_row", "prefill_tokens")}
+        made = generation_bytes(local, **sizes, kernels=kernels)
+        return Usage(copies=made.weights, cache=made.cache, activations=made.activations)
+    if call.kind is InterfaceType.INFERENCE:
+        n_bytes = inference_activations(local, n_tokens=load.n_tokens, n_scored=load.n_scored, kernels=kernels)
+        return Usage(activations=n_bytes)
+    parts, n_bytes, kept = _state(role, rank)
+    activations = training_activations(
+        local,
+        n_tokens=load.n_tokens,
+        n_scored=load.n_scored,
+        n_in_flight=min(strategy.pp - layout.coordinates_of(rank)[0], load.n_mbs),
+        accumulates=load.n_mbs > 1,
+        checkpointing=role.checkpoints_activations,
+        kernels=kernels,
+    )
+    gradients, buffers = sum(part.gradients for part in parts), max(part.buffers for part in parts)
+    largest = FLOAT32 * max(n for _, n in _trained_sizes(role, layout, rank))
+    new = 0 if any(part.holds_gradients for part in parts) else gradients + buffers
+    early = new if load.n_mbs > 1 else min(new, largest + buffers)
+    flat = reduction_bytes(gradients, largest, dp=strategy.dp)
+    moments = (
+        Usage(gradients=early, copies=n_bytes - kept, activations=activations),
+        Usage(gradients=new + flat, copies=n_bytes - kept),
+    )
+    return max(moments, key=lambda usage: usage.total)
