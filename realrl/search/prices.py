@@ -22,7 +22,8 @@ from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.hooks import CallHooks, Realloc
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
-from realrl.plan.memory.plan import CallState, RoleState, Usage, plan_memory
+from realrl.plan.memory.model import plan_memory
+from realrl.plan.memory.plan import CallState, RoleState, Usage
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import RunCall
 from realrl.sched.track.dispatch import plan_work

@@ -9,7 +9,8 @@ from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.mesh.notation import parse_strategy
 from realrl.plan.hooks import Realloc, plan_hooks
 from realrl.plan.memory.load import RowLengths, load_of
-from realrl.plan.memory.plan import CallState, RoleState, plan_memory
+from realrl.plan.memory.model import plan_memory
+from realrl.plan.memory.plan import CallState, RoleState
 from realrl.sched.calls import schedule_calls
 from realrl.sched.messages import RunCall
 from realrl.sched.track.dispatch import plan_work
