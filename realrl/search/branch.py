@@ -258,10 +258,10 @@ class _Search:
         plan = tuple(
             Placed(spans[node.vertices[number[call]]], node.choices[number[call]]) for call in range(len(self._order))
         )
+        if self._problem.is_pruned:  # a plan that it stands for may fit where this one lacks room for copies
+            self._floor = min(self._floor, node.bound)
         if self._model.overflow(plan):
             return False
         self._n_evaluated += 1
-        if self._problem.is_pruned:
-            self._floor = min(self._floor, node.bound)
         period = self._model.period(plan)
         return period < self._period and self._model.accepts(plan) and self.offer(plan, period)

@@ -9,6 +9,7 @@ from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.search.bound import Bounds, undominated
 from realrl.search.branch import search
+from realrl.search.fast import busiest, slowest_cycle
 from realrl.search.space import Choice, Pin, mesh_at
 from realrl.search.walk import Walk
 from tests.search.problems import all_plans, problem
@@ -147,3 +148,17 @@ def test_pins_that_no_arrangement_honours():
     with pytest.raises(AllocationError, match="no plan fits"):
         list(search(replace(overlapping, pins={0: one, 1: two})))
     assert states(replace(overlapping, pins={0: one, 1: one}))[-1].is_done
+
+
+def test_a_plan_that_stands_for_others_proves_what_its_devices_and_cycles_do():
+    n_less = 0
+    for seed in range(40):
+        found = replace(problem(750_000 + seed, most_plans=100), n_walks=1)
+        plain, standing = (states(replace(found, is_pruned=is_pruned)) for is_pruned in (False, True))
+        if plain:
+            assert standing[-1].period == plain[-1].period == plain[-1].bound
+            parts = found.model.parts(standing[-1].plan)
+            cycles, n_devices = found.model.flow.cycles, found.model.cluster.n_devices
+            assert standing[-1].bound <= max(busiest(parts), slowest_cycle(cycles, parts, n_devices)) * (1 + 1e-9)
+            n_less += standing[-1].bound < plain[-1].bound * (1 - 1e-9)
+    assert n_less >= 3

@@ -99,6 +99,15 @@ def test_hooks_after_a_call_delay_the_next_ones():
     assert found.period([placed(WHOLE)] * 3) == 11.0
 
 
+def test_a_call_that_was_queued_runs_before_one_that_is_more_urgent_but_later():
+    calls = ("first", "urgent", "long", "queued", "last")
+    waits = ((), ((0, 0),), (), (), ((1, 0),))
+    flow = Flow(calls, waits, ((),) * 5, tuple(range(5)), (), ())
+    parts = [Parts(0.0, s, 0.0, mesh) for s, mesh in ((5, RIGHT), (2, LEFT), (10, LEFT), (3, LEFT), (4, RIGHT))]
+    # on the left: long until 10, queued until 13, urgent until 15; then last on the right
+    assert finish_times(flow, parts)[1] == 19.0
+
+
 def test_flow_names_homes_and_waits():
     flow = flow_of(graph_of())
     assert flow.names == ("gen", "ref", "train")
