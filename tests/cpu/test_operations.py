@@ -48,7 +48,7 @@ def threads(n: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True, params=[1, 2])
+@pytest.fixture(autouse=True, params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def n_threads(request):
     with threads(request.param):
         yield request.param

@@ -183,7 +183,9 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(one, marks=[] if i in (3, 4, 6) else pytest.mark.slow) for i, one in enumerate(LAYOUTS)]
+)
 def test_no_byte_is_there_twice(layouts: str) -> None:
     for of_rank in run_ranks(4, _bring, tuple(layouts.split()), 2, joined=False, timeout_s=110.0):
         for alive, planned, _ in of_rank:
