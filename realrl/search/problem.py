@@ -28,14 +28,12 @@ class Problem:
         choices: of each call.
         pins: by call; their strategies are those of `choices` already.
         n_walks: local searches from other plans before branches are tried.
-        is_pruned: True if choices stand for others, which they beat.
     """
 
     model: Model
     choices: Sequence[Sequence[Choice]]
     pins: Mapping[int, Pin] = field(default_factory=dict)
     n_walks: int = 8
-    is_pruned: bool = False
 
 
 def pose(
