@@ -139,6 +139,21 @@ class RoleBytes:
             self._computed[key] = columns(parts)
         return self._computed[key]
 
+    def fullest(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> tuple[Usage, Usage]:
+        """Return what the role keeps on the part that needs the most in a call, and the usage of the call there.
+
+        Of parts of one kind, the first one has the most micro-batches in flight.
+
+        Raises:
+            AllocationError: the strategy does not fit the model.
+        """
+        found = []
+        for part, number in {part: n for n, part in reversed([*enumerate(self.model.cut(strategy).kinds)])}.items():
+            kept = self._kept_by(part, strategy)
+            in_flight = min(strategy.pp - number // strategy.tp, load.n_mbs), kept
+            found.append((kept.resident, self._computed_by(part, strategy, kind, load, in_flight)))
+        return max(found, key=lambda one: one[0].total + one[1].total)
+
     def _kept_by(self, kind: PartKind, strategy: ParallelStrategy) -> Kept:
         """Count one part's bytes; adapters, float32 and their own masters, apart from parameters in half precision."""
         role, n_bytes = self.role, kind.num_bytes
