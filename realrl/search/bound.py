@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -137,9 +138,10 @@ def undominated(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Cho
             and price.used <= against.used
         )
 
-    is_home, kept = model.flow.homes[call] == call, list[Choice]()
+    is_home, kept = model.flow.homes[call] == call, dict[int, list[Choice]]()
     fastest_first = sorted(choices, key=lambda choice: (model.price(call, choice).seconds, choice.order))
     for choice in fastest_first:
-        if not any(beats(other, choice) for other in kept if other.n_devices == choice.n_devices):
-            kept.append(choice)
-    return tuple(sorted(kept, key=lambda choice: choice.order))
+        alike = kept.setdefault(choice.n_devices, [])
+        if not any(beats(other, choice) for other in alike):
+            alike.append(choice)
+    return tuple(sorted(chain.from_iterable(kept.values()), key=lambda choice: choice.order))

@@ -43,7 +43,8 @@ class Found:
         plan: the best plan so far, by call; None if none was found.
         period: its seconds of a step.
         bound: no plan has a shorter period.
-        others: runners-up and their periods, best first; any two plans differ in more than micro-batches.
+        others: runners-up and their periods, best first; any two plans differ in more than micro-batches. Whether
+            `Model.accepts` them was not asked.
         n_expanded: partial plans of which something more was decided.
         n_evaluated: whole plans whose period was computed.
         is_done: True if the search has ended.
@@ -267,4 +268,5 @@ class _Search:
             return False
         self._n_evaluated += 1
         period = self._model.period(plan, limit=self.runners.limit)
-        return period < self.runners.limit and self._model.accepts(plan) and self.runners.offer(plan, period)
+        is_asked = period < self.runners.period
+        return (not is_asked or self._model.accepts(plan)) and self.runners.offer(plan, period)

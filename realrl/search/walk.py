@@ -22,6 +22,7 @@ Score = tuple[float, float]  # bytes that are lacking, seconds of a step
 _N_MEASURES = 3
 _N_STARTS = 3  # given plans from which to walk
 _MOST_TRIED = 100  # places and choices of one call that are evaluated, the most promising ones
+_MOST_ASKED = 3  # plans of a step that are asked about, if better ones are not accepted
 _TICK = 50  # evaluations between two reports
 
 
@@ -57,7 +58,7 @@ class Walk:
         known: list[tuple[float, Plan]] = []
         for plan in starts:
             score = self._score_of(plan)
-            if not score[0]:
+            if not score[0] and self._model.accepts(plan):
                 known.append((score[1], plan))
                 yield plan, score[1]
         known.sort(key=lambda one: one[0])
@@ -81,22 +82,21 @@ class Walk:
         while is_moving:
             is_moving = False
             for call in self._random.sample(self._calls, len(self._calls)):
-                before = self._score
-                for _ in self._try(self._changed(call)):
-                    yield None, math.inf
-                if self._score < before:
+                better: list[tuple[Score, int, Plan]] = []
+                for number, plan in enumerate(self._changed(call)):
+                    limit = better[0][0] if len(better) == _MOST_ASKED else self._score
+                    score = self._score_of(plan, limit)
+                    if score < limit:
+                        better = sorted([*better, (score, number, plan)], reverse=True)[-_MOST_ASKED:]
+                    if self.n_evaluated % _TICK == 0:
+                        yield None, math.inf
+                while better and not (better[-1][0][0] or self._model.accepts(better[-1][2])):
+                    better.pop()
+                if better:
                     is_moving = True
+                    self._score, _, self._plan = better[-1]
                     if not self._score[0]:
                         yield self._plan, self._score[1]
-
-    def _try(self, plans: Iterable[Plan]) -> Iterator[None]:
-        """Take the best of plans, if it is better than where the walk is; yield now and then."""
-        for plan in plans:
-            found = self._score_of(plan, self._score)
-            if found < self._score:
-                self._plan, self._score = plan, found
-            if self.n_evaluated % _TICK == 0:
-                yield
 
     def _score_of(self, plan: Plan, against: Score = (math.inf, math.inf)) -> Score:
         """Return the score of a plan; moves, which take long to price, count if it is better than `against` without."""
@@ -108,8 +108,7 @@ class Walk:
         quick = self._model.period(plan, moves=False, limit=limit)
         if quick >= limit:
             return 0.0, quick
-        period = self._model.period(plan, limit=limit)
-        return (0.0, period) if period >= limit or self._model.accepts(plan) else (math.inf, 0.0)
+        return 0.0, self._model.period(plan, limit=limit)
 
     # ------------------------------------------------------------ steps
 
