@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from realrl.errors import AllocationError
 from realrl.search.bound import Bounds
 from realrl.search.fast import Move, Moved, Placed
 from realrl.search.forest import Forest
-from realrl.search.options import Option, options_of
+from realrl.search.options import Option, byte_weights, options_of
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan, Runners
 from realrl.search.walk import Walk
@@ -32,6 +33,7 @@ from realrl.search.walk import Walk
 _CLOSE = 1.0 - 1e-12  # a bound may exceed what it proves by rounding
 _TICK = 32  # expansions between two reports
 _MOST_OPEN = 400_000  # partial plans that are kept; of more, those with the greatest bounds are given up
+_DIVES = 8  # of so many partial plans that are the best, one is completed in the best way, one decision after the other
 _MOST_FORESTS = 20_000
 
 
@@ -97,20 +99,22 @@ def search(problem: Problem, *, seed: int = 1, starts: Iterable[Plan] = ()) -> I
 class _Search:
     def __init__(self, problem: Problem) -> None:
         self._problem, self._model, self.runners = problem, problem.model, Runners()
-        self._options = [options_of(problem.model, call, found) for call, found in enumerate(problem.choices)]
+        weights = byte_weights(problem.model, problem.choices)
+        self._options = [options_of(problem.model, c, found, weights) for c, found in enumerate(problem.choices)]
         areas = [min(option.seconds * option.n_devices for option in found) for found in self._options]
         calls = range(len(areas))
         self._order = sorted(calls, key=lambda c: (not self._is_placed(c), -areas[c], c))
         self._number = {call: number for number, call in enumerate(self._order)}
         self._has_pins = any(map(self._is_placed, calls))
-        self.bounds = Bounds(problem.model, self._options, self._order)
+        self.bounds = Bounds(problem.model, self._options, self._order, weights)
         self._room = problem.model.capacity * problem.model.cluster.n_devices
         kept = [min(option.kept * option.n_devices for option in self._options[call]) for call in self._order]
         self._kept_ahead = [sum(kept[n:]) for n in range(len(kept) + 1)]
         self._floor = math.inf  # least bound of partial plans that were given up
-        self._proven = float(sum(self.bounds.least).max())
+        self._proven = float(self.bounds.of(sum(self.bounds.least)))
         self._open: list[tuple[float, int, _Node]] = []
-        self._n_pushed = self._n_expanded = self._n_evaluated = 0
+        self._n_pushed = self._n_popped = self._n_expanded = self._n_evaluated = 0
+        self._is_diving = False
         self._placements = lru_cache(maxsize=_MOST_FORESTS)(lambda forest, size: tuple(forest.placed(size)))
 
     def _is_placed(self, call: int) -> bool:
@@ -156,14 +160,16 @@ class _Search:
     def _next(self, children: list[_Node]) -> _Node | None:
         """Return the best partial plan; the best of the children as long as there is no whole plan."""
         best = None
-        if math.isinf(self.runners.period):
-            best = min(children, key=lambda child: child.bound, default=None)
+        if self._is_diving or math.isinf(self.runners.period):
+            best = min((c for c in children if c.bound < self._limit), key=lambda child: child.bound, default=None)
         for child in children:
             if child is not best and child.bound < self._limit:
                 self._n_pushed += 1
                 heappush(self._open, (child.bound, -self._n_pushed, child))
         if best is None and self._open and self._open[0][0] < self._limit:
             best = heappop(self._open)[2]
+            self._n_popped += 1
+            self._is_diving = self._n_popped % _DIVES == 0
         if best is None:
             self._open.clear()
         if len(self._open) > _MOST_OPEN:
@@ -182,10 +188,10 @@ class _Search:
     def _placed(self, node: _Node) -> Iterator[_Node]:
         """Yield a partial plan with its next call on a mesh of every size, on every arrangement."""
         depth = len(node.vertices)
-        call, least = self._order[depth], self.bounds.least
-        rest = sum(self.bounds.row(c, o.seconds, o.n_devices) for c, o in zip(self._order, node.options, strict=False))
-        rest = rest + sum(least[other] for other in self._order[depth + 1 :])
-        for option, bound in zip(self._options[call], self.bounds.of_sizes(call, rest), strict=True):
+        call, bounds = self._order[depth], self.bounds
+        rest = self._terms_of(node) + sum(bounds.least[other] for other in self._order[depth + 1 :])
+        found = bounds.of(np.array([bounds.row_of(call, option) for option in self._options[call]]) + rest)
+        for option, bound in zip(self._options[call], found.tolist(), strict=True):
             if bound >= self._limit:
                 continue
             options = (*node.options, option)
@@ -201,25 +207,32 @@ class _Search:
         """Yield a partial plan with the strategies of one call; of which all are decided, with its choices."""
         open_ones = [place for place, option in enumerate(node.options) if option.parts]
         place = min(open_ones, key=lambda place: (node.options[place].strategy is not None, place))
-        for part in node.options[place].parts:
+        call, parts = self._order[place], node.options[place].parts
+        rest = self._terms_of(node) - self.bounds.row_of(call, node.options[place])
+        found = self.bounds.of(np.array([self.bounds.row_of(call, part) for part in parts]) + rest)
+        for part, bound in zip(parts, found.tolist(), strict=True):
             options = (*node.options[:place], part, *node.options[place + 1 :])
-            child = self._checked(node.bound, node.forest, node.vertices, options)
+            child = self._checked(max(node.bound, bound * _CLOSE), node.forest, node.vertices, options)
             if child is not None:
                 yield child
+
+    def _terms_of(self, node: _Node) -> Any:
+        """Return the sum of the terms of all decided calls; 0 if there are none."""
+        return sum(self.bounds.row_of(call, one) for call, one in zip(self._order, node.options, strict=False))
 
     def _checked(
         self, bound: float, forest: Forest, vertices: tuple[int, ...], options: tuple[Option, ...]
     ) -> _Node | None:
         """Return a partial plan; None if it does not fit the devices, or is not better than the best plan."""
-        seconds, used = [option.seconds for option in options], [option.used for option in options]
+        brought, used = [0.0] * len(options), [option.used for option in options]
         for move, moved in self._moves(forest, vertices, options):
             owner = self._number[move.owner]
-            seconds[owner] += moved.seconds
+            brought[owner] += moved.seconds
             if move.owner == move.target:
                 used[owner] += moved.n_bytes
         if not self._fits(forest, vertices, options, used):
             return None
-        bound = max(bound, self.bounds.of_meshes(forest, vertices, np.array(seconds)))
+        bound = max(bound, self.bounds.of_meshes(forest, vertices, options, brought))
         return _Node(bound, forest, vertices, options) if bound < self._limit else None
 
     def _fits(

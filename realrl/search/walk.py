@@ -13,6 +13,7 @@ import numpy as np
 
 from realrl.search.bound import Bounds, undominated
 from realrl.search.fast import Placed, Span, relation
+from realrl.search.options import Array
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
 from realrl.search.space import Choice
@@ -40,12 +41,7 @@ class Walk:
         self._random = random.Random(seed)
         self._calls = range(len(problem.choices))
         self._choices = [undominated(self._model, call, problem.choices[call]) for call in self._calls]
-        self._rows = [
-            np.stack(
-                [bounds.row(call, self._model.price(call, one).seconds, one.n_devices) for one in self._choices[call]]
-            )
-            for call in self._calls
-        ]
+        self._rows = [np.stack([self._row(call, one) for one in self._choices[call]]) for call in self._calls]
         self._plan: Plan | None = None  # where a walk is
         self._score: Score = (math.inf, math.inf)
 
@@ -116,14 +112,9 @@ class Walk:
         """Yield plans that differ in one call, the most promising ones first."""
         plan = self._plan
         assert plan is not None
-        bounds, others = self._bounds, [placed.span for c, placed in enumerate(plan) if c != call]
-        rows = [
-            bounds.row(other, self._model.price(other, placed.choice).seconds, placed.choice.n_devices)
-            for other, placed in enumerate(plan)
-            if other != call
-        ]
-        rest = sum(rows, 0.0 * bounds.least[call])
-        limits = (self._rows[call] + rest).max(axis=1).tolist()
+        others = [placed.span for c, placed in enumerate(plan) if c != call]
+        rest = sum(self._row(other, placed.choice) for other, placed in enumerate(plan) if other != call)
+        limits = self._bounds.of(self._rows[call] + rest).tolist()
         n_tried = 0
         for number in sorted(range(len(limits)), key=lambda number: (limits[number], number)):
             if n_tried > _MOST_TRIED or (not self._score[0] and limits[number] >= self._score[1]):
@@ -132,6 +123,11 @@ class Walk:
             for span in self._places(others, call, choice.n_devices):
                 n_tried += 1
                 yield (*plan[:call], Placed(span, choice), *plan[call + 1 :])
+
+    def _row(self, call: int, choice: Choice) -> Array:
+        price = self._model.price(call, choice)
+        kept = price.kept if self._model.flow.homes[call] == call else 0
+        return self._bounds.row(call, choice.n_devices, price.seconds, kept)
 
     def _places(self, others: Sequence[Span], call: int, size: int) -> list[Span]:
         """Return places of a mesh that begin or end where another one does, or with the cluster."""
