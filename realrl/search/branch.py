@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from realrl.search.walk import Walk
 _CLOSE = 1.0 - 1e-12  # a bound may exceed what it proves by rounding
 _TICK = 32  # expansions between two reports
 _MOST_OPEN = 400_000  # partial plans that are kept; of more, those with the greatest bounds are given up
-_DIVES = 8  # of so many partial plans that are the best, one is completed in the best way, one decision after the other
+_DIVE = 200  # expansions of a partial plan and of what comes of it, once for every `_TICK` of the best ones
 _MOST_FORESTS = 20_000
 
 
@@ -113,8 +113,7 @@ class _Search:
         self._floor = math.inf  # least bound of partial plans that were given up
         self._proven = float(self.bounds.of(sum(self.bounds.least)))
         self._open: list[tuple[float, int, _Node]] = []
-        self._n_pushed = self._n_popped = self._n_expanded = self._n_evaluated = 0
-        self._is_diving = False
+        self._n_pushed = self._n_expanded = self._n_evaluated = 0
         self._placements = lru_cache(maxsize=_MOST_FORESTS)(lambda forest, size: tuple(forest.placed(size)))
 
     def _is_placed(self, call: int) -> bool:
@@ -128,56 +127,53 @@ class _Search:
         return Found(best, period, min(self._proven, period), self.runners.others, self._n_expanded, n, is_done)
 
     def run(self) -> Iterator[Found]:
-        """Decide more of partial plans, the most promising one first; while there is no whole plan, go on down."""
-        node: _Node | None = _Node(self._proven, Forest.of(self._model.cluster), (), ())
-        while node is not None:
-            is_better = False
-            children = []
-            for child in self._children(node):
-                if all(option.choice is not None for option in child.options) and len(child.options) == len(
-                    self._order
-                ):
-                    is_better |= self._evaluate(child)
-                else:
-                    children.append(child)
-            self._n_expanded += 1
-            node = self._next(children)
-            least = min(self._floor, self._open[0][0] if self._open else math.inf, node.bound if node else math.inf)
-            self._proven = max(self._proven, min(least, self.runners.period))
-            if is_better or self._n_expanded % _TICK == 0:
+        """Decide more of partial plans, the most promising one first; complete one of them now and then."""
+        n_popped = 0
+        self._push([_Node(self._proven, Forest.of(self._model.cluster), (), ())])
+        while self._open and self._open[0][0] < self._limit:
+            dive = [heappop(self._open)[2]]
+            n_left = _DIVE if n_popped % _TICK == 0 else 1
+            n_popped += 1
+            while dive and n_left and not (is_better := self._expand(dive)):
+                n_left -= 1
+            self._push(dive)
+            self._proven = max(self._proven, min(self._floor, self._open[0][0] if self._open else math.inf))
+            if is_better or n_popped % _TICK == 0:
                 yield self.found()
         if self.runners.best[0] is None:
             raise AllocationError(
                 f"no plan fits a cluster with {self._model.cluster}",
                 remedy="Use more devices, smaller models, or pins that leave more room.",
             )
-        yield self.found(is_done=math.isinf(self._floor))
+        self._proven = max(self._proven, self._floor)
+        yield self.found(is_done=self._floor >= self._limit)
 
     @property
     def _limit(self) -> float:
         return self.runners.period * _CLOSE
 
-    def _next(self, children: list[_Node]) -> _Node | None:
-        """Return the best partial plan; the best of the children as long as there is no whole plan."""
-        best = None
-        if self._is_diving or math.isinf(self.runners.period):
-            best = min((c for c in children if c.bound < self._limit), key=lambda child: child.bound, default=None)
-        for child in children:
-            if child is not best and child.bound < self._limit:
+    def _expand(self, stack: list[_Node]) -> bool:
+        """Put what comes of the last partial plan in its place, the best one last; return True for a better plan."""
+        children = list(self._children(stack.pop()))
+        self._n_expanded += 1
+        whole = [child for child in children if self._is_whole(child)]
+        is_better = any([self._evaluate(child) for child in whole])
+        stack += sorted((c for c in children if not self._is_whole(c)), key=lambda child: -child.bound)
+        return is_better
+
+    def _is_whole(self, node: _Node) -> bool:
+        return len(node.options) == len(self._order) and all(option.choice is not None for option in node.options)
+
+    def _push(self, nodes: Sequence[_Node]) -> None:
+        """Keep partial plans for later; give the worst ones up if they are too many."""
+        for node in nodes:
+            if node.bound < self._limit:
                 self._n_pushed += 1
-                heappush(self._open, (child.bound, -self._n_pushed, child))
-        if best is None and self._open and self._open[0][0] < self._limit:
-            best = heappop(self._open)[2]
-            self._n_popped += 1
-            self._is_diving = self._n_popped % _DIVES == 0
-        if best is None:
-            self._open.clear()
+                heappush(self._open, (node.bound, -self._n_pushed, node))
         if len(self._open) > _MOST_OPEN:
             self._open.sort()
+            self._floor = min(self._floor, self._open[_MOST_OPEN // 2][0])
             del self._open[_MOST_OPEN // 2 :]
-            self._floor = min(self._floor, self._open[-1][0])
-            heapify(self._open)
-        return best
 
     # ------------------------------------------------------------ branches
 
