@@ -28,7 +28,6 @@ class Problem:
         choices: of each call.
         pins: by call; their strategies are those of `choices` already.
         n_walks: local searches from other plans before branches are tried.
-        is_pruned: True if choices stand for others, which they beat.
         graph, heads: calls, and role -> head of its model, "none" without one; methods place roles by what they do.
     """
 
@@ -36,7 +35,6 @@ class Problem:
     choices: Sequence[Sequence[Choice]]
     pins: Mapping[int, Pin] = field(default_factory=dict)
     n_walks: int = 8
-    is_pruned: bool = False
     graph: nx.DiGraph | None = None
     heads: Mapping[str, str] = field(default_factory=dict)
 
