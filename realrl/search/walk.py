@@ -21,7 +21,7 @@ Score = tuple[float, float]  # bytes that are lacking, seconds of a step
 
 _N_MEASURES = 3
 _N_STARTS = 3  # given plans from which to walk
-_MOST_TRIED = 400  # places and choices of one call that are evaluated, the most promising ones
+_MOST_TRIED = 100  # places and choices of one call that are evaluated, the most promising ones
 _TICK = 50  # evaluations between two reports
 
 
@@ -40,7 +40,9 @@ class Walk:
         self._calls = range(len(problem.choices))
         self._choices = [undominated(self._model, call, problem.choices[call]) for call in self._calls]
         self._rows = [
-            np.stack([bounds.row(call, self._model.price(call, one).seconds, one.n_devices) for one in self._choices[call]])
+            np.stack(
+                [bounds.row(call, self._model.price(call, one).seconds, one.n_devices) for one in self._choices[call]]
+            )
             for call in self._calls
         ]
         self._plan: Plan | None = None  # where a walk is
