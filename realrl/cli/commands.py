@@ -14,7 +14,8 @@ from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
 from realrl.cli.machines import settled_for
 from realrl.cli.plan import EXAMPLES as PLAN_EXAMPLES
-from realrl.cli.plan import PLAN_FILE, add_options as add_plan_options, file_of_plan, plan_now, plan_run_command
+from realrl.cli.plan import PLAN_FILE, file_of_plan, plan_now, plan_run_command
+from realrl.cli.plan import add_options as add_plan_options
 from realrl.cli.plan_view import print_plan
 from realrl.cli.simulate import add_options, read_recording, simulate_run
 from realrl.cli.unused import check_used
@@ -165,8 +166,7 @@ def _start(experiment: Experiment, config: RunConfig, options: argparse.Namespac
         config = settled_for(config, options.hardware)
     files = dict[str, bytes]()
     if config.allocation.mode == "auto":
-        settings, text = plan_now(experiment, config, options.arguments[1:])
-        config = settings.applied(config)
+        config, text = plan_now(experiment, config, options.arguments[1:])
         files |= {PLAN_FILE: text.encode()} if text else {}
     settled, notes = on_machine(config, accelerators())
     plan = _plan(experiment, settled, options)
@@ -450,7 +450,7 @@ def _plan(experiment: Experiment, config: RunConfig, options: argparse.Namespace
     from realrl.experiment.planning import plan_run
 
     if config.allocation.mode == "auto":
-        config = plan_now(experiment, config, options.arguments[1:])[0].applied(config)
+        config, _ = plan_now(experiment, config, options.arguments[1:])
     plan = plan_run(config, experiment)
     check_used(options.arguments[1:], plan)
     return plan

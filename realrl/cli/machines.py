@@ -15,7 +15,7 @@ def settled_for(config: RunConfig, hardware: str | None) -> RunConfig:
     """Return the configuration with device, precision and `cluster.hardware` settled, as far as they are known.
 
     Args:
-        hardware: value of --hardware, in the place of `cluster.hardware`. Its devices are meant by `cluster.device=auto`.
+        hardware: value of --hardware, in the place of `cluster.hardware`; `cluster.device=auto` means its devices.
 
     Raises:
         ConfigError: there is no such machine.

@@ -17,14 +17,13 @@ from realrl.files import why_no_output, write_output
 if TYPE_CHECKING:
     import argparse
 
-    from realrl.config.schema import RunConfig
     from realrl.cli.plan_found_view import Line
+    from realrl.config.schema import RunConfig
     from realrl.experiment.declaration import Experiment
     from realrl.planner.evaluate import Evaluated
     from realrl.planner.plan_file import PlanFile
     from realrl.planner.planner import Planned, Planning
     from realrl.planner.request import Request
-    from realrl.planner.settings import PlanSettings
 
 EXAMPLES = """\
 examples:
@@ -127,18 +126,25 @@ def file_of_plan(arguments: Sequence[str]) -> PlanFile | None:
     return read_plan(named[-1], source=f"plan={named[-1]}") if named and named[-1] else None
 
 
-def plan_now(experiment: Experiment, config: RunConfig, arguments: Sequence[str]) -> tuple[PlanSettings, str]:
-    """Return the plan of ``allocation=auto`` and the content of its file, and print it in short.
+def plan_now(experiment: Experiment, config: RunConfig, arguments: Sequence[str]) -> tuple[RunConfig, str]:
+    """Return the configuration of `allocation=auto` with its plan, and the content of the plan's file.
 
-    On one device, there is one plan.
+    A run that is resumed keeps the plan in its folder. On one device there is nothing to plan, and no file.
 
     Raises:
-        UsageError: the machine is not known, or nothing fits.
+        UsageError: the machine is not known, nothing fits, or the folder's plan is one for something else.
     """
-    from realrl.planner.settings import PlanSettings
-
     if config.cluster.n_nodes * config.cluster.n_devices_per_node == 1:
-        return PlanSettings({mfc.name: "d1t1p1@0:0" for mfc in experiment.calls(config)}), ""
+        allocation = config.allocation.model_copy(update={"mode": "data"})
+        return config.model_copy(update={"allocation": allocation}), ""
+    kept = Path(config.run_dir) / PLAN_FILE
+    if config.run_dir and config.resume != "never" and kept.is_file():
+        from realrl.planner.plan_file import check_holds, read_plan
+
+        plan = read_plan(str(kept), source=f"allocation=auto: {kept}")
+        check_holds(plan, config, experiment)
+        print(f"allocation=auto: the plan in {kept}")
+        return plan.settings.applied(config), kept.read_text()
     from realrl.cli.plan_found_view import Line, print_short
     from realrl.planner.planner import Effort, Planning
 
@@ -152,7 +158,7 @@ def plan_now(experiment: Experiment, config: RunConfig, arguments: Sequence[str]
     if planned is None:
         raise AllocationError("allocation=auto found no plan that fits", remedy="See: realrl plan and realrl doctor.")
     print_short(planned)
-    return planned.best.settings, plan_file_text(planned, seed=1)
+    return planned.best.settings.applied(config), plan_file_text(planned, seed=1)
 
 
 def plan_file_text(planned: Planned, *, seed: int) -> str:
@@ -196,12 +202,12 @@ def _check_options(config: RunConfig, options: argparse.Namespace, arguments: Se
     if options.top < 1:
         raise UsageError(f"--top {options.top}: at least one plan is needed")
     if options.out is not None:
-        path = Path(options.out)
-        reason = why_no_output(path)
-        if not reason and not path.absolute().parent.is_dir():
+        out = Path(options.out)
+        reason = why_no_output(out)
+        if not reason and not out.absolute().parent.is_dir():
             reason = "its folder does not exist"
         if reason:
-            raise ConfigError(f"--out {path} cannot be written: {reason}", remedy="Choose another file.")
+            raise ConfigError(f"--out {out} cannot be written: {reason}", remedy="Choose another file.")
 
 
 def _given_keys(experiment: Experiment, arguments: Sequence[str]) -> Iterator[str]:

@@ -71,13 +71,13 @@ def print_short(planned: Planned) -> None:
 
 def head_of_file(planned: Planned) -> tuple[str, ...]:
     """Return the comment of a plan's file."""
-    best, request = planned.best, planned.request
+    request = planned.request
     name = request.experiment.name
     return (
         f"A plan for realrl run {name}: where each call runs, and with which settings.",
         f"Made for {request.cluster}, {request.hardware.name}.",
         *_verdict(planned),
-        f"Use it with plan=FILE, for run, doctor, simulate and graph. It may be changed; what it holds for is checked.",
+        "Use it with plan=FILE, for run, doctor, simulate and graph. It may be changed; what it holds for is checked.",
         "",
     )
 
@@ -91,9 +91,8 @@ def seconds(value: float) -> str:
 
 def _verdict(planned: Planned) -> list[str]:
     best = planned.best
-    lines = [
-        f"period {seconds(best.period_s)} by the real scheduler (steps 2 to 4), {seconds(best.fast_s)} by the fast model"
-    ]
+    both = f"{seconds(best.period_s)} by the real scheduler (steps 2 to 4), {seconds(best.fast_s)} by the fast model"
+    lines = [f"period {both}"]
     if planned.bound_s:
         how = "the search has looked at all plans" if planned.is_done else f"a gap of {planned.gap:.1%} at most"
         lines.append(f"no plan under the fast model is faster than {seconds(planned.bound_s)}: {how}")

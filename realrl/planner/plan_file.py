@@ -1,8 +1,8 @@
 """Files of plans: settings for people to read and change, and what they hold for.
 
-    settings:   nested like the configuration: allocation.calls, calls.*.n_mbs, models.*.optimizer.zero_stage, ...
-    holds_for:  experiment, cluster, calls with their keys, sizes of models; a plan is refused for anything else
-    made:       method, seed, machine, lengths, period and bound
+settings:   nested like the configuration: allocation.calls, calls.*.n_mbs, models.*.optimizer.zero_stage, ...
+holds_for:  experiment, cluster, calls with their keys, sizes of models; a plan is refused for anything else
+made:       method, seed, machine, lengths, period and bound
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,15 +19,17 @@ from realrl.config.problems import show
 from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError
 from realrl.experiment.declaration import Experiment
-from realrl.experiment.models import role_config
+from realrl.experiment.models import role_config, with_precision
 from realrl.graph.mfc import MFCDef
 from realrl.planner.settings import PlanSettings
 from realrl.shape import DecoderConfig
 
 _SIZES = ("head", "n_layers", "hidden_size", "n_heads", "n_kv_heads", "head_dim", "intermediate_size", "vocab_size")
 
+_T = TypeVar("_T")
 
-@dataclassclass _Part(BaseModel):
+
+class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
@@ -70,7 +72,7 @@ class _File(_Part):
     made: dict[str, Any] = {}
 
 
-(frozen=True)
+@dataclass(frozen=True)
 class PlanFile:
     """A plan as a file has it.
 
@@ -126,10 +128,14 @@ def plan_text(
     """Return the content of a plan's file: notes as a comment, then the sections."""
     import yaml
 
-    sections = {"settings": settings.overrides(), "holds_for": dict(holds), "made": dict(made)}
+    def dumped(name: str, section: Mapping[str, Any], *, is_block: bool) -> str:
+        flow = False if is_block else None  # None: what holds plain values alone takes one line
+        text: str = yaml.safe_dump({name: dict(section)}, sort_keys=False, width=120, default_flow_style=flow)
+        return text
+
     comment = "".join(f"# {note}".rstrip() + "\n" for note in notes)
-    text: str = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
-    return comment + text
+    rest = dumped("holds_for", holds, is_block=False) + dumped("made", made, is_block=True)
+    return comment + dumped("settings", settings.overrides(), is_block=True) + rest
 
 
 def read_plan(path: str, *, source: str) -> PlanFile:
@@ -150,9 +156,9 @@ def read_plan(path: str, *, source: str) -> PlanFile:
     settings = PlanSettings(
         places.calls,
         {name: own.n_mbs for name, own in calls.items()},
-        {role: own.zero_stage for role, own in optimizers.items() if own.zero_stage is not None},
-        {role: own.activation_checkpointing for role, own in models.items() if own.activation_checkpointing is not None},
-        {role: own.offload for role, own in optimizers.items() if own.offload is not None},
+        _given({role: own.zero_stage for role, own in optimizers.items()}),
+        _given({role: own.activation_checkpointing for role, own in models.items()}),
+        _given({role: own.offload for role, own in optimizers.items()}),
         tuple(places.offload),
     )
     return PlanFile(source, settings, found.holds_for.model_dump(), found.made)
@@ -181,8 +187,9 @@ def check_holds(plan: PlanFile, config: RunConfig, experiment: Experiment) -> No
         ConfigError: names the first difference, and the nearest thing that works.
     """
     check_experiment(plan, experiment)
+    config = with_precision(config)
     models = {name: role_config(config, name, role) for name, role in experiment.roles_for(config).items()}
-    ours = holds_for(config, experiment, experiment.calls(config), {name: model for name, model in models.items() if model is not None})
+    ours = holds_for(config, experiment, experiment.calls(config), _given(models))
     theirs = plan.holds_for
     again = f"Make a plan for it: realrl plan {experiment.name} ... --out FILE."
     cluster, wanted = ours["cluster"], theirs["cluster"]
@@ -204,8 +211,8 @@ def check_holds(plan: PlanFile, config: RunConfig, experiment: Experiment) -> No
                     f"{state}",
                     remedy=again,
                 )
-            for key, value in here[name].items():
-                other = there[name].get(key)
+            for key in {**here[name], **there[name]}:
+                value, other = here[name].get(key), there[name].get(key)
                 if other != value:
                     raise ConfigError(
                         f"{plan.source} is a plan for a {noun} '{name}' with {key}={show(other)}, and this run has "
@@ -214,6 +221,8 @@ def check_holds(plan: PlanFile, config: RunConfig, experiment: Experiment) -> No
                     )
 
 
+def _given(values: Mapping[str, _T | None]) -> dict[str, _T]:
+    return {role: value for role, value in values.items() if value is not None}
 
 
 def _cluster_text(cluster: Mapping[str, object]) -> str:

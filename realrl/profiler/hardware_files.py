@@ -26,7 +26,7 @@ def hardware_names() -> list[str]:
 
 
 def hardware_like(device: str) -> str:
-    """Return the name of the hardware file for a device, such as "h100" for "NVIDIA H100 80GB HBM3"; "" if there is none."""
+    """Return the name of a device's hardware file, such as "h100" for "NVIDIA H100 80GB HBM3"; "" if there is none."""
     words = set(re.split(r"[^a-z0-9]+", device.lower()))
     return next((name for name in hardware_names() if words.issuperset(name.split("_"))), "")
 
