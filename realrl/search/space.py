@@ -77,7 +77,7 @@ class RoleSpace:
         model: its shape; None for a role without parameters.
         backend: backend that trains it.
         zero_stages: stages to choose from; () for all that the backend supports.
-        checkpoints, offloads: values to choose from.
+        checkpoints, offloads: what may be chosen, see `Choice`; one value where the configuration leaves no choice.
     """
 
     model: DecoderConfig | None
@@ -222,10 +222,12 @@ def _numbers(mfc: MFCDef, role: RoleSpace, strategy: ParallelStrategy) -> Iterat
 def _settings(mfc: MFCDef, role: RoleSpace, strategy: ParallelStrategy) -> Iterator[tuple[int, bool, bool]]:
     """Yield stage of ZeRO, checkpointing and offload."""
     if not mfc.is_train:
-        yield from ((0, False, offloads) for offloads in role.offloads)
+        for offloads in role.offloads:
+            yield 0, False, offloads
         return
     rules = BACKENDS[role.backend]
     stages = role.zero_stages or rules.stages
     for stage in sorted(stages) if strategy.dp > 1 else [min(stages)]:
-        for checkpoints, offloads in product(role.checkpoints, role.offloads if rules.offloads else (False,)):
-            yield stage, checkpoints, offloads
+        for checkpoints in role.checkpoints:
+            for offloads in role.offloads if rules.offloads else (False,):
+                yield stage, checkpoints, offloads
