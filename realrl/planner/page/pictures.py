@@ -75,7 +75,7 @@ def svg(body: Sequence[str], height: float, label: str, *, css: str, style: str 
     sized = f' width="{number(WIDTH)}" height="{number(height)}"' if style else ""
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="{css}" role="img" {size}{sized}'
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="plot {css}" role="img" {size}{sized}'
             f' aria-label="{escape(label, quote=True)}">',
             *([f"<style>\n{style}\n</style>", f'<rect class="paper" {_size(WIDTH, height)}/>'] if style else []),
             *body,
@@ -210,15 +210,16 @@ def _band(timeline: Timeline, group: Group, band: Band, looks: Looks) -> Iterato
         told += f"\nwaiting for others before it: {at(band.start - band.begin)} at most"
     first_end = max(band.first_end, band.start)
     if band.end > first_end:
-        yield _bar("tail" if shape == "call" else shape, first_end, band.end, f"{css} tail", title=told)
+        yield _bar("tail" if shape == "call" else shape, first_end, band.end, f"{css} tail", title=told, work=band.work)
     if first_end > band.start:
-        yield _bar(shape, band.start, first_end, css, title=told)
+        yield _bar(shape, band.start, first_end, css, title=told, work=band.work)
 
 
-def _bar(shape: str, begin: int, end: int, css: str, *, title: str = "") -> str:
+def _bar(shape: str, begin: int, end: int, css: str, *, title: str = "", work: int | None = None) -> str:
     y, height = SHAPES[shape]
     told = f"<title>{escape(title)}</title>" if title else ""
-    return f'<rect class="{css}" x="{begin}" y="{number(y)}" {_size(end - begin, height)}>{told}</rect>'
+    of = "" if work is None else f' data-w="{work}"'
+    return f'<rect class="{css}"{of} x="{begin}" y="{number(y)}" {_size(end - begin, height)}>{told}</rect>'
 
 
 def _jumps(timeline: Timeline) -> Iterator[str]:
@@ -322,7 +323,6 @@ def _chart(chart: MemoryChart, capacity: int, most: float) -> Iterator[str]:
     yield "</g></g>"
     yield (
         f'<line class="limit" x1="{number(LEFT)}" x2="{number(RIGHT)}" y1="{number(limit)}" y2="{number(limit)}"/>'
-        f"<!-- {capacity} -->"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from realrl.draw.text import SANS
 from realrl.draw.theme import Theme, mix, role_hue
 from realrl.graph.mfc import InterfaceType
 
@@ -28,6 +29,9 @@ def rules(theme: Theme, n_roles: int, scope: str = "") -> str:
         scope: selector that every rule is put under.
     """
     found = [
+        ("text", f"font-family:{SANS};fill:{theme.ink}"),
+        (".muted", f"fill:{theme.muted}"),
+        (".paper", f"fill:{theme.paper}"),
         (".ground", f"fill:{mix(theme.paper, theme.ink, 0.045)}"),
         (".grid", f"stroke:{theme.line};stroke-width:1"),
         (".limit", f"stroke:{theme.ink};stroke-width:1.2;stroke-dasharray:5 4"),
@@ -44,11 +48,17 @@ def rules(theme: Theme, n_roles: int, scope: str = "") -> str:
         for kind, name in KIND_CLASSES.items():
             fill = mix(strong, theme.paper, SHADES[kind])
             found.append((f".r{i}.{name}", f"fill:{fill}"))
-            found.append((f"text.on-r{i}.{name}", f"fill:{_readable(fill, theme)}"))
+            found.append((f".on-r{i}.{name}", f"fill:{_readable(fill, theme)}"))
     found += [(f".m{i}", f"fill:{hue}") for i, hue in enumerate(_MEMORY_HUES)]
     return "\n".join(
         f"{','.join(f'{scope} {part}'.strip() for part in selector.split(','))}{{{body}}}" for selector, body in found
     )
+
+
+def swatches(theme: Theme, n_roles: int, scope: str = "") -> str:
+    """Return the CSS of the roles' colours beside names in tables."""
+    hues = (mix(role_hue(i), "#ffffff", theme.lift) for i in range(n_roles))
+    return "\n".join(f"{scope} .swatch.r{i}{{background:{hue}}}".strip() for i, hue in enumerate(hues))
 
 
 def contrast(first: str, second: str) -> float:
