@@ -5,7 +5,6 @@ from __future__ import annotations
 from realrl.plan.memory.plan import show_bytes
 from realrl.planner.evaluate import Evaluated
 from realrl.planner.explain import lacking_text
-from realrl.planner.settings import PlanSettings
 from realrl.planner.times import CallTimes, call_times
 from realrl.planner.words import Block, Table, seconds_text
 
@@ -30,7 +29,7 @@ def compare(first: Evaluated, second: Evaluated) -> list[Block]:
     return [
         verdict,
         Table(("", *names), tuple(rows)),
-        *_settings(first.settings, second.settings, names),
+        *_settings(first, second, names),
         _calls(first, second, names),
         _bounds(first, second, names),
     ]
@@ -51,7 +50,7 @@ def _mean_memory(one: Evaluated) -> int:
     return sum(usage.total + (usage.host if one.on_cpu else 0) for usage in peaks) // max(1, len(peaks))
 
 
-def _settings(first: PlanSettings, second: PlanSettings, names: tuple[str, str]) -> list[Block]:
+def _settings(first: Evaluated, second: Evaluated, names: tuple[str, str]) -> list[Block]:
     rows = []
     for what, a, b in _flat(first, second):
         if a != b:
@@ -61,20 +60,22 @@ def _settings(first: PlanSettings, second: PlanSettings, names: tuple[str, str])
     return [Table(("setting", *names), tuple(rows), title="What differs")]
 
 
-def _flat(first: PlanSettings, second: PlanSettings) -> list[tuple[str, str, str]]:
+def _flat(first: Evaluated, second: Evaluated) -> list[tuple[str, str, str]]:
     """Return the settings of both, one after the other."""
-    found = []
+    found = [
+        (f"allocation.calls.{name}", *(str(one.plan.allocations[name]) for one in (first, second)))
+        for name in first.settings.allocations
+    ]
     for field, told in (
-        ("allocations", "allocation.calls.{}"),
         ("n_mbs", "calls.{}.n_mbs"),
         ("zero_stage", "models.{}.optimizer.zero_stage"),
         ("checkpointing", "models.{}.activation_checkpointing"),
         ("offload_optimizer", "models.{}.optimizer.offload"),
     ):
-        a, b = getattr(first, field), getattr(second, field)
+        a, b = getattr(first.settings, field), getattr(second.settings, field)
         for key in dict.fromkeys((*a, *b)):
             found.append((told.format(key), *(_shown(one.get(key)) for one in (a, b))))
-    return [*found, ("allocation.offload", *(", ".join(one.offload) or "-" for one in (first, second)))]
+    return [*found, ("allocation.offload", *(", ".join(one.settings.offload) or "-" for one in (first, second)))]
 
 
 def _shown(value: object) -> str:

@@ -55,7 +55,7 @@ def explain(request: Request, found: Evaluated) -> list[Block]:
     for one in told:
         largest = sorted(one.parts.items(), key=lambda item: -item[1])[:3]
         made_of = ", ".join(f"{name} {share_text(s / one.times.run)}" for name, s in largest) if one.times.run else "-"
-        allocation = placed_text(found.settings, one.call)
+        allocation = placed_text(found, one.call)
         rows.append((one.call, allocation, seconds_text(one.times.run), made_of, _room(one, found)))
     columns = ("call", "place", "time", "made of", "room")
     return [
@@ -77,7 +77,7 @@ def explain_call(request: Request, found: Evaluated, call: str) -> list[Block]:
     ranks = found.plan.allocations[call].mesh.ranks
     where = f"devices {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"device {ranks[0]}"
     blocks: list[Block] = [
-        f"{call} ({mfc.interface_type.value} of {mfc.role}) has {placed_text(found.settings, call)}, {where}. "
+        f"{call} ({mfc.interface_type.value} of {mfc.role}) has {placed_text(found, call)}, {where}. "
         f"It takes {seconds_text(times.run)} of a step of {seconds_text(period_s)}.",
         _about_room(one, found),
         Table(("part", "time", "share"), tuple(_part_rows(one)), title="What its time is made of"),
@@ -222,10 +222,10 @@ def check_call(found: Evaluated, call: str) -> None:
 # ---------------------------------------------------------------- words
 
 
-def placed_text(settings: PlanSettings, call: str) -> str:
+def placed_text(found: Evaluated, call: str) -> str:
     """Return a call's allocation, and its micro-batches where the plan chose them."""
-    n_mbs = settings.n_mbs.get(call)
-    return settings.allocations[call] + (f", {n_mbs} micro-batches" if n_mbs else "")
+    n_mbs = found.settings.n_mbs.get(call)
+    return str(found.plan.allocations[call]) + (f", {n_mbs} micro-batches" if n_mbs else "")
 
 
 def lacking_text(found: Evaluated) -> str:

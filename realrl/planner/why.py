@@ -41,22 +41,22 @@ def why(
     parse_strategy(strategy)
     text = text if at else f"{strategy}@{best.plan.allocations[call].mesh}"
     try:
-        place = str(parse_allocation(text, best.plan.cluster))
+        place = parse_allocation(text, best.plan.cluster)
     except AllocationError as error:
         if error.mesh is None:  # it cannot be read
             raise
         return [f"{call} cannot have {text}: {error.message}.", *([error.remedy] if error.remedy else [])]
-    if place == best.settings.allocations[call]:
+    if str(place) == str(best.plan.allocations[call]):
         return [f"{call} has {place} in this plan; a step takes {seconds_text(best.period_s)}."]
-    blocks = _alone(request, best, call, place)
+    blocks = _alone(request, best, call, str(place))
     if search is None:
         return blocks
-    return [*blocks, *_searched(request, best, (call, place), search)]
+    return [*blocks, *_searched(request, best, (call, str(place)), search)]
 
 
 def _alone(request: Request, best: Evaluated, call: str, place: str) -> list[Block]:
     """Return what changes if nothing else does."""
-    now = placed_text(best.settings, call)
+    now = placed_text(best, call)
     try:
         other = evaluate(request, with_place(best.settings, call, place), name=place)
     except UsageError as error:
@@ -86,9 +86,9 @@ def _searched(request: Request, best: Evaluated, pin: tuple[str, str], search: S
     except AllocationError as error:
         return [f"With {call} there, no plan fits at all: {error.message}."]
     moved = [
-        f"{name} to {placed_text(other.settings, name)}"
+        f"{name} to {placed_text(other, name)}"
         for name in best.settings.allocations
-        if name != call and placed_text(other.settings, name) != placed_text(best.settings, name)
+        if name != call and placed_text(other, name) != placed_text(best, name)
     ]
     rest = f"moving {', '.join(moved)}" if moved else "leaving all other calls where they are"
     took = change_text(other.period_s, best.period_s)

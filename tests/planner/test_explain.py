@@ -65,10 +65,10 @@ def test_a_call_is_explained_with_its_neighbours(request8, apart):
     assert {"another strategy", "fewer devices", "more devices"} <= {row[0] for row in places.rows}
     assert len({row[1] for row in places.rows}) == len(places.rows)
     assert "critic_train" in blocks[0]
-    assert "d4@0:4-7" in blocks[0]
+    assert "d4t1p1@0:4-7" in blocks[0]
     planned = {str(place) for _, place in neighbours(apart, request8, "critic_train")}
     assert planned == {row[1] for row in places.rows}
-    assert apart.settings.allocations["critic_train"] not in planned
+    assert "d4t1p1@0:4-7" not in planned
 
 
 def test_why_costs(request8, apart):
@@ -77,7 +77,7 @@ def test_why_costs(request8, apart):
     assert "and everything else as it is, a step would take" in told
     assert "then by" in told
     assert any(isinstance(block, Table) for block in blocks)
-    assert "has d4@0:4-7 in this plan" in text_of(why(request8, apart, "critic_train=d4"))
+    assert "has d4t1p1@0:4-7 in this plan" in text_of(why(request8, apart, "critic_train=d4"))
 
 
 def test_why_breaks_a_rule(request8, apart):
@@ -100,11 +100,11 @@ def test_why_lacks_memory(apart):
 
 def test_why_with_the_rest_searched_again(request8, apart):
     def search(request):
-        assert request.config.allocation.calls == {"critic_train": "d4@0:0-3"}
+        assert request.config.allocation.calls == {"critic_train": "d4t1p1@0:0-3"}
         return evaluate(request8, everywhere(request8, "d4@0:0-3"))
 
     told = text_of(why(request8, apart, "critic_train=d4@0:0-3", search=search))
-    assert "moving critic_inf to d4@0:0-3" in told
+    assert "moving critic_inf to d4t1p1@0:0-3" in told
 
     def nothing(request):
         raise AllocationError("nothing fits")
@@ -116,7 +116,7 @@ def test_compare(apart, pipelined):
     blocks = compare(apart, pipelined)
     told = text_of(blocks)
     assert "times as fast as" in blocks[0]
-    assert "allocation.calls.critic_train\nd4@0:4-7\nd2t2p2s@0:0-7" in told
+    assert "allocation.calls.critic_train\nd4t1p1@0:4-7\nd2t2p2s@0:0-7" in told
     assert "what bounds the period" in told
     same = compare(apart, apart)
     assert same[0] == "Both take the same time."

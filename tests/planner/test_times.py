@@ -11,7 +11,7 @@ SECONDS = {"actor_gen": 3.0, "rew_inf": 1.0, "ref_inf": 1.0, "critic_inf": 1.0, 
 
 
 def rhythm_under(settings_of, devices=2):
-    request = request_for(devices=devices)
+    request = request_for(devices=devices, hardware="two_cores")
     found = evaluate(request, settings_of(request), listen=lambda model: CallDurations(SECONDS))
     times = call_times(found.run)
     return found, times, rhythm_of(found.plan, times)
