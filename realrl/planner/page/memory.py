@@ -9,17 +9,19 @@ Invariants of `series_of`:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from realrl.plan.memory.plan import SAVE, MemoryPlan, Usage
 from realrl.planner.page.timeline import TICKS, Group, Row, Work
 
-FIELDS = tuple(part.name for part in fields(Usage))
+FIELDS = ("runtime", "parameters", "optimizer", "gradients", "copies", "cache", "activations", "rows", "host")
+"""The fields of `Usage`, as they are stacked: what stays the longest is below."""
+assert {*FIELDS} == {part.name for part in fields(Usage)}
 _STAYING = [name in ("parameters", "optimizer", "gradients", "rows", "runtime", "host") for name in FIELDS]
 
 Bytes = tuple[int, ...]
-"""Bytes by the fields of `Usage`."""
+"""Bytes by `FIELDS`."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class DeviceMemory:
         return {name: self._bytes(by_rank[rank]) for name, by_rank in self.plan.calls.items() if rank in by_rank}
 
     def _bytes(self, usage: Usage) -> Bytes:
-        found: Bytes = astuple(usage)
-        return found if self.is_host else (*found[:-1], 0)
+        counts = (name != "host" or self.is_host for name in FIELDS)
+        return tuple(getattr(usage, name) if is_counted else 0 for name, is_counted in zip(FIELDS, counts, strict=True))
 
 
 class Piece(NamedTuple):

@@ -15,9 +15,9 @@ KIND_CLASSES = {
     InterfaceType.INFERENCE: "inf",
 }
 
-# P. Tol's "bright" scheme (Colour Schemes, 2021), in the order of the fields of `Usage`
+# P. Tol's "bright" scheme (Colour Schemes, 2021), in the order of `realrl.planner.page.memory.FIELDS`
 _MEMORY_HUES = (
-    "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#777777", "#999933"
+    "#777777", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#999933"
 )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """Ranks with equal bars."""
+    """Ranks that do the same at the same time; their bars begin with the first of them."""
 
     ranks: tuple[int, ...]
     bars: tuple[Bar, ...]
@@ -166,10 +166,10 @@ def _alike(n_ranks: int, meshes: Mapping[str, Sequence[int]]) -> list[tuple[tupl
 def _group(
     ranks: tuple[int, ...], calls: tuple[str, ...], bars: Mapping[int, Sequence[tuple[Bar, int]]]
 ) -> Group:
-    rows: dict[tuple[Bar, ...], list[int]] = {}
+    rows: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
     bands: dict[tuple[int, int], list[Bar]] = {}
     for rank in ranks:
-        rows.setdefault(tuple(bar for bar, _ in bars[rank]), []).append(rank)
+        rows.setdefault(tuple([(bar.work, bar.start, bar.end) for bar, _ in bars[rank]]), []).append(rank)
         for bar, number in bars[rank]:
             bands.setdefault((bar.work, number), []).append(bar)
     merged = [
@@ -186,6 +186,11 @@ def _group(
     return Group(
         ranks,
         calls,
-        tuple(Row(tuple(members), found) for found, members in rows.items()),
+        tuple(_row(members, bars) for members in rows.values()),
         tuple(sorted(merged, key=lambda band: (band.start, band.end, band.work))),
     )
+
+
+def _row(ranks: Sequence[int], bars: Mapping[int, Sequence[tuple[Bar, int]]]) -> Row:
+    columns = zip(*(bars[rank] for rank in ranks), strict=True)
+    return Row(tuple(ranks), tuple(bar[0][0]._replace(begin=min(one.begin for one, _ in bar)) for bar in columns))
