@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from realrl.cli.machines import settled_for
 from realrl.cli.simulate_view import print_comparison, print_figures, print_recovery
 from realrl.errors import ConfigError, UsageError
 from realrl.files import read_input
@@ -28,7 +29,13 @@ DEFAULT_STEPS = 5
 _METRICS, _TRACE, _CONFIG = "metrics.jsonl", "trace.json", "config.json"
 _SAME = ("precision", "n_seqs", "n_mbs", "max_tokens_per_mb", "dataset", "models", "generation", "algorithm", "calls",
          "allocation", "cluster")  # fmt: skip
-_MAY_DIFFER = ("allocation.overlap", "cluster.worker_timeout_s", "cluster.collective_timeout_s", "cluster.master_port")
+_MAY_DIFFER = (
+    "allocation.overlap",
+    "cluster.worker_timeout_s",
+    "cluster.collective_timeout_s",
+    "cluster.master_port",
+    "cluster.hardware",
+)
 
 
 @dataclass(frozen=True)
@@ -223,7 +230,6 @@ def simulate_run(
     Raises:
         UsageError: an option cannot be used.
     """
-    from realrl.profiler.hardware_files import named_hardware
     from realrl.sim.cluster import simulate
     from realrl.sim.durations import slowed
     from realrl.sim.replay import dropped_shares
@@ -233,11 +239,8 @@ def simulate_run(
         raise UsageError(f"--steps {options.steps}: at least one step is needed")
     recording = None if options.against is None else read_recording(options.against)
     steps = options.steps or (DEFAULT_STEPS if recording is None else max(recording.metrics))
-    changes: dict[str, object] = {"steps": steps}
-    if options.hardware is not None and config.cluster.device == "auto":
-        device = named_hardware(options.hardware).device.kind
-        changes["cluster"] = config.cluster.model_copy(update={"device": device})
-    plan, master_plan = make_plan(experiment, config.model_copy(update=changes))
+    config = settled_for(config.model_copy(update={"steps": steps}), options.hardware)
+    plan, master_plan = make_plan(experiment, config)
     slow, kill = parse_slow(options.slow, plan.n_workers), parse_kill(options.kill, plan.n_workers)
     if recording is not None:
         refuse_other_run(recording, config, master_plan)

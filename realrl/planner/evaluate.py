@@ -119,7 +119,7 @@ def evaluate(
         plan.graph, plan.allocations, _first_steps(plan), dataset_rank=plan.dataset_rank, hooks=plan.hooks
     )
     main = replace(main, overlap=_overlap(request, checked, memory))
-    run = simulate(plan_master(main, None, ""), listen(durations), request.draw)[-1]
+    run = simulate(plan_master(main, None, ""), listen(durations), request.drawn[0])[-1]
     return Evaluated(
         name=name,
         settings=settings,

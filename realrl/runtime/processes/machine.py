@@ -19,6 +19,7 @@ from realrl.experiment.run_plan import RunPlan
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _BF16_CAPABILITY = (8, 0)
 _MAJOR, _MINOR = 75, 76  # CUdevice_attribute, <cuda.h>
+_MOST_NAME = 256  # bytes
 _LEAST_WATCHDOG_S = 480  # torch's own default
 
 
@@ -29,10 +30,12 @@ class Accelerators:
     Attributes:
         count: their number.
         capability: the lowest compute capability among them, (major, minor).
+        name: of the first one, as the driver has it.
     """
 
     count: int = 0
     capability: tuple[int, int] = (0, 0)
+    name: str = ""
 
 
 def accelerators() -> Accelerators:
@@ -50,7 +53,15 @@ def accelerators() -> Accelerators:
 
     if not is_built_for_cuda():
         return Accelerators()
-    return Accelerators(count.value, min(_capability(driver, index) for index in range(count.value)))
+    capability = min(_capability(driver, index) for index in range(count.value))
+    return Accelerators(count.value, capability, _name(driver))
+
+
+def _name(driver: ctypes.CDLL) -> str:
+    device, text = ctypes.c_int(), ctypes.create_string_buffer(_MOST_NAME)
+    if driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceGetName(text, _MOST_NAME, device):
+        return ""
+    return text.value.decode(errors="replace")
 
 
 def _capability(driver: ctypes.CDLL, index: int) -> tuple[int, int]:
