@@ -2,7 +2,6 @@
 
 from realrl.config.compose import compose
 from realrl.experiment.discovery import config_dir, load_experiment
-from realrl.planner.modelled import draw_of
 from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
 from realrl.profiler.hardware_files import named_hardware
@@ -20,9 +19,7 @@ def request_for(*overrides, name="ppo", devices=8, hardware="h100", lengths=LENG
     )
     experiment = load_experiment(name)
     config = compose(experiment, ["preset=tiny", "precision=fp32", *cluster, *overrides], config_dir=config_dir())
-    request = Request(experiment, config, machine, lambda sample_id: draw(sample_id), **settings)
-    draw, _ = draw_of(request.base, lengths)
-    return request
+    return Request(experiment, config, machine, lengths, **settings)
 
 
 def everywhere(request, allocation):
