@@ -9,7 +9,7 @@ Modes of `allocation.mode`:
 | `d2t2p1` | every call on all devices with this strategy |
 | `d2t1p1@0:0-1` | every call on this mesh with this strategy |
 | `split` | two halves of the cluster, data-parallel in each; see `split_roles` |
-| `standalone` | every role has devices of its own, as evenly as possible; see `_standalone_parts` |
+| `standalone` | every role has devices of its own, as evenly as possible; see `standalone_parts` |
 | `manual` | every call is given in `allocation.calls` |
 | `heuristic` | every role data-parallel on as many devices as its calls can feed; see `_heuristic` |
 
@@ -334,7 +334,7 @@ def _mode_allocations(
     if mode == "split":
         return _by_role(graph, "split", [part for part in split_roles(graph, heads) if part], cluster)
     if mode == "standalone":
-        return _by_role(graph, "standalone", _standalone_parts(graph, heads or {}), cluster)
+        return _by_role(graph, "standalone", standalone_parts(graph, heads or {}), cluster)
     known = [*same, "heuristic", "manual", "split", "standalone"]
     if not any(char.isdigit() for char in mode):
         raise AllocationError(
@@ -390,7 +390,7 @@ def _by_role(graph: nx.DiGraph, mode: str, parts: list[tuple[str, ...]], cluster
     }
 
 
-def _standalone_parts(graph: nx.DiGraph, heads: Mapping[str, str]) -> list[tuple[str, ...]]:
+def standalone_parts(graph: nx.DiGraph, heads: Mapping[str, str]) -> list[tuple[str, ...]]:
     """Every role for itself; but one without weights that waits for another role's results is beside that role.
 
     A role that reads responses only, such as a reward function, works while others are generated, and stays alone.

@@ -3,13 +3,13 @@
 A choice is priced on the first devices of the cluster; a move between two meshes as far to the left as their relation
 allows. So a price depends on no place.
 
-Bytes leave out what depends on other calls: messages of moves, and buffers of gradients that a backend never frees.
+Bytes leave out what depends on other calls, such as messages that a rank of a home sends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -18,17 +18,20 @@ from realrl.config.schema import GenerationConfig
 from realrl.graph.build import call as call_of
 from realrl.graph.build import calls
 from realrl.graph.mfc import MFCDef
-from realrl.mesh.device_mesh import Allocation, Cluster
-from realrl.plan.hooks import CallHooks, Realloc
+from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
+from realrl.plan.hooks import CallHooks
+from realrl.plan.memory.cuts import CutModel
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
-from realrl.plan.memory.model import plan_memory
-from realrl.plan.memory.plan import CallState, RoleState, Usage
+from realrl.plan.memory.plan import RoleState
+from realrl.plan.memory.roles import RoleBytes
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import RunCall
 from realrl.sched.track.dispatch import plan_work
-from realrl.search.fast import Price, Relation
+from realrl.search.fast import Moved, Price, Relation
+from realrl.search.moves import move_cost
 from realrl.search.space import Choice, mesh_at
+from realrl.shape import DecoderConfig
 from realrl.sim.costs.calls import CostModel
 from realrl.sim.durations import SampleSizes
 from realrl.sim.hardware import Hardware
@@ -61,16 +64,6 @@ class Workload:
     seed: int = 1
 
 
-UsageOf = Callable[[RoleState, CallState, Kernels], Usage]
-"""``usage_of(role, call, kernels)`` -> needs of the fullest device of a call that has its devices for itself."""
-
-
-def fullest_usage(role: RoleState, call: CallState, kernels: Kernels) -> Usage:
-    """Return what `plan_memory` says of one call and its role."""
-    usages = plan_memory({call.role: role}, [call], kernels=kernels).calls[call.name]
-    return max(usages.values(), key=lambda usage: usage.total)
-
-
 @dataclass
 class CostPrices:
     """`realrl.search.fast.Prices` of a workload on given hardware.
@@ -78,16 +71,14 @@ class CostPrices:
     Attributes:
         kernels: the machine's kernels; those of CUDA by default.
         capacity: bytes of a device that a plan may use.
-        usage_of: counts the bytes of one call.
     """
 
     workload: Workload
     hardware: Hardware
     kernels: Kernels = field(default_factory=Kernels)
     capacity: float = math.inf
-    usage_of: UsageOf = fullest_usage
-    _bytes: dict[object, Usage] = field(default_factory=dict)
-    _seconds: dict[object, float] = field(default_factory=dict)
+    _cuts: dict[DecoderConfig, CutModel] = field(default_factory=dict)
+    _roles: dict[object, RoleBytes] = field(default_factory=dict)
     _models: dict[object, CostModel] = field(default_factory=dict)
     _requests: dict[object, dict[int, RunCall]] = field(default_factory=dict)
 
@@ -99,33 +90,32 @@ class CostPrices:
         if choice.n_mbs is not None:
             mfc = replace(mfc, n_mbs=choice.n_mbs)
         scheduled = ScheduledCall(mfc, allocation, CallHooks(home=None if state is None else allocation))
-        usage = Usage() if state is None else self._usage(mfc, state, allocation)
-        if usage.total > self.capacity:
-            return Price(math.inf, used=usage.total)
+        parameters, kept, used = (0, 0, 0) if state is None else self._bytes(mfc, state, allocation)
+        if kept + used > self.capacity:
+            return Price(math.inf, kept, used)
         seconds = sum(self._batch_seconds(scheduled, state, batch) for batch in self._batches(mfc))
         if state is None:
             return Price(seconds)
         if mfc.is_train:
-            kept = usage.parameters + usage.optimizer
-            return Price(seconds, kept, usage.total - kept)
-        own = usage.total - usage.parameters
+            return Price(seconds, kept, used)
         if choice.offloads:
             back = self._model(mfc.role, state).onload(mfc.role, allocation.ranks)
-            return Price(seconds + max(back.values()), 0, own + usage.parameters)
-        return Price(seconds, usage.parameters, own, copies=usage.parameters)
+            return Price(seconds + max(back.values()), kept - parameters, used + parameters)
+        return Price(seconds, kept, used)
 
-    def move(self, calls: tuple[str, str], source: Choice, target: Choice, relation: Relation) -> float:
-        """Return the seconds of moving the parameters of one call's role into the layout of another call."""
+    def move(
+        self, calls: tuple[str, str], source: ParallelStrategy, target: ParallelStrategy, relation: Relation
+    ) -> Moved:
+        """Return the cost of moving the parameters of one call's role into the layout of another call."""
         roles = [call_of(self.workload.graph, name).role for name in calls]
-        key = (*roles, source.strategy, target.strategy, relation)
-        if key not in self._seconds:
-            first, second = self._beside(source, target, relation)
-            home = replace(self.workload.roles[roles[0]], home=first)
-            hook = Realloc(roles[0], first, roles[1], second, eta=1.0)
-            owner = ScheduledCall(call_of(self.workload.graph, calls[1]), second, CallHooks((hook,), home=first))
-            found = self._model(roles[0], home).hooks(owner, "before", hook.ranks)
-            self._seconds[key] = max(found.values())
-        return self._seconds[key]
+        model = self._cut(self.workload.roles[roles[0]].model)
+        first, second = self._beside(source, target, relation)
+        moved = move_cost(model, first, second, self.hardware.links)
+        if roles[0] == roles[1]:
+            return moved
+        n_bytes = int(model.overlap(source, target).needed.max())
+        seconds = moved.seconds + 3 * n_bytes / self.hardware.device.stream  # read twice, and written
+        return replace(moved, seconds=seconds)
 
     def _state(self, mfc: MFCDef, allocation: Allocation, choice: Choice) -> RoleState | None:
         """Return the call's role with the settings of a choice, living where the call runs."""
@@ -172,28 +162,26 @@ class CostPrices:
             }
         return max(self._model(call.mfc.role, state).call(call, self._requests[place], sizes).values())
 
-    def _usage(self, mfc: MFCDef, state: RoleState, allocation: Allocation) -> Usage:
-        """Return what the fullest device needs."""
-        load = load_of(
-            mfc,
-            allocation,
-            self.workload.rows,
-            generation=self.workload.generation,
-            n_responses=self.workload.n_responses[mfc.name],
-        )
-        if state.zero_stage == 0:  # all replicas are alike, so that two tell as much as many
-            strategy = replace(allocation.strategy, dp=min(allocation.strategy.dp, 2))
-            cluster = Cluster(1, strategy.n_devices)
-            allocation = Allocation(mesh_at(cluster, 0, strategy.n_devices), strategy)
-            state = replace(state, home=allocation)
-        key = (mfc.name, state, load)
-        if key not in self._bytes:
-            hooks = CallHooks(home=allocation)
-            one = CallState(mfc.name, mfc.role, mfc.interface_type, allocation, hooks, load)
-            self._bytes[key] = self.usage_of(state, one, self.kernels)
-        return self._bytes[key]
+    def _cut(self, model: DecoderConfig) -> CutModel:
+        if model not in self._cuts:
+            self._cuts[model] = CutModel(model)
+        return self._cuts[model]
 
-    def _beside(self, source: Choice, target: Choice, relation: Relation) -> tuple[Allocation, Allocation]:
+    def _bytes(self, mfc: MFCDef, state: RoleState, allocation: Allocation) -> tuple[int, int, int]:
+        """Return the bytes of parameters, of all that the role keeps, and of all else, on the fullest device."""
+        key = mfc.role, state.is_trained, state.zero_stage, state.offloads_optimizer, state.checkpoints_activations
+        if key not in self._roles:
+            self._roles[key] = RoleBytes(state, self._cut(state.model), self.kernels, None)
+        n_responses = self.workload.n_responses[mfc.name]
+        load = load_of(
+            mfc, allocation, self.workload.rows, generation=self.workload.generation, n_responses=n_responses
+        )
+        kept = self._roles[key].kept(allocation.strategy).resident
+        computed = self._roles[key].computed(allocation.strategy, mfc.interface_type, load)
+        part = int((kept[-1] + computed[-1]).argmax())
+        return int(kept[0, part]), int(kept[-1, part]), int(computed[-1, part])
+
+    def _beside(self, source: ParallelStrategy, target: ParallelStrategy, relation: Relation) -> tuple[Allocation, Allocation]:
         """Return two layouts with a relation between their meshes, as far to the left as they go."""
         cluster, sizes = self.workload.cluster, [source.n_devices, target.n_devices]
         starts = [0, 0]
@@ -203,7 +191,7 @@ class CostPrices:
             node = cluster.n_devices_per_node
             starts[small] = first if relation == "beside" else -(-first // node) * node
         found = [
-            Allocation(mesh_at(cluster, start, choice.n_devices), choice.strategy)
-            for start, choice in zip(starts, (source, target), strict=True)
+            Allocation(mesh_at(cluster, start, strategy.n_devices), strategy)
+            for start, strategy in zip(starts, (source, target), strict=True)
         ]
         return found[0], found[1]

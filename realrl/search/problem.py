@@ -28,14 +28,15 @@ class Problem:
         choices: of each call.
         pins: by call; their strategies are those of `choices` already.
         n_walks: local searches from other plans before branches are tried.
-        is_pruned: True if choices stand for others, which they beat.
+        graph, heads: calls, and role -> head of its model, "none" without one; methods place roles by what they do.
     """
 
     model: Model
     choices: Sequence[Sequence[Choice]]
     pins: Mapping[int, Pin] = field(default_factory=dict)
     n_walks: int = 8
-    is_pruned: bool = False
+    graph: nx.DiGraph | None = None
+    heads: Mapping[str, str] = field(default_factory=dict)
 
 
 def pose(
@@ -69,7 +70,9 @@ def pose(
         fitting(model, call, choices_of(graph, name, roles, cluster, pin=pins.get(name)))
         for call, name in enumerate(flow.names)
     ]
-    return Problem(model, choices, {flow.names.index(name): pin for name, pin in pins.items()})
+    heads = {name: "none" if role.model is None else role.model.head for name, role in roles.items()}
+    numbers = {flow.names.index(name): pin for name, pin in pins.items()}
+    return Problem(model, choices, numbers, graph=graph, heads=heads)
 
 
 def fitting(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice, ...]:

@@ -9,7 +9,7 @@ from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, ParamReallocHook
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy, legal_meshes
 from realrl.search.problem import Problem
-from realrl.search.fast import Model, Placed, Price, flow_of
+from realrl.search.fast import Model, Moved, Placed, Price, flow_of
 from realrl.search.space import Choice, Pin, mesh_sizes
 
 KINDS = {"gen": InterfaceType.GENERATE, "inf": InterfaceType.INFERENCE, "train": InterfaceType.TRAIN_STEP}
@@ -29,11 +29,12 @@ class RandomPrices:
         work = 1.0 + 9.0 * self._share(call)
         seconds = work / choice.n_devices ** (0.5 + 0.7 * self._share(call, "scaling"))
         seconds *= 0.7 + 0.6 * self._share(call, str(choice))
-        kept, used, copies = (int(60 * self._share(call, str(choice), what)) for what in ("kept", "used", "copies"))
-        return Price(seconds, kept, used, copies // 2)
+        kept, used = (int(60 * self._share(call, str(choice), what)) for what in ("kept", "used"))
+        return Price(seconds, kept, used)
 
     def move(self, calls, source, target, relation):
-        return 2.0 * self._share(calls, str(source.strategy), str(target.strategy), relation)
+        key = calls, str(source), str(target), relation
+        return Moved(2.0 * self._share(*key), int(30 * self._share(*key, "bytes")))
 
 
 def random_graph(rng, n_calls):
@@ -59,7 +60,7 @@ def random_graph(rng, n_calls):
             continue
 
 
-def problem(seed, *, most_plans=600, n_calls=None, pins=False, is_pruned=False):
+def problem(seed, *, most_plans=600, n_calls=None, pins=False):
     """A random search with at most so many plans, whether they nest or not."""
     rng = random.Random(seed)
     cluster = rng.choice(CLUSTERS)
@@ -91,7 +92,7 @@ def problem(seed, *, most_plans=600, n_calls=None, pins=False, is_pruned=False):
             choices[call] = tuple(c for c in choices[call] if c.n_devices == mesh.n_devices)
             pinned[call] = Pin(choices[call][0].strategy, mesh)
             choices[call] = tuple(c for c in choices[call] if c.strategy == pinned[call].strategy)
-    return Problem(model, choices, pinned, is_pruned, n_walks=rng.choice([0, 1, 4]))
+    return Problem(model, choices, pinned, n_walks=rng.choice([0, 1, 4]))
 
 
 def all_plans(found: Problem):
