@@ -125,7 +125,7 @@ class Planning:
         for name in METHODS:
             self._place(name, problem)
             yield self._progress("methods")
-        for found in search(problem, seed=self._seed):
+        for found in search(problem, seed=self._seed, starts=tuple(self._methods.values())):
             self._found = found
             yield self._progress("search")
             if found.n_expanded >= self._effort.n_expanded or self._seconds() > self._effort.seconds:
@@ -157,9 +157,7 @@ class Planning:
         found, names = self._found, dict[str, list[str]]()
         assert found is not None, "a search yields at least once"
         plans = (
-            []
-            if found.plan is None
-            else [(found.plan, found.period), *getattr(found, "others", ())[: self._effort.n_confirmed - 1]]
+            [] if found.plan is None else [(found.plan, found.period), *found.others[: self._effort.n_confirmed - 1]]
         )
         named = [(SEARCH if not i else f"{SEARCH} {i + 1}", plan) for i, (plan, _) in enumerate(plans)]
         settings_of = {}
