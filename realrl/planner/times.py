@@ -17,11 +17,12 @@ from typing import NamedTuple
 from realrl.experiment.run_plan import RunPlan
 from realrl.plan.hooks import Realloc
 from realrl.sched.track.dispatch import PartKind
-from realrl.search.fast import Flow, Parts, Span, busiest, finish_times, flow_of, slowest_cycle
+from realrl.search.fast import Flow, Parts, Span, busiest, finish_times, flow_of
 from realrl.sim.cluster import SimulatedRun
 from realrl.sim.workers import Activity
 
 _HALVINGS = 16
+_MEASURED = 2, 8  # steps at whose ends the period is measured
 _SAME = 1.0 + 1e-6
 
 
@@ -52,26 +53,26 @@ _FIELDS = {
 
 def call_times(run: SimulatedRun) -> dict[str, CallTimes]:
     """Return call -> its seconds of a step, in the mean of the steps after the first one."""
-    from_s = run.steps[0].at_s if len(run.steps) > 1 else run.start_s
-    n_steps = max(1, len(run.steps) - 1)
-    to_s = run.steps[-1].at_s
+    n_steps = len(run.steps)
     counts: dict[tuple[str, str, int], int] = defaultdict(int)
-    dispatches: dict[tuple[str, str, int], list[Activity]] = defaultdict(list)
+    dispatches: dict[tuple[str, str], dict[int, list[Activity]]] = defaultdict(lambda: defaultdict(list))
     for activity in run.activities:
         if activity.kind in _FIELDS:
             for rank in activity.ends:
                 counts[activity.name, activity.kind, rank] += 1
             number = counts[activity.name, activity.kind, next(iter(activity.ends))]
-            if from_s <= activity.start_s < to_s:
-                dispatches[activity.name, activity.kind, number].append(activity)
+            dispatches[activity.name, activity.kind][number].append(activity)
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for (name, kind, _), some in dispatches.items():
-        own = found[name]
-        own[_FIELDS[kind]] += max(max(one.ends.values()) - one.start_s for one in some) / n_steps
-        if kind == PartKind.CALL.value:
-            own["rows"] += max(one.start_s - one.came_s for one in some) / n_steps
-            waits = [one.came_s - begin_s for one in some for begin_s in one.begins.values()]
-            own["waiting"] += max(0.0, sum(waits) / len(waits)) / n_steps
+    for (name, kind), numbered in dispatches.items():
+        a_step = len(numbered) / n_steps
+        later = [some for number, some in numbered.items() if number > a_step] or [*numbered.values()]
+        own, share = found[name], a_step / len(later)
+        for some in later:
+            own[_FIELDS[kind]] += share * max(max(one.ends.values()) - one.start_s for one in some)
+            if kind == PartKind.CALL.value:
+                own["rows"] += share * max(one.start_s - one.came_s for one in some)
+                waits = [one.came_s - begin_s for one in some for begin_s in one.begins.values()]
+                own["waiting"] += share * max(0.0, sum(waits) / len(waits))
     return {name: CallTimes(**values) for name, values in found.items()}
 
 
@@ -81,14 +82,13 @@ class Rhythm:
 
     flow: Flow
     parts: tuple[Parts, ...]
-    n_devices: int
 
     def period(self, parts: Sequence[Parts] | None = None) -> float:
         """Return the seconds of a step."""
         parts = self.parts if parts is None else parts
-        ends = finish_times(self.flow, parts)
-        measured = (ends[-1] - ends[2]) / (len(ends) - 3)
-        return max(measured, busiest(parts), slowest_cycle(self.flow.cycles, parts, self.n_devices))
+        first, last = _MEASURED
+        ends = finish_times(self.flow, parts, last)
+        return max((ends[last] - ends[first]) / (last - first), busiest(parts))
 
     def with_run(self, call: str, seconds: float) -> list[Parts]:
         """Return the parts with other seconds of one call."""
@@ -117,7 +117,7 @@ def rhythm_of(plan: RunPlan, times: Mapping[str, CallTimes]) -> Rhythm:
         )
         mesh = _span(plan.allocations[name].mesh.ranks)
         parts.append(Parts(own.before, own.rows + own.run, own.after, mesh, before, after))
-    return Rhythm(flow, tuple(parts), plan.n_workers)
+    return Rhythm(flow, tuple(parts))
 
 
 def slack_of(rhythm: Rhythm, call: str) -> float:
