@@ -46,8 +46,6 @@ def filled(page: str, parts: Mapping[str, str]) -> str:
     return page
 
 
-
-
 # ---------------------------------------------------------------- details
 
 

@@ -51,18 +51,15 @@ def _mean_memory(one: Evaluated) -> int:
 
 
 def _settings(first: Evaluated, second: Evaluated, names: tuple[str, str]) -> list[Block]:
-    rows = []
-    for what, a, b in _flat(first, second):
-        if a != b:
-            rows.append((what, a, b))
+    rows = [row for row in _flat(first, second) if row[1] != row[2]]
     if not rows:
         return ["Their settings are the same."]
     return [Table(("setting", *names), tuple(rows), title="What differs")]
 
 
-def _flat(first: Evaluated, second: Evaluated) -> list[tuple[str, str, str]]:
+def _flat(first: Evaluated, second: Evaluated) -> list[tuple[str, ...]]:
     """Return the settings of both, one after the other."""
-    found = [
+    found: list[tuple[str, ...]] = [
         (f"allocation.calls.{name}", *(str(one.plan.allocations[name]) for one in (first, second)))
         for name in first.settings.allocations
     ]
@@ -87,7 +84,7 @@ def _shown(value: object) -> str:
 def _calls(first: Evaluated, second: Evaluated, names: tuple[str, str]) -> Table:
     """Return the seconds of every call and of what surrounds it, under both plans."""
     times = call_times(first.run), call_times(second.run)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in first.settings.allocations:
         a, b = (one.get(name, CallTimes()) for one in times)
         rows.append((name, seconds_text(a.run), seconds_text(b.run)))

@@ -214,9 +214,7 @@ def check_call(found: Evaluated, call: str) -> None:
     """
     names = list(found.settings.allocations)
     if call not in names:
-        raise UsageError(
-            f"there is no call '{call}'", remedy=f"Calls: {', '.join(names)}.{did_you_mean(call, names)}"
-        )
+        raise UsageError(f"there is no call '{call}'", remedy=f"Calls: {', '.join(names)}.{did_you_mean(call, names)}")
 
 
 # ---------------------------------------------------------------- words

@@ -22,9 +22,7 @@ Search = Callable[[Request], Evaluated]
 """The best plan for a request; AllocationError if there is none."""
 
 
-def why(
-    request: Request, best: Evaluated, wanted: str, *, search: Search | None = None
-) -> list[Block]:
+def why(request: Request, best: Evaluated, wanted: str, *, search: Search | None = None) -> list[Block]:
     """Return what another place of a call would change, alone and with the rest searched again.
 
     Args:

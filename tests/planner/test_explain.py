@@ -31,7 +31,11 @@ def text_of(blocks):
     """All words of paragraphs and tables."""
     found = []
     for block in blocks:
-        found += [block] if isinstance(block, str) else [block.title, *block.columns, *(c for row in block.rows for c in row)]
+        found += (
+            [block]
+            if isinstance(block, str)
+            else [block.title, *block.columns, *(c for row in block.rows for c in row)]
+        )
     return "\n".join(found)
 
 
@@ -87,7 +91,7 @@ def test_why_breaks_a_rule(request8, apart):
     for nonsense in ("critic_train=x4@0:0-3", "critic_train=", "critic_train=d4@here"):
         with pytest.raises(AllocationError, match="is not a"):
             why(request8, apart, nonsense)
-    with pytest.raises(UsageError, match="there is no call 'critic_trian'[\\s\\S]*critic_train"):
+    with pytest.raises(UsageError, match=r"there is no call 'critic_trian'[\s\S]*critic_train"):
         why(request8, apart, "critic_trian=d4@0:0-3")
 
 

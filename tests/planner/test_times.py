@@ -28,7 +28,7 @@ def test_one_place():
 
 def test_two_places():
     """The critic's calls may take longer: its values are wanted when the actor trains, 4 s after it could be done."""
-    found, times, rhythm = rhythm_under(with_critic_apart)
+    found, _, rhythm = rhythm_under(with_critic_apart)
     assert rhythm.period() == pytest.approx(found.period_s) == pytest.approx(7.0)
     assert slack_of(rhythm, "actor_gen") == slack_of(rhythm, "ref_inf") == 0.0
     assert slack_of(rhythm, "critic_inf") == pytest.approx(1.0, rel=1e-3)

@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 from realrl.draw.geometry import number
+from realrl.draw.svg import text_element
 from realrl.draw.text import text_width
-from realrl.graph.mfc import InterfaceType, MFCDef
-from realrl.plan.memory.plan import show_bytes
+from realrl.graph.mfc import MFCDef
 from realrl.planner.page.memory import FIELDS, Piece
 from realrl.planner.page.style import KIND_CLASSES
 from realrl.planner.page.timeline import TICKS, Band, Group, Timeline, Work
@@ -124,10 +125,9 @@ def axis(seconds: float) -> Iterator[str]:
     step = nice(seconds / 8)
     for i in range(int(seconds / step * (1 + 1e-9)) + 1):
         tick = i * step / seconds * TICKS
-        yield (
-            f'<line class="grid" data-t="{tick:.0f}" x1="{number(x_of(tick))}" x2="{number(x_of(tick))}" y1="2" y2="7"/>'
-        )
-        yield _text(f"{i * step:.10g}{' s' if i == 0 else ''}", x_of(tick), 19, _SMALL, css="muted", t=tick)
+        x = number(x_of(tick))
+        yield f'<line class="grid" data-t="{tick:.0f}" x1="{x}" x2="{x}" y1="2" y2="7"/>'
+        yield _mark(f"{i * step:.10g}{' s' if i == 0 else ''}", tick, 19, _SMALL)
 
 
 def nice(least: float) -> float:
@@ -139,11 +139,11 @@ def nice(least: float) -> float:
 def _steps(timeline: Timeline, foot: float) -> Iterator[str]:
     for step, begin, end in timeline.steps:
         for tick in (begin, end):
-            x = number(x_of(tick))
-            yield f'<line class="grid step" data-t="{tick}" x1="{x}" x2="{x}" y1="{number(TOP - 8)}" y2="{number(foot)}"/>'
+            x, ys = number(x_of(tick)), f'y1="{number(TOP - 8)}" y2="{number(foot)}"'
+            yield f'<line class="grid step" data-t="{tick}" x1="{x}" x2="{x}" {ys}/>'
         words = f"step {step}"
         if x_of(end) - x_of(begin) > text_width(words, _TEXT) + 8:
-            yield _text(words, (x_of(begin) + x_of(end)) / 2, TOP - 14, _TEXT, css="muted", t=(begin + end) / 2)
+            yield _mark(words, (begin + end) / 2, TOP - 14, _TEXT)
 
 
 def _group(timeline: Timeline, place: int, looks: Looks) -> str:
@@ -152,8 +152,8 @@ def _group(timeline: Timeline, place: int, looks: Looks) -> str:
     parts = [
         f'<g class="group" data-g="{place}" transform="translate(0 {number(TOP + ROW * place)})">',
         '<g class="fold">',
-        _text(name, LEFT - 12, 17, _TEXT, bold=True, anchor="end"),
-        _text(about, LEFT - 12, 31, _SMALL, css="muted", anchor="end"),
+        text_element(name, LEFT - 12, 17, _TEXT, bold=True, anchor="end"),
+        text_element(about, LEFT - 12, 31, _SMALL, css="muted", anchor="end"),
         "</g>",
         f'<rect class="ground" x="{number(LEFT)}" y="3" {_size(RIGHT - LEFT, 30)}/>',
         '<g clip-path="url(#plot)">',
@@ -225,7 +225,7 @@ def _bar(shape: str, begin: int, end: int, css: str, *, title: str = "", work: i
 def _jumps(timeline: Timeline) -> Iterator[str]:
     """Yield lines where the chain goes on in another group."""
     on = [stretch for stretch in timeline.chain if stretch.group >= 0]
-    for before, after in zip(on, on[1:], strict=False):
+    for before, after in pairwise(on):
         if before.group != after.group:
             x, (y, height) = number(x_of(after.begin)), SHAPES["chain"]
             ys = [TOP + ROW * group + y + height / 2 for group in (before.group, after.group)]
@@ -262,12 +262,12 @@ def _legend(timeline: Timeline, looks: Looks, y: float) -> list[list[str]]:
             if x + width > RIGHT:
                 rows.append([])
                 x = LEFT
-            top, height = SHAPES[shape]
+            _, height = SHAPES[shape]
             middle = y + _LEGEND_ROW * (len(rows) - 1)
             height = min(height, 14.0)
             swatch = f'x="{number(x)}" y="{number(middle - height / 2)}" {_size(_SWATCH, height)}'
             rows[-1].append(f'<rect class="{css}" {swatch}/>')
-            rows[-1].append(_text(words, x + _SWATCH + 7, middle + 4, _SMALL, css="muted", anchor="start"))
+            rows[-1].append(text_element(words, x + _SWATCH + 7, middle + 4, _SMALL, css="muted", anchor="start"))
             x += width
     return rows
 
@@ -313,17 +313,15 @@ def memory_svg(charts: Sequence[MemoryChart], seconds: float, capacity: int, *, 
 
 def _chart(chart: MemoryChart, capacity: int, most: float) -> Iterator[str]:
     limit = CHART * (1 - capacity / most)
-    yield _text(chart.name, LEFT - 12, 18, _TEXT, css="name", bold=True, anchor="end")
+    yield text_element(chart.name, LEFT - 12, 18, _TEXT, css="name", bold=True, anchor="end")
     for line, words in enumerate(chart.about.split("\n")):
-        yield _text(words, LEFT - 12, 33 + 14 * line, _SMALL, css="muted about", anchor="end")
+        yield text_element(words, LEFT - 12, 33 + 14 * line, _SMALL, css="muted about", anchor="end")
     yield f'<rect class="ground" x="{number(LEFT)}" y="0" {_size(RIGHT - LEFT, CHART)}/>'
     yield f'<g clip-path="url(#plot2)">{scaled()}'
     for i, path in memory_paths(chart.pieces, most):
         yield f'<path class="m{i}" d="{path}"><title>{escape(FIELDS[i])}</title></path>'
     yield "</g></g>"
-    yield (
-        f'<line class="limit" x1="{number(LEFT)}" x2="{number(RIGHT)}" y1="{number(limit)}" y2="{number(limit)}"/>'
-    )
+    yield (f'<line class="limit" x1="{number(LEFT)}" x2="{number(RIGHT)}" y1="{number(limit)}" y2="{number(limit)}"/>')
 
 
 def memory_paths(pieces: Sequence[Piece], most: float) -> Iterator[tuple[int, str]]:
@@ -345,10 +343,10 @@ def _memory_legend(shown: Sequence[int], y: float) -> Iterator[str]:
     x = LEFT
     for i in shown:
         yield f'<rect class="m{i}" x="{number(x)}" y="{number(y - 7)}" {_size(_SWATCH, 14)}/>'
-        yield _text(FIELDS[i], x + _SWATCH + 7, y + 4, _SMALL, css="muted", anchor="start")
+        yield text_element(FIELDS[i], x + _SWATCH + 7, y + 4, _SMALL, css="muted", anchor="start")
         x += _SWATCH + 7 + text_width(FIELDS[i], _SMALL) + 20
     yield f'<line class="limit" x1="{number(x)}" x2="{number(x + 22)}" y1="{number(y)}" y2="{number(y)}"/>'
-    yield _text("room of a device", x + 29, y + 4, _SMALL, css="muted", anchor="start")
+    yield text_element("room of a device", x + 29, y + 4, _SMALL, css="muted", anchor="start")
 
 
 # ---------------------------------------------------------------- plans
@@ -381,10 +379,12 @@ def rivals_svg(rivals: Sequence[Rival], bound_s: float | None, *, style: str = "
         css = "best" if rival.is_best else "rival"
         words = seconds_text(rival.period_s or 0.0) + (f"  {rival.note}" if rival.note else "")
         body += [
-            _text(shortened(rival.name, LEFT - 12, _TEXT), LEFT - 12, y + 12, _TEXT, bold=rival.is_best, anchor="end"),
+            text_element(
+                shortened(rival.name, LEFT - 12, _TEXT), LEFT - 12, y + 12, _TEXT, bold=rival.is_best, anchor="end"
+            ),
             f'<rect class="{css}" x="{number(LEFT)}" y="{number(y)}" {_size(width, 16)}>'
             f"<title>{escape(rival.name)}: {escape(words)}</title></rect>",
-            _text(
+            text_element(
                 shortened(words, WIDTH - LEFT - width - 16, _SMALL),
                 LEFT + width + 8,
                 y + 12,
@@ -398,7 +398,7 @@ def rivals_svg(rivals: Sequence[Rival], bound_s: float | None, *, style: str = "
         x = number(LEFT + room * min(bound_s / most, 1.0))
         body.append(f'<line class="limit" x1="{x}" x2="{x}" y1="0" y2="{number(foot)}"/>')
         words = f"no plan is faster than {seconds_text(bound_s)} under the model"
-        body.append(_text(words, LEFT, foot + 14, _SMALL, css="muted", anchor="start"))
+        body.append(text_element(words, LEFT, foot + 14, _SMALL, css="muted", anchor="start"))
     return svg(body, foot + 22, f"Seconds of a step under {len(known)} plans", css="rivals", style=style)
 
 
@@ -415,22 +415,9 @@ def shortened(words: str, room: float, size: float) -> str:
 # ---------------------------------------------------------------- elements
 
 
-def _text(
-    words: str,
-    x: float,
-    y: float,
-    size: float,
-    *,
-    css: str = "",
-    bold: bool = False,
-    anchor: str = "middle",
-    t: float | None = None,
-) -> str:
-    classes = f' class="{css}"' if css else ""
-    weight = ' font-weight="600"' if bold else ""
-    tick = "" if t is None else f' data-t="{t:.0f}"'
-    place = f'x="{number(x)}" y="{number(y)}" font-size="{number(size)}" text-anchor="{anchor}"'
-    return f"<text{classes}{weight}{tick} {place}>{escape(words)}</text>"
+def _mark(words: str, tick: float, y: float, size: float) -> str:
+    """Return a text at a tick, which a page moves."""
+    return text_element(words, x_of(tick), y, size, css="muted").replace("<text", f'<text data-t="{tick:.0f}"', 1)
 
 
 def _size(width: float, height: float) -> str:

@@ -180,7 +180,7 @@ class _Page:
             return '<p class="muted">The memory of this plan was not counted.</p>'
         charts = [options[0][1] for _, options in self._charts]
         note = (
-            f"The fullest device of each group of alike ones; a plan may use {show_bytes(memory.capacity)} of a device. "
+            f"The fullest device of each group of alike ones; a plan may use {show_bytes(memory.capacity)} of each. "
             "Bytes are the most that a call may need, for the longest texts that the configuration allows."
         )
         picture = memory_svg(charts, self._timeline.seconds, memory.capacity)

@@ -163,9 +163,7 @@ def _alike(n_ranks: int, meshes: Mapping[str, Sequence[int]]) -> list[tuple[tupl
     return [(tuple(ranks), tuple(names)) for ranks, names in found]
 
 
-def _group(
-    ranks: tuple[int, ...], calls: tuple[str, ...], bars: Mapping[int, Sequence[tuple[Bar, int]]]
-) -> Group:
+def _group(ranks: tuple[int, ...], calls: tuple[str, ...], bars: Mapping[int, Sequence[tuple[Bar, int]]]) -> Group:
     rows: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
     bands: dict[tuple[int, int], list[Bar]] = {}
     for rank in ranks:

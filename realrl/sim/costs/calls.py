@@ -36,6 +36,7 @@ from realrl.sim.costs.moves import (
 )
 from realrl.sim.costs.samples import Tokens, micro_batches, tokens_of
 from realrl.sim.costs.training import (
+    NOTHING_FREE,
     Free,
     StageLinks,
     Training,
@@ -72,7 +73,7 @@ class CostModel:
         *,
         generation: GenerationConfig,
         kernels: Kernels | None = None,
-        free: Free = Free(),
+        free: Free = NOTHING_FREE,
     ) -> None:
         self._roles = roles
         self._hardware = hardware
@@ -285,9 +286,13 @@ class _Computing:
             training = Training(
                 role.backend, role.zero_stage, role.offloads_optimizer, role.checkpoints_activations, strategy.dp
             )
-            self._end_s = 0.0 if free.optimizer else max(
-                optimizer_seconds(work, link, hardware, training)
-                for work, link in zip(self._works, self._links, strict=True)
+            self._end_s = (
+                0.0
+                if free.optimizer
+                else max(
+                    optimizer_seconds(work, link, hardware, training)
+                    for work, link in zip(self._works, self._links, strict=True)
+                )
             )
         elif role.zero_stage == 3 and role.is_trained and allocation == role.home:
             self._begin_s = max(

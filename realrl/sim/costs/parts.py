@@ -19,7 +19,6 @@ from realrl.sim.durations import SampleSizes
 from realrl.sim.hardware import Device, Hardware
 
 COMPUTING = "computing"
-_CONSTANTS = ("block_s", "pass_s", "token_s")
 
 
 def parts_of(
@@ -57,5 +56,5 @@ def parts_of(
 
 
 def _without_constants(device: Device) -> Device:
-    generation = {**device.generation, **{name: 0.0 for name in _CONSTANTS if name in device.generation}}
-    return replace(device, generation=generation, **dict.fromkeys(_CONSTANTS, 0.0))
+    generation = {name: 0.0 if name in ("block_s", "pass_s") else value for name, value in device.generation.items()}
+    return replace(device, block_s=0.0, pass_s=0.0, token_s=0.0, generation=generation)

@@ -93,6 +93,8 @@ class Free:
         return replace(links, **dict.fromkeys(names, FREE))
 
 
+NOTHING_FREE = Free()
+
 Run = Callable[[Load, Sequence[PassCost], Sequence[PassCost], Sequence[StageLinks]], Array]
 """Seconds of pipelines: `run_passes`, or `busiest_stage`."""
 

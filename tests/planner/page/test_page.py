@@ -3,7 +3,7 @@
 import json
 import re
 import xml.etree.ElementTree as ET
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_it_loads_nothing(page):
     assert "@import" not in page
     assert "default-src 'none'" in page
     assert not re.search(r"<(link|img|iframe)|<script src", page)
-    assert {one for one in re.findall(r"url\(([^)]*)\)", page)} <= {"#plot", "#plot2"}
+    assert set(re.findall(r"url\(([^)]*)\)", page)) <= {"#plot", "#plot2"}
     assert "<!--" not in page, "a part is missing"
 
 
@@ -93,7 +93,7 @@ def test_the_script_has_the_same_bars(apart, page):
         for _, _, _, pieces in chart["options"]:
             assert pieces[0][0] == 0
             assert pieces[-1][1] == TICKS
-            assert all(a[1] == b[0] for a, b in zip(pieces, pieces[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in pairwise(pieces))
             assert all(len(piece) == 2 + len(FIELDS) for piece in pieces)
     peak = max(sum(p[2:]) for chart in data["memory"] for _, _, _, pieces in chart["options"] for p in pieces)
     assert peak == pytest.approx(apart.fullest[2] / 1e6, abs=len(FIELDS))

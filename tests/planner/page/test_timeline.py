@@ -50,7 +50,14 @@ def test_any_run(plan, seed):
 
 
 def test_bars_take_as_long_as_their_calls():
-    seconds = {"actor_gen": 3.0, "rew_inf": 1.0, "ref_inf": 1.0, "critic_inf": 1.0, "actor_train": 2.0, "critic_train": 2.0}
+    seconds = {
+        "actor_gen": 3.0,
+        "rew_inf": 1.0,
+        "ref_inf": 1.0,
+        "critic_inf": 1.0,
+        "actor_train": 2.0,
+        "critic_train": 2.0,
+    }
     cluster = Cluster(1, 2)
     plan = make_plan(ppo(), on_all(ppo(), cluster), cluster, n_steps=6)
     run = SimulatedCluster(plan, CallDurations(seconds), draw).run()
