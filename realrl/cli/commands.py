@@ -16,6 +16,7 @@ from realrl.cli.machines import settled_for
 from realrl.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from realrl.cli.plan import PLAN_FILE, file_of_plan, plan_now, plan_run_command
 from realrl.cli.plan import add_options as add_plan_options
+from realrl.cli.plan_questions import settle_explain
 from realrl.cli.plan_view import print_plan
 from realrl.cli.simulate import add_options, read_recording, simulate_run
 from realrl.cli.unused import check_used
@@ -275,6 +276,7 @@ def find_plan(arguments: Sequence[str]) -> int:
     parser = _parser("plan", "Find where each call of a run should be, and how it should run there.", PLAN_EXAMPLES)
     add_plan_options(parser)
     options = _parse(parser, arguments)
+    settle_explain(options)
     if options.help:
         parser.print_help()
         return 0

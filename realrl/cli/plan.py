@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realrl.cli.machines import kernels_here, settled_for
+from realrl.cli.plan_questions import add_questions, answer, check_questions
 from realrl.errors import AllocationError, ConfigError, UsageError, did_you_mean
 from realrl.files import why_no_output, write_output
 
@@ -52,6 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--seconds", metavar="S", type=float, default=math.inf, help="time for the search; default: a given effort")
     add("--top", metavar="N", type=int, default=4, help="plans of the search that are simulated; default: 4")
     add("--out", metavar="FILE", help="write the plan there, for plan=FILE")
+    add_questions(parser)
 
 
 def plan_run_command(
@@ -70,12 +72,18 @@ def plan_run_command(
 
     _check_options(config, options, arguments)
     request = request_of(experiment, config, options.hardware, options.lengths, arguments)
+    check_questions(request, options)
+    effort = Effort(n_confirmed=options.top, seconds=options.seconds)
+
+    def search(other: Request) -> Evaluated:
+        return _best_of(Planning(other, seed=options.seed, effort=effort))
+
     if options.method is not None:
         planned = _plan_of_method(request, options.method, options.seed)
         print_found(planned)
+        answer(planned, options, search=search, read=_plan_in_file)
         _save(planned, options)
         return 0
-    effort = Effort(n_confirmed=options.top, seconds=options.seconds)
     planning = Planning(request, seed=options.seed, effort=effort)
     planned_or_none, was_interrupted = _search(planning, Line(sys.stdout))
     if planned_or_none is None:
@@ -84,6 +92,8 @@ def plan_run_command(
             return INTERRUPTED
         raise AllocationError("no plan that was found fits the devices exactly", remedy="Give more --seconds.")
     print_found(planned_or_none)
+    if not was_interrupted:
+        answer(planned_or_none, options, search=search, read=_plan_in_file)
     _save(planned_or_none, options)
     if was_interrupted:
         print("realrl: interrupted: this is the best plan so far", file=sys.stderr)
@@ -251,6 +261,34 @@ def _plan_of_method(request: Request, name: str, seed: int) -> Planned:
     if not found.fits:
         raise AllocationError(f"the plan of {name} does not fit: {why_not(request, settings)}")
     return Planned(request, (found,), {}, 0.0, False)
+
+
+def _plan_in_file(request: Request, path: str) -> Evaluated:
+    """Return the plan of a file.
+
+    Raises:
+        UsageError: it is no plan for this run, or a run would refuse it.
+    """
+    from realrl.planner.evaluate import evaluate
+    from realrl.planner.plan_file import check_holds, read_plan
+
+    plan = read_plan(path, source=f"--compare {path}")
+    check_holds(plan, request.config, request.experiment)
+    return evaluate(request, plan.settings, name=path)
+
+
+def _best_of(planning: Planning) -> Evaluated:
+    """Search to the end.
+
+    Raises:
+        AllocationError: nothing fits.
+    """
+    for _ in planning.run():
+        pass
+    planned = planning.result()
+    if planned is None:
+        raise AllocationError("no plan that was found fits the devices exactly", remedy="Give more --seconds.")
+    return planned.best
 
 
 def _search(planning: Planning, line: Line) -> tuple[Planned | None, bool]:
