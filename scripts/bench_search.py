@@ -20,9 +20,10 @@ from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.plan import RoleState
 from realrl.search.bound import undominated
-from realrl.search.branch import Found, Problem, search
+from realrl.search.branch import Found, search
 from realrl.search.fast import Model, flow_of
 from realrl.search.prices import CostPrices, Workload
+from realrl.search.problem import Problem
 from realrl.search.space import RoleSpace, choices_of, mesh_at
 from realrl.shape import DecoderConfig
 from realrl.sim.durations import SampleSizes
@@ -84,7 +85,7 @@ def problem_of(options: argparse.Namespace) -> Problem:
     capacity = MARGIN * hardware.device.memory_bytes
     model = Model(flow_of(graph), CostPrices(workload, hardware, capacity=capacity), cluster, capacity)
     stages = (0, 1) if options.wide else (1,)
-    roles = {role: RoleSpace(one, zero_stages=stages, may_offload=options.wide) for role, one in models.items()}
+    roles = {role: RoleSpace(one, zero_stages=stages, offloads=(False, True) if options.wide else (False,)) for role, one in models.items()}
     choices = []
     for call, mfc in enumerate(topological_calls(graph)):
         found = choices_of(graph, mfc.name, roles, cluster)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realrl.cli.modelled import model_run
 from realrl.cli.simulate_view import print_comparison, print_figures, print_recovery
 from realrl.errors import ConfigError, UsageError
 from realrl.files import read_input
@@ -189,6 +188,8 @@ def _durations_of(
     Raises:
         UsageError: an option cannot be used.
     """
+    from realrl.doctor.memory import machine_kernels
+    from realrl.planner.modelled import costs_of, draw_of, hardware_for
     from realrl.sim.replay import Recorded
 
     recorded = None if recording is None else Recorded(recording.spans)
@@ -199,10 +200,12 @@ def _durations_of(
                 remedy="Name a machine with --hardware.",
             )
         return recorded, recorded.draw, ()
-    modelled = model_run(plan, options.hardware, options.lengths)
+    machine = hardware_for(plan.config, options.hardware)
+    draw, assumed = draw_of(plan, options.lengths)
+    durations, named = costs_of(plan, machine, machine_kernels), f"on {machine.name}"
     if recorded is not None and options.lengths is None:
-        return modelled.durations, recorded.draw, (modelled.notes[0], "prompts and responses as long as the run's mean")
-    return modelled.durations, modelled.draw, modelled.notes
+        return durations, recorded.draw, (named, "prompts and responses as long as the run's mean")
+    return durations, draw, (named, *assumed)
 
 
 def simulate_run(

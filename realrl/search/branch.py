@@ -13,15 +13,16 @@ Invariants of `search`:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from realrl.errors import AllocationError
 from realrl.search.bound import Array, Bounds
-from realrl.search.fast import Model, Placed
+from realrl.search.fast import Placed
 from realrl.search.forest import Forest
-from realrl.search.space import Choice, Pin
+from realrl.search.problem import Problem
+from realrl.search.space import Choice
 from realrl.search.walk import Walk
 
 _CLOSE = 1.0 - 1e-12  # a bound may exceed what it proves by rounding
@@ -71,24 +72,6 @@ class _Node:
     loads: tuple[float, ...]
     kept: tuple[int, ...]
     used: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A search to be made.
-
-    Attributes:
-        choices: of each call.
-        pins: by call; their strategies are those of `choices` already.
-        is_pruned: True if choices stand for others, which they beat.
-        n_walks: local searches from other plans before branches are tried.
-    """
-
-    model: Model
-    choices: Sequence[Sequence[Choice]]
-    pins: Mapping[int, Pin]
-    is_pruned: bool = False
-    n_walks: int = 8
 
 
 def search(problem: Problem, *, seed: int = 1) -> Iterator[Found]:

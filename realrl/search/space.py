@@ -77,14 +77,14 @@ class RoleSpace:
         model: its shape; None for a role without parameters.
         backend: backend that trains it.
         zero_stages: stages to choose from; () for all that the backend supports.
-        may_checkpoint, may_offload: False where the configuration leaves no choice.
+        checkpoints, offloads: what may be chosen, see `Choice`; one value where the configuration leaves no choice.
     """
 
     model: DecoderConfig | None
     backend: str = "native"
     zero_stages: tuple[int, ...] = ()
-    may_checkpoint: bool = True
-    may_offload: bool = True
+    checkpoints: tuple[bool, ...] = (False, True)
+    offloads: tuple[bool, ...] = (False, True)
 
 
 @dataclass(frozen=True)
@@ -222,13 +222,12 @@ def _numbers(mfc: MFCDef, role: RoleSpace, strategy: ParallelStrategy) -> Iterat
 def _settings(mfc: MFCDef, role: RoleSpace, strategy: ParallelStrategy) -> Iterator[tuple[int, bool, bool]]:
     """Yield stage of ZeRO, checkpointing and offload."""
     if not mfc.is_train:
-        yield 0, False, False
-        if role.may_offload:
-            yield 0, False, True
+        for offloads in role.offloads:
+            yield 0, False, offloads
         return
     rules = BACKENDS[role.backend]
     stages = role.zero_stages or rules.stages
     for stage in sorted(stages) if strategy.dp > 1 else [min(stages)]:
-        for checkpoints in (False, True) if role.may_checkpoint else (False,):
-            for offloads in (False, True) if role.may_offload and rules.offloads else (False,):
+        for checkpoints in role.checkpoints:
+            for offloads in role.offloads if rules.offloads else (False,):
                 yield stage, checkpoints, offloads

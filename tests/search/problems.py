@@ -8,7 +8,7 @@ from realrl.errors import GraphError
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, ParamReallocHook
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy, legal_meshes
-from realrl.search.branch import Problem
+from realrl.search.problem import Problem
 from realrl.search.fast import Model, Placed, Price, flow_of
 from realrl.search.space import Choice, Pin, mesh_sizes
 

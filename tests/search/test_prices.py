@@ -14,7 +14,8 @@ from realrl.plan.memory.plan import CallState, RoleState
 from realrl.sched.calls import schedule_calls
 from realrl.sched.messages import RunCall
 from realrl.sched.track.dispatch import plan_work
-from realrl.search.branch import Problem, search
+from realrl.search.branch import search
+from realrl.search.problem import Problem
 from realrl.search.fast import Model, flow_of
 from realrl.search.prices import CostPrices, Workload
 from realrl.search.space import Choice, RoleSpace, choices_of, mesh_at
