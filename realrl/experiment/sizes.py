@@ -7,8 +7,7 @@ node first, then pipeline-parallel, no further than all devices have room. All e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from realrl.errors import AllocationError
 from realrl.experiment.models import role_configs
@@ -16,9 +15,11 @@ from realrl.experiment.run_plan import RunPlan
 from realrl.experiment.states import MARGIN, call_states, longest_rows, memory_model, role_states, runtime_bytes
 from realrl.graph.mfc import InterfaceType
 from realrl.plan.memory.formulas import Kernels
-from realrl.plan.memory.model import Peaks
 from realrl.plan.memory.plan import show_bytes
 from realrl.plan.modes import Cut
+
+if TYPE_CHECKING:
+    from realrl.plan.memory.model import Peaks
 
 Place = Callable[[Mapping[str, Cut]], RunPlan]
 
@@ -101,7 +102,7 @@ class _Count:
     def lack(self, plan: RunPlan) -> int:
         """Return the bytes that all devices together lack for their fullest calls."""
         _, most = self._peaks(plan).by_rank
-        return int(np.maximum(most - int(MARGIN * self._capacity), 0).sum())
+        return sum(max(0, needs - int(MARGIN * self._capacity)) for needs in most.tolist())
 
     def check(self, plan: RunPlan) -> None:
         """Refuse a plan that has no room on some device, even if allocators needed nothing of the rest."""
