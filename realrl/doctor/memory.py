@@ -221,8 +221,7 @@ def _candidates(plan: RunPlan) -> list[tuple[str, ...]]:
         singles.append(("allocation.offload_frozen=true",))
     if plan.n_workers > 1:
         singles.append(("allocation.mode=tensor",))
-        if config.cluster.device_memory_gb is not None:
-            singles.append(("allocation.mode=heuristic",))
+        singles.append(("allocation.mode=heuristic",))
     if config.precision == "fp32":
         singles.append(("precision=bf16",))
     singles.append(tuple(f"models.{name}.lora.rank=16" for name in sections))
