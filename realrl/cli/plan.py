@@ -77,6 +77,7 @@ def plan_run_command(
     def search(other: Request) -> Evaluated:
         return _finished(Planning(other, seed=options.seed, effort=effort), line).best
 
+    planned: Planned | None
     was_interrupted = False
     with _telling_shortage(request):
         if options.method is not None:
