@@ -11,7 +11,7 @@ from realrl.draw.text import text_width
 from realrl.draw.theme import DARK, LIGHT, ROLE_HUES, mix
 from realrl.planner.evaluate import evaluate
 from realrl.planner.page.memory import FIELDS, DeviceMemory
-from realrl.planner.page.pictures import LEFT, RIGHT, WIDTH, Rival, nice, rivals_svg, shortened, timeline_svg
+from realrl.planner.page.pictures import CHART, LEFT, RIGHT, WIDTH, Rival, nice, rivals_svg, shortened, timeline_svg
 from realrl.planner.page.render import PageContent, looks_of, plan_timeline, render_page
 from realrl.planner.page.style import SHADES, contrast, rules
 from realrl.planner.page.timeline import TICKS
@@ -168,18 +168,23 @@ def test_bars_stay_in_their_rows(page):
     assert n_bars > 20
 
 
-def test_memory_of_the_chart_adds_up(page, apart):
-    """At its highest, the stack of the fullest device is as high as its bytes."""
-    root = pictures(page)["memory"]
-    tops = []
-    for chart in root.iter(f"{SVG}g"):
-        if chart.get("class") == "chart":
-            (limit,) = (float(line.get("y1")) for line in chart.iter(f"{SVG}line"))
-            for path in chart.iter(f"{SVG}path"):
-                tops += [(float(y), limit) for y in re.findall(r"V([\d.]+)H", path.get("d"))]
-    top, limit = min(tops)
-    used, room = 84 - top, 84 - limit
-    assert used / room == pytest.approx(apart.fullest[2] / apart.capacity, abs=0.01)
+@pytest.mark.parametrize("share", [1.3, 0.9, 0.1])
+def test_memory_of_the_charts_adds_up(apart, share):
+    """At its highest, the stack of the fullest device is as high as its bytes; the room is a line where it is near."""
+    capacity = int(apart.fullest[2] / share)
+    content = PageContent(apart.plan, apart.run, memory=DeviceMemory(apart.memory, capacity))
+    root = pictures(render_page(content))["memory"]
+    charts = [chart for chart in root.iter(f"{SVG}g") if chart.get("class") == "chart"]
+    paths = [path.get("d") for chart in charts for path in chart.iter(f"{SVG}path")]
+    used = CHART - min(float(y) for path in paths for y in re.findall(r"V([\d.]+)H", path))
+    lines = [CHART - float(line.get("y1")) for chart in charts for line in chart.iter(f"{SVG}line")]
+    if share < 0.25:
+        assert not lines
+        assert used == pytest.approx(CHART / 1.06, abs=0.1)
+    else:
+        assert used / lines[0] == pytest.approx(share, abs=0.01)
+        assert max(used, lines[0]) <= CHART
+    check_texts(root)
 
 
 # ---------------------------------------------------------------- colours, sizes, small things
