@@ -477,7 +477,7 @@ def _compose(experiment: Experiment, arguments: Sequence[str]) -> RunConfig:
             reference=stable_reference(arguments[0]),
             config_dir=config_dir(),
             cache_dir=cache_dir().absolute(),
-            plan=None if plan is None else plan.settings.overrides(),
+            plan=None if plan is None else plan.layer,
         )
     if plan is not None:
         check_holds(plan, config, experiment)

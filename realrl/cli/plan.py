@@ -152,7 +152,7 @@ def plan_now(experiment: Experiment, config: RunConfig, arguments: Sequence[str]
         from realrl.planner.plan_file import check_holds, read_plan
 
         plan = read_plan(str(kept), source=f"allocation=auto: {kept}")
-        check_holds(plan, config, experiment)
+        check_holds(plan, settled_for(config, None), experiment)
         print(f"allocation=auto: the plan in {kept}")
         return plan.settings.applied(config), kept.read_text()
     from realrl.cli.plan_found_view import Line, print_short

@@ -185,6 +185,12 @@ class ClusterConfig(Section):
     hardware: str = rare(
         "", "the machine, for plans and predictions: a name of configs/hardware, or a file; empty: this one's, if known"
     )
+    device_memory_gb: float | None = rare(
+        None,
+        "memory of a device, in 1e9 bytes, by which colocate, heuristic, split and standalone cut models; null: that of "
+        "this machine's accelerators, and not known on CPUs",
+        gt=0,
+    )
     shares_devices: bool = rare(
         False,
         "for tests on few GPUs: workers share them in turn, and what they send each other goes through host memory",

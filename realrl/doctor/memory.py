@@ -221,6 +221,7 @@ def _candidates(plan: RunPlan) -> list[tuple[str, ...]]:
         singles.append(("allocation.offload_frozen=true",))
     if plan.n_workers > 1:
         singles.append(("allocation.mode=tensor",))
+        singles.append(("allocation.mode=heuristic",))
     if config.precision == "fp32":
         singles.append(("precision=bf16",))
     singles.append(tuple(f"models.{name}.lora.rank=16" for name in sections))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from realrl.config.schema import RunConfig
@@ -15,11 +16,13 @@ from realrl.experiment.evaluation import evaluation_experiment, plan_evaluation
 from realrl.experiment.models import role_config, role_configs, with_precision
 from realrl.experiment.registry import check_interface_name
 from realrl.experiment.run_plan import RunPlan
+from realrl.experiment.sizes import cut_to_fit
 from realrl.graph.build import build_graph, calls, dataset_keys, replace_calls, topological_calls
 from realrl.graph.mfc import MFCDef, OffloadHook
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.allocation import check_shapes, plan_allocations
 from realrl.plan.hooks import check_realloc_shapes, plan_hooks, role_homes
+from realrl.plan.modes import SIZED_MODES, Cut
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.layout import parameter_layout
 from realrl.plan.protocols import CallLayout, slices_of
@@ -55,12 +58,16 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     if not config.eval.only:
         check_leads(graph, config)
     cluster = Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node)
-    heads = {name: role.head for name, role in roles.items()}
-    allocations = plan_allocations(graph, config.allocation, cluster, heads=heads)
-    allocations = _with_rank_orders(allocations, graph, config, roles)
-    weightless = [name for name, role in roles.items() if role.head == "none"]
-    hooks = plan_hooks(graph, allocations, weightless=weightless, offload_frozen=config.allocation.offload_frozen)
-    plan = RunPlan(config, experiment, calls(graph), graph, allocations, cluster, hooks)
+
+    def place(cuts: Mapping[str, Cut]) -> RunPlan:
+        heads = {name: role.head for name, role in roles.items()}
+        allocations = plan_allocations(graph, config.allocation, cluster, heads=heads, cuts=cuts)
+        allocations = _with_rank_orders(allocations, graph, config, roles)
+        weightless = [name for name, head in heads.items() if head == "none"]
+        hooks = plan_hooks(graph, allocations, weightless=weightless, offload_frozen=config.allocation.offload_frozen)
+        return RunPlan(config, experiment, calls(graph), graph, allocations, cluster, hooks)
+
+    plan = _with_room(place({}), place)
     if not config.eval.is_on or config.eval.only:
         return plan
 
@@ -68,6 +75,19 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
         return dataclasses.replace(with_run_settings(mfc, config), min_n_seqs=None)
 
     return dataclasses.replace(plan, evaluation=plan_evaluation(plan, finish))
+
+
+def _with_room(plan: RunPlan, place: Callable[[Mapping[str, Cut]], RunPlan]) -> RunPlan:
+    """Return the plan with models cut for the memory of the devices, where that is known and the mode leaves it open.
+
+    A model that cannot be read is not cut: `check_inputs` refuses it before anything starts.
+    """
+    config = plan.config
+    if config.cluster.device_memory_gb is None or config.allocation.mode not in SIZED_MODES:
+        return plan
+    with contextlib.suppress(AssetError):
+        return cut_to_fit(plan, place)
+    return plan
 
 
 def check_models_fit(plan: RunPlan) -> None:

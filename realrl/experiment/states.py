@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from realrl.config.schema import RunConfig
 from realrl.data.kinds import DatasetKind
@@ -11,13 +12,14 @@ from realrl.experiment.run_plan import RunPlan
 from realrl.graph.build import topological_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.plan.backends import zero_stage_of
-from realrl.plan.memory.connections import CUDA_CONTEXT, connection_bytes
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
-from realrl.plan.memory.model import MemoryModel
 from realrl.plan.memory.plan import CallState, RoleState
 from realrl.plan.memory.saving import Saves
 from realrl.shape import DecoderConfig
+
+if TYPE_CHECKING:
+    from realrl.plan.memory.model import MemoryModel
 
 MARGIN = 0.9  # usable share of a device's memory; allocators and kernels need some of the rest
 
@@ -89,6 +91,8 @@ def memory_model(plan: RunPlan, kernels: Kernels, *, on_cpu: bool) -> MemoryMode
     Args:
         on_cpu: True if the devices are CPUs: there host memory holds the rows of samples.
     """
+    from realrl.plan.memory.model import MemoryModel  # brings numpy, which few runs need to be planned
+
     save = plan.config.save
     is_repeated = bool(save.every_steps or save.every_epochs or save.every_s)
     saves = None
@@ -103,6 +107,8 @@ def runtime_bytes(plan: RunPlan, roles: Mapping[str, RoleState], calls: Sequence
 
     Workers that share devices have no connections: what they send goes through host memory.
     """
+    from realrl.plan.memory.connections import CUDA_CONTEXT, connection_bytes  # bring numpy too
+
     cluster = plan.config.cluster
     if cluster.shares_devices:
         return dict.fromkeys(range(plan.n_workers), CUDA_CONTEXT)

@@ -87,6 +87,12 @@ class PlanFile:
     holds_for: Mapping[str, Any]
     made: Mapping[str, Any]
 
+    @property
+    def layer(self) -> dict[str, Any]:
+        """Values of the configuration that the file brings: the settings, and the kind of device."""
+        device = {"device": self.holds_for["cluster"].get("device", "auto")}
+        return {**self.settings.overrides(), "cluster": device}
+
 
 def sizes_of(model: DecoderConfig) -> dict[str, object]:
     """Return what of a model decides a plan."""
@@ -181,8 +187,6 @@ def check_experiment(plan: PlanFile, experiment: Experiment) -> None:
 def check_holds(plan: PlanFile, config: RunConfig, experiment: Experiment) -> None:
     """Refuse a plan that was made for another experiment, cluster, graph or model than a run's.
 
-    The kind of device counts only where the configuration names it.
-
     Raises:
         ConfigError: names the first difference, and the nearest thing that works.
     """
@@ -193,8 +197,6 @@ def check_holds(plan: PlanFile, config: RunConfig, experiment: Experiment) -> No
     theirs = plan.holds_for
     again = f"Make a plan for it: realrl plan {experiment.name} ... --out FILE."
     cluster, wanted = ours["cluster"], theirs["cluster"]
-    if cluster["device"] == "auto":
-        cluster, wanted = ({k: v for k, v in one.items() if k != "device"} for one in (cluster, wanted))
     if cluster != wanted:
         keys = " ".join(f"cluster.{key}={value}" for key, value in wanted.items() if cluster.get(key) != value)
         raise ConfigError(
@@ -227,8 +229,8 @@ def _given(values: Mapping[str, _T | None]) -> dict[str, _T]:
 
 def _cluster_text(cluster: Mapping[str, object]) -> str:
     nodes, size = cluster.get("n_nodes"), cluster.get("n_devices_per_node")
-    kind = f" of type {cluster['device']}" if "device" in cluster else ""
-    return f"{nodes} node{'' if nodes == 1 else 's'} of {size} device{'' if size == 1 else 's'}{kind}"
+    of_nodes = f"{nodes} node{'' if nodes == 1 else 's'} of {size} device{'' if size == 1 else 's'}"
+    return f"{of_nodes} of type {cluster.get('device')}"
 
 
 def _first(error: ValidationError) -> str:

@@ -81,11 +81,10 @@ def fitting(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice,
     Raises:
         AllocationError: there is none; the message has the least bytes that one takes.
     """
-    is_home, needs = model.flow.homes[call] == call, list[float]()
-    found = []
+    needs, found = list[float](), list[Choice]()
     for choice in choices:
         price = model.price(call, choice)
-        needs.append(price.used + (price.kept if is_home else 0))
+        needs.append(price.kept + price.used)
         if needs[-1] <= model.capacity:
             found.append(choice)
     if not found:

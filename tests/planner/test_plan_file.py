@@ -17,7 +17,7 @@ PPO = load_experiment("ppo")
 
 def written(tmp_path, *, change=None):
     """A plan's file; `change` edits its content."""
-    config = composed()
+    config = composed("cluster.device=cpu")
     models = {
         name: tiny_config(260, head=role.head) for name, role in PPO.roles_for(config).items() if role.head != "none"
     }
@@ -78,7 +78,7 @@ def test_damaged_files_are_refused(tmp_path, text):
 
 def check(path, *overrides, experiment="ppo"):
     declared = load_experiment(experiment)
-    arguments = ["preset=tiny", "cluster.n_devices_per_node=8", *overrides]
+    arguments = ["preset=tiny", "cluster.n_devices_per_node=8", "cluster.device=cpu", *overrides]
     check_holds(reading(path), compose(declared, arguments, config_dir=config_dir()), declared)
 
 
@@ -94,8 +94,9 @@ def test_a_plan_holds_for_its_run_alone(tmp_path):
 
     assert "is a plan for 'ppo', not for 'grpo'" in told(experiment="grpo")
     cluster = told("cluster.n_devices_per_node=4")
-    assert "a plan for 1 node of 8 devices, and this run has 1 node of 4 devices" in cluster
+    assert "a plan for 1 node of 8 devices of type cpu, and this run has 1 node of 4 devices of type cpu" in cluster
     assert "Set cluster.n_devices_per_node=8" in cluster
+    assert "and this run has 1 node of 8 devices of type cuda" in told("cluster.device=cuda")
     assert "a call 'ref_inf' with role=ref, and this run has actor" in told("models.actor.lora.rank=4")
     assert "a model of role 'critic' with lora_rank=null, and this run has 4" in told("models.critic.lora.rank=4")
 
