@@ -72,7 +72,7 @@ def plan_run_command(
 
     _check_options(config, options, arguments)
     request = request_of(experiment, config, options.hardware, options.lengths, arguments)
-    check_questions(request, options)
+    files = check_questions(request, options, read=_plan_in_file)
     effort = Effort(n_confirmed=options.top, seconds=options.seconds)
 
     def search(other: Request) -> Evaluated:
@@ -81,7 +81,7 @@ def plan_run_command(
     if options.method is not None:
         planned = _plan_of_method(request, options.method, options.seed)
         print_found(planned)
-        answer(planned, options, search=search, read=_plan_in_file)
+        answer(planned, options, search=search, files=files)
         _save(planned, options)
         return 0
     planning = Planning(request, seed=options.seed, effort=effort)
@@ -93,7 +93,7 @@ def plan_run_command(
         raise AllocationError("no plan that was found fits the devices exactly", remedy="Give more --seconds.")
     print_found(planned_or_none)
     if not was_interrupted:
-        answer(planned_or_none, options, search=search, read=_plan_in_file)
+        answer(planned_or_none, options, search=search, files=files)
     _save(planned_or_none, options)
     if was_interrupted:
         print("realrl: interrupted: this is the best plan so far", file=sys.stderr)

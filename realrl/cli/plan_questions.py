@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +44,13 @@ def add_page(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", metavar="FILE", help="write a page with timeline, memory and graph: FILE.html")
 
 
-def check_questions(request: Request, options: argparse.Namespace) -> None:
-    """Refuse questions that have no answer before anything is searched.
+def check_questions(
+    request: Request, options: argparse.Namespace, *, read: Callable[[Request, str], Evaluated]
+) -> dict[str, Evaluated]:
+    """Refuse questions that have no answer before anything is searched; return the plans of files that are compared.
+
+    Args:
+        read: returns the plan of a file.
 
     Raises:
         UsageError: one names no call, no strategy, no plan, or no page.
@@ -72,6 +77,7 @@ def check_questions(request: Request, options: argparse.Namespace) -> None:
                 remedy=f"Give a plan's file, or one of {', '.join(known)}.",
             )
     check_page(options.page)
+    return {name: read(request, name) for name in options.compare or () if name not in known}
 
 
 def check_page(path: str | None) -> None:
@@ -111,16 +117,16 @@ def answer(
     options: argparse.Namespace,
     *,
     search: Callable[[Request], Evaluated],
-    read: Callable[[Request, str], Evaluated],
+    files: Mapping[str, Evaluated],
 ) -> None:
     """Print what was asked about the best plan, and write its page.
 
     Args:
         search: returns the best plan of another request.
-        read: returns the plan of a file.
+        files: plans of files, from `check_questions`.
 
     Raises:
-        UsageError: a question names no call, no place or no plan.
+        UsageError: a question names no place, or a method that has no plan here.
     """
     from realrl.planner.compare import compare
     from realrl.planner.explain import explain, explain_call
@@ -133,13 +139,14 @@ def answer(
     for wanted in options.why:
         show(why(request, best, wanted, search=search))
     if options.compare is not None:
-        show(compare(*(plan_called(planned, name, seed=options.seed, read=read) for name in options.compare)))
+        first, second = (files.get(name) or _plan_called(planned, name, options.seed) for name in options.compare)
+        show(compare(first, second))
     if options.page is not None:
         write_page(options.page, content_of(planned))
 
 
-def plan_called(planned: Planned, name: str, *, seed: int, read: Callable[[Request, str], Evaluated]) -> Evaluated:
-    """Return the best plan, that of a method, or that of a file.
+def _plan_called(planned: Planned, name: str, seed: int) -> Evaluated:
+    """Return the best plan, or that of a method.
 
     Raises:
         UsageError: it cannot run here.
@@ -155,8 +162,6 @@ def plan_called(planned: Planned, name: str, *, seed: int, read: Callable[[Reque
     found = planned.named(name)
     if found is not None:
         return replace(found, name=name)
-    if _is_file(name):
-        return read(planned.request, name)
     settings = planned.request.settings_of(METHODS[name].place(problem_of(planned.request), seed))
     return evaluate(planned.request, settings, name=name)
 
