@@ -118,7 +118,9 @@ def search_one(options: argparse.Namespace) -> None:
     for name, placed in zip(problem.model.flow.names, last.plan, strict=True):
         price = problem.model.price(problem.model.flow.names.index(name), placed.choice)
         print(f"  {name:18} {price.seconds:9.3f} s  ranks {placed.span[0]}-{placed.span[1] - 1}  {placed.choice}")
-    print(f"{last.n_expanded} partial plans, {last.n_evaluated} plans evaluated, {'ended' if last.is_done else 'stopped'}")
+    print(
+        f"{last.n_expanded} partial plans, {last.n_evaluated} plans evaluated, {'ended' if last.is_done else 'stopped'}"
+    )
     print(f"result {last.period:.3f} {last.bound:.3f} {spent()[0]:.1f} {spent()[1]:.2f}")
 
 

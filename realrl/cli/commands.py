@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
-from realrl.cli.machines import settled_for
+from realrl.cli.machines import memory_of, settled_for
 from realrl.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from realrl.cli.plan import PLAN_FILE, file_of_plan, plan_now, plan_run_command
 from realrl.cli.plan import add_options as add_plan_options
@@ -227,7 +227,6 @@ def doctor(arguments: Sequence[str]) -> int:
     if options.device_memory is not None and not 0 < options.device_memory < math.inf:
         raise UsageError(f"--device-memory {options.device_memory:g} is no size", remedy="Give it in 1e9 bytes.")
     from realrl.doctor import RunUnderCheck, examine
-    from realrl.planner.modelled import hardware_for
 
     experiment, config = _load(parser, options)
     plan = _plan(experiment, settled_for(config, options.hardware), options)
@@ -237,7 +236,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
     memory = None if options.device_memory is None else int(options.device_memory * 1e9)
     if options.hardware is not None:
-        memory = memory or int(hardware_for(plan.config, options.hardware).device.memory_bytes)
+        memory = memory or memory_of(plan.config)
     run = RunUnderCheck(
         plan,
         recompose,

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realrl.cli.machines import kernels_here, settled_for
+from realrl.cli.machines import kernels_here, memory_of, settled_for
+from realrl.cli.plan_found_view import Line, head_of_file, print_found, print_short
 from realrl.cli.plan_questions import add_questions, answer, check_questions
 from realrl.errors import AllocationError, ConfigError, UsageError, did_you_mean
 from realrl.files import why_no_output, write_output
@@ -18,7 +19,6 @@ from realrl.files import why_no_output, write_output
 if TYPE_CHECKING:
     import argparse
 
-    from realrl.cli.plan_found_view import Line
     from realrl.config.schema import RunConfig
     from realrl.experiment.declaration import Experiment
     from realrl.planner.evaluate import Evaluated
@@ -67,34 +67,30 @@ def plan_run_command(
     Raises:
         UsageError: the input is wrong, or nothing fits.
     """
-    from realrl.cli.plan_found_view import Line, print_found
     from realrl.planner.planner import Effort, Planning
 
     _check_options(config, options, arguments)
     request = request_of(experiment, config, options.hardware, options.lengths, arguments)
     files = check_questions(request, options, read=_plan_in_file)
-    effort = Effort(n_confirmed=options.top, seconds=options.seconds)
+    effort, line = Effort(n_confirmed=options.top, seconds=options.seconds), Line(sys.stdout)
 
     def search(other: Request) -> Evaluated:
-        return _best_of(Planning(other, seed=options.seed, effort=effort))
+        return _finished(Planning(other, seed=options.seed, effort=effort), line).best
 
-    if options.method is not None:
-        planned = _plan_of_method(request, options.method, options.seed)
-        print_found(planned)
-        answer(planned, options, search=search, files=files)
-        _save(planned, options)
-        return 0
-    planning = Planning(request, seed=options.seed, effort=effort)
-    planned_or_none, was_interrupted = _search(planning, Line(sys.stdout))
-    if planned_or_none is None:
-        if was_interrupted:
-            print("realrl: interrupted before a plan was found", file=sys.stderr)
-            return INTERRUPTED
-        raise AllocationError("no plan that was found fits the devices exactly", remedy="Give more --seconds.")
-    print_found(planned_or_none)
+    planned: Planned | None
+    was_interrupted = False
+    with _telling_shortage(request):
+        if options.method is not None:
+            planned = _plan_of_method(request, options.method, options.seed)
+        else:
+            planned, was_interrupted = _search(Planning(request, seed=options.seed, effort=effort), line)
+    if planned is None:
+        print("realrl: interrupted before a plan was found", file=sys.stderr)
+        return INTERRUPTED
+    print_found(planned)
     if not was_interrupted:
-        answer(planned_or_none, options, search=search, files=files)
-    _save(planned_or_none, options)
+        answer(planned, options, search=search, files=files)
+    _save(planned, options)
     if was_interrupted:
         print("realrl: interrupted: this is the best plan so far", file=sys.stderr)
     return INTERRUPTED if was_interrupted else 0
@@ -118,7 +114,7 @@ def request_of(
     config = settled_for(config, hardware)
     machine = hardware_for(config, hardware)
     given = frozenset(_given_keys(experiment, arguments))
-    return Request(experiment, config, machine, lengths, given, kernels_here)
+    return Request(experiment, config, machine, lengths, given, kernels_here, memory_of(config))
 
 
 def file_of_plan(arguments: Sequence[str]) -> PlanFile | None:
@@ -155,25 +151,18 @@ def plan_now(experiment: Experiment, config: RunConfig, arguments: Sequence[str]
         check_holds(plan, settled_for(config, None), experiment)
         print(f"allocation=auto: the plan in {kept}")
         return plan.settings.applied(config), kept.read_text()
-    from realrl.cli.plan_found_view import Line, print_short
     from realrl.planner.planner import Effort, Planning
 
     request = request_of(experiment, config, None, None, arguments)
-    planning = Planning(request, effort=Effort(n_expanded=2000, n_confirmed=2, seconds=_AUTO_S))
-    line = Line(sys.stdout)
-    for progress in planning.run():
-        line.show(progress)
-    line.clear()
-    planned = planning.result()
-    if planned is None:
-        raise AllocationError("allocation=auto found no plan that fits", remedy="See: realrl plan and realrl doctor.")
+    effort = Effort(n_expanded=2000, n_confirmed=2, seconds=_AUTO_S)
+    with _telling_shortage(request):
+        planned = _finished(Planning(request, effort=effort), Line(sys.stdout))
     print_short(planned)
     return planned.best.settings.applied(config), plan_file_text(planned, seed=1)
 
 
 def plan_file_text(planned: Planned, *, seed: int) -> str:
     """Return the content of the file of the best plan."""
-    from realrl.cli.plan_found_view import head_of_file
     from realrl.planner.plan_file import holds_for, plan_text
 
     best, request = planned.best, planned.request
@@ -277,31 +266,48 @@ def _plan_in_file(request: Request, path: str) -> Evaluated:
     return evaluate(request, plan.settings, name=path)
 
 
-def _best_of(planning: Planning) -> Evaluated:
+def _finished(planning: Planning, line: Line) -> Planned:
     """Search to the end.
 
     Raises:
         AllocationError: nothing fits.
     """
-    for _ in planning.run():
-        pass
+    for progress in planning.run():
+        line.show(progress)
+    line.clear()
     planned = planning.result()
     if planned is None:
         raise AllocationError("no plan that was found fits the devices exactly", remedy="Give more --seconds.")
-    return planned.best
+    return planned
 
 
 def _search(planning: Planning, line: Line) -> tuple[Planned | None, bool]:
-    """Search until it ends or Ctrl-C is typed; returns what was found, and True if it was interrupted."""
+    """Search until it ends or Ctrl-C is typed; returns what was found, and True if it was interrupted.
+
+    Raises:
+        AllocationError: nothing fits.
+    """
     try:
         with _interruptible():
-            for progress in planning.run():
-                line.show(progress)
-        was_interrupted = False
+            return _finished(planning, line), False
     except KeyboardInterrupt:
-        was_interrupted = True
-    line.clear()
-    return planning.result(quickly=was_interrupted), was_interrupted
+        line.clear()
+        return planning.result(quickly=True), True
+
+
+@contextmanager
+def _telling_shortage(request: Request) -> Iterator[None]:
+    """Say what devices lack, where no plan fits because of that."""
+    try:
+        yield
+    except AllocationError:
+        from realrl.planner.shortage import find_shortage
+        from realrl.profiler.hardware_files import hardware_names, named_hardware
+
+        shortage = find_shortage(request, {name: named_hardware(name) for name in hardware_names()})
+        if shortage is None:
+            raise
+        raise shortage.error from None
 
 
 @contextmanager

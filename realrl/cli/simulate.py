@@ -37,6 +37,7 @@ _MAY_DIFFER = (
     "cluster.collective_timeout_s",
     "cluster.master_port",
     "cluster.hardware",
+    "cluster.device_memory_gb",
 )
 
 

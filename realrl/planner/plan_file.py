@@ -132,7 +132,7 @@ def plan_text(
     settings: PlanSettings, holds: Mapping[str, Any], made: Mapping[str, Any], notes: tuple[str, ...] = ()
 ) -> str:
     """Return the content of a plan's file: notes as a comment, then the sections."""
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     def dumped(name: str, section: Mapping[str, Any], *, is_block: bool) -> str:
         flow = False if is_block else None  # None: what holds plain values alone takes one line

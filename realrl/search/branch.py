@@ -129,7 +129,9 @@ class _Search:
             is_better = False
             children = []
             for child in self._children(node):
-                if all(option.choice is not None for option in child.options) and len(child.options) == len(self._order):
+                if all(option.choice is not None for option in child.options) and len(child.options) == len(
+                    self._order
+                ):
                     is_better |= self._evaluate(child)
                 else:
                     children.append(child)

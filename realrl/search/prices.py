@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from realrl.config.schema import GenerationConfig
 from realrl.graph.build import call as call_of
 from realrl.graph.build import calls
-from realrl.graph.mfc import MFCDef
+from realrl.graph.mfc import DEFAULT_PROTOCOL, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
 from realrl.plan.hooks import CallHooks
 from realrl.plan.memory.cuts import CutModel
@@ -33,6 +33,7 @@ from realrl.search.moves import move_cost
 from realrl.search.space import Choice, mesh_at
 from realrl.shape import DecoderConfig
 from realrl.sim.costs.calls import CostModel
+from realrl.sim.costs.moves import copy_seconds
 from realrl.sim.durations import SampleSizes
 from realrl.sim.hardware import Hardware
 
@@ -81,27 +82,24 @@ class CostPrices:
     _roles: dict[object, RoleBytes] = field(default_factory=dict)
     _models: dict[object, CostModel] = field(default_factory=dict)
     _requests: dict[object, dict[int, RunCall]] = field(default_factory=dict)
+    _seconds: dict[object, float] = field(default_factory=dict)
 
     def call(self, call: str, choice: Choice) -> Price:
         """Return the cost of a call on devices that do nothing else; infinite seconds if they lack memory for it."""
         mfc = call_of(self.workload.graph, call)
-        allocation = Allocation(mesh_at(self.workload.cluster, 0, choice.n_devices), choice.strategy)
-        state = self._state(mfc, allocation, choice)
-        if choice.n_mbs is not None:
-            mfc = replace(mfc, n_mbs=choice.n_mbs)
-        scheduled = ScheduledCall(mfc, allocation, CallHooks(home=None if state is None else allocation))
-        parameters, kept, used = (0, 0, 0) if state is None else self._bytes(mfc, state, allocation)
+        if mfc.role not in self.workload.roles:
+            return Price(self._step_seconds(mfc, choice))
+        state = self._state(mfc, choice)
+        parameters, kept, used = self._bytes(mfc, state, choice)
         if kept + used > self.capacity:
             return Price(math.inf, kept, used)
-        seconds = sum(self._batch_seconds(scheduled, state, batch) for batch in self._batches(mfc))
-        if state is None:
-            return Price(seconds)
         if mfc.is_train:
+            return Price(self._training_seconds(mfc, choice), kept, used)
+        seconds = self._step_seconds(mfc, replace(choice, offloads=False))
+        if not choice.offloads:
             return Price(seconds, kept, used)
-        if choice.offloads:
-            back = self._model(mfc.role, state).onload(mfc.role, allocation.ranks)
-            return Price(seconds + max(back.values()), kept - parameters, used + parameters)
-        return Price(seconds, kept, used)
+        n_active = min(choice.n_devices, self.workload.cluster.n_devices_per_node)
+        return Price(seconds + copy_seconds(parameters, n_active, self.hardware), kept - parameters, used + parameters)
 
     def move(
         self, calls: tuple[str, str], source: ParallelStrategy, target: ParallelStrategy, relation: Relation
@@ -117,19 +115,63 @@ class CostPrices:
         seconds = moved.seconds + 3 * n_bytes / self.hardware.device.stream  # read twice, and written
         return replace(moved, seconds=seconds)
 
-    def _state(self, mfc: MFCDef, allocation: Allocation, choice: Choice) -> RoleState | None:
+    def _state(self, mfc: MFCDef, choice: Choice) -> RoleState:
         """Return the call's role with the settings of a choice, living where the call runs."""
-        known = self.workload.roles.get(mfc.role)
-        if known is None:
-            return None
         return replace(
-            known,
-            home=allocation,
+            self.workload.roles[mfc.role],
+            home=self._allocation(choice),
             is_trained=mfc.is_train,
             zero_stage=choice.zero_stage,
             offloads_optimizer=mfc.is_train and choice.offloads,
             checkpoints_activations=choice.checkpoints,
         )
+
+    def _allocation(self, choice: Choice) -> Allocation:
+        return Allocation(mesh_at(self.workload.cluster, 0, choice.n_devices), choice.strategy)
+
+    # ------------------------------------------------------------ seconds
+
+    def _training_seconds(self, mfc: MFCDef, choice: Choice) -> float:
+        """Return the seconds of a train_step, asking for few of the choices.
+
+        What follows the passes of a minibatch depends on ZeRO and offload, and on neither micro-batches nor
+        checkpointing; the passes themselves depend on these, and on ZeRO where it gathers parameters for each.
+        """
+        stage = 3 if choice.zero_stage == 3 else 0
+        base = replace(choice, zero_stage=stage, offloads=False)
+        usual = replace(base, n_mbs=None, checkpoints=False)
+        ends = replace(usual, zero_stage=choice.zero_stage, offloads=choice.offloads)
+        passes, end = self._step_seconds(mfc, base), self._step_seconds(mfc, ends) - self._step_seconds(mfc, usual)
+        return passes + end
+
+    def _step_seconds(self, mfc: MFCDef, choice: Choice) -> float:
+        """Return the seconds of all batches of a step."""
+        key = mfc.name, choice
+        if key not in self._seconds:
+            changed = mfc if choice.n_mbs is None else replace(mfc, n_mbs=choice.n_mbs)
+            state = self._state(mfc, choice) if mfc.role in self.workload.roles else None
+            allocation = self._allocation(choice)
+            call = ScheduledCall(changed, allocation, CallHooks(home=None if state is None else allocation))
+            self._seconds[key] = sum(self._batch_seconds(call, state, ids) for ids in self._batches(mfc))
+        return self._seconds[key]
+
+    def _batch_seconds(self, call: ScheduledCall, state: RoleState | None, ids: Sequence[str]) -> float:
+        sizes = {sample_id: self.workload.sizes[sample_id] for sample_id in ids}
+        requests = self._requests_of(call, ids, [sum(size.tokens) for size in sizes.values()])
+        return max(self._model(call.mfc.role, state).call(call, requests, sizes).values())
+
+    def _requests_of(self, call: ScheduledCall, ids: Sequence[str], counts: Sequence[int]) -> Mapping[int, RunCall]:
+        """Return the request of each rank; by the usual protocol, of the first rank of each replica, alike for any pp."""
+        strategy, is_usual = call.allocation.strategy, call.mfc.protocol == DEFAULT_PROTOCOL
+        is_usual &= call.hooks.home is not None
+        key = call.name, ids[0], strategy.dp if is_usual else strategy
+        firsts = [call.allocation.dp_group_members(i)[0] for i in range(strategy.dp)] if is_usual else []
+        if key not in self._requests:
+            work, _ = plan_work(call, ids, counts, {}, self.workload.cluster.node_of, key=(self.workload.seed, 1, 0))
+            found = {rank: RunCall(0, 0, call.name, 1, w.minibatches, (), keeps=w.keeps) for rank, w in work.items()}
+            self._requests[key] = dict(enumerate(found[rank] for rank in firsts)) if is_usual else found
+        requests = self._requests[key]
+        return dict(zip(firsts, requests.values(), strict=True)) if is_usual else requests
 
     def _model(self, role: str, state: RoleState | None) -> CostModel:
         key = (role, state)
@@ -149,39 +191,35 @@ class CostPrices:
         ids = list(self.workload.sizes)[: self._step_size]
         return [ids[first : first + mfc.n_seqs] for first in range(0, len(ids), mfc.n_seqs)]
 
-    def _batch_seconds(self, call: ScheduledCall, state: RoleState | None, ids: Sequence[str]) -> float:
-        sizes = {sample_id: self.workload.sizes[sample_id] for sample_id in ids}
-        place = (call.name, call.allocation, ids[0])
-        if place not in self._requests:
-            counts = [sum(size.tokens) for size in sizes.values()]
-            key = (self.workload.seed, 1, 0)
-            work, _ = plan_work(call, ids, counts, {}, self.workload.cluster.node_of, key=key)
-            self._requests[place] = {
-                rank: RunCall(0, 0, call.name, 1, share.minibatches, (), keeps=share.keeps)
-                for rank, share in work.items()
-            }
-        return max(self._model(call.mfc.role, state).call(call, self._requests[place], sizes).values())
+    # ------------------------------------------------------------ bytes
 
     def _cut(self, model: DecoderConfig) -> CutModel:
         if model not in self._cuts:
             self._cuts[model] = CutModel(model)
         return self._cuts[model]
 
-    def _bytes(self, mfc: MFCDef, state: RoleState, allocation: Allocation) -> tuple[int, int, int]:
+    def _bytes(self, mfc: MFCDef, state: RoleState, choice: Choice) -> tuple[int, int, int]:
         """Return the bytes of parameters, of all that the role keeps, and of all else, on the fullest device."""
         key = mfc.role, state.is_trained, state.zero_stage, state.offloads_optimizer, state.checkpoints_activations
         if key not in self._roles:
             self._roles[key] = RoleBytes(state, self._cut(state.model), self.kernels, None)
+        if choice.n_mbs is not None:
+            mfc = replace(mfc, n_mbs=choice.n_mbs)
         n_responses = self.workload.n_responses[mfc.name]
         load = load_of(
-            mfc, allocation, self.workload.rows, generation=self.workload.generation, n_responses=n_responses
+            mfc, state.home, self.workload.rows, generation=self.workload.generation, n_responses=n_responses
         )
-        kept = self._roles[key].kept(allocation.strategy).resident
-        computed = self._roles[key].computed(allocation.strategy, mfc.interface_type, load)
+        strategy = choice.strategy
+        if not state.zero_stage:  # replicas share nothing, so that two tell as much as many
+            strategy = replace(strategy, dp=min(strategy.dp, 2))
+        kept = self._roles[key].kept(strategy).resident
+        computed = self._roles[key].computed(strategy, mfc.interface_type, load)
         part = int((kept[-1] + computed[-1]).argmax())
         return int(kept[0, part]), int(kept[-1, part]), int(computed[-1, part])
 
-    def _beside(self, source: ParallelStrategy, target: ParallelStrategy, relation: Relation) -> tuple[Allocation, Allocation]:
+    def _beside(
+        self, source: ParallelStrategy, target: ParallelStrategy, relation: Relation
+    ) -> tuple[Allocation, Allocation]:
         """Return two layouts with a relation between their meshes, as far to the left as they go."""
         cluster, sizes = self.workload.cluster, [source.n_devices, target.n_devices]
         starts = [0, 0]

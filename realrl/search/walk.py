@@ -40,7 +40,9 @@ class Walk:
         self._calls = range(len(problem.choices))
         self._choices = [undominated(self._model, call, problem.choices[call]) for call in self._calls]
         self._rows = [
-            np.stack([bounds.row(call, self._model.price(call, one).seconds, one.n_devices) for one in self._choices[call]])
+            np.stack(
+                [bounds.row(call, self._model.price(call, one).seconds, one.n_devices) for one in self._choices[call]]
+            )
             for call in self._calls
         ]
         self._plan: Plan | None = None  # where a walk is

@@ -124,8 +124,9 @@ def test_machines_that_are_not_here(capsys):
     code, printed, _ = realrl(capsys, "doctor", *modelled, "plan=p.yaml", "--no-models")
     assert code == 0
     assert "of 80.0 GB" in printed
-    assert "is a plan for 2 nodes of 8 devices of type cuda, and this run has 2 nodes of 8 devices of type cpu" in refused(
-        capsys, "graph", *modelled[:-2], "plan=p.yaml", "cluster.device=cpu"
+    assert (
+        "is a plan for 2 nodes of 8 devices of type cuda, and this run has 2 nodes of 8 devices of type cpu"
+        in refused(capsys, "graph", *modelled[:-2], "plan=p.yaml", "cluster.device=cpu")
     )
     assert "a run takes the machine that it is on" in refused(capsys, "run", "ppo", *TWO, "--hardware", "h100")
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from realrl.plan.memory.saving import Saves, averaging_masters, gathered_state, 
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.plan.parameters.specs import DTYPE_BYTES
 
+_fields_of = attrgetter(*(part.name for part in fields(Usage)))
 _NO_SAVES = Saves(is_staged=False, is_repeated=False)
 
 
@@ -79,7 +81,12 @@ class KeptParts:
 
 def columns(usages: Iterable[Usage]) -> Matrix:
     """Return int64 [10, usages]: the fields of `Usage` in their order, `host` next to last, and the total."""
-    return np.array([(*astuple(usage), usage.total) for usage in usages], dtype=np.int64).T
+    alike: dict[int, int] = {}  # usages are shared by many parts
+    found = list(usages)
+    places = [alike.setdefault(id(usage), len(alike)) for usage in found]
+    distinct = [found[places.index(place)] for place in range(len(alike))]
+    rows = [(*_fields_of(usage), usage.total) for usage in distinct]
+    return np.array(rows, dtype=np.int64).T.take(places, axis=1)
 
 
 class RoleBytes:
@@ -107,8 +114,10 @@ class RoleBytes:
             of_kind = {kind: self._kept_by(kind, strategy) for kind in set(kinds)}
             parts = tuple(of_kind[kind] for kind in kinds)
             saving, copied = np.array([(part.saving, part.copied) for part in parts], dtype=np.int64).T
-            resident, away = (columns(usages) for usages in zip(*((p.resident, p.away) for p in parts), strict=True))
-            self._kept[strategy] = KeptParts(parts, resident, away, saving, copied)
+            resident = {kind: part.resident for kind, part in of_kind.items()}
+            away = {kind: part.away for kind, part in of_kind.items()}
+            held, gone = (columns([usages[kind] for kind in kinds]) for usages in (resident, away))
+            self._kept[strategy] = KeptParts(parts, held, gone, saving, copied)
         return self._kept[strategy]
 
     def computed(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> Matrix:
