@@ -88,9 +88,9 @@ def plan_run_command(
         print("realrl: interrupted before a plan was found", file=sys.stderr)
         return INTERRUPTED
     print_found(planned)
+    _save(planned, options)
     if not was_interrupted:
         answer(planned, options, search=search, files=files)
-    _save(planned, options)
     if was_interrupted:
         print("realrl: interrupted: this is the best plan so far", file=sys.stderr)
     return INTERRUPTED if was_interrupted else 0

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from realrl.planner.words import Block
 
 BEST = "best"
-_PAGE_SUFFIXES = (".html", ".htm")
+_PAGE, _PICTURE = ".html", ".svg"
 
 
 def add_questions(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,11 @@ def settle_explain(options: argparse.Namespace) -> None:
 
 def add_page(parser: argparse.ArgumentParser) -> None:
     """Add the option that writes a page."""
-    parser.add_argument("--page", metavar="FILE", help="write a page with timeline, memory and graph: FILE.html")
+    parser.add_argument(
+        "--page",
+        metavar="FILE",
+        help="write a page with timeline, memory and graph: FILE.html; or the timeline alone: FILE.svg",
+    )
 
 
 def check_questions(
@@ -88,8 +92,10 @@ def check_page(path: str | None) -> None:
     """
     if path is None:
         return
-    if Path(path).suffix.lower() not in _PAGE_SUFFIXES:
-        raise UsageError(f"--page {path}: a page is HTML", remedy="Give a file that ends in .html.")
+    if Path(path).suffix.lower() not in (_PAGE, _PICTURE):
+        raise UsageError(
+            f"--page {path}: a page is HTML", remedy=f"Give a file that ends in {_PAGE}, or {_PICTURE} for a picture."
+        )
     reason = why_no_output(Path(path))
     if not reason and not Path(path).absolute().parent.is_dir():
         reason = "its folder does not exist"
@@ -98,15 +104,16 @@ def check_page(path: str | None) -> None:
 
 
 def write_page(path: str, content: PageContent) -> None:
-    """Write a page.
+    """Write a page, or the picture of its timeline.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    from realrl.planner.page.render import render_page
+    from realrl.planner.page.render import render_page, render_timeline
 
+    text = render_timeline(content) if Path(path).suffix.lower() == _PICTURE else render_page(content)
     try:
-        write_output(path, render_page(content).encode())
+        write_output(path, text.encode())
     except OSError as error:
         raise UsageError(f"--page {path} cannot be written: {error.strerror or error}") from error
     print(f"wrote {path}; open it in a browser")

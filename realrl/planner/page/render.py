@@ -16,7 +16,7 @@ from realrl.draw.html import filled
 from realrl.draw.layout import lay_out
 from realrl.draw.scene import TYPE_WORDS, make_scene
 from realrl.draw.svg import document
-from realrl.draw.theme import Theme, both_modes, stylesheet
+from realrl.draw.theme import LIGHT, Theme, both_modes, stylesheet
 from realrl.experiment.run_plan import RunPlan
 from realrl.graph.build import roles as roles_of
 from realrl.plan.memory.plan import show_bytes
@@ -74,6 +74,12 @@ class PageContent:
 def render_page(content: PageContent) -> str:
     """Return the page; it loads nothing."""
     return _Page(content).text()
+
+
+def render_timeline(content: PageContent) -> str:
+    """Return the timeline alone as SVG, in light colours."""
+    looks = looks_of(content.plan)
+    return timeline_svg(plan_timeline(content.plan, content.run), looks, style=rules(LIGHT, len(looks.roles)))
 
 
 def looks_of(plan: RunPlan) -> Looks:

@@ -11,8 +11,8 @@ from realrl.draw.text import text_width
 from realrl.draw.theme import DARK, LIGHT, ROLE_HUES, mix
 from realrl.planner.evaluate import evaluate
 from realrl.planner.page.memory import FIELDS, DeviceMemory
-from realrl.planner.page.pictures import CHART, LEFT, RIGHT, WIDTH, Rival, nice, rivals_svg, shortened, timeline_svg
-from realrl.planner.page.render import PageContent, looks_of, plan_timeline, render_page
+from realrl.planner.page.pictures import CHART, LEFT, RIGHT, WIDTH, Rival, nice, rivals_svg, shortened
+from realrl.planner.page.render import PageContent, render_page, render_timeline
 from realrl.planner.page.style import SHADES, contrast, rules
 from realrl.planner.page.timeline import TICKS
 from tests.planner.cases import everywhere, request_for, with_critic_apart
@@ -221,8 +221,7 @@ def test_plans_without_any_period():
 
 
 def test_a_picture_alone_has_its_colours(apart):
-    timeline, looks = plan_timeline(apart.plan, apart.run), looks_of(apart.plan)
-    text = timeline_svg(timeline, looks, style=rules(LIGHT, len(looks.roles)))
+    text = render_timeline(PageContent(apart.plan, apart.run))
     assert "var(" not in text
     root = ET.fromstring(text)
     assert root.get("width") == "1200"
