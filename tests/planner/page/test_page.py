@@ -55,6 +55,17 @@ def test_it_loads_nothing(page):
     assert "<!--" not in page, "a part is missing"
 
 
+def test_the_script_finds_what_it_looks_for(page):
+    """Elements that it asks for are there, and so are the figures."""
+    script = re.search(r"<script>(.*)</script>", page, re.S)[1]
+    for name in re.findall(r"byId\('(\w+)'\)", script):
+        assert f'id="{name}"' in page, name
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
+    assert set(re.findall(r"\bdata\.(\w+)", script)) <= data.keys()
+    for shape in re.findall(r"(\w+): [\d.]+", re.search(r"const share = \{(.*?)\}", script)[1]):
+        assert shape in data["shapes"]
+
+
 def test_names_cannot_leave_their_place(page):
     assert "<b a=" not in page
     assert "&lt;/script&gt;&lt;b a=" in page
