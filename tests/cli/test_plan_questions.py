@@ -34,7 +34,7 @@ def test_all_questions_at_once(capsys, made, workplace):
         "--compare", "best", made, "--page", "plan.html",
     )  # fmt: skip
     assert "What its time is made of" in told
-    assert "Its nearest other places" in told
+    assert "What is nearest to it" in told
     assert "a step would take" in told
     assert "The best plan with actor_gen=d1t1p1@0:1 takes" in told
     assert "What differs" in told or "Their settings are the same." in told
