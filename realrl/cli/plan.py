@@ -71,7 +71,7 @@ def plan_run_command(
 
     _check_options(config, options, arguments)
     request = request_of(experiment, config, options.hardware, options.lengths, arguments)
-    check_questions(request, options)
+    files = check_questions(request, options, read=_plan_in_file)
     effort, line = Effort(n_confirmed=options.top, seconds=options.seconds), Line(sys.stdout)
 
     def search(other: Request) -> Evaluated:
@@ -88,9 +88,9 @@ def plan_run_command(
         print("realrl: interrupted before a plan was found", file=sys.stderr)
         return INTERRUPTED
     print_found(planned)
-    if not was_interrupted:
-        answer(planned, options, search=search, read=_plan_in_file)
     _save(planned, options)
+    if not was_interrupted:
+        answer(planned, options, search=search, files=files)
     if was_interrupted:
         print("realrl: interrupted: this is the best plan so far", file=sys.stderr)
     return INTERRUPTED if was_interrupted else 0

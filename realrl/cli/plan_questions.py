@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from realrl.planner.words import Block
 
 BEST = "best"
-_PAGE_SUFFIXES = (".html", ".htm")
+_PAGE, _PICTURE = ".html", ".svg"
 
 
 def add_questions(parser: argparse.ArgumentParser) -> None:
@@ -41,11 +41,20 @@ def settle_explain(options: argparse.Namespace) -> None:
 
 def add_page(parser: argparse.ArgumentParser) -> None:
     """Add the option that writes a page."""
-    parser.add_argument("--page", metavar="FILE", help="write a page with timeline, memory and graph: FILE.html")
+    parser.add_argument(
+        "--page",
+        metavar="FILE",
+        help="write a page with timeline, memory and graph: FILE.html; or the timeline alone: FILE.svg",
+    )
 
 
-def check_questions(request: Request, options: argparse.Namespace) -> None:
-    """Refuse questions that have no answer before anything is searched.
+def check_questions(
+    request: Request, options: argparse.Namespace, *, read: Callable[[Request, str], Evaluated]
+) -> dict[str, Evaluated]:
+    """Refuse questions that have no answer before anything is searched; return the plans of files that are compared.
+
+    Args:
+        read: returns the plan of a file.
 
     Raises:
         UsageError: one names no call, no strategy, no plan, or no page.
@@ -72,6 +81,7 @@ def check_questions(request: Request, options: argparse.Namespace) -> None:
                 remedy=f"Give a plan's file, or one of {', '.join(known)}.",
             )
     check_page(options.page)
+    return {name: read(request, name) for name in options.compare or () if name not in known}
 
 
 def check_page(path: str | None) -> None:
@@ -82,8 +92,10 @@ def check_page(path: str | None) -> None:
     """
     if path is None:
         return
-    if Path(path).suffix.lower() not in _PAGE_SUFFIXES:
-        raise UsageError(f"--page {path}: a page is HTML", remedy="Give a file that ends in .html.")
+    if Path(path).suffix.lower() not in (_PAGE, _PICTURE):
+        raise UsageError(
+            f"--page {path}: a page is HTML", remedy=f"Give a file that ends in {_PAGE}, or {_PICTURE} for a picture."
+        )
     reason = why_no_output(Path(path))
     if not reason and not Path(path).absolute().parent.is_dir():
         reason = "its folder does not exist"
@@ -92,15 +104,16 @@ def check_page(path: str | None) -> None:
 
 
 def write_page(path: str, content: PageContent) -> None:
-    """Write a page.
+    """Write a page, or the picture of its timeline.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    from realrl.planner.page.render import render_page
+    from realrl.planner.page.render import render_page, render_timeline
 
+    text = render_timeline(content) if Path(path).suffix.lower() == _PICTURE else render_page(content)
     try:
-        write_output(path, render_page(content).encode())
+        write_output(path, text.encode())
     except OSError as error:
         raise UsageError(f"--page {path} cannot be written: {error.strerror or error}") from error
     print(f"wrote {path}; open it in a browser")
@@ -111,16 +124,16 @@ def answer(
     options: argparse.Namespace,
     *,
     search: Callable[[Request], Evaluated],
-    read: Callable[[Request, str], Evaluated],
+    files: Mapping[str, Evaluated],
 ) -> None:
     """Print what was asked about the best plan, and write its page.
 
     Args:
         search: returns the best plan of another request.
-        read: returns the plan of a file.
+        files: plans of files, from `check_questions`.
 
     Raises:
-        UsageError: a question names no call, no place or no plan.
+        UsageError: a question names no place, or a method that has no plan here.
     """
     from realrl.planner.compare import compare
     from realrl.planner.explain import explain, explain_call
@@ -133,13 +146,14 @@ def answer(
     for wanted in options.why:
         show(why(request, best, wanted, search=search))
     if options.compare is not None:
-        show(compare(*(plan_called(planned, name, seed=options.seed, read=read) for name in options.compare)))
+        first, second = (files.get(name) or _plan_called(planned, name, options.seed) for name in options.compare)
+        show(compare(first, second))
     if options.page is not None:
         write_page(options.page, content_of(planned))
 
 
-def plan_called(planned: Planned, name: str, *, seed: int, read: Callable[[Request, str], Evaluated]) -> Evaluated:
-    """Return the best plan, that of a method, or that of a file.
+def _plan_called(planned: Planned, name: str, seed: int) -> Evaluated:
+    """Return the best plan, or that of a method.
 
     Raises:
         UsageError: it cannot run here.
@@ -155,8 +169,6 @@ def plan_called(planned: Planned, name: str, *, seed: int, read: Callable[[Reque
     found = planned.named(name)
     if found is not None:
         return replace(found, name=name)
-    if _is_file(name):
-        return read(planned.request, name)
     settings = planned.request.settings_of(METHODS[name].place(problem_of(planned.request), seed))
     return evaluate(planned.request, settings, name=name)
 

@@ -11,6 +11,7 @@ from typing import cast
 from realrl.errors import AllocationError, UsageError, did_you_mean
 from realrl.graph.build import call as call_of
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, nearest_strategy
+from realrl.plan.backends import BACKENDS, zero_stage_of
 from realrl.plan.memory.plan import show_bytes
 from realrl.planner.evaluate import Evaluated, evaluate
 from realrl.planner.request import Request
@@ -66,7 +67,7 @@ def explain(request: Request, found: Evaluated) -> list[Block]:
 
 
 def explain_call(request: Request, found: Evaluated, call: str) -> list[Block]:
-    """Return what a call's time is made of, the room that it has, and its nearest other places.
+    """Return what a call's time is made of, the room that it has, and what is nearest to it.
 
     Raises:
         UsageError: there is no such call.
@@ -83,27 +84,17 @@ def explain_call(request: Request, found: Evaluated, call: str) -> list[Block]:
         Table(("part", "time", "share"), tuple(_part_rows(one)), title="What its time is made of"),
     ]
     rows = []
-    for what, allocation in neighbours(found, request, call):
+    for what, change, settings in neighbours(found, request, call):
         try:
-            other = evaluate(request, with_place(found.settings, call, str(allocation)), name=str(allocation))
+            other = evaluate(request, settings, name=change)
         except UsageError as error:
-            rows.append((what, str(allocation), "-", "-", "-", error.message))
+            rows.append((what, change, "-", "-", "-", error.message))
             continue
-        remark = "" if other.fits else lacking_text(other)
-        own = call_times(other.run)[call]
-        rows.append(
-            (
-                what,
-                str(allocation),
-                change_text(other.period_s, period_s),
-                change_text(own.run, times.run),
-                show_bytes(other.fullest[2]),
-                remark,
-            )
-        )
-    columns = ("instead", "place", "a step", "the call", "fullest device", "remark")
+        seconds = change_text(other.period_s, period_s), change_text(call_times(other.run)[call].run, times.run)
+        rows.append((what, change, *seconds, show_bytes(other.fullest[2]), "" if other.fits else lacking_text(other)))
+    columns = ("instead", "change", "a step", "the call", "fullest device", "remark")
     if rows:
-        blocks.append(Table(columns, tuple(rows), title="Its nearest other places", folding=("remark",)))
+        blocks.append(Table(columns, tuple(rows), title="What is nearest to it", folding=("remark",)))
         blocks.append(f"Now the fullest device needs {show_bytes(found.fullest[2])} of {show_bytes(found.capacity)}.")
     return blocks
 
@@ -168,7 +159,27 @@ class _Heard:
 # ---------------------------------------------------------------- other places
 
 
-def neighbours(found: Evaluated, request: Request, call: str) -> Iterator[tuple[str, Allocation]]:
+def neighbours(found: Evaluated, request: Request, call: str) -> Iterator[tuple[str, str, PlanSettings]]:
+    """Yield plans that differ in one call: what kind of change it is, the change, and all settings."""
+    for what, place in _places(found, request, call):
+        yield what, str(place), with_place(found.settings, call, str(place))
+    mfc, settings = call_of(found.plan.graph, call), found.settings
+    role, space, section = mfc.role, request.spaces[mfc.role], found.plan.config.models[mfc.role]
+    if mfc.is_train:
+        stages = space.zero_stages or BACKENDS[space.backend].stages
+        stage = zero_stage_of(section.backend, section.optimizer.zero_stage)
+        for other in (one for one in (stage - 1, stage + 1) if one in stages):
+            yield "another setting", f"ZeRO {other}", replace(settings, zero_stage={**settings.zero_stage, role: other})
+        is_on, is_away = section.activation_checkpointing, section.optimizer.offload
+        if (not is_on) in space.checkpoints:
+            others = replace(settings, checkpointing={**settings.checkpointing, role: not is_on})
+            yield "another setting", f"{'no' if is_on else 'with'} checkpointing", others
+        if (not is_away) in space.offloads and BACKENDS[space.backend].offloads:
+            others = replace(settings, offload_optimizer={**settings.offload_optimizer, role: not is_away})
+            yield "another setting", f"optimizer on the {'device' if is_away else 'host'}", others
+
+
+def _places(found: Evaluated, request: Request, call: str) -> Iterator[tuple[str, Allocation]]:
     """Yield other places of a call: strategies on its mesh, the next smaller and the next larger mesh."""
     now, cluster = found.plan.allocations[call], found.plan.cluster
     role = request.spaces[call_of(found.plan.graph, call).role]

@@ -12,7 +12,7 @@ from realrl.planner.evaluate import Evaluated, evaluate
 from realrl.planner.explain import check_call, lacking_text, placed_text, with_place
 from realrl.planner.request import Request
 from realrl.planner.times import CallTimes, call_times
-from realrl.planner.words import Block, Table, change_text, seconds_text
+from realrl.planner.words import Block, Table, change_text, seconds_text, sentence
 from realrl.sim.report import MESSAGES
 
 _WORTH_SAYING = 0.01  # change of a call's seconds, as a share of itself
@@ -43,7 +43,7 @@ def why(request: Request, best: Evaluated, wanted: str, *, search: Search | None
     except AllocationError as error:
         if error.mesh is None:  # it cannot be read
             raise
-        return [f"{call} cannot have {text}: {error.message}.", *([error.remedy] if error.remedy else [])]
+        return [sentence(f"{call} cannot have {text}: {error.message}"), *([error.remedy] if error.remedy else [])]
     if str(place) == str(best.plan.allocations[call]):
         return [f"{call} has {place} in this plan; a step takes {seconds_text(best.period_s)}."]
     blocks = _alone(request, best, call, str(place))
@@ -58,7 +58,7 @@ def _alone(request: Request, best: Evaluated, call: str, place: str) -> list[Blo
     try:
         other = evaluate(request, with_place(best.settings, call, place), name=place)
     except UsageError as error:
-        blocks: list[Block] = [f"With {place} in the place of {now}, {call} breaks a rule: {error.message}."]
+        blocks: list[Block] = [sentence(f"With {place} in the place of {now}, {call} breaks a rule: {error.message}")]
         return [*blocks, error.remedy] if error.remedy else blocks
     took = f"a step would take {change_text(other.period_s, best.period_s)}"
     if not other.fits:
@@ -81,8 +81,8 @@ def _searched(request: Request, best: Evaluated, pin: tuple[str, str], search: S
     pinned = places.model_copy(update={"calls": {**places.calls, call: place}})
     try:
         other = search(replace(request, config=request.config.model_copy(update={"allocation": pinned})))
-    except AllocationError as error:
-        return [f"With {call} there, no plan fits at all: {error.message}."]
+    except UsageError as error:
+        return [sentence(f"With {call} there, no plan is found: {error.message}")]
     moved = [
         f"{name} to {placed_text(other, name)}"
         for name in best.settings.allocations

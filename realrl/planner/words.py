@@ -40,6 +40,11 @@ def change_text(seconds: float, before_s: float) -> str:
     return f"{seconds_text(seconds)} ({change:+.1%})" if abs(change) >= 0.0005 else f"{seconds_text(seconds)} (same)"
 
 
+def sentence(words: str) -> str:
+    """Return words with a full stop, unless they end a sentence already."""
+    return words if words.endswith((".", "?", "!")) else words + "."
+
+
 def share_text(share: float) -> str:
     """Return a share: ``12.3%``."""
     return f"{share:.1%}"

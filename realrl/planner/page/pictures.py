@@ -16,6 +16,7 @@ from realrl.draw.geometry import number
 from realrl.draw.svg import text_element
 from realrl.draw.text import text_width
 from realrl.graph.mfc import MFCDef
+from realrl.plan.memory.plan import show_bytes
 from realrl.planner.page.memory import FIELDS, Piece
 from realrl.planner.page.style import KIND_CLASSES
 from realrl.planner.page.timeline import TICKS, Band, Group, Timeline, Work
@@ -28,6 +29,7 @@ TOP, ROW = 34.0, 42.0
 CHART, CHART_HEAD = 84.0, 12.0  # heights of a chart of memory, and of the room above it
 _AXIS, _LEGEND_ROW, _SWATCH = 26.0, 24.0, 16.0
 _TEXT, _SMALL = 12.0, 11.0
+_LITTLE = 0.25  # of a device's room
 # of each kind of bar: upper edge inside of its row, and height
 SHAPES = {"call": (6.0, 24.0), "tail": (20.0, 10.0), "hook": (11.0, 14.0), "rows": (14.0, 8.0), "alone": (15.0, 6.0),
           "wait": (16.5, 3.0), "chain": (33.0, 3.5)}  # fmt: skip
@@ -295,11 +297,11 @@ def memory_svg(charts: Sequence[MemoryChart], seconds: float, capacity: int, *, 
     Args:
         capacity: bytes of a device that a plan may use.
     """
-    most = max([capacity, *(sum(piece.n_bytes) for chart in charts for piece in chart.pieces)]) * 1.06
+    most = height_of(charts, capacity)
     pitch = CHART + CHART_HEAD
     foot = pitch * len(charts) + 8
     shown = [i for i in range(len(FIELDS)) if any(piece.n_bytes[i] for c in charts for piece in c.pieces)]
-    legend = [*_memory_legend(shown, foot + _AXIS + 20)]
+    legend = [*_memory_legend(shown, (capacity, most), foot + _AXIS + 20)]
     body = [f'<clipPath id="plot2"><rect x="{number(LEFT)}" y="-9000" {_size(RIGHT - LEFT, 99000)}/></clipPath>']
     for place, chart in enumerate(charts):
         y = number(pitch * place + CHART_HEAD)
@@ -311,8 +313,13 @@ def memory_svg(charts: Sequence[MemoryChart], seconds: float, capacity: int, *, 
     return svg(body, foot + _AXIS + 20 + _LEGEND_ROW, label, css="memory", style=style)
 
 
+def height_of(charts: Sequence[MemoryChart], capacity: int) -> float:
+    """Return the bytes of a chart's height: a device's room is in it, unless little of it is used."""
+    used = max(sum(piece.n_bytes) for chart in charts for piece in chart.pieces)
+    return 1.06 * (used if used < _LITTLE * capacity else max(used, capacity))
+
+
 def _chart(chart: MemoryChart, capacity: int, most: float) -> Iterator[str]:
-    limit = CHART * (1 - capacity / most)
     yield text_element(chart.name, LEFT - 12, 18, _TEXT, css="name", bold=True, anchor="end")
     for line, words in enumerate(chart.about.split("\n")):
         yield text_element(words, LEFT - 12, 33 + 14 * line, _SMALL, css="muted about", anchor="end")
@@ -321,7 +328,9 @@ def _chart(chart: MemoryChart, capacity: int, most: float) -> Iterator[str]:
     for i, path in memory_paths(chart.pieces, most):
         yield f'<path class="m{i}" d="{path}"><title>{escape(FIELDS[i])}</title></path>'
     yield "</g></g>"
-    yield (f'<line class="limit" x1="{number(LEFT)}" x2="{number(RIGHT)}" y1="{number(limit)}" y2="{number(limit)}"/>')
+    if capacity <= most:
+        limit = number(CHART * (1 - capacity / most))
+        yield f'<line class="limit" x1="{number(LEFT)}" x2="{number(RIGHT)}" y1="{limit}" y2="{limit}"/>'
 
 
 def memory_paths(pieces: Sequence[Piece], most: float) -> Iterator[tuple[int, str]]:
@@ -339,14 +348,20 @@ def memory_paths(pieces: Sequence[Piece], most: float) -> Iterator[tuple[int, st
             yield i, "".join(path)
 
 
-def _memory_legend(shown: Sequence[int], y: float) -> Iterator[str]:
+def _memory_legend(shown: Sequence[int], scale: tuple[int, float], y: float) -> Iterator[str]:
     x = LEFT
     for i in shown:
         yield f'<rect class="m{i}" x="{number(x)}" y="{number(y - 7)}" {_size(_SWATCH, 14)}/>'
         yield text_element(FIELDS[i], x + _SWATCH + 7, y + 4, _SMALL, css="muted", anchor="start")
         x += _SWATCH + 7 + text_width(FIELDS[i], _SMALL) + 20
-    yield f'<line class="limit" x1="{number(x)}" x2="{number(x + 22)}" y1="{number(y)}" y2="{number(y)}"/>'
-    yield text_element("room of a device", x + 29, y + 4, _SMALL, css="muted", anchor="start")
+    capacity, most = scale
+    words = f"room of a device, {show_bytes(capacity)}"
+    if capacity <= most:
+        yield f'<line class="limit" x1="{number(x)}" x2="{number(x + 22)}" y1="{number(y)}" y2="{number(y)}"/>'
+        x += 29
+    else:
+        words = f"a chart is {show_bytes(int(most))} high"
+    yield text_element(words, x, y + 4, _SMALL, css="muted", anchor="start")
 
 
 # ---------------------------------------------------------------- plans
@@ -397,7 +412,7 @@ def rivals_svg(rivals: Sequence[Rival], bound_s: float | None, *, style: str = "
     if bound_s is not None:
         x = number(LEFT + room * min(bound_s / most, 1.0))
         body.append(f'<line class="limit" x1="{x}" x2="{x}" y1="0" y2="{number(foot)}"/>')
-        words = f"no plan is faster than {seconds_text(bound_s)} under the model"
+        words = f"no plan is faster than {seconds_text(bound_s)} under the fast model"
         body.append(text_element(words, LEFT, foot + 14, _SMALL, css="muted", anchor="start"))
     return svg(body, foot + 22, f"Seconds of a step under {len(known)} plans", css="rivals", style=style)
 

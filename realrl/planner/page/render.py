@@ -16,7 +16,7 @@ from realrl.draw.html import filled
 from realrl.draw.layout import lay_out
 from realrl.draw.scene import TYPE_WORDS, make_scene
 from realrl.draw.svg import document
-from realrl.draw.theme import Theme, both_modes, stylesheet
+from realrl.draw.theme import LIGHT, Theme, both_modes, stylesheet
 from realrl.experiment.run_plan import RunPlan
 from realrl.graph.build import roles as roles_of
 from realrl.plan.memory.plan import show_bytes
@@ -32,6 +32,7 @@ from realrl.planner.page.pictures import (
     MemoryChart,
     Rival,
     group_words,
+    height_of,
     memory_svg,
     rivals_svg,
     timeline_svg,
@@ -57,7 +58,8 @@ class PageContent:
         notes: assumptions, such as machine and lengths.
         memory: None if it was not counted.
         rivals: other plans, and this one.
-        bound_s: a period that no plan can beat; None if nothing is proven.
+        bound_s: a period that no plan can beat under the fast model; None if nothing is proven.
+        gap: share by which this plan's period, under the fast model, may exceed the best possible one.
     """
 
     plan: RunPlan
@@ -66,11 +68,18 @@ class PageContent:
     memory: DeviceMemory | None = None
     rivals: Sequence[Rival] = ()
     bound_s: float | None = None
+    gap: float = 0.0
 
 
 def render_page(content: PageContent) -> str:
     """Return the page; it loads nothing."""
     return _Page(content).text()
+
+
+def render_timeline(content: PageContent) -> str:
+    """Return the timeline alone as SVG, in light colours."""
+    looks = looks_of(content.plan)
+    return timeline_svg(plan_timeline(content.plan, content.run), looks, style=rules(LIGHT, len(looks.roles)))
 
 
 def looks_of(plan: RunPlan) -> Looks:
@@ -131,7 +140,7 @@ class _Page:
         bound_s = self._content.bound_s
         if bound_s:
             yield "no plan is faster than", seconds_text(bound_s)
-            yield "gap", share_text(max(0.0, self._period_s / bound_s - 1.0))
+            yield "gap, by the fast model", share_text(self._content.gap)
         memory = self._content.memory
         if memory is not None:
             rank = memory.fullest(range(self._run.n_ranks))
@@ -174,16 +183,19 @@ class _Page:
         fullest = sorted(found, key=lambda one: -max(sum(p.n_bytes) for p in one[1][0][1].pieces))[:_MOST_CHARTS]
         return [one for one in found if one in fullest]
 
+    @property
+    def _shown_charts(self) -> list[MemoryChart]:
+        return [options[0][1] for _, options in self._charts]
+
     def _memory(self) -> str:
         memory = self._content.memory
         if memory is None or not self._charts:
             return '<p class="muted">The memory of this plan was not counted.</p>'
-        charts = [options[0][1] for _, options in self._charts]
         note = (
             f"The fullest device of each group of alike ones; a plan may use {show_bytes(memory.capacity)} of each. "
             "Bytes are the most that a call may need, for the longest texts that the configuration allows."
         )
-        picture = memory_svg(charts, self._timeline.seconds, memory.capacity)
+        picture = memory_svg(self._shown_charts, self._timeline.seconds, memory.capacity)
         return f'<p class="muted">{escape(note)}</p><div class="tools" id="devices"></div>{picture}'
 
     def _graph(self) -> str:
@@ -262,7 +274,7 @@ class _Page:
                 for group in timeline.groups
             ],
             "fields": FIELDS,
-            "capacity": 0 if memory is None else memory.capacity // _MEGABYTE,
+            "most": height_of(self._shown_charts, memory.capacity) / _MEGABYTE if memory and self._charts else 0,
             "memory": [
                 {
                     "group": group_words(group)[0],

@@ -32,7 +32,7 @@ def parts_of(
     hardware = model.hardware
     streaming = replace(hardware, device=replace(hardware.device, bytes_per_s=math.inf))
     still = replace(streaming, device=_without_constants(streaming.device))
-    alone = replace(still, host=replace(still.host, call_s=0.0))
+    alone = replace(still, host=replace(still.host, call_s=0.0, sample_s=0.0))
     steps: list[tuple[str, Free, Hardware]] = [
         ("messages between stages", Free(forward=True), hardware),
         ("stages that wait for others", Free(waits=True, forward=True), hardware),

@@ -11,8 +11,8 @@ from realrl.draw.text import text_width
 from realrl.draw.theme import DARK, LIGHT, ROLE_HUES, mix
 from realrl.planner.evaluate import evaluate
 from realrl.planner.page.memory import FIELDS, DeviceMemory
-from realrl.planner.page.pictures import LEFT, RIGHT, WIDTH, Rival, nice, rivals_svg, shortened, timeline_svg
-from realrl.planner.page.render import PageContent, looks_of, plan_timeline, render_page
+from realrl.planner.page.pictures import CHART, LEFT, RIGHT, WIDTH, Rival, nice, rivals_svg, shortened
+from realrl.planner.page.render import PageContent, render_page, render_timeline
 from realrl.planner.page.style import SHADES, contrast, rules
 from realrl.planner.page.timeline import TICKS
 from tests.planner.cases import everywhere, request_for, with_critic_apart
@@ -53,6 +53,17 @@ def test_it_loads_nothing(page):
     assert not re.search(r"<(link|img|iframe)|<script src", page)
     assert set(re.findall(r"url\(([^)]*)\)", page)) <= {"#plot", "#plot2"}
     assert "<!--" not in page, "a part is missing"
+
+
+def test_the_script_finds_what_it_looks_for(page):
+    """Elements that it asks for are there, and so are the figures."""
+    script = re.search(r"<script>(.*)</script>", page, re.S)[1]
+    for name in re.findall(r"byId\('(\w+)'\)", script):
+        assert f'id="{name}"' in page, name
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
+    assert set(re.findall(r"\bdata\.(\w+)", script)) <= data.keys()
+    for shape in re.findall(r"(\w+): [\d.]+", re.search(r"const share = \{(.*?)\}", script)[1]):
+        assert shape in data["shapes"]
 
 
 def test_names_cannot_leave_their_place(page):
@@ -168,18 +179,23 @@ def test_bars_stay_in_their_rows(page):
     assert n_bars > 20
 
 
-def test_memory_of_the_chart_adds_up(page, apart):
-    """At its highest, the stack of the fullest device is as high as its bytes."""
-    root = pictures(page)["memory"]
-    tops = []
-    for chart in root.iter(f"{SVG}g"):
-        if chart.get("class") == "chart":
-            (limit,) = (float(line.get("y1")) for line in chart.iter(f"{SVG}line"))
-            for path in chart.iter(f"{SVG}path"):
-                tops += [(float(y), limit) for y in re.findall(r"V([\d.]+)H", path.get("d"))]
-    top, limit = min(tops)
-    used, room = 84 - top, 84 - limit
-    assert used / room == pytest.approx(apart.fullest[2] / apart.capacity, abs=0.01)
+@pytest.mark.parametrize("share", [1.3, 0.9, 0.1])
+def test_memory_of_the_charts_adds_up(apart, share):
+    """At its highest, the stack of the fullest device is as high as its bytes; the room is a line where it is near."""
+    capacity = int(apart.fullest[2] / share)
+    content = PageContent(apart.plan, apart.run, memory=DeviceMemory(apart.memory, capacity))
+    root = pictures(render_page(content))["memory"]
+    charts = [chart for chart in root.iter(f"{SVG}g") if chart.get("class") == "chart"]
+    paths = [path.get("d") for chart in charts for path in chart.iter(f"{SVG}path")]
+    used = CHART - min(float(y) for path in paths for y in re.findall(r"V([\d.]+)H", path))
+    lines = [CHART - float(line.get("y1")) for chart in charts for line in chart.iter(f"{SVG}line")]
+    if share < 0.25:
+        assert not lines
+        assert used == pytest.approx(CHART / 1.06, abs=0.1)
+    else:
+        assert used / lines[0] == pytest.approx(share, abs=0.01)
+        assert max(used, lines[0]) <= CHART
+    check_texts(root)
 
 
 # ---------------------------------------------------------------- colours, sizes, small things
@@ -216,8 +232,7 @@ def test_plans_without_any_period():
 
 
 def test_a_picture_alone_has_its_colours(apart):
-    timeline, looks = plan_timeline(apart.plan, apart.run), looks_of(apart.plan)
-    text = timeline_svg(timeline, looks, style=rules(LIGHT, len(looks.roles)))
+    text = render_timeline(PageContent(apart.plan, apart.run))
     assert "var(" not in text
     root = ET.fromstring(text)
     assert root.get("width") == "1200"
