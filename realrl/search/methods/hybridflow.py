@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from realrl.graph.mfc import InterfaceType
-from realrl.plan.allocation import split_roles
+from realrl.plan.modes import split_roles
 from realrl.search.methods.fill import Rule
 from realrl.search.methods.layout import Maker, Plan
 from realrl.search.problem import Problem
