@@ -1,12 +1,16 @@
 """HybridFlow's published orderings of placements, and its best sizes of generation, by the fast model.
 
-    python scripts/hybridflow_orderings.py [--only orderings|generation] [--markdown]
+    python scripts/hybridflow_orderings.py [--only pinned|free|generation]
 
-Twelve points of PPO (Sheng et al. 2025, "HybridFlow", section 8.3, figures 12 and 13): the placement that was the fastest
-there against the others, with strategies as published and with free ones. All points share one hardware file,
-configs/hardware/a100_80gb.yaml, and one number for the network of a node. The paper says of it: "The inter-machine
-bandwidth is 200Gbps"; so a node has one card of 200 Gb/s, and not one for each GPU as a DGX has. Both are counted, and
-the window of other speeds in which an ordering holds.
+Twelve points of PPO (Sheng et al. 2025, "HybridFlow", section 8.3, figures 12 and 13): the placement that
+was the fastest there against the others, with strategies as published and with free ones. All points share one
+hardware file, configs/hardware/a100_80gb.yaml, and one number for the network of a node. The paper says: "The
+inter-machine bandwidth is 200Gbps"; so a node has one card of 200 Gb/s, not one for each GPU as a DGX has. Both are
+counted, and the window of other speeds in which an ordering holds.
+
+Seconds are those of a step by itself, as the paper's system runs one after the other; "steady" has those of a run whose
+steps may overlap. Every placement has meshes of whole nodes, of the sizes that make it quickest; generation has no
+pipelines, and decodes as many rows together as memory allows.
 """
 
 from __future__ import annotations
@@ -18,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
-
 from bench_search import MODELS, shape
 
 from realrl.config.schema import GenerationConfig
@@ -28,11 +31,12 @@ from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.plan import RoleState
-from realrl.search.fast import Model, Price, Relation, finish_times, flow_of
+from realrl.plan.samples.partition import default_n_mbs
+from realrl.search.fast import Model, Moved, Price, Relation, finish_times, flow_of
 from realrl.search.methods.layout import Maker, Plan
 from realrl.search.prices import CostPrices, Workload
 from realrl.search.problem import Problem
-from realrl.search.space import Choice, RoleSpace, choices_of, mesh_at
+from realrl.search.space import Choice, mesh_at
 from realrl.shape import DecoderConfig
 from realrl.sim.durations import SampleSizes
 from realrl.sim.hardware import Hardware, hardware_from
@@ -42,8 +46,17 @@ TRAINED = {"7B": (1, 8), "13B": (1, 8), "34B": (4, 8), "70B": (8, 8)}  # stages 
 GENERATED = {"7B": 2, "13B": 4, "34B": 8, "70B": 8}  # tensor parallelism of generation, figure 14
 N_SEQS = PROMPT = RESPONSE = 1024
 MARGIN = 0.9  # usable share of a device's memory
-ROWS = (32, 64, 128, 256)  # that a replica decodes together; as many as its memory has room for, 256 in vLLM 0.3.1
+ROWS = (
+    8,
+    16,
+    32,
+    64,
+    128,
+    256,
+)  # that a replica decodes together; as many as its memory has room for, 256 in vLLM 0.3.1
 LARGEST = Cluster(16, 8)
+MOST_STAGES = 8
+FREE_SIZES = (8, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128)  # of meshes, where strategies are free
 CARD = 200e9 / 8  # bytes a second
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # of a node's network, in cards
 
@@ -54,6 +67,8 @@ PLACEMENTS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "standalone": tuple([(role,) for role in ALL]),
     "critic alone": (("actor", "ref", "reward"), ("critic",)),
 }
+
+NAMED = ("colocate", "split", "standalone")  # that both figures compare
 
 
 @dataclass(frozen=True)
@@ -133,7 +148,9 @@ class RowsAsChoice:
             self._prices[name, choice] = self.of(rows or ROWS[-1]).call(name, plain)
         return self._prices[name, choice]
 
-    def move(self, calls: tuple[str, str], source: Choice, target: Choice, relation: Relation) -> float:
+    def move(
+        self, calls: tuple[str, str], source: ParallelStrategy, target: ParallelStrategy, relation: Relation
+    ) -> Moved:
         return self.of(ROWS[-1]).move(calls, source, target, relation)
 
     def of(self, rows: int) -> CostPrices:
@@ -161,34 +178,50 @@ def models_of(sizes: tuple[str, str]) -> dict[str, DecoderConfig]:
     return {role: shape(size, HEADS[role]) for role, size in of_role.items()}
 
 
-def is_published(mfc: MFCDef, choice: Choice, size: str, *, t_g: int | None = None) -> bool:
-    """Return True for the published strategy; where its stages do not divide the devices, the most below that do."""
-    strategy = choice.strategy
-    if mfc.interface_type is InterfaceType.GENERATE:
-        return strategy.pp == 1 and strategy.tp == (t_g or GENERATED[size])
-    most, tp = TRAINED[size]
-    n_groups = choice.n_devices // tp
-    return strategy.tp == tp and strategy.pp == max(p for p in range(1, most + 1) if n_groups % p == 0)
+def strategies(
+    mfc: MFCDef, n_devices: int, size: str, *, is_pinned: bool, t_g: int | None
+) -> Iterator[ParallelStrategy]:
+    """Yield strategies; the published one has the most stages, not above those published, that divide the devices."""
+    is_generation = mfc.interface_type is InterfaceType.GENERATE
+    for tp in (1, 2, 4, 8):
+        stages = [pp for pp in range(1, MOST_STAGES + 1) if n_devices % (tp * pp) == 0]
+        if is_generation:
+            stages = [1] if not is_pinned or tp == (t_g or GENERATED[size]) else []
+        elif is_pinned:
+            most, wanted = TRAINED[size]
+            stages = [max(pp for pp in stages if pp <= most)] if tp == wanted else []
+        for pp in stages:
+            yield ParallelStrategy(n_devices // (tp * pp), tp, pp, sp=tp > 1)
+
+
+def choices(mfc: MFCDef, n_devices: int, size: str, *, is_pinned: bool, t_g: int | None = None) -> Iterator[Choice]:
+    """Yield choices of a call on so many devices."""
+    for strategy in strategies(mfc, n_devices, size, is_pinned=is_pinned, t_g=t_g):
+        usual = default_n_mbs(strategy.pp, is_train=mfc.is_train)
+        most = mfc.n_seqs // mfc.n_minibatches // strategy.dp
+        numbers: list[int | None] = [None, *(n for n in (4 * usual, 16 * usual) if n <= most)]
+        if mfc.interface_type is InterfaceType.GENERATE:
+            numbers = [*ROWS]
+        for n_mbs in numbers:
+            for checkpoints in (False, True) if mfc.is_train else (False,):
+                yield Choice(strategy, n_mbs, int(mfc.is_train), checkpoints)
 
 
 def problem_of(
     sizes: tuple[str, str], prices: RowsAsChoice, n_devices: int, *, is_pinned: bool, t_g: int | None = None
 ) -> Problem:
     """Return the problem of a point, with choices on whole nodes."""
-    cluster, models = Cluster(n_devices // 8, 8), models_of(sizes)
-    roles = {role: RoleSpace(one, zero_stages=(1,), offloads=(False,)) for role, one in models.items()}
+    cluster = Cluster(n_devices // 8, 8)
     capacity = MARGIN * prices.hardware.device.memory_bytes
-    found = []
-    for mfc in topological_calls(GRAPH):
-        size = sizes[mfc.role in CRITIC]
-        kept = [c for c in choices_of(GRAPH, mfc.name, roles, cluster) if c.n_devices % 8 == 0 and not c.offloads]
-        if is_pinned:
-            kept = [c for c in kept if is_published(mfc, c, size, t_g=t_g)]
-        else:
-            kept = [c for c in kept if c.n_mbs is None]
-        if mfc.interface_type is InterfaceType.GENERATE:
-            kept = [replace(c, n_mbs=rows) for c in kept for rows in ROWS]
-        found.append(tuple(kept))
+    found = [
+        tuple(
+            choice
+            for n in range(8, n_devices + 1, 8)
+            if is_pinned or n in FREE_SIZES
+            for choice in choices(mfc, n, sizes[mfc.role in CRITIC], is_pinned=is_pinned, t_g=t_g)
+        )
+        for mfc in topological_calls(GRAPH)
+    ]
     return Problem(Model(flow_of(GRAPH), prices, cluster, capacity), found, graph=GRAPH, heads=HEADS)
 
 
@@ -228,55 +261,55 @@ def seconds_alone(model: Model, plan: Plan) -> float:
 
 
 def margin(point: Point, found: Mapping[str, Outcome], attribute: str) -> float:
-    """Return the seconds of the fastest other placement over those of the published one, less 1."""
+    """Return the seconds of the fastest other placement of the figure over those of the published one, less 1."""
     if point.fastest not in found:
         return float("nan")
-    others = [getattr(one, attribute) for name, one in found.items() if name != point.fastest]
-    return min(others) / getattr(found[point.fastest], attribute) - 1.0 if others else float("inf")
+    others = [getattr(found[name], attribute) for name in NAMED if name in found and name != point.fastest]
+    return min(others) / getattr(found[point.fastest], attribute) - 1.0
 
 
 Job = tuple[tuple[str, str], float | None, bool]
+Found = dict[Point, dict[str, Outcome]]
 
 
-def run(job: Job) -> dict[Point, dict[str, Outcome]]:
+def run(job: Job) -> Found:
     """Return the outcomes of all points with models of the same sizes."""
     sizes, cards, is_pinned = job
     prices = prices_of(sizes, hardware(cards))
     return {point: outcomes(point, prices, is_pinned=is_pinned) for point in POINTS if point.sizes == sizes}
 
 
-def orderings(pool: ProcessPoolExecutor) -> Iterator[str]:
+def orderings(pool: ProcessPoolExecutor, *, is_pinned: bool) -> Iterator[str]:
     """Yield the lines of the report on placements."""
-    all_sizes = sorted({point.sizes for point in POINTS}, reverse=True)
-    jobs: list[Job] = [(sizes, cards, False) for sizes in all_sizes for cards in (1.0, None)]
-    jobs += [(sizes, cards, True) for sizes in all_sizes for cards in (None, *SPEEDS)]
-    found: dict[tuple[float | None, bool], dict[Point, dict[str, Outcome]]] = {}
-    for (_, cards, is_pinned), part in zip(jobs, pool.map(run, jobs), strict=True):
-        found.setdefault((cards, is_pinned), {}).update(part)
-    for is_pinned in (True, False):
-        yield f"\nStrategies {'as published' if is_pinned else 'free'}, one card of 200 Gb/s to a node\n"
-        yield "| point | fastest there | seconds of a step: " + ", ".join(PLACEMENTS) + " | margin | steady | window |"
-        yield "| --- | --- | --- | --- | --- | --- |"
-        for point in POINTS:
-            here = found[1.0, is_pinned][point]
-            seconds = ", ".join(f"{here[name].alone:.0f}" if name in here else "-" for name in PLACEMENTS)
-            alone, steady = (margin(point, here, attribute) for attribute in ("alone", "steady"))
-            held = [c for c in SPEEDS if is_pinned and margin(point, found[c, True][point], "alone") > 0]
-            window = spelled(held) if is_pinned else ""
-            yield f"| {point} | {point.fastest} | {seconds} | {alone:+.1%} | {steady:+.1%} | {window} |"
-    yield "\n| strategies | network of a node | orderings that hold | steady |\n| --- | --- | --- | --- |"
-    for (cards, is_pinned), by_point in sorted(found.items(), key=lambda one: (not one[0][1], one[0][0] or 9.0)):
+    all_sizes = sorted({point.sizes for point in POINTS})
+    networks: tuple[float | None, ...] = (None, *(SPEEDS if is_pinned else (1.0,)))
+    jobs: list[Job] = [(sizes, cards, is_pinned) for sizes in all_sizes for cards in networks]
+    found: dict[float | None, Found] = {}
+    for (_, cards, _), part in zip(jobs, pool.map(run, jobs), strict=True):
+        found.setdefault(cards, {}).update(part)
+    yield f"\nStrategies {'as published' if is_pinned else 'free'}, one card of 200 Gb/s to a node\n"
+    window = " window |" if is_pinned else ""
+    yield "| point | fastest there | " + " | ".join(PLACEMENTS) + f" | margin | steady |{window}"
+    yield "|---" * (len(PLACEMENTS) + 4 + is_pinned) + "|"
+    for point in POINTS:
+        here = found[1.0][point]
+        seconds = " | ".join(f"{here[name].alone:.0f}" if name in here else "" for name in PLACEMENTS)
+        alone, steady = (margin(point, here, attribute) for attribute in ("alone", "steady"))
+        if is_pinned:
+            window = f" {spelled([c for c in SPEEDS if margin(point, found[c][point], 'alone') > 0])} |"
+        yield f"| {point} | {point.fastest} | {seconds} | {alone:+.1%} | {steady:+.1%} |{window}"
+    yield "\n| network of a node | orderings that hold | of steps of a run |\n|---|---|---|"
+    for cards, by_point in found.items():
         counts = [
             sum(margin(point, here, attribute) > 0 for point, here in by_point.items())
             for attribute in ("alone", "steady")
         ]
         network = "8 cards of 200 Gb/s" if cards is None else f"{200 * cards:g} Gb/s"
-        yield f"| {'as published' if is_pinned else 'free'} | {network} | {counts[0]} of 12 | {counts[1]} of 12 |"
-    split_of = found[1.0, True]
-    for point in POINTS:
-        here = split_of[point]
-        sizes = ", ".join(f"{name} {'-'.join(map(str, here[name].sizes))}" for name in here if name != "colocate")
-        yield f"{point}: {sizes}"
+        yield f"| {network} | {counts[0]} of {len(POINTS)} | {counts[1]} of {len(POINTS)} |"
+    yield ""
+    for point, here in found[1.0].items():
+        spelled_sizes = [f"{name} {'-'.join(map(str, one.sizes))}" for name, one in here.items() if name != "colocate"]
+        yield f"{point}: {', '.join(spelled_sizes)}"
 
 
 def spelled(held: Sequence[float]) -> str:
@@ -338,14 +371,17 @@ def curves(size: str) -> list[str]:
         n_waves = -(-N_SEQS * t_g // 16 // rows)
         reading = n_waves * (RESPONSE - 1) * n_bytes / t_g / machines.device.stream
         saved = [f"{seconds - found[t_g][0]:.1f}" for found in savings.values()]
-        lines.append(f"| {t_g} | {seconds:.1f} s | {move:.1f} s | {rows} | {reading:.1f} | {' | '.join(saved)} |")
+        lines.append(f"| {t_g} | {seconds:.1f} s | {move:.2f} s | {rows} | {reading:.1f} | {' | '.join(saved)} |")
     lines.append("")
     for latency in (0.0, 2e-6, 4e-6, 8e-6, 16e-6, 32e-6, 64e-6):
         link = replace(machines.links.device, latency_s=latency)
         found = generation(size, replace(machines, links=replace(machines.links, device=link)))
         best = min(found, key=lambda t_g: sum(found[t_g][:2]))
         slowest = found[8][0] / found[best][0] if 8 in found else float("nan")
-        lines.append(f"latency of a round {1e6 * latency:g} us: t_g = {best} is the fastest, t_g = 8 takes {slowest:.2f} times as long")
+        lines.append(
+            f"latency of a round {1e6 * latency:g} us: t_g = {best} is the fastest, "
+            f"t_g = 8 takes {slowest:.2f} times as long"
+        )
     return lines
 
 
@@ -357,14 +393,15 @@ def weight_bytes(size: str) -> float:
 
 def main(arguments: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["orderings", "generation"])
+    parser.add_argument("--only", choices=["pinned", "free", "generation"])
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args(None if arguments is None else list(arguments))
     with ProcessPoolExecutor(options.processes) as pool:
-        if options.only != "generation":
-            for line in orderings(pool):
-                print(line, flush=True)
-        if options.only != "orderings":
+        for is_pinned in (True, False):
+            if options.only in (None, "pinned" if is_pinned else "free"):
+                for line in orderings(pool, is_pinned=is_pinned):
+                    print(line, flush=True)
+        if options.only in (None, "generation"):
             for lines in pool.map(curves, ("7B", "13B")):
                 print("\n".join(lines), flush=True)
 

@@ -47,18 +47,19 @@ def move_cost(model: CutModel, source: Allocation, target: Allocation, links: Li
     own = np.where(is_source & is_target, held[sources, targets], 0.0)  # what a target rank holds already
     lacking = (there @ held.T) - _sums(own, sources, overlap.held.shape[0])  # [nodes, source parts], inside a node
     relayed = np.where(is_target, (arriving / np.maximum(there, 1))[node, targets], 0.0)
-    received = np.where(is_target, overlap.needed[targets] - own, 0.0)
+    received = np.where(is_target, overlap.needed[targets], 0)
+    received -= np.where(is_source & is_target, overlap.held[sources, targets], 0)
     across = relayed, np.where(is_source, leaving[sources] / source.strategy.dp, 0.0)
     inside = (
         np.maximum(received - relayed, 0.0),
         relayed * np.where(is_target, there[node, targets] - 1, 0)
         + np.where(is_source, (lacking / np.maximum(here, 1))[node, sources], 0.0),
     )
-    seconds = max(_busiest(*inside, links.device), _busiest(*across, links.node))
-    if not seconds:
+    if not received.any():
         return Moved(0.0)
+    seconds = max(_busiest(*inside, links.device), _busiest(*across, links.node))
     busiest = max(float((one + other).max()) for one, other in zip(inside, across, strict=True))
-    has_relays = bool(((arriving > 0) & (there > 1)).any())
+    has_relays = bool(((arriving > 0) & ((there > 1) | (target.strategy.tp > 1))).any())  # tensor ranks share norms
     n_rounds = math.ceil(busiest / REALLOC_BUCKET) + (REALLOC_ROUNDS if has_relays else 0)
     seconds += n_rounds * (links.node if arriving.any() else links.device).latency_s
     most = int(received.max())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from realrl.config.schema import GenerationConfig
@@ -83,6 +82,7 @@ class CostPrices:
     _models: dict[object, CostModel] = field(default_factory=dict)
     _requests: dict[object, dict[int, RunCall]] = field(default_factory=dict)
     _seconds: dict[object, float] = field(default_factory=dict)
+    _samples: dict[int, Sequence[Mapping[str, SampleSizes]]] = field(default_factory=dict)
 
     def call(self, call: str, choice: Choice) -> Price:
         """Return the cost of a call on devices that do nothing else; infinite seconds if they lack memory for it."""
@@ -152,21 +152,22 @@ class CostPrices:
             state = self._state(mfc, choice) if mfc.role in self.workload.roles else None
             allocation = self._allocation(choice)
             call = ScheduledCall(changed, allocation, CallHooks(home=None if state is None else allocation))
-            self._seconds[key] = sum(self._batch_seconds(call, state, ids) for ids in self._batches(mfc))
+            model = self._model(mfc.role, state)
+            self._seconds[key] = sum(
+                max(model.call(call, self._requests_of(call, batch), batch).values())
+                for batch in self._batches(mfc.n_seqs)
+            )
         return self._seconds[key]
 
-    def _batch_seconds(self, call: ScheduledCall, state: RoleState | None, ids: Sequence[str]) -> float:
-        sizes = {sample_id: self.workload.sizes[sample_id] for sample_id in ids}
-        requests = self._requests_of(call, ids, [sum(size.tokens) for size in sizes.values()])
-        return max(self._model(call.mfc.role, state).call(call, requests, sizes).values())
-
-    def _requests_of(self, call: ScheduledCall, ids: Sequence[str], counts: Sequence[int]) -> Mapping[int, RunCall]:
+    def _requests_of(self, call: ScheduledCall, sizes: Mapping[str, SampleSizes]) -> Mapping[int, RunCall]:
         """Return the request of each rank; by the usual protocol, of the first rank of each replica, alike for any pp."""
         strategy, is_usual = call.allocation.strategy, call.mfc.protocol == DEFAULT_PROTOCOL
         is_usual &= call.hooks.home is not None
+        ids = [*sizes]
         key = call.name, ids[0], strategy.dp if is_usual else strategy
         firsts = [call.allocation.dp_group_members(i)[0] for i in range(strategy.dp)] if is_usual else []
         if key not in self._requests:
+            counts = [sum(size.tokens) for size in sizes.values()]
             work, _ = plan_work(call, ids, counts, {}, self.workload.cluster.node_of, key=(self.workload.seed, 1, 0))
             found = {rank: RunCall(0, 0, call.name, 1, w.minibatches, (), keeps=w.keeps) for rank, w in work.items()}
             self._requests[key] = dict(enumerate(found[rank] for rank in firsts)) if is_usual else found
@@ -183,13 +184,13 @@ class CostPrices:
             self._models[key] = CostModel(roles, self.hardware, generation=generation, kernels=self.kernels)
         return self._models[key]
 
-    @cached_property
-    def _step_size(self) -> int:
-        return max(mfc.n_seqs for mfc in calls(self.workload.graph))
-
-    def _batches(self, mfc: MFCDef) -> list[list[str]]:
-        ids = list(self.workload.sizes)[: self._step_size]
-        return [ids[first : first + mfc.n_seqs] for first in range(0, len(ids), mfc.n_seqs)]
+    def _batches(self, n_seqs: int) -> Sequence[Mapping[str, SampleSizes]]:
+        """Return the samples of each batch of so many."""
+        if n_seqs not in self._samples:
+            most = max(mfc.n_seqs for mfc in calls(self.workload.graph))
+            step = list(self.workload.sizes.items())[:most]
+            self._samples[n_seqs] = [dict(step[first : first + n_seqs]) for first in range(0, most, n_seqs)]
+        return self._samples[n_seqs]
 
     # ------------------------------------------------------------ bytes
 
@@ -212,10 +213,8 @@ class CostPrices:
         strategy = choice.strategy
         if not state.zero_stage:  # replicas share nothing, so that two tell as much as many
             strategy = replace(strategy, dp=min(strategy.dp, 2))
-        kept = self._roles[key].kept(strategy).resident
-        computed = self._roles[key].computed(strategy, mfc.interface_type, load)
-        part = int((kept[-1] + computed[-1]).argmax())
-        return int(kept[0, part]), int(kept[-1, part]), int(computed[-1, part])
+        kept, used = self._roles[key].fullest(strategy, mfc.interface_type, load)
+        return kept.parameters, kept.total, used.total
 
     def _beside(
         self, source: ParallelStrategy, target: ParallelStrategy, relation: Relation

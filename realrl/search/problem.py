@@ -11,6 +11,7 @@ from realrl.graph.build import call as call_of
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.allocation import check_meshes
 from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.plan import show_bytes
 from realrl.search.fast import Model, Placed, flow_of
 from realrl.search.prices import CostPrices, Workload
 from realrl.search.space import Choice, Pin, RoleSpace, choices_of
@@ -34,7 +35,7 @@ class Problem:
     model: Model
     choices: Sequence[Sequence[Choice]]
     pins: Mapping[int, Pin] = field(default_factory=dict)
-    n_walks: int = 8
+    n_walks: int = 4
     graph: nx.DiGraph | None = None
     heads: Mapping[str, str] = field(default_factory=dict)
 
@@ -81,7 +82,7 @@ def fitting(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice,
     Raises:
         AllocationError: there is none; the message has the least bytes that one takes.
     """
-    needs, found = list[float](), list[Choice]()
+    needs, found = list[int](), list[Choice]()
     for choice in choices:
         price = model.price(call, choice)
         needs.append(price.kept + price.used)
@@ -90,8 +91,8 @@ def fitting(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice,
     if not found:
         name, best = model.flow.names[call], min(range(len(needs)), key=lambda i: (needs[i], choices[i].order))
         raise AllocationError(
-            f"call '{name}' fits no mesh of a cluster with {model.cluster}: it takes {needs[best] / 1e9:,.1f} GB of a "
-            f"device at least, with {choices[best]}, and a plan may use {model.capacity / 1e9:,.1f} GB",
+            f"call '{name}' fits no mesh of a cluster with {model.cluster}: it takes {show_bytes(needs[best])} of "
+            f"a device at least, with {choices[best]}, and a plan may use {show_bytes(int(model.capacity))}",
             remedy="Use more devices or devices with more memory, a smaller model, or shorter texts.",
             call=name,
         )

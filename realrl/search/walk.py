@@ -21,7 +21,7 @@ Score = tuple[float, float]  # bytes that are lacking, seconds of a step
 
 _N_MEASURES = 3
 _N_STARTS = 3  # given plans from which to walk
-_MOST_TRIED = 400  # places and choices of one call that are evaluated, the most promising ones
+_MOST_TRIED = 100  # places and choices of one call that are evaluated, the most promising ones
 _TICK = 50  # evaluations between two reports
 
 

@@ -96,6 +96,7 @@ class RoleBytes:
         self.role, self.model = role, model
         self._kernels, self._saves = kernels, saves or _NO_SAVES
         self._kept: dict[ParallelStrategy, KeptParts] = {}
+        self._kept_kinds: dict[tuple[PartKind, int, bool], Kept] = {}
         self._computed: dict[tuple[ParallelStrategy, InterfaceType, Load], Matrix] = {}
 
     @property
@@ -111,7 +112,7 @@ class RoleBytes:
         """
         if strategy not in self._kept:
             kinds = self.model.cut(strategy).kinds
-            of_kind = {kind: self._kept_by(kind, strategy) for kind in set(kinds)}
+            of_kind = {kind: self._kept_of(kind, strategy) for kind in set(kinds)}
             parts = tuple(of_kind[kind] for kind in kinds)
             saving, copied = np.array([(part.saving, part.copied) for part in parts], dtype=np.int64).T
             resident = {kind: part.resident for kind, part in of_kind.items()}
@@ -138,6 +139,27 @@ class RoleBytes:
                 parts.append(found[part, n_in_flight])
             self._computed[key] = columns(parts)
         return self._computed[key]
+
+    def fullest(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> tuple[Usage, Usage]:
+        """Return what the role keeps on the part that needs the most in a call, and the usage of the call there.
+
+        Of parts of one kind, the first one has the most micro-batches in flight.
+
+        Raises:
+            AllocationError: the strategy does not fit the model.
+        """
+        found = []
+        for part, number in {part: n for n, part in reversed([*enumerate(self.model.cut(strategy).kinds)])}.items():
+            kept = self._kept_of(part, strategy)
+            in_flight = min(strategy.pp - number // strategy.tp, load.n_mbs), kept
+            found.append((kept.resident, self._computed_by(part, strategy, kind, load, in_flight)))
+        return max(found, key=lambda one: one[0].total + one[1].total)
+
+    def _kept_of(self, kind: PartKind, strategy: ParallelStrategy) -> Kept:
+        key = kind, strategy.dp, strategy.tp > 1 or strategy.pp > 1
+        if key not in self._kept_kinds:
+            self._kept_kinds[key] = self._kept_by(kind, strategy)
+        return self._kept_kinds[key]
 
     def _kept_by(self, kind: PartKind, strategy: ParallelStrategy) -> Kept:
         """Count one part's bytes; adapters, float32 and their own masters, apart from parameters in half precision."""

@@ -1,20 +1,23 @@
 """Strategies for calls that share a mesh: the least seconds that fit its devices together.
 
-Calls of one mesh follow one another. So of all choices that a method allows, those count whose seconds add up to the
-least, while the state that roles keep there and the most that any call uses beside it fit a device.
+Calls of one mesh follow one another. So of all choices that a method allows, those count whose seconds add up to
+the least, while the state that roles keep there and the most that any call uses beside it fit a device.
 
 Invariants of `Filler.best`:
     - what it returns is allowed, fits, and no other choices that are allowed and fit add up to less;
-    - a call whose samples, or whose pin, allow fewer devices than the mesh has takes the largest part of it that they do.
+    - a call whose pin, or a role without parameters whose samples, allow fewer devices than the mesh has takes the
+      largest part of it that they do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from realrl.graph.mfc import InterfaceType, MFCDef
-from realrl.search.fast import Price
+from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.search.fast import Move, Price
 from realrl.search.problem import Problem
 from realrl.search.space import Choice
 
@@ -39,7 +42,7 @@ class Filled:
     """Choices of calls on one mesh.
 
     Attributes:
-        seconds: of generation, inference and training; calls of a stage follow one another.
+        seconds: of generation, inference and training, without moves.
     """
 
     choices: Mapping[int, Choice]
@@ -48,14 +51,25 @@ class Filled:
 
 @dataclass(frozen=True)
 class _Option:
-    """Choices of one role's calls, the bytes that the role keeps, and the sum of their seconds."""
+    """Choices of one role's calls.
 
-    seconds: float
-    kept: int
+    Attributes:
+        seconds: their sum.
+        kept, used: bytes that the role keeps, and the most that a call takes beside what roles keep.
+    """
+
+    seconds: float = 0.0
+    kept: int = 0
+    used: int = 0
     choices: tuple[tuple[int, Choice], ...] = ()
 
     def __add__(self, other: _Option) -> _Option:
-        return _Option(self.seconds + other.seconds, self.kept + other.kept, self.choices + other.choices)
+        return _Option(
+            self.seconds + other.seconds,
+            self.kept + other.kept,
+            max(self.used, other.used),
+            self.choices + other.choices,
+        )
 
 
 @dataclass
@@ -65,12 +79,14 @@ class Filler:
     Attributes:
         mfcs: of each call.
         capacity: bytes of a device that a plan may use.
+        moves_count: True if moves of parameters on the mesh add to the seconds that are to be the least.
     """
 
     problem: Problem
     mfcs: Sequence[MFCDef]
     rule: Rule
     capacity: float
+    moves_count: bool = True
     _filled: dict[tuple[tuple[int, ...], int], Filled | None] = field(default_factory=dict)
     _fastest: dict[tuple[int, int], list[tuple[Price, Choice]]] = field(default_factory=dict)
 
@@ -82,11 +98,9 @@ class Filler:
 
     def least(self, calls: tuple[int, ...], size: int) -> float | None:
         """Return the bytes of a device that calls need on a mesh of so many devices; None if one has no choice."""
-        needs = []
-        for limit in self._limits(calls, size):
-            options = self._options(calls, size, limit)
-            if all(options):
-                needs.append(limit + sum(min(one.kept for one in found) for found in options))
+        needs = [
+            most + sum(found[-1].kept for found in options) for options, most in self._levels(calls, size, math.inf)
+        ]
         return min(needs, default=None)
 
     def fastest(self, call: int, size: int) -> list[tuple[Price, Choice]]:
@@ -104,15 +118,16 @@ class Filler:
 
     def _best(self, calls: tuple[int, ...], size: int) -> Filled | None:
         best: _Option | None = None
-        for limit in sorted(self._limits(calls, size), reverse=True):
-            options = self._options(calls, size, limit)
-            if not all(options):
-                break
-            if best is not None and sum(min(one.seconds for one in found) for found in options) >= best.seconds:
-                break  # lower limits leave fewer choices, and slower ones
-            joined = _joined(options, self.capacity - limit)
+        for options, most in self._levels(calls, size, self.capacity):
+            if best is not None and sum(found[0].seconds for found in options) >= best.seconds:
+                break  # lower levels have fewer choices, and slower ones
+            quickest = _joined(options, self.capacity)
+            does_fit = quickest is not None and quickest.kept + quickest.used <= self.capacity
+            joined = quickest if does_fit else _joined(options, self.capacity - most)
             if joined is not None and (best is None or joined.seconds < best.seconds):
                 best = joined
+            if does_fit:
+                break
         if best is None:
             return None
         choices = dict(best.choices)
@@ -121,15 +136,12 @@ class Filler:
             seconds[STAGES.index(self.mfcs[call].interface_type)] += self.problem.model.price(call, choice).seconds
         return Filled(choices, tuple(seconds))
 
-    def _limits(self, calls: Collection[int], size: int) -> set[float]:
-        """Return the bytes that some choice uses beside what roles keep, its copies included or not."""
-        used = {
-            number
-            for call in calls
-            for price, _ in self.fastest(call, size)
-            for number in (price.used, price.used + price.copies)
-        }
-        return {number for number in used if number <= self.capacity}
+    def _levels(self, calls: Sequence[int], size: int, limit: float) -> Iterator[tuple[list[list[_Option]], int]]:
+        """Yield the options of all roles and the most bytes that one uses: at most `limit`, then less and less."""
+        while all(options := self._options(calls, size, limit)):
+            most = max(option.used for found in options for option in found)
+            yield options, most
+            limit = most - 1
 
     def _options(self, calls: Sequence[int], size: int, limit: float) -> list[list[_Option]]:
         """Return for each role its choices that use at most `limit` bytes, those that keep more only if quicker."""
@@ -142,21 +154,20 @@ class Filler:
             home = homes[own[0]]
             if home in own:
                 rest = [call for call in own if call != home]
-                options = self._at_home(home, rest, size, limit)
+                found.append(_undominated(self._at_home(home, rest, size, limit)))
             else:
-                options = self._option(own, size, limit, None)
-            found.append(_undominated(options))
+                found.append(self._option(own, size, limit, None))
         return found
 
     def _at_home(self, home: int, rest: Sequence[int], size: int, limit: float) -> Iterator[_Option]:
         for price, choice in self.fastest(home, size):
             if price.used <= limit:
-                own = _Option(price.seconds, price.kept, ((home, choice),))
+                own = _Option(price.seconds, price.kept, price.used, ((home, choice),))
                 yield from (own + others for others in self._option(rest, size, limit, choice))
 
     def _option(self, calls: Sequence[int], size: int, limit: float, home: Choice | None) -> list[_Option]:
         """Return the quickest choices of calls whose role lives in `home`, on other devices if None; [] if none fit."""
-        total = _Option(0.0, 0)
+        total = _Option()
         for call in calls:
             quickest = self._quickest(call, size, limit, home)
             if quickest is None:
@@ -166,24 +177,47 @@ class Filler:
 
     def _quickest(self, call: int, size: int, limit: float, home: Choice | None) -> _Option | None:
         is_alike = home is not None and self.rule.is_alike(self.mfcs[call])
+        best: _Option | None = None
         for price, choice in self.fastest(call, size):
-            is_copied = home is None or choice.strategy != home.strategy
-            if price.used + (price.copies if is_copied else 0) <= limit and not (is_alike and is_copied):
-                return _Option(price.seconds, 0, ((call, choice),))
-        return None
+            if best is not None and price.seconds >= best.seconds:
+                break
+            if price.used > limit or (is_alike and home is not None and choice.strategy != home.strategy):
+                continue
+            seconds, n_bytes = self._moved(call, None if home is None else home.strategy, choice)
+            total = price.seconds + (seconds if self.moves_count else 0.0)
+            if price.used + n_bytes <= limit and (best is None or total < best.seconds):
+                best = _Option(total, 0, price.used + n_bytes, ((call, choice),))
+        return best
+
+    def _moved(self, call: int, home: ParallelStrategy | None, choice: Choice) -> tuple[float, int]:
+        """Return the seconds and bytes of parameters that come from a home on the same mesh, on another one if None.
+
+        Seconds of the latter depend on where that is, and are left out.
+        """
+        model = self.problem.model
+        source = model.flow.homes[call]
+        if source in (-1, call):
+            return 0.0, 0
+        move = Move(call, source, call)
+        if home is not None:
+            found = model.move(move, home, choice.strategy, "same")
+            return found.seconds, found.n_bytes
+        is_in_node = choice.n_devices < model.cluster.n_devices_per_node
+        found = model.move(move, ParallelStrategy(), choice.strategy, "beside" if is_in_node else "apart")
+        return 0.0, found.n_bytes
 
 
 def _joined(options: Sequence[Sequence[_Option]], room: float) -> _Option | None:
     """Return the quickest options, one of each role, that keep at most `room` bytes together."""
-    joined = [_Option(0.0, 0)]
-    least = [min(one.kept for one in found) for found in options]
+    joined = [_Option()]
+    least = [found[-1].kept for found in options]
     for number, found in enumerate(options):
         rest = room - sum(least[number + 1 :])
         joined = _undominated(a + b for a in joined for b in found if a.kept + b.kept <= rest)
     return min(joined, key=lambda one: one.seconds, default=None)
 
 
-def _undominated(options: Iterator[_Option] | Sequence[_Option]) -> list[_Option]:
+def _undominated(options: Iterable[_Option]) -> list[_Option]:
     """Return the options that no other one beats in seconds and bytes, the quickest first."""
     kept: list[_Option] = []
     for option in sorted(options, key=lambda one: (one.seconds, one.kept)):

@@ -1,20 +1,20 @@
 """The device mapping of HybridFlow: Sheng et al. 2025, "HybridFlow", section 6, algorithms 1 and 2.
 
-Every partition of the models into sets, and every division of the devices among the sets, each with at least the devices
-that its memory needs: for every set the quickest strategies; the cost is the sum over generation, preparation and training
-of the seconds of the slowest set, in which the models of a set add up. The mapping of the least cost wins.
+Every partition of the models into sets, and every division of the devices among the sets, each with at least the
+devices that its memory needs: for every set the quickest strategies; the cost is the sum over generation, preparation
+and training of the seconds of the slowest set, in which the models of a set add up. The least cost wins.
 
 The pseudocode leaves open, or has wrong, what is decided here:
     - a placement is not changed while its divisions are tried: each division has strategies of its own;
-    - degrees that do not divide the devices, a node or a model's heads are left out, and stages go up to what the search
-      allows: the listing's loop over them is empty where a model has fewer devices than a node;
+    - degrees that do not divide the devices, a node or a model's heads are left out, and stages go up to what the
+      search allows: the listing's loop over them is empty where a model has fewer devices than a node;
     - strategies of a set are chosen together, as those of the least seconds that fit: the listing takes each model by
       itself, from the least degrees with which the set would fit;
     - the policy has a strategy for generation and one for the rest, other roles have one;
     - parameters that move from training to generation are not in the cost, nor is what overlaps across stages;
     - devices may be left over; of equal costs the first counts, with fewer sets and larger ones first;
-    - sets get meshes that realrl has: whole nodes, or parts of a node where there are fewer nodes than sets, and on more than
-      16 nodes 1, 2, 3, 4, 6, 8, 12, ... of them;
+    - sets get meshes that realrl has: whole nodes, or parts of a node where there are fewer nodes than sets, and on
+      more than 16 nodes 1, 2, 3, 4, 6, 8, 12, ... of them;
     - roles without parameters are in the set of the policy.
 """
 

@@ -1,23 +1,23 @@
 """Plans of a method: sets of calls, each with a mesh, whose strategies `realrl.search.methods.fill` finds.
 
 Invariants:
-    - a plan that is returned fits its devices and is accepted, its meshes nest or are disjoint, and it honours all pins;
+    - a plan that is returned fits its devices and is accepted; its meshes nest or are disjoint; it honours all pins;
     - equal input gives an equal plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import combinations
 
 from realrl.errors import AllocationError
 from realrl.graph.build import topological_calls
 from realrl.graph.mfc import MFCDef
 from realrl.mesh.device_mesh import Cluster
-from realrl.search.fast import Placed, Span, relation, same_layout
-from realrl.search.methods.fill import Filled, Filler, Rule
+from realrl.search.fast import Placed, Span, relation
+from realrl.search.methods.fill import Filler, Rule
 from realrl.search.problem import Problem
 from realrl.search.space import mesh_sizes
 
@@ -26,6 +26,7 @@ Calls = tuple[int, ...]
 
 _ROOM = (1.0, 0.97, 0.94, 0.9, 0.85)  # shares of the capacity to fill, where the exact memory of a plan is more
 _MOST_NODES = 16  # of a cluster on which every number of nodes is tried
+_MORE = "Use more devices, or another method."
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,12 @@ class Maker:
 
     Attributes:
         name: of the method, for messages.
-        moves_count: True if a call goes back to the strategy of its role's home where that makes the period shorter,
-            because no parameters move; False if the method leaves moves out of account.
+        moves_count: see `Filler`.
     """
 
     name: str
     problem: Problem
-    rule: Rule = Rule()
+    rule: Rule = field(default_factory=Rule)
     moves_count: bool = True
 
     @property
@@ -63,20 +63,7 @@ class Maker:
         Raises:
             AllocationError: nothing fits, or a pin lies across a mesh of the method.
         """
-        model = self.problem.model
-        for room in _ROOM:
-            filler = Filler(self.problem, self.mfcs, self.rule, room * model.capacity)
-            filled = {calls: filler.best(calls, end - first) for calls, (first, end) in meshes.items()}
-            for calls, found in filled.items():
-                if found is None:
-                    raise self._shortage(filler, {calls: meshes[calls][1] - meshes[calls][0]})
-            plan = self._placed(meshes, {calls: found for calls, found in filled.items() if found is not None})
-            if not model.overflow(plan) and model.accepts(plan):
-                return self._settled(plan, filler, meshes) if self.moves_count else plan
-        raise AllocationError(
-            f"method '{self.name}' has no plan that fits: its calls take more memory together than each by itself",
-            remedy="Use more devices, or another method.",
-        )
+        return self._fitting(lambda filler: meshes, {calls: end - first for calls, (first, end) in meshes.items()})
 
     def sized(self, placements: Iterable[Sequence[Calls]]) -> Plan:
         """Return the best plan that gives the sets of one of these placements meshes of their own.
@@ -84,37 +71,53 @@ class Maker:
         Sizes are those with the least sum over generation, inference and training of the slowest set's seconds.
 
         Raises:
-            AllocationError: nothing fits.
+            AllocationError: nothing fits, or a pin lies across a mesh of the method.
         """
-        error: AllocationError | None = None
         tried = [tuple(placement) for placement in placements]
+        fewest = min(tried, key=lambda sets: len(sets))
+        return self._fitting(
+            lambda filler: _quickest(filler, tried, self.cluster), dict.fromkeys(fewest, self.cluster.n_devices)
+        )
+
+    def _fitting(
+        self, meshes_of: Callable[[Filler], Mapping[Calls, Span] | None], largest: Mapping[Calls, int]
+    ) -> Plan:
+        """Return the first plan that fits as a whole, from fillers that leave more and more room.
+
+        Args:
+            meshes_of: sets of calls and their meshes, by a filler; None if nothing fits.
+            largest: sets and the most devices that they could have, to say why nothing fits.
+        """
+        model = self.problem.model
         for room in _ROOM:
-            filler = Filler(self.problem, self.mfcs, self.rule, room * self.problem.model.capacity)
-            meshes = _quickest(filler, tried, self.cluster)
-            if meshes is None:
-                whole = dict.fromkeys(min(tried, key=len), self.cluster.n_devices)
-                raise error or self._shortage(filler, whole)
-            try:
-                return self.on(meshes)
-            except AllocationError as refused:
-                error = refused
-        assert error is not None
-        raise error
+            filler = Filler(self.problem, self.mfcs, self.rule, room * model.capacity, self.moves_count)
+            meshes = meshes_of(filler)
+            plan = None if meshes is None else self._plan(filler, meshes)
+            if plan is None and room == _ROOM[0]:
+                raise self._shortage(filler, largest)
+            if plan is not None and not model.overflow(plan) and model.accepts(plan):
+                return plan
+        raise AllocationError(
+            f"method '{self.name}' has no plan that fits, once the memory of all calls is planned together",
+            remedy=_MORE,
+        )
 
     # ------------------------------------------------------------ from sets to calls
 
-    def _placed(self, meshes: Mapping[Calls, Span], filled: Mapping[Calls, Filled]) -> Plan:
-        """Return the plan of choices that were made for sets of calls.
+    def _plan(self, filler: Filler, meshes: Mapping[Calls, Span]) -> Plan | None:
+        """Return the best choices for sets of calls, on their meshes or those of pins; None if they do not fit.
 
         Raises:
             AllocationError: the mesh of a pin lies across another one.
         """
         places: dict[int, Placed] = {}
-        for calls, found in filled.items():
-            for call in calls:
-                pin, choice, first = self.problem.pins.get(call), found.choices[call], meshes[calls][0]
-                if pin is not None and pin.mesh is not None:
-                    first = pin.mesh.ranks[0]
+        for calls, (start, end) in meshes.items():
+            found = filler.best(calls, end - start)
+            if found is None:
+                return None
+            for call, choice in found.choices.items():
+                pin = self.problem.pins.get(call)
+                first = start if pin is None or pin.mesh is None else pin.mesh.ranks[0]
                 places[call] = Placed((first, first + choice.n_devices), choice)
         plan = tuple([places[call] for call in range(len(places))])
         node = self.cluster.n_devices_per_node
@@ -123,27 +126,11 @@ class Maker:
             if is_across and relation(a.span, b.span, node) in ("beside", "apart"):
                 names = self.problem.model.flow.names
                 raise AllocationError(
-                    f"method '{self.name}' puts call '{names[one]}' on ranks {_ranks(a.span)} and call '{names[other]}' "
-                    f"on ranks {_ranks(b.span)}, which overlap in part",
+                    f"method '{self.name}' puts call '{names[one]}' on ranks {_ranks(a.span)} and call "
+                    f"'{names[other]}' on ranks {_ranks(b.span)}, which overlap in part",
                     remedy="Leave the pins out, or use another method.",
                     call=names[one],
                 )
-        return plan
-
-    def _settled(self, plan: Plan, filler: Filler, meshes: Mapping[Calls, Span]) -> Plan:
-        """Return a plan in which no call has another strategy than its role's home to no avail."""
-        model, period = self.problem.model, self.problem.model.period(plan)
-        sizes = {call: span[1] - span[0] for calls, span in meshes.items() for call in calls}
-        for call, placed in enumerate(plan):
-            home = model.flow.homes[call]
-            if home in (-1, call) or same_layout(plan[home], placed) or plan[home].span != placed.span:
-                continue
-            alike = (c for _, c in filler.fastest(call, sizes[call]) if c.strategy == plan[home].choice.strategy)
-            for choice in alike:
-                changed = (*plan[:call], Placed(placed.span, choice), *plan[call + 1 :])
-                if not model.overflow(changed) and model.period(changed) < period and model.accepts(changed):
-                    plan, period = changed, model.period(changed)
-                    break
         return plan
 
     def _shortage(self, filler: Filler, sizes: Mapping[Calls, int]) -> AllocationError:
@@ -158,17 +145,22 @@ class Maker:
                         remedy="Use another method, or a pin that fits this one.",
                         call=names[call],
                     )
-            if least is None or least > filler.capacity:
-                need = "" if least is None else f" takes {least / 1e9:,.1f} GB of a device at least, and a plan"
+            spelled = ", ".join(names[call] for call in calls)
+            if least is None:
                 return AllocationError(
-                    f"method '{self.name}' has no plan that fits: {', '.join(names[call] for call in calls)} on {size} "
-                    f"devices{need} may use {filler.capacity / 1e9:,.1f} GB",
-                    remedy="Use more devices, or another method.",
+                    f"method '{self.name}' has no strategy that is the same for all of {spelled} on {size} devices",
+                    remedy="Use another method, or pins that fit this one.",
+                )
+            if least > filler.capacity:
+                return AllocationError(
+                    f"method '{self.name}' has no plan that fits: a mesh of {size} devices for {spelled} takes "
+                    f"{least / 1e9:,.1f} GB of a device at least, and a plan may use {filler.capacity / 1e9:,.1f} GB",
+                    remedy=_MORE,
                 )
         return AllocationError(
             f"method '{self.name}' has no plan that fits: each of its {len(sizes)} meshes fits a cluster with "
             f"{self.cluster}, but all together do not",
-            remedy="Use more devices, or another method.",
+            remedy=_MORE,
         )
 
 
@@ -217,15 +209,15 @@ def spans_of(sizes: Sequence[int], cluster: Cluster) -> tuple[Span, ...] | None:
 def _quickest(filler: Filler, placements: Sequence[Sequence[Calls]], cluster: Cluster) -> dict[Calls, Span] | None:
     """Return the sets and meshes with the least sum over stages of the slowest set's seconds; None if none fit."""
     least, best = math.inf, None
-    for sets in sorted(placements, key=len):
+    for sets in sorted(placements, key=lambda sets: len(sets)):
         sizes = set_sizes(cluster, len(sets))
         options = [
             [(size, found.seconds) for size in reversed(sizes) if (found := filler.best(calls, size)) is not None]
             for calls in sets
         ]
-        found = _best_sizes(options, cluster, least)
-        if found is not None:
-            least, best = found[0], dict(zip(sets, found[1], strict=True))
+        quicker = _best_sizes(options, cluster, least)
+        if quicker is not None:
+            least, best = quicker[0], dict(zip(sets, quicker[1], strict=True))
     return best
 
 

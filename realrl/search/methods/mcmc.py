@@ -47,10 +47,7 @@ def walked(
         AllocationError: neither of the two plans fits.
     """
     model, rng = problem.model, random.Random(seed)
-    try:
-        plan = real_heuristic(problem, seed)
-    except AllocationError:
-        plan = colocate(problem, seed)
+    plan = _first(problem, seed)
     best = plan
     first = period = least = model.period(plan)
     hot, cold = temperatures
@@ -66,6 +63,18 @@ def walked(
             if found < least and model.accepts(proposal):
                 best, least = proposal, found
     return best
+
+
+def _first(problem: Problem, seed: int) -> Plan:
+    refused: AllocationError | None = None
+    for place in (real_heuristic, colocate):
+        try:
+            return place(problem, seed)
+        except AllocationError as error:
+            refused = error
+    assert refused is not None
+    reason = f"method 'mcmc' has no plan to start from: {refused.message}"
+    raise AllocationError(reason, remedy=refused.remedy)
 
 
 def _proposal(problem: Problem, plan: Plan, rng: random.Random) -> Plan:

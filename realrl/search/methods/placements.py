@@ -1,7 +1,7 @@
 """Plans by rules: the placements and strategies of known systems, for any graph.
 
-Roles take part by what they do: the policy is the role that generates, see `realrl.plan.allocation.split_roles`. Where a
-system leaves a strategy open, the calls of a mesh get those with the least seconds that fit it together.
+Roles take part by what they do: the policy is the role that generates, see `realrl.plan.allocation.split_roles`. Where
+a system leaves a strategy open, the calls of a mesh get those with the least seconds that fit it together.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ def _halves(maker: Maker) -> Plan:
     """Return the plan with the two groups of `split_roles` on a half of the devices each, alone on all of them."""
     assert maker.problem.graph is not None
     parts = [part for part in split_roles(maker.problem.graph, maker.problem.heads) if part]
-    meshes = divide_cluster(maker.cluster, len(parts))
+    try:
+        meshes = divide_cluster(maker.cluster, len(parts))
+    except AllocationError as error:
+        raise AllocationError(f"method '{maker.name}': {error.message}", remedy=error.remedy) from None
     spans: list[Span] = [(mesh.ranks[0], mesh.ranks[-1] + 1) for mesh in meshes]
     return maker.on({maker.of_roles(part): span for part, span in zip(parts, spans, strict=True)})
 

@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from realrl.plan.pipeline import Computation, StepKind, inference, one_f_one_b
+from realrl.plan.pipeline import Computation, StepKind, orders_of
 from realrl.sim.costs.collectives import LinearCost
 from realrl.sim.costs.flops import LOGIT_BYTES, Array, StageWork, Window
 from realrl.sim.hardware import Device
@@ -130,8 +130,7 @@ class _Order:
 
 @lru_cache(maxsize=256)
 def _order_of(n_stages: int, n_micro_batches: int, *, trains: bool) -> _Order:
-    schedule = (one_f_one_b if trains else inference)(n_stages, n_micro_batches)
-    lists = [[step for step in steps if not step.kind.is_message] for steps in schedule]
+    lists = orders_of(n_stages, n_micro_batches, trains=trains)
     place: dict[Computation, int] = {}
     for steps in lists:
         for step in steps:

@@ -3,7 +3,7 @@
 from realrl.graph.build import build_graph, topological_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Cluster
-from realrl.search.fast import Model, Price, flow_of
+from realrl.search.fast import Model, Moved, Price, flow_of
 from realrl.search.problem import Problem, fitting
 from realrl.search.space import RoleSpace, choices_of, pin_from
 from tests.sim.costs.models import small
@@ -88,10 +88,10 @@ class Formulas:
             return Price(seconds, own // part + states, own * (1 if choice.checkpoints else 3))
         if choice.offloads:
             return Price(seconds, 0, own + own // 4)
-        return Price(seconds, own, own // 4, copies=own)
+        return Price(seconds, own, own // 4)
 
     def move(self, calls, source, target, relation):
-        return 0.3 if relation == "apart" else 0.1
+        return Moved(0.3 if relation == "apart" else 0.1, SIZE // (target.tp * target.pp))
 
 
 def posed(mfcs=None, cluster=None, *, capacity=1e9, pins=None, backend="native", heads=None, model=None):
@@ -110,7 +110,7 @@ def posed(mfcs=None, cluster=None, *, capacity=1e9, pins=None, backend="native",
         for number, name in enumerate(flow.names)
     ]
     known = {name: "none" if name in weightless else "lm" for name in names}
-    known |= {name: "value" for name in names if "critic" in name} | {name: "reward" for name in ("reward", "cost")}
+    known |= {name: "value" for name in names if "critic" in name} | dict.fromkeys(("reward", "cost"), "reward")
     known = {name: head for name, head in known.items() if name in names}
     return Problem(
         found, choices, {flow.names.index(n): pin for n, pin in pinned.items()}, graph=graph, heads=heads or known
