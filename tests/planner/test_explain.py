@@ -86,7 +86,7 @@ def test_nearest_meshes_nest_with_those_of_other_calls():
     near = {what: change for what, change, _ in neighbours(found, request, "actor_train") if "devices" in what}
     assert near == {"fewer devices": "d2t2p2s@0:0-7", "more devices": "d8t2p2s@0-3"}
     near = {what: change for what, change, _ in neighbours(found, request, "ref_inf") if "devices" in what}
-    assert near == {"fewer devices": "d6t4p1s@4-6", "more devices": "d16t4p1s@0-7"}
+    assert near == {"fewer devices": "d6t4p1s@4-6", "more devices": "d12t4p1s@2-7"}
 
 
 def test_why_costs(request8, apart):
