@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realrl.cli.console import print_table
-from realrl.errors import UsageError, did_you_mean
+from realrl.errors import AllocationError, UsageError, did_you_mean
 from realrl.files import why_no_output, write_output
 
 if TYPE_CHECKING:
@@ -133,12 +133,13 @@ def answer(
         files: plans of files, from `check_questions`.
 
     Raises:
-        UsageError: a question names no place, or a method that has no plan here.
+        UsageError: a question names no place, or the page cannot be written.
     """
     from realrl.planner.compare import compare
     from realrl.planner.explain import explain, explain_call
     from realrl.planner.page.content import content_of
     from realrl.planner.why import why
+    from realrl.planner.words import sentence
 
     request, best = planned.request, planned.best
     if options.explain is not None:
@@ -146,8 +147,11 @@ def answer(
     for wanted in options.why:
         show(why(request, best, wanted, search=search))
     if options.compare is not None:
-        first, second = (files.get(name) or _plan_called(planned, name, options.seed) for name in options.compare)
-        show(compare(first, second))
+        try:
+            first, second = (files.get(name) or _plan_called(planned, name, options.seed) for name in options.compare)
+            show(compare(first, second))
+        except AllocationError as error:  # of a method that has no plan here
+            show([sentence(f"There is nothing to compare: {error.message}")])
     if options.page is not None:
         write_page(options.page, content_of(planned))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -186,13 +186,23 @@ def _places(found: Evaluated, request: Request, call: str) -> Iterator[tuple[str
     others = [s for s in strategies_of(now.mesh.n_devices, cluster, role) if s != now.strategy]
     for strategy in sorted(others, key=lambda s: (_distance(now.strategy, s), s.tp, s.pp))[:_OTHER_STRATEGIES]:
         yield "another strategy", Allocation(now.mesh, strategy)
+    others_meshes = [place.mesh for name, place in found.plan.allocations.items() if name != call]
     sizes = mesh_sizes(cluster)
-    smaller = max((n for n in sizes if n < now.mesh.n_devices), default=None)
-    larger = min((n for n in sizes if n > now.mesh.n_devices), default=None)
-    for what, n in (("fewer devices", smaller), ("more devices", larger)):
-        mesh = None if n is None else _mesh_near(cluster, now.mesh.ranks[0], n)
-        if mesh is not None:
-            yield what, Allocation(mesh, nearest_strategy(now.strategy, mesh.n_devices))
+    fewer = [n for n in reversed(sizes) if n < now.mesh.n_devices]
+    more = [n for n in sizes if n > now.mesh.n_devices]
+    for what, numbers in (("fewer devices", fewer), ("more devices", more)):
+        meshes = [mesh for n in numbers if (mesh := _mesh_near(cluster, now.mesh.ranks[0], n)) is not None]
+        cut = now.strategy.tp * now.strategy.pp
+        # the rules of meshes leave the nearest one out more often than not
+        nearest = min(
+            meshes, key=lambda mesh: (not _nests(mesh, others_meshes), mesh.n_devices % cut > 0), default=None
+        )
+        if nearest is not None:
+            yield what, Allocation(nearest, nearest_strategy(now.strategy, nearest.n_devices))
+
+
+def _nests(mesh: DeviceMesh, others: Iterable[DeviceMesh]) -> bool:
+    return all(not mesh.overlaps(one) or mesh.contains(one) or one.contains(mesh) for one in others)
 
 
 def _distance(a: ParallelStrategy, b: ParallelStrategy) -> float:

@@ -3,6 +3,8 @@
 import pytest
 
 from realrl import cli
+from realrl.errors import AllocationError
+from realrl.search.methods import METHODS, Method
 
 TWO = ("preset=tiny", "cluster.n_devices_per_node=2", "n_seqs=16")
 
@@ -50,6 +52,16 @@ def test_every_call_is_explained(capsys):
     assert "Why these places" in told
     for name in ("actor_gen", "rew_inf", "ref_inf", "critic_inf", "actor_train", "critic_train"):
         assert name in told.partition("Why these places")[2]
+
+
+def test_a_method_without_a_plan(capsys, monkeypatch):
+    def place(problem, seed):
+        raise AllocationError("method 'split' has no plan that fits")
+
+    monkeypatch.setitem(METHODS, "split", Method("split", "", "", place))
+    told = plan(capsys, "--compare", "best", "split")
+    assert "There is nothing to compare: method 'split' has no plan that fits." in told
+    assert "what bounds the period" in plan(capsys, "--compare", "best", "data").partition("What differs")[2]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Words about a plan: why a call is where it is, why it is not elsewhere, and two plans side by side."""
 
+from dataclasses import replace
+
 import pytest
 
 from realrl.errors import AllocationError, UsageError
@@ -74,6 +76,17 @@ def test_a_call_is_explained_with_its_neighbours(request8, apart):
     planned = {change for _, change, _ in neighbours(apart, request8, "critic_train")}
     assert planned == {row[1] for row in places.rows}
     assert "d4t1p1@0:4-7" not in planned
+
+
+def test_nearest_meshes_nest_with_those_of_other_calls():
+    request = request_for("n_seqs=256", devices=64)
+    settings = everywhere(request, "d64@0-7")
+    places = {**settings.allocations, "actor_train": "d4t2p2s@0-1", "critic_train": "d16@2-3", "ref_inf": "d8t4s@4-7"}
+    found = evaluate(request, replace(settings, allocations=places))
+    near = {what: change for what, change, _ in neighbours(found, request, "actor_train") if "devices" in what}
+    assert near == {"fewer devices": "d2t2p2s@0:0-7", "more devices": "d8t2p2s@0-3"}
+    near = {what: change for what, change, _ in neighbours(found, request, "ref_inf") if "devices" in what}
+    assert near == {"fewer devices": "d6t4p1s@4-6", "more devices": "d12t4p1s@2-7"}
 
 
 def test_why_costs(request8, apart):
