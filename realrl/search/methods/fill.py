@@ -12,6 +12,7 @@ Invariants of `Filler.best`:
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -202,6 +203,8 @@ class Filler:
         if home is not None:
             found = model.move(move, home, choice.strategy, "same")
             return found.seconds, found.n_bytes
+        if choice.n_devices == model.cluster.n_devices:
+            return math.inf, sys.maxsize  # there is no other mesh
         is_in_node = choice.n_devices < model.cluster.n_devices_per_node
         found = model.move(move, ParallelStrategy(), choice.strategy, "beside" if is_in_node else "apart")
         return 0.0, found.n_bytes
