@@ -113,9 +113,8 @@ def main() -> None:
             than = "" if best is None else f", {best} {case.methods[best]:.3f} s"
             mark = "  BETTER THAN THE SEARCH" if best and case.methods[best] < case.alone * (1 - 1e-9) else ""
             print(f"{case.text}: search {case.alone:.3f} s, then {case.together:.3f} s{than}{mark}", flush=True)
-    print(
-        f"\n{len(cases)} cases with a plan\n| method | has a plan | best method | better than the search | behind the search |"
-    )
+    print(f"\n{len(cases)} cases with a plan\n")
+    print("| method | has a plan | best method | better than the search | behind the search |")
     print("|---|---|---|---|---|")
     for name in METHODS:
         own = [case for case in cases if name in case.methods]
