@@ -8,7 +8,9 @@ those that share devices, and at least their areas over the devices of any mesh.
 
 A call that is quick takes many devices, and cannot be cheap for both of the last facts. So what is known of calls that
 are not decided is the least of weighted sums, ``share * cycle + (1 - share) * areas / devices``; the largest over cycles
-and shares counts.
+and shares counts. What roles keep fits into the memory of all devices, and of those of each mesh: so bytes may be added
+as seconds, at any weight, if as much is taken away for the memory that there is. A choice cannot be quick and take
+little memory at once.
 
 Invariants:
     - the bound of a partial plan is at most the period of every plan that completes it;
@@ -19,19 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from realrl.search.fast import Model
 from realrl.search.forest import Forest
-from realrl.search.options import Option
+from realrl.search.options import Array, Option
 from realrl.search.space import Choice
 
-Array = npt.NDArray[np.float64]
-
-_SHARES = np.linspace(0.0, 1.0, 17)
+_SHARES, _FEW_SHARES = np.linspace(0.0, 1.0, 17), np.linspace(0.0, 1.0, 5)
 
 
 class Bounds:
@@ -40,54 +40,60 @@ class Bounds:
     Args:
         options: of each call, one for each size.
         order: calls in the order in which they are decided.
+        weights: seconds for which a byte counts that is kept on a device; 0 is the first.
     """
 
-    def __init__(self, model: Model, options: Sequence[Sequence[Option]], order: Sequence[int]) -> None:
-        self._cycles, self._n_devices = model.flow.cycles, model.cluster.n_devices
-        self._options, self._order = options, order
+    def __init__(self, model: Model, options: Sequence[Sequence[Option]], order: Sequence[int], weights: Array) -> None:
+        self._cycles, self._n_devices, self._capacity = model.flow.cycles, model.cluster.n_devices, model.capacity
+        self._options, self._order, self._weights = options, order, weights
         lags = np.array([cycle.lag for cycle in self._cycles], dtype=float)
         calls = range(len(options))
         self._on, self._between = (
             np.array([[call in getattr(cycle, name) for cycle in self._cycles] for call in calls]) / lags
             for name in ("calls", "between")
         )
+        self._rows: dict[Option, Array] = {}
 
     # ------------------------------------------------------------ weighted sums
 
     @cached_property
-    def _per_second(self) -> Array:
-        """Row of each call's seconds, over cycles and shares."""
-        return _spread(self._on, _SHARES)
+    def _terms(self) -> tuple[Array, Array, Array]:
+        """Weights of seconds [calls, terms], of device-seconds [calls, terms], and of bytes on devices [terms].
 
-    @cached_property
-    def _per_area(self) -> Array:
-        """Row of each call's device-seconds."""
-        areas = _spread(self._between, _SHARES) + _spread(np.ones_like(self._between), 1 - _SHARES)
-        shares: Array = areas / self._n_devices
-        return shares
+        There is a term for each cycle, share and weight of bytes; with bytes, fewer shares.
+        """
+        shares = np.concatenate([_SHARES, np.repeat(_FEW_SHARES, len(self._weights) - 1)])
+        weights = np.concatenate([0.0 * _SHARES, np.tile(self._weights[1:], len(_FEW_SHARES))])
+        per_second = _spread(self._on, shares)
+        per_area = _spread(self._between, shares) + _spread(np.ones_like(self._between), 1 - shares)
+        return per_second, per_area / self._n_devices, np.tile(weights, len(self._cycles))
 
-    def row(self, call: int, seconds: float, n_devices: int) -> Array:
-        """Return the terms of seconds that a call spends on so many devices."""
-        row: Array = seconds * (self._per_second[call] + n_devices * self._per_area[call])
+    def row(self, call: int, n_devices: int, seconds: float, kept: int) -> Array:
+        """Return the terms of a call that takes seconds, and keeps bytes on each device of its mesh."""
+        per_second, per_area, per_byte = self._terms
+        row: Array = seconds * (per_second[call] + n_devices * per_area[call])
+        if kept:
+            row += (kept * n_devices / self._n_devices) * per_byte
         return row
 
-    @cached_property
-    def rows(self) -> list[Array]:
-        """For each call, the terms of each size."""
-        return [
-            np.stack([self.row(call, one.seconds, one.n_devices) for one in found])
-            for call, found in enumerate(self._options)
-        ]
+    def row_of(self, call: int, option: Option) -> Array:
+        """Return the least terms of an option."""
+        if option.choice is not None:
+            return self.row(call, option.n_devices, option.seconds, option.kept)
+        if option not in self._rows:
+            self._rows[option] = np.min([self.row_of(call, part) for part in option.parts], axis=0)
+        return self._rows[option]
 
     @cached_property
     def least(self) -> list[Array]:
         """For each call, the least terms of any choice."""
-        return [rows.min(axis=0) for rows in self.rows]
+        return [np.min([self.row_of(call, one) for one in some], axis=0) for call, some in enumerate(self._options)]
 
-    def of_sizes(self, call: int, rest: Array) -> list[float]:
-        """Return the bound for each size of a call; `rest` are the terms of all other calls."""
-        found: Any = (self.rows[call] + rest).max(axis=1)
-        return list(found.tolist())
+    def of(self, rows: Array) -> Any:
+        """Return the bound that the sums of all calls' terms prove; [..., terms]."""
+        _, _, per_byte = self._terms
+        room = per_byte * self._capacity if self._capacity < np.inf else 0.0
+        return (rows - room).max(axis=-1)
 
     # ------------------------------------------------------------ meshes
 
@@ -108,16 +114,25 @@ class Bounds:
             (self._on[list(self._order[:n])], self._between[list(self._order[:n])]) for n in range(len(self._order) + 1)
         ]
 
-    def of_meshes(self, forest: Forest, vertices: Sequence[int], seconds: Array) -> float:
+    def of_meshes(
+        self, forest: Forest, vertices: Sequence[int], options: Sequence[Option], moved: Sequence[float]
+    ) -> float:
         """Return the bound that follows from which meshes share devices.
 
         Args:
-            vertices, seconds: of the decided calls, in the order.
+            vertices, options, moved: of the decided calls, in the order; the seconds of moves.
         """
-        parts = forest.cover.take(vertices, axis=1) * seconds
+        cover = forest.cover.take(vertices, axis=1)
+        weighed = np.array([option.weighed for option in options]) + np.array(moved)[:, None]  # [calls, weights]
         on, between = self._decided[len(vertices)]
-        around = parts @ between + (seconds @ on + self._seconds_ahead[len(vertices)])
-        return max(float(parts.sum(axis=1).max()), float(around.max()))
+        seconds = weighed[:, 0]
+        around = (cover * seconds) @ between + (seconds @ on + self._seconds_ahead[len(vertices)])
+        loads = cover @ weighed
+        if len(self._weights) > 1:
+            used = np.array([option.used for option in options])
+            room = self._capacity - ((cover == 1.0) * used).max(axis=1)
+            loads -= room[:, None] * self._weights
+        return max(float(loads.max()), float(around.max()))
 
 
 def _spread(weights: Array, shares: Array) -> Array:
@@ -137,9 +152,10 @@ def undominated(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Cho
             and price.used <= against.used
         )
 
-    is_home, kept = model.flow.homes[call] == call, list[Choice]()
+    is_home, kept = model.flow.homes[call] == call, dict[int, list[Choice]]()
     fastest_first = sorted(choices, key=lambda choice: (model.price(call, choice).seconds, choice.order))
     for choice in fastest_first:
-        if not any(beats(other, choice) for other in kept if other.n_devices == choice.n_devices):
-            kept.append(choice)
-    return tuple(sorted(kept, key=lambda choice: choice.order))
+        alike = kept.setdefault(choice.n_devices, [])
+        if not any(beats(other, choice) for other in alike):
+            alike.append(choice)
+    return tuple(sorted(chain.from_iterable(kept.values()), key=lambda choice: choice.order))

@@ -16,7 +16,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from realrl.errors import AllocationError
 from realrl.search.bound import Bounds
 from realrl.search.fast import Move, Moved, Placed
 from realrl.search.forest import Forest
-from realrl.search.options import Option, options_of
+from realrl.search.options import Option, byte_weights, options_of
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan, Runners
 from realrl.search.walk import Walk
@@ -32,6 +33,7 @@ from realrl.search.walk import Walk
 _CLOSE = 1.0 - 1e-12  # a bound may exceed what it proves by rounding
 _TICK = 32  # expansions between two reports
 _MOST_OPEN = 400_000  # partial plans that are kept; of more, those with the greatest bounds are given up
+_DIVE = 200  # expansions of a partial plan and of what comes of it, once for every `_TICK` of the best ones
 _MOST_FORESTS = 20_000
 
 
@@ -43,7 +45,8 @@ class Found:
         plan: the best plan so far, by call; None if none was found.
         period: its seconds of a step.
         bound: no plan has a shorter period.
-        others: runners-up and their periods, best first; any two plans differ in more than micro-batches.
+        others: runners-up and their periods, best first; any two plans differ in more than micro-batches. Whether
+            `Model.accepts` them was not asked.
         n_expanded: partial plans of which something more was decided.
         n_evaluated: whole plans whose period was computed.
         is_done: True if the search has ended.
@@ -96,18 +99,19 @@ def search(problem: Problem, *, seed: int = 1, starts: Iterable[Plan] = ()) -> I
 class _Search:
     def __init__(self, problem: Problem) -> None:
         self._problem, self._model, self.runners = problem, problem.model, Runners()
-        self._options = [options_of(problem.model, call, found) for call, found in enumerate(problem.choices)]
+        weights = byte_weights(problem.model, problem.choices)
+        self._options = [options_of(problem.model, c, found, weights) for c, found in enumerate(problem.choices)]
         areas = [min(option.seconds * option.n_devices for option in found) for found in self._options]
         calls = range(len(areas))
         self._order = sorted(calls, key=lambda c: (not self._is_placed(c), -areas[c], c))
         self._number = {call: number for number, call in enumerate(self._order)}
         self._has_pins = any(map(self._is_placed, calls))
-        self.bounds = Bounds(problem.model, self._options, self._order)
+        self.bounds = Bounds(problem.model, self._options, self._order, weights)
         self._room = problem.model.capacity * problem.model.cluster.n_devices
         kept = [min(option.kept * option.n_devices for option in self._options[call]) for call in self._order]
         self._kept_ahead = [sum(kept[n:]) for n in range(len(kept) + 1)]
         self._floor = math.inf  # least bound of partial plans that were given up
-        self._proven = float(sum(self.bounds.least).max())
+        self._proven = float(self.bounds.of(sum(self.bounds.least)))
         self._open: list[tuple[float, int, _Node]] = []
         self._n_pushed = self._n_expanded = self._n_evaluated = 0
         self._placements = lru_cache(maxsize=_MOST_FORESTS)(lambda forest, size: tuple(forest.placed(size)))
@@ -123,54 +127,53 @@ class _Search:
         return Found(best, period, min(self._proven, period), self.runners.others, self._n_expanded, n, is_done)
 
     def run(self) -> Iterator[Found]:
-        """Decide more of partial plans, the most promising one first; while there is no whole plan, go on down."""
-        node: _Node | None = _Node(self._proven, Forest.of(self._model.cluster), (), ())
-        while node is not None:
-            is_better = False
-            children = []
-            for child in self._children(node):
-                if all(option.choice is not None for option in child.options) and len(child.options) == len(
-                    self._order
-                ):
-                    is_better |= self._evaluate(child)
-                else:
-                    children.append(child)
-            self._n_expanded += 1
-            node = self._next(children)
-            least = min(self._floor, self._open[0][0] if self._open else math.inf, node.bound if node else math.inf)
-            self._proven = max(self._proven, min(least, self.runners.period))
-            if is_better or self._n_expanded % _TICK == 0:
+        """Decide more of partial plans, the most promising one first; complete one of them now and then."""
+        n_popped = 0
+        self._push([_Node(self._proven, Forest.of(self._model.cluster), (), ())])
+        while self._open and self._open[0][0] < self._limit:
+            dive = [heappop(self._open)[2]]
+            n_left = _DIVE if n_popped % _TICK == 0 else 1
+            n_popped += 1
+            while dive and n_left and not (is_better := self._expand(dive)):
+                n_left -= 1
+            self._push(dive)
+            self._proven = max(self._proven, min(self._floor, self._open[0][0] if self._open else math.inf))
+            if is_better or n_popped % _TICK == 0:
                 yield self.found()
         if self.runners.best[0] is None:
             raise AllocationError(
                 f"no plan fits a cluster with {self._model.cluster}",
                 remedy="Use more devices, smaller models, or pins that leave more room.",
             )
-        yield self.found(is_done=math.isinf(self._floor))
+        self._proven = max(self._proven, self._floor)
+        yield self.found(is_done=self._floor >= self._limit)
 
     @property
     def _limit(self) -> float:
         return self.runners.period * _CLOSE
 
-    def _next(self, children: list[_Node]) -> _Node | None:
-        """Return the best partial plan; the best of the children as long as there is no whole plan."""
-        best = None
-        if math.isinf(self.runners.period):
-            best = min(children, key=lambda child: child.bound, default=None)
-        for child in children:
-            if child is not best and child.bound < self._limit:
+    def _expand(self, stack: list[_Node]) -> bool:
+        """Put what comes of the last partial plan in its place, the best one last; return True for a better plan."""
+        children = list(self._children(stack.pop()))
+        self._n_expanded += 1
+        whole = [child for child in children if self._is_whole(child)]
+        is_better = any([self._evaluate(child) for child in whole])
+        stack += sorted((c for c in children if not self._is_whole(c)), key=lambda child: -child.bound)
+        return is_better
+
+    def _is_whole(self, node: _Node) -> bool:
+        return len(node.options) == len(self._order) and all(option.choice is not None for option in node.options)
+
+    def _push(self, nodes: Sequence[_Node]) -> None:
+        """Keep partial plans for later; give the worst ones up if they are too many."""
+        for node in nodes:
+            if node.bound < self._limit:
                 self._n_pushed += 1
-                heappush(self._open, (child.bound, -self._n_pushed, child))
-        if best is None and self._open and self._open[0][0] < self._limit:
-            best = heappop(self._open)[2]
-        if best is None:
-            self._open.clear()
+                heappush(self._open, (node.bound, -self._n_pushed, node))
         if len(self._open) > _MOST_OPEN:
             self._open.sort()
+            self._floor = min(self._floor, self._open[_MOST_OPEN // 2][0])
             del self._open[_MOST_OPEN // 2 :]
-            self._floor = min(self._floor, self._open[-1][0])
-            heapify(self._open)
-        return best
 
     # ------------------------------------------------------------ branches
 
@@ -181,10 +184,10 @@ class _Search:
     def _placed(self, node: _Node) -> Iterator[_Node]:
         """Yield a partial plan with its next call on a mesh of every size, on every arrangement."""
         depth = len(node.vertices)
-        call, least = self._order[depth], self.bounds.least
-        rest = sum(self.bounds.row(c, o.seconds, o.n_devices) for c, o in zip(self._order, node.options, strict=False))
-        rest = rest + sum(least[other] for other in self._order[depth + 1 :])
-        for option, bound in zip(self._options[call], self.bounds.of_sizes(call, rest), strict=True):
+        call, bounds = self._order[depth], self.bounds
+        rest = self._terms_of(node) + sum(bounds.least[other] for other in self._order[depth + 1 :])
+        found = bounds.of(np.array([bounds.row_of(call, option) for option in self._options[call]]) + rest)
+        for option, bound in zip(self._options[call], found.tolist(), strict=True):
             if bound >= self._limit:
                 continue
             options = (*node.options, option)
@@ -200,25 +203,32 @@ class _Search:
         """Yield a partial plan with the strategies of one call; of which all are decided, with its choices."""
         open_ones = [place for place, option in enumerate(node.options) if option.parts]
         place = min(open_ones, key=lambda place: (node.options[place].strategy is not None, place))
-        for part in node.options[place].parts:
+        call, parts = self._order[place], node.options[place].parts
+        rest = self._terms_of(node) - self.bounds.row_of(call, node.options[place])
+        found = self.bounds.of(np.array([self.bounds.row_of(call, part) for part in parts]) + rest)
+        for part, bound in zip(parts, found.tolist(), strict=True):
             options = (*node.options[:place], part, *node.options[place + 1 :])
-            child = self._checked(node.bound, node.forest, node.vertices, options)
+            child = self._checked(max(node.bound, bound * _CLOSE), node.forest, node.vertices, options)
             if child is not None:
                 yield child
+
+    def _terms_of(self, node: _Node) -> Any:
+        """Return the sum of the terms of all decided calls; 0 if there are none."""
+        return sum(self.bounds.row_of(call, one) for call, one in zip(self._order, node.options, strict=False))
 
     def _checked(
         self, bound: float, forest: Forest, vertices: tuple[int, ...], options: tuple[Option, ...]
     ) -> _Node | None:
         """Return a partial plan; None if it does not fit the devices, or is not better than the best plan."""
-        seconds, used = [option.seconds for option in options], [option.used for option in options]
+        brought, used = [0.0] * len(options), [option.used for option in options]
         for move, moved in self._moves(forest, vertices, options):
             owner = self._number[move.owner]
-            seconds[owner] += moved.seconds
+            brought[owner] += moved.seconds
             if move.owner == move.target:
                 used[owner] += moved.n_bytes
         if not self._fits(forest, vertices, options, used):
             return None
-        bound = max(bound, self.bounds.of_meshes(forest, vertices, np.array(seconds)))
+        bound = max(bound, self.bounds.of_meshes(forest, vertices, options, brought))
         return _Node(bound, forest, vertices, options) if bound < self._limit else None
 
     def _fits(
@@ -267,4 +277,5 @@ class _Search:
             return False
         self._n_evaluated += 1
         period = self._model.period(plan, limit=self.runners.limit)
-        return period < self.runners.limit and self._model.accepts(plan) and self.runners.offer(plan, period)
+        is_asked = period < self.runners.period
+        return (not is_asked or self._model.accepts(plan)) and self.runners.offer(plan, period)

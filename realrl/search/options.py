@@ -8,12 +8,29 @@ holds for each of them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.search.fast import Model
 from realrl.search.space import Choice
+
+Array = npt.NDArray[np.float64]
+
+_WEIGHTS = np.array([0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0])
+
+
+def byte_weights(model: Model, choices: Sequence[Sequence[Choice]]) -> Array:
+    """Return weights of a byte at which all memory of a device counts as much as a step, more or less; the first is 0."""
+    if math.isinf(model.capacity):
+        return _WEIGHTS[:1]
+    areas = [min(model.price(c, one).seconds * one.n_devices for one in some) for c, some in enumerate(choices)]
+    weights: Array = _WEIGHTS * (sum(areas) / model.cluster.n_devices / max(model.capacity, 1.0))
+    return weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +39,7 @@ class Option:
 
     Attributes:
         seconds, kept, used: least values of `Price`; nothing is kept by a call that is no home.
+        weighed: least of seconds and kept bytes together, for each weight of a byte.
         strategy: None if it is open.
         choice: None if it is open.
         parts: options that leave less open, the fastest first; none if there is one choice alone.
@@ -31,19 +49,25 @@ class Option:
     seconds: float
     kept: int
     used: int
+    weighed: Array
     strategy: ParallelStrategy | None
     choice: Choice | None = None
     parts: tuple[Option, ...] = ()
 
 
-def options_of(model: Model, call: int, choices: Iterable[Choice]) -> tuple[Option, ...]:
-    """Return an option for each size of mesh that some choice of a call has, ascending."""
+def options_of(model: Model, call: int, choices: Iterable[Choice], weights: Array) -> tuple[Option, ...]:
+    """Return an option for each size of mesh that some choice of a call has, ascending.
+
+    Args:
+        weights: seconds for which a byte counts that is kept on a device.
+    """
     is_home = model.flow.homes[call] == call
     single = []
     for choice in choices:
         price = model.price(call, choice)
         kept = price.kept if is_home else 0
-        single.append(Option(choice.n_devices, price.seconds, kept, price.used, choice.strategy, choice))
+        weighed = price.seconds + weights * kept
+        single.append(Option(choice.n_devices, price.seconds, kept, price.used, weighed, choice.strategy, choice))
     by_strategy = _joined(single, lambda option: option.strategy)
     return tuple(sorted(_joined(by_strategy, lambda option: option.n_devices), key=lambda option: option.n_devices))
 
@@ -63,6 +87,7 @@ def _join(parts: Sequence[Option]) -> Option:
         min(part.seconds for part in parts),
         min(part.kept for part in parts),
         min(part.used for part in parts),
+        np.min([part.weighed for part in parts], axis=0),
         parts[0].strategy if len(strategies) == 1 else None,
         parts=tuple(sorted(parts, key=lambda part: part.seconds)),
     )

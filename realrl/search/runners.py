@@ -21,6 +21,8 @@ class Runners:
     def offer(self, plan: Plan, period: float) -> bool:
         """Take a plan if it is one of the best so far; return True if it is the best."""
         is_best = period < self.period
+        if period >= self.limit:
+            return False
         key = tuple([Placed(placed.span, replace(placed.choice, n_mbs=None)) for placed in plan])
         if key not in self._found or period < self._found[key][0]:
             self._found.pop(key, None)

@@ -13,6 +13,7 @@ import numpy as np
 
 from realrl.search.bound import Bounds, undominated
 from realrl.search.fast import Placed, Span, relation
+from realrl.search.options import Array
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
 from realrl.search.space import Choice
@@ -22,6 +23,7 @@ Score = tuple[float, float]  # bytes that are lacking, seconds of a step
 _N_MEASURES = 3
 _N_STARTS = 3  # given plans from which to walk
 _MOST_TRIED = 100  # places and choices of one call that are evaluated, the most promising ones
+_MOST_ASKED = 3  # plans of a step that are asked about, if better ones are not accepted
 _TICK = 50  # evaluations between two reports
 
 
@@ -39,12 +41,7 @@ class Walk:
         self._random = random.Random(seed)
         self._calls = range(len(problem.choices))
         self._choices = [undominated(self._model, call, problem.choices[call]) for call in self._calls]
-        self._rows = [
-            np.stack(
-                [bounds.row(call, self._model.price(call, one).seconds, one.n_devices) for one in self._choices[call]]
-            )
-            for call in self._calls
-        ]
+        self._rows = [np.stack([self._row(call, one) for one in self._choices[call]]) for call in self._calls]
         self._plan: Plan | None = None  # where a walk is
         self._score: Score = (math.inf, math.inf)
 
@@ -57,7 +54,7 @@ class Walk:
         known: list[tuple[float, Plan]] = []
         for plan in starts:
             score = self._score_of(plan)
-            if not score[0]:
+            if not score[0] and self._model.accepts(plan):
                 known.append((score[1], plan))
                 yield plan, score[1]
         known.sort(key=lambda one: one[0])
@@ -81,22 +78,21 @@ class Walk:
         while is_moving:
             is_moving = False
             for call in self._random.sample(self._calls, len(self._calls)):
-                before = self._score
-                for _ in self._try(self._changed(call)):
-                    yield None, math.inf
-                if self._score < before:
+                better: list[tuple[Score, int, Plan]] = []
+                for number, plan in enumerate(self._changed(call)):
+                    limit = better[0][0] if len(better) == _MOST_ASKED else self._score
+                    score = self._score_of(plan, limit)
+                    if score < limit:
+                        better = sorted([*better, (score, number, plan)], reverse=True)[-_MOST_ASKED:]
+                    if self.n_evaluated % _TICK == 0:
+                        yield None, math.inf
+                while better and not (better[-1][0][0] or self._model.accepts(better[-1][2])):
+                    better.pop()
+                if better:
                     is_moving = True
+                    self._score, _, self._plan = better[-1]
                     if not self._score[0]:
                         yield self._plan, self._score[1]
-
-    def _try(self, plans: Iterable[Plan]) -> Iterator[None]:
-        """Take the best of plans, if it is better than where the walk is; yield now and then."""
-        for plan in plans:
-            found = self._score_of(plan, self._score)
-            if found < self._score:
-                self._plan, self._score = plan, found
-            if self.n_evaluated % _TICK == 0:
-                yield
 
     def _score_of(self, plan: Plan, against: Score = (math.inf, math.inf)) -> Score:
         """Return the score of a plan; moves, which take long to price, count if it is better than `against` without."""
@@ -108,8 +104,7 @@ class Walk:
         quick = self._model.period(plan, moves=False, limit=limit)
         if quick >= limit:
             return 0.0, quick
-        period = self._model.period(plan, limit=limit)
-        return (0.0, period) if period >= limit or self._model.accepts(plan) else (math.inf, 0.0)
+        return 0.0, self._model.period(plan, limit=limit)
 
     # ------------------------------------------------------------ steps
 
@@ -117,14 +112,9 @@ class Walk:
         """Yield plans that differ in one call, the most promising ones first."""
         plan = self._plan
         assert plan is not None
-        bounds, others = self._bounds, [placed.span for c, placed in enumerate(plan) if c != call]
-        rows = [
-            bounds.row(other, self._model.price(other, placed.choice).seconds, placed.choice.n_devices)
-            for other, placed in enumerate(plan)
-            if other != call
-        ]
-        rest = sum(rows, 0.0 * bounds.least[call])
-        limits = (self._rows[call] + rest).max(axis=1).tolist()
+        others = [placed.span for c, placed in enumerate(plan) if c != call]
+        rest = sum(self._row(other, placed.choice) for other, placed in enumerate(plan) if other != call)
+        limits = self._bounds.of(self._rows[call] + rest).tolist()
         n_tried = 0
         for number in sorted(range(len(limits)), key=lambda number: (limits[number], number)):
             if n_tried > _MOST_TRIED or (not self._score[0] and limits[number] >= self._score[1]):
@@ -133,6 +123,11 @@ class Walk:
             for span in self._places(others, call, choice.n_devices):
                 n_tried += 1
                 yield (*plan[:call], Placed(span, choice), *plan[call + 1 :])
+
+    def _row(self, call: int, choice: Choice) -> Array:
+        price = self._model.price(call, choice)
+        kept = price.kept if self._model.flow.homes[call] == call else 0
+        return self._bounds.row(call, choice.n_devices, price.seconds, kept)
 
     def _places(self, others: Sequence[Span], call: int, size: int) -> list[Span]:
         """Return places of a mesh that begin or end where another one does, or with the cluster."""

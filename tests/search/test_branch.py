@@ -15,7 +15,7 @@ from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.search.bound import Bounds
 from realrl.search import branch
 from realrl.search.branch import search
-from realrl.search.options import options_of
+from realrl.search.options import byte_weights, options_of
 from realrl.search.space import Choice, Pin, mesh_at
 from realrl.search.walk import Walk
 from tests.search.problems import all_plans, posed, problem
@@ -110,8 +110,9 @@ def test_walks_alone_find_most_of_the_best():
     n_best = n_found = 0
     for seed in range(20):
         found = problem(650_000 + seed, n_calls=2)
-        options = [options_of(found.model, call, some) for call, some in enumerate(found.choices)]
-        searching = Walk(found, Bounds(found.model, options, range(len(options))), seed=1)
+        weights = byte_weights(found.model, found.choices)
+        options = [options_of(found.model, call, some, weights) for call, some in enumerate(found.choices)]
+        searching = Walk(found, Bounds(found.model, options, range(len(options)), weights), seed=1)
         made = [period for plan, period in searching.run(8) if plan is not None]
         if made:
             n_found += 1
