@@ -7,10 +7,11 @@ the steps that the cycle spans, fit into the period; calls that must all run bet
 those that share devices, and at least their areas over the devices of any mesh.
 
 A call that is quick takes many devices, and cannot be cheap for both of the last facts. So what is known of calls that
-are not decided is the least of weighted sums, ``share * cycle + (1 - share) * areas / devices``; the largest over cycles
-and shares counts. What roles keep fits into the memory of all devices, and of those of each mesh: so bytes may be added
-as seconds, at any weight, if as much is taken away for the memory that there is. A choice cannot be quick and take
-little memory at once.
+are not decided is the least of weighted sums, ``share * cycle + (1 - share) * areas / devices``; the largest over all
+cycles and shares counts.
+
+What roles keep fits into the memory of all devices, and of those of each mesh. So bytes may be added as seconds, at any
+weight, if as much is taken away for the memory that there is: a choice cannot be quick and take little memory at once.
 
 Invariants:
     - the bound of a partial plan is at most the period of every plan that completes it;
@@ -89,7 +90,7 @@ class Bounds:
         """For each call, the least terms of any choice."""
         return [np.min([self.row_of(call, one) for one in some], axis=0) for call, some in enumerate(self._options)]
 
-    def of(self, rows: Array) -> Any:
+    def of(self, rows: Any) -> Any:
         """Return the bound that the sums of all calls' terms prove; [..., terms]."""
         _, _, per_byte = self._terms
         room = per_byte * self._capacity if self._capacity < np.inf else 0.0

@@ -5,7 +5,7 @@
                       ──► one call's strategies ──► ... ──► one call's choices ──► ... ──► whole plans
 
 Invariants of `search`:
-    - periods that it yields fall, bounds rise, and a bound is at most the period of every plan of its choices that fits;
+    - periods that it yields fall, bounds rise, and no plan of its choices that fits has a shorter period than a bound;
     - when it ends, the last plan is the best one, and its bound is its period;
     - equal input and seed give equal results.
 """
@@ -154,11 +154,15 @@ class _Search:
 
     def _expand(self, stack: list[_Node]) -> bool:
         """Put what comes of the last partial plan in its place, the best one last; return True for a better plan."""
-        children = list(self._children(stack.pop()))
+        children = self._children(stack.pop())
         self._n_expanded += 1
-        whole = [child for child in children if self._is_whole(child)]
-        is_better = any([self._evaluate(child) for child in whole])
-        stack += sorted((c for c in children if not self._is_whole(c)), key=lambda child: -child.bound)
+        is_better, partial = False, list[_Node]()
+        for child in children:
+            if self._is_whole(child):
+                is_better |= self._evaluate(child)
+            else:
+                partial.append(child)
+        stack += sorted(partial, key=lambda child: -child.bound)
         return is_better
 
     def _is_whole(self, node: _Node) -> bool:

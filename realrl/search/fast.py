@@ -55,8 +55,8 @@ class Move:
 class Cycle:
     """Calls that wait for each other around, over so many steps.
 
-    Once around takes at least the seconds of the calls. On top come those of calls `between` two of them, which have to run
-    after the one and before the other: of all that share a device.
+    Once around takes at least the seconds of the calls. On top come those of calls `between` two of them, which have to
+    run after the one and before the other: of all that share a device.
     """
 
     calls: tuple[int, ...]

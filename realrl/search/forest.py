@@ -60,7 +60,7 @@ class Forest:
 
     @cached_property
     def on_leaves(self) -> npt.NDArray[np.bool_]:
-        """For each vertex that contains no other, the vertices that contain it, itself included; bool [leaves, vertices]."""
+        """Vertices that contain each of those that contain no other, these included; bool [leaves, vertices]."""
         inner = set(self.parents)
         leaves = [vertex for vertex in range(len(self.sizes)) if vertex not in inner]
         covers: npt.NDArray[np.bool_] = self.cover[leaves] == 1.0

@@ -82,7 +82,7 @@ def _sums(values: Array, parts: Matrix, n_parts: int) -> Array:
     """Add up values of ranks by node and part."""
     n_nodes = len(parts)
     place = (np.arange(n_nodes)[:, None] * (n_parts + 1) + parts + 1).ravel()
-    found: Array = np.bincount(place, weights=values.ravel(), minlength=n_nodes * (n_parts + 1))
+    found = np.bincount(place, weights=values.ravel(), minlength=n_nodes * (n_parts + 1)).astype(np.float64)
     return found.reshape(n_nodes, n_parts + 1)[:, 1:]
 
 

@@ -25,7 +25,7 @@ _WEIGHTS = np.array([0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0])
 
 
 def byte_weights(model: Model, choices: Sequence[Sequence[Choice]]) -> Array:
-    """Return weights of a byte at which all memory of a device counts as much as a step, more or less; the first is 0."""
+    """Return weights of a byte, at which a device's memory counts about as much as a step; the first is 0."""
     if math.isinf(model.capacity):
         return _WEIGHTS[:1]
     areas = [min(model.price(c, one).seconds * one.n_devices for one in some) for c, some in enumerate(choices)]

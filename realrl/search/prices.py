@@ -160,7 +160,7 @@ class CostPrices:
         return self._seconds[key]
 
     def _requests_of(self, call: ScheduledCall, sizes: Mapping[str, SampleSizes]) -> Mapping[int, RunCall]:
-        """Return the request of each rank; by the usual protocol, of the first rank of each replica, alike for any pp."""
+        """Return the requests of ranks; by the usual protocol, of each replica's first one, alike for any tp and pp."""
         strategy, is_usual = call.allocation.strategy, call.mfc.protocol == DEFAULT_PROTOCOL
         is_usual &= call.hooks.home is not None
         ids = [*sizes]

@@ -1,4 +1,4 @@
-"""Searches to be made: the choices of every call that fit a device, what the user has decided, and the model of costs."""
+"""Searches to be made: the choices of every call that fit a device, what the user has decided, and their costs."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def pose(
         roles: all roles.
         pins: call -> what the user has decided.
         kernels: the machine's kernels; those of CUDA by default.
-        accepts: has the last word on a plan that would be the best, such as its exact memory; by default none is refused.
+        accepts: has the last word on a plan that would be the best, for example on its exact memory.
 
     Raises:
-        AllocationError: a call has no choice that fits a device; a pin breaks a rule, or two pins contradict each other.
+        AllocationError: no choice of a call fits a device, a pin breaks a rule, or two pins contradict each other.
     """
     graph, cluster, pins = workload.graph, workload.cluster, pins or {}
     flow = flow_of(graph, weightless=[name for name, role in roles.items() if role.model is None])

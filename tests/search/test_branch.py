@@ -12,8 +12,8 @@ import pytest
 
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
-from realrl.search.bound import Bounds
 from realrl.search import branch
+from realrl.search.bound import Bounds
 from realrl.search.branch import search
 from realrl.search.options import byte_weights, options_of
 from realrl.search.space import Choice, Pin, mesh_at

@@ -79,7 +79,7 @@ def test_pins_that_cannot_be(pins, message):
 
 
 def test_a_pin_of_a_call_that_is_not_there():
-    with pytest.raises(GraphError, match="there is no call 'trian'.*"):
+    with pytest.raises(GraphError, match="there is no call 'trian'"):
         posed({"trian": "d4"})
 
 
