@@ -12,6 +12,7 @@ Invariants of `Filler.best`:
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -89,6 +90,7 @@ class Filler:
     moves_count: bool = True
     _filled: dict[tuple[tuple[int, ...], int], Filled | None] = field(default_factory=dict)
     _fastest: dict[tuple[int, int], list[tuple[Price, Choice]]] = field(default_factory=dict)
+    _of_role: dict[tuple[tuple[int, ...], int, float], list[_Option]] = field(default_factory=dict)
 
     def best(self, calls: tuple[int, ...], size: int) -> Filled | None:
         """Return the best choices of calls that share a mesh of so many devices; None if none fit."""
@@ -145,19 +147,22 @@ class Filler:
 
     def _options(self, calls: Sequence[int], size: int, limit: float) -> list[list[_Option]]:
         """Return for each role its choices that use at most `limit` bytes, those that keep more only if quicker."""
-        homes = self.problem.model.flow.homes
         by_role: dict[str, list[int]] = {}
         for call in calls:
             by_role.setdefault(self.mfcs[call].role, []).append(call)
         found = []
         for own in by_role.values():
-            home = homes[own[0]]
-            if home in own:
-                rest = [call for call in own if call != home]
-                found.append(_undominated(self._at_home(home, rest, size, limit)))
-            else:
-                found.append(self._option(own, size, limit, None))
+            key = tuple(own), size, limit
+            if key not in self._of_role:
+                self._of_role[key] = self._role_options(own, size, limit)
+            found.append(self._of_role[key])
         return found
+
+    def _role_options(self, own: Sequence[int], size: int, limit: float) -> list[_Option]:
+        home = self.problem.model.flow.homes[own[0]]
+        if home not in own:
+            return self._option(own, size, limit, None)
+        return _undominated(self._at_home(home, [call for call in own if call != home], size, limit))
 
     def _at_home(self, home: int, rest: Sequence[int], size: int, limit: float) -> Iterator[_Option]:
         for price, choice in self.fastest(home, size):
@@ -202,6 +207,8 @@ class Filler:
         if home is not None:
             found = model.move(move, home, choice.strategy, "same")
             return found.seconds, found.n_bytes
+        if choice.n_devices == model.cluster.n_devices:
+            return math.inf, sys.maxsize  # there is no other mesh
         is_in_node = choice.n_devices < model.cluster.n_devices_per_node
         found = model.move(move, ParallelStrategy(), choice.strategy, "beside" if is_in_node else "apart")
         return 0.0, found.n_bytes

@@ -141,8 +141,9 @@ class Maker:
             for call in calls:
                 if not filler.fastest(call, size):
                     return AllocationError(
-                        f"method '{self.name}' has no strategy for call '{names[call]}' on {size} devices",
-                        remedy="Use another method, or a pin that fits this one.",
+                        f"method '{self.name}' has no strategy for call '{names[call]}' on {size} devices that its "
+                        "samples and the memory of a device allow",
+                        remedy="Use another method, more devices, or a pin that fits this one.",
                         call=names[call],
                     )
             spelled = ", ".join(names[call] for call in calls)
