@@ -85,7 +85,10 @@ def problem_of(options: argparse.Namespace) -> Problem:
     capacity = MARGIN * hardware.device.memory_bytes
     model = Model(flow_of(graph), CostPrices(workload, hardware, capacity=capacity), cluster, capacity)
     stages = (0, 1) if options.wide else (1,)
-    roles = {role: RoleSpace(one, zero_stages=stages, offloads=(False, True) if options.wide else (False,)) for role, one in models.items()}
+    roles = {
+        role: RoleSpace(one, zero_stages=stages, offloads=(False, True) if options.wide else (False,))
+        for role, one in models.items()
+    }
     choices = []
     for call, mfc in enumerate(topological_calls(graph)):
         found = choices_of(graph, mfc.name, roles, cluster)

@@ -58,9 +58,7 @@ def cut_to_fit(plan: RunPlan, place: Place) -> RunPlan:
     return plan
 
 
-def _next(
-    role: str, cuts: Mapping[str, Cut], place: Place, count: _Count
-) -> tuple[int, str, Cut, RunPlan] | None:
+def _next(role: str, cuts: Mapping[str, Cut], place: Place, count: _Count) -> tuple[int, str, Cut, RunPlan] | None:
     """Return the least further cut of a role that is legal: bytes that devices lack then, and the plan."""
     for cut in _further(cuts[role], count.node_size):
         try:

@@ -82,7 +82,7 @@ def longest_rows(config: RunConfig, kind: DatasetKind) -> RowLengths:
     """Return the largest numbers of tokens that the configuration allows for a row of the dataset."""
     n_sequences = 2 if kind in (DatasetKind.PREFERENCE_PAIR, DatasetKind.UNPAIRED) else 1
     n_tokens = config.dataset.max_prompt_tokens + config.dataset.max_answer_tokens
-    return RowLengths([config.dataset.max_prompt_tokens], [n_sequences * n_tokens], [n_tokens])
+    return RowLengths([config.dataset.max_prompt_tokens], [n_sequences * n_tokens], [n_tokens], n_sequences)
 
 
 def memory_model(plan: RunPlan, kernels: Kernels, *, on_cpu: bool) -> MemoryModel:

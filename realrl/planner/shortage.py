@@ -107,7 +107,9 @@ def find_shortage(request: Request, machines: Mapping[str, Hardware]) -> Shortag
     )
     with_room = (name for n_bytes, name in larger if _has_room(replace(tight, memory_bytes=int(n_bytes))))
     changes = (
-        words for words, change in _changes(request) if _has_room(_tight(replace(request, config=change(request.config))))
+        words
+        for words, change in _changes(request)
+        if _has_room(_tight(replace(request, config=change(request.config))))
     )
     return Shortage(request.capacity, needs, _fewest_nodes(tight), next(with_room, None), next(changes, ()))
 
@@ -312,7 +314,5 @@ def _with_models(config: RunConfig, names: Sequence[str], key: str, value: Any) 
         if key in type(section).model_fields:
             models[name] = section.model_copy(update={key: value})
         else:
-            models[name] = section.model_copy(
-                update={"optimizer": section.optimizer.model_copy(update={key: value})}
-            )
+            models[name] = section.model_copy(update={"optimizer": section.optimizer.model_copy(update={key: value})})
     return config.model_copy(update={"models": models})

@@ -15,14 +15,14 @@ import numpy as np
 from realrl.graph.mfc import InterfaceType
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.backends import BACKENDS
-from realrl.plan.memory.buffers import FLOAT32
+from realrl.plan.memory.buffers import FLOAT32, ROW_BYTES
 from realrl.plan.memory.cuts import CutModel, PartKind
 from realrl.plan.memory.formulas import (
     Kernels,
+    forward_bytes,
     generation_bytes,
-    inference_activations,
     local_shape,
-    training_activations,
+    training_bytes,
 )
 from realrl.plan.memory.load import Load
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
@@ -39,7 +39,7 @@ class Kept:
     """Bytes of one role on one rank of its home.
 
     `gathered` counts parameters that the rank gets from others while it computes, where the backend divides them;
-    `saving` those that a save gathers at a time; `copied` what the rank copies for a checkpoint, if its dp_rank is 0.
+    `published` and `host_gradients` are those of `OptimizerBytes`; `saving` those that a save gathers at a time; `copied` what the rank copies for a checkpoint, if its dp_rank is 0.
     """
 
     parameters: int
@@ -50,6 +50,8 @@ class Kept:
     host: int
     largest: int
     gathered: int
+    published: int
+    host_gradients: int
     saving: int
     copied: int
 
@@ -154,11 +156,13 @@ class RoleBytes:
         share = min((part.parameters for part in parts), default=1.0)
         parameters = math.ceil(n_bytes * share)
         elements = [n_elements for _, n_elements in trained]
-        if role.is_trained:
-            saving = max(saving, gathered_state(elements, sharing))
-        copied = 0
-        if self._saves.is_staged or self._saves.is_repeated or not self.has_own_memory or saving:
-            copied = state_copies(role.model, elements) + masters + (kind.copies if role.is_changed else 0)
+        gathers_state = gathered_state(elements, sharing) if role.is_trained else 0
+        # what the last save finds in host memory stays where it is
+        is_copied = self._saves.is_staged or self._saves.is_repeated or not self.has_own_memory
+        copied = state_copies(role.model, elements) if is_copied or gathers_state else 0
+        copied += masters if is_copied else 0
+        copied += kind.copies if role.is_changed and (is_copied or saving) else 0
+        saving = max(saving, gathers_state)
         return Kept(
             parameters=parameters if role.is_trained else n_bytes + masters,
             optimizer=0 if role.offloads_optimizer else state,
@@ -168,6 +172,8 @@ class RoleBytes:
             host=state + sum(part.host for part in parts) if role.offloads_optimizer else 0,
             largest=FLOAT32 * largest,
             gathered=n_bytes - parameters,
+            published=sum(part.published for part in parts),
+            host_gradients=sum(part.host_gradients for part in parts),
             saving=saving,
             copied=copied,
         )
@@ -192,26 +198,20 @@ class RoleBytes:
                 prefill_tokens=load.prefill_tokens,
                 kernels=kernels,
             )
-            return Usage(copies=made.weights, cache=made.cache, activations=made.activations)
+            activations = made.activations + ROW_BYTES * load.n_held
+            return Usage(copies=made.weights, cache=made.cache, activations=activations)
         if kind is InterfaceType.INFERENCE:
-            n_bytes = inference_activations(local, n_tokens=load.n_tokens, n_scored=load.n_scored, kernels=kernels)
-            return Usage(activations=n_bytes)
+            return Usage(activations=forward_bytes(local, load, kernels=kernels))
         n_in_flight, kept = training
         assert kept is not None
-        activations = training_activations(
-            local,
-            n_tokens=load.n_tokens,
-            n_scored=load.n_scored,
-            n_in_flight=n_in_flight,
-            accumulates=load.n_mbs > 1,
-            checkpointing=self.role.checkpoints_activations,
-            kernels=kernels,
-        )
+        checkpointing = self.role.checkpoints_activations
+        activations = training_bytes(local, load, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels)
         return _trained(kept, activations, load, dp=strategy.dp)
 
 
 def _trained(kept: Kept, activations: int, load: Load, *, dp: int) -> Usage:
-    """Return the largest usage of a train_step: when the backward passes begin, or when all gradients are there.
+    """Return the largest usage of a train_step: when the backward passes begin, when all gradients are
+    there, or when new parameters are gathered.
 
     With one micro-batch, gradients come as activations go, and the first moment has those of one parameter only.
     """
@@ -221,5 +221,6 @@ def _trained(kept: Kept, activations: int, load: Load, *, dp: int) -> Usage:
     moments = (
         Usage(gradients=early, copies=kept.gathered, activations=activations),
         Usage(gradients=all_gradients + flat, copies=kept.gathered),
+        Usage(gradients=all_gradients, copies=kept.gathered + kept.published),
     )
-    return max(moments, key=lambda usage: usage.total)
+    return max(moments, key=lambda usage: usage.total) + Usage(host=kept.host_gradients)

@@ -7,13 +7,13 @@ import math
 from realrl.graph.mfc import InterfaceType
 from realrl.plan.backends import BACKENDS
 from realrl.plan.hooks import Offload, Realloc
-from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, SAVE_STAGE
+from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, ROW_BYTES, SAVE_STAGE
 from realrl.plan.memory.formulas import (
     Kernels,
     generation_bytes,
-    inference_activations,
+    forward_bytes,
     local_shape,
-    training_activations,
+    training_bytes,
 )
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
 from realrl.plan.memory.plan import SAVE, Usage, layout_of
@@ -125,12 +125,16 @@ def _copies(roles, saves):
         layout = layout_of(role.model, role.home)
         own_memory = not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
         for rank in role.home.ranks:
-            needs_none = not saves.is_staged and not saves.is_repeated and own_memory and not _saving(role, rank)
-            if layout.coordinates_of(rank)[1] or needs_none:
+            if layout.coordinates_of(rank)[1]:
                 continue
-            found[rank] += state_copies(role.model, [n for _, n in _trained_sizes(role, layout, rank)])
-            found[rank] += _masters(role, layout.num_bytes_of(rank))
-            if role.is_changed:
+            copies_all = saves.is_staged or saves.is_repeated or not own_memory
+            sizes = [n for _, n in _trained_sizes(role, layout, rank)]
+            if copies_all or (role.is_trained and gathered_state(sizes, _sharing(role))):
+                found[rank] += state_copies(role.model, sizes)
+            if copies_all:
+                found[rank] += _masters(role, layout.num_bytes_of(rank))
+            gathers = gathered_model(layout.specs, layout.shard_of(rank), zero_stage=role.zero_stage)
+            if role.is_changed and (copies_all or gathers):
                 found[rank] += model_copies(role.model, layout.specs, layout.shard_of(rank))
     return found
 
@@ -176,17 +180,15 @@ def _computed(call, role, rank):
     if call.kind is InterfaceType.GENERATE:
         sizes = {name: getattr(load, name) for name in ("n_runs", "n_rows", "longest_row", "prefill_tokens")}
         made = generation_bytes(local, **sizes, kernels=kernels)
-        return Usage(copies=made.weights, cache=made.cache, activations=made.activations)
+        activations = made.activations + ROW_BYTES * load.n_held
+        return Usage(copies=made.weights, cache=made.cache, activations=activations)
     if call.kind is InterfaceType.INFERENCE:
-        n_bytes = inference_activations(local, n_tokens=load.n_tokens, n_scored=load.n_scored, kernels=kernels)
-        return Usage(activations=n_bytes)
+        return Usage(activations=forward_bytes(local, load, kernels=kernels))
     parts, n_bytes, kept = _state(role, rank)
-    activations = training_activations(
+    activations = training_bytes(
         local,
-        n_tokens=load.n_tokens,
-        n_scored=load.n_scored,
+        load,
         n_in_flight=min(strategy.pp - layout.coordinates_of(rank)[0], load.n_mbs),
-        accumulates=load.n_mbs > 1,
         checkpointing=role.checkpoints_activations,
         kernels=kernels,
     )
@@ -198,5 +200,7 @@ def _computed(call, role, rank):
     moments = (
         Usage(gradients=early, copies=n_bytes - kept, activations=activations),
         Usage(gradients=new + flat, copies=n_bytes - kept),
+        Usage(gradients=new, copies=n_bytes - kept + sum(part.published for part in parts)),
     )
-    return max(moments, key=lambda usage: usage.total)
+    on_host = Usage(host=sum(part.host_gradients for part in parts))
+    return max(moments, key=lambda usage: usage.total) + on_host

@@ -202,7 +202,7 @@ def test_micro_batches():
         return made.n_mbs, made.n_tokens
 
     assert tokens() == (1, 37)
-    assert tokens(n_mbs=2) == (2, 20)  # the longest row is not cut
+    assert tokens(n_mbs=2) == (2, 31)  # the longest rows may come together, and none is cut
     assert tokens(n_mbs=9) == (3, 20)  # no more than there are samples
     assert tokens(max_tokens_per_mb=25) == (2, 25)
     assert tokens(max_tokens_per_mb=5) == (2, 20)
