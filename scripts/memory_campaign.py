@@ -108,7 +108,8 @@ def draw_case(seed: int, number: int, folder: Path, backends: Sequence[str]) -> 
 def draw_model(rng: random.Random, model_type: str) -> dict[str, Any]:
     """Return the content of a config.json."""
     n_heads, head_dim = rng.choice([4, 8]), rng.choice([16, 32])
-    hidden, n_layers, vocabulary = n_heads * head_dim, rng.randint(2, 5), rng.choice([320, 1000, 2048, 4096])
+    hidden, n_layers = n_heads * head_dim, rng.randint(2, 5)
+    vocabulary = rng.choice([320, 1000, 2048, 32 * hidden])
     shared = {"model_type": model_type, "vocab_size": vocabulary, "eos_token_id": 256}
     if model_type == "gpt2":
         return shared | {"n_embd": hidden, "n_head": n_heads, "n_layer": n_layers, "n_positions": 2048}

@@ -133,7 +133,7 @@ def forward_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
     n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
     computed = inference_activations(local, n_tokens=load.n_tokens - n_again, n_scored=load.n_scored, kernels=kernels)
     again = unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=1, kernels=kernels)
-    return computed + again + ROW_BYTES * load.n_held
+    return computed + again + _messages(local, load.n_tokens - n_again) + ROW_BYTES * load.n_held
 
 
 def training_bytes(local: LocalShape, load: Load, *, n_in_flight: int, checkpointing: bool, kernels: Kernels) -> int:
@@ -150,7 +150,13 @@ def training_bytes(local: LocalShape, load: Load, *, n_in_flight: int, checkpoin
     )
     n_blocks = 1 if checkpointing else n_in_flight * len(local.layers)
     again = unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=n_blocks, kernels=kernels)
-    return computed + again + ROW_BYTES * load.n_held
+    return computed + again + _messages(local, load.n_tokens - n_again) + ROW_BYTES * load.n_held
+
+
+def _messages(local: LocalShape, n_tokens: int) -> int:
+    """Return the bytes of a micro-batch that comes from each neighbour in a pipeline."""
+    n_neighbours = (not local.has_embedding) + (not local.has_head)
+    return math.ceil(n_neighbours * n_tokens * local.hidden * local.element_bytes * local.row_share)
 
 
 def training_activations(
@@ -211,7 +217,8 @@ def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, ke
 def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_blocks: int, kernels: Kernels) -> int:
     """Return the bytes that tokens of common prompts take although they are computed once.
 
-    Every sequence has keys and values of its prompt of its own, and hidden states go to the head for all tokens.
+    Every sequence has keys and values of its prompt of its own; results of attention come in parts, which are joined;
+    and hidden states go to the head for all tokens.
 
     Args:
         n_tokens: tokens of the largest micro-batch.
@@ -222,7 +229,8 @@ def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_bl
         return 0
     attention_bytes = FLOAT32 if kernels.float_attention else local.element_bytes
     hidden = n_tokens * local.hidden * local.element_bytes if local.has_head else 0
-    return n_blocks * 2 * n_again * 2 * local.keys * attention_bytes + hidden
+    kept = 2 * n_again * 2 * local.keys + (n_tokens - n_again) * local.queries
+    return n_blocks * kept * attention_bytes + hidden
 
 
 def kept_by_block(local: LocalShape, layer: int, kernels: Kernels) -> float:

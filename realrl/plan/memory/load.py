@@ -17,6 +17,9 @@ from realrl.plan.samples.partition import default_n_mbs
 from realrl.plan.samples.prefixes import is_worth_sharing
 
 
+_WITH_END = ("reward_model",)  # interfaces that put an end-of-sequence token behind every sequence
+
+
 @dataclass(frozen=True)
 class RowLengths:
     """Tokens of the dataset's rows: of each prompt, and of all sequences of the row; the longest sequence of each.
@@ -81,7 +84,8 @@ def load_of(
     n_seqs = math.ceil(mfc.n_seqs / mfc.n_minibatches / dp)
     n_all = math.ceil(mfc.n_seqs / dp)
     n, new = (n_responses, generation.max_new_tokens) if n_responses else (rows.n_sequences, 0)
-    wholes = [n * (prompt + new) for prompt in rows.prompts] if n_responses else list(rows.rows)
+    end = n if mfc.interface.name in _WITH_END else 0
+    wholes = [n * (p + new) + end for p in rows.prompts] if n_responses else [row + end for row in rows.rows]
     n_held = _largest(wholes, n_all)
     if mfc.interface_type is InterfaceType.GENERATE:
         return _generation_load(n_seqs, rows, generation, n_responses, pp, n_held)
