@@ -153,6 +153,15 @@ def training_bytes(local: LocalShape, load: Load, *, n_in_flight: int, checkpoin
     return computed + again + _messages(local, load.n_tokens - n_again) + ROW_BYTES * load.n_held
 
 
+def last_block_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
+    """Return the bytes of a training pass in its last block, when gradients of all others are there."""
+    n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
+    block = max(
+        (kept_by_block(local, layer, kernels) + backward_of_block(local, layer) for layer in local.layers), default=0.0
+    )
+    return math.ceil((load.n_tokens - n_again) * block) + ROW_BYTES * load.n_held
+
+
 def _messages(local: LocalShape, n_tokens: int) -> int:
     """Return the bytes of a micro-batch that comes from each neighbour in a pipeline."""
     n_neighbours = (not local.has_embedding) + (not local.has_head)
@@ -210,7 +219,9 @@ def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, ke
     if local.vocabulary:
         logits = _logits_chunk(n_scored, local.vocabulary)
         head = 2 * n_tokens * h * b + n_scored * h * b + logits * b
-        moments.append(head + max(_softmax_floats(logits, kernels) // 2, _product_floats(logits, kernels)))
+        moments.append(
+            head + max(_softmax_floats(logits, kernels, with_entropy=False), _product_floats(logits, kernels))
+        )
     return math.ceil(max(moments, default=0.0))
 
 
@@ -304,7 +315,7 @@ def _backward_of_head(local: LocalShape, n_scored: int, accumulates: bool, kerne
     is_whole = chunk == n_scored * local.vocabulary
     logits = chunk * b * (1 if is_whole else 2) + _product_floats(chunk, kernels)
     weights = (weight * b if accumulates or b < FLOAT32 else 0) + (0 if is_whole else weight * FLOAT32)
-    return logits + weights + n_scored * local.hidden * b + _softmax_floats(chunk, kernels)
+    return logits + weights + n_scored * local.hidden * b + _softmax_floats(chunk, kernels, with_entropy=True)
 
 
 def _logits_chunk(n_scored: int, vocabulary: int) -> int:
@@ -312,10 +323,11 @@ def _logits_chunk(n_scored: int, vocabulary: int) -> int:
     return math.ceil(n_scored / n_chunks) * vocabulary
 
 
-def _softmax_floats(n_logits: int, kernels: Kernels) -> int:
-    """Return the bytes of float32 copies of logits: shifted, and exponentiated; one takes the other's place where no
-    entropy is wanted."""
-    return 2 * FLOAT32 * (n_logits if kernels.whole_logits else min(n_logits, LOGITS_BLOCK))
+def _softmax_floats(n_logits: int, kernels: Kernels, *, with_entropy: bool) -> int:
+    """Return the bytes of float32 copies of logits: shifted, and exponentiated; without entropy one takes the other's
+    place. A block lives until the next one is there."""
+    n_elements = n_logits if kernels.whole_logits else min(n_logits, 2 * LOGITS_BLOCK)
+    return (2 if with_entropy else 1) * FLOAT32 * n_elements
 
 
 def _product_floats(n_elements: int, kernels: Kernels) -> int:

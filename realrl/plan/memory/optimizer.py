@@ -108,7 +108,7 @@ def optimizer_bytes(
     published = 0
     if backend == "native" and zero_stage and dp > 1:
         bucket = min(n_elements, MASTERS_BUCKET + largest)
-        published = element_bytes * (bucket + _share(bucket, dp) + largest)
+        published = element_bytes * (bucket + _share(bucket, dp) + 2 * largest)
         published += element_bytes * divided if has_masters else 0
     return OptimizerBytes(
         published=published,

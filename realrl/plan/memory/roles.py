@@ -21,6 +21,7 @@ from realrl.plan.memory.formulas import (
     Kernels,
     forward_bytes,
     generation_bytes,
+    last_block_bytes,
     local_shape,
     training_bytes,
 )
@@ -206,20 +207,27 @@ class RoleBytes:
         assert kept is not None
         checkpointing = self.role.checkpoints_activations
         activations = training_bytes(local, load, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels)
-        return _trained(kept, activations, load, dp=strategy.dp)
+        late = last_block_bytes(local, load, kernels=kernels)
+        is_last = local.has_embedding and not model.tied_embeddings  # the embedding's gradient comes after all others
+        return _trained(kept, (activations, late), load, dp=strategy.dp, without=kept.largest if is_last else 0)
 
 
-def _trained(kept: Kept, activations: int, load: Load, *, dp: int) -> Usage:
-    """Return the largest usage of a train_step: when the backward passes begin, when all gradients are
-    there, or when new parameters are gathered.
+def _trained(kept: Kept, activations: tuple[int, int], load: Load, *, dp: int, without: int) -> Usage:
+    """Return the largest usage of a train_step: when the backward passes begin or reach the last block, when
+    all gradients are there, or when new parameters are gathered.
 
     With one micro-batch, gradients come as activations go, and the first moment has those of one parameter only.
+
+    Args:
+        activations: bytes at the first two of these moments.
+        without: bytes of gradients that are not there in the last block.
     """
     all_gradients = 0 if kept.holds_gradients else kept.gradients + kept.buffers
     early = all_gradients if load.n_mbs > 1 else min(all_gradients, kept.largest + kept.buffers)
     flat = reduction_bytes(kept.gradients, kept.largest, dp=dp)
     moments = (
-        Usage(gradients=early, copies=kept.gathered, activations=activations),
+        Usage(gradients=early, copies=kept.gathered, activations=activations[0]),
+        Usage(gradients=max(early, all_gradients - without), copies=kept.gathered, activations=activations[1]),
         Usage(gradients=all_gradients + flat, copies=kept.gathered),
         Usage(gradients=all_gradients, copies=kept.gathered + kept.published),
     )

@@ -11,6 +11,7 @@ from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, ROW_BYTES, SAVE_
 from realrl.plan.memory.formulas import (
     Kernels,
     generation_bytes,
+    last_block_bytes,
     forward_bytes,
     local_shape,
     training_bytes,
@@ -27,16 +28,17 @@ def counted(roles, calls, *, rows_bytes=0, runtime_bytes=None, saves=None):
     """Call or `SAVE` -> rank -> usage, as `MemoryModel.plan(...).calls`."""
     away, copies = _away(roles, calls), {} if saves is None else _copies(roles, saves)
     stays, runtime = copies if saves is not None and saves.is_repeated else {}, runtime_bytes or {}
+    leaving = {hook.role for call in calls for hook in call.hooks.after if isinstance(hook, Offload)}
     found = {}
     for call in calls:
         found[call.name] = {}
         for rank in call.allocation.ranks:
             own = _call(call, roles, rank)
             own += Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=stays.get(rank, 0))
-            usages = [_resident(roles, rank, absent) + own for absent in away[call.name]]
+            usages = [_resident(roles, rank, absent, leaving) + own for absent in away[call.name]]
             found[call.name][rank] = max(usages, key=lambda usage: usage.total)
     if saves is not None:
-        found[SAVE] = {rank: _save(roles, rank, away[SAVE]) for rank in copies}
+        found[SAVE] = {rank: _save(roles, rank, away[SAVE], leaving) for rank in copies}
         for rank, n_bytes in copies.items():
             staged = 2 * SAVE_STAGE if saves.is_staged else 0
             found[SAVE][rank] += Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=n_bytes + staged)
@@ -90,7 +92,7 @@ def _masters(role, n_bytes):
     return FLOAT32 * (n_bytes // DTYPE_BYTES[role.model.dtype]) if role.is_averaged else 0
 
 
-def _resident(roles, rank, absent):
+def _resident(roles, rank, absent, leaving):
     total = Usage()
     for name, role in roles.items():
         if rank not in role.home.ranks:
@@ -106,7 +108,8 @@ def _resident(roles, rank, absent):
         if name in absent:
             total += Usage(optimizer=optimizer, gradients=held, host=host + parameters)
         else:
-            total += Usage(parameters, optimizer, held, host=host)
+            has_copy = name in leaving and not role.is_changed
+            total += Usage(parameters, optimizer, held, host=host + (parameters if has_copy else 0))
     return total
 
 
@@ -139,37 +142,39 @@ def _copies(roles, saves):
     return found
 
 
-def _save(roles, rank, away):
+def _save(roles, rank, away, leaving):
     moments = []
     for absent in away:
         for name, role in roles.items():
             if rank in role.home.ranks:
                 there = absent - {name} if role.is_changed else absent
-                moments.append(_resident(roles, rank, there) + Usage(copies=_saving(role, rank)))
+                moments.append(_resident(roles, rank, there, leaving) + Usage(copies=_saving(role, rank)))
     return max(moments, key=lambda usage: usage.total)
 
 
 def _call(call, roles, rank):
-    found = Usage()
+    found = _computed(call, roles[call.role], rank) if call.role in roles else Usage()
+    new = messages = 0
     for hook in (*call.hooks.before, *call.hooks.after):
         if isinstance(hook, Realloc):
-            found += Usage(copies=_moved(hook, roles[hook.source], rank))
-    return found + _computed(call, roles[call.role], rank) if call.role in roles else found
+            more = _moved(hook, roles[hook.source], rank)
+            new, messages = new + more[0], messages + more[1]
+    return found + Usage(copies=new + max(0, messages - found.total))
 
 
 def _moved(hook, role, rank):
     source, target = (layout_of(role.model, one) for one in (hook.source_allocation, hook.target_allocation))
     plan = plan_realloc(source, target, node_of=hook.source_allocation.mesh.cluster.node_of)
     received, sent = ([t.num_bytes for t in found] for found in (plan.transfers_to(rank), plan.transfers_from(rank)))
-    n_bytes = sum(min(sum(one), 2 * REALLOC_BUCKET) for one in (received, sent))
+    messages, n_bytes = sum(min(sum(one), 2 * REALLOC_BUCKET) for one in (received, sent)), 0
     if hook.eta != 1.0:
-        n_bytes += min(plan.bytes_from_other_nodes(rank), REALLOC_BUCKET)
+        messages += min(plan.bytes_from_other_nodes(rank), REALLOC_BUCKET)
     if hook.is_implied and rank in target:
         n_bytes += target.num_bytes_of(rank)
         if not (role.is_trained and role.zero_stage == 3):
             may_move = not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
             n_bytes -= sum(keep.num_bytes for keep in plan.keeps(rank) if may_move or keep.is_whole_target)
-    return n_bytes
+    return n_bytes, messages
 
 
 def _computed(call, role, rank):
@@ -197,8 +202,11 @@ def _computed(call, role, rank):
     new = 0 if any(part.holds_gradients for part in parts) else gradients + buffers
     early = new if load.n_mbs > 1 else min(new, largest + buffers)
     flat = reduction_bytes(gradients, largest, dp=strategy.dp)
+    local_last = last_block_bytes(local, load, kernels=kernels)
+    without = largest if local.has_embedding and not role.model.tied_embeddings else 0
     moments = (
         Usage(gradients=early, copies=n_bytes - kept, activations=activations),
+        Usage(gradients=max(early, new - without), copies=n_bytes - kept, activations=local_last),
         Usage(gradients=new + flat, copies=n_bytes - kept),
         Usage(gradients=new, copies=n_bytes - kept + sum(part.published for part in parts)),
     )
