@@ -16,7 +16,7 @@ from realrl.experiment.evaluation import evaluation_experiment, plan_evaluation
 from realrl.experiment.models import role_config, role_configs, with_precision
 from realrl.experiment.registry import check_interface_name
 from realrl.experiment.run_plan import RunPlan
-from realrl.experiment.sizes import cut_to_fit
+from realrl.experiment.states import cut_to_fit
 from realrl.graph.build import build_graph, calls, dataset_keys, replace_calls, topological_calls
 from realrl.graph.mfc import MFCDef, OffloadHook
 from realrl.mesh.device_mesh import Allocation, Cluster

@@ -12,7 +12,6 @@ import multiprocessing as mp
 import os
 import threading
 import traceback
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +48,6 @@ from realrl.runtime.worker.model_worker import ModelWorker
 from realrl.runtime.worker.roles import role_tokenizer
 from realrl.sched.messages import Initialize, Reply, Request, RunCall, RunHooks, SaveCheckpoint, Shutdown
 from tests.helpers.live_memory import LiveMemory
-
 
 mp.set_forkserver_preload(
     ["torch.distributed", "torch._dynamo", "transformers.tokenization_utils_tokenizers", __name__]

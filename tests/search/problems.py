@@ -8,8 +8,8 @@ from realrl.errors import GraphError
 from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, ParamReallocHook
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy, legal_meshes
-from realrl.search.problem import Problem
 from realrl.search.fast import Model, Placed, Price, flow_of
+from realrl.search.problem import Problem
 from realrl.search.space import Choice, Pin, mesh_sizes
 
 KINDS = {"gen": InterfaceType.GENERATE, "inf": InterfaceType.INFERENCE, "train": InterfaceType.TRAIN_STEP}

@@ -279,7 +279,7 @@ def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     h, q, k, b = local.hidden, local.queries, local.keys, local.element_bytes
     moe, inner = local.model.moe, local.experts_inner(layer)
     width = 3 * local.inner if moe is None or not inner else moe.top_k * (2 * h + 3 * inner)
-    attention = 2 * h * b + (4 * q + 3 * k) * (FLOAT32 if kernels.float_attention else b)
+    attention = 2 * h * b + (5 * q + 3 * k) * (FLOAT32 if kernels.float_attention else b)
     gathered = h * b if local.row_share < 1 else 0  # rows come from other ranks, or their sums go there
     return max(attention, (3 * h + width) * b) + 2 * local.model.head_dim * b + gathered
 

@@ -16,7 +16,6 @@ from realrl.plan.memory.buffers import PREFILL_TOKENS
 from realrl.plan.samples.partition import default_n_mbs
 from realrl.plan.samples.prefixes import is_worth_sharing
 
-
 _WITH_END = ("reward_model",)  # interfaces that put an end-of-sequence token behind every sequence
 
 

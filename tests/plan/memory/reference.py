@@ -10,9 +10,9 @@ from realrl.plan.hooks import Offload, Realloc
 from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, ROW_BYTES, SAVE_STAGE
 from realrl.plan.memory.formulas import (
     Kernels,
+    forward_bytes,
     generation_bytes,
     last_block_bytes,
-    forward_bytes,
     local_shape,
     training_bytes,
 )
