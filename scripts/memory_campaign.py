@@ -8,8 +8,8 @@ allocation for each of its calls, and settings of training and generation are dr
 All tensors that operations return are counted while they live. Prompts of a case are nearly as long as each other, and
 responses as long as allowed, because the plan is of the worst case.
 
-The plan must be at least what was counted, and at most 1.3 times as much, in every call on every rank. The exit code is
-1 if it is not, or if a run fails.
+The plan must be at least what was counted, and at most 1.3 times as much, in every call on every rank; 1.5 times in a
+save, of which the collectives may hold one bucket more. The exit code is 1 if it is not, or if a run fails.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from realrl.plan.memory.plan import SAVE, show_bytes  # noqa: E402
 from tests.helpers.counted_runs import Counted, count_run  # noqa: E402
 
 LOWEST, HIGHEST = 1.0, 1.3
+HIGHEST_OF_SAVES = 1.5  # the collectives may hold one more bucket, which is as large as a model of this size
 EXPERIMENTS = {"ppo": 8, "grpo": 5, "sft": 4, "dpo": 3, "rw": 2, "kto": 1, "ppo_ref_ema": 2, "remax": 1}  # -> weight
 MODELS: dict[str, dict[str, Any]] = {  # model_type -> what config.json has beside the sizes
     "llama": {},
@@ -262,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"case {n_cases - 1 if case is None else case.number} failed: {failure}", flush=True)
             n_wrong += 1
             continue
-        wrong = [one for one in found if not LOWEST <= one.ratio <= HIGHEST]
+        wrong = [one for one in found if not LOWEST <= one.ratio <= (HIGHEST_OF_SAVES if one.call == SAVE else HIGHEST)]
         if wrong:
             n_wrong += 1
             print(f"case {case.number}: {case.words}", flush=True)
@@ -277,9 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fullest = max(found, key=lambda one: (one.planned, one.rank))
         ratios.setdefault("fullest device", []).append(fullest.planned / max(one.counted for one in found))
     for kind, values in sorted(ratios.items()):
-        print(
-            f"{kind:15} {len(values):6} planned / counted: {min(values):.3f} to {max(values):.3f}, median {median(values):.3f}"
-        )
+        spread = f"{min(values):.3f} to {max(values):.3f}, median {median(values):.3f}"
+        print(f"{kind:15} {len(values):6} planned / counted: {spread}")
     print(f"{n_cases} cases, {n_wrong} out of {LOWEST} to {HIGHEST} or failed, {time.monotonic() - start_s:.0f} s")
     return 1 if n_wrong else 0
 

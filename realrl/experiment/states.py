@@ -221,7 +221,7 @@ class _Count:
         raise AllocationError(
             f"allocation.mode={plan.config.allocation.mode} finds no room: device {rank} needs {show_bytes(needs)} in "
             f"{call}, with models cut as far as that helps, and has {show_bytes(self._capacity)}",
-            remedy=f"Set {' or '.join(_savings(plan, call))}, or use more devices; realrl doctor counts what that saves.",
+            remedy=f"Set {' or '.join(_savings(plan, call))}, or use more devices. realrl doctor counts what it saves.",
             call=call,
         )
 

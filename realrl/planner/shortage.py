@@ -78,8 +78,8 @@ class Shortage:
         remedy = f"Use {', or '.join(ways)}." if ways else "Use smaller models or shorter texts."
         needs = "; ".join(map(str, self.needs))
         return AllocationError(
-            f"no plan fits: it may use {show_bytes(self.capacity)} of a device, and of the fullest one the roles take at "
-            f"least: {needs}",
+            f"no plan fits: it may use {show_bytes(self.capacity)} of a device, and of the fullest one the roles take "
+            f"at least: {needs}",
             remedy=remedy,
             call=self.needs[0].call if self.needs else None,
         )

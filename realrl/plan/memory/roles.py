@@ -40,7 +40,8 @@ class Kept:
     """Bytes of one role on one rank of its home.
 
     `gathered` counts parameters that the rank gets from others while it computes, where the backend divides them;
-    `published` and `host_gradients` are those of `OptimizerBytes`; `saving` those that a save gathers at a time; `copied` what the rank copies for a checkpoint, if its dp_rank is 0.
+    `published` and `host_gradients` are those of `OptimizerBytes`; `saving` those that a save gathers at a time;
+    `copied` what the rank copies for a checkpoint, if its dp_rank is 0.
     """
 
     parameters: int
