@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from realrl.cli.machines import settled_for
+from realrl.cli.plan_questions import add_page, check_page, write_page
 from realrl.cli.simulate_view import print_comparison, print_figures, print_recovery
 from realrl.errors import ConfigError, UsageError
 from realrl.files import read_input
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from realrl.config.schema import RunConfig
     from realrl.experiment.declaration import Experiment
     from realrl.experiment.run_plan import RunPlan
+    from realrl.planner.page.render import PageContent
     from realrl.sched.events import RankSpan
     from realrl.sched.master.master_plan import MasterPlan
     from realrl.sim.cluster import SimulatedRun
@@ -28,7 +31,14 @@ DEFAULT_STEPS = 5
 _METRICS, _TRACE, _CONFIG = "metrics.jsonl", "trace.json", "config.json"
 _SAME = ("precision", "n_seqs", "n_mbs", "max_tokens_per_mb", "dataset", "models", "generation", "algorithm", "calls",
          "allocation", "cluster")  # fmt: skip
-_MAY_DIFFER = ("allocation.overlap", "cluster.worker_timeout_s", "cluster.collective_timeout_s", "cluster.master_port")
+_MAY_DIFFER = (
+    "allocation.overlap",
+    "cluster.worker_timeout_s",
+    "cluster.collective_timeout_s",
+    "cluster.master_port",
+    "cluster.hardware",
+    "cluster.device_memory_gb",
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--slow", metavar="RANK=FACTOR", action="append", default=[], help="a device that takes FACTOR times as long")
     add("--kill", metavar="RANK@SECONDS", action="append", default=[], help="a worker dies; the run recovers from it")
     add("--out", metavar="DIR", help="write metrics.jsonl and trace.json there, as a run would")
+    add_page(parser)
 
 
 def read_recording(folder: str) -> Recording:
@@ -208,6 +219,19 @@ def _durations_of(
     return durations, draw, (named, *assumed)
 
 
+def _page_of(plan: RunPlan, run: SimulatedRun, options: argparse.Namespace, notes: Sequence[str]) -> PageContent:
+    """Return what a page tells of a run; a replay has no machine that is described, and so no memory."""
+    from realrl.doctor.memory import machine_kernels
+    from realrl.planner.modelled import hardware_for
+    from realrl.planner.page.content import memory_of
+    from realrl.planner.page.render import PageContent
+
+    if options.against is not None and options.hardware is None:
+        return PageContent(plan, run, (f"with the durations of {options.against}", *notes))
+    memory = memory_of(plan, hardware_for(plan.config, options.hardware), machine_kernels)
+    return PageContent(plan, run, notes, memory)
+
+
 def simulate_run(
     experiment: Experiment,
     config: RunConfig,
@@ -223,7 +247,6 @@ def simulate_run(
     Raises:
         UsageError: an option cannot be used.
     """
-    from realrl.profiler.hardware_files import named_hardware
     from realrl.sim.cluster import simulate
     from realrl.sim.durations import slowed
     from realrl.sim.replay import dropped_shares
@@ -231,13 +254,11 @@ def simulate_run(
 
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps {options.steps}: at least one step is needed")
+    check_page(options.page)
     recording = None if options.against is None else read_recording(options.against)
     steps = options.steps or (DEFAULT_STEPS if recording is None else max(recording.metrics))
-    changes: dict[str, object] = {"steps": steps}
-    if options.hardware is not None and config.cluster.device == "auto":
-        device = named_hardware(options.hardware).device.kind
-        changes["cluster"] = config.cluster.model_copy(update={"device": device})
-    plan, master_plan = make_plan(experiment, config.model_copy(update=changes))
+    config = settled_for(config.model_copy(update={"steps": steps}), options.hardware)
+    plan, master_plan = make_plan(experiment, config)
     slow, kill = parse_slow(options.slow, plan.n_workers), parse_kill(options.kill, plan.n_workers)
     if recording is not None:
         refuse_other_run(recording, config, master_plan)
@@ -259,6 +280,8 @@ def simulate_run(
         print("no step was completed")
         return 1
     print_figures(figures_of(last), last)
+    if options.page is not None:
+        write_page(options.page, _page_of(plan, last, options, notes))
     if recording is not None and not slow and not kill:
         print_comparison(compare(last, recording.metrics, recording.spans, str(recording.folder)))
     return 0

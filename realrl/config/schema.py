@@ -139,8 +139,8 @@ class AllocationConfig(Section):
 
     mode: str = key(
         "data",
-        "data, tensor, pipeline, split, standalone, heuristic, auto (planned as by realrl plan), manual (all in calls), "
-        "or a strategy for all calls, such as d2t2; allocation=X is short for it",
+        "data, tensor, pipeline, split, standalone, heuristic, auto (as realrl plan finds), manual (all in calls), or "
+        "a strategy for all calls, such as d2t2; allocation=X is short for it",
         min_length=1,
     )
     calls: dict[str, str] = key(

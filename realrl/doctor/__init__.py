@@ -95,7 +95,7 @@ class Report:
 
 def examine(run: RunUnderCheck) -> Report:
     """Run all checks and plan the memory; problems become findings, not exceptions."""
-    findings = list(run_checks(_BEFORE_MEMORY, run))
+    findings = list(run_checks(_BEFORE_MEMORY, run, run.left_out))
     broken = {finding.check for finding in findings if finding.status in (Status.PROBLEM, Status.SKIPPED)}
     rows = longest_rows(run.config, run.kind) if "dataset" in broken else row_lengths(run.dataset)
     memory, capacity, better = None, run.device_memory_bytes or 0, tuple[Alternative, ...]()
@@ -123,7 +123,7 @@ def examine(run: RunUnderCheck) -> Report:
         is_shared = device.type == "cpu" and run.device_memory_bytes is None
         findings.append(replace(_verdict(most, capacity, better, is_shared=is_shared), check="memory"))
     if not any(finding.status is Status.PROBLEM for finding in findings):
-        findings += run_checks((Check("start", check_start),), run)
+        findings += run_checks((Check("start", check_start),), run, run.left_out)
     return Report(
         findings=tuple(findings),
         memory=memory,

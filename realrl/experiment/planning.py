@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from realrl.plan.modes import SIZED_MODES, Cut
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.layout import parameter_layout
 from realrl.plan.protocols import CallLayout, slices_of
+from realrl.shape import DecoderConfig
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -128,19 +130,27 @@ def _with_rank_orders(
         strategy = allocation.strategy
         if roles[mfc.role].head == "none" or home == allocation or strategy.tp == strategy.pp == 1:
             continue
-        from realrl.plan.parameters.rank_order import order_for  # brings numpy, which few runs need to be planned
-
         try:
             model = role_config(config, mfc.role, roles[mfc.role])
             assert model is not None
-            source = parameter_layout(parameter_specs(model), home.strategy, home.ranks)
-            order = order_for(source, strategy, allocation.ranks, node_of=allocation.mesh.cluster.node_of)
-            best = dataclasses.replace(allocation, order=order)
+            best = _in_best_order(model, home, allocation)
             slices_of(mfc.protocol, CallLayout(best, home, mfc.balanced_dp))
         except (AssetError, AllocationError):
             continue
         ordered[mfc.name] = best
     return ordered
+
+
+@functools.lru_cache(maxsize=512)  # a search asks for the same layouts again and again
+def _in_best_order(model: DecoderConfig, home: Allocation, allocation: Allocation) -> Allocation:
+    from realrl.plan.parameters.rank_order import order_for  # brings numpy, which few runs need to be planned
+
+    source, node_of = (
+        parameter_layout(parameter_specs(model), home.strategy, home.ranks),
+        allocation.mesh.cluster.node_of,
+    )
+    order = order_for(source, allocation.strategy, allocation.ranks, node_of=node_of)
+    return dataclasses.replace(allocation, order=order)
 
 
 def _offloading_calls(graph: nx.DiGraph, config: RunConfig, roles: Mapping[str, Role]) -> list[MFCDef]:

@@ -37,7 +37,7 @@ from realrl.plan.modes import Cut, mode_allocations, named_in, pieces_of, power_
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.shards import check_tp
 from realrl.plan.parameters.specs import ParameterSpec
-from realrl.plan.parameters.stages import stages_of
+from realrl.plan.parameters.stages import stage_layers, stages_of
 from realrl.plan.protocols import CallLayout, slices_of
 from realrl.shape import DecoderConfig
 
@@ -206,14 +206,13 @@ def check_shapes(graph: nx.DiGraph, allocations: Mapping[str, Allocation], shape
         AllocationError: tp does not divide the heads, or pp exceeds the layers; names the call and the nearest strategy
             for its mesh that the model and the call's samples allow.
     """
-    specs_of = {role: parameter_specs(shape) for role, shape in shapes.items()}
     for mfc in calls(graph):
-        specs = specs_of.get(mfc.role)
-        if specs is None:
+        if mfc.role not in shapes:
             continue
-        allocation = allocations[mfc.name]
+        specs, allocation = parameter_specs(shapes[mfc.role]), allocations[mfc.name]
         try:
-            check_cut(specs, allocation.strategy)
+            check_tp(specs, allocation.strategy.tp)
+            stage_layers(shapes[mfc.role], allocation.strategy.pp)
         except AllocationError as err:
             nearest = _nearest_cut(specs, mfc, allocation)
             use = err.remedy if nearest is None else f"The nearest legal one: allocation.calls.{mfc.name}={nearest}."

@@ -8,7 +8,7 @@
 | `d2t2p1` | every call on all devices with this strategy |
 | `d2t1p1@0:0-1` | every call on this mesh with this strategy |
 | `split` | two halves of the cluster; see `split_roles` |
-| `standalone` | every role has devices of its own, as evenly as possible; see `_standalone_parts` |
+| `standalone` | every role has devices of its own, as evenly as possible; see `standalone_parts` |
 | `manual` | every call is given in `allocation.calls` |
 | `heuristic` | every role on as many devices as its calls can feed; see `_heuristic` |
 
@@ -73,7 +73,7 @@ def mode_allocations(
     parts = {
         "colocate": lambda: [tuple(roles(graph))],
         "split": lambda: [part for part in split_roles(graph, heads) if part],
-        "standalone": lambda: _standalone_parts(graph, heads),
+        "standalone": lambda: standalone_parts(graph, heads),
     }
     if mode in parts:
         return _by_role(graph, mode, parts[mode](), cluster, cuts)
@@ -142,7 +142,7 @@ def _cut(role: str, mesh: DeviceMesh, cut: Cut) -> Allocation:
     return Allocation(mesh, ParallelStrategy(mesh.n_devices // (tp * pp), tp, pp, sp=tp > 1))
 
 
-def _standalone_parts(graph: nx.DiGraph, heads: Mapping[str, str]) -> list[tuple[str, ...]]:
+def standalone_parts(graph: nx.DiGraph, heads: Mapping[str, str]) -> list[tuple[str, ...]]:
     """Every role for itself; but one without weights that waits for another role's results is beside that role.
 
     A role that reads responses only, such as a reward function, works while others are generated, and stays alone.

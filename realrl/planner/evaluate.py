@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from realrl.sched.track.track_plan import plan_track
 from realrl.search.fast import Placed
 from realrl.sim.cluster import SimulatedRun, simulate
 from realrl.sim.costs.calls import CostModel
+from realrl.sim.durations import Durations
 from realrl.sim.report import Figures, figures_of
 
 N_STEPS = 4  # that are simulated; the period is that of steps 2 to 4
@@ -83,10 +85,23 @@ class _Checked:
     runtime: dict[int, int] | None
 
 
-def evaluate(request: Request, settings: PlanSettings, *, name: str = "plan") -> Evaluated:
+def _unheard(durations: CostModel) -> Durations:
+    return durations
+
+
+def evaluate(
+    request: Request,
+    settings: PlanSettings,
+    *,
+    name: str = "plan",
+    listen: Callable[[CostModel], Durations] = _unheard,
+) -> Evaluated:
     """Check a plan, count its memory and simulate its first steps.
 
     Memory that is too small is no error: see `Evaluated.fits`.
+
+    Args:
+        listen: puts something between the scheduler and the durations that it asks for.
 
     Raises:
         UsageError: `realrl run` would refuse the plan.
@@ -104,7 +119,7 @@ def evaluate(request: Request, settings: PlanSettings, *, name: str = "plan") ->
         plan.graph, plan.allocations, _first_steps(plan), dataset_rank=plan.dataset_rank, hooks=plan.hooks
     )
     main = replace(main, overlap=_overlap(request, checked, memory))
-    run = simulate(plan_master(main, None, ""), durations, request.draw)[-1]
+    run = simulate(plan_master(main, None, ""), listen(durations), request.drawn[0])[-1]
     return Evaluated(
         name=name,
         settings=settings,

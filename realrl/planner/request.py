@@ -27,7 +27,7 @@ from realrl.plan.backends import zero_stage_of
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.model import MemoryModel
-from realrl.planner.modelled import Draw, KernelsOf, default_kernels
+from realrl.planner.modelled import Draw, KernelsOf, default_kernels, draw_of
 from realrl.planner.settings import PlanSettings
 from realrl.search.fast import Model, Placed, flow_of
 from realrl.search.prices import CostPrices, Workload
@@ -43,7 +43,7 @@ class Request:
     Attributes:
         experiment, config: the run; device and precision are settled. Of its allocation, `allocation.calls` are pins.
         hardware: the machine.
-        draw: lengths of samples.
+        lengths: as for `draw_of`.
         given: paths of keys that the user has set, as far as a plan decides about them.
         kernels: use of memory by the machine's kernels.
         memory_bytes: size of a device, where it is not the hardware's.
@@ -52,7 +52,7 @@ class Request:
     experiment: Experiment
     config: RunConfig
     hardware: Hardware
-    draw: Draw
+    lengths: str | None = None
     given: frozenset[str] = frozenset()
     kernels: KernelsOf = default_kernels
     memory_bytes: int | None = None
@@ -78,6 +78,11 @@ class Request:
     def models(self) -> dict[str, DecoderConfig]:
         """Role -> its model, for roles that have one."""
         return role_configs(self.base)
+
+    @cached_property
+    def drawn(self) -> tuple[Draw, tuple[str, ...]]:
+        """Lengths of samples, and assumptions about them that the user did not choose."""
+        return draw_of(self.base, self.lengths)
 
     @cached_property
     def rows(self) -> RowLengths:
@@ -110,7 +115,7 @@ class Request:
             roles=role_states(base, self.models),
             cluster=base.cluster,
             generation=generation,
-            sizes={name: self.draw(name) for name in (f"1/{i}" for i in range(base.samples_per_step))},
+            sizes={name: self.drawn[0](name) for name in (f"1/{i}" for i in range(base.samples_per_step))},
             rows=self.rows,
             n_responses={mfc.name: responses_of(base, mfc, generation.n_responses) for mfc in base.mfcs},
             seed=self.config.seed,

@@ -11,6 +11,7 @@ from realrl.graph.build import call as call_of
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.allocation import check_meshes
 from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.plan import show_bytes
 from realrl.search.fast import Model, Placed, flow_of
 from realrl.search.prices import CostPrices, Workload
 from realrl.search.space import Choice, Pin, RoleSpace, choices_of
@@ -28,14 +29,15 @@ class Problem:
         choices: of each call.
         pins: by call; their strategies are those of `choices` already.
         n_walks: local searches from other plans before branches are tried.
-        is_pruned: True if choices stand for others, which they beat.
+        graph, heads: calls, and role -> head of its model, "none" without one; methods place roles by what they do.
     """
 
     model: Model
     choices: Sequence[Sequence[Choice]]
     pins: Mapping[int, Pin] = field(default_factory=dict)
-    n_walks: int = 8
-    is_pruned: bool = False
+    n_walks: int = 4
+    graph: nx.DiGraph | None = None
+    heads: Mapping[str, str] = field(default_factory=dict)
 
 
 def pose(
@@ -69,7 +71,9 @@ def pose(
         fitting(model, call, choices_of(graph, name, roles, cluster, pin=pins.get(name)))
         for call, name in enumerate(flow.names)
     ]
-    return Problem(model, choices, {flow.names.index(name): pin for name, pin in pins.items()})
+    heads = {name: "none" if role.model is None else role.model.head for name, role in roles.items()}
+    numbers = {flow.names.index(name): pin for name, pin in pins.items()}
+    return Problem(model, choices, numbers, graph=graph, heads=heads)
 
 
 def fitting(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice, ...]:
@@ -78,18 +82,17 @@ def fitting(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice,
     Raises:
         AllocationError: there is none; the message has the least bytes that one takes.
     """
-    is_home, needs = model.flow.homes[call] == call, list[float]()
-    found = []
+    needs, found = list[int](), list[Choice]()
     for choice in choices:
         price = model.price(call, choice)
-        needs.append(price.used + (price.kept if is_home else 0))
+        needs.append(price.kept + price.used)
         if needs[-1] <= model.capacity:
             found.append(choice)
     if not found:
         name, best = model.flow.names[call], min(range(len(needs)), key=lambda i: (needs[i], choices[i].order))
         raise AllocationError(
-            f"call '{name}' fits no mesh of a cluster with {model.cluster}: it takes {needs[best] / 1e9:,.1f} GB of a "
-            f"device at least, with {choices[best]}, and a plan may use {model.capacity / 1e9:,.1f} GB",
+            f"call '{name}' fits no mesh of a cluster with {model.cluster}: it takes {show_bytes(needs[best])} of "
+            f"a device at least, with {choices[best]}, and a plan may use {show_bytes(int(model.capacity))}",
             remedy="Use more devices or devices with more memory, a smaller model, or shorter texts.",
             call=name,
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from realrl.errors import AllocationError
 from realrl.graph.build import call, home_calls
-from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.graph.mfc import DEFAULT_PROTOCOL, InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.mesh.notation import parse_mesh, parse_strategy
 from realrl.plan.allocation import check_cut, check_n_seqs, check_protocols, check_shapes
@@ -141,12 +141,18 @@ def choices_of(
     mfc, role = call(graph, name), roles[call(graph, name).role]
     is_home = home_calls(graph)[mfc.role] == name and role.model is not None
     found: list[Choice] = []
+    legal: dict[object, bool] = {}
     for strategy, mesh in _layouts(cluster, role, pin):
-        try:
-            _check(graph, mfc, role, Allocation(mesh, strategy), is_pinned=pin is not None)
-        except AllocationError:
-            if pin is not None:
-                raise
+        key = strategy.dp if mfc.protocol == DEFAULT_PROTOCOL else strategy  # how the usual protocol divides samples
+        if key not in legal:
+            try:
+                _check(graph, mfc, role, Allocation(mesh, strategy), is_pinned=pin is not None)
+                legal[key] = True
+            except AllocationError:
+                if pin is not None:
+                    raise
+                legal[key] = False
+        if not legal[key]:
             continue
         settings = _settings(mfc, role, strategy) if is_home else [(0, False, False)]
         for n_mbs, (zero_stage, checkpoints, offloads) in product(_numbers(mfc, role, strategy), settings):

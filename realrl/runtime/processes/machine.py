@@ -20,6 +20,7 @@ from realrl.plan.modes import SIZED_MODES
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _BF16_CAPABILITY = (8, 0)
 _MAJOR, _MINOR = 75, 76  # CUdevice_attribute, <cuda.h>
+_MOST_NAME = 256  # bytes
 _LEAST_WATCHDOG_S = 480  # torch's own default
 
 
@@ -31,11 +32,13 @@ class Accelerators:
         count: their number.
         capability: the lowest compute capability among them, (major, minor).
         memory_bytes: the least memory of one of them; 0 if it is not known.
+        name: of the first one, as the driver has it.
     """
 
     count: int = 0
     capability: tuple[int, int] = (0, 0)
     memory_bytes: int = 0
+    name: str = ""
 
 
 def accelerators() -> Accelerators:
@@ -55,7 +58,15 @@ def accelerators() -> Accelerators:
         return Accelerators()
     indices = range(count.value)
     capability = min(_capability(driver, index) for index in indices)
-    return Accelerators(count.value, capability, min(_memory_bytes(driver, index) for index in indices))
+    n_bytes = min(_memory_bytes(driver, index) for index in indices)
+    return Accelerators(count.value, capability, n_bytes, _name(driver))
+
+
+def _name(driver: ctypes.CDLL) -> str:
+    device, text = ctypes.c_int(), ctypes.create_string_buffer(_MOST_NAME)
+    if driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceGetName(text, _MOST_NAME, device):
+        return ""
+    return text.value.decode(errors="replace")
 
 
 def _capability(driver: ctypes.CDLL, index: int) -> tuple[int, int]:
