@@ -129,7 +129,7 @@ def both_modes(rules: Callable[[Theme, str], str]) -> str:
         [
             f":root{{{_variables(LIGHT)};color-scheme:light}}",
             rules(LIGHT, ""),
-            "@media (prefers-color-scheme:dark){",
+            "@media screen and (prefers-color-scheme:dark){",
             f"{system}{{{dark};color-scheme:dark}}",
             rules(DARK, system),
             "}",

@@ -9,7 +9,7 @@ from realrl.planner.compare import compare
 from realrl.planner.evaluate import evaluate
 from realrl.planner.explain import explain, explain_call, explanations, neighbours
 from realrl.planner.why import why
-from realrl.planner.words import Table, change_text, seconds_text
+from realrl.planner.words import Table, change_text, seconds_text, sentence
 from tests.planner.cases import everywhere, request_for, with_critic_apart
 
 
@@ -145,5 +145,6 @@ def test_compare(apart, pipelined):
 def test_figures():
     shown = {0.0: "0 s", 12.345: "12.3 s", 1234.5: "1,234 s", 0.01234: "12.3 ms", 1.5e-5: "15 us"}
     assert {seconds: seconds_text(seconds) for seconds in shown} == shown
+    assert [sentence(words) for words in ("a", "a.", "a?")] == ["a.", "a.", "a?"]
     assert change_text(11.0, 10.0) == "11 s (+10.0%)"
     assert change_text(10.0, 10.0) == "10 s (same)"

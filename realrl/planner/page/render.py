@@ -218,6 +218,8 @@ class _Page:
                 settings += [f"ZeRO {stage}"] if stage else []
                 settings += ["checkpointing"] if section.activation_checkpointing else []
                 settings += ["optimizer on the host"] if section.optimizer.offload else []
+            elif mfc.role in self._plan.config.allocation.offload:
+                settings.append("on the host between calls")
             place = f'<span class="swatch r{self._looks.roles.index(mfc.role)}"></span>{escape(name)}'
             ranks = allocation.mesh.ranks
             needs = "-"
