@@ -165,7 +165,9 @@ def show_summary(results: Sequence[Result]) -> None:
     print_table((f"{len(results)} runs", "", "limit"), rows)
     for fast, slow, is_right in pairs(results, same_work=True):
         if not is_right:
-            print(f"ordered wrongly: {fast.name} ({fast.recorded_s:.3f} s) before {slow.name} ({slow.recorded_s:.3f} s)")
+            print(
+                f"ordered wrongly: {fast.name} ({fast.recorded_s:.3f} s) before {slow.name} ({slow.recorded_s:.3f} s)"
+            )
 
 
 if __name__ == "__main__":

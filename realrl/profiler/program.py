@@ -43,7 +43,7 @@ from realrl.sim.probes import Bench, Kind, Probe
 RESULT, SETTINGS = "hardware.yaml", "profile.json"
 _POLL_S = 0.2
 _N_MESSAGES = 200
-_MOST_REPEATS = 31
+_MOST_REPEATS, _MOST_SIZES = 31, 9  # repetitions of a probe; of those that take another size each time
 _BAR = 24  # characters
 _SHARES: Mapping[Kind, float] = {
     "collectives": 0.05, "copies": 0.03, "rows": 0.02, "products": 0.1, "generate": 0.25, "inference": 0.2,
@@ -169,7 +169,7 @@ class _Workers:
     def seconds(self, probe: Probe, own_s: float) -> float:
         """Return the median seconds of the slowest worker, over as many repetitions as `own_s` allows.
 
-        The first one only warms up, where there is time for more.
+        The first one is left out where there is time for more.
         """
         self._doing = str(probe)
         text = msgspec.json.encode(probe).decode()
@@ -179,7 +179,8 @@ class _Workers:
             return max(done.metrics[SECONDS] for done in found.values())
 
         first = median(1)
-        n = min(_MOST_REPEATS, int(own_s / max(first, 1e-6)) - 1)
+        most = _MOST_SIZES if probe.kind in ("inference", "train_step") else _MOST_REPEATS
+        n = min(most, int(own_s / max(first, 1e-6)) - 1)
         return median(n) if n >= 1 else first
 
     def show(self, n_done: int, n_all: int, probe: Probe) -> None:

@@ -107,7 +107,7 @@ def _n_parameters(config: DecoderConfig) -> int:
 
 
 def probes_of(subjects: Mapping[str, Subject], *, n_workers: int) -> list[Probe]:
-    """Return all probes, class by class; those of a class from the least work to the most."""
+    """Return all probes, class by class; those of a model from few blocks to many, then from little work to much."""
     probes: list[Probe] = []
     if n_workers > 1:
         ways: tuple[Way, ...] = ("all_reduce", "all_gather", "send")
@@ -131,7 +131,7 @@ def probes_of(subjects: Mapping[str, Subject], *, n_workers: int) -> list[Probe]
 
 
 def _ascending(probes: Iterable[Probe]) -> list[Probe]:
-    return sorted(dict.fromkeys(probes), key=work_of)
+    return sorted(dict.fromkeys(probes), key=lambda probe: (probe.n_layers, work_of(probe)))
 
 
 def work_of(probe: Probe) -> float:

@@ -69,6 +69,7 @@ class ProfileWorker:
         self._device = torch.device("cpu")
         self._plan: RunPlan | None = None
         self._made: tuple[tuple[str, int], DecoderEngine] | None = None
+        self._warmed: tuple[str, tuple[str, int] | None] | None = None  # kind, and engine of the last probe
 
     def fetch(self, key: str, ids: Sequence[str]) -> bytes:
         """Return as many bytes as the key says."""
@@ -121,7 +122,10 @@ class ProfileWorker:
         for text in (text for minibatch in request.minibatches for text in minibatch):
             probe = msgspec.json.decode(text, type=Probe)
             work = self._work(probe)
-            seconds = [self._time(work) for _ in range(max(1, request.n_steps))]
+            if self._warmed != (probe.kind, self._made_for):  # memory that only the first call takes, and code
+                work(0)()
+                self._warmed = probe.kind, self._made_for
+            seconds = [self._time(work(i)) for i in range(max(1, request.n_steps))]
             metrics[SECONDS] = statistics.median(seconds)
         return CallDone(self.rank, request.seq, request.dispatch_id, request.call, request.step, None, metrics, ())
 
@@ -135,32 +139,37 @@ class ProfileWorker:
 
     # ------------------------------------------------------------ work
 
-    def _work(self, probe: Probe) -> Callable[[], object]:
-        """Return a function that does what a probe says once."""
+    @property
+    def _made_for(self) -> tuple[str, int] | None:
+        """Model and number of blocks of the engine that is there."""
+        return None if self._made is None else self._made[0]
+
+    def _work(self, probe: Probe) -> Callable[[int], Callable[[], object]]:
+        """Return a function of the repetition's number, which gives what is timed: the probe's work, done once."""
         match probe.kind:
             case "collectives":
-                return self._collective(probe)
+                return _always(self._collective(probe))
             case "copies":
                 source = torch.zeros(probe.n_bytes, dtype=torch.uint8, device=self._device)
                 target = devices.to_host(source)
-                return lambda: target.copy_(source)
+                return _always(lambda: target.copy_(source))
             case "rows":
                 peer = self._peers[(self.rank + 1) % len(self._peers)]
-                return lambda: self._client.pull(peer, str(probe.n_bytes), ("row",))
+                return _always(lambda: self._client.pull(peer, str(probe.n_bytes), ("row",)))
         engine = self._engine(probe.model, probe.n_layers)
+        if probe.kind == "products":
+            return _always(self._products(engine, probe.tokens))
+        if probe.kind == "generate":
+            return _always(self._generation(engine, probe))
+        return lambda number: self._pass(engine, probe, self._sequences(engine, probe, number))
+
+    def _pass(self, engine: DecoderEngine, probe: Probe, batch: SequenceSample) -> Callable[[], object]:
         is_scalar = engine.decoder.config.is_scalar
-        match probe.kind:
-            case "products":
-                return self._products(engine, probe.tokens)
-            case "generate":
-                return self._generation(engine, probe)
-            case "inference":
-                batch, result = self._sequences(engine, probe), _score if is_scalar else _logprobs
-                return lambda: engine.forward(batch, result, micro_batching=MicroBatching())
-            case "train_step":
-                batch, loss = self._sequences(engine, probe), _score_loss if is_scalar else _logprobs_loss
-                n_tokens = float(probe.n_sequences * probe.response_tokens)
-                return lambda: engine.train_batch(batch, loss, normaliser=n_tokens, micro_batching=MicroBatching())
+        if probe.kind == "inference":
+            result = _score if is_scalar else _logprobs
+            return lambda: engine.forward(batch, result, micro_batching=MicroBatching())
+        loss, n_tokens = _score_loss if is_scalar else _logprobs_loss, float(probe.n_sequences * probe.response_tokens)
+        return lambda: engine.train_batch(batch, loss, normaliser=n_tokens, micro_batching=MicroBatching())
 
     def _collective(self, probe: Probe) -> Callable[[], object]:
         n, world = self._world.n_ranks, self._world
@@ -196,14 +205,20 @@ class ProfileWorker:
         batch = SequenceSample.from_lists(tuple(map(str, range(n))), {"prompt_ids": (_TOKENS, prompts)})
         return lambda: engine.generate(batch, generation, seed=1, step=1, eos_id=0)
 
-    def _sequences(self, engine: DecoderEngine, probe: Probe) -> SequenceSample:
+    def _sequences(self, engine: DecoderEngine, probe: Probe, number: int) -> SequenceSample:
+        """Return the sequences of a repetition.
+
+        The first sequence is a few tokens longer or shorter each time: no two batches of a run have equally many, and
+        libraries prepare themselves for every new size.
+        """
         prompt, response = probe.prompt_tokens, probe.response_tokens
+        change = (number + 1) // 2 * (1 if number % 2 else -1)
+        first = max(1, min(response + change, engine.decoder.config.max_positions - prompt))
         ids = tuple(map(str, range(probe.n_sequences)))
-        mask = torch.tensor([True] * prompt + [False] * response)
-        tokens = [[self._tokens(engine, prompt + response)] for _ in ids]
-        return SequenceSample.from_lists(
-            ids, {"input_ids": (_TOKENS, tokens), "prompt_mask": (_FLAGS, [[mask] for _ in ids])}
-        )
+        responses = [first, *[response] * (probe.n_sequences - 1)]
+        masks = [[torch.tensor([True] * prompt + [False] * n)] for n in responses]
+        tokens = [[self._tokens(engine, prompt + n)] for n in responses]
+        return SequenceSample.from_lists(ids, {"input_ids": (_TOKENS, tokens), "prompt_mask": (_FLAGS, masks)})
 
     def _tokens(self, engine: DecoderEngine, n: int) -> torch.Tensor:
         return torch.randint(1, engine.decoder.config.vocab_size, (n,))
@@ -231,6 +246,10 @@ class ProfileWorker:
         )
         self._made = (name, n_layers), engine
         return engine
+
+
+def _always(work: Callable[[], object]) -> Callable[[int], Callable[[], object]]:
+    return lambda _: work
 
 
 def _score(out: ForwardOutput, part: SequenceSample) -> torch.Tensor:

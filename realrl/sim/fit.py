@@ -1,7 +1,8 @@
 """Least squares of the costs' forms: the hardware whose seconds agree best with measured ones.
 
-The sum of squares of log(predicted / measured) is minimised over the logarithms of the parameters, each class of
-measurements with the same weight, by steps of Levenberg and Marquardt (Marquardt 1963, "An algorithm for least-squares
+The sum of squares of log(predicted / measured), of large ones about of their absolute values (the pseudo-Huber loss,
+since a machine is now and then slow), is minimised over the logarithms of the parameters, each class of measurements with
+the same weight, by steps of Levenberg and Marquardt (Marquardt 1963, "An algorithm for least-squares
 estimation of nonlinear parameters"). A pull towards the values to begin with decides where measurements do not: these
 count as if each were known up to a factor of e**1.5, and measurements up to the scatter that a first fit leaves.
 
@@ -27,6 +28,7 @@ from realrl.sim.hardware import GENERATION, LIMITS, Device, FitError, Hardware, 
 from realrl.sim.probes import Bench, Kind, Probe, computing_dtypes, decoding_dtypes, seconds_of
 
 LEAST_POINTS = 4
+_USUAL = 0.1  # |log(predicted / measured)| from which on it counts less than its square
 _WIDTH = 1.5  # of what is known beforehand about the logarithm of a parameter
 _FIRST_SCATTER = 0.01
 _LEAST_SCATTER = 1e-4
@@ -208,7 +210,7 @@ def _parameters(group: Sequence[Kind], present: set[Kind], bench: Bench) -> list
         return [*map(_in_generation, names)]
     names = ["bytes_per_s", "half_tokens"]
     if present & {"inference", "train_step"}:
-        names += ["attention_efficiency", "block_s", "pass_s"]
+        names += ["activation_efficiency", "attention_efficiency", "block_s", "pass_s"]
     if "train_step" in present:
         names += ["backward_slowdown"]
     return [*map(_rate, sorted(computing)), *map(_of_device, names)]
@@ -227,6 +229,7 @@ def _reaching(hardware: Hardware, bench: Bench) -> Hardware:
         attention_efficiency=device.attention_efficiency / device.efficiency,
         bytes_per_s=device.stream,
         memory_efficiency=1.0,
+        activation_efficiency=device.activation_efficiency / device.memory_efficiency,
         generation={},
     )
     links = replace(hardware.links, device=_reached(hardware.links.device), host=_reached(hardware.links.host))
@@ -255,8 +258,9 @@ def _fitted(seen: Sequence[Measured], base: Hardware, bench: Bench, group: Seque
         return found
 
     def misfit(values: Array) -> Array:
-        found: Array = weights * (np.log(seconds_of(probes, hardware_of(values), bench)) - seconds)
-        return found
+        found = np.log(seconds_of(probes, hardware_of(values), bench)) - seconds
+        robust: Array = weights * np.sign(found) * _USUAL * np.sqrt(2.0 * (np.hypot(1.0, found / _USUAL) - 1.0))
+        return robust
 
     def fit_from(starts: Sequence[Array], scatter: float, n_steps: int) -> Array:
         pull = scatter / (np.sqrt(len(probes) / len(counts)) * _WIDTH)

@@ -61,12 +61,13 @@ class Device:
         memory_bytes: size of its memory.
         bytes_per_s: peak bandwidth of its memory.
         memory_efficiency: share of that which reading weights, caches and optimizer state reaches.
+        activation_efficiency: share of that which norms, residuals and other work on activations reaches.
         efficiency: share of the peak that products of many tokens reach.
         half_tokens: tokens at which half of that is reached.
         attention_efficiency: share of the peak that attention over packed sequences reaches.
         backward_slowdown: seconds of a backward pass over those that its FLOPs would take in a forward pass.
         block_s: seconds that a block takes beside computing, such as launches of kernels; twice that backward.
-        pass_s: seconds that a micro-batch takes on each stage beside its blocks, in one direction.
+        pass_s: seconds that a micro-batch takes on each stage beside its blocks; twice that backward.
         token_s: seconds that a decoding step takes beside its blocks: sampling, and deciding who goes on.
         flops_per_s: dtype -> peak of products.
         generation: attribute of `GENERATION` -> its value in generation, where that has kernels of its own, as on CPUs.
@@ -76,6 +77,7 @@ class Device:
     memory_bytes: float = _quantity("B")
     bytes_per_s: float = _quantity("B/s")
     memory_efficiency: float = _quantity("")
+    activation_efficiency: float = _quantity("")
     efficiency: float = _quantity("")
     half_tokens: float = _quantity("tokens")
     attention_efficiency: float = _quantity("")
@@ -97,6 +99,11 @@ class Device:
         """Bytes a second that are read or written."""
         return self.bytes_per_s * self.memory_efficiency
 
+    @property
+    def activation_stream(self) -> float:
+        """Bytes a second of activations that are read or written."""
+        return self.bytes_per_s * self.activation_efficiency
+
     def rate(self, dtype: str) -> float:
         """Return the FLOPs a second of products of many tokens.
 
@@ -111,7 +118,15 @@ class Device:
         return self.flops_per_s[dtype] * self.efficiency
 
 
-GENERATION = ("memory_efficiency", "efficiency", "half_tokens", "attention_efficiency", "block_s", "pass_s")
+GENERATION = (
+    "memory_efficiency",
+    "activation_efficiency",
+    "efficiency",
+    "half_tokens",
+    "attention_efficiency",
+    "block_s",
+    "pass_s",
+)
 
 
 @dataclass(frozen=True)
