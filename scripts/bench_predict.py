@@ -27,7 +27,9 @@ from realrl.profiler.hardware_files import named_hardware
 from realrl.runtime.checkpoints.resume import make_master_plan
 from realrl.runtime.checkpoints.store import checkpoint_store
 from realrl.runtime.processes.machine import accelerators, on_machine
-from realrl.sim.cluster import simulate
+from realrl.sim.cluster import SimulatedRun, simulate
+from realrl.sim.contention import simulate_sharing
+from realrl.sim.durations import Durations
 from realrl.sim.replay import Recorded, check_recording, dropped_shares
 from realrl.sim.report import Comparison, compare
 
@@ -85,14 +87,13 @@ def examine(folder: str, files: Sequence[str]) -> Result:
     recorded = Recorded(recording.spans)
     modelled = model_run(plan, _file_for(plan.n_workers, files), None)
     dropped = dropped_shares(recording.metrics.values())
+
+    def run(durations: Durations) -> Sequence[SimulatedRun]:
+        return simulate(master_plan, durations, recorded.draw, dropped_share=dropped)
+
+    predicted = simulate_sharing(run, modelled.durations, alone=modelled.alone, node_of=plan.cluster.node_of)
     replay, prediction = (
-        compare(
-            simulate(master_plan, durations, recorded.draw, dropped_share=dropped)[-1],
-            recording.metrics,
-            recording.spans,
-            folder,
-        )
-        for durations in (recorded, modelled.durations)
+        compare(attempts[-1], recording.metrics, recording.spans, folder) for attempts in (run(recorded), predicted)
     )
     return Result(Path(folder).name, _work(recording), replay, prediction)
 

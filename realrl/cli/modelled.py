@@ -23,11 +23,13 @@ class Modelled:
     Attributes:
         draw: sample id -> its tokens.
         notes: assumptions that the user did not choose.
+        alone: see `realrl.sim.hardware.Device`.
     """
 
     durations: Durations
     draw: Callable[[str], SampleSizes]
     notes: tuple[str, ...]
+    alone: float
 
 
 def model_run(plan: RunPlan, hardware: str | None, lengths: str | None) -> Modelled:
@@ -68,10 +70,13 @@ def model_run(plan: RunPlan, hardware: str | None, lengths: str | None) -> Model
         kernels=machine_kernels(roles, calls, device),
     )
     notes = [f"on {machine.name}"]
+    n_workers = plan.config.cluster.n_devices_per_node
+    if machine.profile is not None and machine.profile.n_workers != n_workers and device == "cpu":
+        notes[0] += f", measured with {machine.profile.n_workers} at a time, and a node of the plan has {n_workers}"
     if lengths is None:
         sizes = f"prompts of {n_prompt} and responses of {n_new} tokens"
         notes.append(f"{sizes}, the longest that the configuration allows (--lengths gives others)")
-    return Modelled(durations, _draw(plan, found), tuple(notes))
+    return Modelled(durations, _draw(plan, found), tuple(notes), machine.device.alone)
 
 
 def _draw(plan: RunPlan, lengths: Lengths) -> Callable[[str], SampleSizes]:

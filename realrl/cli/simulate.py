@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realrl.cli.modelled import model_run
+from realrl.cli.modelled import Modelled, model_run
 from realrl.cli.simulate_view import print_comparison, print_figures, print_recovery
 from realrl.errors import ConfigError, UsageError
 from realrl.files import read_input
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from realrl.sched.events import RankSpan
     from realrl.sched.master.master_plan import MasterPlan
     from realrl.sim.cluster import SimulatedRun
-    from realrl.sim.durations import Durations, SampleSizes
 
 DEFAULT_STEPS = 5
 _METRICS, _TRACE, _CONFIG = "metrics.jsonl", "trace.json", "config.json"
@@ -181,9 +180,7 @@ def write_run(folder: str, attempts: Sequence[SimulatedRun]) -> None:
     trace.close()
 
 
-def _durations_of(
-    plan: RunPlan, recording: Recording | None, options: argparse.Namespace
-) -> tuple[Durations, Callable[[str], SampleSizes], tuple[str, ...]]:
+def _durations_of(plan: RunPlan, recording: Recording | None, options: argparse.Namespace) -> Modelled:
     """Return durations, lengths of samples, and assumptions: a machine's if one is named, else those of the recording.
 
     Raises:
@@ -198,11 +195,12 @@ def _durations_of(
                 "--lengths has no effect with --against alone, which takes the durations of a run",
                 remedy="Name a machine with --hardware.",
             )
-        return recorded, recorded.draw, ()
+        return Modelled(recorded, recorded.draw, (), alone=1.0)
     modelled = model_run(plan, options.hardware, options.lengths)
     if recorded is not None and options.lengths is None:
-        return modelled.durations, recorded.draw, (modelled.notes[0], "prompts and responses as long as the run's mean")
-    return modelled.durations, modelled.draw, modelled.notes
+        notes = (modelled.notes[0], "prompts and responses as long as the run's mean")
+        return replace(modelled, draw=recorded.draw, notes=notes)
+    return modelled
 
 
 def simulate_run(
@@ -222,6 +220,7 @@ def simulate_run(
     """
     from realrl.profiler.hardware_files import named_hardware
     from realrl.sim.cluster import simulate
+    from realrl.sim.contention import simulate_sharing
     from realrl.sim.durations import slowed
     from realrl.sim.replay import dropped_shares
     from realrl.sim.report import compare, figures_of
@@ -238,17 +237,20 @@ def simulate_run(
     slow, kill = parse_slow(options.slow, plan.n_workers), parse_kill(options.kill, plan.n_workers)
     if recording is not None:
         refuse_other_run(recording, config, master_plan)
-    durations, draw, notes = _durations_of(plan, recording, options)
-    if slow:
-        durations = slowed(durations, slow)
+    model = _durations_of(plan, recording, options)
     dropped = {} if recording is None else dropped_shares(recording.metrics.values())
-    attempts = simulate(master_plan, durations, draw, dropped_share=dropped, lost=kill)
+    attempts = simulate_sharing(
+        lambda durations: simulate(master_plan, durations, model.draw, dropped_share=dropped, lost=kill),
+        slowed(model.durations, slow) if slow else model.durations,
+        alone=model.alone,
+        node_of=plan.cluster.node_of,
+    )
     if options.out is not None:
         write_run(options.out, attempts)
     last = attempts[-1]
     workers = "1 worker" if plan.n_workers == 1 else f"{plan.n_workers} workers"
     print(f"{plan.experiment.name}: {steps} steps of {plan.samples_per_step} samples, {workers}")
-    for note in notes:
+    for note in model.notes:
         print(note)
     print()
     print_recovery(attempts)

@@ -173,13 +173,14 @@ class _Workers:
         """
         self._doing = str(probe)
         text = msgspec.json.encode(probe).decode()
+        ranks = (0,) if probe.is_alone else self._ranks
 
         def median(n: int) -> float:
-            found = self._ask(partial(_call, str(probe), text=text, n=n), CallDone)
+            found = self._ask(partial(_call, str(probe), text=text, n=n), CallDone, ranks=ranks)
             return max(done.metrics[SECONDS] for done in found.values())
 
         first = median(1)
-        most = _MOST_SIZES if probe.kind in ("inference", "train_step") else _MOST_REPEATS
+        most = _MOST_SIZES if probe.is_new else _MOST_REPEATS
         n = min(most, int(own_s / max(first, 1e-6)) - 1)
         return median(n) if n >= 1 else first
 

@@ -22,7 +22,8 @@ from realrl.sim.probes import Probe, Way, cut_to
 _TRAINED_BYTES, _FROZEN_BYTES = 24, 8  # of a parameter: with masters, gradients, moments and a copy; without
 _TOKEN_BYTES = 80  # of a hidden channel in a block: what a backward pass keeps
 _SHARE = 0.4  # of a device's memory, for parameters and for activations
-_COPIES = tuple(1 << n for n in range(21, 28))  # larger than caches, as parameters are
+_COPIES = tuple(n << 24 for n in (1, 2, 3, 4, 6, 8))  # larger than most caches, as parameters are
+_MOST_ALONE = 4  # sequences of probes by one worker
 _BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16384)
 
@@ -122,11 +123,15 @@ def probes_of(subjects: Mapping[str, Subject], *, n_workers: int) -> list[Probe]
     for name, subject in subjects.items():
         if subject.generates:
             probes += _ascending(_generate(name, subject))
-    for name, subject in subjects.items():
-        probes += _ascending(_passes("inference", name, subject))
-    for name, subject in subjects.items():
-        if subject.trains:
-            probes += _ascending(_passes("train_step", name, subject))
+    for kind in ("inference", "train_step"):
+        for name, subject in subjects.items():
+            if kind == "inference" or subject.trains:
+                some = [*_passes(kind, name, subject)]
+                deep = [probe for probe in some if probe.n_layers == subject.config.n_layers]
+                some += [replace(probe, is_new=True) for probe in deep[1::2]]
+                if n_workers > 1:
+                    some += [replace(probe, is_alone=True) for probe in deep if 1 < probe.n_sequences <= _MOST_ALONE]
+                probes += _ascending(some)
     return probes
 
 

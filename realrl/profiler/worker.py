@@ -47,6 +47,7 @@ from realrl.sched.messages import (
 from realrl.sim.probes import Probe, cut_to
 
 _MOST_ROWS = 64
+_MOST_IN_A_ROW, _BETWEEN_S = 8, 300e-6  # collectives of a repetition, and the time that a rank computes between two
 _TOKENS, _FLAGS = KeySchema("int64", Per.TOKEN), KeySchema("bool", Per.TOKEN)
 
 
@@ -70,6 +71,7 @@ class ProfileWorker:
         self._plan: RunPlan | None = None
         self._made: tuple[tuple[str, int], DecoderEngine] | None = None
         self._warmed: tuple[str, tuple[str, int] | None] | None = None  # kind, and engine of the last probe
+        self._n_new: dict[Probe, int] = {}  # repetitions so far
 
     def fetch(self, key: str, ids: Sequence[str]) -> bytes:
         """Return as many bytes as the key says."""
@@ -125,17 +127,25 @@ class ProfileWorker:
             if self._warmed != (probe.kind, self._made_for):  # memory that only the first call takes, and code
                 work(0)()
                 self._warmed = probe.kind, self._made_for
-            seconds = [self._time(work(i)) for i in range(max(1, request.n_steps))]
+            world = ALONE if probe.is_alone else self._world
+            seconds = [self._time(work(self._next_number(probe)), world) for _ in range(max(1, request.n_steps))]
             metrics[SECONDS] = statistics.median(seconds)
         return CallDone(self.rank, request.seq, request.dispatch_id, request.call, request.step, None, metrics, ())
 
-    def _time(self, work: Callable[[], object]) -> float:
+    def _next_number(self, probe: Probe) -> int:
+        """Return the number of a repetition's size: 0, or where sizes are to be new, one more each time."""
+        if not probe.is_new:
+            return 0
+        self._n_new[probe] = self._n_new.get(probe, 0) + 1
+        return self._n_new[probe]
+
+    def _time(self, work: Callable[[], object], world: Communicator) -> float:
         devices.synchronize(self._device)
-        self._world.barrier()
+        world.barrier()
         start_s = time.perf_counter()
-        work()
+        own_s = work()
         devices.synchronize(self._device)
-        return time.perf_counter() - start_s
+        return own_s if isinstance(own_s, float) else time.perf_counter() - start_s
 
     # ------------------------------------------------------------ work
 
@@ -148,7 +158,7 @@ class ProfileWorker:
         """Return a function of the repetition's number, which gives what is timed: the probe's work, done once."""
         match probe.kind:
             case "collectives":
-                return _always(self._collective(probe))
+                return _always(self._in_a_row(self._collective(probe)))
             case "copies":
                 source = torch.zeros(probe.n_bytes, dtype=torch.uint8, device=self._device)
                 target = devices.to_host(source)
@@ -170,6 +180,22 @@ class ProfileWorker:
             return lambda: engine.forward(batch, result, micro_batching=MicroBatching())
         loss, n_tokens = _score_loss if is_scalar else _logprobs_loss, float(probe.n_sequences * probe.response_tokens)
         return lambda: engine.train_batch(batch, loss, normaliser=n_tokens, micro_batching=MicroBatching())
+
+    def _in_a_row(self, collective: Callable[[], object]) -> Callable[[], float]:
+        """Return a function that meets again and again, as models do, computing in between; it gives its seconds."""
+
+        def work() -> float:
+            used_s = 0.0
+            for _ in range(_MOST_IN_A_ROW):
+                start_s = time.perf_counter()
+                while (now_s := time.perf_counter()) < start_s + _BETWEEN_S:
+                    pass
+                collective()
+                devices.synchronize(self._device)
+                used_s += time.perf_counter() - now_s
+            return used_s / _MOST_IN_A_ROW
+
+        return work
 
     def _collective(self, probe: Probe) -> Callable[[], object]:
         n, world = self._world.n_ranks, self._world
@@ -206,11 +232,7 @@ class ProfileWorker:
         return lambda: engine.generate(batch, generation, seed=1, step=1, eos_id=0)
 
     def _sequences(self, engine: DecoderEngine, probe: Probe, number: int) -> SequenceSample:
-        """Return the sequences of a repetition.
-
-        The first sequence is a few tokens longer or shorter each time: no two batches of a run have equally many, and
-        libraries prepare themselves for every new size.
-        """
+        """Return the sequences of a probe; those of another `number` have some tokens more or fewer in all."""
         prompt, response = probe.prompt_tokens, probe.response_tokens
         change = (number + 1) // 2 * (1 if number % 2 else -1)
         first = max(1, min(response + change, engine.decoder.config.max_positions - prompt))

@@ -1,10 +1,10 @@
 """Least squares of the costs' forms: the hardware whose seconds agree best with measured ones.
 
-The sum of squares of log(predicted / measured), of large ones about of their absolute values (the pseudo-Huber loss,
-since a machine is now and then slow), is minimised over the logarithms of the parameters, each class of measurements with
-the same weight, by steps of Levenberg and Marquardt (Marquardt 1963, "An algorithm for least-squares
-estimation of nonlinear parameters"). A pull towards the values to begin with decides where measurements do not: these
-count as if each were known up to a factor of e**1.5, and measurements up to the scatter that a first fit leaves.
+The sum of squares of log(predicted / measured) is minimised over the logarithms of the parameters, each class of
+measurements with the same weight, by steps of Levenberg and Marquardt (Marquardt 1963, "An algorithm for least-squares
+estimation of nonlinear parameters"). Large ones count about as their absolute values (the pseudo-Huber loss), since a
+machine is now and then slow. A pull towards the values to begin with decides where measurements do not: these count as
+if each were known up to a factor of e**1.5, and measurements up to the scatter that a first fit leaves.
 
 Invariants of `fit`:
     - a third of each class is held out, and its errors are those of a fit that has not seen it;
@@ -193,8 +193,9 @@ def _of_host(name: str) -> _Parameter:
     return _Parameter(lambda h: getattr(h.host, name), put, unit_of(Host, name))
 
 
-def _parameters(group: Sequence[Kind], present: set[Kind], bench: Bench) -> list[_Parameter]:
-    """Return the parameters that the classes of a group depend on, as far as they are present."""
+def _parameters(group: Sequence[Kind], probes: Sequence[Probe], bench: Bench) -> list[_Parameter]:
+    """Return the parameters that probes of a group of classes depend on."""
+    present = {probe.kind for probe in probes}
     if group == ("copies",):
         return [_of_link("host", "latency_s"), _of_link("host", "bytes_per_s")]
     if group == ("collectives",):
@@ -213,6 +214,7 @@ def _parameters(group: Sequence[Kind], present: set[Kind], bench: Bench) -> list
         names += ["activation_efficiency", "attention_efficiency", "block_s", "pass_s"]
     if "train_step" in present:
         names += ["backward_slowdown"]
+    names += ["size_s"] * any(probe.is_new for probe in probes) + ["alone"] * any(probe.is_alone for probe in probes)
     return [*map(_rate, sorted(computing)), *map(_of_device, names)]
 
 
@@ -244,8 +246,8 @@ def _reached(link: Link) -> Link:
 
 
 def _fitted(seen: Sequence[Measured], base: Hardware, bench: Bench, group: Sequence[Kind]) -> Hardware:
-    parameters = _parameters(group, {one.probe.kind for one in seen}, bench)
     probes, seconds = [one.probe for one in seen], np.log([one.seconds for one in seen])
+    parameters = _parameters(group, probes, bench)
     counts = {kind: sum(probe.kind == kind for probe in probes) for kind in group}
     weights = np.array([counts[probe.kind] ** -0.5 for probe in probes])
     start = np.array([parameter.log_of(base) for parameter in parameters])

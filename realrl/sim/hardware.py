@@ -69,6 +69,8 @@ class Device:
         block_s: seconds that a block takes beside computing, such as launches of kernels; twice that backward.
         pass_s: seconds that a micro-batch takes on each stage beside its blocks; twice that backward.
         token_s: seconds that a decoding step takes beside its blocks: sampling, and deciding who goes on.
+        size_s: seconds in which libraries prepare a stage's forward products for a number of tokens that is new.
+        alone: times as fast as the device computes while all others of its node wait, if they share caches and cores.
         flops_per_s: dtype -> peak of products.
         generation: attribute of `GENERATION` -> its value in generation, where that has kernels of its own, as on CPUs.
     """
@@ -85,6 +87,8 @@ class Device:
     block_s: float = _quantity("s")
     pass_s: float = _quantity("s")
     token_s: float = _quantity("s")
+    size_s: float = _quantity("s")
+    alone: float = _quantity("")
     flops_per_s: Mapping[str, float] = _quantity("FLOP/s")
     generation: Mapping[str, float] = field(default_factory=dict, metadata={"unit": None})
 

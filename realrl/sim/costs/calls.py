@@ -35,7 +35,15 @@ from realrl.sim.costs.moves import (
     realloc_seconds,
 )
 from realrl.sim.costs.samples import Tokens, micro_batches, tokens_of
-from realrl.sim.costs.training import StageLinks, Training, optimizer_seconds, passes_of, run_passes, train_seconds
+from realrl.sim.costs.training import (
+    TRAINED_SIZES,
+    StageLinks,
+    Training,
+    optimizer_seconds,
+    passes_of,
+    run_passes,
+    train_seconds,
+)
 from realrl.sim.durations import SampleSizes, meeting_ranks
 from realrl.sim.hardware import Device, Hardware
 
@@ -261,7 +269,7 @@ class _Computing:
             training = Training(
                 role.backend, role.zero_stage, role.offloads_optimizer, role.checkpoints_activations, strategy.dp
             )
-            self._end_s = max(
+            self._end_s = TRAINED_SIZES * hardware.device.size_s + max(
                 optimizer_seconds(work, link, hardware, training)
                 for work, link in zip(self._works, self._links, strict=True)
             )
@@ -297,6 +305,7 @@ class _Computing:
         tokens = self._tokens(sizes)
         seconds = [self._begin_s] * len(shares)
         told = self._links[0].forward.latency_s  # the result, from the last stage to the others
+        told += self._hardware.device.size_s
         for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp):
             found = run_passes(part.load, *self._passes, self._links).tolist()
             for place, s in zip(part.places, found, strict=True):
