@@ -232,14 +232,19 @@ class ProfileWorker:
         return lambda: engine.generate(batch, generation, seed=1, step=1, eos_id=0)
 
     def _sequences(self, engine: DecoderEngine, probe: Probe, number: int) -> SequenceSample:
-        """Return the sequences of a probe; those of another `number` have some tokens more or fewer in all."""
-        prompt, response = probe.prompt_tokens, probe.response_tokens
+        """Return the sequences of a probe; those of another `number` have some tokens more or fewer in all.
+
+        Prompts are up to a quarter longer or shorter than the probe says, since those of a run differ in length.
+        """
         change = (number + 1) // 2 * (1 if number % 2 else -1)
-        first = max(1, min(response + change, engine.decoder.config.max_positions - prompt))
+        most, tokens, masks = engine.decoder.config.max_positions, [], []
+        for i in range(probe.n_sequences):
+            prompt = probe.prompt_tokens + probe.prompt_tokens * ((5 * i + 4) % 9 - 4) // 16
+            prompt = max(1, min(prompt, most - probe.response_tokens))
+            response = max(1, min(probe.response_tokens + (0 if i else change), most - prompt))
+            masks.append([torch.tensor([True] * prompt + [False] * response)])
+            tokens.append([self._tokens(engine, prompt + response)])
         ids = tuple(map(str, range(probe.n_sequences)))
-        responses = [first, *[response] * (probe.n_sequences - 1)]
-        masks = [[torch.tensor([True] * prompt + [False] * n)] for n in responses]
-        tokens = [[self._tokens(engine, prompt + n)] for n in responses]
         return SequenceSample.from_lists(ids, {"input_ids": (_TOKENS, tokens), "prompt_mask": (_FLAGS, masks)})
 
     def _tokens(self, engine: DecoderEngine, n: int) -> torch.Tensor:

@@ -179,7 +179,7 @@ class Host:
         message_s: seconds of a message between master and worker, one way.
         event_s: seconds that the master takes for an event.
         call_s: seconds that a worker takes for a call beside its passes.
-        sample_s: seconds to load, read or free a sample.
+        sample_s: seconds to load, read or free a sample, or to give one to a call and take what it makes of it.
         reward_s: seconds to judge a response by a function.
         start_s: seconds until the workers are ready.
         bytes_per_s: bandwidth of host memory, for an optimizer that lives there.

@@ -98,8 +98,11 @@ class CostModel:
             seconds = computing.generating([one[0] for one in minibatches], sizes)
         else:
             seconds = computing.inferring(call, [one[0] for one in minibatches], sizes)
-        constant = self._hardware.host.call_s
-        return {rank: constant + s for members, s in zip(replicas, seconds, strict=True) for rank in members}
+        host = self._hardware.host
+        counts = [sum(map(len, own)) for own in minibatches]
+        beside = [host.call_s + host.sample_s * n for n in counts]
+        found = zip(replicas, seconds, beside, strict=True)
+        return {rank: s + b for members, s, b in found for rank in members}
 
     def meets(self, call: ScheduledCall) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that begin the computation of a call together."""
