@@ -23,7 +23,7 @@ _TRAINED_BYTES, _FROZEN_BYTES = 24, 8  # of a parameter: with masters, gradients
 _TOKEN_BYTES = 80  # of a hidden channel in a block: what a backward pass keeps
 _SHARE = 0.4  # of a device's memory, for parameters and for activations
 _COPIES = tuple(n << 24 for n in (1, 2, 3, 4, 6, 8))  # larger than most caches, as parameters are
-_MOST_ALONE = 4  # sequences of probes by one worker
+_MOST_NEW, _FEW = 8, (2, 4)  # sequences of probes with new sizes, and of those by one worker
 _BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16384)
 
@@ -128,9 +128,9 @@ def probes_of(subjects: Mapping[str, Subject], *, n_workers: int) -> list[Probe]
             if kind == "inference" or subject.trains:
                 some = [*_passes(kind, name, subject)]
                 deep = [probe for probe in some if probe.n_layers == subject.config.n_layers]
-                some += [replace(probe, is_new=True) for probe in deep[1::2]]
-                if n_workers > 1:
-                    some += [replace(probe, is_alone=True) for probe in deep if 1 < probe.n_sequences <= _MOST_ALONE]
+                some += [replace(p, is_new=True) for p in deep if p.n_sequences <= _MOST_NEW][::2]
+                usual = [p for p in deep if p.n_sequences in _FEW and p.prompt_tokens == subject.prompt_tokens]
+                some += [replace(p, is_alone=True) for p in usual if n_workers > 1]
                 probes += _ascending(some)
     return probes
 

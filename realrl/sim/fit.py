@@ -260,16 +260,15 @@ def _fitted(seen: Sequence[Measured], base: Hardware, bench: Bench, group: Seque
         return found
 
     def misfit(values: Array) -> Array:
-        found = np.log(seconds_of(probes, hardware_of(values), bench)) - seconds
-        robust: Array = weights * np.sign(found) * _USUAL * np.sqrt(2.0 * (np.hypot(1.0, found / _USUAL) - 1.0))
-        return robust
+        found: Array = np.log(seconds_of(probes, hardware_of(values), bench)) - seconds
+        return found
 
-    def fit_from(starts: Sequence[Array], scatter: float, n_steps: int) -> Array:
+    def fit_from(starts: Sequence[Array], scatter: float, n_steps: int, *, forgives: bool = False) -> Array:
         pull = scatter / (np.sqrt(len(probes) / len(counts)) * _WIDTH)
 
         def residuals(values: Array) -> Array:
-            found: Array = np.concatenate([misfit(values), pull * (values - start)])
-            return found
+            found = _forgiven(misfit(values)) if forgives else misfit(values)
+            return np.concatenate([weights * found, pull * (values - start)])
 
         ends = [least_squares(residuals, values, most_steps=n_steps) for values in starts]
         return min(ends, key=lambda values: float(residuals(values) @ residuals(values)))
@@ -278,8 +277,15 @@ def _fitted(seen: Sequence[Measured], base: Hardware, bench: Bench, group: Seque
     bends = [i for i, parameter in enumerate(parameters) if parameter.is_rate]
     ways = product(*[(-1.0, 0.0, 1.0) if i in bends else (0.0,) for i in range(len(parameters))])
     values = fit_from([start + np.array(way) for way in ways], _FIRST_SCATTER, _FEW_STEPS)
-    scatter = max(_LEAST_SCATTER, float(np.sqrt(np.mean((misfit(values) / weights) ** 2))))
-    return hardware_of(fit_from([values], scatter, _MOST_STEPS))
+    scatter = max(_LEAST_SCATTER, float(np.sqrt(np.mean(misfit(values) ** 2))))
+    values = fit_from([values], scatter, _MOST_STEPS)  # from far away, what is forgiven leads nowhere
+    return hardware_of(fit_from([values], scatter, _MOST_STEPS, forgives=True))
+
+
+def _forgiven(misfit: Array) -> Array:
+    """Return the square root of twice the pseudo-Huber loss, with the sign of the misfit."""
+    found: Array = np.sign(misfit) * _USUAL * np.sqrt(2.0 * (np.hypot(1.0, misfit / _USUAL) - 1.0))
+    return found
 
 
 def least_squares(residuals: Callable[[Array], Array], start: Array, *, most_steps: int = _MOST_STEPS) -> Array:
