@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from realrl.sim.durations import Durations, SampleSizes
     from realrl.sim.lengths import Lengths
 
-DEFAULT_CPU = "two_cores"
+DEFAULT_CPU, ONE_WORKER = "two_cores", "two_cores_one_worker"
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,12 @@ def model_run(plan: RunPlan, hardware: str | None, lengths: str | None) -> Model
         raise ConfigError(
             f"cluster.device={device}: the machine is not known", remedy="Name one, such as --hardware h100."
         )
-    machine = named_hardware(hardware or DEFAULT_CPU)
+    n_workers = plan.config.cluster.n_devices_per_node
+    hardware = hardware or (DEFAULT_CPU if n_workers > 1 else ONE_WORKER)
+    machine = named_hardware(hardware)
     if machine.device.kind != device:
         raise ConfigError(
-            f"--hardware {hardware or DEFAULT_CPU} has devices of kind {machine.device.kind}, and the plan is for "
+            f"--hardware {hardware} has devices of kind {machine.device.kind}, and the plan is for "
             f"cluster.device={device}",
             remedy=f"Set cluster.device={machine.device.kind}.",
         )
@@ -70,7 +72,6 @@ def model_run(plan: RunPlan, hardware: str | None, lengths: str | None) -> Model
         kernels=machine_kernels(roles, calls, device),
     )
     notes = [f"on {machine.name}"]
-    n_workers = plan.config.cluster.n_devices_per_node
     if machine.profile is not None and machine.profile.n_workers != n_workers and device == "cpu":
         notes[0] += f", measured with {machine.profile.n_workers} at a time, and a node of the plan has {n_workers}"
     if lengths is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +12,7 @@ import msgspec
 from realrl.errors import ConfigError
 from realrl.files import read_input
 from realrl.plan.memory.formulas import Kernels
+from realrl.plan.parameters.specs import DTYPE_BYTES
 from realrl.profiler.hardware_files import hardware_text, named_hardware
 from realrl.profiler.machine import Machine
 from realrl.shape import DecoderConfig
@@ -54,13 +55,13 @@ def read_measurements(paths: Sequence[str]) -> Measurements:
     Probes without a model, and the seconds of messages, events and the start, are those of the first file.
 
     Raises:
-        ConfigError: a file cannot be read, or holds something else; or they are of different machines, or of different
-            numbers of workers.
+        ConfigError: a file cannot be read, or holds something else; or they are of different machines, of different
+            numbers of workers, or of kernels that generate in different ways.
     """
     found = [_read(path) for path in paths]
     first = found[0]
     for path, other in zip(paths[1:], found[1:], strict=True):
-        if (other.machine, other.n_workers) != (first.machine, first.n_workers):
+        if _origin(other) != _origin(first):
             raise ConfigError(
                 f"--from {path} is of {other.n_workers} x {other.machine.name}, and {paths[0]} of {first.n_workers} x "
                 f"{first.machine.name}",
@@ -80,14 +81,30 @@ def read_measurements(paths: Sequence[str]) -> Measurements:
     return msgspec.structs.replace(first, experiment=experiments, models=models, measured=measured)
 
 
+def _origin(found: Measurements) -> tuple[object, ...]:
+    """Return what measurements that are fitted together have in common."""
+    kernels = found.machine.kernels
+    return (
+        found.machine.name,
+        found.machine.kind,
+        found.n_workers,
+        kernels["generation_bytes"],
+        kernels["packs_weights"],
+    )
+
+
 def _read(path: str) -> Measurements:
     remedy = "Give a file that realrl profile --measurements wrote."
     try:
-        return msgspec.json.decode(read_input(Path(path), most_bytes=_MOST_BYTES), type=Measurements)
+        found = msgspec.json.decode(read_input(Path(path), most_bytes=_MOST_BYTES), type=Measurements)
+        kernels = asdict(Kernels(**found.machine.kernels))
     except OSError as error:
         raise ConfigError(f"--from {path} cannot be read: {error.strerror or error}", remedy=remedy) from error
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(f"--from {path} holds no measurements: {error}", remedy=remedy) from error
+    if {DTYPE_BYTES[model.dtype] for model in found.models.values()} == {kernels["generation_bytes"]}:
+        kernels["generation_bytes"] = None  # each model's own
+    return msgspec.structs.replace(found, machine=msgspec.structs.replace(found.machine, kernels=kernels))
 
 
 def fitted_hardware(found: Measurements, base: str) -> Hardware:

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict
 
+import msgspec
 import pytest
 
 from realrl import cli
@@ -33,7 +34,18 @@ def write(path, found):
 
 def test_what_is_written_is_read(tmp_path):
     found = measurements(sliding_window=8, windowed_layers=(0, 3))
-    assert read_measurements([write(tmp_path / "a.json", found)]) == found
+    again = read_measurements([write(tmp_path / "a.json", found)])
+    assert again.measured == found.measured
+    assert again.models == found.models
+    assert again.machine.kernels["generation_bytes"] is None  # the model's own
+
+
+def test_models_of_two_dtypes_that_generate_in_their_own_come_together(tmp_path):
+    first, second = measurements(), measurements()
+    half = Machine("a processor", "cpu", 8 * 10**9, asdict(Kernels(generation_bytes=2)))
+    second = msgspec.structs.replace(second, models={"actor": small()}, machine=half)
+    found = read_measurements([write(tmp_path / "a.json", first), write(tmp_path / "b.json", second)])
+    assert [model.dtype for model in found.models.values()] == ["float32", "bfloat16"]
 
 
 def test_models_of_several_files_come_together(tmp_path):
@@ -58,6 +70,7 @@ def test_one_file_for_two_models_by_the_command_line(tmp_path, capsys):
 
 
 def test_what_cannot_be_used_is_refused(tmp_path, capsys):
+    (tmp_path / "d.json").write_bytes(measurements().encoded().replace(b'"fused_norms"', b'"fused_forms"'))
     good, other = write(tmp_path / "a.json", measurements()), write(tmp_path / "b.json", measurements(n_workers=1))
     (tmp_path / "c.json").write_text('{"experiment": 1}')
 
@@ -68,6 +81,7 @@ def test_what_cannot_be_used_is_refused(tmp_path, capsys):
 
     assert "none.json cannot be read: No such file" in refused("--from", str(tmp_path / "none.json"))
     assert "c.json holds no measurements: Expected `str`, got `int`" in refused("--from", str(tmp_path / "c.json"))
+    assert "d.json holds no measurements: " in refused("--from", str(tmp_path / "d.json"))
     told = refused("--from", good, "--from", other)
     assert "b.json is of 1 x a processor, and" in told
     assert "of 2 x a processor" in told

@@ -62,7 +62,9 @@ class StageDecoding:
         """Seconds of a step by its rows, 0 to `max_rows`, without the keys and values that it reads."""
         work, device, rows = self.work, self.device.generating, np.arange(self.max_rows + 1.0)
         rate, half = device.rate(work.dtype), device.half_tokens
-        seconds = work.n_layers * device.block_s + np.maximum(
+        # ranks that exchange activations compute block after block, as in training, and not all blocks in one call
+        block_s = max(device.block_s, self.device.block_s) if self.tensor.latency_s else device.block_s
+        seconds = work.n_layers * block_s + np.maximum(
             work.product_flops(1.0) * (rows + half) / rate, work.bytes_read(rows) / device.stream
         )
         seconds += work.row_bytes * rows / device.activation_stream
