@@ -53,7 +53,7 @@ setup(
     package_dir={"realrl_experiments": "experiments", "realrl_configs": "configs"},
     package_data={
         "realrl_configs": ["**/*.yaml"],
-        "realrl": ["py.typed", "cpu/kernels/*.cpp", "cpu/kernels/*.h", "draw/page.html"],
+        "realrl": ["py.typed", "cpu/kernels/*.cpp", "cpu/kernels/*.h", "draw/page.html", "planner/page/page.html"],
     },
     install_requires=CORE,
     extras_require=EXTRAS,

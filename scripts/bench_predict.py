@@ -14,15 +14,16 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from statistics import median
+from typing import cast
 
 from realrl.cli.console import print_table
-from realrl.cli.modelled import model_run
 from realrl.cli.simulate import Recording, read_recording
-from realrl.doctor.memory import decide_overlap
+from realrl.doctor.memory import decide_overlap, machine_kernels
 from realrl.errors import UsageError
 from realrl.experiment.discovery import load_run
 from realrl.experiment.planning import plan_run
 from realrl.plan.hooks import NO_OVERLAP
+from realrl.planner.modelled import costs_of
 from realrl.profiler.hardware_files import named_hardware
 from realrl.runtime.checkpoints.resume import make_master_plan
 from realrl.runtime.checkpoints.store import checkpoint_store
@@ -85,13 +86,14 @@ def examine(folder: str, files: Sequence[str]) -> Result:
     master_plan = make_master_plan(plan, store, None, overlap=overlap)
     check_recording(master_plan, recording.spans, folder)
     recorded = Recorded(recording.spans)
-    modelled = model_run(plan, _file_for(plan.n_workers, files), None)
+    machine = named_hardware(_file_for(plan.n_workers, files))
     dropped = dropped_shares(recording.metrics.values())
 
     def run(durations: Durations) -> Sequence[SimulatedRun]:
         return simulate(master_plan, durations, recorded.draw, dropped_share=dropped)
 
-    predicted = simulate_sharing(run, modelled.durations, alone=modelled.alone, node_of=plan.cluster.node_of)
+    modelled = cast(Durations, costs_of(plan, machine, machine_kernels))
+    predicted = simulate_sharing(run, modelled, alone=machine.device.alone, node_of=plan.cluster.node_of)
     replay, prediction = (
         compare(attempts[-1], recording.metrics, recording.spans, folder) for attempts in (run(recorded), predicted)
     )

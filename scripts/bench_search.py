@@ -1,29 +1,36 @@
-"""Time, gap and size of plan searches for PPO: python scripts/bench_search.py [--model 70B] [--devices 128] ...
+"""Time, gap and size of searches for plans: python scripts/bench_search.py [ppo] [--model 70B] [--devices 128] ...
 
-All times are of the processor.
+Prompts and responses have 1,024 tokens each, all roles the same size. All times are of the processor. `--all` searches
+for many models, clusters and algorithms, a process each, and prints a row for each.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
+from realrl.config.compose import compose
 from realrl.config.schema import GenerationConfig
-from realrl.graph.build import build_graph, calls, topological_calls
-from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.experiment.discovery import load_experiment
+from realrl.graph.build import build_graph, calls
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.plan import RoleState
-from realrl.search.bound import undominated
-from realrl.search.branch import Found, Problem, search
-from realrl.search.fast import Model, flow_of
-from realrl.search.prices import CostPrices, Workload
-from realrl.search.space import RoleSpace, choices_of, mesh_at
+from realrl.search.branch import Found, search
+from realrl.search.prices import Workload
+from realrl.search.problem import Problem, pose
+from realrl.search.space import RoleSpace, mesh_at
 from realrl.shape import DecoderConfig
 from realrl.sim.durations import SampleSizes
 from realrl.sim.hardware import hardware_from
@@ -35,22 +42,15 @@ MODELS = {  # hidden, layers, heads, KV heads, inner
     "34B": (8192, 48, 64, 8, 22016),
     "70B": (8192, 80, 64, 8, 28672),
 }
-PROMPT = RESPONSE = 1024
+CASES = [
+    *((name, model, n, "a100_80gb") for name in ("ppo",) for model in MODELS for n in (16, 32, 64, 96, 128)),
+    *(("ppo", model, n, "h100") for model in ("7B", "70B") for n in (32, 128)),
+    *(("grpo", model, n, "a100_80gb") for model in ("7B", "34B") for n in (32, 128)),
+    *((name, model, n, "a100_80gb") for name in ("safe_rlhf", "self_play") for model, n in (("7B", 32), ("34B", 128))),
+    ("ppo", "70B", 1024, "h100"),
+]
+LENGTH = 1024
 MARGIN = 0.9  # usable share of a device's memory
-
-
-def ppo(n: int) -> list[MFCDef]:
-    """The six calls of PPO with the keys that order them."""
-    generate, inference, train = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
-    read = ("ids", "rewards", "values", "ref")
-    return [
-        MFCDef("actor_gen", "actor", generate, "ppo_actor", ("prompt_ids",), ("ids",), n_seqs=n),
-        MFCDef("rew_inf", "reward", inference, "rw", ("ids",), ("rewards",), n_seqs=n),
-        MFCDef("ref_inf", "ref", inference, "ppo_actor", ("ids",), ("ref",), n_seqs=n),
-        MFCDef("critic_inf", "critic", inference, "ppo_critic", ("ids",), ("values",), n_seqs=n),
-        MFCDef("actor_train", "actor", train, "ppo_actor", read, n_seqs=n, n_minibatches=8),
-        MFCDef("critic_train", "critic", train, "ppo_critic", read, n_seqs=n, n_minibatches=8),
-    ]
 
 
 def shape(size: str, head: str) -> DecoderConfig:
@@ -62,86 +62,104 @@ def shape(size: str, head: str) -> DecoderConfig:
 
 
 def problem_of(options: argparse.Namespace) -> Problem:
-    """Price all choices and leave out those that cannot be best; print how many there are."""
+    """Price all choices."""
     cluster = Cluster(-(-options.devices // 8), min(8, options.devices))
-    graph = build_graph(ppo(options.n_seqs), ["prompt_ids"])
-    heads = {"actor": "lm", "ref": "lm", "critic": "value", "reward": "reward"}
-    models = {role: shape(options.model, head) for role, head in heads.items()}
+    experiment = load_experiment(options.experiment)
+    overrides = [f"n_seqs={options.n_seqs}", "algorithm.n_minibatches=8", "algorithm.ppo_epochs=1"]
+    config = compose(experiment, overrides)
+    graph = build_graph(experiment.calls(config), experiment.dataset.keys)
+    n_responses = config.generation.n_responses
+    roles = {mfc.role: experiment.roles_for(config)[mfc.role] for mfc in calls(graph)}
+    models = {name: shape(options.model, role.head) for name, role in roles.items()}
     home = Allocation(mesh_at(cluster, 0, 1), ParallelStrategy())
-    trained = {mfc.role for mfc in calls(graph) if mfc.is_train}
-    states = {role: RoleState(model, home, role in trained) for role, model in models.items()}
     workload = Workload(
         graph,
-        states,
+        {name: RoleState(model, home, roles[name].trainable) for name, model in models.items()},
         cluster,
-        GenerationConfig(max_new_tokens=RESPONSE, max_batch_size=options.batch),
-        {f"0/{i}": SampleSizes((PROMPT,), (RESPONSE,)) for i in range(options.n_seqs)},
-        RowLengths([PROMPT], [PROMPT + RESPONSE], [PROMPT + RESPONSE]),
-        dict.fromkeys(graph, 1),
+        GenerationConfig(max_new_tokens=LENGTH, max_batch_size=options.batch, n_responses=n_responses),
+        {
+            f"0/{i}": SampleSizes((LENGTH,) * n_responses, (LENGTH,) * n_responses)
+            for i in range(max(mfc.n_seqs for mfc in calls(graph)))
+        },
+        RowLengths([LENGTH], [2 * LENGTH], [2 * LENGTH]),
+        dict.fromkeys(graph, n_responses),
     )
     text = (ROOT / "configs" / "hardware" / f"{options.hardware}.yaml").read_text()
     hardware = hardware_from(yaml.safe_load(text), source=options.hardware)
-    capacity = MARGIN * hardware.device.memory_bytes
-    model = Model(flow_of(graph), CostPrices(workload, hardware, capacity=capacity), cluster, capacity)
-    stages = (0, 1) if options.wide else (1,)
-    roles = {role: RoleSpace(one, zero_stages=stages, may_offload=options.wide) for role, one in models.items()}
-    choices = []
-    for call, mfc in enumerate(topological_calls(graph)):
-        found = choices_of(graph, mfc.name, roles, cluster)
-        fitting = [c for c in found if own_bytes(model, call, c) <= capacity]
-        is_moved = any(call in (move.owner, move.source, move.target) for move in model.flow.moves)
-        kept = undominated(model, call, fitting, most_move=options.most_move if is_moved else 0.0)
-        print(f"{mfc.name}: {len(found)} choices, {len(fitting)} fit, {len(kept)} left  {spent()}", flush=True)
-        choices.append(kept)
-    return Problem(model, choices, {}, is_pruned=True, n_walks=options.walks)
+    spaces = {name: RoleSpace(model) for name, model in models.items()}
+    return pose(workload, hardware, roles=spaces, capacity=MARGIN * hardware.device.memory_bytes)
 
 
-def own_bytes(model: Model, call: int, choice: object) -> int:
-    price = model.price(call, choice)  # type: ignore[arg-type]
-    return price.used + (price.kept if model.flow.homes[call] == call else 0)
-
-
-def spent() -> str:
+def spent() -> tuple[float, float]:
+    """Return seconds of the processor, and the most GB of memory."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    return f"{used.ru_utime + used.ru_stime:.1f} s, {used.ru_maxrss / 1e6:.2f} GB"
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1e6
 
 
 def until(states: Iterator[Found], seconds: float) -> Iterator[Found]:
-    """Yield states until the processor has spent so many seconds."""
-    begin = time.process_time()
+    """Yield states until the processor has spent so many seconds since the start of the process."""
     for state in states:
         yield state
-        if time.process_time() - begin > seconds:
+        if time.process_time() > seconds:
             return
+
+
+def search_one(options: argparse.Namespace) -> None:
+    problem = problem_of(options)
+    n_choices = " ".join(str(len(found)) for found in problem.choices)
+    print(f"choices: {n_choices}; {spent()[0]:.1f} s, {spent()[1]:.2f} GB", flush=True)
+    last, period = None, float("inf")
+    for last in until(search(problem), options.seconds):
+        if last.period < period:
+            period = last.period
+            print(f"{period:10.3f} s  gap {last.gap:7.2%}  {last.n_expanded} expanded  {spent()[0]:.1f} s", flush=True)
+    assert last is not None
+    assert last.plan is not None
+    for name, placed in zip(problem.model.flow.names, last.plan, strict=True):
+        price = problem.model.price(problem.model.flow.names.index(name), placed.choice)
+        print(f"  {name:18} {price.seconds:9.3f} s  ranks {placed.span[0]}-{placed.span[1] - 1}  {placed.choice}")
+    print(
+        f"{last.n_expanded} partial plans, {last.n_evaluated} plans evaluated, {'ended' if last.is_done else 'stopped'}"
+    )
+    print(f"result {last.period:.3f} {last.bound:.3f} {spent()[0]:.1f} {spent()[1]:.2f}")
+
+
+def search_all(options: argparse.Namespace) -> None:
+    """Print a row for each of `CASES`."""
+    table = Table(box=box.MARKDOWN)
+    for name in ("algorithm", "model", "devices", "hardware", "period, s", "gap", "CPU, s", "memory, GB"):
+        table.add_column(name)
+    gaps = []
+    for name, model, n_devices, hardware in CASES:
+        arguments = [name, "--model", model, "--devices", str(n_devices), "--hardware", hardware]
+        arguments += ["--seconds", str(options.seconds * (6 if n_devices > 128 else 1))]
+        made = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=False)
+        print(*arguments, made.stdout, made.stderr[-300:], file=sys.stderr, flush=True)
+        if made.returncode:
+            table.add_row(name, model, str(n_devices), hardware, "nothing fits", "", "", "")
+            continue
+        period, bound, cpu, memory = map(float, made.stdout.splitlines()[-1].split()[1:])
+        gaps.append(period / bound - 1)
+        table.add_row(
+            name, model, str(n_devices), hardware, f"{period:.2f}", f"{gaps[-1]:.1%}", f"{cpu:.0f}", f"{memory:.2f}"
+        )
+    console = Console(width=140)
+    console.print(table)
+    console.print(f"Median gap {statistics.median(gaps):.1%}, worst {max(gaps):.1%}, of {len(gaps)} searches.")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("experiment", nargs="?", default="ppo")
+    parser.add_argument("--all", action="store_true", help="search for a table of cases")
     parser.add_argument("--model", default="70B", choices=list(MODELS))
     parser.add_argument("--devices", type=int, default=128)
     parser.add_argument("--n-seqs", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=256, help="generation.max_batch_size")
     parser.add_argument("--hardware", default="a100_80gb")
-    parser.add_argument("--most-move", type=float, default=2.0, help="seconds that moves may differ by")
-    parser.add_argument("--wide", action="store_true", help="stage 0 of ZeRO, and offload, are choices too")
-    parser.add_argument("--walks", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the processor, for the search")
+    parser.add_argument("--seconds", type=float, default=35.0, help="of the processor, all in all")
     options = parser.parse_args()
-    problem = problem_of(options)
-    last, period = None, float("inf")
-    for last in until(search(problem), options.seconds):
-        if last.period < period:
-            period = last.period
-            print(f"{last.period:10.3f} s  gap {last.gap:7.2%}  {last.n_expanded} expanded  {spent()}", flush=True)
-    assert last is not None
-    assert last.plan is not None
-    ending = "ended" if last.is_done else "stopped"
-    print(f"{ending}: {last.period:.3f} s, at least {last.bound:.3f} s, gap {last.gap:.2%}")
-    print(f"{last.n_expanded} partial plans expanded, {last.n_evaluated} plans evaluated, {spent()}")
-    moves = problem.model.moves_seen
-    print(f"{len(moves)} moves were priced, the longest takes {max(moves, default=0.0):.2f} s")
-    for name, placed in zip(problem.model.flow.names, last.plan, strict=True):
-        print(f"  {name:14} ranks {placed.span[0]}-{placed.span[1] - 1}  {placed.choice}")
+    (search_all if options.all else search_one)(options)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ COMMANDS = {
     "gen": "realrl.cli.commands:gen",
     "doctor": "realrl.cli.commands:doctor",
     "simulate": "realrl.cli.commands:simulate",
+    "plan": "realrl.cli.commands:find_plan",
     "profile": "realrl.cli.commands:profile",
     "list": "realrl.cli.commands:list_experiments",
     "graph": "realrl.cli.commands:graph",
@@ -41,6 +42,7 @@ commands:
   gen [key=value ...]           responses to the prompts of a file; --out FILE
   doctor NAME [key=value ...]   what a run would need of every device, and what is wrong with it
   simulate NAME [key=value ...] the time of a step and what bounds it; starts nothing
+  plan NAME [--hardware NAME]   where each call should run on given machines, and how; --out FILE
   profile NAME [--out FILE]     measure this machine for an experiment's models: a hardware file for predictions
   list                          the registered experiments
   graph NAME [--out FILE]       the calls and what flows between them, as text or as a picture

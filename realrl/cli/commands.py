@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING, NoReturn
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
+from realrl.cli.machines import memory_of, settled_for
+from realrl.cli.plan import EXAMPLES as PLAN_EXAMPLES
+from realrl.cli.plan import PLAN_FILE, file_of_plan, plan_now, plan_run_command
+from realrl.cli.plan import add_options as add_plan_options
+from realrl.cli.plan_questions import settle_explain
 from realrl.cli.plan_view import print_plan
 from realrl.cli.simulate import add_options, read_recording, simulate_run
 from realrl.cli.unused import check_used
@@ -105,7 +110,7 @@ examples:
 def run(arguments: Sequence[str]) -> int:
     """``realrl run``: train, or show the plan."""
     parser = _parser("run", "Train as an experiment declares.", RUN_EXAMPLES)
-    parser.add_argument("--dry-run", action="store_true", help="resolve, check and print the plan; start nothing")
+    _add_dry_run(parser)
     options = _parse(parser, arguments)
     if options.help:
         return _help(parser, options)
@@ -117,7 +122,7 @@ def gen(arguments: Sequence[str]) -> int:
     parser = _parser("gen", "Write responses to the prompts of a file, without training.", GEN_EXAMPLES)
     parser.usage = "realrl gen [NAME] [key=value ...] [options]"
     parser.add_argument("--out", metavar="FILE", help="where to write them; default: generations.jsonl in run_dir")
-    parser.add_argument("--dry-run", action="store_true", help="resolve, check and print the plan; start nothing")
+    _add_dry_run(parser)
     options = _parse(parser, arguments)
     if not options.arguments or "=" in options.arguments[0]:
         options.arguments = ["gen", *options.arguments]
@@ -138,7 +143,7 @@ def gen(arguments: Sequence[str]) -> int:
 def evaluate(arguments: Sequence[str]) -> int:
     """``realrl eval``: evaluate models as a training run would."""
     parser = _parser("eval", "Evaluate models on held-out data, without training.", EVAL_EXAMPLES)
-    parser.add_argument("--dry-run", action="store_true", help="resolve, check and print the plan; start nothing")
+    _add_dry_run(parser)
     options = _parse(parser, arguments)
     if options.help:
         return _help(parser, options)
@@ -147,12 +152,25 @@ def evaluate(arguments: Sequence[str]) -> int:
     return _start(experiment, config.model_copy(update={"eval": only}), options)
 
 
+def _add_dry_run(parser: _Parser) -> None:
+    parser.add_argument("--dry-run", action="store_true", help="resolve, check and print the plan; start nothing")
+    parser.add_argument("--hardware", metavar="NAME", help="with --dry-run: the machine, in the place of this one")
+
+
 def _start(experiment: Experiment, config: RunConfig, options: argparse.Namespace) -> int:
     """Check the paths, then run, or check the models and show the plan."""
     from realrl.config.paths import check_paths
     from realrl.data.assets.store import cache_dir
     from realrl.runtime.processes.machine import accelerators, on_machine
 
+    if options.hardware is not None:
+        if not options.dry_run:
+            raise UsageError("--hardware: a run takes the machine that it is on", remedy="Add --dry-run.")
+        config = settled_for(config, options.hardware)
+    files = dict[str, bytes]()
+    if config.allocation.mode == "auto":
+        config, text = plan_now(experiment, config, options.arguments[1:])
+        files |= {PLAN_FILE: text.encode()} if text else {}
     settled, notes = on_machine(config, accelerators())
     plan = _plan(experiment, settled, options)
     check_paths(config, cache_dir=cache_dir().absolute())
@@ -166,7 +184,7 @@ def _start(experiment: Experiment, config: RunConfig, options: argparse.Namespac
         return 0
     from realrl.runtime.processes.start import start_run
 
-    return start_run(experiment, config, decide=_decide_overlap)
+    return start_run(experiment, config, decide=_decide_overlap, files=files)
 
 
 def _decide_overlap(plan: RunPlan) -> Overlap:
@@ -203,6 +221,7 @@ def doctor(arguments: Sequence[str]) -> int:
     parser = _parser("doctor", "Check a run, and how much memory it needs, before anything starts.", DOCTOR_EXAMPLES)
     parser.add_argument("--json", metavar="FILE", help="write the report there, too")
     parser.add_argument("--device-memory", metavar="GB", type=float, help="of each device; default: what is there")
+    parser.add_argument("--hardware", metavar="NAME", help="the machine, in the place of this one: see realrl plan")
     parser.add_argument("--no-models", action="store_true", help="load no model: generation is not tried")
     options = _parse(parser, arguments)
     if options.help:
@@ -210,17 +229,23 @@ def doctor(arguments: Sequence[str]) -> int:
     if options.device_memory is not None and not 0 < options.device_memory < math.inf:
         raise UsageError(f"--device-memory {options.device_memory:g} is no size", remedy="Give it in 1e9 bytes.")
     from realrl.doctor import RunUnderCheck, examine
-    from realrl.runtime.processes.machine import accelerators, on_machine
 
     experiment, config = _load(parser, options)
-    found = accelerators()
-    plan = _plan(experiment, on_machine(config, found)[0], options)
+    plan = _plan(experiment, settled_for(config, options.hardware), options)
 
     def recompose(more: Sequence[str]) -> RunConfig:
-        return on_machine(_compose(experiment, [*options.arguments, *more]), found)[0]
+        return settled_for(_compose(experiment, [*options.arguments, *more]), options.hardware)
 
     memory = None if options.device_memory is None else int(options.device_memory * 1e9)
-    run = RunUnderCheck(plan, recompose, device_memory_bytes=memory, loads_models=not options.no_models)
+    if options.hardware is not None:
+        memory = memory or memory_of(plan.config)
+    run = RunUnderCheck(
+        plan,
+        recompose,
+        device_memory_bytes=memory,
+        loads_models=not options.no_models,
+        is_elsewhere=options.hardware is not None,
+    )
     report = examine(run)
     print_report(report, plan)
     if options.json is not None:
@@ -247,6 +272,19 @@ def simulate(arguments: Sequence[str]) -> int:
     return simulate_run(experiment, config, options, make_plan=partial(_plan_of_master, options))
 
 
+def find_plan(arguments: Sequence[str]) -> int:
+    """``realrl plan``: the best plan for a run on given machines."""
+    parser = _parser("plan", "Find where each call of a run should be, and how it should run there.", PLAN_EXAMPLES)
+    add_plan_options(parser)
+    options = _parse(parser, arguments)
+    settle_explain(options)
+    if options.help:
+        parser.print_help()
+        return 0
+    experiment, config = _load(parser, options)
+    return plan_run_command(experiment, config, options, options.arguments[1:])
+
+
 def _plan_of_master(
     options: argparse.Namespace, experiment: Experiment, config: RunConfig
 ) -> tuple[RunPlan, MasterPlan]:
@@ -254,9 +292,8 @@ def _plan_of_master(
     from realrl.experiment.planning import check_models_fit
     from realrl.runtime.checkpoints.resume import make_master_plan
     from realrl.runtime.checkpoints.store import CHECKPOINTS, checkpoint_store
-    from realrl.runtime.processes.machine import accelerators, on_machine
 
-    plan = _plan(experiment, on_machine(config, accelerators())[0], options)
+    plan = _plan(experiment, config, options)
     check_models_fit(plan)
     store = checkpoint_store(plan, Path(config.run_dir) / CHECKPOINTS)
     return plan, make_master_plan(plan, store, None, overlap=_decide_overlap(plan))
@@ -421,6 +458,8 @@ def _plan(experiment: Experiment, config: RunConfig, options: argparse.Namespace
     """
     from realrl.experiment.planning import plan_run
 
+    if config.allocation.mode == "auto":
+        config, _ = plan_now(experiment, config, options.arguments[1:])
     plan = plan_run(config, experiment)
     check_used(options.arguments[1:], plan)
     return plan
@@ -433,14 +472,23 @@ def _compose(experiment: Experiment, arguments: Sequence[str]) -> RunConfig:
     from realrl.experiment.discovery import config_dir, stable_reference
     from realrl.experiment.loading import staying
 
+    plan = file_of_plan(arguments[1:])
+    if plan is not None:
+        from realrl.planner.plan_file import check_experiment, check_holds
+
+        check_experiment(plan, experiment)
     with staying():
-        return compose(
+        config = compose(
             experiment,
             arguments[1:],
             reference=stable_reference(arguments[0]),
             config_dir=config_dir(),
             cache_dir=cache_dir().absolute(),
+            plan=None if plan is None else plan.layer,
         )
+    if plan is not None:
+        check_holds(plan, config, experiment)
+    return config
 
 
 def _help(parser: _Parser, options: argparse.Namespace) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realrl.cli.modelled import Modelled, model_run
+from realrl.cli.machines import settled_for
+from realrl.cli.plan_questions import add_page, check_page, write_page
 from realrl.cli.simulate_view import print_comparison, print_figures, print_recovery
 from realrl.errors import ConfigError, UsageError
 from realrl.files import read_input
@@ -20,15 +21,24 @@ if TYPE_CHECKING:
     from realrl.config.schema import RunConfig
     from realrl.experiment.declaration import Experiment
     from realrl.experiment.run_plan import RunPlan
+    from realrl.planner.page.render import PageContent
     from realrl.sched.events import RankSpan
     from realrl.sched.master.master_plan import MasterPlan
     from realrl.sim.cluster import SimulatedRun
+    from realrl.sim.durations import Durations, SampleSizes
 
 DEFAULT_STEPS = 5
 _METRICS, _TRACE, _CONFIG = "metrics.jsonl", "trace.json", "config.json"
 _SAME = ("precision", "n_seqs", "n_mbs", "max_tokens_per_mb", "dataset", "models", "generation", "algorithm", "calls",
          "allocation", "cluster")  # fmt: skip
-_MAY_DIFFER = ("allocation.overlap", "cluster.worker_timeout_s", "cluster.collective_timeout_s", "cluster.master_port")
+_MAY_DIFFER = (
+    "allocation.overlap",
+    "cluster.worker_timeout_s",
+    "cluster.collective_timeout_s",
+    "cluster.master_port",
+    "cluster.hardware",
+    "cluster.device_memory_gb",
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--slow", metavar="RANK=FACTOR", action="append", default=[], help="a device that takes FACTOR times as long")
     add("--kill", metavar="RANK@SECONDS", action="append", default=[], help="a worker dies; the run recovers from it")
     add("--out", metavar="DIR", help="write metrics.jsonl and trace.json there, as a run would")
+    add_page(parser)
 
 
 def read_recording(folder: str) -> Recording:
@@ -180,12 +191,16 @@ def write_run(folder: str, attempts: Sequence[SimulatedRun]) -> None:
     trace.close()
 
 
-def _durations_of(plan: RunPlan, recording: Recording | None, options: argparse.Namespace) -> Modelled:
+def _durations_of(
+    plan: RunPlan, recording: Recording | None, options: argparse.Namespace
+) -> tuple[Durations, Callable[[str], SampleSizes], tuple[str, ...]]:
     """Return durations, lengths of samples, and assumptions: a machine's if one is named, else those of the recording.
 
     Raises:
         UsageError: an option cannot be used.
     """
+    from realrl.doctor.memory import machine_kernels
+    from realrl.planner.modelled import costs_of, described, draw_of, hardware_for
     from realrl.sim.replay import Recorded
 
     recorded = None if recording is None else Recorded(recording.spans)
@@ -195,12 +210,26 @@ def _durations_of(plan: RunPlan, recording: Recording | None, options: argparse.
                 "--lengths has no effect with --against alone, which takes the durations of a run",
                 remedy="Name a machine with --hardware.",
             )
-        return Modelled(recorded, recorded.draw, (), alone=1.0)
-    modelled = model_run(plan, options.hardware, options.lengths)
+        return recorded, recorded.draw, ()
+    machine = hardware_for(plan.config, options.hardware)
+    draw, assumed = draw_of(plan, options.lengths)
+    durations, named = costs_of(plan, machine, machine_kernels), described(plan.config, machine)
     if recorded is not None and options.lengths is None:
-        notes = (modelled.notes[0], "prompts and responses as long as the run's mean")
-        return replace(modelled, draw=recorded.draw, notes=notes)
-    return modelled
+        return durations, recorded.draw, (named, "prompts and responses as long as the run's mean")
+    return durations, draw, (named, *assumed)
+
+
+def _page_of(plan: RunPlan, run: SimulatedRun, options: argparse.Namespace, notes: Sequence[str]) -> PageContent:
+    """Return what a page tells of a run; a replay has no machine that is described, and so no memory."""
+    from realrl.doctor.memory import machine_kernels
+    from realrl.planner.modelled import hardware_for
+    from realrl.planner.page.content import memory_of
+    from realrl.planner.page.render import PageContent
+
+    if options.against is not None and options.hardware is None:
+        return PageContent(plan, run, (f"with the durations of {options.against}", *notes))
+    memory = memory_of(plan, hardware_for(plan.config, options.hardware), machine_kernels)
+    return PageContent(plan, run, notes, memory)
 
 
 def simulate_run(
@@ -218,31 +247,29 @@ def simulate_run(
     Raises:
         UsageError: an option cannot be used.
     """
-    from realrl.profiler.hardware_files import named_hardware
     from realrl.sim.cluster import simulate
     from realrl.sim.contention import simulate_sharing
+    from realrl.sim.costs.calls import CostModel
     from realrl.sim.durations import slowed
     from realrl.sim.replay import dropped_shares
     from realrl.sim.report import compare, figures_of
 
     if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps {options.steps}: at least one step is needed")
+    check_page(options.page)
     recording = None if options.against is None else read_recording(options.against)
     steps = options.steps or (DEFAULT_STEPS if recording is None else max(recording.metrics))
-    changes: dict[str, object] = {"steps": steps}
-    if options.hardware is not None and config.cluster.device == "auto":
-        device = named_hardware(options.hardware).device.kind
-        changes["cluster"] = config.cluster.model_copy(update={"device": device})
-    plan, master_plan = make_plan(experiment, config.model_copy(update=changes))
+    config = settled_for(config.model_copy(update={"steps": steps}), options.hardware)
+    plan, master_plan = make_plan(experiment, config)
     slow, kill = parse_slow(options.slow, plan.n_workers), parse_kill(options.kill, plan.n_workers)
     if recording is not None:
         refuse_other_run(recording, config, master_plan)
-    model = _durations_of(plan, recording, options)
+    durations, draw, notes = _durations_of(plan, recording, options)
     dropped = {} if recording is None else dropped_shares(recording.metrics.values())
     attempts = simulate_sharing(
-        lambda durations: simulate(master_plan, durations, model.draw, dropped_share=dropped, lost=kill),
-        slowed(model.durations, slow) if slow else model.durations,
-        alone=model.alone,
+        lambda some: simulate(master_plan, some, draw, dropped_share=dropped, lost=kill),
+        slowed(durations, slow) if slow else durations,
+        alone=durations.hardware.device.alone if isinstance(durations, CostModel) else 1.0,
         node_of=plan.cluster.node_of,
     )
     if options.out is not None:
@@ -250,7 +277,7 @@ def simulate_run(
     last = attempts[-1]
     workers = "1 worker" if plan.n_workers == 1 else f"{plan.n_workers} workers"
     print(f"{plan.experiment.name}: {steps} steps of {plan.samples_per_step} samples, {workers}")
-    for note in model.notes:
+    for note in notes:
         print(note)
     print()
     print_recovery(attempts)
@@ -258,6 +285,8 @@ def simulate_run(
         print("no step was completed")
         return 1
     print_figures(figures_of(last), last)
+    if options.page is not None:
+        write_page(options.page, _page_of(plan, last, options, notes))
     if recording is not None and not slow and not kill:
         print_comparison(compare(last, recording.metrics, recording.spans, str(recording.folder)))
     return 0

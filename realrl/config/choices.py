@@ -59,7 +59,7 @@ def yaml_layers(
     selected: list[str] = []
     preset = choices.get("preset", "")
     if preset.endswith(FILE_ENDINGS):
-        yield _load_yaml(Path(preset)), preset
+        yield load_yaml(Path(preset), f"preset={preset}"), preset
     elif preset:
         selected.append(f"+preset={preset}")
         parts = _options(f"preset/{preset}", config_dir)
@@ -124,8 +124,12 @@ def _composed(selected: Sequence[str], config_dir: Path | None) -> Iterator[tupl
     yield _as_plain(OmegaConf.to_container(composed)), "configs: " + ", ".join(item.lstrip("+") for item in selected)
 
 
-def _load_yaml(path: Path) -> Mapping[str, Any]:
-    """Load a YAML file of the user's own: a mapping, nested like the configuration."""
+def load_yaml(path: Path, source: str) -> Mapping[str, Any]:
+    """Load a YAML file of the user's own: a mapping. `source` names it in messages.
+
+    Raises:
+        ConfigError: it cannot be read, or is no such YAML.
+    """
     import yaml  # type: ignore[import-untyped]
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -139,11 +143,11 @@ def _load_yaml(path: Path) -> Mapping[str, Any]:
         loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
         json.dumps(loaded, default=str)  # fails for numbers of thousands of digits
     except OSError as error:
-        raise ConfigError(f"preset={path}: cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{source}: cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, OmegaConfBaseException) as error:
-        raise ConfigError(f"preset={path}: is no YAML that can be used: {_one_line(error)}") from error
+        raise ConfigError(f"{source}: is no YAML that can be used: {_one_line(error)}") from error
     if not isinstance(loaded, dict):
-        raise ConfigError(f"preset={path}: must hold keys and values, such as 'steps: 10'")
+        raise ConfigError(f"{source}: must hold keys and values, such as 'steps: 10'")
     return _as_plain(loaded)
 
 

@@ -46,6 +46,7 @@ def compose(
     reference: str | None = None,
     config_dir: Path | None = None,
     cache_dir: Path | None = None,
+    plan: Mapping[str, object] | None = None,
 ) -> RunConfig:
     """Resolve the configuration of one run.
 
@@ -55,6 +56,7 @@ def compose(
         reference: name by which another process finds the experiment; its own name by default.
         config_dir: folder of the YAML groups preset, cluster, allocation and model; without it there are none.
         cache_dir: value of ``${cache_dir}`` in YAML.
+        plan: settings of the file that the override ``plan=FILE`` names, nested like the configuration.
 
     Raises:
         ConfigError: lists every malformed override, unknown key or group option, and impossible value.
@@ -67,8 +69,12 @@ def compose(
     composer.add_layer(experiment.defaults, f"the defaults of experiment '{experiment.name}'")
     for values, origin in yaml_layers(choices, experiment, config_dir):
         composer.add_layer(values, origin)
+    if plan is not None:
+        _add_plan(composer, plan, edits, choices)
     for edit in edits:
         composer.apply_to_roles(edit)
+        if edit.path == "plan" and edit.value and plan is None:
+            problems.append(Problem(edit.subject, "plans are read by the command line alone"))
 
     def check(roles: Mapping[str, DeclaredRole]) -> RunConfig:
         values = {**composer.resolve(roles, cache_dir), "experiment": reference}
@@ -100,8 +106,8 @@ class _Composer:
         for part, is_shared in ((shared, True), (own, False)):
             for path, value in self._leaves("", part):
                 subject = subject_of(path, value)
-                if path == "preset":
-                    self.problems.append(Problem(subject, "only the command line chooses a preset", origin))
+                if path in ("preset", "plan"):
+                    self.problems.append(Problem(subject, f"only the command line chooses a {path}", origin))
                 elif self._check_path(path, subject, value, origin):
                     self._set(path, value, subject, origin, is_shared=is_shared)
 
@@ -236,6 +242,22 @@ class _Composer:
                 self.problems.append(Problem(subject, (str(error).splitlines() or ["cannot be resolved"])[0], origin))
             else:
                 _put(nested, path, value)
+
+
+def _add_plan(
+    composer: _Composer, plan: Mapping[str, object], edits: Sequence[Edit], choices: Mapping[str, str]
+) -> None:
+    """Take over the settings of a plan, as far as the command line leaves them open."""
+    file = next((edit.subject for edit in edits if edit.path == "plan"), "plan")
+    mode = next((edit.subject for edit in edits if edit.path in ("allocation", "allocation.mode")), "")
+    mode = mode or (f"allocation={choices['allocation']}" if "allocation" in choices else "")
+    if mode:
+        text = f"{file} says already where each call runs; leave one of them out, or move single calls with "
+        composer.problems.append(Problem(mode, text + "allocation.calls.CALL=d8@0:0-7"))
+    given = {edit.path for edit in edits}
+    calls = {} if given & {"n_mbs", "max_tokens_per_mb"} else _as_mapping(plan.get("calls"))
+    calls = {name: own for name, own in calls.items() if f"calls.{name}.max_tokens_per_mb" not in given}
+    composer.add_layer({**plan, "calls": calls}, file)
 
 
 def _split_shared(

@@ -139,8 +139,8 @@ class AllocationConfig(Section):
 
     mode: str = key(
         "data",
-        "data, tensor, pipeline, split, standalone, heuristic, manual (all in calls), or a strategy for "
-        "all calls, such as d2t2; allocation=X is short for it",
+        "data, tensor, pipeline, split, standalone, heuristic, auto (as realrl plan finds), manual (all in calls), or "
+        "a strategy for all calls, such as d2t2; allocation=X is short for it",
         min_length=1,
     )
     calls: dict[str, str] = key(
@@ -182,6 +182,15 @@ class ClusterConfig(Section):
     n_nodes: int = key(1, "number of machines", ge=1, le=MAX_DEVICES)
     n_devices_per_node: int = key(1, "accelerators of each machine; on the CPU, worker processes", ge=1, le=MAX_DEVICES)
     device: Literal["auto", "cpu", "cuda"] = key("auto", "'auto' takes CUDA where every worker of a node has a device")
+    hardware: str = rare(
+        "", "the machine, for plans and predictions: a name of configs/hardware, or a file; empty: this one's, if known"
+    )
+    device_memory_gb: float | None = rare(
+        None,
+        "memory of a device, in 1e9 bytes, by which colocate, heuristic, split and standalone cut models; null: that of "
+        "this machine's accelerators, and not known on CPUs",
+        gt=0,
+    )
     shares_devices: bool = rare(
         False,
         "for tests on few GPUs: workers share them in turn, and what they send each other goes through host memory",
@@ -280,6 +289,7 @@ class RunConfig(Section):
 
     experiment: str = Field(description="registered name, file or module of the experiment")
     preset: str = key("", "ready-made settings (configs/preset), or a YAML file of your own")
+    plan: str = rare("", "file that realrl plan wrote: the calls run where it says, with its settings")
     steps: int = key(10, "traversals of the graph, in all", ge=1)
     epochs: int = rare(1_000_000, "passes over the dataset; the run ends at `steps` or here", ge=1)
     seed: int = key(1, "everything random follows from it", ge=0, lt=2**63)

@@ -17,7 +17,6 @@ from realrl.doctor.data_checks import (
     check_tokenizers,
     check_vocabulary,
     histograms,
-    longest_allowed,
     row_lengths,
 )
 from realrl.doctor.findings import Check, Finding, Status, run_checks
@@ -30,7 +29,6 @@ from realrl.doctor.machine_checks import (
     check_start,
 )
 from realrl.doctor.memory import (
-    MARGIN,
     Alternative,
     Fullest,
     alternatives,
@@ -42,6 +40,7 @@ from realrl.doctor.memory import (
 )
 from realrl.doctor.model_checks import check_logprobs, check_models, check_rewards, check_weights
 from realrl.doctor.run_under_check import Recompose, RunUnderCheck
+from realrl.experiment.states import MARGIN, longest_rows
 from realrl.plan.hooks import NO_OVERLAP, Overlap
 from realrl.plan.memory.plan import MemoryPlan, RoleState, show_bytes
 
@@ -96,9 +95,9 @@ class Report:
 
 def examine(run: RunUnderCheck) -> Report:
     """Run all checks and plan the memory; problems become findings, not exceptions."""
-    findings = list(run_checks(_BEFORE_MEMORY, run))
+    findings = list(run_checks(_BEFORE_MEMORY, run, run.left_out))
     broken = {finding.check for finding in findings if finding.status in (Status.PROBLEM, Status.SKIPPED)}
-    rows = longest_allowed(run) if "dataset" in broken else row_lengths(run.dataset)
+    rows = longest_rows(run.config, run.kind) if "dataset" in broken else row_lengths(run.dataset)
     memory, capacity, better = None, run.device_memory_bytes or 0, tuple[Alternative, ...]()
     overlap = NO_OVERLAP
     if "models" not in broken and run.models:
@@ -124,7 +123,7 @@ def examine(run: RunUnderCheck) -> Report:
         is_shared = device.type == "cpu" and run.device_memory_bytes is None
         findings.append(replace(_verdict(most, capacity, better, is_shared=is_shared), check="memory"))
     if not any(finding.status is Status.PROBLEM for finding in findings):
-        findings += run_checks((Check("start", check_start),), run)
+        findings += run_checks((Check("start", check_start),), run, run.left_out)
     return Report(
         findings=tuple(findings),
         memory=memory,

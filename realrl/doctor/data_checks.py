@@ -203,14 +203,6 @@ def row_lengths(dataset: Dataset) -> RowLengths:
     return RowLengths(dataset.prompt_lens, [sum(lens) for lens in dataset.seqlens], longest)
 
 
-def longest_allowed(run: RunUnderCheck) -> RowLengths:
-    """Return the largest token counts that the configuration allows, where the dataset cannot be read."""
-    config = run.config.dataset
-    n_sequences = 2 if run.kind in (DatasetKind.PREFERENCE_PAIR, DatasetKind.UNPAIRED) else 1
-    sequence = config.max_prompt_tokens + config.max_answer_tokens
-    return RowLengths([config.max_prompt_tokens], [n_sequences * sequence], [sequence])
-
-
 def histograms(dataset: Dataset) -> list[Histogram]:
     """Return the lengths of prompts and, where the rows have any, of answers."""
     found = [Histogram("prompt tokens", _bins(dataset.prompt_lens))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -49,10 +49,21 @@ class Check:
     needs: tuple[str, ...] = ()
 
 
-def run_checks(checks: Sequence[Check], subject: object) -> Iterator[Finding]:
-    """Yield the findings of all checks, in order; a check that needs one with a problem is not run."""
-    broken: set[str] = set()
+def run_checks(
+    checks: Sequence[Check], subject: object, left_out: Mapping[str, str] | None = None
+) -> Iterator[Finding]:
+    """Yield the findings of all checks, in order; a check that needs one with a problem is not run.
+
+    Args:
+        left_out: names of checks that are not run -> the reason.
+    """
+    broken, reasons = set[str](), dict(left_out or {})
     for check in checks:
+        missing = [name for name in check.needs if name in reasons]
+        if check.name in reasons or missing:
+            reason = reasons.setdefault(check.name, f"needs what was left out: {', '.join(missing)}")
+            yield Finding(Status.SKIPPED, reason, check=check.name)
+            continue
         missing = [name for name in check.needs if name in broken]
         if missing:
             broken.add(check.name)

@@ -18,21 +18,17 @@ from realrl.errors import UsageError
 from realrl.experiment.models import role_configs
 from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
-from realrl.experiment.states import call_states, role_states
+from realrl.experiment.states import MARGIN, call_states, memory_model, role_states, runtime_bytes
 from realrl.graph.mfc import InterfaceType
 from realrl.model.dtypes import torch_dtype
 from realrl.plan.hooks import Overlap
-from realrl.plan.memory.connections import CUDA_CONTEXT, connection_bytes
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths
-from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState
-from realrl.plan.memory.saving import Saves
 from realrl.plan.samples.partition import default_n_mbs
 from realrl.shape import DecoderConfig
 
-MARGIN = 0.9  # usable share of a device's memory; allocators and kernels need some of the rest
 _WORTH_SAYING = 0.98
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
@@ -87,42 +83,9 @@ def memory_plan(
 def _memory_of(
     plan: RunPlan, roles: Mapping[str, RoleState], calls: Sequence[CallState], device: torch.device
 ) -> MemoryPlan:
-    rows_bytes = plan.config.cluster.device_rows_bytes if device.type != "cpu" else 0  # host memory holds them else
-    kernels = machine_kernels(roles, calls, device.type)
-    return plan_memory(
-        roles,
-        calls,
-        kernels=kernels,
-        rows_bytes=rows_bytes,
-        runtime_bytes=runtime_bytes(plan, roles, calls) if device.type != "cpu" else None,
-        saves=_saves(plan, device),
-    )
-
-
-def _saves(plan: RunPlan, device: torch.device) -> Saves | None:
-    save = plan.config.save
-    is_repeated = bool(save.every_steps or save.every_epochs or save.every_s)
-    if not any(mfc.is_train for mfc in plan.mfcs) or not (is_repeated or save.at_end):
-        return None
-    return Saves(is_staged=device.type != "cpu", is_repeated=is_repeated)
-
-
-def runtime_bytes(plan: RunPlan, roles: Mapping[str, RoleState], calls: Sequence[CallState]) -> dict[int, int]:
-    """Return rank -> bytes of an accelerator for the CUDA context and NCCL's connections.
-
-    Workers that share devices have no connections: what they send goes through host memory.
-    """
-    cluster = plan.config.cluster
-    if cluster.shares_devices:
-        return dict.fromkeys(range(plan.n_workers), CUDA_CONTEXT)
-    connections = connection_bytes(
-        plan.process_groups,
-        roles,
-        calls,
-        node_of=plan.process_groups[0].mesh.cluster.node_of,
-        any_rows=cluster.data_plane == "collective",
-    )
-    return {rank: CUDA_CONTEXT + n_bytes for rank, n_bytes in connections.items()}
+    on_cpu = device.type == "cpu"
+    model = memory_model(plan, machine_kernels(roles, calls, device.type), on_cpu=on_cpu)
+    return model.plan(roles, calls, runtime_bytes=None if on_cpu else runtime_bytes(plan, roles, calls))
 
 
 def decide_overlap(plan: RunPlan, *, capacity: int = 0) -> Overlap:
@@ -258,6 +221,7 @@ def _candidates(plan: RunPlan) -> list[tuple[str, ...]]:
         singles.append(("allocation.offload_frozen=true",))
     if plan.n_workers > 1:
         singles.append(("allocation.mode=tensor",))
+        singles.append(("allocation.mode=heuristic",))
     if config.precision == "fp32":
         singles.append(("precision=bf16",))
     singles.append(tuple(f"models.{name}.lora.rank=16" for name in sections))

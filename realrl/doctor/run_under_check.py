@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from realrl.config.schema import RunConfig
+from realrl.config.schema import BUILT_IN, RunConfig
 from realrl.data.datasets import Dataset, load_dataset
 from realrl.data.kinds import DatasetKind
 from realrl.data.tokenizer import load_tokenizer
@@ -32,13 +33,27 @@ class RunUnderCheck:
         recompose: returns the configuration with further overrides, to see their effect.
         device_memory_bytes: memory of each device; None for that of this machine.
         loads_models: True if checks may load a model.
+        is_elsewhere: True if the run is meant for other machines: what this one has tells nothing then.
     """
 
     plan: RunPlan
     recompose: Recompose
     device_memory_bytes: int | None = None
     loads_models: bool = True
+    is_elsewhere: bool = False
     tokenizers: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Names of checks that only the machine itself could make -> the reason."""
+        if not self.is_elsewhere:
+            return {}
+        found = dict.fromkeys(("packages", "devices", "disk", "port", "start"), "only the machine itself could tell")
+        folders = {self.config.models[name].path for name in self.plan.roles} - {BUILT_IN}
+        bare = sorted(path for path in folders if not any(Path(path).glob("*.safetensors*")))
+        if bare:
+            found["weights"] = found["tokenizers"] = f"there is no model here, but its sizes: {', '.join(bare)}"
+        return found
 
     @property
     def config(self) -> RunConfig:

@@ -15,7 +15,7 @@ from realrl.config.secrets import masked
 from realrl.draw.layout import Drawing
 from realrl.draw.scene import DATASET, TYPE_WORDS, Placement, Scene, hook_text
 from realrl.draw.svg import document, node_ids
-from realrl.draw.theme import DARK, LIGHT, Theme, stylesheet
+from realrl.draw.theme import both_modes, stylesheet
 from realrl.graph.build import call, producers, readers, version_edges
 from realrl.graph.mfc import MFCDef
 
@@ -31,38 +31,19 @@ def render_html(drawing: Drawing, graph: nx.DiGraph, allocations: Mapping[str, P
     details = json.dumps(_details(scene, graph, allocations or {}), ensure_ascii=False).replace("<", "\\u003c")
     parts = {
         "TITLE": escape(scene.title),
-        "STYLE": _style(len(scene.roles)),
+        "STYLE": both_modes(lambda theme, scope: stylesheet(theme, len(scene.roles), f"{scope} .picture")),
         "PICTURE": document(drawing, "", interactive=True),
         "DETAILS": details,
     }
-    page = files("realrl.draw").joinpath("page.html").read_text(encoding="utf-8")
+    return filled(files("realrl.draw").joinpath("page.html").read_text(encoding="utf-8"), parts)
+
+
+def filled(page: str, parts: Mapping[str, str]) -> str:
+    """Return a page with the parts in their places, such as ``<!--TITLE-->``."""
     for name, content in parts.items():
         before, _, after = page.partition(f"<!--{name}-->")
         page = before + content + after
     return page
-
-
-def _style(n_roles: int) -> str:
-    """Return styles that are light unless the system or the reader asks for dark."""
-    dark = _variables(DARK)
-    system, chosen = ":root:not([data-theme=light])", ":root[data-theme=dark]"
-    return "\n".join(
-        [
-            f":root{{{_variables(LIGHT)};color-scheme:light}}",
-            stylesheet(LIGHT, n_roles, ".picture"),
-            "@media (prefers-color-scheme:dark){",
-            f"{system}{{{dark};color-scheme:dark}}",
-            stylesheet(DARK, n_roles, f"{system} .picture"),
-            "}",
-            f"{chosen}{{{dark};color-scheme:dark}}",
-            stylesheet(DARK, n_roles, f"{chosen} .picture"),
-        ]
-    )
-
-
-def _variables(theme: Theme) -> str:
-    colours = {"paper": theme.paper, "ink": theme.ink, "muted": theme.muted, "line": theme.line, "panel": theme.pill}
-    return ";".join(f"--{name}:{value}" for name, value in colours.items())
 
 
 # ---------------------------------------------------------------- details

@@ -92,8 +92,8 @@ def role_class(card: Card) -> str:
 
 
 def _title(scene: Scene) -> Iterator[str]:
-    yield _text(scene.title, _MARGIN, _MARGIN + 16, _TITLE_SIZE, bold=True, anchor="start")
-    yield _text(scene.subtitle, _MARGIN, _MARGIN + 38, _SUBTITLE_SIZE, css="muted", anchor="start")
+    yield text_element(scene.title, _MARGIN, _MARGIN + 16, _TITLE_SIZE, bold=True, anchor="start")
+    yield text_element(scene.subtitle, _MARGIN, _MARGIN + 38, _SUBTITLE_SIZE, css="muted", anchor="start")
 
 
 def _branch(scene: Scene, branch: Branch, ids: Mapping[str, str]) -> str:
@@ -118,7 +118,7 @@ def _loop_label(scene: Scene, loop: LoopPath, ids: Mapping[str, str]) -> str:
     return (
         f'<g class="tag {role_class(scene.cards[loop.edge.before])}"{_loop_data(loop, ids)}>'
         f"{_rect(loop.label, 'pill', loop.label.height / 2)}"
-        f"{_text(loop.text, x, y + 3.8, LABEL_SIZE, css='tone')}</g>"
+        f"{text_element(loop.text, x, y + 3.8, LABEL_SIZE, css='tone')}</g>"
     )
 
 
@@ -131,7 +131,8 @@ def _pill(scene: Scene, placed: PlacedPill, ids: Mapping[str, str]) -> str:
     pill, box = placed.pill, placed.box
     x, _ = box.middle
     lines = "".join(
-        _text(key, x, box.y + 4 + KEY_LINE * i + 11.2, KEY_SIZE, css="mono key") for i, key in enumerate(pill.keys)
+        text_element(key, x, box.y + 4 + KEY_LINE * i + 11.2, KEY_SIZE, css="mono key")
+        for i, key in enumerate(pill.keys)
     )
     target = " ".join(ids[name] for name in pill.consumers)
     return (
@@ -150,16 +151,16 @@ def _card(placed: PlacedCard, ids: Mapping[str, str], interactive: bool) -> str:
         plate = placed.plate
         whole = Rect(plate.x, plate.y - hidden, plate.width, plate.height + hidden)
         parts.append(_rect(whole, "plate", 6))
-        parts.append(_text(card.plate, x, plate.y + 14, PLATE_SIZE, css="mono muted"))
+        parts.append(text_element(card.plate, x, plate.y + 14, PLATE_SIZE, css="mono muted"))
     if card.mfc is None:
-        parts += [_cylinder(box), _text(card.label, x, middle + 9, 13.0, bold=True)]
+        parts += [_cylinder(box), text_element(card.label, x, middle + 9, 13.0, bold=True)]
     else:
         parts.append(_shape(box, card.mfc.interface_type))
         y = middle - card.text_height / 2 + NAME_LINE - 5
-        parts.append(_text(card.label, x, y, NAME_SIZE, bold=True))
-        parts.append(_text(card.subtitle, x, y + ROLE_LINE, ROLE_SIZE, css="tone"))
+        parts.append(text_element(card.label, x, y, NAME_SIZE, bold=True))
+        parts.append(text_element(card.subtitle, x, y + ROLE_LINE, ROLE_SIZE, css="tone"))
         for i, note in enumerate(card.notes, 1):
-            parts.append(_text(note, x, y + ROLE_LINE + NOTE_LINE * i + 1, NOTE_SIZE, css="muted"))
+            parts.append(text_element(note, x, y + ROLE_LINE + NOTE_LINE * i + 1, NOTE_SIZE, css="muted"))
     attributes = _data(call=ids[card.name])
     if interactive:
         about = escape(f"{card.label} {card.subtitle}".strip(), quote=True)
@@ -240,7 +241,7 @@ def _wrap(entries: Iterable[_LegendEntry], width: float) -> list[list[_LegendEnt
 
 
 def _entry(symbol: str, symbol_width: float, words: str) -> _LegendEntry:
-    text = _text(words, symbol_width + 8, 4.1, _LEGEND_SIZE, css="muted", anchor="start")
+    text = text_element(words, symbol_width + 8, 4.1, _LEGEND_SIZE, css="muted", anchor="start")
     return symbol_width + 8 + text_width(words, _LEGEND_SIZE) + 22, symbol + text
 
 
@@ -275,9 +276,10 @@ def _legend(rows: Iterable[Iterable[_LegendEntry]], y: float, width: float) -> I
 # ---------------------------------------------------------------- elements
 
 
-def _text(
+def text_element(
     text: str, x: float, y: float, size: float, *, css: str = "", bold: bool = False, anchor: str = "middle"
 ) -> str:
+    """Return one line of text; x is the place of its anchor."""
     classes = f' class="{css}"' if css else ""
     weight = ' font-weight="600"' if bold else ""
     place = f'x="{number(x)}" y="{number(y)}" font-size="{number(size)}" text-anchor="{anchor}"'

@@ -7,6 +7,7 @@ so none carries meaning alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from realrl.draw.text import MONO, SANS
@@ -114,3 +115,30 @@ def stylesheet(theme: Theme, n_roles: int, scope: str = "") -> str:
     return "\n".join(
         f"{','.join(f'{scope} {part}'.strip() for part in selector.split(','))}{{{body}}}" for selector, body in rules
     )
+
+
+def both_modes(rules: Callable[[Theme, str], str]) -> str:
+    """Return the style of a page that is light unless the system or the reader asks for dark.
+
+    Args:
+        rules: returns the CSS of a mode, with every rule under a selector.
+    """
+    dark = _variables(DARK)
+    system, chosen = ":root:not([data-theme=light])", ":root[data-theme=dark]"
+    return "\n".join(
+        [
+            f":root{{{_variables(LIGHT)};color-scheme:light}}",
+            rules(LIGHT, ""),
+            "@media (prefers-color-scheme:dark){",
+            f"{system}{{{dark};color-scheme:dark}}",
+            rules(DARK, system),
+            "}",
+            f"{chosen}{{{dark};color-scheme:dark}}",
+            rules(DARK, chosen),
+        ]
+    )
+
+
+def _variables(theme: Theme) -> str:
+    colours = {"paper": theme.paper, "ink": theme.ink, "muted": theme.muted, "line": theme.line, "panel": theme.pill}
+    return ";".join(f"--{name}:{value}" for name, value in colours.items())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from realrl.config.schema import RunConfig
@@ -15,14 +17,17 @@ from realrl.experiment.evaluation import evaluation_experiment, plan_evaluation
 from realrl.experiment.models import role_config, role_configs, with_precision
 from realrl.experiment.registry import check_interface_name
 from realrl.experiment.run_plan import RunPlan
+from realrl.experiment.sizes import cut_to_fit
 from realrl.graph.build import build_graph, calls, dataset_keys, replace_calls, topological_calls
 from realrl.graph.mfc import MFCDef, OffloadHook
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.allocation import check_shapes, plan_allocations
 from realrl.plan.hooks import check_realloc_shapes, plan_hooks, role_homes
+from realrl.plan.modes import SIZED_MODES, Cut
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.layout import parameter_layout
 from realrl.plan.protocols import CallLayout, slices_of
+from realrl.shape import DecoderConfig
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -55,12 +60,16 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     if not config.eval.only:
         check_leads(graph, config)
     cluster = Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node)
-    heads = {name: role.head for name, role in roles.items()}
-    allocations = plan_allocations(graph, config.allocation, cluster, heads=heads)
-    allocations = _with_rank_orders(allocations, graph, config, roles)
-    weightless = [name for name, role in roles.items() if role.head == "none"]
-    hooks = plan_hooks(graph, allocations, weightless=weightless, offload_frozen=config.allocation.offload_frozen)
-    plan = RunPlan(config, experiment, calls(graph), graph, allocations, cluster, hooks)
+
+    def place(cuts: Mapping[str, Cut]) -> RunPlan:
+        heads = {name: role.head for name, role in roles.items()}
+        allocations = plan_allocations(graph, config.allocation, cluster, heads=heads, cuts=cuts)
+        allocations = _with_rank_orders(allocations, graph, config, roles)
+        weightless = [name for name, head in heads.items() if head == "none"]
+        hooks = plan_hooks(graph, allocations, weightless=weightless, offload_frozen=config.allocation.offload_frozen)
+        return RunPlan(config, experiment, calls(graph), graph, allocations, cluster, hooks)
+
+    plan = _with_room(place({}), place)
     if not config.eval.is_on or config.eval.only:
         return plan
 
@@ -68,6 +77,19 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
         return dataclasses.replace(with_run_settings(mfc, config), min_n_seqs=None)
 
     return dataclasses.replace(plan, evaluation=plan_evaluation(plan, finish))
+
+
+def _with_room(plan: RunPlan, place: Callable[[Mapping[str, Cut]], RunPlan]) -> RunPlan:
+    """Return the plan with models cut for the memory of the devices, where that is known and the mode leaves it open.
+
+    A model that cannot be read is not cut: `check_inputs` refuses it before anything starts.
+    """
+    config = plan.config
+    if config.cluster.device_memory_gb is None or config.allocation.mode not in SIZED_MODES:
+        return plan
+    with contextlib.suppress(AssetError):
+        return cut_to_fit(plan, place)
+    return plan
 
 
 def check_models_fit(plan: RunPlan) -> None:
@@ -108,19 +130,24 @@ def _with_rank_orders(
         strategy = allocation.strategy
         if roles[mfc.role].head == "none" or home == allocation or strategy.tp == strategy.pp == 1:
             continue
-        from realrl.plan.parameters.rank_order import order_for  # brings numpy, which few runs need to be planned
-
         try:
             model = role_config(config, mfc.role, roles[mfc.role])
             assert model is not None
-            source = parameter_layout(parameter_specs(model), home.strategy, home.ranks)
-            order = order_for(source, strategy, allocation.ranks, node_of=allocation.mesh.cluster.node_of)
-            best = dataclasses.replace(allocation, order=order)
+            best = _in_best_order(model, home, allocation)
             slices_of(mfc.protocol, CallLayout(best, home, mfc.balanced_dp))
         except (AssetError, AllocationError):
             continue
         ordered[mfc.name] = best
     return ordered
+
+
+@functools.lru_cache(maxsize=512)  # a search asks for the same layouts again and again
+def _in_best_order(model: DecoderConfig, home: Allocation, allocation: Allocation) -> Allocation:
+    from realrl.plan.parameters.rank_order import order_for  # brings numpy, which few runs need to be planned
+
+    source, node_of = parameter_layout(parameter_specs(model), home.strategy, home.ranks), allocation.mesh.cluster.node_of
+    order = order_for(source, allocation.strategy, allocation.ranks, node_of=node_of)
+    return dataclasses.replace(allocation, order=order)
 
 
 def _offloading_calls(graph: nx.DiGraph, config: RunConfig, roles: Mapping[str, Role]) -> list[MFCDef]:

@@ -120,19 +120,24 @@ def one_f_one_b(n_stages: int, n_micro_batches: int) -> Schedule:
     """One chunk per stage; after warming up, each stage alternates a forward and a backward (PipeDream-flush,
     Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training")."""
     _check(n_stages=n_stages, n_micro_batches=n_micro_batches)
-    orders = []
-    for stage in range(n_stages):
-        forwards = [forward_step(i, stage) for i in range(n_micro_batches)]
-        backwards = [backward_step(i, stage, n_stages) for i in range(n_micro_batches)]
-        orders.append(alternate(forwards, backwards, n_warm_up=n_stages - 1 - stage))
-    return place_messages(orders)
+    return place_messages(orders_of(n_stages, n_micro_batches, trains=True))
 
 
 @lru_cache(maxsize=256)
 def inference(n_stages: int, n_micro_batches: int) -> Schedule:
     """Forward only."""
     _check(n_stages=n_stages, n_micro_batches=n_micro_batches)
-    return place_messages([[forward_step(i, stage) for i in range(n_micro_batches)] for stage in range(n_stages)])
+    return place_messages(orders_of(n_stages, n_micro_batches, trains=False))
+
+
+def orders_of(n_stages: int, n_micro_batches: int, *, trains: bool) -> list[list[Step]]:
+    """Return the computations of each stage of `one_f_one_b`, or of `inference`, without messages."""
+    orders = []
+    for stage in range(n_stages):
+        forwards = [forward_step(i, stage) for i in range(n_micro_batches)]
+        backwards = [backward_step(i, stage, n_stages) for i in range(n_micro_batches)] if trains else []
+        orders.append(alternate(forwards, backwards, n_warm_up=n_stages - 1 - stage) if trains else forwards)
+    return orders
 
 
 @lru_cache(maxsize=64)

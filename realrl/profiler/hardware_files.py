@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,12 @@ _MOST_HARDWARE, _MOST_LENGTHS = 100_000, 200_000_000  # bytes of a file
 def hardware_names() -> list[str]:
     """Return the names of the hardware files that come with realrl."""
     return sorted(path.stem for path in (config_dir() / "hardware").glob("*.yaml"))
+
+
+def hardware_like(device: str) -> str:
+    """Return the name of a device's hardware file, such as "h100" for "NVIDIA H100 80GB HBM3"; "" if there is none."""
+    words = set(re.split(r"[^a-z0-9]+", device.lower()))
+    return next((name for name in hardware_names() if words.issuperset(name.split("_"))), "")
 
 
 def named_hardware(reference: str, *, option: str = "--hardware") -> Hardware:

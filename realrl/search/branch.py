@@ -1,31 +1,38 @@
 """Search by branch and bound: the plan with the shortest period under the fast model, and a proof of it.
 
     walk ──► plans that are good ──► branches whose bound is not below the best period are left out
-    best partial plan ──► one call more, on every arrangement of meshes, with every choice ──► ... ──► whole plans
+    best partial plan ──► one call more, of every size, on every arrangement of meshes ──► ... ──► all calls have a mesh
+                      ──► one call's strategies ──► ... ──► one call's choices ──► ... ──► whole plans
 
 Invariants of `search`:
-    - periods that it yields fall, bounds rise, and a bound is at most the period of every plan that fits, plans with
-      pruned choices among them;
-    - when it ends, the last plan is the best one; without pruned choices its bound is then its period;
+    - periods that it yields fall, bounds rise, and a bound is at most the period of every plan of its choices that fits;
+    - when it ends, the last plan is the best one, and its bound is its period;
     - equal input and seed give equal results.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
+
+import numpy as np
 
 from realrl.errors import AllocationError
-from realrl.search.bound import Array, Bounds
-from realrl.search.fast import Model, Placed
+from realrl.search.bound import Bounds
+from realrl.search.fast import Move, Moved, Placed
 from realrl.search.forest import Forest
-from realrl.search.space import Choice, Pin
+from realrl.search.options import Option, options_of
+from realrl.search.problem import Problem
+from realrl.search.runners import Plan, Runners
 from realrl.search.walk import Walk
 
 _CLOSE = 1.0 - 1e-12  # a bound may exceed what it proves by rounding
-_TICK = 64  # expansions between two reports
+_TICK = 32  # expansions between two reports
+_MOST_OPEN = 400_000  # partial plans that are kept; of more, those with the greatest bounds are given up
+_MOST_FORESTS = 20_000
 
 
 @dataclass(frozen=True)
@@ -36,14 +43,16 @@ class Found:
         plan: the best plan so far, by call; None if none was found.
         period: its seconds of a step.
         bound: no plan has a shorter period.
-        n_expanded: partial plans that were completed by one call.
+        others: runners-up and their periods, best first; any two plans differ in more than micro-batches.
+        n_expanded: partial plans of which something more was decided.
         n_evaluated: whole plans whose period was computed.
         is_done: True if the search has ended.
     """
 
-    plan: tuple[Placed, ...] | None
+    plan: Plan | None
     period: float
     bound: float
+    others: tuple[tuple[Plan, float], ...] = ()
     n_expanded: int = 0
     n_evaluated: int = 0
     is_done: bool = False
@@ -54,190 +63,184 @@ class Found:
         return self.period / self.bound - 1.0 if self.bound else math.inf
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Node:
-    """A partial plan: the first calls of the order have a vertex and a choice.
-
-    Attributes:
-        total: sum of the terms of `Bounds`.
-        loads, kept, used: for each vertex, seconds, bytes kept, and the most bytes that a call uses there.
-    """
+    """A partial plan: the first calls of the order have a vertex and an option."""
 
     bound: float
     forest: Forest
     vertices: tuple[int, ...]
-    choices: tuple[Choice, ...]
-    total: Array
-    loads: tuple[float, ...]
-    kept: tuple[int, ...]
-    used: tuple[int, ...]
+    options: tuple[Option, ...]
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A search to be made.
-
-    Attributes:
-        choices: of each call.
-        pins: by call; their strategies are those of `choices` already.
-        is_pruned: True if choices stand for others, which they beat.
-        n_walks: local searches from other plans before branches are tried.
-    """
-
-    model: Model
-    choices: Sequence[Sequence[Choice]]
-    pins: Mapping[int, Pin]
-    is_pruned: bool = False
-    n_walks: int = 8
-
-
-def search(problem: Problem, *, seed: int = 1) -> Iterator[Found]:
-    """Yield better and better plans, with what is proven about the best; at least every few expansions.
+def search(problem: Problem, *, seed: int = 1, starts: Iterable[Plan] = ()) -> Iterator[Found]:
+    """Yield better and better plans, with what is proven about the best; several times a second.
 
     The caller stops it whenever it likes.
+
+    Args:
+        starts: plans that are known; no better plan than these is left out.
 
     Raises:
         AllocationError: nothing fits the devices.
     """
     searching = _Search(problem)
-    walk = Walk(problem.model, searching.bounds, problem.pins, seed=seed)
-    for plan, period in walk.run(problem.n_walks):
+    walk = Walk(problem, searching.bounds, seed=seed)
+    for plan, period in walk.run(problem.n_walks, starts):
         if plan is not None:
-            searching.offer(plan, period)
+            searching.runners.offer(plan, period)
         yield searching.found(walk.n_evaluated)
     yield from (replace(found, n_evaluated=found.n_evaluated + walk.n_evaluated) for found in searching.run())
 
 
 class _Search:
     def __init__(self, problem: Problem) -> None:
-        self._problem, self._model = problem, problem.model
-        self.bounds = Bounds(problem.model, problem.choices)
-        n_calls = len(problem.choices)
-        areas = self.bounds.least_areas
-        self._order = sorted(range(n_calls), key=lambda c: (not self._is_placed(c), -areas[c], c))
-        self._rest = self.bounds.root
-        self._best: tuple[Placed, ...] | None = None
-        self._period = math.inf
-        self._floor = math.inf  # least bound of whole plans that stand for others
-        self._proven = self.bounds.of(self.bounds.root)
+        self._problem, self._model, self.runners = problem, problem.model, Runners()
+        self._options = [options_of(problem.model, call, found) for call, found in enumerate(problem.choices)]
+        areas = [min(option.seconds * option.n_devices for option in found) for found in self._options]
+        calls = range(len(areas))
+        self._order = sorted(calls, key=lambda c: (not self._is_placed(c), -areas[c], c))
+        self._number = {call: number for number, call in enumerate(self._order)}
+        self._has_pins = any(map(self._is_placed, calls))
+        self.bounds = Bounds(problem.model, self._options, self._order)
+        self._room = problem.model.capacity * problem.model.cluster.n_devices
+        kept = [min(option.kept * option.n_devices for option in self._options[call]) for call in self._order]
+        self._kept_ahead = [sum(kept[n:]) for n in range(len(kept) + 1)]
+        self._floor = math.inf  # least bound of partial plans that were given up
+        self._proven = float(sum(self.bounds.least).max())
         self._open: list[tuple[float, int, _Node]] = []
         self._n_pushed = self._n_expanded = self._n_evaluated = 0
+        self._placements = lru_cache(maxsize=_MOST_FORESTS)(lambda forest, size: tuple(forest.placed(size)))
 
     def _is_placed(self, call: int) -> bool:
         pin = self._problem.pins.get(call)
         return pin is not None and pin.mesh is not None
 
-    def offer(self, plan: tuple[Placed, ...], period: float) -> bool:
-        """Take a plan if it is the best one so far."""
-        if period >= self._period:
-            return False
-        self._best, self._period = plan, period
-        return True
-
     def found(self, n_evaluated: int = 0, *, is_done: bool = False) -> Found:
         """Return the state of the search."""
-        bound = min(self._proven, self._period)
-        return Found(self._best, self._period, bound, self._n_expanded, self._n_evaluated + n_evaluated, is_done)
+        best, period = self.runners.best
+        n = self._n_evaluated + n_evaluated
+        return Found(best, period, min(self._proven, period), self.runners.others, self._n_expanded, n, is_done)
 
     def run(self) -> Iterator[Found]:
-        """Expand partial plans, the most promising one first, and from each on down to a whole plan."""
-        forest = Forest.of(self._model.cluster)
-        node: _Node | None = _Node(self._proven, forest, (), (), self.bounds.root, (0.0,), (0,), (0,))
+        """Decide more of partial plans, the most promising one first; while there is no whole plan, go on down."""
+        node: _Node | None = _Node(self._proven, Forest.of(self._model.cluster), (), ())
         while node is not None:
             is_better = False
             children = []
             for child in self._children(node):
-                if len(child.vertices) < len(self._order):
-                    children.append(child)
-                else:
+                if all(option.choice is not None for option in child.options) and len(child.options) == len(
+                    self._order
+                ):
                     is_better |= self._evaluate(child)
+                else:
+                    children.append(child)
             self._n_expanded += 1
             node = self._next(children)
             least = min(self._floor, self._open[0][0] if self._open else math.inf, node.bound if node else math.inf)
-            self._proven = max(self._proven, min(least, self._period))
+            self._proven = max(self._proven, min(least, self.runners.period))
             if is_better or self._n_expanded % _TICK == 0:
                 yield self.found()
-        if self._best is None:
+        if self.runners.best[0] is None:
             raise AllocationError(
                 f"no plan fits a cluster with {self._model.cluster}",
                 remedy="Use more devices, smaller models, or pins that leave more room.",
             )
-        yield self.found(is_done=True)
+        yield self.found(is_done=math.isinf(self._floor))
+
+    @property
+    def _limit(self) -> float:
+        return self.runners.period * _CLOSE
 
     def _next(self, children: list[_Node]) -> _Node | None:
-        """Return the best child, or else the best partial plan of all; keep the others."""
-        limit = self._period * _CLOSE
-        children = [child for child in children if child.bound < limit]
-        best = min(children, key=lambda child: child.bound, default=None)
+        """Return the best partial plan; the best of the children as long as there is no whole plan."""
+        best = None
+        if math.isinf(self.runners.period):
+            best = min(children, key=lambda child: child.bound, default=None)
         for child in children:
-            if child is not best:
+            if child is not best and child.bound < self._limit:
                 self._n_pushed += 1
-                heappush(self._open, (child.bound, self._n_pushed, child))
-        if best is None and self._open and self._open[0][0] < limit:
+                heappush(self._open, (child.bound, -self._n_pushed, child))
+        if best is None and self._open and self._open[0][0] < self._limit:
             best = heappop(self._open)[2]
         if best is None:
             self._open.clear()
+        if len(self._open) > _MOST_OPEN:
+            self._open.sort()
+            del self._open[_MOST_OPEN // 2 :]
+            self._floor = min(self._floor, self._open[-1][0])
+            heapify(self._open)
         return best
 
+    # ------------------------------------------------------------ branches
+
     def _children(self, node: _Node) -> Iterator[_Node]:
-        """Yield a partial plan with its next call on every arrangement, with every choice, if its bound is good."""
-        call = self._order[len(node.vertices)]
-        rest = node.total - self.bounds.least[call]
-        limits = self.bounds.of_choices(call, rest)
-        by_size: dict[int, list[tuple[Choice, int]]] = {}
-        for number, (choice, limit) in enumerate(zip(self._problem.choices[call], limits, strict=True)):
-            if limit < self._period * _CLOSE:
-                by_size.setdefault(choice.n_devices, []).append((choice, number))
-        for size, found in by_size.items():
-            for forest, vertex in node.forest.placed(size):
+        """Yield partial plans of which one thing more is decided, if their bounds are good."""
+        return self._placed(node) if len(node.vertices) < len(self._order) else self._refined(node)
+
+    def _placed(self, node: _Node) -> Iterator[_Node]:
+        """Yield a partial plan with its next call on a mesh of every size, on every arrangement."""
+        depth = len(node.vertices)
+        call, least = self._order[depth], self.bounds.least
+        rest = sum(self.bounds.row(c, o.seconds, o.n_devices) for c, o in zip(self._order, node.options, strict=False))
+        rest = rest + sum(least[other] for other in self._order[depth + 1 :])
+        for option, bound in zip(self._options[call], self.bounds.of_sizes(call, rest), strict=True):
+            if bound >= self._limit:
+                continue
+            options = (*node.options, option)
+            for forest, vertex in self._placements(node.forest, option.n_devices):
                 vertices = (*node.vertices, vertex)
                 if self._has_pins and self._layout(forest, vertices) is None:
                     continue
-                for choice, number in found:
-                    child = self._child(node, forest, vertices, choice, rest + self.bounds.rows[call][number])
-                    if child is not None and child.bound < self._period * _CLOSE:
-                        yield child
+                child = self._checked(max(node.bound, bound), forest, vertices, options)
+                if child is not None:
+                    yield child
 
-    def _child(
-        self, node: _Node, forest: Forest, vertices: tuple[int, ...], choice: Choice, total: Array
+    def _refined(self, node: _Node) -> Iterator[_Node]:
+        """Yield a partial plan with the strategies of one call; of which all are decided, with its choices."""
+        open_ones = [place for place, option in enumerate(node.options) if option.parts]
+        place = min(open_ones, key=lambda place: (node.options[place].strategy is not None, place))
+        for part in node.options[place].parts:
+            options = (*node.options[:place], part, *node.options[place + 1 :])
+            child = self._checked(node.bound, node.forest, node.vertices, options)
+            if child is not None:
+                yield child
+
+    def _checked(
+        self, bound: float, forest: Forest, vertices: tuple[int, ...], options: tuple[Option, ...]
     ) -> _Node | None:
-        """Return the partial plan with one call more; None if it does not fit the devices."""
-        call, vertex, is_new = self._order[len(vertices) - 1], vertices[-1], len(forest.sizes) - len(node.loads)
-        price = self._model.price(call, choice)
-        loads, kept, used = ([*values, *[0] * is_new] for values in (node.loads, node.kept, node.used))
-        loads[vertex] += price.seconds
-        kept[vertex] += price.kept if self._model.flow.homes[call] == call else 0
-        used[vertex] = max(used[vertex], price.used)
-        choices = (*node.choices, choice)
-        for owner, seconds in self._moves(forest, vertices, choices):
-            there = vertices[self._order.index(owner)]
-            loads[there] += seconds
-            total = total + self.bounds.row(owner, seconds, forest.sizes[there])
-        most = 0.0
-        for leaf in forest.leaves():
-            path = list(forest.path(leaf))
-            if sum([kept[v] for v in path]) + max([used[v] for v in path]) > self._model.capacity:
-                return None
-            most = max(most, sum([loads[v] for v in path]))
-        bound = max(node.bound, self.bounds.of(total), most)
-        return _Node(bound, forest, vertices, choices, total, tuple(loads), tuple(kept), tuple(used))
+        """Return a partial plan; None if it does not fit the devices, or is not better than the best plan."""
+        seconds, used = [option.seconds for option in options], [option.used for option in options]
+        for move, moved in self._moves(forest, vertices, options):
+            owner = self._number[move.owner]
+            seconds[owner] += moved.seconds
+            if move.owner == move.target:
+                used[owner] += moved.n_bytes
+        if not self._fits(forest, vertices, options, used):
+            return None
+        bound = max(bound, self.bounds.of_meshes(forest, vertices, np.array(seconds)))
+        return _Node(bound, forest, vertices, options) if bound < self._limit else None
+
+    def _fits(
+        self, forest: Forest, vertices: tuple[int, ...], options: tuple[Option, ...], used: Sequence[int]
+    ) -> bool:
+        kept, on_leaves = [option.kept for option in options], forest.on_leaves.take(vertices, axis=1)
+        if (on_leaves @ np.array(kept) + (on_leaves * np.array(used)).max(axis=1)).max() > self._model.capacity:
+            return False
+        total = sum([option.kept * option.n_devices for option in options])
+        return total + self._kept_ahead[len(options)] <= self._room
 
     def _moves(
-        self, forest: Forest, vertices: tuple[int, ...], choices: tuple[Choice, ...]
-    ) -> Iterator[tuple[int, float]]:
-        """Yield the owner and the seconds of the moves that the last call of a partial plan decides."""
-        place = {call: number for number, call in enumerate(self._order[: len(vertices)])}
-        last = self._order[len(vertices) - 1]
+        self, forest: Forest, vertices: tuple[int, ...], options: tuple[Option, ...]
+    ) -> Iterator[tuple[Move, Moved]]:
+        """Yield the moves that a partial plan decides, and their costs."""
         for move in self._model.flow.moves:
-            ends = {move.owner, move.source, move.target}
-            if last in ends and ends <= place.keys():
-                source, target = place[move.source], place[move.target]
-                where = forest.relation(vertices[source], vertices[target])
-                yield move.owner, self._model.move(move, choices[source], choices[target], where)
-
-    @property
-    def _has_pins(self) -> bool:
-        return any(pin.mesh is not None for pin in self._problem.pins.values())
+            source, target = self._number[move.source], self._number[move.target]
+            if max(source, target, self._number[move.owner]) < len(options):
+                first, second = options[source].strategy, options[target].strategy
+                if first is not None and second is not None:
+                    where = forest.relation(vertices[source], vertices[target])
+                    yield move, self._model.move(move, first, second, where)
 
     def _layout(self, forest: Forest, vertices: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
         """Return the ranks of all vertices; None if pins contradict the arrangement."""
@@ -254,14 +257,14 @@ class _Search:
         """Compute the period of a whole plan; return True if it is the best so far."""
         spans = self._layout(node.forest, node.vertices)
         assert spans is not None, "an arrangement without a place was left out before"
-        number = {call: i for i, call in enumerate(self._order)}
-        plan = tuple(
-            Placed(spans[node.vertices[number[call]]], node.choices[number[call]]) for call in range(len(self._order))
-        )
-        if self._problem.is_pruned:  # a plan that it stands for may fit where this one lacks room for copies
-            self._floor = min(self._floor, node.bound)
+        placed = []
+        for call in range(len(self._order)):
+            choice = node.options[self._number[call]].choice
+            assert choice is not None, "a whole plan has a choice for every call"
+            placed.append(Placed(spans[node.vertices[self._number[call]]], choice))
+        plan = tuple(placed)
         if self._model.overflow(plan):
             return False
         self._n_evaluated += 1
-        period = self._model.period(plan)
-        return period < self._period and self._model.accepts(plan) and self.offer(plan, period)
+        period = self._model.period(plan, limit=self.runners.limit)
+        return period < self.runners.limit and self._model.accepts(plan) and self.runners.offer(plan, period)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from realrl.errors import GraphError
 from realrl.graph.build import calls, home_calls, lead_waits, topological_calls, wait_graph
 from realrl.graph.mfc import OffloadHook
-from realrl.mesh.device_mesh import Cluster
+from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.search.space import Choice
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class Move:
 class Cycle:
     """Calls that wait for each other around, over so many steps.
 
-    Once around takes at least the seconds of the calls. On top come the device-seconds, divided by the devices, of
-    calls `between` two of them, which have to run after the one and before the other.
+    Once around takes at least the seconds of the calls. On top come those of calls `between` two of them, which have to run
+    after the one and before the other: of all that share a device.
     """
 
     calls: tuple[int, ...]
@@ -177,14 +177,23 @@ class Price:
     Attributes:
         seconds: of its batches of one step.
         kept: bytes of its role's state on a device of its mesh, if the role lives there.
-        used: bytes that it takes on a device while it runs.
-        copies: bytes of the role's parameters there, if they come from another layout.
+        used: bytes that it takes on a device while it runs, without parameters that come from another layout.
     """
 
     seconds: float
     kept: int = 0
     used: int = 0
-    copies: int = 0
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Cost of a move: its seconds, and bytes of parameters and messages that it brings to a device of its target."""
+
+    seconds: float
+    n_bytes: int = 0
+
+
+_NOTHING = Moved(0.0)
 
 
 class Prices(Protocol):
@@ -193,8 +202,10 @@ class Prices(Protocol):
     def call(self, call: str, choice: Choice) -> Price:
         """Return the cost of a call."""
 
-    def move(self, calls: tuple[str, str], source: Choice, target: Choice, relation: Relation) -> float:
-        """Return the seconds of a move between the layouts of two calls, the second seen from the first."""
+    def move(
+        self, calls: tuple[str, str], source: ParallelStrategy, target: ParallelStrategy, relation: Relation
+    ) -> Moved:
+        """Return the cost of a move between the layouts of two calls, the second seen from the first."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +247,7 @@ class Model:
     capacity: float = math.inf
     accepts: Callable[[tuple[Placed, ...]], bool] = field(default=lambda plan: True)
     _prices: dict[tuple[int, Choice], Price] = field(default_factory=dict)
-    _moves: dict[tuple[int, int, Choice, Choice, Relation], float] = field(default_factory=dict)
+    _moves: dict[tuple[int, int, ParallelStrategy, ParallelStrategy, Relation], Moved] = field(default_factory=dict)
 
     def price(self, call: int, choice: Choice) -> Price:
         """Return the cost of a call, which is asked for once."""
@@ -245,10 +256,10 @@ class Model:
             found = self._prices[call, choice] = self.prices.call(self.flow.names[call], choice)
         return found
 
-    def move(self, move: Move, source: Choice, target: Choice, relation: Relation) -> float:
-        """Return the seconds of a move, which are asked for once; none between equal layouts of one role."""
-        if relation == "same" and source.strategy == target.strategy and move.owner == move.target:
-            return 0.0
+    def move(self, move: Move, source: ParallelStrategy, target: ParallelStrategy, relation: Relation) -> Moved:
+        """Return the cost of a move, which is asked for once; none between equal layouts of one role."""
+        if relation == "same" and source == target and move.owner == move.target:
+            return _NOTHING
         key = (move.source, move.target, source, target, relation)
         found = self._moves.get(key)
         if found is None:
@@ -256,10 +267,11 @@ class Model:
             found = self._moves[key] = self.prices.move(names, source, target, relation)
         return found
 
-    @property
-    def moves_seen(self) -> tuple[float, ...]:
-        """Seconds of all moves that were asked for."""
-        return tuple(self._moves.values())
+    def moved(self, move: Move, plan: Sequence[Placed]) -> Moved:
+        """Return the cost of a move in a plan."""
+        source, target = plan[move.source], plan[move.target]
+        place = relation(source.span, target.span, self.cluster.n_devices_per_node)
+        return self.move(move, source.choice.strategy, target.choice.strategy, place)
 
     def overflow(self, plan: Sequence[Placed]) -> float:
         """Return the bytes that the fullest device lacks; 0 if the plan fits."""
@@ -271,14 +283,10 @@ class Model:
                     kept[segment] += self.price(call, placed.choice).kept
         most = 0
         for call, placed in enumerate(plan):
-            price = self.price(call, placed.choice)
-            used = price.used + (price.copies if self._comes(plan, call) else 0)
+            used = self.price(call, placed.choice).used
+            used += sum([self.moved(move, plan).n_bytes for move in self.flow.moves_of[call] if move.target == call])
             most = max(most, used + max(kept[segment] for segment in segments[call]))
         return max(0.0, most - self.capacity)
-
-    def _comes(self, plan: Sequence[Placed], call: int) -> bool:
-        home = self.flow.homes[call]
-        return home >= 0 and not same_layout(plan[home], plan[call])
 
     def parts(self, plan: Sequence[Placed], *, moves: bool = True) -> list[Parts]:
         """Return the parts of every call; without those that move parameters, if `moves` is False."""
@@ -286,28 +294,28 @@ class Model:
         for call, placed in enumerate(plan):
             seconds, spans = {False: 0.0, True: 0.0}, {False: list[Span](), True: list[Span]()}
             for move in self.flow.moves_of[call] if moves else ():
-                source, target = plan[move.source], plan[move.target]
-                place = relation(source.span, target.span, self.cluster.n_devices_per_node)
-                took = self.move(move, source.choice, target.choice, place)
+                took = self.moved(move, plan).seconds
                 if took:
                     seconds[move.is_after] += took
-                    spans[move.is_after] += [source.span, target.span]
+                    spans[move.is_after] += [plan[move.source].span, plan[move.target].span]
             run = self.price(call, placed.choice).seconds
             both = (tuple(spans[False]), tuple(spans[True]))
             found.append(Parts(seconds[False], run, seconds[True], placed.span, *both))
         return found
 
-    def period(self, plan: Sequence[Placed], *, moves: bool = True) -> float:
-        """Return the seconds of a step, once the run is under way; as if moves took no time, if `moves` is False."""
+    def period(self, plan: Sequence[Placed], *, moves: bool = True, limit: float = math.inf) -> float:
+        """Return the seconds of a step, once the run is under way.
+
+        Args:
+            moves: False: as if moves took no time.
+            limit: of a period that is not below it, a bound that is not below it either may be returned.
+        """
         parts = self.parts(plan, moves=moves)
+        bound = max(busiest(parts), slowest_cycle(self.flow.cycles, parts))
+        if bound >= limit:
+            return bound
         ends = finish_times(self.flow, parts)
-        measured = (ends[_MEASURED[1]] - ends[_MEASURED[0]]) / (_MEASURED[1] - _MEASURED[0])
-        return max(measured, busiest(parts), slowest_cycle(self.flow.cycles, parts, self.cluster.n_devices))
-
-
-def same_layout(a: Placed, b: Placed) -> bool:
-    """Return True if two calls of one role need the same slices on the same devices."""
-    return a.span == b.span and a.choice.strategy == b.choice.strategy
+        return max(bound, (ends[_MEASURED[1]] - ends[_MEASURED[0]]) / (_MEASURED[1] - _MEASURED[0]))
 
 
 def relation(seen_from: Span, other: Span, n_per_node: int) -> Relation:
@@ -339,14 +347,18 @@ def busiest(parts: Sequence[Parts]) -> float:
     return max(load.values())
 
 
-def slowest_cycle(cycles: Sequence[Cycle], parts: Sequence[Parts], n_devices: int) -> float:
+def slowest_cycle(cycles: Sequence[Cycle], parts: Sequence[Parts]) -> float:
     """Return the least period that cycles of waits allow."""
     seconds = [one.seconds for one in parts]
-    shares = [one.seconds * (one.mesh[1] - one.mesh[0]) / n_devices for one in parts]
-    return max(
-        (sum([seconds[call] for call in cycle.calls]) + sum([shares[call] for call in cycle.between])) / cycle.lag
-        for cycle in cycles
-    )
+    bounds, segments = segments_of([one.mesh for one in parts])
+    most = 0.0
+    for cycle in cycles:
+        work = [0.0] * len(bounds)
+        for call in cycle.between:
+            for segment in segments[call]:
+                work[segment] += seconds[call]
+        most = max(most, (sum([seconds[call] for call in cycle.calls]) + max(work)) / cycle.lag)
+    return most
 
 
 def finish_times(flow: Flow, parts: Sequence[Parts], n_steps: int = _MEASURED[1]) -> list[float]:

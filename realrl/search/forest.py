@@ -13,7 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
 
 from realrl.mesh.device_mesh import Cluster
 from realrl.search.fast import Relation, Span
@@ -44,10 +48,23 @@ class Forest:
             yield vertex
             vertex = self.parents[vertex]
 
-    def leaves(self) -> list[int]:
-        """Return the vertices that contain no other."""
+    @cached_property
+    def cover(self) -> npt.NDArray[np.float64]:
+        """Share of each vertex's devices that each vertex has, [vertices, vertices]."""
+        cover = np.zeros((len(self.sizes), len(self.sizes)))
+        for vertex, size in enumerate(self.sizes):
+            for above in self.path(vertex):
+                cover[above, vertex] = size / self.sizes[above]
+                cover[vertex, above] = 1.0
+        return cover
+
+    @cached_property
+    def on_leaves(self) -> npt.NDArray[np.bool_]:
+        """For each vertex that contains no other, the vertices that contain it, itself included; bool [leaves, vertices]."""
         inner = set(self.parents)
-        return [vertex for vertex in range(len(self.sizes)) if vertex not in inner]
+        leaves = [vertex for vertex in range(len(self.sizes)) if vertex not in inner]
+        covers: npt.NDArray[np.bool_] = self.cover[leaves] == 1.0
+        return covers
 
     def relation(self, seen_from: int, other: int) -> Relation:
         """Return where a mesh lies, seen from another one."""

@@ -3,33 +3,36 @@
 A choice is priced on the first devices of the cluster; a move between two meshes as far to the left as their relation
 allows. So a price depends on no place.
 
-Bytes leave out what depends on other calls: messages of moves, and buffers of gradients that a backend never frees.
+Bytes leave out what depends on other calls, such as messages that a rank of a home sends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from realrl.config.schema import GenerationConfig
 from realrl.graph.build import call as call_of
 from realrl.graph.build import calls
-from realrl.graph.mfc import MFCDef
-from realrl.mesh.device_mesh import Allocation, Cluster
-from realrl.plan.hooks import CallHooks, Realloc
+from realrl.graph.mfc import DEFAULT_PROTOCOL, MFCDef
+from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
+from realrl.plan.hooks import CallHooks
+from realrl.plan.memory.cuts import CutModel
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
-from realrl.plan.memory.model import plan_memory
-from realrl.plan.memory.plan import CallState, RoleState, Usage
+from realrl.plan.memory.plan import RoleState
+from realrl.plan.memory.roles import RoleBytes
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import RunCall
 from realrl.sched.track.dispatch import plan_work
-from realrl.search.fast import Price, Relation
+from realrl.search.fast import Moved, Price, Relation
+from realrl.search.moves import move_cost
 from realrl.search.space import Choice, mesh_at
+from realrl.shape import DecoderConfig
 from realrl.sim.costs.calls import CostModel
+from realrl.sim.costs.moves import copy_seconds
 from realrl.sim.durations import SampleSizes
 from realrl.sim.hardware import Hardware
 
@@ -61,16 +64,6 @@ class Workload:
     seed: int = 1
 
 
-UsageOf = Callable[[RoleState, CallState, Kernels], Usage]
-"""``usage_of(role, call, kernels)`` -> needs of the fullest device of a call that has its devices for itself."""
-
-
-def fullest_usage(role: RoleState, call: CallState, kernels: Kernels) -> Usage:
-    """Return what `plan_memory` says of one call and its role."""
-    usages = plan_memory({call.role: role}, [call], kernels=kernels).calls[call.name]
-    return max(usages.values(), key=lambda usage: usage.total)
-
-
 @dataclass
 class CostPrices:
     """`realrl.search.fast.Prices` of a workload on given hardware.
@@ -78,68 +71,108 @@ class CostPrices:
     Attributes:
         kernels: the machine's kernels; those of CUDA by default.
         capacity: bytes of a device that a plan may use.
-        usage_of: counts the bytes of one call.
     """
 
     workload: Workload
     hardware: Hardware
     kernels: Kernels = field(default_factory=Kernels)
     capacity: float = math.inf
-    usage_of: UsageOf = fullest_usage
-    _bytes: dict[object, Usage] = field(default_factory=dict)
-    _seconds: dict[object, float] = field(default_factory=dict)
+    _cuts: dict[DecoderConfig, CutModel] = field(default_factory=dict)
+    _roles: dict[object, RoleBytes] = field(default_factory=dict)
     _models: dict[object, CostModel] = field(default_factory=dict)
     _requests: dict[object, dict[int, RunCall]] = field(default_factory=dict)
+    _seconds: dict[object, float] = field(default_factory=dict)
+    _samples: dict[int, Sequence[Mapping[str, SampleSizes]]] = field(default_factory=dict)
 
     def call(self, call: str, choice: Choice) -> Price:
         """Return the cost of a call on devices that do nothing else; infinite seconds if they lack memory for it."""
         mfc = call_of(self.workload.graph, call)
-        allocation = Allocation(mesh_at(self.workload.cluster, 0, choice.n_devices), choice.strategy)
-        state = self._state(mfc, allocation, choice)
-        if choice.n_mbs is not None:
-            mfc = replace(mfc, n_mbs=choice.n_mbs)
-        scheduled = ScheduledCall(mfc, allocation, CallHooks(home=None if state is None else allocation))
-        usage = Usage() if state is None else self._usage(mfc, state, allocation)
-        if usage.total > self.capacity:
-            return Price(math.inf, used=usage.total)
-        seconds = sum(self._batch_seconds(scheduled, state, batch) for batch in self._batches(mfc))
-        if state is None:
-            return Price(seconds)
+        if mfc.role not in self.workload.roles:
+            return Price(self._step_seconds(mfc, choice))
+        state = self._state(mfc, choice)
+        parameters, kept, used = self._bytes(mfc, state, choice)
+        if kept + used > self.capacity:
+            return Price(math.inf, kept, used)
         if mfc.is_train:
-            kept = usage.parameters + usage.optimizer
-            return Price(seconds, kept, usage.total - kept)
-        own = usage.total - usage.parameters
-        if choice.offloads:
-            back = self._model(mfc.role, state).onload(mfc.role, allocation.ranks)
-            return Price(seconds + max(back.values()), 0, own + usage.parameters)
-        return Price(seconds, usage.parameters, own, copies=usage.parameters)
+            return Price(self._training_seconds(mfc, choice), kept, used)
+        seconds = self._step_seconds(mfc, replace(choice, offloads=False))
+        if not choice.offloads:
+            return Price(seconds, kept, used)
+        n_active = min(choice.n_devices, self.workload.cluster.n_devices_per_node)
+        return Price(seconds + copy_seconds(parameters, n_active, self.hardware), kept - parameters, used + parameters)
 
-    def move(self, calls: tuple[str, str], source: Choice, target: Choice, relation: Relation) -> float:
-        """Return the seconds of moving the parameters of one call's role into the layout of another call."""
+    def move(
+        self, calls: tuple[str, str], source: ParallelStrategy, target: ParallelStrategy, relation: Relation
+    ) -> Moved:
+        """Return the cost of moving the parameters of one call's role into the layout of another call."""
         roles = [call_of(self.workload.graph, name).role for name in calls]
-        key = (*roles, source.strategy, target.strategy, relation)
-        if key not in self._seconds:
-            first, second = self._beside(source, target, relation)
-            home = replace(self.workload.roles[roles[0]], home=first)
-            hook = Realloc(roles[0], first, roles[1], second, eta=1.0)
-            owner = ScheduledCall(call_of(self.workload.graph, calls[1]), second, CallHooks((hook,), home=first))
-            found = self._model(roles[0], home).hooks(owner, "before", hook.ranks)
-            self._seconds[key] = max(found.values())
-        return self._seconds[key]
+        model = self._cut(self.workload.roles[roles[0]].model)
+        first, second = self._beside(source, target, relation)
+        moved = move_cost(model, first, second, self.hardware.links)
+        if roles[0] == roles[1]:
+            return moved
+        n_bytes = int(model.overlap(source, target).needed.max())
+        seconds = moved.seconds + 3 * n_bytes / self.hardware.device.stream  # read twice, and written
+        return replace(moved, seconds=seconds)
 
-    def _state(self, mfc: MFCDef, allocation: Allocation, choice: Choice) -> RoleState | None:
+    def _state(self, mfc: MFCDef, choice: Choice) -> RoleState:
         """Return the call's role with the settings of a choice, living where the call runs."""
-        known = self.workload.roles.get(mfc.role)
-        if known is None:
-            return None
         return replace(
-            known,
-            home=allocation,
+            self.workload.roles[mfc.role],
+            home=self._allocation(choice),
             is_trained=mfc.is_train,
             zero_stage=choice.zero_stage,
             offloads_optimizer=mfc.is_train and choice.offloads,
             checkpoints_activations=choice.checkpoints,
         )
+
+    def _allocation(self, choice: Choice) -> Allocation:
+        return Allocation(mesh_at(self.workload.cluster, 0, choice.n_devices), choice.strategy)
+
+    # ------------------------------------------------------------ seconds
+
+    def _training_seconds(self, mfc: MFCDef, choice: Choice) -> float:
+        """Return the seconds of a train_step, asking for few of the choices.
+
+        What follows the passes of a minibatch depends on ZeRO and offload, and on neither micro-batches nor
+        checkpointing; the passes themselves depend on these, and on ZeRO where it gathers parameters for each.
+        """
+        stage = 3 if choice.zero_stage == 3 else 0
+        base = replace(choice, zero_stage=stage, offloads=False)
+        usual = replace(base, n_mbs=None, checkpoints=False)
+        ends = replace(usual, zero_stage=choice.zero_stage, offloads=choice.offloads)
+        passes, end = self._step_seconds(mfc, base), self._step_seconds(mfc, ends) - self._step_seconds(mfc, usual)
+        return passes + end
+
+    def _step_seconds(self, mfc: MFCDef, choice: Choice) -> float:
+        """Return the seconds of all batches of a step."""
+        key = mfc.name, choice
+        if key not in self._seconds:
+            changed = mfc if choice.n_mbs is None else replace(mfc, n_mbs=choice.n_mbs)
+            state = self._state(mfc, choice) if mfc.role in self.workload.roles else None
+            allocation = self._allocation(choice)
+            call = ScheduledCall(changed, allocation, CallHooks(home=None if state is None else allocation))
+            model = self._model(mfc.role, state)
+            self._seconds[key] = sum(
+                max(model.call(call, self._requests_of(call, batch), batch).values())
+                for batch in self._batches(mfc.n_seqs)
+            )
+        return self._seconds[key]
+
+    def _requests_of(self, call: ScheduledCall, sizes: Mapping[str, SampleSizes]) -> Mapping[int, RunCall]:
+        """Return the request of each rank; by the usual protocol, of the first rank of each replica, alike for any pp."""
+        strategy, is_usual = call.allocation.strategy, call.mfc.protocol == DEFAULT_PROTOCOL
+        is_usual &= call.hooks.home is not None
+        ids = [*sizes]
+        key = call.name, ids[0], strategy.dp if is_usual else strategy
+        firsts = [call.allocation.dp_group_members(i)[0] for i in range(strategy.dp)] if is_usual else []
+        if key not in self._requests:
+            counts = [sum(size.tokens) for size in sizes.values()]
+            work, _ = plan_work(call, ids, counts, {}, self.workload.cluster.node_of, key=(self.workload.seed, 1, 0))
+            found = {rank: RunCall(0, 0, call.name, 1, w.minibatches, (), keeps=w.keeps) for rank, w in work.items()}
+            self._requests[key] = dict(enumerate(found[rank] for rank in firsts)) if is_usual else found
+        requests = self._requests[key]
+        return dict(zip(firsts, requests.values(), strict=True)) if is_usual else requests
 
     def _model(self, role: str, state: RoleState | None) -> CostModel:
         key = (role, state)
@@ -151,49 +184,41 @@ class CostPrices:
             self._models[key] = CostModel(roles, self.hardware, generation=generation, kernels=self.kernels)
         return self._models[key]
 
-    @cached_property
-    def _step_size(self) -> int:
-        return max(mfc.n_seqs for mfc in calls(self.workload.graph))
+    def _batches(self, n_seqs: int) -> Sequence[Mapping[str, SampleSizes]]:
+        """Return the samples of each batch of so many."""
+        if n_seqs not in self._samples:
+            most = max(mfc.n_seqs for mfc in calls(self.workload.graph))
+            step = list(self.workload.sizes.items())[:most]
+            self._samples[n_seqs] = [dict(step[first : first + n_seqs]) for first in range(0, most, n_seqs)]
+        return self._samples[n_seqs]
 
-    def _batches(self, mfc: MFCDef) -> list[list[str]]:
-        ids = list(self.workload.sizes)[: self._step_size]
-        return [ids[first : first + mfc.n_seqs] for first in range(0, len(ids), mfc.n_seqs)]
+    # ------------------------------------------------------------ bytes
 
-    def _batch_seconds(self, call: ScheduledCall, state: RoleState | None, ids: Sequence[str]) -> float:
-        sizes = {sample_id: self.workload.sizes[sample_id] for sample_id in ids}
-        place = (call.name, call.allocation, ids[0])
-        if place not in self._requests:
-            counts = [sum(size.tokens) for size in sizes.values()]
-            key = (self.workload.seed, 1, 0)
-            work, _ = plan_work(call, ids, counts, {}, self.workload.cluster.node_of, key=key)
-            self._requests[place] = {
-                rank: RunCall(0, 0, call.name, 1, share.minibatches, (), keeps=share.keeps)
-                for rank, share in work.items()
-            }
-        return max(self._model(call.mfc.role, state).call(call, self._requests[place], sizes).values())
+    def _cut(self, model: DecoderConfig) -> CutModel:
+        if model not in self._cuts:
+            self._cuts[model] = CutModel(model)
+        return self._cuts[model]
 
-    def _usage(self, mfc: MFCDef, state: RoleState, allocation: Allocation) -> Usage:
-        """Return what the fullest device needs."""
+    def _bytes(self, mfc: MFCDef, state: RoleState, choice: Choice) -> tuple[int, int, int]:
+        """Return the bytes of parameters, of all that the role keeps, and of all else, on the fullest device."""
+        key = mfc.role, state.is_trained, state.zero_stage, state.offloads_optimizer, state.checkpoints_activations
+        if key not in self._roles:
+            self._roles[key] = RoleBytes(state, self._cut(state.model), self.kernels, None)
+        if choice.n_mbs is not None:
+            mfc = replace(mfc, n_mbs=choice.n_mbs)
+        n_responses = self.workload.n_responses[mfc.name]
         load = load_of(
-            mfc,
-            allocation,
-            self.workload.rows,
-            generation=self.workload.generation,
-            n_responses=self.workload.n_responses[mfc.name],
+            mfc, state.home, self.workload.rows, generation=self.workload.generation, n_responses=n_responses
         )
-        if state.zero_stage == 0:  # all replicas are alike, so that two tell as much as many
-            strategy = replace(allocation.strategy, dp=min(allocation.strategy.dp, 2))
-            cluster = Cluster(1, strategy.n_devices)
-            allocation = Allocation(mesh_at(cluster, 0, strategy.n_devices), strategy)
-            state = replace(state, home=allocation)
-        key = (mfc.name, state, load)
-        if key not in self._bytes:
-            hooks = CallHooks(home=allocation)
-            one = CallState(mfc.name, mfc.role, mfc.interface_type, allocation, hooks, load)
-            self._bytes[key] = self.usage_of(state, one, self.kernels)
-        return self._bytes[key]
+        strategy = choice.strategy
+        if not state.zero_stage:  # replicas share nothing, so that two tell as much as many
+            strategy = replace(strategy, dp=min(strategy.dp, 2))
+        kept, used = self._roles[key].fullest(strategy, mfc.interface_type, load)
+        return kept.parameters, kept.total, used.total
 
-    def _beside(self, source: Choice, target: Choice, relation: Relation) -> tuple[Allocation, Allocation]:
+    def _beside(
+        self, source: ParallelStrategy, target: ParallelStrategy, relation: Relation
+    ) -> tuple[Allocation, Allocation]:
         """Return two layouts with a relation between their meshes, as far to the left as they go."""
         cluster, sizes = self.workload.cluster, [source.n_devices, target.n_devices]
         starts = [0, 0]
@@ -203,7 +228,7 @@ class CostPrices:
             node = cluster.n_devices_per_node
             starts[small] = first if relation == "beside" else -(-first // node) * node
         found = [
-            Allocation(mesh_at(cluster, start, choice.n_devices), choice.strategy)
-            for start, choice in zip(starts, (source, target), strict=True)
+            Allocation(mesh_at(cluster, start, strategy.n_devices), strategy)
+            for start, strategy in zip(starts, (source, target), strict=True)
         ]
         return found[0], found[1]

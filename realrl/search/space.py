@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from realrl.errors import AllocationError
 from realrl.graph.build import call, home_calls
-from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.graph.mfc import DEFAULT_PROTOCOL, InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.mesh.notation import parse_mesh, parse_strategy
 from realrl.plan.allocation import check_cut, check_n_seqs, check_protocols, check_shapes
@@ -77,14 +77,14 @@ class RoleSpace:
         model: its shape; None for a role without parameters.
         backend: backend that trains it.
         zero_stages: stages to choose from; () for all that the backend supports.
-        may_checkpoint, may_offload: False where the configuration leaves no choice.
+        checkpoints, offloads: what may be chosen, see `Choice`; one value where the configuration leaves no choice.
     """
 
     model: DecoderConfig | None
     backend: str = "native"
     zero_stages: tuple[int, ...] = ()
-    may_checkpoint: bool = True
-    may_offload: bool = True
+    checkpoints: tuple[bool, ...] = (False, True)
+    offloads: tuple[bool, ...] = (False, True)
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,18 @@ def choices_of(
     mfc, role = call(graph, name), roles[call(graph, name).role]
     is_home = home_calls(graph)[mfc.role] == name and role.model is not None
     found: list[Choice] = []
+    legal: dict[object, bool] = {}
     for strategy, mesh in _layouts(cluster, role, pin):
-        try:
-            _check(graph, mfc, role, Allocation(mesh, strategy), is_pinned=pin is not None)
-        except AllocationError:
-            if pin is not None:
-                raise
+        key = strategy.dp if mfc.protocol == DEFAULT_PROTOCOL else strategy  # how the usual protocol divides samples
+        if key not in legal:
+            try:
+                _check(graph, mfc, role, Allocation(mesh, strategy), is_pinned=pin is not None)
+                legal[key] = True
+            except AllocationError:
+                if pin is not None:
+                    raise
+                legal[key] = False
+        if not legal[key]:
             continue
         settings = _settings(mfc, role, strategy) if is_home else [(0, False, False)]
         for n_mbs, (zero_stage, checkpoints, offloads) in product(_numbers(mfc, role, strategy), settings):
@@ -222,13 +228,12 @@ def _numbers(mfc: MFCDef, role: RoleSpace, strategy: ParallelStrategy) -> Iterat
 def _settings(mfc: MFCDef, role: RoleSpace, strategy: ParallelStrategy) -> Iterator[tuple[int, bool, bool]]:
     """Yield stage of ZeRO, checkpointing and offload."""
     if not mfc.is_train:
-        yield 0, False, False
-        if role.may_offload:
-            yield 0, False, True
+        for offloads in role.offloads:
+            yield 0, False, offloads
         return
     rules = BACKENDS[role.backend]
     stages = role.zero_stages or rules.stages
     for stage in sorted(stages) if strategy.dp > 1 else [min(stages)]:
-        for checkpoints in (False, True) if role.may_checkpoint else (False,):
-            for offloads in (False, True) if role.may_offload and rules.offloads else (False,):
+        for checkpoints in role.checkpoints:
+            for offloads in role.offloads if rules.offloads else (False,):
                 yield stage, checkpoints, offloads

@@ -1,4 +1,4 @@
-"""Local search: from a plan to the best one that differs in one call, and again, from several plans.
+"""Local search: from a plan to the best one that differs in one call, or in the mesh of a few, and again, from several.
 
 It proves nothing. Its plans let branches be left out early.
 """
@@ -7,89 +7,132 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from realrl.search.bound import Bounds
-from realrl.search.fast import Model, Placed, Span, relation
-from realrl.search.space import Choice, Pin
+import numpy as np
 
-Plan = tuple[Placed, ...]
+from realrl.search.bound import Bounds, undominated
+from realrl.search.fast import Placed, Span, relation
+from realrl.search.problem import Problem
+from realrl.search.runners import Plan
+from realrl.search.space import Choice
+
 Score = tuple[float, float]  # bytes that are lacking, seconds of a step
 
 _N_MEASURES = 3
-_MOST_TRIED = 400  # places and choices of one call that are evaluated, the most promising ones
+_N_STARTS = 3  # given plans from which to walk
+_MOST_TRIED = 100  # places and choices of one call that are evaluated, the most promising ones
+_TICK = 50  # evaluations between two reports
 
 
 class Walk:
     """Local searches of one problem.
 
     Args:
-        bounds: of the choices to try.
-        pins: by call.
+        bounds: of the problem's choices.
         seed: decides from which plans to start, after the first.
     """
 
-    def __init__(self, model: Model, bounds: Bounds, pins: Mapping[int, Pin], *, seed: int) -> None:
+    def __init__(self, problem: Problem, bounds: Bounds, *, seed: int) -> None:
         self.n_evaluated = 0
-        self._model, self._bounds, self._choices, self._pins = model, bounds, bounds.choices, pins
+        self._model, self._bounds, self._pins = problem.model, bounds, problem.pins
         self._random = random.Random(seed)
-        self._calls = range(len(bounds.choices))
+        self._calls = range(len(problem.choices))
+        self._choices = [undominated(self._model, call, problem.choices[call]) for call in self._calls]
+        self._rows = [
+            np.stack(
+                [bounds.row(call, self._model.price(call, one).seconds, one.n_devices) for one in self._choices[call]]
+            )
+            for call in self._calls
+        ]
+        self._plan: Plan | None = None  # where a walk is
+        self._score: Score = (math.inf, math.inf)
 
-    def run(self, n_walks: int) -> Iterator[tuple[Plan | None, float]]:
-        """Yield a plan that fits and its period whenever it is the best so far, and (None, inf) in between."""
-        best: Plan | None = None
-        least = math.inf
-        for number in range(n_walks):
-            plan = self._spread(number) if number < _N_MEASURES else self._shaken(best)
-            if plan is None:
+    def run(self, n_walks: int, starts: Iterable[Plan] = ()) -> Iterator[tuple[Plan | None, float]]:
+        """Yield plans that fit with their periods, and (None, inf) in between.
+
+        Args:
+            n_walks: beside those from `starts`.
+        """
+        known: list[tuple[float, Plan]] = []
+        for plan in starts:
+            score = self._score_of(plan)
+            if not score[0]:
+                known.append((score[1], plan))
+                yield plan, score[1]
+        known.sort(key=lambda one: one[0])
+        best = known[0] if known else (math.inf, None)
+        for number in range(-min(len(known), _N_STARTS), n_walks):
+            if number < 0:
+                start: Plan | None = known[-number - 1][1]
+            else:
+                start = self._spread(number) if number < _N_MEASURES else self._shaken(best[1])
+            if start is None:
                 continue
-            score = self._score(plan)
-            is_moving = True
-            while is_moving:
-                is_moving = False
-                for call in self._random.sample(self._calls, len(self._calls)):
-                    plan, better = self._improved(plan, call, score)
-                    is_moving |= better < score
-                    score = better
-                    if not score[0] and score[1] < least:
-                        best, least = plan, score[1]
-                        yield best, least
-                    else:
-                        yield None, math.inf
+            self._plan, self._score = start, self._score_of(start)
+            yield from self._walk()
+            lacking, period = self._score
+            if not lacking and period < best[0]:
+                best = period, self._plan
 
-    def _score(self, plan: Plan, against: Score = (math.inf, math.inf)) -> Score:
+    def _walk(self) -> Iterator[tuple[Plan | None, float]]:
+        """Go on until no step leads to a better plan."""
+        is_moving = True
+        while is_moving:
+            is_moving = False
+            for call in self._random.sample(self._calls, len(self._calls)):
+                before = self._score
+                for _ in self._try(self._changed(call)):
+                    yield None, math.inf
+                if self._score < before:
+                    is_moving = True
+                    if not self._score[0]:
+                        yield self._plan, self._score[1]
+
+    def _try(self, plans: Iterable[Plan]) -> Iterator[None]:
+        """Take the best of plans, if it is better than where the walk is; yield now and then."""
+        for plan in plans:
+            found = self._score_of(plan, self._score)
+            if found < self._score:
+                self._plan, self._score = plan, found
+            if self.n_evaluated % _TICK == 0:
+                yield
+
+    def _score_of(self, plan: Plan, against: Score = (math.inf, math.inf)) -> Score:
         """Return the score of a plan; moves, which take long to price, count if it is better than `against` without."""
         self.n_evaluated += 1
         lacking = self._model.overflow(plan)
         if lacking:
             return lacking, 0.0
-        quick = 0.0, self._model.period(plan, moves=False)
-        if quick >= against:
-            return quick
-        score = 0.0, self._model.period(plan)
-        return score if score >= against or self._model.accepts(plan) else (math.inf, 0.0)
+        limit = math.inf if against[0] else against[1]
+        quick = self._model.period(plan, moves=False, limit=limit)
+        if quick >= limit:
+            return 0.0, quick
+        period = self._model.period(plan, limit=limit)
+        return (0.0, period) if period >= limit or self._model.accepts(plan) else (math.inf, 0.0)
 
     # ------------------------------------------------------------ steps
 
-    def _improved(self, plan: Plan, call: int, score: Score) -> tuple[Plan, Score]:
-        """Return the best plan that differs in one call at most."""
+    def _changed(self, call: int) -> Iterator[Plan]:
+        """Yield plans that differ in one call, the most promising ones first."""
+        plan = self._plan
+        assert plan is not None
         bounds, others = self._bounds, [placed.span for c, placed in enumerate(plan) if c != call]
-        rest = 0.0 * bounds.root
-        for other, placed in enumerate(plan):
-            if other != call:
-                rest += bounds.row(other, self._model.price(other, placed.choice).seconds, placed.choice.n_devices)
-        limits = bounds.of_choices(call, rest)
+        rows = [
+            bounds.row(other, self._model.price(other, placed.choice).seconds, placed.choice.n_devices)
+            for other, placed in enumerate(plan)
+            if other != call
+        ]
+        rest = sum(rows, 0.0 * bounds.least[call])
+        limits = (self._rows[call] + rest).max(axis=1).tolist()
         n_tried = 0
         for number in sorted(range(len(limits)), key=lambda number: (limits[number], number)):
-            if n_tried > _MOST_TRIED or (not score[0] and limits[number] >= score[1]):
+            if n_tried > _MOST_TRIED or (not self._score[0] and limits[number] >= self._score[1]):
                 break
             choice = self._choices[call][number]
             for span in self._places(others, call, choice.n_devices):
-                changed = (*plan[:call], Placed(span, choice), *plan[call + 1 :])
-                found, n_tried = self._score(changed, score), n_tried + 1
-                if found < score:
-                    plan, score = changed, found
-        return plan, score
+                n_tried += 1
+                yield (*plan[:call], Placed(span, choice), *plan[call + 1 :])
 
     def _places(self, others: Sequence[Span], call: int, size: int) -> list[Span]:
         """Return places of a mesh that begin or end where another one does, or with the cluster."""

@@ -46,8 +46,8 @@ _MEASURED = "Leave the section profile as realrl profile wrote it, or leave it o
 _TEXT = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-zµ/]*)\s*", re.ASCII)
 
 
-def _quantity(unit: str) -> Any:
-    return field(metadata={"unit": unit})
+def _quantity(unit: str, most: float | None = None) -> Any:
+    return field(metadata={"unit": unit, "most": most})
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class Device:
     half_tokens: float = _quantity("tokens")
     attention_efficiency: float = _quantity("")
     backward_slowdown: float = _quantity("")
-    block_s: float = _quantity("s")
-    pass_s: float = _quantity("s")
-    token_s: float = _quantity("s")
-    size_s: float = _quantity("s")
+    block_s: float = _quantity("s", most=1.0)
+    pass_s: float = _quantity("s", most=1.0)
+    token_s: float = _quantity("s", most=1.0)
+    size_s: float = _quantity("s", most=1.0)
     alone: float = _quantity("")
     flops_per_s: Mapping[str, float] = _quantity("FLOP/s")
     generation: Mapping[str, float] = field(default_factory=dict, metadata={"unit": None})
@@ -145,7 +145,7 @@ class Link:
             has its own.
     """
 
-    latency_s: float = _quantity("s")
+    latency_s: float = _quantity("s", most=1.0)
     bytes_per_s: float = _quantity("B/s")
     efficiency: float = _quantity("")
     sharing: int | None = None
@@ -187,8 +187,8 @@ class Host:
         disk_bytes_per_s: bandwidth of writing checkpoints.
     """
 
-    message_s: float = _quantity("s")
-    event_s: float = _quantity("s")
+    message_s: float = _quantity("s", most=1.0)
+    event_s: float = _quantity("s", most=1.0)
     call_s: float = _quantity("s")
     sample_s: float = _quantity("s")
     reward_s: float = _quantity("s")
@@ -266,13 +266,43 @@ def hardware_from(mapping: object, *, source: str) -> Hardware:
     links = _section(top["links"], "links", tuple(part.name for part in fields(Links)), source)
     if not isinstance(top["name"], str) or not top["name"].strip():
         raise _error("name", top["name"], "is no name of a machine", source, "Write one, such as 'A100 80GB'.")
-    return Hardware(
+    found = Hardware(
         name=top["name"].strip(),
         device=_build(Device, top["device"], "device", source),
         links=Links(**{name: _build(Link, links[name], f"links.{name}", source) for name in links}),
         host=_build(Host, top["host"], "host", source),
         profile=_profile(top["profile"], source) if "profile" in top else None,
     )
+    if found.profile is None:  # what was measured is no mistake of a unit
+        _check_units(found, source)
+    return found
+
+
+def _check_units(hardware: Hardware, source: str) -> None:
+    """Refuse values that no machine has together, because the unit of one of them is wrong.
+
+    Raises:
+        ConfigError: a link is faster than the device's memory, the memory takes too long to be read or too short a time,
+            or the device computes too fast for its memory, or too slowly.
+    """
+    device, peak = hardware.device, max(hardware.device.flops_per_s.values())
+    for name in (part.name for part in fields(Links)):
+        link = getattr(hardware.links, name)
+        if link.bytes_per_s > device.bytes_per_s:
+            raise ConfigError(
+                f"{source}: links.{name}.bytes_per_s is {link.bytes_per_s:.3g} B/s, more than device.bytes_per_s, the "
+                f"{device.bytes_per_s:.3g} B/s of the memory that it reads",
+                remedy="Write the units that you mean: GB/s is bytes, Gb/s is bits, an eighth of that.",
+            )
+    for key, ratio, unit, (least, most) in (
+        ("device.memory_bytes", device.memory_bytes / device.bytes_per_s, "s to be read once", (1e-3, 100)),
+        ("device.flops_per_s", peak / device.bytes_per_s, "FLOPs for each byte that is read", (0.5, 5000)),
+    ):
+        if not least <= ratio <= most:
+            raise ConfigError(
+                f"{source}: {key} and device.bytes_per_s give {ratio:.3g} {unit}, and machines have {least:g} to {most:g}",
+                remedy="Write the units that you mean, like '80 GB', '2 TB/s' and '312 TFLOP/s'.",
+            )
 
 
 def hardware_mapping(hardware: Hardware) -> dict[str, Any]:
@@ -325,7 +355,7 @@ def _build(kind: type, mapping: object, path: str, source: str) -> Any:
         elif part.name == "generation":
             values[part.name] = _generation(found.get("generation", {}), key, source)
         elif unit is not None:
-            values[part.name] = _number(value, key, unit, source)
+            values[part.name] = _number(value, key, unit, source, most=part.metadata["most"])
         elif part.name == "kind":
             if value not in get_args(DeviceKind):
                 raise _error(key, value, "is no kind of device", source, f"Use {' or '.join(get_args(DeviceKind))}.")
@@ -404,7 +434,7 @@ def _section(
     return dict(value)
 
 
-def _number(value: object, key: str, unit: str, source: str) -> float:
+def _number(value: object, key: str, unit: str, source: str, *, most: float | None = None) -> float:
     number = parse_quantity(value, unit)
     kinds = {"s": "time", "B": "size in bytes", "B/s": "bandwidth", "FLOP/s": "rate of computing"}
     what = kinds.get(unit, "number")
@@ -414,7 +444,8 @@ def _number(value: object, key: str, unit: str, source: str) -> float:
         raise _error(key, value, f"is no {what}", source, f"Write it like '{_EXAMPLES[unit]}'.{units}")
     if number < 0:
         raise _error(key, value, "is negative", source, f"Write it like '{_EXAMPLES[unit]}'.")
-    least, most = LIMITS[unit]
+    least, greatest = LIMITS[unit]
+    most = greatest if most is None else most
     if not least <= number <= most:
         text = f"is {number:.3g} {unit}".rstrip()
         raise _error(

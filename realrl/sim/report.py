@@ -72,12 +72,27 @@ class Figures:
     bounds: Mapping[str, float]
 
 
+@dataclass(frozen=True)
+class Link:
+    """A stretch of the chain.
+
+    Attributes:
+        name: the call, its rows or its hooks; `MESSAGES` between two activities.
+        activity: its index in the run; `NO_CAUSE` for messages.
+    """
+
+    name: str
+    activity: int
+    begin_s: float
+    end_s: float
+
+
 def figures_of(run: SimulatedRun) -> Figures:
     """Return the figures of a run that completed a step."""
     steady = run.steps[1:] or run.steps
     from_s = run.steps[0].at_s if len(run.steps) > 1 else run.start_s
     window_s, n_steps = max(steady[-1].at_s - from_s, _LEAST_S), len(steady)
-    bounds = {name: seconds / n_steps for name, seconds in _bounds(run, from_s).items()}
+    bounds = {name: seconds / n_steps for name, seconds in _bounds(run).items()}
     used: dict[tuple[int, bool], float] = defaultdict(float)  # rank, True if it computes
     met: dict[int, float] = defaultdict(float)
     of_call: dict[str, float] = defaultdict(float)
@@ -107,23 +122,33 @@ def figures_of(run: SimulatedRun) -> Figures:
     return Figures(window_s / n_steps, calls, tuple(devices), dict(sorted(bounds.items(), key=lambda item: -item[1])))
 
 
-def _bounds(run: SimulatedRun, from_s: float) -> dict[str, float]:
-    """Return the links of the chain that ends with the last step -> their seconds after `from_s`."""
-    found: dict[str, float] = defaultdict(float)
+def chain_of(run: SimulatedRun) -> tuple[Link, ...]:
+    """Return what bounds the period, in the order of time: from the end of the first step to that of the last."""
+    from_s = run.steps[0].at_s if len(run.steps) > 1 else run.start_s
+    found: list[Link] = []
 
-    def add(name: str, begin_s: float, end_s: float) -> None:
-        found[name] += max(0.0, end_s - max(begin_s, from_s))
+    def add(name: str, index: int, begin_s: float, end_s: float) -> None:
+        if end_s > max(begin_s, from_s):
+            found.append(Link(name, index, max(begin_s, from_s), end_s))
 
     until_s, index = run.steps[-1].at_s, run.steps[-1].activity
     while index != NO_CAUSE and until_s > from_s:
         activity = run.activities[index]
         end_s = max((end for end in activity.ends.values() if end <= until_s), default=activity.start_s)
-        add(MESSAGES, end_s, until_s)
-        add(_label(activity), activity.start_s, end_s)
-        add(f"rows and parameters for {activity.name}", activity.came_s, activity.start_s)
+        add(MESSAGES, NO_CAUSE, end_s, until_s)
+        add(_label(activity), index, activity.start_s, end_s)
+        add(f"rows and parameters for {activity.name}", index, activity.came_s, activity.start_s)
         until_s, index = activity.came_s, activity.cause
-    add(MESSAGES, from_s, until_s)
-    return {name: seconds for name, seconds in found.items() if seconds > 0.0}
+    add(MESSAGES, NO_CAUSE, from_s, until_s)
+    return tuple(reversed(found))
+
+
+def _bounds(run: SimulatedRun) -> dict[str, float]:
+    """Return the links of the chain by name -> their seconds together."""
+    found: dict[str, float] = defaultdict(float)
+    for link in chain_of(run):
+        found[link.name] += link.end_s - link.begin_s
+    return found
 
 
 def _label(activity: Activity) -> str:

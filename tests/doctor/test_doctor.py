@@ -25,6 +25,7 @@ from realrl.engine.decoder_engine import DecoderEngine
 from realrl.errors import AssetError
 from realrl.experiment.discovery import config_dir, load_experiment
 from realrl.experiment.planning import plan_run
+from realrl.experiment.states import longest_rows
 from realrl.plan.memory.connections import CONNECTION, CUDA_CONTEXT, RING_CHANNELS
 from realrl.shape import tiny_config
 from tests.helpers.assets import edit_json, make_model_folder, write_rows
@@ -325,7 +326,7 @@ def test_datasets_that_are_too_small_or_mostly_dropped(tmp_path: Path) -> None:
     )
     assert finding.status is Status.WARNING
     assert "2 rows, 3 dropped; prompts of 3 to 4 tokens" in finding.message
-    assert data_checks.longest_allowed(few).prompts == [32]
+    assert longest_rows(few.config, few.kind).prompts == [32]
     held_out = prepared("ppo", "eval.every_steps=1")
     starts = [finding.message.partition(":")[0] for finding in data_checks.check_dataset(held_out)]
     assert starts == ["tiny", "eval.path"]

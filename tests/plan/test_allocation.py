@@ -15,10 +15,9 @@ from realrl.plan.allocation import (
     check_meshes,
     check_shapes,
     check_supported,
-    divide_cluster,
     plan_allocations,
-    split_roles,
 )
+from realrl.plan.modes import divide_cluster, split_roles
 from realrl.shape import DecoderConfig
 from tests.graph.examples import DATASET_KEYS, ppo, seventeen, sft
 

@@ -1,16 +1,24 @@
 """Random small searches, and the enumeration of all plans."""
 
 import itertools
+import math
 import random
 import zlib
+from dataclasses import replace
 
+from realrl.config.schema import GenerationConfig
 from realrl.errors import GraphError
-from realrl.graph.build import build_graph
+from realrl.graph.build import build_graph, calls
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, ParamReallocHook
-from realrl.mesh.device_mesh import Cluster, ParallelStrategy, legal_meshes
-from realrl.search.branch import Problem
-from realrl.search.fast import Model, Placed, Price, flow_of
-from realrl.search.space import Choice, Pin, mesh_sizes
+from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes
+from realrl.plan.memory.load import RowLengths
+from realrl.plan.memory.plan import RoleState
+from realrl.search.fast import Model, Moved, Placed, Price, flow_of
+from realrl.search.prices import Workload
+from realrl.search.problem import Problem, pose
+from realrl.search.space import Choice, Pin, RoleSpace, mesh_sizes
+from realrl.sim.durations import SampleSizes
+from tests.sim.costs.models import hardware, small
 
 KINDS = {"gen": InterfaceType.GENERATE, "inf": InterfaceType.INFERENCE, "train": InterfaceType.TRAIN_STEP}
 CLUSTERS = [Cluster(1, 2), Cluster(1, 4), Cluster(2, 2), Cluster(4, 1), Cluster(3, 2), Cluster(1, 8), Cluster(2, 4)]
@@ -29,11 +37,12 @@ class RandomPrices:
         work = 1.0 + 9.0 * self._share(call)
         seconds = work / choice.n_devices ** (0.5 + 0.7 * self._share(call, "scaling"))
         seconds *= 0.7 + 0.6 * self._share(call, str(choice))
-        kept, used, copies = (int(60 * self._share(call, str(choice), what)) for what in ("kept", "used", "copies"))
-        return Price(seconds, kept, used, copies // 2)
+        kept, used = (int(60 * self._share(call, str(choice), what)) for what in ("kept", "used"))
+        return Price(seconds, kept, used)
 
     def move(self, calls, source, target, relation):
-        return 2.0 * self._share(calls, str(source.strategy), str(target.strategy), relation)
+        key = calls, str(source), str(target), relation
+        return Moved(2.0 * self._share(*key), int(30 * self._share(*key, "bytes")))
 
 
 def random_graph(rng, n_calls):
@@ -59,31 +68,36 @@ def random_graph(rng, n_calls):
             continue
 
 
-def problem(seed, *, most_plans=600, n_calls=None, pins=False, is_pruned=False):
+def few_of(rng, cluster, choices, most_plans):
+    """Choices of each call, at random ones, with which there are at most so many plans, whether meshes nest or not."""
+    n_meshes = {size: sum(mesh.n_devices == size for mesh in legal_meshes(cluster)) for size in mesh_sizes(cluster)}
+    kept, total = [], 1
+    for wanted in choices:
+        wanted = rng.sample(wanted, len(wanted))
+        found = wanted[:1]
+        for choice in wanted[1:]:
+            places = sum(n_meshes[c.n_devices] for c in (*found, choice))
+            if total * places <= most_plans ** ((len(kept) + 1) / len(choices)):
+                found.append(choice)
+        total *= sum(n_meshes[c.n_devices] for c in found)
+        kept.append(tuple(sorted(found, key=lambda c: c.order)))
+    return kept
+
+
+def problem(seed, *, most_plans=600, n_calls=None, pins=False):
     """A random search with at most so many plans, whether they nest or not."""
     rng = random.Random(seed)
     cluster = rng.choice(CLUSTERS)
     graph = random_graph(rng, n_calls or rng.randint(1, 4))
     model = Model(flow_of(graph), RandomPrices(seed), cluster, capacity=rng.choice([70, 120, 200, 1000]))
-    sizes = mesh_sizes(cluster)
-    n_meshes = {size: sum(mesh.n_devices == size for mesh in legal_meshes(cluster)) for size in sizes}
-    choices, total = [], 1
-    for _ in model.flow.names:
-        wanted = [
-            Choice(ParallelStrategy(size // tp, tp), checkpoints=checkpoints)
-            for size in sizes
-            for tp in (1, 2)
-            for checkpoints in (False, True)
-            if size % tp == 0
-        ]
-        rng.shuffle(wanted)
-        found = wanted[:1]
-        for choice in wanted[1:]:
-            places = sum(n_meshes[c.n_devices] for c in (*found, choice))
-            if total * places <= most_plans ** ((len(choices) + 1) / len(model.flow.names)):
-                found.append(choice)
-        total *= sum(n_meshes[c.n_devices] for c in found)
-        choices.append(tuple(sorted(found, key=lambda c: c.order)))
+    wanted = [
+        Choice(ParallelStrategy(size // tp, tp), checkpoints=checkpoints)
+        for size in mesh_sizes(cluster)
+        for tp in (1, 2)
+        for checkpoints in (False, True)
+        if size % tp == 0
+    ]
+    choices = few_of(rng, cluster, [wanted] * len(model.flow.names), most_plans)
     pinned = {}
     if pins:
         for call in rng.sample(range(len(choices)), rng.randint(1, len(choices))):
@@ -91,7 +105,53 @@ def problem(seed, *, most_plans=600, n_calls=None, pins=False, is_pruned=False):
             choices[call] = tuple(c for c in choices[call] if c.n_devices == mesh.n_devices)
             pinned[call] = Pin(choices[call][0].strategy, mesh)
             choices[call] = tuple(c for c in choices[call] if c.strategy == pinned[call].strategy)
-    return Problem(model, choices, pinned, is_pruned, n_walks=rng.choice([0, 1, 4]))
+    return Problem(model, choices, pinned, n_walks=rng.choice([0, 1, 4]))
+
+
+def posed(seed, *, most_plans=600):
+    """A random graph of calls on a random machine, of whose choices a few are left."""
+    rng = random.Random(seed)
+    cluster, graph = rng.choice(CLUSTERS), random_graph(rng, rng.randint(1, 4))
+    shape = small(n_layers=rng.choice([2, 4, 8]), hidden_size=rng.choice([64, 128, 256]))
+    roles = {mfc.role: rng.choice([shape, shape, None]) for mfc in calls(graph)}
+    roles |= {mfc.role: shape for mfc in calls(graph) if mfc.is_train or mfc.pre_hooks or mfc.post_hooks}
+    hooked = {hook.target.role for mfc in calls(graph) for hook in mfc.post_hooks}
+    roles |= {role: shape for role in hooked & roles.keys()}
+    home = Allocation(DeviceMesh(cluster, (0,)), ParallelStrategy())
+    trained = {mfc.role for mfc in calls(graph) if mfc.is_train}
+    prompt, new = rng.randint(1, 200), rng.randint(1, 200)
+    workload = Workload(
+        graph,
+        {role: RoleState(model, home, role in trained) for role, model in roles.items() if model is not None},
+        cluster,
+        GenerationConfig(max_batch_size=rng.choice([2, 8]), max_new_tokens=new),
+        {f"0/{i}": SampleSizes((rng.randint(1, prompt),), (rng.randint(1, new),)) for i in range(8)},
+        RowLengths([prompt], [2 * (prompt + new)], [prompt + new]),
+        dict.fromkeys(graph, 1),
+    )
+    spaces = {role: RoleSpace(model) for role, model in roles.items()}
+    found = pose(workload, random_machine(rng), roles=spaces, capacity=math.inf)
+    needs = sorted(price.kept + price.used for price in found.model._prices.values())
+    capacity = needs[-1] * rng.choice([0.8, 1.5, 3.0, 10.0]) + 1
+    model = replace(found.model, capacity=capacity)
+    fits = [
+        [one for one in some if model.price(call, one).kept + model.price(call, one).used <= capacity]
+        for call, some in enumerate(found.choices)
+    ]
+    return replace(found, model=model, choices=few_of(rng, cluster, fits, most_plans), n_walks=rng.choice([0, 1, 4]))
+
+
+def random_machine(rng):
+    """An A100 whose speeds are anything from a hundredth to a hundred times as high."""
+
+    def times(part, *names):
+        return replace(part, **{name: getattr(part, name) * 10 ** rng.uniform(-2, 2) for name in names})
+
+    found = hardware()
+    device = times(found.device, "bytes_per_s", "block_s", "pass_s", "token_s")
+    links = {name: times(getattr(found.links, name), "bytes_per_s", "latency_s") for name in ("device", "node", "host")}
+    node = replace(links["node"], sharing=rng.choice([None, 1, 2]))
+    return replace(found, device=device, links=replace(found.links, **links | {"node": node}))
 
 
 def all_plans(found: Problem):

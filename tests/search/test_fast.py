@@ -13,6 +13,7 @@ from realrl.search.fast import (
     Flow,
     Model,
     Move,
+    Moved,
     Parts,
     Placed,
     Price,
@@ -43,14 +44,14 @@ def graph_of(*, staleness=0, post_hooks=()):
 class Table:
     """Prices by call; moves by relation."""
 
-    def __init__(self, seconds, moves=None, **bytes_of):
-        self.seconds, self.moves, self.bytes = seconds, moves or {}, bytes_of
+    def __init__(self, seconds, moves=None, n_bytes=0, **bytes_of):
+        self.seconds, self.moves, self.n_bytes, self.bytes = seconds, moves or {}, n_bytes, bytes_of
 
     def call(self, call, choice):
         return Price(self.seconds[call], **self.bytes.get(call, {}))
 
     def move(self, calls, source, target, relation):
-        return self.moves.get((*calls, relation), 0.0)
+        return Moved(self.moves.get((*calls, relation), 0.0), self.n_bytes)
 
 
 def placed(span):
@@ -121,7 +122,8 @@ def test_flow_names_homes_and_waits():
 def test_memory_of_all_roles_that_live_on_a_device():
     prices = Table(
         dict.fromkeys(("gen", "ref", "train"), 1.0),
-        gen={"kept": 999, "used": 3, "copies": 20},  # its role lives where it is trained
+        n_bytes=20,  # of a move
+        gen={"kept": 999, "used": 3},  # its role lives where it is trained
         ref={"kept": 10, "used": 1},
         train={"kept": 50, "used": 30},
     )
@@ -162,7 +164,7 @@ def test_calls_that_wait_for_ever_are_refused():
 def test_cycles_count_each_call_and_no_looser_cycle():
     cycles = flow_of(graph_of(staleness=2)).cycles
     assert [(c.calls, c.lag) for c in cycles] == [((0,), 1), ((1,), 1), ((2,), 1), ((0, 1, 2), 3)]
-    assert slowest_cycle(cycles, [Parts(1.0, s - 1.0, 0.0, LEFT) for s in (3.0, 3.0, 6.0)], 4) == 6.0
+    assert slowest_cycle(cycles, [Parts(1.0, s - 1.0, 0.0, LEFT) for s in (3.0, 3.0, 6.0)]) == 6.0
 
 
 def test_all_calls_between_two_of_a_cycle_have_to_run_there():
@@ -178,7 +180,7 @@ def test_all_calls_between_two_of_a_cycle_have_to_run_there():
     chain, between = (tuple(sorted(place[name] for name in names)) for names in (("gen", "train"), ("ref", "rew")))
     assert Cycle(chain, 1, between) in flow.cycles
     parts = [Parts(0.0, 4.0, 0.0, LEFT) for _ in flow.names]
-    assert slowest_cycle([Cycle(chain, 1, between)], parts, 4) == 4.0 + 2.0 + 2.0 + 4.0
+    assert slowest_cycle([Cycle(chain, 1, between)], parts) == 4.0 + 4.0 + 4.0 + 4.0
 
 
 @settings(max_examples=60)
@@ -186,7 +188,6 @@ def test_all_calls_between_two_of_a_cycle_have_to_run_there():
 def test_devices_and_cycles_hold_in_runs_of_any_length(seed):
     found, n_steps = problem(seed), 12
     plans = list(all_plans(found))
-    n_devices = found.model.cluster.n_devices
     for plan in random.Random(seed).sample(plans, min(len(plans), 3)):
         parts = found.model.parts(plan)
         ends = finish_times(found.model.flow, parts, n_steps)
@@ -195,8 +196,8 @@ def test_devices_and_cycles_hold_in_runs_of_any_length(seed):
         least = busiest(parts)
         assert all(least * step <= end * (1 + 1e-9) for step, end in enumerate(ends))
         for cycle in found.model.flow.cycles:
-            least = max(least, slowest_cycle([cycle], parts, n_devices))
+            least = max(least, slowest_cycle([cycle], parts))
             rounds = (n_steps - cycle.lag) // cycle.lag
-            once = cycle.lag * slowest_cycle([cycle], parts, n_devices)
+            once = cycle.lag * slowest_cycle([cycle], parts)
             assert rounds * once <= ends[-1] * (1 + 1e-9)
         assert found.model.period(plan) >= least

@@ -49,7 +49,7 @@ def test_settings_belong_to_the_home_of_a_role():
     assert {c.zero_stage for c in trained} == {0, 1}
     assert {c.zero_stage for c in trained if c.strategy.dp == 1} == {0}
     assert {(c.checkpoints, c.offloads) for c in trained} == {(a, b) for a in (False, True) for b in (False, True)}
-    kept = RoleSpace(small(), zero_stages=(1,), may_checkpoint=False, may_offload=False)
+    kept = RoleSpace(small(), zero_stages=(1,), checkpoints=(False,), offloads=(False,))
     fixed = choices_of(GRAPH, "train", ROLES | {"actor": kept}, CLUSTER)
     assert {(c.zero_stage, c.checkpoints, c.offloads) for c in fixed} == {(1, False, False)}
 

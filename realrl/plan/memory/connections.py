@@ -17,13 +17,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import combinations
 
 from realrl.graph.mfc import InterfaceType
+from realrl.mesh.device_mesh import Allocation
 from realrl.plan.groups import GroupKind, ProcessGroup
 from realrl.plan.hooks import Realloc
 from realrl.plan.memory.plan import CallState, RoleState, layout_of
 from realrl.plan.parameters.realloc import plan_realloc
+from realrl.shape import DecoderConfig
 
 CUDA_CONTEXT = 512 << 20
 CONNECTION = 12 << 20  # bytes of one channel's connection
@@ -69,11 +72,16 @@ def _in_world(roles: Mapping[str, RoleState], calls: Sequence[CallState]) -> Ite
         for hook in (*call.hooks.before, *call.hooks.after):
             if not isinstance(hook, Realloc) or hook.source not in roles:
                 continue
-            model = roles[hook.source].model
-            source, target = layout_of(model, hook.source_allocation), layout_of(model, hook.target_allocation)
-            yield from plan_realloc(source, target, node_of=allocation.mesh.cluster.node_of).pairs
-            first = hook.source_allocation.ranks[0]  # which sends the state of interfaces to ranks outside the home
-            yield from ((first, rank) for rank in hook.target_allocation.ranks if rank not in source)
+            yield from _moving_pairs(roles[hook.source].model, hook.source_allocation, hook.target_allocation)
+
+
+@lru_cache(maxsize=128)  # a search asks for the same moves again and again
+def _moving_pairs(model: DecoderConfig, home: Allocation, target: Allocation) -> frozenset[tuple[int, int]]:
+    """Return the pairs between which the parameters of a role move."""
+    source = layout_of(model, home)
+    plan = plan_realloc(source, layout_of(model, target), node_of=home.mesh.cluster.node_of)
+    first = home.ranks[0]  # which sends the state of interfaces to ranks outside the home
+    return frozenset([*plan.pairs, *((first, rank) for rank in target.ranks if rank not in source)])
 
 
 def _in_groups(groups: Iterable[ProcessGroup], calls: Sequence[CallState]) -> Iterator[Pair]:

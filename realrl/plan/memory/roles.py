@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from realrl.plan.memory.saving import Saves, averaging_masters, gathered_state, 
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.plan.parameters.specs import DTYPE_BYTES
 
+_fields_of = attrgetter(*(part.name for part in fields(Usage)))
 _NO_SAVES = Saves(is_staged=False, is_repeated=False)
 
 
@@ -79,7 +81,12 @@ class KeptParts:
 
 def columns(usages: Iterable[Usage]) -> Matrix:
     """Return int64 [10, usages]: the fields of `Usage` in their order, `host` next to last, and the total."""
-    return np.array([(*astuple(usage), usage.total) for usage in usages], dtype=np.int64).T
+    alike: dict[int, int] = {}  # usages are shared by many parts
+    found = list(usages)
+    places = [alike.setdefault(id(usage), len(alike)) for usage in found]
+    distinct = [found[places.index(place)] for place in range(len(alike))]
+    rows = [(*_fields_of(usage), usage.total) for usage in distinct]
+    return np.array(rows, dtype=np.int64).T.take(places, axis=1)
 
 
 class RoleBytes:
@@ -89,6 +96,7 @@ class RoleBytes:
         self.role, self.model = role, model
         self._kernels, self._saves = kernels, saves or _NO_SAVES
         self._kept: dict[ParallelStrategy, KeptParts] = {}
+        self._kept_kinds: dict[tuple[PartKind, int, bool], Kept] = {}
         self._computed: dict[tuple[ParallelStrategy, InterfaceType, Load], Matrix] = {}
 
     @property
@@ -104,11 +112,13 @@ class RoleBytes:
         """
         if strategy not in self._kept:
             kinds = self.model.cut(strategy).kinds
-            of_kind = {kind: self._kept_by(kind, strategy) for kind in set(kinds)}
+            of_kind = {kind: self._kept_of(kind, strategy) for kind in set(kinds)}
             parts = tuple(of_kind[kind] for kind in kinds)
             saving, copied = np.array([(part.saving, part.copied) for part in parts], dtype=np.int64).T
-            resident, away = (columns(usages) for usages in zip(*((p.resident, p.away) for p in parts), strict=True))
-            self._kept[strategy] = KeptParts(parts, resident, away, saving, copied)
+            resident = {kind: part.resident for kind, part in of_kind.items()}
+            away = {kind: part.away for kind, part in of_kind.items()}
+            held, gone = (columns([usages[kind] for kind in kinds]) for usages in (resident, away))
+            self._kept[strategy] = KeptParts(parts, held, gone, saving, copied)
         return self._kept[strategy]
 
     def computed(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> Matrix:
@@ -129,6 +139,27 @@ class RoleBytes:
                 parts.append(found[part, n_in_flight])
             self._computed[key] = columns(parts)
         return self._computed[key]
+
+    def fullest(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> tuple[Usage, Usage]:
+        """Return what the role keeps on the part that needs the most in a call, and the usage of the call there.
+
+        Of parts of one kind, the first one has the most micro-batches in flight.
+
+        Raises:
+            AllocationError: the strategy does not fit the model.
+        """
+        found = []
+        for part, number in {part: n for n, part in reversed([*enumerate(self.model.cut(strategy).kinds)])}.items():
+            kept = self._kept_of(part, strategy)
+            in_flight = min(strategy.pp - number // strategy.tp, load.n_mbs), kept
+            found.append((kept.resident, self._computed_by(part, strategy, kind, load, in_flight)))
+        return max(found, key=lambda one: one[0].total + one[1].total)
+
+    def _kept_of(self, kind: PartKind, strategy: ParallelStrategy) -> Kept:
+        key = kind, strategy.dp, strategy.tp > 1 or strategy.pp > 1
+        if key not in self._kept_kinds:
+            self._kept_kinds[key] = self._kept_by(kind, strategy)
+        return self._kept_kinds[key]
 
     def _kept_by(self, kind: PartKind, strategy: ParallelStrategy) -> Kept:
         """Count one part's bytes; adapters, float32 and their own masters, apart from parameters in half precision."""

@@ -15,10 +15,12 @@ from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError
 from realrl.experiment.models import with_precision
 from realrl.experiment.run_plan import RunPlan
+from realrl.plan.modes import SIZED_MODES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _BF16_CAPABILITY = (8, 0)
 _MAJOR, _MINOR = 75, 76  # CUdevice_attribute, <cuda.h>
+_MOST_NAME = 256  # bytes
 _LEAST_WATCHDOG_S = 480  # torch's own default
 
 
@@ -29,10 +31,14 @@ class Accelerators:
     Attributes:
         count: their number.
         capability: the lowest compute capability among them, (major, minor).
+        memory_bytes: the least memory of one of them; 0 if it is not known.
+        name: of the first one, as the driver has it.
     """
 
     count: int = 0
     capability: tuple[int, int] = (0, 0)
+    memory_bytes: int = 0
+    name: str = ""
 
 
 def accelerators() -> Accelerators:
@@ -50,7 +56,17 @@ def accelerators() -> Accelerators:
 
     if not is_built_for_cuda():
         return Accelerators()
-    return Accelerators(count.value, min(_capability(driver, index) for index in range(count.value)))
+    indices = range(count.value)
+    capability = min(_capability(driver, index) for index in indices)
+    n_bytes = min(_memory_bytes(driver, index) for index in indices)
+    return Accelerators(count.value, capability, n_bytes, _name(driver))
+
+
+def _name(driver: ctypes.CDLL) -> str:
+    device, text = ctypes.c_int(), ctypes.create_string_buffer(_MOST_NAME)
+    if driver.cuDeviceGet(ctypes.byref(device), 0) or driver.cuDeviceGetName(text, _MOST_NAME, device):
+        return ""
+    return text.value.decode(errors="replace")
 
 
 def _capability(driver: ctypes.CDLL, index: int) -> tuple[int, int]:
@@ -63,6 +79,13 @@ def _capability(driver: ctypes.CDLL, index: int) -> tuple[int, int]:
             return 0, 0
         numbers.append(value.value)
     return numbers[0], numbers[1]
+
+
+def _memory_bytes(driver: ctypes.CDLL, index: int) -> int:
+    device, size = ctypes.c_int(), ctypes.c_size_t()
+    if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceTotalMem_v2(ctypes.byref(size), device):
+        return 0
+    return size.value
 
 
 def on_machine(config: RunConfig, found: Accelerators) -> tuple[RunConfig, tuple[str, ...]]:
@@ -80,11 +103,21 @@ def on_machine(config: RunConfig, found: Accelerators) -> tuple[RunConfig, tuple
                 f"device{'s' if found.count > 1 else ''}"
             )
         config = config.model_copy(update={"cluster": cluster.model_copy(update={"device": device})})
+    if device == "cuda" and found.memory_bytes and config.allocation.mode in SIZED_MODES:
+        config = _with_memory(config, found.memory_bytes)
     if config.precision == "auto" and device == "cuda" and found.count and found.capability < _BF16_CAPABILITY:
         capability = ".".join(map(str, found.capability))
         notes.append(f"precision=auto takes fp32: a device has compute capability {capability}, below 8.0")
         config = config.model_copy(update={"precision": "fp32"})
     return with_precision(config), tuple(notes)
+
+
+def _with_memory(config: RunConfig, n_bytes: int) -> RunConfig:
+    """Return the configuration with the memory of the devices noted, unless it has one, or workers share devices."""
+    cluster = config.cluster
+    if cluster.device_memory_gb is not None or cluster.shares_devices:
+        return config
+    return config.model_copy(update={"cluster": cluster.model_copy(update={"device_memory_gb": n_bytes / 1e9})})
 
 
 def check_devices(config: RunConfig, found: Accelerators) -> None:

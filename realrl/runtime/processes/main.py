@@ -77,12 +77,13 @@ def worker_main(rank: int, host: str) -> int:
     faulthandler.register(STACK_SIGNAL)
     meeting = ZmqKeyValueClient(admission.key_values, admission.keys)
     with logging_to(None):
-        _run_worker(rank, admission, lambda: partial(load_dotted(host), meeting=meeting))
+        run_worker(rank, admission, lambda: partial(load_dotted(host), meeting=meeting))
     meeting.close()
     return 0
 
 
-def _run_worker(rank: int, admission: Admission, make_host: Callable[[], HostFactory]) -> None:
+def run_worker(rank: int, admission: Admission, make_host: Callable[[], HostFactory]) -> None:
+    """Serve a host until its goodbye, in this process and thread; heartbeats go out from another one."""
     address, keys = admission.master, admission.keys
     client = ZmqSampleClient(keys)
     transport = ZmqWorker(address, rank, keys)

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -34,12 +34,17 @@ _OWNER_ONLY = 0o700  # rows of the dataset and what users set may be nobody else
 
 
 def start_run(
-    experiment: Experiment, config: RunConfig, *, decide: Callable[[RunPlan], Overlap] = lambda _: NO_OVERLAP
+    experiment: Experiment,
+    config: RunConfig,
+    *,
+    decide: Callable[[RunPlan], Overlap] = lambda _: NO_OVERLAP,
+    files: Mapping[str, bytes] | None = None,
 ) -> int:
     """Check what can be checked, make the run folder, run to the end; returns the exit code.
 
     Args:
         decide: decision, for a plan that passed the checks, about parameters that come early or stay.
+        files: name -> content of further files of the run folder.
 
     Raises:
         UsageError: the configuration, the graph, the allocation, a model, the dataset or the checkpoint to resume from
@@ -54,15 +59,15 @@ def start_run(
     config, notes = on_machine(config, found)
     check_devices(config, found)
     plan = plan_run(config, experiment)
-    environments = worker_environments(plan, found, os.environ)
+    environments, written = worker_environments(plan, found, os.environ), files or {}
     if config.run_dir:
         with _locked(Path(config.run_dir).absolute()) as (run_dir, lock):
             refuse_mixing(config)  # reads the folder, so no other run may be at work there
-            return _run(plan, run_dir, _noting(check_inputs(plan), notes), lock, environments, decide(plan))
+            return _run(plan, run_dir, _noting(check_inputs(plan), notes), lock, environments, decide(plan), written)
     refuse_mixing(config)
     resume = _noting(check_inputs(plan), notes)
     with _locked(_make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
-        return _run(plan, run_dir, resume, lock, environments, decide(plan))
+        return _run(plan, run_dir, resume, lock, environments, decide(plan), written)
 
 
 def _noting(resume: Resume, notes: tuple[str, ...]) -> Resume:
@@ -77,6 +82,7 @@ def _run(
     lock: int,
     environments: tuple[dict[str, str], ...],
     overlap: Overlap,
+    files: Mapping[str, bytes],
 ) -> int:
     """Run in a locked folder, after the checks."""
     config, save = plan.config, plan.config.save
@@ -87,7 +93,9 @@ def _run(
         path = str(Path(config.save.generations_path).absolute())
         changes["save"] = config.save.model_copy(update={"generations_path": path})
     config = config.model_copy(update=changes)
-    _write_config(run_dir, config)
+    for name, content in files.items():
+        _write(run_dir / name, content)
+    _write(run_dir / CONFIG_FILE, json.dumps(shown_config(config), indent=2).encode() + b"\n")
     start = SessionStart(
         run=dump_config(config),
         run_dir=str(run_dir),
@@ -201,13 +209,12 @@ def _read_holder(lock: int) -> str:
     return holder.decode() or "unknown"
 
 
-def _write_config(folder: Path, config: RunConfig) -> None:
-    temporary = folder / f".{CONFIG_FILE}.new"
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        write_output(temporary, json.dumps(shown_config(config), indent=2).encode() + b"\n")
-        os.replace(temporary, folder / CONFIG_FILE)
+        write_output(temporary, content)
+        os.replace(temporary, path)
     except OSError as err:
         raise ConfigError(
-            f"{folder / CONFIG_FILE} cannot be written: {err.strerror}",
-            remedy="Choose another folder with run_dir=PATH.",
+            f"{path} cannot be written: {err.strerror}", remedy="Choose another folder with run_dir=PATH."
         ) from err

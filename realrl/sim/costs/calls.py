@@ -36,9 +36,12 @@ from realrl.sim.costs.moves import (
 )
 from realrl.sim.costs.samples import Tokens, micro_batches, tokens_of
 from realrl.sim.costs.training import (
+    NOTHING_FREE,
     TRAINED_SIZES,
+    Free,
     StageLinks,
     Training,
+    busiest_stage,
     optimizer_seconds,
     passes_of,
     run_passes,
@@ -61,6 +64,7 @@ class CostModel:
         hardware: the machines.
         generation: the run's settings of generation.
         kernels: the machine's kernels; those of CUDA by default.
+        free: parts of calls that take no time.
     """
 
     def __init__(
@@ -70,12 +74,23 @@ class CostModel:
         *,
         generation: GenerationConfig,
         kernels: Kernels | None = None,
+        free: Free = NOTHING_FREE,
     ) -> None:
         self._roles = roles
         self._hardware = hardware
         self._generation = generation
         self._kernels = kernels or Kernels()
+        self._free = free
         self._computing: dict[tuple[str, Allocation, InterfaceType], _Computing] = {}
+
+    def without(self, free: Free, hardware: Hardware) -> CostModel:
+        """Return the same costs where some parts of calls take no time, on other hardware."""
+        return CostModel(self._roles, hardware, generation=self._generation, kernels=self._kernels, free=free)
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machines."""
+        return self._hardware
 
     # ------------------------------------------------------------ calls
 
@@ -123,6 +138,7 @@ class CostModel:
                 generation=self._generation,
                 kernels=self._kernels,
                 kind=call.mfc.interface_type,
+                free=self._free,
             )
         return self._computing[key]
 
@@ -255,6 +271,7 @@ class _Computing:
         generation: GenerationConfig,
         kernels: Kernels,
         kind: InterfaceType,
+        free: Free,
     ) -> None:
         strategy, model = allocation.strategy, role.model
         self._remembered: dict[object, tuple[tuple[SampleSizes, ...], Tokens]] = {}
@@ -264,7 +281,8 @@ class _Computing:
         if kind is InterfaceType.GENERATE:
             model = decoding_model(model, kernels)
         self._works = [stage_work(model, strategy, stage) for stage in range(strategy.pp)]
-        self._links = [_links_of(allocation, stage, hardware) for stage in range(strategy.pp)]
+        self._links = [free.of(_links_of(allocation, stage, hardware)) for stage in range(strategy.pp)]
+        self._free, self._run = free, busiest_stage if free.waits else run_passes
         self._shares_prefixes = hardware.device.kind == "cpu" or role.model.dtype == "float32"
         training = None
         self._end_s = self._begin_s = 0.0
@@ -272,10 +290,12 @@ class _Computing:
             training = Training(
                 role.backend, role.zero_stage, role.offloads_optimizer, role.checkpoints_activations, strategy.dp
             )
-            self._end_s = TRAINED_SIZES * hardware.device.size_s + max(
-                optimizer_seconds(work, link, hardware, training)
-                for work, link in zip(self._works, self._links, strict=True)
-            )
+            self._end_s = TRAINED_SIZES * hardware.device.size_s
+            if not free.optimizer:
+                self._end_s += max(
+                    optimizer_seconds(work, link, hardware, training)
+                    for work, link in zip(self._works, self._links, strict=True)
+                )
         elif role.zero_stage == 3 and role.is_trained and allocation == role.home:
             self._begin_s = max(
                 link.gather(work.n_trained * work.element_bytes)
@@ -299,7 +319,7 @@ class _Computing:
             ([place % n_minibatches for place in part.places], part.load)
             for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp)
         ]
-        return train_seconds(cut, n_minibatches, self._passes, self._links, self._end_s)
+        return train_seconds(cut, n_minibatches, self._passes, self._links, self._end_s, self._run)
 
     def inferring(
         self, call: ScheduledCall, shares: Sequence[tuple[str, ...]], sizes: Mapping[str, SampleSizes]
@@ -310,7 +330,7 @@ class _Computing:
         told = self._links[0].forward.latency_s  # the result, from the last stage to the others
         told += self._hardware.device.size_s
         for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp):
-            found = run_passes(part.load, *self._passes, self._links).tolist()
+            found = self._run(part.load, *self._passes, self._links).tolist()
             for place, s in zip(part.places, found, strict=True):
                 seconds[place] += s + told
         return seconds
@@ -356,7 +376,7 @@ class _Computing:
     def _replica_seconds(self) -> Callable[[tuple[Prompt, ...]], float]:
         @lru_cache(maxsize=_MOST_REPLICAS)
         def seconds(prompts: tuple[Prompt, ...]) -> float:
-            return replica_seconds(prompts, self._decoding, self._generation)
+            return replica_seconds(prompts, self._decoding, self._generation, waits=not self._free.waits)
 
         return seconds
 

@@ -13,8 +13,10 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from realrl.sim.hardware import Links
 
@@ -56,8 +58,13 @@ FREE = LinearCost()
 def route_of(ranks: Sequence[int], call_ranks: Sequence[int], node_of: Callable[[int], int]) -> Route:
     """Return the way of a group whose like work at the same time on all ranks of a call."""
     nodes = {node_of(rank) for rank in ranks}
-    first = node_of(ranks[0])
-    return Route(len(ranks), len(nodes), sum(node_of(rank) == first for rank in call_ranks))
+    return Route(len(ranks), len(nodes), _per_node(tuple(call_ranks), node_of)[node_of(ranks[0])])
+
+
+@lru_cache(maxsize=64)
+def _per_node(ranks: tuple[int, ...], node_of: Callable[[int], int]) -> Counter[int]:
+    """Return the number of ranks on each node."""
+    return Counter(map(node_of, ranks))
 
 
 def all_gather(route: Route, links: Links) -> LinearCost:

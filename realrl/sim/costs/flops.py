@@ -14,7 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -27,6 +27,7 @@ from realrl.plan.parameters.adapters import is_adapter, is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.shards import ModelShard, shard_of
 from realrl.plan.parameters.specs import DTYPE_BYTES
+from realrl.plan.parameters.stages import stage_layers
 from realrl.shape import DecoderConfig
 
 Array = npt.NDArray[np.float64]
@@ -124,13 +125,28 @@ class StageWork:
         return 2.0 * self.head * times * n_scored
 
 
-@lru_cache(maxsize=4096)
 def stage_work(model: DecoderConfig, strategy: ParallelStrategy, stage: int) -> StageWork:
     """Return the work of one stage of a model under a strategy.
 
     Raises:
         AllocationError: tp or pp does not fit the model.
     """
+    return _stage_work(model, replace(strategy, dp=1), _first_alike(model, strategy.pp)[stage])
+
+
+@lru_cache(maxsize=512)
+def _first_alike(model: DecoderConfig, pp: int) -> tuple[int, ...]:
+    """Return for each stage the first one that has equal work."""
+    stages = stage_layers(model, pp)
+    kinds = [
+        (stage == 0, stage == pp - 1, [(model.window_of(layer), model.experts_of(layer) is None) for layer in layers])
+        for stage, layers in enumerate(stages)
+    ]
+    return tuple([kinds.index(kind) for kind in kinds])
+
+
+@lru_cache(maxsize=4096)
+def _stage_work(model: DecoderConfig, strategy: ParallelStrategy, stage: int) -> StageWork:
     mesh_rank = strategy.mesh_rank(pp_rank=stage, dp_rank=0, tp_rank=strategy.tp - 1)  # the last rank holds the most
     shard = shard_of(model, strategy, mesh_rank)
     local = local_shape(model, shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])

@@ -111,12 +111,15 @@ def _sums(values: Array, starts: Indices) -> Array:
     return found
 
 
-def replica_seconds(prompts: Sequence[Prompt], stages: Sequence[StageDecoding], generation: GenerationConfig) -> float:
+def replica_seconds(
+    prompts: Sequence[Prompt], stages: Sequence[StageDecoding], generation: GenerationConfig, *, waits: bool = True
+) -> float:
     """Return the seconds in which one replica generates for its prompts.
 
     Args:
         prompts: in the order of the replica's samples.
         stages: the pipeline.
+        waits: stages wait for each other; else the time is that of the slowest stage of each round.
     """
     shares = divide_prompts([n for n, _ in prompts], min(len(stages), generation.max_batch_size))
     if not shares:
@@ -136,7 +139,8 @@ def replica_seconds(prompts: Sequence[Prompt], stages: Sequence[StageDecoding], 
             batch.go(n, number=len(steps))
         steps.append(n)
     seconds = np.stack([[batch.seconds(stage, len(steps)) for stage in stages] for batch in batches])
-    return float(np.dot(_round_seconds(seconds), steps))
+    rounds = _round_seconds(seconds) if waits else seconds.sum(axis=0).max(axis=0)
+    return float(np.dot(rounds, steps))
 
 
 def together_seconds(replicas: Sequence[Sequence[Prompt]], stage: StageDecoding) -> Array:

@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from realrl.plan.pipeline import Computation, StepKind, inference, one_f_one_b
+from realrl.plan.pipeline import Computation, StepKind, orders_of
 from realrl.sim.costs.collectives import LinearCost
 from realrl.sim.costs.flops import LOGIT_BYTES, Array, StageWork, Window
 from realrl.sim.hardware import Device
@@ -131,8 +131,7 @@ class _Order:
 
 @lru_cache(maxsize=256)
 def _order_of(n_stages: int, n_micro_batches: int, *, trains: bool) -> _Order:
-    schedule = (one_f_one_b if trains else inference)(n_stages, n_micro_batches)
-    lists = [[step for step in steps if not step.kind.is_message] for steps in schedule]
+    lists = orders_of(n_stages, n_micro_batches, trains=trains)
     place: dict[Computation, int] = {}
     for steps in lists:
         for step in steps:
@@ -147,23 +146,27 @@ def _order_of(n_stages: int, n_micro_batches: int, *, trains: bool) -> _Order:
             is_backward[at] = step.kind is StepKind.BACKWARD
             before[at] = place[steps[i - 1].computation] if i else none
             feeds[at] = none if step.source is None else place[step.source]
-    level = np.full(none + 1, -1)
-    level[none] = 0
-    waiting = list(range(none))
-    while waiting:
-        ready = [at for at in waiting if level[before[at]] >= 0 and level[feeds[at]] >= 0]
-        for at in ready:
-            level[at] = 1 + max(level[before[at]], level[feeds[at]])
-        waiting = [at for at in waiting if level[at] < 0]
+    waits = list(zip(before.tolist(), feeds.tolist(), strict=True))
+    levels = [-1] * none + [0]
+    stops = np.cumsum([0, *map(len, lists)]).tolist()
+    done = stops[:-1]  # of each stage, the first computation that has no level
+    while done != stops[1:]:
+        for stage in range(n_stages):
+            at = done[stage]
+            while at < stops[stage + 1] and levels[waits[at][1]] >= 0:
+                levels[at] = 1 + max(levels[waits[at][0]], levels[waits[at][1]])
+                at += 1
+            done[stage] = at
+    level = np.array(levels)
     by_level = np.argsort(level[:none], kind="stable")
     new = np.append(np.empty(none, int), none)
     new[by_level] = np.arange(none)
     stages, micro_batches, is_backward = stages[by_level], micro_batches[by_level], is_backward[by_level]
     before, feeds = new[before[by_level]], new[feeds[by_level]]
     edges = np.searchsorted(level[:none][by_level], np.arange(1, level.max() + 2)).tolist()
-    levels = [(slice(a, b), before[a:b], feeds[a:b]) for a, b in pairwise(edges)]
+    parts = [(slice(a, b), before[a:b], feeds[a:b]) for a, b in pairwise(edges)]
     crosses = np.where(feeds == none, 0.0, (stages != np.append(stages, -1)[feeds]).astype(float))
-    return _Order(stages, micro_batches, is_backward, tuple(levels), crosses)
+    return _Order(stages, micro_batches, is_backward, tuple(parts), crosses)
 
 
 def pipeline_seconds(

@@ -12,13 +12,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from realrl.plan.memory.buffers import FLOAT32, GRADIENT_BUCKET
-from realrl.sim.costs.collectives import LinearCost
+from realrl.sim.costs.collectives import FREE, LinearCost
 from realrl.sim.costs.flops import Array, StageWork
 from realrl.sim.costs.passes import Load, PassCost, pipeline_seconds
 from realrl.sim.hardware import Hardware
@@ -71,6 +71,35 @@ class StageLinks:
     forward: LinearCost
 
 
+@dataclass(frozen=True)
+class Free:
+    """Parts of a call that take no time, to tell what they cost.
+
+    Attributes:
+        waits: stages of a pipeline never wait for each other.
+        forward, tensor: messages between stages, and of tensor-parallel groups.
+        sharing: gradients and parameters that data-parallel ranks, or the ends of a pipeline, share.
+        optimizer: all else between the last backward pass and the new parameters.
+    """
+
+    waits: bool = False
+    forward: bool = False
+    tensor: bool = False
+    sharing: bool = False
+    optimizer: bool = False
+
+    def of(self, links: StageLinks) -> StageLinks:
+        """Return links without those that are free."""
+        names = ["forward"] * self.forward + ["tensor"] * self.tensor + ["reduce", "gather", "tied"] * self.sharing
+        return replace(links, **dict.fromkeys(names, FREE))
+
+
+NOTHING_FREE = Free()
+
+Run = Callable[[Load, Sequence[PassCost], Sequence[PassCost], Sequence[StageLinks]], Array]
+"""Seconds of pipelines: `run_passes`, or `busiest_stage`."""
+
+
 def passes_of(
     works: Sequence[StageWork], links: Sequence[StageLinks], hardware: Hardware, training: Training | None
 ) -> tuple[list[PassCost], list[PassCost]]:
@@ -114,6 +143,17 @@ def run_passes(
     )
 
 
+def busiest_stage(
+    load: Load, forwards: Sequence[PassCost], backwards: Sequence[PassCost], links: Sequence[StageLinks]
+) -> Array:
+    """Return the seconds of the stage of each pipeline that has the most work, as if it waited for no other."""
+    stages = [forward(load).sum(axis=0) for forward in forwards]
+    for place, backward in enumerate(backwards):
+        stages[place] = stages[place] + backward(load).sum(axis=0)
+    most: Array = np.max(stages, axis=0)
+    return most
+
+
 def optimizer_seconds(work: StageWork, link: StageLinks, hardware: Hardware, training: Training) -> float:
     """Return the seconds from a minibatch's last backward pass to its new parameters on one stage."""
     n, device = work.n_trained, hardware.device
@@ -147,6 +187,7 @@ def train_seconds(
     passes: tuple[Sequence[PassCost], Sequence[PassCost]],
     links: Sequence[StageLinks],
     end_s: float,
+    run: Run = run_passes,
 ) -> float:
     """Return the seconds of all minibatches of a train_step.
 
@@ -154,8 +195,9 @@ def train_seconds(
         by_minibatch: minibatches that shares belong to, and their micro-batches [micro-batches, shares].
         n_minibatches: number of minibatches of all passes.
         end_s: seconds from the last backward pass of a minibatch to the next one.
+        run: seconds of pipelines.
     """
     slowest = np.zeros(n_minibatches)
     for minibatches, load in by_minibatch:
-        np.maximum.at(slowest, np.asarray(minibatches), run_passes(load, *passes, links))
+        np.maximum.at(slowest, np.asarray(minibatches), run(load, *passes, links))
     return float(slowest.sum()) + n_minibatches * end_s

@@ -110,3 +110,17 @@ def test_a_run_writes_what_it_settled(tmp_path: Path) -> None:
     run_ppo(tmp_path / "run", "steps=1", "launcher=inline")
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (written["precision"], written["cluster"]["device"]) == ("fp32", "cpu")
+
+
+def test_the_memory_of_devices_is_noted_for_modes_that_cut_models() -> None:
+    large = Accelerators(4, (9, 0), 80_000_000_000)
+
+    def noted(found: Accelerators, *overrides: str) -> float | None:
+        return on_machine(config(TWO_WORKERS, *overrides), found)[0].cluster.device_memory_gb
+
+    assert noted(large, "allocation.mode=heuristic") == 80.0
+    assert noted(large, "allocation.mode=heuristic", "cluster.device_memory_gb=40") == 40.0
+    assert noted(large) is None
+    assert noted(FOUR, "allocation.mode=heuristic") is None
+    assert noted(large, "allocation.mode=heuristic", "cluster.device=cpu") is None
+    assert noted(large, "allocation.mode=heuristic", "cluster.shares_devices=true") is None

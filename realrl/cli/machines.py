@@ -1,0 +1,67 @@
+"""The machine that a command speaks of: the one at hand, or a modelled one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from realrl.config.schema import RunConfig
+    from realrl.plan.memory.formulas import Kernels
+    from realrl.plan.memory.plan import CallState, RoleState
+
+
+def settled_for(config: RunConfig, hardware: str | None) -> RunConfig:
+    """Return the configuration with device, its memory, precision and `cluster.hardware` settled, as far as known.
+
+    Args:
+        hardware: value of --hardware, in the place of `cluster.hardware`; `cluster.device=auto` means its devices.
+
+    Raises:
+        ConfigError: there is no such machine.
+    """
+    from realrl.profiler.hardware_files import hardware_like, named_hardware
+    from realrl.runtime.processes.machine import accelerators, on_machine
+
+    found = accelerators()
+    named = hardware or config.cluster.hardware
+    changes: dict[str, object] = {"hardware": named}
+    if named:
+        device = named_hardware(named, option="--hardware" if hardware else "cluster.hardware").device
+        if config.cluster.device == "auto":
+            changes["device"] = device.kind
+        if config.cluster.device_memory_gb is None:
+            changes["device_memory_gb"] = device.memory_bytes / 1e9
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update=changes)})
+    config, _ = on_machine(config, found)
+    if named or config.cluster.device == "cpu":
+        return config
+    like = hardware_like(found.name)
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"hardware": like})})
+
+
+def memory_of(config: RunConfig) -> int | None:
+    """Return the bytes of a device, where they are not those of its hardware file.
+
+    Args:
+        config: from `settled_for`.
+    """
+    cluster = config.cluster
+    if cluster.device_memory_gb is not None:
+        return int(cluster.device_memory_gb * 1e9)
+    if cluster.device != "cpu":
+        return None
+    from realrl.doctor.memory import machine_memory  # brings torch
+
+    return machine_memory() // cluster.n_devices_per_node
+
+
+def kernels_here(roles: Mapping[str, RoleState], calls: Sequence[CallState], device: str) -> Kernels:
+    """Return the use of memory by the kernels that run these calls on this machine; on accelerators the defaults."""
+    from realrl.plan.memory.formulas import Kernels
+
+    if device != "cpu":
+        return Kernels()
+    from realrl.doctor.memory import machine_kernels  # brings torch
+
+    return machine_kernels(roles, calls, device)

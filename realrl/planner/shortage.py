@@ -1,0 +1,318 @@
+"""What devices lack for a run of which no plan fits, and the least that would do.
+
+The plan that takes the least memory has every role on all devices, its calls in the layout that it lives in, and all
+settings that are open at what takes the least. A cluster has room for some plan if it has room for this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+from realrl.config.schema import RunConfig
+from realrl.errors import AllocationError, UsageError
+from realrl.experiment.planning import check_models_fit, plan_run
+from realrl.experiment.states import call_states, role_states, runtime_bytes
+from realrl.graph.build import home_calls
+from realrl.graph.mfc import InterfaceType, MFCDef
+from realrl.mesh.device_mesh import Allocation
+from realrl.plan.backends import BACKENDS
+from realrl.plan.memory.assignment import AssignedMemory
+from realrl.plan.memory.load import Load, load_of
+from realrl.plan.memory.plan import MemoryPlan, Usage, show_bytes
+from realrl.planner.request import Request
+from realrl.planner.settings import PlanSettings
+from realrl.search.space import choices_of, mesh_at
+from realrl.sim.hardware import Hardware
+
+MOST_DEVICES = 2048  # of clusters that are tried
+_TURNS = 2  # over the roles, of which each takes the strategy that is best beside the others'
+
+
+@dataclass(frozen=True)
+class Need:
+    """What the call of a role that needs the most takes of the fullest device, in the plan that takes the least."""
+
+    role: str
+    call: str
+    usage: Usage
+    n_bytes: int
+
+    def __str__(self) -> str:
+        parts = {part.name: getattr(self.usage, part.name) for part in fields(Usage) if part.name != "host"}
+        largest = sorted((n_bytes, name) for name, n_bytes in parts.items() if n_bytes)[::-1][:3]
+        made_of = ", ".join(f"{name} {show_bytes(n_bytes)}" for n_bytes, name in largest)
+        return f"{self.role} {show_bytes(self.n_bytes)} in {self.call} ({made_of})"
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """The least memory that any plan takes, where that is more than the devices have.
+
+    Attributes:
+        capacity: bytes of a device that a plan may use.
+        needs: by role, the largest first.
+        n_nodes: nodes of the same kind that have room for a plan; None if no cluster of `MOST_DEVICES` has.
+        machine: name of the machine with the least memory that has room, in a cluster as large as this one.
+        change: settings of the run that make room in this cluster, as a user types them; () if no single one does.
+    """
+
+    capacity: int
+    needs: tuple[Need, ...]
+    n_nodes: int | None
+    machine: str | None
+    change: tuple[str, ...]
+
+    @property
+    def error(self) -> AllocationError:
+        """The refusal of the run."""
+        ways = []
+        if self.change:
+            ways.append(" ".join(self.change))
+        if self.n_nodes is not None:
+            ways.append(f"cluster.n_nodes={self.n_nodes}, the smallest cluster of such nodes with room")
+        if self.machine is not None:
+            ways.append(f"devices with the memory of {self.machine}")
+        remedy = f"Use {', or '.join(ways)}." if ways else "Use smaller models or shorter texts."
+        needs = "; ".join(map(str, self.needs))
+        return AllocationError(
+            f"no plan fits: it may use {show_bytes(self.capacity)} of a device, and of the fullest one the roles take at "
+            f"least: {needs}",
+            remedy=remedy,
+            call=self.needs[0].call if self.needs else None,
+        )
+
+
+def find_shortage(request: Request, machines: Mapping[str, Hardware]) -> Shortage | None:
+    """Return what devices lack for any plan of a run; None if there is one that fits.
+
+    Args:
+        machines: others to suggest, by name.
+
+    Raises:
+        UsageError: the run is refused wherever its calls run.
+    """
+    tight = _tight(request)
+    settings, memory = _least(tight)
+    needs = _needs(tight, settings, memory)
+    if needs and needs[0].n_bytes <= request.capacity:
+        return None
+    larger = sorted(
+        (machine.device.memory_bytes, name)
+        for name, machine in machines.items()
+        if machine.device.kind == request.hardware.device.kind
+        and machine.device.memory_bytes > (request.memory_bytes or request.hardware.device.memory_bytes)
+    )
+    with_room = (name for n_bytes, name in larger if _has_room(replace(tight, memory_bytes=int(n_bytes))))
+    changes = (
+        words
+        for words, change in _changes(request)
+        if _has_room(_tight(replace(request, config=change(request.config))))
+    )
+    return Shortage(request.capacity, needs, _fewest_nodes(tight), next(with_room, None), next(changes, ()))
+
+
+# ---------------------------------------------------------------- the plan that takes the least
+
+
+def _tight(request: Request) -> Request:
+    """Return the request with all open settings at what takes the least memory of a device."""
+    config, offload = request.config, list(request.config.allocation.offload)
+    models, may_offload = dict(config.models), not request.on_cpu  # what is offloaded on a CPU takes the same memory
+    for name, space in request.spaces.items():
+        if space.model is None:
+            continue
+        if not request.base.roles[name].trainable:
+            if True in space.offloads and may_offload and name not in offload and not config.allocation.offload_frozen:
+                offload.append(name)
+            continue
+        rules = BACKENDS[space.backend]
+        section = models[name]
+        changes = {"zero_stage": max(space.zero_stages or rules.stages)}
+        if rules.offloads and may_offload:
+            changes["offload"] = max(space.offloads)
+        models[name] = section.model_copy(
+            update={
+                "optimizer": section.optimizer.model_copy(update=changes),
+                "activation_checkpointing": max(space.checkpoints),
+            }
+        )
+    places = config.allocation.model_copy(update={"offload": tuple(offload)})
+    return replace(request, config=config.model_copy(update={"models": models, "allocation": places}))
+
+
+def _least(request: Request) -> tuple[PlanSettings, MemoryPlan]:
+    """Return the plan that takes the least memory, and its memory without connections.
+
+    Raises:
+        AllocationError: a call has no legal strategy, or a pin breaks a rule.
+    """
+    base, on_cpu = request.base, request.on_cpu
+    memory = AssignedMemory(
+        request.memory_model(request.kernels_alone),
+        base.graph,
+        role_states(base, request.models),
+        load_of=partial(_load, request),
+        weightless=[role for role in base.roles if role not in request.models],
+        offload_frozen=request.config.allocation.offload_frozen,
+    )
+    options = {role: _layouts(request, role) for role in base.roles}
+    chosen = {role: found[-1] for role, found in options.items()}
+
+    def needs(role: str, layout: Mapping[str, Allocation]) -> int:
+        places = {call: place for other in (*chosen.values(), layout) for call, place in other.items()}
+        return memory.peaks(places, is_host_memory=on_cpu).fullest[2]
+
+    for _ in range(_TURNS):
+        for role in request.models:
+            chosen[role] = min(options[role], key=partial(needs, role))
+    places = {call: place for layout in chosen.values() for call, place in layout.items()}
+    n_mbs = {mfc.name: number for mfc in base.mfcs if (number := _n_mbs(mfc, places[mfc.name])) is not None}
+    texts = {mfc.name: str(places[mfc.name]) for mfc in base.mfcs}
+    settings = PlanSettings(texts, n_mbs, offload=request.config.allocation.offload)
+    return settings, memory.model.plan(*memory.states(places))
+
+
+def _layouts(request: Request, role: str) -> list[dict[str, Allocation]]:
+    """Return the allocations of a role's calls to choose from: on the largest mesh, all in the layout of the home.
+
+    Raises:
+        AllocationError: there are none; a pin breaks a rule.
+    """
+    base, cluster, pins = request.base, request.cluster, request.pins
+    own = [mfc for mfc in base.mfcs if mfc.role == role]
+    home = home_calls(base.graph)[role]
+    legal = {
+        mfc.name: [
+            choice.strategy
+            for choice in choices_of(base.graph, mfc.name, request.spaces, cluster, pin=pins.get(mfc.name))
+        ]
+        for mfc in own
+    }
+    found = []
+    for strategy in dict.fromkeys(sorted(legal[home], key=lambda one: (one.n_devices, one.tp * one.pp))):
+        layout = {}
+        for mfc in own:
+            pin = pins.get(mfc.name)
+            own_strategy = strategy if strategy in legal[mfc.name] else legal[mfc.name][-1]
+            mesh = mesh_at(cluster, 0, own_strategy.n_devices) if pin is None or pin.mesh is None else pin.mesh
+            layout[mfc.name] = Allocation(mesh, own_strategy)
+        found.append(layout)
+    if not found:
+        raise AllocationError(f"call '{home}' has no legal strategy on a cluster with {cluster}", call=home)
+    most = max(layout[home].mesh.n_devices for layout in found)
+    return [layout for layout in found if layout[home].mesh.n_devices == most]
+
+
+def _n_mbs(mfc: MFCDef, place: Allocation) -> int | None:
+    """Return the most micro-batches of a call whose number is open; None for others."""
+    is_open = mfc.n_mbs is None and mfc.max_tokens_per_mb is None
+    if not is_open or mfc.interface_type is InterfaceType.GENERATE:
+        return None
+    return max(1, mfc.n_seqs // mfc.n_minibatches // place.strategy.dp)
+
+
+def _load(request: Request, mfc: MFCDef, place: Allocation) -> Load:
+    number = _n_mbs(mfc, place)
+    return load_of(
+        mfc if number is None else replace(mfc, n_mbs=number),
+        place,
+        request.rows,
+        generation=request.config.generation,
+        n_responses=request.workload.n_responses[mfc.name],
+    )
+
+
+def _needs(request: Request, settings: PlanSettings, memory: MemoryPlan) -> tuple[Need, ...]:
+    """Return what the roles need of the fullest device, the largest first; with the connections of the plan."""
+    runtime: dict[int, int] = {}
+    if not request.on_cpu:
+        plan = plan_run(settings.applied(request.config), request.experiment)
+        runtime = runtime_bytes(plan, role_states(plan, request.models), call_states(plan, request.rows))
+    role_of = {mfc.name: mfc.role for mfc in request.base.mfcs}
+    found: dict[str, Need] = {}
+    for call, by_rank in memory.calls.items():
+        for rank, usage in by_rank.items():
+            whole = usage + Usage(runtime=runtime.get(rank, 0))
+            role = role_of.get(call, "checkpoints")
+            need = Need(role, call, whole, whole.total + (whole.host if request.on_cpu else 0))
+            if role not in found or need.n_bytes > found[role].n_bytes:
+                found[role] = need
+    return tuple(sorted(found.values(), key=lambda need: -need.n_bytes))
+
+
+def _has_room(request: Request) -> bool:
+    """Return True if the plan that takes the least fits."""
+    try:
+        settings, memory = _least(request)
+        check_models_fit(plan_run(settings.applied(request.config), request.experiment))
+        needs = _needs(request, settings, memory)
+    except UsageError:
+        return False
+    return all(need.n_bytes <= request.capacity for need in needs)
+
+
+# ---------------------------------------------------------------- what would do
+
+
+def _fewest_nodes(request: Request) -> int | None:
+    """Return the fewest nodes, found by doubling and halving, as if more nodes never had less room."""
+    now, size = request.config.cluster.n_nodes, request.config.cluster.n_devices_per_node
+
+    def has_room(n_nodes: int) -> bool:
+        cluster = request.config.cluster.model_copy(update={"n_nodes": n_nodes})
+        return _has_room(replace(request, config=request.config.model_copy(update={"cluster": cluster})))
+
+    low, high = now, 2 * now
+    while not has_room(high):
+        low, high = high, 2 * high
+        if high * size > MOST_DEVICES:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if has_room(middle) else (middle, high)
+    return high
+
+
+def _changes(request: Request) -> Iterator[tuple[tuple[str, ...], Callable[[RunConfig], RunConfig]]]:
+    """Yield settings that the user has fixed, or that no plan decides, with a value that takes less; cheap ones first.
+
+    Each comes as the user types it, and as a change of the configuration.
+    """
+    config = request.config
+    trained = [name for name, role in request.base.roles.items() if role.trainable]
+    for words, key, value in (
+        ("activation_checkpointing=true", "activation_checkpointing", True),
+        ("optimizer.zero_stage=1", "zero_stage", 1),
+        ("optimizer.offload=true", "offload", True),
+    ):
+        texts = tuple(f"models.{name}.{words}" for name in trained)
+        yield texts, partial(_with_models, names=trained, key=key, value=value)
+    generation = config.generation
+    if request.base.generating_roles and generation.max_batch_size > 1:
+        fewer = max(1, generation.max_batch_size // 4)
+        change = generation.model_copy(update={"max_batch_size": fewer})
+        yield (f"generation.max_batch_size={fewer}",), _setting("generation", change)
+    if config.precision == "fp32":
+        yield ("precision=bf16",), _setting("precision", "bf16")
+    if any(mfc.n_mbs is not None or mfc.max_tokens_per_mb is not None for mfc in request.base.mfcs):
+        fewer = max(1, config.n_seqs // 2)
+        yield (f"n_seqs={fewer}",), _setting("n_seqs", fewer)
+
+
+def _setting(key: str, value: Any) -> Callable[[RunConfig], RunConfig]:
+    return lambda config: config.model_copy(update={key: value})
+
+
+def _with_models(config: RunConfig, names: Sequence[str], key: str, value: Any) -> RunConfig:
+    """Return a configuration with one setting of some roles, of the model or of its optimizer."""
+    models = dict(config.models)
+    for name in names:
+        section = models[name]
+        if key in type(section).model_fields:
+            models[name] = section.model_copy(update={key: value})
+        else:
+            models[name] = section.model_copy(update={"optimizer": section.optimizer.model_copy(update={key: value})})
+    return config.model_copy(update={"models": models})

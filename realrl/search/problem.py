@@ -1,0 +1,114 @@
+"""Searches to be made: the choices of every call that fit a device, what the user has decided, and the model of costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from realrl.errors import AllocationError
+from realrl.graph.build import call as call_of
+from realrl.mesh.device_mesh import Allocation, Cluster
+from realrl.plan.allocation import check_meshes
+from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.plan import show_bytes
+from realrl.search.fast import Model, Placed, flow_of
+from realrl.search.prices import CostPrices, Workload
+from realrl.search.space import Choice, Pin, RoleSpace, choices_of
+from realrl.sim.hardware import Hardware
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A search to be made.
+
+    Attributes:
+        choices: of each call.
+        pins: by call; their strategies are those of `choices` already.
+        n_walks: local searches from other plans before branches are tried.
+        graph, heads: calls, and role -> head of its model, "none" without one; methods place roles by what they do.
+    """
+
+    model: Model
+    choices: Sequence[Sequence[Choice]]
+    pins: Mapping[int, Pin] = field(default_factory=dict)
+    n_walks: int = 4
+    graph: nx.DiGraph | None = None
+    heads: Mapping[str, str] = field(default_factory=dict)
+
+
+def pose(
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    capacity: float,
+    roles: Mapping[str, RoleSpace],
+    pins: Mapping[str, Pin] | None = None,
+    kernels: Kernels | None = None,
+    accepts: Callable[[tuple[Placed, ...]], bool] | None = None,
+) -> Problem:
+    """Return the search for the best plan of a workload.
+
+    Args:
+        capacity: bytes of a device that a plan may use.
+        roles: all roles.
+        pins: call -> what the user has decided.
+        kernels: the machine's kernels; those of CUDA by default.
+        accepts: has the last word on a plan that would be the best, such as its exact memory; by default none is refused.
+
+    Raises:
+        AllocationError: a call has no choice that fits a device; a pin breaks a rule, or two pins contradict each other.
+    """
+    graph, cluster, pins = workload.graph, workload.cluster, pins or {}
+    flow = flow_of(graph, weightless=[name for name, role in roles.items() if role.model is None])
+    _check_pins(graph, pins, cluster)
+    prices = CostPrices(workload, hardware, kernels=kernels or Kernels(), capacity=capacity)
+    model = Model(flow, prices, cluster, capacity, accepts or (lambda plan: True))
+    choices = [
+        fitting(model, call, choices_of(graph, name, roles, cluster, pin=pins.get(name)))
+        for call, name in enumerate(flow.names)
+    ]
+    heads = {name: "none" if role.model is None else role.model.head for name, role in roles.items()}
+    numbers = {flow.names.index(name): pin for name, pin in pins.items()}
+    return Problem(model, choices, numbers, graph=graph, heads=heads)
+
+
+def fitting(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Return the choices of a call that fit a device which has nothing else to hold.
+
+    Raises:
+        AllocationError: there is none; the message has the least bytes that one takes.
+    """
+    needs, found = list[int](), list[Choice]()
+    for choice in choices:
+        price = model.price(call, choice)
+        needs.append(price.kept + price.used)
+        if needs[-1] <= model.capacity:
+            found.append(choice)
+    if not found:
+        name, best = model.flow.names[call], min(range(len(needs)), key=lambda i: (needs[i], choices[i].order))
+        raise AllocationError(
+            f"call '{name}' fits no mesh of a cluster with {model.cluster}: it takes {show_bytes(needs[best])} of "
+            f"a device at least, with {choices[best]}, and a plan may use {show_bytes(int(model.capacity))}",
+            remedy="Use more devices or devices with more memory, a smaller model, or shorter texts.",
+            call=name,
+        )
+    return tuple(found)
+
+
+def _check_pins(graph: nx.DiGraph, pins: Mapping[str, Pin], cluster: Cluster) -> None:
+    """Refuse pins of calls that are not there, of too many devices, and meshes that overlap in part."""
+    for name, pin in pins.items():
+        call_of(graph, name)
+        if pin.strategy.n_devices > cluster.n_devices:
+            raise AllocationError(
+                f"call '{name}' is pinned to {pin.strategy}, which takes {pin.strategy.n_devices} devices; the cluster "
+                f"has {cluster}",
+                remedy=f"Pin it to at most {cluster.n_devices} devices.",
+                call=name,
+            )
+    placed = {name: Allocation(pin.mesh, pin.strategy) for name, pin in pins.items() if pin.mesh is not None}
+    check_meshes(graph.subgraph(placed), placed)

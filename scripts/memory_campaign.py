@@ -1,0 +1,284 @@
+"""Bytes that live on every rank of random runs, counted call by call, against the plan of memory.
+
+    python scripts/memory_campaign.py [--n 500] [--seed 1] [--only NUMBER ...] [--backends native,megatron,deepspeed]
+                                      [--out FILE.jsonl]
+
+Each case is a whole run of two steps and a checkpoint on 1 to 4 CPU ranks: a model of random shape, an experiment, an
+allocation for each of its calls, and settings of training and generation are drawn from the seed and the case's number.
+All tensors that operations return are counted while they live. Prompts of a case are nearly as long as each other, and
+responses as long as allowed, because the plan is of the worst case.
+
+The plan must be at least what was counted, and at most 1.3 times as much, in every call on every rank. The exit code is
+1 if it is not, or if a run fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from realrl.config.compose import compose  # noqa: E402
+from realrl.data.kinds import DatasetKind  # noqa: E402
+from realrl.data.tiny import tiny_tokenizer  # noqa: E402
+from realrl.errors import UsageError  # noqa: E402
+from realrl.experiment.declaration import Experiment  # noqa: E402
+from realrl.experiment.discovery import load_experiment  # noqa: E402
+from realrl.experiment.planning import check_models_fit, plan_run  # noqa: E402
+from realrl.experiment.run_plan import RunPlan  # noqa: E402
+from realrl.mesh.device_mesh import Cluster, DeviceMesh, ParallelStrategy, legal_meshes  # noqa: E402
+from realrl.model.families import find_family  # noqa: E402
+from realrl.model.files.hf import save_model  # noqa: E402
+from realrl.model.init import random_model  # noqa: E402
+from realrl.plan.backends import BACKENDS  # noqa: E402
+from realrl.plan.memory.plan import SAVE, show_bytes  # noqa: E402
+from tests.helpers.counted_runs import Counted, count_run  # noqa: E402
+
+LOWEST, HIGHEST = 1.0, 1.3
+EXPERIMENTS = {"ppo": 8, "grpo": 5, "sft": 4, "dpo": 3, "rw": 2, "kto": 1, "ppo_ref_ema": 2, "remax": 1}  # -> weight
+MODELS: dict[str, dict[str, Any]] = {  # model_type -> what config.json has beside the sizes
+    "llama": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+    "gemma": {"tie_word_embeddings": True},
+    "gpt2": {},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+}
+_MOST_DRAWS = 200
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is planned, and the words that say what it is."""
+
+    number: int
+    plan: RunPlan
+    words: str
+
+
+def draw_case(seed: int, number: int, folder: Path, backends: Sequence[str]) -> Case:
+    """Draw models, data and plans until one can run; write the models and the data into the folder.
+
+    Raises:
+        RuntimeError: none of many can run.
+    """
+    rng = random.Random(f"{seed}/{number}")
+    experiment = load_experiment(rng.choices([*EXPERIMENTS], [*EXPERIMENTS.values()])[0])
+    model_type = rng.choice(["llama", *MODELS])
+    raw = draw_model(rng, model_type)
+    for head, architecture in (("lm", None), ("scalar", "LlamaForSequenceClassification")):
+        write_model(folder / head, raw if architecture is None else draw_model(rng, "llama"), architecture)
+    sizes = draw_data(rng, experiment.dataset, folder / "rows.jsonl")
+    fixed = [
+        "steps=2", f"seed={number}", f"run_dir={folder}", "cluster.device=cpu", "recover.retries=0",
+        "cluster.collective_timeout_s=120", f"dataset.path={folder / 'rows.jsonl'}", "dataset.max_prompt_tokens=512",
+        "dataset.max_answer_tokens=512", f"n_seqs={sizes['n_seqs']}",
+    ]  # fmt: skip
+    refusal = ""
+    for _ in range(_MOST_DRAWS):
+        overrides = [*fixed, *draw_settings(rng, experiment, folder, sizes, backends)]
+        try:
+            plan = plan_run(compose(experiment, overrides), experiment)
+            check_models_fit(plan)
+        except UsageError as error:
+            refusal = str(error)
+            continue
+        words = " ".join(word for word in overrides if word not in fixed and str(folder) not in word)
+        return Case(number, plan, f"{experiment.name} {model_type} n_seqs={sizes['n_seqs']} {words}")
+    raise RuntimeError(f"case {number}: no plan of {_MOST_DRAWS} can run; the last one: {refusal}")
+
+
+def draw_model(rng: random.Random, model_type: str) -> dict[str, Any]:
+    """Return the content of a config.json."""
+    n_heads, head_dim = rng.choice([4, 8]), rng.choice([16, 32])
+    hidden, n_layers, vocabulary = n_heads * head_dim, rng.randint(2, 6), rng.choice([320, 1000, 2048, 4096])
+    shared = {"model_type": model_type, "vocab_size": vocabulary, "eos_token_id": 256}
+    if model_type == "gpt2":
+        return shared | {"n_embd": hidden, "n_head": n_heads, "n_layer": n_layers, "n_positions": 2048}
+    return (
+        shared
+        | {
+            "hidden_size": hidden,
+            "intermediate_size": hidden * rng.choice([2, 3, 4]),
+            "num_hidden_layers": n_layers,
+            "num_attention_heads": n_heads,
+            "num_key_value_heads": rng.choice([1, 2, n_heads]),
+            "head_dim": head_dim,
+            "max_position_embeddings": 2048,
+            "moe_intermediate_size": hidden // 2,
+        }
+        | MODELS[model_type]
+    )
+
+
+def write_model(folder: Path, raw: dict[str, Any], architecture: str | None) -> None:
+    """Write a random model with the tokenizer of bytes; with a scalar head where an architecture is named."""
+    config = find_family(raw, "drawn").config_from_hf(raw if architecture is None else raw | {"architectures": [architecture]}, "drawn")
+    save_model(random_model(config, 1, device=torch.device("cpu")), folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def draw_data(rng: random.Random, kind: DatasetKind, file: Path) -> dict[str, int]:
+    """Write as many rows as a step has samples; return their number, and the tokens of responses."""
+    sizes = {"n_seqs": rng.choice([8, 16, 32]), "prompt": rng.randint(16, 96), "response": rng.randint(8, 48)}
+    spread = rng.choice([0, 0, 4])
+
+    def text(length: int) -> str:
+        return "".join(rng.choices(string.ascii_letters, k=length - rng.randint(0, spread)))
+
+    rows = []
+    for i in range(sizes["n_seqs"]):
+        row: dict[str, Any] = {"id": str(i), "prompt": text(sizes["prompt"])}
+        if kind is DatasetKind.PREFERENCE_PAIR:
+            row |= {"chosen": text(sizes["response"]), "rejected": text(sizes["response"])}
+        elif kind is not DatasetKind.PROMPT:
+            row |= {"answer": text(sizes["response"]), "label": i % 2 == 0}
+        rows.append(json.dumps(row))
+    file.write_text("\n".join(rows))
+    return sizes
+
+
+def draw_settings(
+    rng: random.Random, experiment: Experiment, folder: Path, sizes: dict[str, int], backends: Sequence[str]
+) -> list[str]:
+    """Return overrides that may contradict each other."""
+    size = rng.choice([1, 2, 2, 3, 4, 4])
+    n_minibatches = rng.choice([1, 1, 2, 4])
+    words = [
+        f"precision={rng.choice(['fp32', 'fp32', 'bf16'])}",
+        f"cluster.n_devices_per_node={size}",
+        f"algorithm.n_minibatches={n_minibatches}",
+        f"save.every_steps={rng.choice([0, 1])}",
+        *rng.choice([[], [], ["n_mbs=2"], ["n_mbs=4"], [f"max_tokens_per_mb={rng.choice([256, 512])}"]]),
+    ]
+    if experiment.dataset is DatasetKind.PROMPT:
+        n_responses = rng.choice([2, 4]) if experiment.name == "grpo" else 1
+        words += [f"generation.{key}_new_tokens={sizes['response']}" for key in ("max", "min")]
+        words += [f"generation.n_responses={n_responses}", f"generation.max_batch_size={rng.choice([4, 16, 64])}"]
+    first = next(iter(experiment.roles))
+    words.append(f"models.{first}.path={folder / 'lm'}")
+    if "reward" in experiment.roles and first != "reward":
+        words.append(f"models.reward.path={folder / 'scalar'}")
+    for name, role in experiment.roles.items():
+        if role.trainable:
+            backend = rng.choice(backends)
+            rules = BACKENDS[backend]
+            words += [
+                f"models.{name}.backend={backend}",
+                f"models.{name}.optimizer.zero_stage={rng.choice(rules.stages)}",
+                f"models.{name}.optimizer.offload={str(rules.offloads and rng.random() < 0.25).lower()}",
+                f"models.{name}.activation_checkpointing={str(rng.random() < 0.3).lower()}",
+            ]
+    if rng.random() < 0.15:
+        words.append(f"models.{first}.lora.rank=8")
+    if size > 1:
+        words.append(f"allocation.offload_frozen={str(rng.random() < 0.4).lower()}")
+    mfcs = experiment.calls(compose(experiment, [word for word in words if not word.startswith("models.")]))
+    return [*words, *draw_allocations(rng, [(mfc.name, mfc.role, mfc.is_train) for mfc in mfcs], Cluster(1, size))]
+
+
+def draw_allocations(rng: random.Random, calls: Sequence[tuple[str, str, bool]], cluster: Cluster) -> list[str]:
+    """Return an allocation for each call, of (name, role, trains); half of them where their role is trained."""
+    homes: dict[str, str] = {}
+    words = []
+    for name, role, _ in sorted(calls, key=lambda one: not one[2]):
+        if role not in homes or rng.random() < 0.5:
+            mesh = rng.choice([*legal_meshes(cluster), DeviceMesh.whole(cluster)])
+            place = f"{rng.choice(strategies(mesh.n_devices))}@{mesh}"
+        else:
+            place = homes[role]
+        homes.setdefault(role, place)
+        words.append(f"allocation.calls.{name}={place}")
+    return words
+
+
+def strategies(n_devices: int) -> list[ParallelStrategy]:
+    """Return all strategies of a mesh of so many devices."""
+    divisors = [n for n in range(1, n_devices + 1) if n_devices % n == 0]
+    return [
+        ParallelStrategy(n_devices // (tp * pp), tp, pp, sp)
+        for tp in divisors
+        for pp in divisors
+        if n_devices % (tp * pp) == 0
+        for sp in ([False, True] if tp > 1 else [False])
+    ]
+
+
+def kind_of(plan: RunPlan, call: str) -> str:
+    """Return the kind of a call, or the name of a save."""
+    return call if call == SAVE else next(mfc.interface_type.value for mfc in plan.mfcs if mfc.name == call)
+
+
+def describe(kind: str, one: Counted) -> dict[str, Any]:
+    """Return a line of the file of results."""
+    parts = {name: n for name, n in vars(one.usage).items() if n}
+    return {"rank": one.rank, "call": one.call, "kind": kind, "counted": one.counted, "ratio": one.ratio} | parts
+
+
+def run_cases(options: argparse.Namespace) -> Iterator[tuple[Case | None, str, list[Counted]]]:
+    """Yield each case, the reason of a failure or "", and what was counted."""
+    for number in options.only or range(options.n):
+        with tempfile.TemporaryDirectory(prefix="realrl-campaign-") as folder:
+            case = None
+            try:
+                case = draw_case(options.seed, number, Path(folder), options.backends.split(","))
+                yield case, "", count_run(case.plan)
+            except RuntimeError as error:
+                yield case, str(error), []
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=500, help="cases")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", type=int, nargs="+", help="numbers of single cases")
+    parser.add_argument("--backends", default="native")
+    parser.add_argument("--out", type=Path, help="file of results, one JSON line for each call on each rank")
+    options = parser.parse_args(arguments)
+    start_s, n_cases, n_wrong, ratios = time.monotonic(), 0, 0, dict[str, list[float]]()
+    out = options.out.open("w") if options.out else None
+    for case, failure, found in run_cases(options):
+        n_cases += 1
+        if case is None or failure:
+            print(f"case {n_cases - 1 if case is None else case.number} failed: {failure}", flush=True)
+            n_wrong += 1
+            continue
+        wrong = [one for one in found if not LOWEST <= one.ratio <= HIGHEST]
+        if wrong:
+            n_wrong += 1
+            print(f"case {case.number}: {case.words}", flush=True)
+        for one in wrong:
+            counted, planned = show_bytes(one.counted), show_bytes(one.planned)
+            print(f"  rank {one.rank} {one.call}: {counted} lived, {planned} planned, {one.ratio:.3f}  {one.usage}")
+        for one in found:
+            kind = kind_of(case.plan, one.call)
+            ratios.setdefault(kind, []).append(one.ratio)
+            if out is not None:
+                print(json.dumps({"case": case.number, **describe(kind, one)}), file=out, flush=True)
+        fullest = max(found, key=lambda one: (one.planned, one.rank))
+        ratios.setdefault("fullest device", []).append(fullest.planned / max(one.counted for one in found))
+    for kind, values in sorted(ratios.items()):
+        print(f"{kind:15} {len(values):6} planned / counted: {min(values):.3f} to {max(values):.3f}, median {median(values):.3f}")
+    print(f"{n_cases} cases, {n_wrong} out of {LOWEST} to {HIGHEST} or failed, {time.monotonic() - start_s:.0f} s")
+    return 1 if n_wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

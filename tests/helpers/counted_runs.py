@@ -1,0 +1,207 @@
+"""Runs whose workers count the bytes of live tensors in every call, and what the memory plan says of the same calls.
+
+Workers are forked from a process that has imported torch, which saves the seconds of importing it for every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import multiprocessing as mp
+import os
+import threading
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from realrl.config.schema import RunConfig
+from realrl.config.serialize import dump_config
+from realrl.data.datasets import load_dataset
+from realrl.doctor.data_checks import row_lengths
+from realrl.doctor.memory import memory_plan
+from realrl.experiment.models import role_configs
+from realrl.experiment.run_plan import RunPlan
+from realrl.plan.memory.plan import SAVE, Usage
+from realrl.runtime.master.master_worker import run_master
+from realrl.runtime.output.metrics import open_sinks
+from realrl.runtime.output.progress import PlainProgress
+from realrl.runtime.output.trace import TraceWriter
+from realrl.runtime.processes.main import run_worker
+from realrl.runtime.processes.session import Session
+from realrl.runtime.transport.zmq import (
+    Admission,
+    RunKeys,
+    ZmqKeyValueClient,
+    ZmqKeyValueServer,
+    ZmqMaster,
+    endpoint_beside,
+)
+from realrl.runtime.worker.model_worker import ModelWorker
+from realrl.runtime.worker.roles import role_tokenizer
+from realrl.sched.messages import Initialize, Reply, Request, RunCall, RunHooks, SaveCheckpoint, Shutdown
+from tests.helpers import ranks as _ranks  # noqa: F401 - it says what the process has imported that workers come from
+from tests.helpers.live_memory import LiveMemory
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes of one rank in a call, or in a save: those that lived at its fullest moment, and those that are planned.
+
+    On the CPU, what is planned for host memory is in the same memory.
+    """
+
+    rank: int
+    call: str
+    counted: int
+    usage: Usage
+
+    @property
+    def planned(self) -> int:
+        return self.usage.total + self.usage.host
+
+    @property
+    def ratio(self) -> float:
+        """Planned bytes over counted ones."""
+        return self.planned / max(1, self.counted)
+
+
+def count_run(plan: RunPlan) -> list[Counted]:
+    """Do a run on CPUs in its folder, which is there, and return what its workers counted beside what is planned.
+
+    Raises:
+        RuntimeError: the run failed; with the end of the workers' logs.
+    """
+    dataset = load_dataset(plan.config.dataset, plan.experiment.dataset, role_tokenizer(plan))
+    device = torch.device("cpu")
+    planned = memory_plan(plan, role_configs(plan), row_lengths(dataset), device=device)
+    counts = _run(plan.config)
+    return [
+        Counted(rank, call, n_bytes, planned.calls[call][rank])
+        for rank, by_call in enumerate(counts)
+        for call, n_bytes in by_call.items()
+        if rank in planned.calls.get(call, {})
+    ]
+
+
+def _run(config: RunConfig) -> list[dict[str, int]]:
+    """Return what each worker counted: call -> bytes."""
+    folder, keys, said = Path(config.run_dir), RunKeys.new(), io.StringIO()
+    with contextlib.ExitStack() as stack:
+        transport = ZmqMaster(keys, endpoint=f"ipc://{folder}/master")
+        store = ZmqKeyValueServer(keys, endpoint=endpoint_beside(transport.address, "key-values"))
+        launcher = ForkedLauncher(folder)
+        metrics, trace = open_sinks(folder), TraceWriter(folder / "trace.json")
+        for close in (metrics.close, trace.close, store.close, transport.close, launcher.stop):
+            stack.callback(close)
+        admission = msgspec.msgpack.encode(Admission(transport.address, store.address, keys.for_workers))
+        progress = PlainProgress(said, said)
+        code = run_master(
+            Session(dump_config(config), folder, transport, launcher, admission, progress, metrics, trace)
+        )
+    n_workers = config.cluster.n_nodes * config.cluster.n_devices_per_node
+    if code:
+        logs = [path.read_text()[-2000:] for rank in range(n_workers) if (path := launcher.log_path(rank)).exists()]
+        raise RuntimeError("\n".join([said.getvalue(), *logs]))
+    return [json.loads(_counts(folder, rank).read_text()) for rank in range(n_workers)]
+
+
+class CountingWorker(ModelWorker):
+    """A worker that writes the most bytes that lived at a time: call, or save -> bytes.
+
+    Rows of samples that were there before a call are left out: on accelerators they have a limit of their own, and on
+    CPUs no plan counts them.
+    """
+
+    def __init__(self, rank: int, *args: Any, folder: Path, **kwargs: Any) -> None:
+        super().__init__(rank, *args, **kwargs)
+        self._file = _counts(folder, rank)
+        self._memory, self._peaks = LiveMemory(), dict[str, int]()
+
+    def handle(self, request: Request) -> list[Reply | Future[Reply]]:
+        rows = self.store.size_bytes
+        self._memory.peak = self._memory.now
+        with self._memory:
+            replies = super().handle(request)
+        if isinstance(request, Initialize):
+            for hosted in self._roles.values():
+                for tensor in () if hosted.home_engine is None else hosted.home_engine.kept_tensors().values():
+                    self._memory.count(tensor)
+        name = SAVE if isinstance(request, SaveCheckpoint) else ""
+        if isinstance(request, RunCall | RunHooks):
+            name = request.call
+        if name:
+            self._peaks[name] = max(self._peaks.get(name, 0), self._memory.peak - rows)
+        if isinstance(request, Shutdown):
+            self._file.write_text(json.dumps(self._peaks))
+        return replies
+
+
+class ForkedLauncher:
+    """A `Launcher` of counting workers with one thread each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes: list[ForkServerProcess] = []
+        self._reported = set[int]()
+
+    def start(self, n_workers: int, admission: bytes) -> None:
+        for rank in range(n_workers):
+            process = mp.get_context("forkserver").Process(
+                target=_work, args=(rank, admission, self._folder, self.log_path(rank)), daemon=True
+            )
+            process.start()
+            self._processes.append(process)
+
+    def poll(self) -> list[tuple[int, int]]:
+        ended = [(rank, process.exitcode) for rank, process in enumerate(self._processes)]
+        new = [(rank, code) for rank, code in ended if code is not None and rank not in self._reported]
+        self._reported |= {rank for rank, _ in new}
+        return new
+
+    def stop(self, grace_s: float = 5.0) -> None:
+        for process in self._processes:
+            process.join(grace_s)
+            process.kill()
+            process.join()
+
+    def dump_stack(self, rank: int) -> None:
+        """Do nothing: a worker that fails tells its log."""
+
+    def log_path(self, rank: int) -> Path:
+        return self._folder / f"worker-{rank}.log"
+
+
+def _counts(folder: Path, rank: int) -> Path:
+    return folder / f"counted-{rank}.json"
+
+
+def _work(rank: int, admission: bytes, folder: Path, log: Path) -> None:
+    parent = mp.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    admitted = msgspec.msgpack.decode(admission, type=Admission)
+    meeting = ZmqKeyValueClient(admitted.key_values, admitted.keys)
+    try:
+        run_worker(rank, admitted, lambda: partial(CountingWorker, meeting=meeting, folder=folder))
+    except BaseException:
+        traceback.print_exc()
+        raise
+    meeting.close()
+
+
+def _end_with(parent: Any) -> None:
+    parent.join()
+    os._exit(1)
