@@ -86,7 +86,7 @@ def examine(folder: str, files: Sequence[str]) -> Result:
     master_plan = make_master_plan(plan, store, None, overlap=overlap)
     check_recording(master_plan, recording.spans, folder)
     recorded = Recorded(recording.spans)
-    machine = named_hardware(_file_for(plan.n_workers, files))
+    machine = named_hardware(file_for(plan.n_workers, files))
     dropped = dropped_shares(recording.metrics.values())
 
     def run(durations: Durations) -> Sequence[SimulatedRun]:
@@ -100,7 +100,8 @@ def examine(folder: str, files: Sequence[str]) -> Result:
     return Result(Path(folder).name, _work(recording), replay, prediction)
 
 
-def _file_for(n_workers: int, files: Sequence[str]) -> str:
+def file_for(n_workers: int, files: Sequence[str]) -> str:
+    """Return the first file whose profile has as many workers; the first of all if none has."""
     fitting = [file for file in files if (p := named_hardware(file).profile) is not None and p.n_workers == n_workers]
     return (fitting or list(files))[0]
 

@@ -128,8 +128,9 @@ def probes_of(subjects: Mapping[str, Subject], *, n_workers: int) -> list[Probe]
             if kind == "inference" or subject.trains:
                 some = [*_passes(kind, name, subject)]
                 deep = [probe for probe in some if probe.n_layers == subject.config.n_layers]
-                some += [replace(p, is_new=True) for p in deep if p.n_sequences <= _MOST_NEW][::2]
-                usual = [p for p in deep if p.n_sequences in _FEW and p.prompt_tokens == subject.prompt_tokens]
+                small = [p for p in deep if p.n_sequences <= _MOST_NEW and p.prompt_tokens <= subject.prompt_tokens]
+                some += [replace(p, is_new=True) for p in small[::2]]
+                usual = [p for p in small if p.n_sequences in _FEW and p.prompt_tokens == subject.prompt_tokens]
                 some += [replace(p, is_alone=True) for p in usual if n_workers > 1]
                 probes += _ascending(some)
     return probes
