@@ -27,6 +27,9 @@ from realrl.search.methods import METHODS
 from realrl.search.problem import Problem, pose
 
 SEARCH = "search"
+_DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = 20_000, 64
+_FEW_DEVICES = 32  # whose plans are simulated quickly
+_WORTH_SIMULATING = 1.3  # times the best period by the fast model: no plan beyond it can be the best one
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,15 @@ class Effort:
     """Limits of planning.
 
     Attributes:
-        n_expanded: partial plans that the search completes by one call, as long as there is time.
+        n_expanded: partial plans that the search completes by one call, as long as there is time; None for a number
+            that falls with the size of the cluster.
         n_confirmed: plans of the search that the real scheduler sees, besides those of methods.
         seconds: after which the search ends, whatever it has found; the plans found are confirmed after it.
     """
 
-    n_expanded: int = 20_000
+    n_expanded: int | None = None
     n_confirmed: int = 4
-    seconds: float = math.inf
+    seconds: float = 240.0
 
 
 @dataclass(frozen=True)
@@ -122,13 +126,16 @@ class Planning:
         """
         yield Progress("prices")
         problem = problem_of(self._request)
+        most = self._effort.n_expanded or max(
+            _LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED // self._request.cluster.n_devices
+        )
         for name in METHODS:
             self._place(name, problem)
             yield self._progress("methods")
         for found in search(problem, seed=self._seed, starts=tuple(self._methods.values())):
             self._found = found
             yield self._progress("search")
-            if found.n_expanded >= self._effort.n_expanded or self._seconds() > self._effort.seconds:
+            if found.n_expanded >= most or self._seconds() > self._effort.seconds:
                 break
         yield from self._confirm()
 
@@ -154,20 +161,24 @@ class Planning:
             self._refused[name] = error.message
 
     def _confirm(self) -> Iterator[Progress]:
-        found, names = self._found, dict[str, list[str]]()
+        """Let the real scheduler simulate the plans of the search and of methods, those with equal settings once."""
+        found, request = self._found, self._request
         assert found is not None, "a search yields at least once"
-        plans = (
-            [] if found.plan is None else [(found.plan, found.period), *found.others[: self._effort.n_confirmed - 1]]
-        )
-        named = [(SEARCH if not i else f"{SEARCH} {i + 1}", plan) for i, (plan, _) in enumerate(plans)]
-        settings_of = {}
-        for name, plan in [*named, *self._methods.items()]:
-            settings = self._request.settings_of(plan)
-            key = json.dumps(settings.overrides(), sort_keys=True)
-            settings_of[key] = settings
+        runners = [] if found.plan is None else [found.plan, *(plan for plan, _ in found.others)]
+        named = {
+            SEARCH if not i else f"{SEARCH} {i + 1}": plan for i, plan in enumerate(runners[: self._effort.n_confirmed])
+        }
+        plans, names = dict[str, tuple[Placed, ...]](), dict[str, list[str]]()
+        for name, plan in {**named, **self._methods}.items():
+            key = json.dumps(request.settings_of(plan).overrides(), sort_keys=True)
+            plans[key] = plan
             names.setdefault(key, []).append(name)
-        for key, alike in names.items():
-            self._evaluate(", ".join(alike), settings_of[key])
+        for key, plan in plans.items():
+            name, fast_s = ", ".join(names[key]), request.model.period(plan)
+            if request.cluster.n_devices > _FEW_DEVICES and fast_s > _WORTH_SIMULATING * found.period:
+                self._refused[name] = f"{fast_s:.4g} s by the fast model: too slow to be simulated"
+                continue
+            self._evaluate(name, request.settings_of(plan))
             yield self._progress("scheduler")
 
     def _evaluate(self, name: str, settings: PlanSettings) -> None:

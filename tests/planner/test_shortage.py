@@ -12,7 +12,6 @@ from realrl.experiment.discovery import load_experiment
 from realrl.planner.request import Request
 from realrl.planner.shortage import Shortage, find_shortage
 from realrl.profiler.hardware_files import hardware_names, named_hardware
-from realrl.sim.durations import SampleSizes
 from tests.experiment.test_sizes import model_folder
 
 MACHINES = {name: named_hardware(name) for name in hardware_names()}
@@ -27,7 +26,7 @@ def request_of(path: Path | str, n_nodes: int, *overrides: str, hardware: str = 
     ]  # fmt: skip
     given = frozenset(word.partition("=")[0] for word in overrides)
     config = compose(PPO, [*words, *overrides])
-    return Request(PPO, config, MACHINES[hardware], lambda _: SampleSizes((512,), (512,)), given)
+    return Request(PPO, config, MACHINES[hardware], "prompt=fixed:512 response=fixed:512", given)
 
 
 def shortage(request: Request) -> Shortage:

@@ -1,6 +1,6 @@
 """Plans by rules: the placements and strategies of known systems, for any graph.
 
-Roles take part by what they do: the policy is the role that generates, see `realrl.plan.allocation.split_roles`. Where
+Roles take part by what they do: the policy is the role that generates, see `realrl.plan.modes.split_roles`. Where
 a system leaves a strategy open, the calls of a mesh get those with the least seconds that fit it together.
 """
 
