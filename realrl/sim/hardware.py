@@ -282,8 +282,8 @@ def _check_units(hardware: Hardware, source: str) -> None:
     """Refuse values that no machine has together, because the unit of one of them is wrong.
 
     Raises:
-        ConfigError: a link is faster than the device's memory, the memory takes too long to be read or too short a time,
-            or the device computes too fast for its memory, or too slowly.
+        ConfigError: a link is faster than the device's memory, the memory takes too long to be read or too short a
+            time, or the device computes too fast for its memory, or too slowly.
     """
     device, peak = hardware.device, max(hardware.device.flops_per_s.values())
     for name in (part.name for part in fields(Links)):
@@ -300,7 +300,8 @@ def _check_units(hardware: Hardware, source: str) -> None:
     ):
         if not least <= ratio <= most:
             raise ConfigError(
-                f"{source}: {key} and device.bytes_per_s give {ratio:.3g} {unit}, and machines have {least:g} to {most:g}",
+                f"{source}: {key} and device.bytes_per_s give {ratio:.3g} {unit}, and machines have {least:g} to "
+                f"{most:g}",
                 remedy="Write the units that you mean, like '80 GB', '2 TB/s' and '312 TFLOP/s'.",
             )
 
