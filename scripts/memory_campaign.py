@@ -8,8 +8,8 @@ allocation for each of its calls, and settings of training and generation are dr
 All tensors that operations return are counted while they live. Prompts of a case are nearly as long as each other, and
 responses as long as allowed, because the plan is of the worst case.
 
-The plan must be at least what was counted, and at most 1.3 times as much, in every call on every rank. The exit code is
-1 if it is not, or if a run fails.
+The plan must be at least what was counted, and at most 1.3 times as much, in every call on every rank; 1.5 times in a
+save, of which the collectives may hold one bucket more. The exit code is 1 if it is not, or if a run fails.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from realrl.plan.memory.plan import SAVE, show_bytes  # noqa: E402
 from tests.helpers.counted_runs import Counted, count_run  # noqa: E402
 
 LOWEST, HIGHEST = 1.0, 1.3
+HIGHEST_OF_SAVES = 1.5  # the collectives may hold one more bucket, which is as large as a model of this size
 EXPERIMENTS = {"ppo": 8, "grpo": 5, "sft": 4, "dpo": 3, "rw": 2, "kto": 1, "ppo_ref_ema": 2, "remax": 1}  # -> weight
 MODELS: dict[str, dict[str, Any]] = {  # model_type -> what config.json has beside the sizes
     "llama": {},
@@ -82,8 +83,9 @@ def draw_case(seed: int, number: int, folder: Path, backends: Sequence[str]) -> 
     experiment = load_experiment(rng.choices([*EXPERIMENTS], [*EXPERIMENTS.values()])[0])
     model_type = rng.choice(["llama", *MODELS])
     raw = draw_model(rng, model_type)
-    for head, architecture in (("lm", None), ("scalar", "LlamaForSequenceClassification")):
-        write_model(folder / head, raw if architecture is None else draw_model(rng, "llama"), architecture)
+    write_model(folder / "lm", raw)
+    judge = draw_model(rng, "llama") | {"vocab_size": raw["vocab_size"]}
+    write_model(folder / "scalar", judge | {"architectures": ["LlamaForSequenceClassification"]})
     sizes = draw_data(rng, experiment.dataset, folder / "rows.jsonl")
     fixed = [
         "steps=2", f"seed={number}", f"run_dir={folder}", "cluster.device=cpu", "recover.retries=0",
@@ -107,7 +109,8 @@ def draw_case(seed: int, number: int, folder: Path, backends: Sequence[str]) -> 
 def draw_model(rng: random.Random, model_type: str) -> dict[str, Any]:
     """Return the content of a config.json."""
     n_heads, head_dim = rng.choice([4, 8]), rng.choice([16, 32])
-    hidden, n_layers, vocabulary = n_heads * head_dim, rng.randint(2, 6), rng.choice([320, 1000, 2048, 4096])
+    hidden, n_layers = n_heads * head_dim, rng.randint(2, 5)
+    vocabulary = rng.choice([320, 1000, 2048, 32 * hidden])
     shared = {"model_type": model_type, "vocab_size": vocabulary, "eos_token_id": 256}
     if model_type == "gpt2":
         return shared | {"n_embd": hidden, "n_head": n_heads, "n_layer": n_layers, "n_positions": 2048}
@@ -127,16 +130,16 @@ def draw_model(rng: random.Random, model_type: str) -> dict[str, Any]:
     )
 
 
-def write_model(folder: Path, raw: dict[str, Any], architecture: str | None) -> None:
-    """Write a random model with the tokenizer of bytes; with a scalar head where an architecture is named."""
-    config = find_family(raw, "drawn").config_from_hf(raw if architecture is None else raw | {"architectures": [architecture]}, "drawn")
+def write_model(folder: Path, raw: dict[str, Any]) -> None:
+    """Write a random model with the tokenizer of bytes."""
+    config = find_family(raw, "drawn").config_from_hf(raw, "drawn")
     save_model(random_model(config, 1, device=torch.device("cpu")), folder)
     tiny_tokenizer().save_pretrained(folder)
 
 
 def draw_data(rng: random.Random, kind: DatasetKind, file: Path) -> dict[str, int]:
     """Write as many rows as a step has samples; return their number, and the tokens of responses."""
-    sizes = {"n_seqs": rng.choice([8, 16, 32]), "prompt": rng.randint(16, 96), "response": rng.randint(8, 48)}
+    sizes = {"n_seqs": rng.choice([8, 16, 16, 32]), "prompt": rng.randint(16, 80), "response": rng.randint(8, 32)}
     spread = rng.choice([0, 0, 4])
 
     def text(length: int) -> str:
@@ -260,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"case {n_cases - 1 if case is None else case.number} failed: {failure}", flush=True)
             n_wrong += 1
             continue
-        wrong = [one for one in found if not LOWEST <= one.ratio <= HIGHEST]
+        wrong = [one for one in found if not LOWEST <= one.ratio <= (HIGHEST_OF_SAVES if one.call == SAVE else HIGHEST)]
         if wrong:
             n_wrong += 1
             print(f"case {case.number}: {case.words}", flush=True)
@@ -275,7 +278,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fullest = max(found, key=lambda one: (one.planned, one.rank))
         ratios.setdefault("fullest device", []).append(fullest.planned / max(one.counted for one in found))
     for kind, values in sorted(ratios.items()):
-        print(f"{kind:15} {len(values):6} planned / counted: {min(values):.3f} to {max(values):.3f}, median {median(values):.3f}")
+        spread = f"{min(values):.3f} to {max(values):.3f}, median {median(values):.3f}"
+        print(f"{kind:15} {len(values):6} planned / counted: {spread}")
     print(f"{n_cases} cases, {n_wrong} out of {LOWEST} to {HIGHEST} or failed, {time.monotonic() - start_s:.0f} s")
     return 1 if n_wrong else 0
 

@@ -187,8 +187,8 @@ class ClusterConfig(Section):
     )
     device_memory_gb: float | None = rare(
         None,
-        "memory of a device, in 1e9 bytes, by which colocate, heuristic, split and standalone cut models; null: that of "
-        "this machine's accelerators, and not known on CPUs",
+        "memory of a device, in 1e9 bytes, by which colocate, heuristic, split and standalone cut models; null: that "
+        "of this machine's accelerators, and not known on CPUs",
         gt=0,
     )
     shares_devices: bool = rare(

@@ -31,6 +31,7 @@ from realrl.shape import Activation
 class CompiledKernels(TorchKernels):
     """realrl's own kernels. An RMS norm is a part of the product that follows it."""
 
+    tiles = (32, 48)  # of linear_tiles.h, and of linear_vectors.h
     packs_weights = True
     fuses_products = True
     head_multiple = HEAD_MULTIPLE

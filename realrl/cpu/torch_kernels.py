@@ -72,12 +72,14 @@ class TorchKernels:
         dtype: dtype of weights, activations and KV cache.
 
     Attributes:
+        tiles: a packed matrix has a multiple of one of these numbers of outputs.
         packs_weights: True if every weight is copied into a layout of its own, not only those that are joined.
         fuses_products: True if norms and activations are applied while a product is computed.
         head_multiple: heads whose size is a multiple of this are rotated, cached and attended to in one pass that
             reads only the filled part of the cache; None if no heads are.
     """
 
+    tiles: tuple[int, ...] = (1,)
     packs_weights = False
     fuses_products = False
     head_multiple: int | None = None

@@ -200,7 +200,8 @@ def _about(path: str, dataset: Dataset, n_needed: int) -> Finding:
 def row_lengths(dataset: Dataset) -> RowLengths:
     """Return the token counts of a dataset, for memory."""
     longest = [max(lens) for lens in dataset.seqlens]
-    return RowLengths(dataset.prompt_lens, [sum(lens) for lens in dataset.seqlens], longest)
+    n_sequences = max(map(len, dataset.seqlens), default=1)
+    return RowLengths(dataset.prompt_lens, [sum(lens) for lens in dataset.seqlens], longest, n_sequences)
 
 
 def histograms(dataset: Dataset) -> list[Histogram]:

@@ -18,7 +18,14 @@ from realrl.errors import UsageError
 from realrl.experiment.models import role_configs
 from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
-from realrl.experiment.states import MARGIN, call_states, memory_model, role_states, runtime_bytes
+from realrl.experiment.states import (
+    MARGIN,
+    call_states,
+    longest_rows,
+    memory_model,
+    role_states,
+    runtime_bytes,
+)
 from realrl.graph.mfc import InterfaceType
 from realrl.model.dtypes import torch_dtype
 from realrl.plan.hooks import Overlap
@@ -99,9 +106,7 @@ def decide_overlap(plan: RunPlan, *, capacity: int = 0) -> Overlap:
         UsageError: a model cannot be read, or its strategy does not fit it.
     """
     config, device = plan.config, torch.device(plan.config.cluster.device)
-    n_prompt = config.dataset.max_prompt_tokens
-    n_sequence = n_prompt + config.dataset.max_answer_tokens
-    rows = RowLengths([n_prompt], [2 * n_sequence], [n_sequence])  # a pair is the longest row
+    rows = longest_rows(config, plan.experiment.dataset)
     roles, calls = role_states(plan, role_configs(plan)), call_states(plan, rows)
     return plan_overlap(
         roles,
@@ -138,6 +143,8 @@ def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kern
         packs_weights=kernels.packs_weights,
         fused_products=kernels.fuses_products,
         fused_heads=kernels.head_multiple,
+        tiles=kernels.tiles,
+        shares_prompts=True,
     )
 
 

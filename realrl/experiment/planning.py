@@ -17,7 +17,7 @@ from realrl.experiment.evaluation import evaluation_experiment, plan_evaluation
 from realrl.experiment.models import role_config, role_configs, with_precision
 from realrl.experiment.registry import check_interface_name
 from realrl.experiment.run_plan import RunPlan
-from realrl.experiment.sizes import cut_to_fit
+from realrl.experiment.states import cut_to_fit
 from realrl.graph.build import build_graph, calls, dataset_keys, replace_calls, topological_calls
 from realrl.graph.mfc import MFCDef, OffloadHook
 from realrl.mesh.device_mesh import Allocation, Cluster
@@ -145,7 +145,10 @@ def _with_rank_orders(
 def _in_best_order(model: DecoderConfig, home: Allocation, allocation: Allocation) -> Allocation:
     from realrl.plan.parameters.rank_order import order_for  # brings numpy, which few runs need to be planned
 
-    source, node_of = parameter_layout(parameter_specs(model), home.strategy, home.ranks), allocation.mesh.cluster.node_of
+    source, node_of = (
+        parameter_layout(parameter_specs(model), home.strategy, home.ranks),
+        allocation.mesh.cluster.node_of,
+    )
     order = order_for(source, allocation.strategy, allocation.ranks, node_of=node_of)
     return dataclasses.replace(allocation, order=order)
 

@@ -264,5 +264,3 @@ def _naming_call(mfc: MFCDef) -> Iterator[None]:
         raise AllocationError(
             f"call '{mfc.name}': {error.message}", remedy=error.remedy, call=mfc.name, mesh=error.mesh
         ) from None
-
-

@@ -131,9 +131,7 @@ def _by_role(
     with named_in(f"allocation.mode={mode}"):
         meshes = divide_cluster(cluster, len(parts))
     mesh_of = {role: mesh for part, mesh in zip(parts, meshes, strict=True) for role in part}
-    return {
-        mfc.name: _cut(mfc.role, mesh_of[mfc.role], cuts.get(mfc.role, (1, 1))) for mfc in calls(graph)
-    }
+    return {mfc.name: _cut(mfc.role, mesh_of[mfc.role], cuts.get(mfc.role, (1, 1))) for mfc in calls(graph)}
 
 
 def _cut(role: str, mesh: DeviceMesh, cut: Cut) -> Allocation:

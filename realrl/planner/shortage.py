@@ -27,7 +27,7 @@ from realrl.planner.settings import PlanSettings
 from realrl.search.space import choices_of, mesh_at
 from realrl.sim.hardware import Hardware
 
-MOST_DEVICES = 2048  # of clusters that are tried
+MOST_DEVICES = 1024  # of clusters that are tried
 _TURNS = 2  # over the roles, of which each takes the strategy that is best beside the others'
 
 
@@ -78,8 +78,8 @@ class Shortage:
         remedy = f"Use {', or '.join(ways)}." if ways else "Use smaller models or shorter texts."
         needs = "; ".join(map(str, self.needs))
         return AllocationError(
-            f"no plan fits: it may use {show_bytes(self.capacity)} of a device, and of the fullest one the roles take at "
-            f"least: {needs}",
+            f"no plan fits: it may use {show_bytes(self.capacity)} of a device, and of the fullest one the roles take "
+            f"at least: {needs}",
             remedy=remedy,
             call=self.needs[0].call if self.needs else None,
         )
@@ -106,11 +106,8 @@ def find_shortage(request: Request, machines: Mapping[str, Hardware]) -> Shortag
         and machine.device.memory_bytes > (request.memory_bytes or request.hardware.device.memory_bytes)
     )
     with_room = (name for n_bytes, name in larger if _has_room(replace(tight, memory_bytes=int(n_bytes))))
-    changes = (
-        words
-        for words, change in _changes(request)
-        if _has_room(_tight(replace(request, config=change(request.config))))
-    )
+    changed = ((words, _tight(replace(request, config=change(request.config)))) for words, change in _changes(request))
+    changes = (words for words, other in changed if other.config != tight.config and _has_room(other))
     return Shortage(request.capacity, needs, _fewest_nodes(tight), next(with_room, None), next(changes, ()))
 
 

@@ -82,7 +82,7 @@ def test_models_that_do_not_fit_are_cut(mode: str, size: str, n_nodes: int, tmp_
 
 
 def test_a_role_with_few_samples_gets_more_devices_when_it_is_cut(tmp_path: Path) -> None:
-    words = ("allocation.mode=heuristic", "n_seqs=8", "algorithm.n_minibatches=2", "models.*.optimizer.zero_stage=1")
+    words = ("allocation.mode=heuristic", "n_seqs=8", "algorithm.n_minibatches=2")
     path = model_folder(tmp_path / "model", "7B")
     plan = planned(path, 4, *words, "cluster.device_memory_gb=80")
     whole = planned(path, 4, *words)
@@ -102,7 +102,7 @@ def test_modes_that_say_the_strategy_keep_it(mode: str, tmp_path: Path) -> None:
 def test_pinned_calls_keep_their_place(tmp_path: Path) -> None:
     path = model_folder(tmp_path / "model", "7B")
     words = ("allocation.mode=heuristic", "allocation.calls.ref_inf=d2t4@1", "cluster.device_memory_gb=80")
-    assert str(planned(path, 2, *words).allocations["ref_inf"]) == "d2t4p1@1"
+    assert str(planned(path, 2, *words).allocations["ref_inf"]) == "d2t4p1@1:0-7"
 
 
 def test_no_room(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import multiprocessing as mp
 import os
 import threading
 import traceback
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -48,8 +47,11 @@ from realrl.runtime.transport.zmq import (
 from realrl.runtime.worker.model_worker import ModelWorker
 from realrl.runtime.worker.roles import role_tokenizer
 from realrl.sched.messages import Initialize, Reply, Request, RunCall, RunHooks, SaveCheckpoint, Shutdown
-from tests.helpers import ranks as _ranks  # noqa: F401 - it says what the process has imported that workers come from
 from tests.helpers.live_memory import LiveMemory
+
+mp.set_forkserver_preload(
+    ["torch.distributed", "torch._dynamo", "transformers.tokenization_utils_tokenizers", __name__]
+)
 
 
 @dataclass(frozen=True)
@@ -114,20 +116,29 @@ def _run(config: RunConfig) -> list[dict[str, int]]:
     return [json.loads(_counts(folder, rank).read_text()) for rank in range(n_workers)]
 
 
+class _LiveTensors(LiveMemory):
+    """Leaves out numbers by themselves, such as the counters of an optimizer."""
+
+    def count(self, tensor: torch.Tensor) -> None:
+        if tensor.dim():
+            super().count(tensor)
+
+
 class CountingWorker(ModelWorker):
     """A worker that writes the most bytes that lived at a time: call, or save -> bytes.
 
-    Rows of samples that were there before a call are left out: on accelerators they have a limit of their own, and on
-    CPUs no plan counts them.
+    The dataset is left out, and rows of samples that were there before a call: on accelerators they have a limit of
+    their own, and on CPUs no plan counts them.
     """
 
     def __init__(self, rank: int, *args: Any, folder: Path, **kwargs: Any) -> None:
         super().__init__(rank, *args, **kwargs)
         self._file = _counts(folder, rank)
-        self._memory, self._peaks = LiveMemory(), dict[str, int]()
+        self._memory, self._peaks = _LiveTensors(), dict[str, int]()
+        self._outside = 0  # bytes of the dataset
 
     def handle(self, request: Request) -> list[Reply | Future[Reply]]:
-        rows = self.store.size_bytes
+        outside = self._outside + self.store.size_bytes * (2 if isinstance(request, SaveCheckpoint) else 1)
         self._memory.peak = self._memory.now
         with self._memory:
             replies = super().handle(request)
@@ -139,10 +150,16 @@ class CountingWorker(ModelWorker):
         if isinstance(request, RunCall | RunHooks):
             name = request.call
         if name:
-            self._peaks[name] = max(self._peaks.get(name, 0), self._memory.peak - rows)
+            self._peaks[name] = max(self._peaks.get(name, 0), self._memory.peak - outside)
         if isinstance(request, Shutdown):
             self._file.write_text(json.dumps(self._peaks))
         return replies
+
+    def _open_datasets(self, plan: RunPlan) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
+        before = self._memory.now
+        found = super()._open_datasets(plan)
+        self._outside = self._memory.now - before
+        return found
 
 
 class ForkedLauncher:

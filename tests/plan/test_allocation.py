@@ -133,7 +133,7 @@ def test_overrides_take_the_place_of_the_mode():
     ("mode", "by_call", "message"),
     [
         ("dta", {}, r"allocation.mode=dta is not a mode[\s\S]*Did you mean 'data'"),
-        ("everything", {}, r"allocation.mode=everything is not a mode[\s\S]*Modes: data, colocate"),
+        ("everything", {}, r"allocation.mode=everything is not a mode[\s\S]*Modes: data, tensor"),
         ("d2x", {}, r"allocation.mode=d2x: 'd2x' is not a parallel strategy at 'x'"),
         ("d8", {}, r"allocation.mode=d8: strategy d8t1p1 needs 8 devices, its mesh '0:0-3' has 4"),
         ("d2@0:4-5", {}, r"allocation.mode=d2@0:4-5: mesh '0:4-5' lies outside the cluster"),

@@ -12,6 +12,7 @@ LOGITS_BLOCK = 1 << 19  # float32 logits that the softmax walks over on the CPU:
 # keeps for the next one; larger blocks go back to the system, and clearing their pages costs more than the conversion
 PRODUCT_PIECE = 1 << 22
 PREFILL_TOKENS = 4096  # tokens of prompts that are computed in one pass
+ROW_BYTES = 64  # of a token of the batch: its number and position, its place among padded rows, what losses read of it
 MASTERS_BUCKET = 1 << 24  # elements of masters or moments that data-parallel ranks gather at a time
 SLICE_ALIGNMENT = 64  # elements; slices of masters begin where vector units do, so that each is computed as in a whole
 DEEPSPEED_BUCKET = 1 << 24  # elements

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from realrl.plan.memory.buffers import FLOAT32, LOGITS_BLOCK, LOGITS_CHUNK, PRODUCT_PIECE
+from realrl.plan.memory.buffers import FLOAT32, LOGITS_BLOCK, LOGITS_CHUNK, PRODUCT_PIECE, ROW_BYTES
+from realrl.plan.memory.load import Load
 from realrl.plan.parameters.shards import ModelShard
 from realrl.plan.parameters.specs import units_of
 from realrl.shape import DecoderConfig
@@ -36,6 +37,9 @@ class Kernels:
         fused_products: generation applies norms and activations while it multiplies.
         fused_heads: in generation, heads whose size is a multiple of this are rotated, cached and attended to in one
             pass, by a kernel that reads only the filled part of the cache; None if there is none.
+        tiles: a packed matrix has a multiple of one of these numbers of outputs.
+        shares_prompts: prompts that several sequences of a sample begin with are computed once in every dtype, and not
+            in float32 alone.
     """
 
     fused_norms: bool = True
@@ -46,6 +50,12 @@ class Kernels:
     packs_weights: bool = False
     fused_products: bool = False
     fused_heads: int | None = None
+    tiles: tuple[int, ...] = (1,)
+    shares_prompts: bool = False
+
+    def computes_once(self, model: DecoderConfig) -> bool:
+        """Return True if a prompt that several sequences begin with is computed once."""
+        return model.moe is None and (self.shares_prompts or model.dtype == "float32")
 
     def fuses_attention(self, model: DecoderConfig) -> bool:
         """Return True if the kernel of `fused_heads` takes this model's heads."""
@@ -118,6 +128,46 @@ def local_shape(model: DecoderConfig, shard: ModelShard, *, sp: bool, element_by
 # ---------------------------------------------------------------- activations
 
 
+def forward_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
+    """Return the bytes of a call without gradient, with the rows that it computes on."""
+    n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
+    computed = inference_activations(local, n_tokens=load.n_tokens - n_again, n_scored=load.n_scored, kernels=kernels)
+    again = unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=1, kernels=kernels)
+    return computed + again + _messages(local, load.n_tokens - n_again) + ROW_BYTES * load.n_held
+
+
+def training_bytes(local: LocalShape, load: Load, *, n_in_flight: int, checkpointing: bool, kernels: Kernels) -> int:
+    """Return the most bytes that a train_step keeps for its backward passes, with the rows that it computes on."""
+    n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
+    computed = training_activations(
+        local,
+        n_tokens=load.n_tokens - n_again,
+        n_scored=load.n_scored,
+        n_in_flight=n_in_flight,
+        accumulates=load.n_mbs > 1,
+        checkpointing=checkpointing,
+        kernels=kernels,
+    )
+    n_blocks = 1 if checkpointing else n_in_flight * len(local.layers)
+    again = unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=n_blocks, kernels=kernels)
+    return computed + again + _messages(local, load.n_tokens - n_again) + ROW_BYTES * load.n_held
+
+
+def last_block_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
+    """Return the bytes of a training pass in its last block, when gradients of all others are there."""
+    n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
+    block = max(
+        (kept_by_block(local, layer, kernels) + backward_of_block(local, layer) for layer in local.layers), default=0.0
+    )
+    return math.ceil((load.n_tokens - n_again) * block) + ROW_BYTES * load.n_held
+
+
+def _messages(local: LocalShape, n_tokens: int) -> int:
+    """Return the bytes of a micro-batch that comes from each neighbour in a pipeline."""
+    n_neighbours = (not local.has_embedding) + (not local.has_head)
+    return math.ceil(n_neighbours * n_tokens * local.hidden * local.element_bytes * local.row_share)
+
+
 def training_activations(
     local: LocalShape,
     *,
@@ -169,8 +219,29 @@ def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, ke
     if local.vocabulary:
         logits = _logits_chunk(n_scored, local.vocabulary)
         head = 2 * n_tokens * h * b + n_scored * h * b + logits * b
-        moments.append(head + max(_softmax_floats(logits, kernels), _product_floats(logits, kernels)))
+        moments.append(
+            head + max(_softmax_floats(logits, kernels, with_entropy=False), _product_floats(logits, kernels))
+        )
     return math.ceil(max(moments, default=0.0))
+
+
+def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_blocks: int, kernels: Kernels) -> int:
+    """Return the bytes that tokens of common prompts take although they are computed once.
+
+    Every sequence has keys and values of its prompt of its own; results of attention come in parts, which are joined;
+    and hidden states go to the head for all tokens.
+
+    Args:
+        n_tokens: tokens of the largest micro-batch.
+        n_again: those of prompts that are not computed for each sequence.
+        n_blocks: blocks that keep their keys and values at a time.
+    """
+    if not n_again:
+        return 0
+    attention_bytes = FLOAT32 if kernels.float_attention else local.element_bytes
+    hidden = n_tokens * local.hidden * local.element_bytes if local.has_head else 0
+    kept = 2 * n_again * 2 * local.keys + (n_tokens - n_again) * local.queries
+    return n_blocks * kept * attention_bytes + hidden
 
 
 def kept_by_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
@@ -208,8 +279,9 @@ def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     h, q, k, b = local.hidden, local.queries, local.keys, local.element_bytes
     moe, inner = local.model.moe, local.experts_inner(layer)
     width = 3 * local.inner if moe is None or not inner else moe.top_k * (2 * h + 3 * inner)
-    attention = 2 * h * b + (4 * q + 3 * k) * (FLOAT32 if kernels.float_attention else b)
-    return max(attention, (3 * h + width) * b) + 2 * local.model.head_dim * b
+    attention = 2 * h * b + (5 * q + 3 * k) * (FLOAT32 if kernels.float_attention else b)
+    gathered = h * b if local.row_share < 1 else 0  # rows come from other ranks, or their sums go there
+    return max(attention, (3 * h + width) * b) + 2 * local.model.head_dim * b + gathered
 
 
 def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels) -> float:
@@ -243,7 +315,7 @@ def _backward_of_head(local: LocalShape, n_scored: int, accumulates: bool, kerne
     is_whole = chunk == n_scored * local.vocabulary
     logits = chunk * b * (1 if is_whole else 2) + _product_floats(chunk, kernels)
     weights = (weight * b if accumulates or b < FLOAT32 else 0) + (0 if is_whole else weight * FLOAT32)
-    return logits + weights + n_scored * local.hidden * b + _softmax_floats(chunk, kernels)
+    return logits + weights + n_scored * local.hidden * b + _softmax_floats(chunk, kernels, with_entropy=True)
 
 
 def _logits_chunk(n_scored: int, vocabulary: int) -> int:
@@ -251,9 +323,11 @@ def _logits_chunk(n_scored: int, vocabulary: int) -> int:
     return math.ceil(n_scored / n_chunks) * vocabulary
 
 
-def _softmax_floats(n_logits: int, kernels: Kernels) -> int:
-    """Return the bytes of float32 copies of logits: shifted, and exponentiated."""
-    return 2 * FLOAT32 * (n_logits if kernels.whole_logits else min(n_logits, LOGITS_BLOCK))
+def _softmax_floats(n_logits: int, kernels: Kernels, *, with_entropy: bool) -> int:
+    """Return the bytes of float32 copies of logits: shifted, and exponentiated; without entropy one takes the other's
+    place. A block lives until the next one is there."""
+    n_elements = n_logits if kernels.whole_logits else min(n_logits, 2 * LOGITS_BLOCK)
+    return (2 if with_entropy else 1) * FLOAT32 * n_elements
 
 
 def _product_floats(n_elements: int, kernels: Kernels) -> int:
@@ -309,18 +383,24 @@ def _packed_weights(local: LocalShape, b: int, kernels: Kernels) -> int:
     h, is_converted = local.hidden, b != local.element_bytes
     copies_all = kernels.packs_weights or is_converted
     n_elements = 0
+
+    def tiled(n_outputs: int) -> int:
+        return max(math.ceil(n_outputs / tile) * tile for tile in kernels.tiles)
+
     for layer in local.layers:
-        n_elements += (local.queries + 2 * local.keys) * h
+        n_elements += tiled(local.queries + 2 * local.keys) * h
         inner = local.experts_inner(layer)
         if inner and local.model.moe is not None:
             n_elements += 3 * local.model.moe.n_experts * inner * h if is_converted else 0
         else:
-            n_elements += 2 * local.inner * h if local.model.gated_mlp else 0
-            n_elements += 0 if local.model.gated_mlp or not copies_all else local.inner * h
+            n_elements += 2 * tiled(local.inner) * h if local.model.gated_mlp else 0
+            n_elements += 0 if local.model.gated_mlp or not copies_all else tiled(local.inner) * h
         if copies_all or local.model.lora is not None:
-            n_elements += local.queries * h + (0 if inner else local.inner * h)
+            n_elements += tiled(h) * (local.queries + (0 if inner else local.inner))
     if copies_all:
-        n_elements += local.vocabulary * h
+        n_elements += tiled(local.vocabulary) * h
+    if local.model.attention_bias:
+        n_elements += len(local.layers) * (local.queries + 2 * local.keys)
     return n_elements * b
 
 

@@ -14,15 +14,22 @@ from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation
 from realrl.plan.memory.buffers import PREFILL_TOKENS
 from realrl.plan.samples.partition import default_n_mbs
+from realrl.plan.samples.prefixes import is_worth_sharing
+
+_WITH_END = ("reward_model",)  # interfaces that put an end-of-sequence token behind every sequence
 
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Tokens of the dataset's rows: of each prompt, and of all sequences of the row."""
+    """Tokens of the dataset's rows: of each prompt, and of all sequences of the row; the longest sequence of each.
+
+    A row has `n_sequences`, which begin with its prompt.
+    """
 
     prompts: Sequence[int]
     rows: Sequence[int]
     sequences: Sequence[int]
+    n_sequences: int = 1
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,9 @@ class Load:
         n_scored: tokens of it whose logits are computed.
         n_mbs: micro-batches of a minibatch.
         n_runs, n_rows, longest_row, prefill_tokens: sizes of generation, see `generation_bytes`.
+        n_held: tokens of all its samples of the call, whose rows it has at once.
+        n_sequences, n_prompt, n_samples: sequences of a sample; tokens with which all sequences of a sample begin; and
+            samples of the largest micro-batch, at least.
     """
 
     n_seqs: int
@@ -45,6 +55,17 @@ class Load:
     n_rows: int = 0
     longest_row: int = 0
     prefill_tokens: int = 0
+    n_held: int = 0
+    n_sequences: int = 1
+    n_prompt: int = 0
+    n_samples: int = 1
+
+    def repeated(self, hidden_size: int) -> int:
+        """Return the tokens of the largest micro-batch that are not computed where a common prompt is computed once."""
+        lengths = (self.longest_row,) * self.n_sequences
+        if self.n_sequences < 2 or not self.n_prompt or not is_worth_sharing(self.n_prompt, lengths, hidden_size):
+            return 0
+        return (self.n_sequences - 1) * self.n_prompt * self.n_samples
 
 
 def load_of(
@@ -60,31 +81,53 @@ def load_of(
     """
     dp, pp = allocation.strategy.dp, allocation.strategy.pp
     n_seqs = math.ceil(mfc.n_seqs / mfc.n_minibatches / dp)
+    n_all = math.ceil(mfc.n_seqs / dp)
+    n, new = (n_responses, generation.max_new_tokens) if n_responses else (rows.n_sequences, 0)
+    end = n if mfc.interface.name in _WITH_END else 0
+    wholes = [n * (p + new) + end for p in rows.prompts] if n_responses else [row + end for row in rows.rows]
+    n_held = _largest(wholes, n_all)
     if mfc.interface_type is InterfaceType.GENERATE:
-        return _generation_load(n_seqs, rows, generation, n_responses, pp)
-    new = generation.max_new_tokens
+        return _generation_load(n_seqs, rows, generation, n_responses, pp, n_held)
+    n_mbs, per_mb, most = _micro_batches(mfc, n_seqs, wholes, pp)
+    longest = max(rows.prompts, default=0) + new if n_responses else max(rows.sequences, default=0)
+    n_scored = per_mb
     if n_responses:
-        n_tokens = n_responses * (_largest(rows.prompts, n_seqs) + n_seqs * new)
-        longest, n_scored = max(rows.prompts, default=0) + new, n_seqs * n_responses * new
-        whole = n_responses * longest
-    else:
-        n_tokens = _largest(rows.rows, n_seqs)
-        longest, n_scored = max(rows.sequences, default=0), n_tokens
-        whole = max(rows.rows, default=0)
-    n_mbs, per_mb = _micro_batches(mfc, n_seqs, n_tokens, whole, pp)
-    return Load(n_seqs, per_mb, min(n_scored, math.ceil(n_scored * per_mb / max(n_tokens, 1))), n_mbs, 0, 0, longest)
+        n_scored = most * n * new
+    elif "prompt_mask" in {mfc.input_key_remap.get(key, key) for key in mfc.input_keys}:  # answers alone are scored
+        n_scored = _largest([row - n * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)], most)
+    return Load(
+        n_seqs,
+        per_mb,
+        min(n_scored, per_mb),
+        n_mbs,
+        longest_row=longest,
+        n_held=n_held,
+        n_sequences=n,
+        n_prompt=min(rows.prompts, default=0),
+        n_samples=n_seqs if n_mbs == 1 else max(1, per_mb // max(wholes, default=1)),
+    )
 
 
-def _micro_batches(mfc: MFCDef, n_seqs: int, n_tokens: int, whole: int, pp: int) -> tuple[int, int]:
-    """Return their number, and the tokens of the largest; a sample, of at most `whole` tokens, is never cut."""
+def _micro_batches(mfc: MFCDef, n_seqs: int, wholes: Sequence[int], pp: int) -> tuple[int, int, int]:
+    """Return their number, and the tokens and the most samples of the largest; a sample is never cut.
+
+    A part of a balanced partition has the longest samples of an equal share at most, nor more than the mean and the
+    longest sample.
+    """
+    n_tokens, longest, shortest = _largest(wholes, n_seqs), max(wholes, default=0), max(1, min(wholes, default=1))
     if mfc.max_tokens_per_mb is not None:
-        per_mb = min(n_tokens, max(mfc.max_tokens_per_mb, whole))
-        return max(1, math.ceil(n_tokens / max(per_mb, 1))), per_mb
+        most = min(n_seqs, max(1, mfc.max_tokens_per_mb // shortest))
+        per_mb = min(n_tokens, _largest(wholes, most), max(mfc.max_tokens_per_mb, longest))
+        return max(1, math.ceil(n_tokens / max(per_mb, 1))), per_mb, most
     n_mbs = max(1, min(mfc.n_mbs or default_n_mbs(pp, is_train=mfc.is_train), n_seqs))
-    return n_mbs, min(n_tokens, max(math.ceil(n_tokens / n_mbs), whole))
+    most = math.ceil(n_seqs / n_mbs)
+    per_mb = min(_largest(wholes, most), math.ceil(n_tokens / n_mbs) + longest)
+    return n_mbs, per_mb, min(n_seqs, most + (n_mbs > 1 and shortest < longest))
 
 
-def _generation_load(n_seqs: int, rows: RowLengths, generation: GenerationConfig, n_responses: int, pp: int) -> Load:
+def _generation_load(
+    n_seqs: int, rows: RowLengths, generation: GenerationConfig, n_responses: int, pp: int, n_held: int
+) -> Load:
     """Return the load of a division of prompts like `realrl.engine.generate.generator`, and a prefill like `Run`."""
     longest = max(rows.prompts, default=0)
     n_runs = max(1, min(pp, n_seqs, generation.max_batch_size))
@@ -97,6 +140,7 @@ def _generation_load(n_seqs: int, rows: RowLengths, generation: GenerationConfig
         n_rows=n_rows,
         longest_row=longest + generation.max_new_tokens - 1,
         prefill_tokens=min(_largest(rows.prompts, n_prompts), max(PREFILL_TOKENS, longest)),
+        n_held=n_held,
     )
 
 

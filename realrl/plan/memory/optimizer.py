@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from realrl.plan.memory.buffers import DEEPSPEED_BUCKET, FLOAT32, GRADIENT_BUCKET
+from realrl.plan.memory.buffers import DEEPSPEED_BUCKET, FLOAT32, GRADIENT_BUCKET, MASTERS_BUCKET
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class OptimizerBytes:
         buffers: message buffers, which exist as long as gradients.
         host: gradients and copies of an offloaded optimizer, in host memory beside masters and moments.
         parameters: share of the parameters that the rank keeps, 0 to 1.
+        published: what gathers new parameters, at the end of the optimizer's step.
+        host_gradients: gradients in host memory during the optimizer's step.
     """
 
     masters: int
@@ -34,6 +36,8 @@ class OptimizerBytes:
     buffers: int = 0
     host: int = 0
     parameters: float = 1.0
+    published: int = 0
+    host_gradients: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,14 @@ def optimizer_bytes(
         if zero_stage < 3:
             host += element_bytes * (divided + 2 * largest)
             host += FLOAT32 * divided if divides_gradients and element_bytes == FLOAT32 else 0
+    published = 0
+    if backend == "native" and zero_stage and dp > 1:
+        bucket = min(n_elements, MASTERS_BUCKET + largest)
+        published = element_bytes * (bucket + _share(bucket, dp) + 2 * largest)
+        published += element_bytes * divided if has_masters else 0
     return OptimizerBytes(
+        published=published,
+        host_gradients=FLOAT32 * divided if backend == "native" and on_host else 0,
         masters=FLOAT32 * divided if has_masters else 0,
         moments=2 * FLOAT32 * divided,
         gradients=gradient_bytes * gradient_elements,

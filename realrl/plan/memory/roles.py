@@ -16,14 +16,15 @@ import numpy as np
 from realrl.graph.mfc import InterfaceType
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.backends import BACKENDS
-from realrl.plan.memory.buffers import FLOAT32
+from realrl.plan.memory.buffers import FLOAT32, ROW_BYTES
 from realrl.plan.memory.cuts import CutModel, PartKind
 from realrl.plan.memory.formulas import (
     Kernels,
+    forward_bytes,
     generation_bytes,
-    inference_activations,
+    last_block_bytes,
     local_shape,
-    training_activations,
+    training_bytes,
 )
 from realrl.plan.memory.load import Load
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
@@ -41,7 +42,8 @@ class Kept:
     """Bytes of one role on one rank of its home.
 
     `gathered` counts parameters that the rank gets from others while it computes, where the backend divides them;
-    `saving` those that a save gathers at a time; `copied` what the rank copies for a checkpoint, if its dp_rank is 0.
+    `published` and `host_gradients` are those of `OptimizerBytes`; `saving` those that a save gathers at a time;
+    `copied` what the rank copies for a checkpoint, if its dp_rank is 0.
     """
 
     parameters: int
@@ -52,6 +54,8 @@ class Kept:
     host: int
     largest: int
     gathered: int
+    published: int
+    host_gradients: int
     saving: int
     copied: int
 
@@ -185,11 +189,13 @@ class RoleBytes:
         share = min((part.parameters for part in parts), default=1.0)
         parameters = math.ceil(n_bytes * share)
         elements = [n_elements for _, n_elements in trained]
-        if role.is_trained:
-            saving = max(saving, gathered_state(elements, sharing))
-        copied = 0
-        if self._saves.is_staged or self._saves.is_repeated or not self.has_own_memory or saving:
-            copied = state_copies(role.model, elements) + masters + (kind.copies if role.is_changed else 0)
+        gathers_state = gathered_state(elements, sharing) if role.is_trained else 0
+        # what the last save finds in host memory stays where it is
+        is_copied = self._saves.is_staged or self._saves.is_repeated or not self.has_own_memory
+        copied = state_copies(role.model, elements) if is_copied or gathers_state else 0
+        copied += masters if is_copied else 0
+        copied += kind.copies if role.is_changed and (is_copied or saving) else 0
+        saving = max(saving, gathers_state)
         return Kept(
             parameters=parameters if role.is_trained else n_bytes + masters,
             optimizer=0 if role.offloads_optimizer else state,
@@ -199,6 +205,8 @@ class RoleBytes:
             host=state + sum(part.host for part in parts) if role.offloads_optimizer else 0,
             largest=FLOAT32 * largest,
             gathered=n_bytes - parameters,
+            published=sum(part.published for part in parts),
+            host_gradients=sum(part.host_gradients for part in parts),
             saving=saving,
             copied=copied,
         )
@@ -223,34 +231,36 @@ class RoleBytes:
                 prefill_tokens=load.prefill_tokens,
                 kernels=kernels,
             )
-            return Usage(copies=made.weights, cache=made.cache, activations=made.activations)
+            activations = made.activations + ROW_BYTES * load.n_held
+            return Usage(copies=made.weights, cache=made.cache, activations=activations)
         if kind is InterfaceType.INFERENCE:
-            n_bytes = inference_activations(local, n_tokens=load.n_tokens, n_scored=load.n_scored, kernels=kernels)
-            return Usage(activations=n_bytes)
+            return Usage(activations=forward_bytes(local, load, kernels=kernels))
         n_in_flight, kept = training
         assert kept is not None
-        activations = training_activations(
-            local,
-            n_tokens=load.n_tokens,
-            n_scored=load.n_scored,
-            n_in_flight=n_in_flight,
-            accumulates=load.n_mbs > 1,
-            checkpointing=self.role.checkpoints_activations,
-            kernels=kernels,
-        )
-        return _trained(kept, activations, load, dp=strategy.dp)
+        checkpointing = self.role.checkpoints_activations
+        activations = training_bytes(local, load, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels)
+        late = last_block_bytes(local, load, kernels=kernels)
+        is_last = local.has_embedding and not model.tied_embeddings  # the embedding's gradient comes after all others
+        return _trained(kept, (activations, late), load, dp=strategy.dp, without=kept.largest if is_last else 0)
 
 
-def _trained(kept: Kept, activations: int, load: Load, *, dp: int) -> Usage:
-    """Return the largest usage of a train_step: when the backward passes begin, or when all gradients are there.
+def _trained(kept: Kept, activations: tuple[int, int], load: Load, *, dp: int, without: int) -> Usage:
+    """Return the largest usage of a train_step: when the backward passes begin or reach the last block, when
+    all gradients are there, or when new parameters are gathered.
 
     With one micro-batch, gradients come as activations go, and the first moment has those of one parameter only.
+
+    Args:
+        activations: bytes at the first two of these moments.
+        without: bytes of gradients that are not there in the last block.
     """
     all_gradients = 0 if kept.holds_gradients else kept.gradients + kept.buffers
     early = all_gradients if load.n_mbs > 1 else min(all_gradients, kept.largest + kept.buffers)
     flat = reduction_bytes(kept.gradients, kept.largest, dp=dp)
     moments = (
-        Usage(gradients=early, copies=kept.gathered, activations=activations),
+        Usage(gradients=early, copies=kept.gathered, activations=activations[0]),
+        Usage(gradients=max(early, all_gradients - without), copies=kept.gathered, activations=activations[1]),
         Usage(gradients=all_gradients + flat, copies=kept.gathered),
+        Usage(gradients=all_gradients, copies=kept.gathered + kept.published),
     )
-    return max(moments, key=lambda usage: usage.total)
+    return max(moments, key=lambda usage: usage.total) + Usage(host=kept.host_gradients)

@@ -71,20 +71,32 @@ class Step:
         self._kept = {name: own.kept(home.strategy) for name, (own, home) in roles.items()}
         self._places = {name: (ranks_of(home), parts_of(home.strategy)) for name, home in homes.items()}
         here = np.zeros((self._n_rows, self.n_ranks), dtype=np.int64)
-        for name, kept in self._kept.items():
+        leaving = {hook.role for call in calls for hook in call.hooks.after if isinstance(hook, Offload)}
+        self._resident_of = {name: kept.resident for name, kept in self._kept.items()}
+        for name in leaving & roles.keys():  # the copies in host memory of what never changes are kept
+            if not roles[name][0].role.is_changed:
+                usages = self._resident_of[name] = self._resident_of[name].copy()
+                usages[_HOST] += [part.parameters for part in self._kept[name].parts]
+        for name, usages in self._resident_of.items():
             ranks, parts = self._places[name]
-            here[:, ranks] += kept.resident[self._view].take(parts, axis=1)
+            here[:, ranks] += usages[self._view].take(parts, axis=1)
         self._resident_without: dict[frozenset[str], Matrix] = {frozenset(): here}
         self._copied = np.zeros(self.n_ranks, dtype=np.int64) if saves is None else self._copies()
+        self._beside: dict[str, tuple[Matrix, Matrix]] = {}  # call -> bytes that it computes with, and of messages
 
     def usages(self, name: str) -> tuple[Ranks, Matrix]:
         """Return the ranks of a call or a save, and their usages."""
         ranks, usages, _ = self.least(name)
-        for hook in _reallocs(self._calls[name]) if name != SAVE else ():
+        if name == SAVE:
+            return ranks, usages
+        computed, received = self._beside[name]
+        messages = received.copy()
+        for hook in _reallocs(self._calls[name]):
             own, _ = self._roles[hook.source]
             if self._lacking(hook).received.any():
                 sent = self._moves.sent(own.model, hook.source_allocation, hook.target_allocation)
-                self._add(usages, _COPIES, sent.messages(ranks, is_average=hook.eta != 1.0))
+                messages += sent.messages(ranks, is_average=hook.eta != 1.0)
+        self._add(usages, _COPIES, np.maximum(messages, computed) - np.maximum(received, computed))
         return ranks, usages
 
     def least(self, name: str) -> tuple[Ranks, Matrix, int]:
@@ -96,18 +108,25 @@ class Step:
         first, *later = dict.fromkeys(self._away[call.name])
         usages = self._resident(first)[:, ranks]
         usages = _larger(usages, self._resident(later[0])[:, ranks]) if later else usages.copy()
+        own_total, received = (np.zeros(usages.shape[1], dtype=np.int64) for _ in range(2))
         if call.role in self._roles:
             own, home = self._roles[call.role]
             assert call.kind is not InterfaceType.TRAIN_STEP or home == call.allocation, "a role is trained at home"
             strategy = call.allocation.strategy
             computed = own.computed(strategy, call.kind, call.load)[self._view]
-            usages += computed.take(parts_of(strategy), axis=1)
+            computed = computed.take(parts_of(strategy), axis=1)
+            usages += computed
+            own_total = computed[_TOTAL]
         room = 0
         for hook in _reallocs(call):
             found = self._lacking(hook)
-            self._add(usages, _COPIES, self._brought(hook, found)[ranks])
+            brought, arriving = self._brought(hook, found)
+            self._add(usages, _COPIES, brought[ranks])
+            received += arriving[ranks]
             if found.received.any():
                 room += MESSAGES + (REALLOC_BUCKET if hook.eta != 1.0 else 0)
+        self._add(usages, _COPIES, np.maximum(received - own_total, 0))  # messages are gone when the call computes
+        self._beside[name] = own_total, received
         self._add(usages, _ROWS, self._rows_bytes)
         self._add(usages, _RUNTIME, self._runtime[ranks])
         if self._saves is not None and self._saves.is_repeated:
@@ -125,7 +144,7 @@ class Step:
             usages = self._resident_without[frozenset()].copy()
             for name in absent & self._roles.keys():
                 ranks, parts = self._places[name]
-                change = (self._kept[name].away - self._kept[name].resident)[self._view]
+                change = (self._kept[name].away - self._resident_of[name])[self._view]
                 usages[:, ranks] += change.take(parts, axis=1)
             self._resident_without[absent] = usages
         return self._resident_without[absent]
@@ -136,18 +155,18 @@ class Step:
         own, _ = self._roles[hook.source]
         return lacking(own.model, hook.source_allocation, hook.target_allocation)
 
-    def _brought(self, hook: Realloc, found: Lacking) -> Matrix:
+    def _brought(self, hook: Realloc, found: Lacking) -> tuple[Matrix, Matrix]:
         """Return, for all ranks, the bytes of a hook's parameters that are new to them, and of incoming messages."""
         own, _ = self._roles[hook.source]
         role = own.role
-        n_bytes = np.minimum(found.received, MESSAGES)
+        brought, arriving = (np.zeros(self.n_ranks, dtype=np.int64) for _ in range(2))
+        target = ranks_of(hook.target_allocation)
+        arriving[target] = np.minimum(found.received, MESSAGES)
         if hook.is_implied:
             # of parameters that are gathered for the moment, home and call share nothing
             is_gathered = role.is_trained and role.zero_stage == 3
-            n_bytes += found.needed if is_gathered else found.received if own.has_own_memory else found.copied
-        brought = np.zeros(self.n_ranks, dtype=np.int64)
-        brought[ranks_of(hook.target_allocation)] = n_bytes
-        return brought
+            brought[target] = found.needed if is_gathered else found.received if own.has_own_memory else found.copied
+        return brought, arriving
 
     # ------------------------------------------------------------ checkpoints
 

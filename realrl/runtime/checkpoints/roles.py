@@ -88,6 +88,7 @@ class HostCopies:
         """A copy of `tensor` as it is now, complete on return."""
         owns_memory = tensor.untyped_storage().nbytes() == tensor.nbytes  # a view would keep its whole bucket
         if self._nothing_changes and tensor.device.type == "cpu" and owns_memory:
+            self._memory.pop(name, None)  # the copy of an earlier checkpoint
             return tensor.detach()
         known = self._memory.get(name)
         if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:

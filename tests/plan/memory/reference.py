@@ -7,13 +7,14 @@ import math
 from realrl.graph.mfc import InterfaceType
 from realrl.plan.backends import BACKENDS
 from realrl.plan.hooks import Offload, Realloc
-from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, SAVE_STAGE
+from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, ROW_BYTES, SAVE_STAGE
 from realrl.plan.memory.formulas import (
     Kernels,
+    forward_bytes,
     generation_bytes,
-    inference_activations,
+    last_block_bytes,
     local_shape,
-    training_activations,
+    training_bytes,
 )
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
 from realrl.plan.memory.plan import SAVE, Usage, layout_of
@@ -27,16 +28,17 @@ def counted(roles, calls, *, rows_bytes=0, runtime_bytes=None, saves=None):
     """Call or `SAVE` -> rank -> usage, as `MemoryModel.plan(...).calls`."""
     away, copies = _away(roles, calls), {} if saves is None else _copies(roles, saves)
     stays, runtime = copies if saves is not None and saves.is_repeated else {}, runtime_bytes or {}
+    leaving = {hook.role for call in calls for hook in call.hooks.after if isinstance(hook, Offload)}
     found = {}
     for call in calls:
         found[call.name] = {}
         for rank in call.allocation.ranks:
             own = _call(call, roles, rank)
             own += Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=stays.get(rank, 0))
-            usages = [_resident(roles, rank, absent) + own for absent in away[call.name]]
+            usages = [_resident(roles, rank, absent, leaving) + own for absent in away[call.name]]
             found[call.name][rank] = max(usages, key=lambda usage: usage.total)
     if saves is not None:
-        found[SAVE] = {rank: _save(roles, rank, away[SAVE]) for rank in copies}
+        found[SAVE] = {rank: _save(roles, rank, away[SAVE], leaving) for rank in copies}
         for rank, n_bytes in copies.items():
             staged = 2 * SAVE_STAGE if saves.is_staged else 0
             found[SAVE][rank] += Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=n_bytes + staged)
@@ -90,7 +92,7 @@ def _masters(role, n_bytes):
     return FLOAT32 * (n_bytes // DTYPE_BYTES[role.model.dtype]) if role.is_averaged else 0
 
 
-def _resident(roles, rank, absent):
+def _resident(roles, rank, absent, leaving):
     total = Usage()
     for name, role in roles.items():
         if rank not in role.home.ranks:
@@ -106,7 +108,8 @@ def _resident(roles, rank, absent):
         if name in absent:
             total += Usage(optimizer=optimizer, gradients=held, host=host + parameters)
         else:
-            total += Usage(parameters, optimizer, held, host=host)
+            has_copy = name in leaving and not role.is_changed
+            total += Usage(parameters, optimizer, held, host=host + (parameters if has_copy else 0))
     return total
 
 
@@ -125,47 +128,53 @@ def _copies(roles, saves):
         layout = layout_of(role.model, role.home)
         own_memory = not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
         for rank in role.home.ranks:
-            needs_none = not saves.is_staged and not saves.is_repeated and own_memory and not _saving(role, rank)
-            if layout.coordinates_of(rank)[1] or needs_none:
+            if layout.coordinates_of(rank)[1]:
                 continue
-            found[rank] += state_copies(role.model, [n for _, n in _trained_sizes(role, layout, rank)])
-            found[rank] += _masters(role, layout.num_bytes_of(rank))
-            if role.is_changed:
+            copies_all = saves.is_staged or saves.is_repeated or not own_memory
+            sizes = [n for _, n in _trained_sizes(role, layout, rank)]
+            if copies_all or (role.is_trained and gathered_state(sizes, _sharing(role))):
+                found[rank] += state_copies(role.model, sizes)
+            if copies_all:
+                found[rank] += _masters(role, layout.num_bytes_of(rank))
+            gathers = gathered_model(layout.specs, layout.shard_of(rank), zero_stage=role.zero_stage)
+            if role.is_changed and (copies_all or gathers):
                 found[rank] += model_copies(role.model, layout.specs, layout.shard_of(rank))
     return found
 
 
-def _save(roles, rank, away):
+def _save(roles, rank, away, leaving):
     moments = []
     for absent in away:
         for name, role in roles.items():
             if rank in role.home.ranks:
                 there = absent - {name} if role.is_changed else absent
-                moments.append(_resident(roles, rank, there) + Usage(copies=_saving(role, rank)))
+                moments.append(_resident(roles, rank, there, leaving) + Usage(copies=_saving(role, rank)))
     return max(moments, key=lambda usage: usage.total)
 
 
 def _call(call, roles, rank):
-    found = Usage()
+    found = _computed(call, roles[call.role], rank) if call.role in roles else Usage()
+    new = messages = 0
     for hook in (*call.hooks.before, *call.hooks.after):
         if isinstance(hook, Realloc):
-            found += Usage(copies=_moved(hook, roles[hook.source], rank))
-    return found + _computed(call, roles[call.role], rank) if call.role in roles else found
+            more = _moved(hook, roles[hook.source], rank)
+            new, messages = new + more[0], messages + more[1]
+    return found + Usage(copies=new + max(0, messages - found.total))
 
 
 def _moved(hook, role, rank):
     source, target = (layout_of(role.model, one) for one in (hook.source_allocation, hook.target_allocation))
     plan = plan_realloc(source, target, node_of=hook.source_allocation.mesh.cluster.node_of)
     received, sent = ([t.num_bytes for t in found] for found in (plan.transfers_to(rank), plan.transfers_from(rank)))
-    n_bytes = sum(min(sum(one), 2 * REALLOC_BUCKET) for one in (received, sent))
+    messages, n_bytes = sum(min(sum(one), 2 * REALLOC_BUCKET) for one in (received, sent)), 0
     if hook.eta != 1.0:
-        n_bytes += min(plan.bytes_from_other_nodes(rank), REALLOC_BUCKET)
+        messages += min(plan.bytes_from_other_nodes(rank), REALLOC_BUCKET)
     if hook.is_implied and rank in target:
         n_bytes += target.num_bytes_of(rank)
         if not (role.is_trained and role.zero_stage == 3):
             may_move = not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
             n_bytes -= sum(keep.num_bytes for keep in plan.keeps(rank) if may_move or keep.is_whole_target)
-    return n_bytes
+    return n_bytes, messages
 
 
 def _computed(call, role, rank):
@@ -176,17 +185,15 @@ def _computed(call, role, rank):
     if call.kind is InterfaceType.GENERATE:
         sizes = {name: getattr(load, name) for name in ("n_runs", "n_rows", "longest_row", "prefill_tokens")}
         made = generation_bytes(local, **sizes, kernels=kernels)
-        return Usage(copies=made.weights, cache=made.cache, activations=made.activations)
+        activations = made.activations + ROW_BYTES * load.n_held
+        return Usage(copies=made.weights, cache=made.cache, activations=activations)
     if call.kind is InterfaceType.INFERENCE:
-        n_bytes = inference_activations(local, n_tokens=load.n_tokens, n_scored=load.n_scored, kernels=kernels)
-        return Usage(activations=n_bytes)
+        return Usage(activations=forward_bytes(local, load, kernels=kernels))
     parts, n_bytes, kept = _state(role, rank)
-    activations = training_activations(
+    activations = training_bytes(
         local,
-        n_tokens=load.n_tokens,
-        n_scored=load.n_scored,
+        load,
         n_in_flight=min(strategy.pp - layout.coordinates_of(rank)[0], load.n_mbs),
-        accumulates=load.n_mbs > 1,
         checkpointing=role.checkpoints_activations,
         kernels=kernels,
     )
@@ -195,8 +202,13 @@ def _computed(call, role, rank):
     new = 0 if any(part.holds_gradients for part in parts) else gradients + buffers
     early = new if load.n_mbs > 1 else min(new, largest + buffers)
     flat = reduction_bytes(gradients, largest, dp=strategy.dp)
+    local_last = last_block_bytes(local, load, kernels=kernels)
+    without = largest if local.has_embedding and not role.model.tied_embeddings else 0
     moments = (
         Usage(gradients=early, copies=n_bytes - kept, activations=activations),
+        Usage(gradients=max(early, new - without), copies=n_bytes - kept, activations=local_last),
         Usage(gradients=new + flat, copies=n_bytes - kept),
+        Usage(gradients=new, copies=n_bytes - kept + sum(part.published for part in parts)),
     )
-    return max(moments, key=lambda usage: usage.total)
+    on_host = Usage(host=sum(part.host_gradients for part in parts))
+    return max(moments, key=lambda usage: usage.total) + on_host

@@ -202,7 +202,7 @@ def test_micro_batches():
         return made.n_mbs, made.n_tokens
 
     assert tokens() == (1, 37)
-    assert tokens(n_mbs=2) == (2, 20)  # the longest row is not cut
+    assert tokens(n_mbs=2) == (2, 31)  # the longest rows may come together, and none is cut
     assert tokens(n_mbs=9) == (3, 20)  # no more than there are samples
     assert tokens(max_tokens_per_mb=25) == (2, 25)
     assert tokens(max_tokens_per_mb=5) == (2, 20)
@@ -291,8 +291,9 @@ def test_a_role_is_away_from_its_last_call_to_its_next():
     found = {
         name: (by_rank[0].parameters // N_BYTES, by_rank[0].host // N_BYTES) for name, by_rank in plan.calls.items()
     }
+    # the copy in host memory of what never changes stays there
     # the first generation still has both, since all parameters begin on the device
-    assert found == {"gen": (2, 0), "inf": (2, 0), "train": (1, 1)}
+    assert found == {"gen": (2, 1), "inf": (2, 1), "train": (1, 1)}
 
 
 @pytest.mark.parametrize("backend", ["native", "deepspeed"])
@@ -303,7 +304,7 @@ def test_a_call_elsewhere_holds_what_it_lacks_and_a_copy_only_of_what_cannot_mov
     replicated = sum(spec.num_bytes for spec in parameter_specs(MODEL) if spec.sharded_dim is None)
     lacking = (N_BYTES - replicated) // 2
     new = lacking if backend == "native" else 2 * lacking
-    assert usage.copies == new + 2 * lacking  # messages
+    assert usage.copies == new + max(0, 2 * lacking - usage.activations)  # messages are gone when it computes
     nested = CallHooks((Realloc("actor", place("d2"), "actor", place("t2")),))
     alias = plan_memory({"actor": role("d2")}, [call(INFERENCE, "t2", hooks=nested)]).calls["call"][0]
     assert alias.copies == 0
