@@ -94,6 +94,8 @@ examples:
   realrl profile ppo preset=tiny                         writes hardware.yaml
   realrl profile ppo preset=quickstart --out two_workers.yaml
   realrl profile sft models.actor.path=/models/llama cluster.n_devices_per_node=8 --seconds 600
+  realrl profile ppo preset=tiny --measurements tiny.json      keep what was measured
+  realrl profile ppo --from tiny.json --from smollm2.json      one file for several models; nothing is measured
 
 As many workers as the run has compute at the same time; the file holds for as many on such a machine. Models are cut to
 fewer blocks where the memory is too small. Nothing else should run meanwhile.
@@ -303,19 +305,25 @@ def profile(arguments: Sequence[str]) -> int:
     parser.add_argument("--out", metavar="FILE", default="hardware.yaml", help="the file; default: hardware.yaml")
     parser.add_argument("--seconds", metavar="S", type=float, default=150.0, help="time to measure; default: 150")
     parser.add_argument("--hardware", metavar="NAME", default="", help="what is not measured; default: a like machine")
+    parser.add_argument("--measurements", metavar="FILE", help="keep the raw measurements there, too")
+    parser.add_argument("--from", metavar="FILE", action="append", dest="found", help="fit these; measure nothing")
     options = _parse(parser, arguments)
     if options.help:
         return _help(parser, options)
     if not 1 <= options.seconds <= 86400:
         raise UsageError(f"--seconds {options.seconds:g} is no time to measure", remedy="Give 1 to 86400 seconds.")
     from realrl.profiler.program import Settings
-    from realrl.profiler.start import profile_machine
+    from realrl.profiler.start import fit_again, profile_machine
     from realrl.runtime.processes.machine import accelerators, on_machine
 
     experiment, config = _load(parser, options)
+    if options.found:
+        fit_again(options.found, options.out, options.hardware)
+        return 0
     found = accelerators()
     plan = _plan(experiment, on_machine(config, found)[0], options)
-    return profile_machine(plan, options.out, Settings(options.seconds, options.hardware), found)
+    settings = Settings(options.seconds, options.hardware)
+    return profile_machine(plan, options.out, settings, found, measurements=options.measurements)
 
 
 def list_experiments(arguments: Sequence[str]) -> int:

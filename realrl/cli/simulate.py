@@ -200,7 +200,7 @@ def _durations_of(
         UsageError: an option cannot be used.
     """
     from realrl.doctor.memory import machine_kernels
-    from realrl.planner.modelled import costs_of, draw_of, hardware_for
+    from realrl.planner.modelled import costs_of, described, draw_of, hardware_for
     from realrl.sim.replay import Recorded
 
     recorded = None if recording is None else Recorded(recording.spans)
@@ -213,7 +213,7 @@ def _durations_of(
         return recorded, recorded.draw, ()
     machine = hardware_for(plan.config, options.hardware)
     draw, assumed = draw_of(plan, options.lengths)
-    durations, named = costs_of(plan, machine, machine_kernels), f"on {machine.name}"
+    durations, named = costs_of(plan, machine, machine_kernels), described(plan.config, machine)
     if recorded is not None and options.lengths is None:
         return durations, recorded.draw, (named, "prompts and responses as long as the run's mean")
     return durations, draw, (named, *assumed)
@@ -248,6 +248,8 @@ def simulate_run(
         UsageError: an option cannot be used.
     """
     from realrl.sim.cluster import simulate
+    from realrl.sim.contention import simulate_sharing
+    from realrl.sim.costs.calls import CostModel
     from realrl.sim.durations import slowed
     from realrl.sim.replay import dropped_shares
     from realrl.sim.report import compare, figures_of
@@ -263,10 +265,13 @@ def simulate_run(
     if recording is not None:
         refuse_other_run(recording, config, master_plan)
     durations, draw, notes = _durations_of(plan, recording, options)
-    if slow:
-        durations = slowed(durations, slow)
     dropped = {} if recording is None else dropped_shares(recording.metrics.values())
-    attempts = simulate(master_plan, durations, draw, dropped_share=dropped, lost=kill)
+    attempts = simulate_sharing(
+        lambda some: simulate(master_plan, some, draw, dropped_share=dropped, lost=kill),
+        slowed(durations, slow) if slow else durations,
+        alone=durations.hardware.device.alone if isinstance(durations, CostModel) else 1.0,
+        node_of=plan.cluster.node_of,
+    )
     if options.out is not None:
         write_run(options.out, attempts)
     last = attempts[-1]

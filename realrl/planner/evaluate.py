@@ -21,6 +21,7 @@ from realrl.sched.master.master_plan import plan_master
 from realrl.sched.track.track_plan import plan_track
 from realrl.search.fast import Placed
 from realrl.sim.cluster import SimulatedRun, simulate
+from realrl.sim.contention import simulate_sharing
 from realrl.sim.costs.calls import CostModel
 from realrl.sim.durations import Durations
 from realrl.sim.report import Figures, figures_of
@@ -119,7 +120,12 @@ def evaluate(
         plan.graph, plan.allocations, _first_steps(plan), dataset_rank=plan.dataset_rank, hooks=plan.hooks
     )
     main = replace(main, overlap=_overlap(request, checked, memory))
-    run = simulate(plan_master(main, None, ""), listen(durations), request.drawn[0])[-1]
+    run = simulate_sharing(
+        lambda some: simulate(plan_master(main, None, ""), some, request.drawn[0]),
+        listen(durations),
+        alone=request.hardware.device.alone,
+        node_of=plan.cluster.node_of,
+    )[-1]
     return Evaluated(
         name=name,
         settings=settings,

@@ -17,7 +17,7 @@ from realrl.sim.costs.calls import CostModel
 from realrl.sim.durations import SampleSizes
 from realrl.sim.hardware import Hardware
 
-DEFAULT_CPU = "two_cores"
+DEFAULT_CPU, ONE_WORKER = "two_cores", "two_cores_one_worker"
 
 KernelsOf = Callable[[Mapping[str, RoleState], Sequence[CallState], str], Kernels]
 """``kernels_of(roles, calls, device)`` -> use of memory by the kernels of that kind of device."""
@@ -32,7 +32,7 @@ def default_kernels(roles: Mapping[str, RoleState], calls: Sequence[CallState], 
 
 
 def hardware_for(config: RunConfig, option: str | None = None) -> Hardware:
-    """Return the machine of `cluster.hardware`, or `DEFAULT_CPU` where none is named for a plan on CPUs.
+    """Return the machine of `cluster.hardware`; where none is named for a plan on CPUs, `DEFAULT_CPU` or `ONE_WORKER`.
 
     Args:
         config: its device is settled.
@@ -48,13 +48,22 @@ def hardware_for(config: RunConfig, option: str | None = None) -> Hardware:
             f"cluster.device={device}: the machine is not known", remedy="Name one, such as --hardware h100."
         )
     key = "--hardware" if option else "cluster.hardware"
-    machine = named_hardware(reference or DEFAULT_CPU, option=key)
+    reference = reference or (DEFAULT_CPU if config.cluster.n_devices_per_node > 1 else ONE_WORKER)
+    machine = named_hardware(reference, option=key)
     if machine.device.kind != device:
         raise ConfigError(
             f"{key} {reference} has devices of kind {machine.device.kind}, and the plan is for cluster.device={device}",
             remedy=f"Set cluster.device={machine.device.kind}.",
         )
     return machine
+
+
+def described(config: RunConfig, machine: Hardware) -> str:
+    """Return what to tell of a machine: its name, and where its values are of another number of workers on a CPU."""
+    n, profile = config.cluster.n_devices_per_node, machine.profile
+    if profile is None or profile.n_workers == n or machine.device.kind != "cpu":
+        return f"on {machine.name}"
+    return f"on {machine.name}, measured with {profile.n_workers} at a time, and a node of the plan has {n}"
 
 
 def draw_of(plan: RunPlan, wanted: str | None) -> tuple[Draw, tuple[str, ...]]:

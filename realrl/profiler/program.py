@@ -6,7 +6,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar, get_args
 
@@ -17,10 +16,9 @@ from realrl.experiment.discovery import load_run
 from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.files import write_output
-from realrl.plan.memory.formulas import Kernels
 from realrl.profiler.dispatch import handling_seconds
-from realrl.profiler.hardware_files import hardware_text, named_hardware
 from realrl.profiler.machine import SECONDS, Machine
+from realrl.profiler.measurements import Measurements, fitted_hardware, fitted_text
 from realrl.profiler.sizes import probes_of, subjects_of, work_of
 from realrl.runtime.processes.session import Session
 from realrl.sched.messages import (
@@ -35,15 +33,14 @@ from realrl.sched.messages import (
     WorkerFailed,
 )
 from realrl.sched.silence import Silences
-from realrl.shape import DecoderConfig
-from realrl.sim.fit import LEAST_POINTS, Measured, fit
+from realrl.sim.fit import LEAST_POINTS, Measured
 from realrl.sim.hardware import Hardware
-from realrl.sim.probes import Bench, Kind, Probe
+from realrl.sim.probes import Kind, Probe
 
-RESULT, SETTINGS = "hardware.yaml", "profile.json"
+RESULT, SETTINGS, MEASURED = "hardware.yaml", "profile.json", "measurements.json"
 _POLL_S = 0.2
 _N_MESSAGES = 200
-_MOST_REPEATS = 31
+_MOST_REPEATS, _MOST_SIZES = 31, 9  # repetitions of a probe; of those that take another size each time
 _BAR = 24  # characters
 _SHARES: Mapping[Kind, float] = {
     "collectives": 0.05, "copies": 0.03, "rows": 0.02, "products": 0.1, "generate": 0.25, "inference": 0.2,
@@ -80,24 +77,24 @@ def run_profile(session: Session) -> int:
     machine = workers.start()
     start_s = time.monotonic() - start_s
     subjects = subjects_of(plan, memory_bytes=machine.memory_bytes)
-    bench = Bench(
-        {name: subject.config for name, subject in subjects.items()}, plan.n_workers, Kernels(**machine.kernels)
-    )
     message_s, transport_s = workers.message_seconds()
-    base = named_hardware(settings.base or ("h200" if machine.kind == "cuda" else "two_cores"))
     measured = _measure(workers, probes_of(subjects, n_workers=plan.n_workers), settings.seconds)
     workers.end()
     session.progress.phase(f"fitting {len(measured)} measurements")
-    host = replace(base.host, message_s=message_s, event_s=transport_s + handling_seconds(plan), start_s=start_s)
-    device = replace(
-        base.device, kind="cuda" if machine.kind == "cuda" else "cpu", memory_bytes=float(machine.memory_bytes)
+    raw = Measurements(
+        experiment=plan.experiment.name,
+        machine=machine,
+        n_workers=plan.n_workers,
+        models={name: subject.config for name, subject in subjects.items()},
+        message_s=message_s,
+        event_s=transport_s + handling_seconds(plan),
+        start_s=start_s,
+        measured=measured,
     )
-    n = plan.n_workers
-    name = f"{machine.name}, {n} worker{'s' if n > 1 else ''}"
-    found = fit(measured, bench, replace(base, name=name, device=device, host=host))
-    notes = _notes(plan, bench, found, base_name=base.name)
-    write_output(session.run_dir / RESULT, hardware_text(found, notes).encode())
-    session.progress.finished(_summary(found))
+    found = fitted_hardware(raw, settings.base)
+    write_output(session.run_dir / MEASURED, raw.encoded())
+    write_output(session.run_dir / RESULT, fitted_text(raw, found, settings.base).encode())
+    session.progress.finished(summary(found))
     return 0
 
 
@@ -169,17 +166,19 @@ class _Workers:
     def seconds(self, probe: Probe, own_s: float) -> float:
         """Return the median seconds of the slowest worker, over as many repetitions as `own_s` allows.
 
-        The first one only warms up, where there is time for more.
+        The first one is left out where there is time for more.
         """
         self._doing = str(probe)
         text = msgspec.json.encode(probe).decode()
+        ranks = (0,) if probe.is_alone else self._ranks
 
         def median(n: int) -> float:
-            found = self._ask(partial(_call, str(probe), text=text, n=n), CallDone)
+            found = self._ask(partial(_call, str(probe), text=text, n=n), CallDone, ranks=ranks)
             return max(done.metrics[SECONDS] for done in found.values())
 
         first = median(1)
-        n = min(_MOST_REPEATS, int(own_s / max(first, 1e-6)) - 1)
+        most = _MOST_SIZES if probe.is_new else _MOST_REPEATS
+        n = min(most, int(own_s / max(first, 1e-6)) - 1)
         return median(n) if n >= 1 else first
 
     def show(self, n_done: int, n_all: int, probe: Probe) -> None:
@@ -241,31 +240,8 @@ def _failed(reply: WorkerFailed, doing: str) -> Error:
     return RunError(f"{message}\n{reply.traceback}".rstrip(), worker=reply.rank)
 
 
-# ---------------------------------------------------------------- the file
-
-
-def _notes(plan: RunPlan, bench: Bench, found: Hardware, *, base_name: str) -> list[str]:
-    """Return the comment of the file, line by line."""
-    n, classes = plan.n_workers, found.profile.errors if found.profile is not None else {}
-    missing = [kind for kind in get_args(Kind) if kind not in classes]
-    lines = [
-        f"Measured by realrl profile {plan.experiment.name}, with {n} worker{'s' if n > 1 else ''} at work at the same",
-        f"time; holds for as many. Models: {', '.join(map(_described, bench.models, bench.models.values()))}.",
-        "Rates, bandwidths and overheads are what the engine reached, so that efficiencies are 1. Errors are those of",
-        "the costs' forms, as |predicted / measured - 1|; median and worst are of sizes that the fit has not seen.",
-        f"Not measured, and taken from '{base_name}': links.node, host.call_s, sample_s, reward_s, bytes_per_s,",
-        "disk_bytes_per_s.",
-    ]
-    if missing:
-        lines.append(f"Not measured here either: {', '.join(missing)}.")
-    return lines
-
-
-def _described(name: str, model: DecoderConfig) -> str:
-    return f"{name} ({model.n_layers} blocks of {model.hidden_size}, {model.dtype})"
-
-
-def _summary(found: Hardware) -> dict[str, str]:
+def summary(found: Hardware) -> dict[str, str]:
+    """Return class -> its errors, in words."""
     assert found.profile is not None
     return {
         kind: f"{error.n_points} points; error of {error.n_held_out} held out: median {error.median:.0%}, worst "

@@ -22,7 +22,8 @@ from realrl.sim.probes import Probe, Way, cut_to
 _TRAINED_BYTES, _FROZEN_BYTES = 24, 8  # of a parameter: with masters, gradients, moments and a copy; without
 _TOKEN_BYTES = 80  # of a hidden channel in a block: what a backward pass keeps
 _SHARE = 0.4  # of a device's memory, for parameters and for activations
-_COPIES = tuple(1 << n for n in range(21, 28))  # larger than caches, as parameters are
+_COPIES = tuple(n << 24 for n in (1, 2, 3, 4, 6, 8))  # larger than most caches, as parameters are
+_MOST_NEW, _FEW = 8, (2, 4)  # sequences of probes with new sizes, and of those by one worker
 _BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16384)
 
@@ -107,7 +108,7 @@ def _n_parameters(config: DecoderConfig) -> int:
 
 
 def probes_of(subjects: Mapping[str, Subject], *, n_workers: int) -> list[Probe]:
-    """Return all probes, class by class; those of a class from the least work to the most."""
+    """Return all probes, class by class; those of a model from few blocks to many, then from little work to much."""
     probes: list[Probe] = []
     if n_workers > 1:
         ways: tuple[Way, ...] = ("all_reduce", "all_gather", "send")
@@ -122,16 +123,21 @@ def probes_of(subjects: Mapping[str, Subject], *, n_workers: int) -> list[Probe]
     for name, subject in subjects.items():
         if subject.generates:
             probes += _ascending(_generate(name, subject))
-    for name, subject in subjects.items():
-        probes += _ascending(_passes("inference", name, subject))
-    for name, subject in subjects.items():
-        if subject.trains:
-            probes += _ascending(_passes("train_step", name, subject))
+    for kind in ("inference", "train_step"):
+        for name, subject in subjects.items():
+            if kind == "inference" or subject.trains:
+                some = [*_passes(kind, name, subject)]
+                deep = [probe for probe in some if probe.n_layers == subject.config.n_layers]
+                small = [p for p in deep if p.n_sequences <= _MOST_NEW and p.prompt_tokens <= subject.prompt_tokens]
+                some += [replace(p, is_new=True) for p in small[::2]]
+                usual = [p for p in small if p.n_sequences in _FEW and p.prompt_tokens == subject.prompt_tokens]
+                some += [replace(p, is_alone=True) for p in usual if n_workers > 1]
+                probes += _ascending(some)
     return probes
 
 
 def _ascending(probes: Iterable[Probe]) -> list[Probe]:
-    return sorted(dict.fromkeys(probes), key=work_of)
+    return sorted(dict.fromkeys(probes), key=lambda probe: (probe.n_layers, work_of(probe)))
 
 
 def work_of(probe: Probe) -> float:

@@ -47,6 +47,7 @@ from realrl.sched.messages import (
 from realrl.sim.probes import Probe, cut_to
 
 _MOST_ROWS = 64
+_MOST_IN_A_ROW, _BETWEEN_S = 8, 300e-6  # collectives of a repetition, and the time that a rank computes between two
 _TOKENS, _FLAGS = KeySchema("int64", Per.TOKEN), KeySchema("bool", Per.TOKEN)
 
 
@@ -69,6 +70,8 @@ class ProfileWorker:
         self._device = torch.device("cpu")
         self._plan: RunPlan | None = None
         self._made: tuple[tuple[str, int], DecoderEngine] | None = None
+        self._warmed: tuple[str, tuple[str, int] | None] | None = None  # kind, and engine of the last probe
+        self._n_new: dict[Probe, int] = {}  # repetitions so far
 
     def fetch(self, key: str, ids: Sequence[str]) -> bytes:
         """Return as many bytes as the key says."""
@@ -121,46 +124,78 @@ class ProfileWorker:
         for text in (text for minibatch in request.minibatches for text in minibatch):
             probe = msgspec.json.decode(text, type=Probe)
             work = self._work(probe)
-            seconds = [self._time(work) for _ in range(max(1, request.n_steps))]
+            if self._warmed != (probe.kind, self._made_for):  # memory that only the first call takes, and code
+                work(0)()
+                self._warmed = probe.kind, self._made_for
+            world = ALONE if probe.is_alone else self._world
+            seconds = [self._time(work(self._next_number(probe)), world) for _ in range(max(1, request.n_steps))]
             metrics[SECONDS] = statistics.median(seconds)
         return CallDone(self.rank, request.seq, request.dispatch_id, request.call, request.step, None, metrics, ())
 
-    def _time(self, work: Callable[[], object]) -> float:
+    def _next_number(self, probe: Probe) -> int:
+        """Return the number of a repetition's size: 0, or where sizes are to be new, one more each time."""
+        if not probe.is_new:
+            return 0
+        self._n_new[probe] = self._n_new.get(probe, 0) + 1
+        return self._n_new[probe]
+
+    def _time(self, work: Callable[[], object], world: Communicator) -> float:
         devices.synchronize(self._device)
-        self._world.barrier()
+        world.barrier()
         start_s = time.perf_counter()
-        work()
+        own_s = work()
         devices.synchronize(self._device)
-        return time.perf_counter() - start_s
+        return own_s if isinstance(own_s, float) else time.perf_counter() - start_s
 
     # ------------------------------------------------------------ work
 
-    def _work(self, probe: Probe) -> Callable[[], object]:
-        """Return a function that does what a probe says once."""
+    @property
+    def _made_for(self) -> tuple[str, int] | None:
+        """Model and number of blocks of the engine that is there."""
+        return None if self._made is None else self._made[0]
+
+    def _work(self, probe: Probe) -> Callable[[int], Callable[[], object]]:
+        """Return a function of the repetition's number, which gives what is timed: the probe's work, done once."""
         match probe.kind:
             case "collectives":
-                return self._collective(probe)
+                return _always(self._in_a_row(self._collective(probe)))
             case "copies":
                 source = torch.zeros(probe.n_bytes, dtype=torch.uint8, device=self._device)
                 target = devices.to_host(source)
-                return lambda: target.copy_(source)
+                return _always(lambda: target.copy_(source))
             case "rows":
                 peer = self._peers[(self.rank + 1) % len(self._peers)]
-                return lambda: self._client.pull(peer, str(probe.n_bytes), ("row",))
+                return _always(lambda: self._client.pull(peer, str(probe.n_bytes), ("row",)))
         engine = self._engine(probe.model, probe.n_layers)
+        if probe.kind == "products":
+            return _always(self._products(engine, probe.tokens))
+        if probe.kind == "generate":
+            return _always(self._generation(engine, probe))
+        return lambda number: self._pass(engine, probe, self._sequences(engine, probe, number))
+
+    def _pass(self, engine: DecoderEngine, probe: Probe, batch: SequenceSample) -> Callable[[], object]:
         is_scalar = engine.decoder.config.is_scalar
-        match probe.kind:
-            case "products":
-                return self._products(engine, probe.tokens)
-            case "generate":
-                return self._generation(engine, probe)
-            case "inference":
-                batch, result = self._sequences(engine, probe), _score if is_scalar else _logprobs
-                return lambda: engine.forward(batch, result, micro_batching=MicroBatching())
-            case "train_step":
-                batch, loss = self._sequences(engine, probe), _score_loss if is_scalar else _logprobs_loss
-                n_tokens = float(probe.n_sequences * probe.response_tokens)
-                return lambda: engine.train_batch(batch, loss, normaliser=n_tokens, micro_batching=MicroBatching())
+        if probe.kind == "inference":
+            result = _score if is_scalar else _logprobs
+            return lambda: engine.forward(batch, result, micro_batching=MicroBatching())
+        loss, n_tokens = _score_loss if is_scalar else _logprobs_loss, float(probe.n_sequences * probe.response_tokens)
+        return lambda: engine.train_batch(batch, loss, normaliser=n_tokens, micro_batching=MicroBatching())
+
+    def _in_a_row(self, collective: Callable[[], object]) -> Callable[[], float]:
+        """Return a function that meets again and again, as models do, computing in between; it gives its seconds."""
+
+        def work() -> float:
+            used_s = 0.0
+            for _ in range(_MOST_IN_A_ROW):
+                start_s = time.perf_counter()
+                while (now_s := time.perf_counter()) < start_s + _BETWEEN_S:
+                    pass
+                collective()
+                devices.synchronize(self._device)
+                used_s += time.perf_counter() - now_s
+            return used_s / _MOST_IN_A_ROW
+
+        return work
 
     def _collective(self, probe: Probe) -> Callable[[], object]:
         n, world = self._world.n_ranks, self._world
@@ -196,14 +231,21 @@ class ProfileWorker:
         batch = SequenceSample.from_lists(tuple(map(str, range(n))), {"prompt_ids": (_TOKENS, prompts)})
         return lambda: engine.generate(batch, generation, seed=1, step=1, eos_id=0)
 
-    def _sequences(self, engine: DecoderEngine, probe: Probe) -> SequenceSample:
-        prompt, response = probe.prompt_tokens, probe.response_tokens
+    def _sequences(self, engine: DecoderEngine, probe: Probe, number: int) -> SequenceSample:
+        """Return the sequences of a probe; those of another `number` have some tokens more or fewer in all.
+
+        Prompts are up to a quarter longer or shorter than the probe says, since those of a run differ in length.
+        """
+        change = (number + 1) // 2 * (1 if number % 2 else -1)
+        most, tokens, masks = engine.decoder.config.max_positions, [], []
+        for i in range(probe.n_sequences):
+            prompt = probe.prompt_tokens + probe.prompt_tokens * ((5 * i + 4) % 9 - 4) // 16
+            prompt = max(1, min(prompt, most - probe.response_tokens))
+            response = max(1, min(probe.response_tokens + (0 if i else change), most - prompt))
+            masks.append([torch.tensor([True] * prompt + [False] * response)])
+            tokens.append([self._tokens(engine, prompt + response)])
         ids = tuple(map(str, range(probe.n_sequences)))
-        mask = torch.tensor([True] * prompt + [False] * response)
-        tokens = [[self._tokens(engine, prompt + response)] for _ in ids]
-        return SequenceSample.from_lists(
-            ids, {"input_ids": (_TOKENS, tokens), "prompt_mask": (_FLAGS, [[mask] for _ in ids])}
-        )
+        return SequenceSample.from_lists(ids, {"input_ids": (_TOKENS, tokens), "prompt_mask": (_FLAGS, masks)})
 
     def _tokens(self, engine: DecoderEngine, n: int) -> torch.Tensor:
         return torch.randint(1, engine.decoder.config.vocab_size, (n,))
@@ -231,6 +273,10 @@ class ProfileWorker:
         )
         self._made = (name, n_layers), engine
         return engine
+
+
+def _always(work: Callable[[], object]) -> Callable[[int], Callable[[], object]]:
+    return lambda _: work
 
 
 def _score(out: ForwardOutput, part: SequenceSample) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 The sum of squares of log(predicted / measured) is minimised over the logarithms of the parameters, each class of
 measurements with the same weight, by steps of Levenberg and Marquardt (Marquardt 1963, "An algorithm for least-squares
-estimation of nonlinear parameters"). A pull towards the values to begin with decides where measurements do not: these
-count as if each were known up to a factor of e**1.5, and measurements up to the scatter that a first fit leaves.
+estimation of nonlinear parameters"). Large ones count about as their absolute values (the pseudo-Huber loss), since a
+machine is now and then slow. A pull towards the values to begin with decides where measurements do not: these count as
+if each were known up to a factor of e**1.5, and measurements up to the scatter that a first fit leaves.
 
 Invariants of `fit`:
     - a third of each class is held out, and its errors are those of a fit that has not seen it;
@@ -27,6 +28,7 @@ from realrl.sim.hardware import GENERATION, LIMITS, Device, FitError, Hardware, 
 from realrl.sim.probes import Bench, Kind, Probe, computing_dtypes, decoding_dtypes, seconds_of
 
 LEAST_POINTS = 4
+_USUAL = 0.1  # |log(predicted / measured)| from which on it counts less than its square
 _WIDTH = 1.5  # of what is known beforehand about the logarithm of a parameter
 _FIRST_SCATTER = 0.01
 _LEAST_SCATTER = 1e-4
@@ -191,8 +193,9 @@ def _of_host(name: str) -> _Parameter:
     return _Parameter(lambda h: getattr(h.host, name), put, unit_of(Host, name))
 
 
-def _parameters(group: Sequence[Kind], present: set[Kind], bench: Bench) -> list[_Parameter]:
-    """Return the parameters that the classes of a group depend on, as far as they are present."""
+def _parameters(group: Sequence[Kind], probes: Sequence[Probe], bench: Bench) -> list[_Parameter]:
+    """Return the parameters that probes of a group of classes depend on."""
+    present = {probe.kind for probe in probes}
     if group == ("copies",):
         return [_of_link("host", "latency_s"), _of_link("host", "bytes_per_s")]
     if group == ("collectives",):
@@ -208,9 +211,10 @@ def _parameters(group: Sequence[Kind], present: set[Kind], bench: Bench) -> list
         return [*map(_in_generation, names)]
     names = ["bytes_per_s", "half_tokens"]
     if present & {"inference", "train_step"}:
-        names += ["attention_efficiency", "block_s", "pass_s"]
+        names += ["activation_efficiency", "attention_efficiency", "block_s", "pass_s"]
     if "train_step" in present:
         names += ["backward_slowdown"]
+    names += ["size_s"] * any(probe.is_new for probe in probes) + ["alone"] * any(probe.is_alone for probe in probes)
     return [*map(_rate, sorted(computing)), *map(_of_device, names)]
 
 
@@ -227,6 +231,7 @@ def _reaching(hardware: Hardware, bench: Bench) -> Hardware:
         attention_efficiency=device.attention_efficiency / device.efficiency,
         bytes_per_s=device.stream,
         memory_efficiency=1.0,
+        activation_efficiency=device.activation_efficiency / device.memory_efficiency,
         generation={},
     )
     links = replace(hardware.links, device=_reached(hardware.links.device), host=_reached(hardware.links.host))
@@ -241,8 +246,8 @@ def _reached(link: Link) -> Link:
 
 
 def _fitted(seen: Sequence[Measured], base: Hardware, bench: Bench, group: Sequence[Kind]) -> Hardware:
-    parameters = _parameters(group, {one.probe.kind for one in seen}, bench)
     probes, seconds = [one.probe for one in seen], np.log([one.seconds for one in seen])
+    parameters = _parameters(group, probes, bench)
     counts = {kind: sum(probe.kind == kind for probe in probes) for kind in group}
     weights = np.array([counts[probe.kind] ** -0.5 for probe in probes])
     start = np.array([parameter.log_of(base) for parameter in parameters])
@@ -255,15 +260,15 @@ def _fitted(seen: Sequence[Measured], base: Hardware, bench: Bench, group: Seque
         return found
 
     def misfit(values: Array) -> Array:
-        found: Array = weights * (np.log(seconds_of(probes, hardware_of(values), bench)) - seconds)
+        found: Array = np.log(seconds_of(probes, hardware_of(values), bench)) - seconds
         return found
 
-    def fit_from(starts: Sequence[Array], scatter: float, n_steps: int) -> Array:
+    def fit_from(starts: Sequence[Array], scatter: float, n_steps: int, *, forgives: bool = False) -> Array:
         pull = scatter / (np.sqrt(len(probes) / len(counts)) * _WIDTH)
 
         def residuals(values: Array) -> Array:
-            found: Array = np.concatenate([misfit(values), pull * (values - start)])
-            return found
+            found = _forgiven(misfit(values)) if forgives else misfit(values)
+            return np.concatenate([weights * found, pull * (values - start)])
 
         ends = [least_squares(residuals, values, most_steps=n_steps) for values in starts]
         return min(ends, key=lambda values: float(residuals(values) @ residuals(values)))
@@ -272,8 +277,15 @@ def _fitted(seen: Sequence[Measured], base: Hardware, bench: Bench, group: Seque
     bends = [i for i, parameter in enumerate(parameters) if parameter.is_rate]
     ways = product(*[(-1.0, 0.0, 1.0) if i in bends else (0.0,) for i in range(len(parameters))])
     values = fit_from([start + np.array(way) for way in ways], _FIRST_SCATTER, _FEW_STEPS)
-    scatter = max(_LEAST_SCATTER, float(np.sqrt(np.mean((misfit(values) / weights) ** 2))))
-    return hardware_of(fit_from([values], scatter, _MOST_STEPS))
+    scatter = max(_LEAST_SCATTER, float(np.sqrt(np.mean(misfit(values) ** 2))))
+    values = fit_from([values], scatter, _MOST_STEPS)  # from far away, what is forgiven leads nowhere
+    return hardware_of(fit_from([values], scatter, _MOST_STEPS, forgives=True))
+
+
+def _forgiven(misfit: Array) -> Array:
+    """Return the square root of twice the pseudo-Huber loss, with the sign of the misfit."""
+    found: Array = np.sign(misfit) * _USUAL * np.sqrt(2.0 * (np.hypot(1.0, misfit / _USUAL) - 1.0))
+    return found
 
 
 def least_squares(residuals: Callable[[Array], Array], start: Array, *, most_steps: int = _MOST_STEPS) -> Array:

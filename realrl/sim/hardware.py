@@ -61,13 +61,16 @@ class Device:
         memory_bytes: size of its memory.
         bytes_per_s: peak bandwidth of its memory.
         memory_efficiency: share of that which reading weights, caches and optimizer state reaches.
+        activation_efficiency: share of that which norms, residuals and other work on activations reaches.
         efficiency: share of the peak that products of many tokens reach.
         half_tokens: tokens at which half of that is reached.
         attention_efficiency: share of the peak that attention over packed sequences reaches.
         backward_slowdown: seconds of a backward pass over those that its FLOPs would take in a forward pass.
         block_s: seconds that a block takes beside computing, such as launches of kernels; twice that backward.
-        pass_s: seconds that a micro-batch takes on each stage beside its blocks, in one direction.
+        pass_s: seconds that a micro-batch takes on each stage beside its blocks; twice that backward.
         token_s: seconds that a decoding step takes beside its blocks: sampling, and deciding who goes on.
+        size_s: seconds in which libraries prepare a stage's forward products for a number of tokens that is new.
+        alone: times as fast as the device computes while all others of its node wait, if they share caches and cores.
         flops_per_s: dtype -> peak of products.
         generation: attribute of `GENERATION` -> its value in generation, where that has kernels of its own, as on CPUs.
     """
@@ -76,6 +79,7 @@ class Device:
     memory_bytes: float = _quantity("B")
     bytes_per_s: float = _quantity("B/s")
     memory_efficiency: float = _quantity("")
+    activation_efficiency: float = _quantity("")
     efficiency: float = _quantity("")
     half_tokens: float = _quantity("tokens")
     attention_efficiency: float = _quantity("")
@@ -83,6 +87,8 @@ class Device:
     block_s: float = _quantity("s", most=1.0)
     pass_s: float = _quantity("s", most=1.0)
     token_s: float = _quantity("s", most=1.0)
+    size_s: float = _quantity("s", most=1.0)
+    alone: float = _quantity("")
     flops_per_s: Mapping[str, float] = _quantity("FLOP/s")
     generation: Mapping[str, float] = field(default_factory=dict, metadata={"unit": None})
 
@@ -96,6 +102,11 @@ class Device:
     def stream(self) -> float:
         """Bytes a second that are read or written."""
         return self.bytes_per_s * self.memory_efficiency
+
+    @property
+    def activation_stream(self) -> float:
+        """Bytes a second of activations that are read or written."""
+        return self.bytes_per_s * self.activation_efficiency
 
     def rate(self, dtype: str) -> float:
         """Return the FLOPs a second of products of many tokens.
@@ -111,7 +122,15 @@ class Device:
         return self.flops_per_s[dtype] * self.efficiency
 
 
-GENERATION = ("memory_efficiency", "efficiency", "half_tokens", "attention_efficiency", "block_s", "pass_s")
+GENERATION = (
+    "memory_efficiency",
+    "activation_efficiency",
+    "efficiency",
+    "half_tokens",
+    "attention_efficiency",
+    "block_s",
+    "pass_s",
+)
 
 
 @dataclass(frozen=True)
@@ -160,7 +179,7 @@ class Host:
         message_s: seconds of a message between master and worker, one way.
         event_s: seconds that the master takes for an event.
         call_s: seconds that a worker takes for a call beside its passes.
-        sample_s: seconds to load, read or free a sample.
+        sample_s: seconds to load, read or free a sample, or to give one to a call and take what it makes of it.
         reward_s: seconds to judge a response by a function.
         start_s: seconds until the workers are ready.
         bytes_per_s: bandwidth of host memory, for an optimizer that lives there.
@@ -263,8 +282,8 @@ def _check_units(hardware: Hardware, source: str) -> None:
     """Refuse values that no machine has together, because the unit of one of them is wrong.
 
     Raises:
-        ConfigError: a link is faster than the device's memory, the memory takes too long or too short to be read, or the
-            device computes too fast for its memory or too slowly.
+        ConfigError: a link is faster than the device's memory, the memory takes too long or too short to be read, or
+            the device computes too fast for its memory or too slowly.
     """
     device, peak = hardware.device, max(hardware.device.flops_per_s.values())
     for name in (part.name for part in fields(Links)):

@@ -22,7 +22,14 @@ from realrl.sim.costs.generation import StageDecoding, together_seconds
 from realrl.sim.costs.moves import copy_seconds
 from realrl.sim.costs.passes import Load
 from realrl.sim.costs.samples import tokens_of
-from realrl.sim.costs.training import StageLinks, Training, optimizer_seconds, passes_of, run_passes
+from realrl.sim.costs.training import (
+    TRAINED_SIZES,
+    StageLinks,
+    Training,
+    optimizer_seconds,
+    passes_of,
+    run_passes,
+)
 from realrl.sim.durations import SampleSizes
 from realrl.sim.hardware import Hardware
 
@@ -36,7 +43,7 @@ _TRAINING = Training("native", 0, False, False, 1)
 
 @dataclass(frozen=True)
 class Probe:
-    """One measurement, made by all workers at the same time.
+    """One measurement, made by all workers at the same time, or by one while the others wait.
 
     Attributes:
         kind: "products" multiplies tokens by the matrices of blocks one after the other; "inference", "train_step" and
@@ -46,6 +53,8 @@ class Probe:
         n_sequences, prompt_tokens, response_tokens: sequences, all of these lengths.
         way: kind of a collective, between all workers; each sends to the next one.
         n_bytes: of one rank's summand, of the gathered whole, or of the message.
+        is_new: the number of tokens is another one each time.
+        is_alone: one worker computes.
     """
 
     kind: Kind
@@ -56,6 +65,8 @@ class Probe:
     response_tokens: int = 0
     way: Way = ""
     n_bytes: int = 0
+    is_new: bool = False
+    is_alone: bool = False
 
     @property
     def tokens(self) -> int:
@@ -66,7 +77,8 @@ class Probe:
         if self.n_bytes:
             return f"{self.way or self.kind} of {self.n_bytes:,} bytes"
         lengths = f"{self.prompt_tokens}+{self.response_tokens}" if self.response_tokens else f"{self.prompt_tokens}"
-        return f"{self.kind} of {self.model}, {self.n_layers} blocks, {self.n_sequences} x {lengths} tokens"
+        manner = " of new sizes" * self.is_new + " alone" * self.is_alone
+        return f"{self.kind}{manner} of {self.model}, {self.n_layers} blocks, {self.n_sequences} x {lengths} tokens"
 
 
 @dataclass(frozen=True)
@@ -107,7 +119,8 @@ def seconds_of(probes: Sequence[Probe], hardware: Hardware, bench: Bench) -> Arr
     for (kind, name, n_layers), members in groups.items():
         some = [probes[i] for i in members]
         if name:
-            seconds[members] = _computing(kind, some, cut_to(bench.models[name], n_layers), hardware, bench)
+            together = _computing(kind, some, cut_to(bench.models[name], n_layers), hardware, bench)
+            seconds[members] = together / np.where([probe.is_alone for probe in some], hardware.device.alone, 1.0)
         else:
             seconds[members] = [_carrying(probe, hardware, bench.n_workers) for probe in some]
     return seconds
@@ -125,10 +138,11 @@ def _computing(kind: Kind, probes: Sequence[Probe], model: DecoderConfig, hardwa
         per_token = work.product_flops(1.0) / device.rate(work.dtype)
         return cast(Array, np.maximum(per_token * (tokens + device.half_tokens), work.matrix_bytes / device.stream))
     load, links = _load(probes, model), [_LINKS]
+    is_new = np.array([float(probe.is_new) for probe in probes])
     if kind == "inference":
-        return run_passes(load, *passes_of([work], links, hardware, None), links)
+        return run_passes(load, *passes_of([work], links, hardware, None), links) + is_new * device.size_s
     passes = run_passes(load, *passes_of([work], links, hardware, _TRAINING), links)
-    return passes + optimizer_seconds(work, _LINKS, hardware, _TRAINING)
+    return passes + optimizer_seconds(work, _LINKS, hardware, _TRAINING) + is_new * TRAINED_SIZES * device.size_s
 
 
 def _load(probes: Sequence[Probe], model: DecoderConfig) -> Load:

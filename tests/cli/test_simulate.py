@@ -135,6 +135,16 @@ def test_modelled_experiments(experiment, capsys):
     assert "period" in capsys.readouterr().out
 
 
+def test_the_machine_is_one_with_as_many_workers(capsys):
+    tiny = ("ppo", "preset=tiny", "--steps", "2")
+    assert simulate(*tiny) == 0
+    assert "one worker on both\n" in capsys.readouterr().out
+    assert simulate(*tiny, "cluster.n_devices_per_node=2") == 0
+    assert "a worker on each\n" in capsys.readouterr().out
+    assert simulate(*tiny, "--hardware", "two_cores") == 0
+    assert "a worker on each, measured with 2 at a time, and a node of the plan has 1\n" in capsys.readouterr().out
+
+
 def test_a_prediction_is_compared_with_its_run(two, capsys, tmp_path):
     assert simulate("ppo", "--against", two, "--hardware", "two_cores") == 0
     printed = capsys.readouterr().out

@@ -33,7 +33,11 @@ def temporary(tmp_path, monkeypatch):
 
 def test_a_profile_of_one_worker(tmp_path, temporary, capsys):
     out = tmp_path / "ours.yaml"
-    assert cli.main(["profile", "ppo", *SMALL, "launcher=inline", "--seconds", "1", "--out", str(out)]) == 0
+    raw, again = tmp_path / "raw.json", tmp_path / "again.yaml"
+    options = ("--seconds", "1", "--measurements", str(raw), "--out", str(out))
+    assert cli.main(["profile", "ppo", *SMALL, "launcher=inline", *options]) == 0
+    assert cli.main(["profile", "ppo", "--from", str(raw), "--out", str(again)]) == 0
+    assert again.read_text() == out.read_text()
     found = named_hardware(str(out))
     assert found.device.kind == "cpu"
     assert found.profile.n_workers == 1
@@ -42,7 +46,7 @@ def test_a_profile_of_one_worker(tmp_path, temporary, capsys):
     assert found.host.start_s > 0
     assert 0 < found.host.message_s < 1
     assert out.read_text().startswith("# Measured by realrl profile ppo, with 1 worker")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours.yaml", "tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again.yaml", "ours.yaml", "raw.json", "tmp"]
     assert not any(temporary.iterdir())
     assert "next: train_step" in capsys.readouterr().out
 

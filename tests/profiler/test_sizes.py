@@ -1,4 +1,5 @@
 from collections import Counter
+from dataclasses import replace
 from itertools import groupby, pairwise
 
 import pytest
@@ -46,8 +47,20 @@ def test_batches_end_with_the_largest_of_the_run():
 
 def test_sizes_of_a_class_grow():
     probes = probes_of(subjects_of(plan_of("ppo"), memory_bytes=8 * GB), n_workers=2)
-    for kind, some in groupby(probes, key=lambda probe: (probe.kind, probe.model)):
+    for kind, some in groupby(probes, key=lambda probe: (probe.kind, probe.model, probe.n_layers)):
         assert all(work_of(a) <= work_of(b) for a, b in pairwise(some)), kind
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_passes_show_what_new_sizes_cost_and_what_workers_take_from_each_other(n_workers):
+    probes = probes_of(subjects_of(plan_of("ppo"), memory_bytes=8 * GB), n_workers=n_workers)
+    for kind in ("inference", "train_step"):
+        of_kind = {probe for probe in probes if probe.kind == kind}
+        new, alone = ({p for p in of_kind if getattr(p, name)} for name in ("is_new", "is_alone"))
+        assert len(new) >= 3
+        assert bool(alone) == (n_workers > 1)
+        assert {replace(p, is_new=False, is_alone=False) for p in new | alone} < of_kind
+    assert not any(p.is_new or p.is_alone for p in probes if p.kind not in ("inference", "train_step"))
 
 
 def test_roles_of_one_shape_are_measured_once():

@@ -24,6 +24,9 @@ TRUE = replace(
         efficiency=1.0,
         bytes_per_s=2e10,
         memory_efficiency=1.0,
+        activation_efficiency=0.25,
+        size_s=8e-3,
+        alone=1.5,
         half_tokens=20.0,
         attention_efficiency=0.25,
         backward_slowdown=1.3,
@@ -45,6 +48,9 @@ def probes():
     for depth in (12, 4):
         yield from (Probe("inference", "actor", depth, *size) for size in sizes)
         yield from (Probe("train_step", "actor", depth, *size) for size in sizes)
+        yield from (Probe("inference", "actor", depth, *size, is_new=True) for size in sizes[::3])
+        yield from (Probe("train_step", "actor", depth, *size, is_new=True) for size in sizes[::3])
+        yield from (Probe("train_step", "actor", depth, *size, is_alone=True) for size in sizes[1::4])
         yield from (Probe("generate", "actor", depth, n, p, r) for n in (1, 4, 16, 64) for p, r in ((16, 2), (64, 48)))
         yield from (Probe("generate", "actor", depth, n, 512, 4) for n in (1, 4, 16))
     for n in (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 24):
@@ -66,9 +72,18 @@ def test_parameters_are_recovered(noise, tolerance):
     close = {"rel": tolerance}
     for dtype, rate in TRUE.device.flops_per_s.items():
         assert found.device.rate(dtype) == pytest.approx(rate, **close)
-    for name in ("half_tokens", "attention_efficiency", "backward_slowdown", "bytes_per_s"):
+    names = (
+        "half_tokens",
+        "activation_efficiency",
+        "attention_efficiency",
+        "backward_slowdown",
+        "bytes_per_s",
+        "alone",
+    )
+    for name in names:
         assert getattr(found.device, name) == pytest.approx(getattr(TRUE.device, name), **close), name
     assert _overheads(found.device)[0] == pytest.approx(_overheads(TRUE.device)[0], **close)
+    assert found.device.size_s == pytest.approx(TRUE.device.size_s, rel=0.2)
     if not noise:  # overheads of generation are a hundredth of its shortest probes
         assert _overheads(found.device.generating) == pytest.approx(_overheads(TRUE.device.generating), rel=0.2)
     for link in ("device", "host"):
@@ -79,6 +94,14 @@ def test_parameters_are_recovered(noise, tolerance):
 
 def _overheads(device):
     return 12 * device.block_s + device.pass_s, 12 * device.block_s + device.token_s
+
+
+def test_a_machine_that_is_now_and_then_slow_is_fitted_as_if_it_were_not():
+    points = measured(noise=0.02)
+    spoiled = [replace(one, seconds=one.seconds * (1.6 if i % 9 == 4 else 1)) for i, one in enumerate(points)]
+    usual, found = (fit(some, BENCH, BASE) for some in (points, spoiled))
+    for dtype in TRUE.device.flops_per_s:
+        assert found.device.rate(dtype) == pytest.approx(usual.device.rate(dtype), rel=0.06)
 
 
 def test_a_third_is_held_out_and_errors_are_as_large_as_the_noise():

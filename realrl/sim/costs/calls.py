@@ -37,6 +37,7 @@ from realrl.sim.costs.moves import (
 from realrl.sim.costs.samples import Tokens, micro_batches, tokens_of
 from realrl.sim.costs.training import (
     NOTHING_FREE,
+    TRAINED_SIZES,
     Free,
     StageLinks,
     Training,
@@ -112,8 +113,11 @@ class CostModel:
             seconds = computing.generating([one[0] for one in minibatches], sizes)
         else:
             seconds = computing.inferring(call, [one[0] for one in minibatches], sizes)
-        constant = self._hardware.host.call_s
-        return {rank: constant + s for members, s in zip(replicas, seconds, strict=True) for rank in members}
+        host = self._hardware.host
+        counts = [sum(map(len, own)) for own in minibatches]
+        beside = [host.call_s + host.sample_s * n for n in counts]
+        found = zip(replicas, seconds, beside, strict=True)
+        return {rank: s + b for members, s, b in found for rank in members}
 
     def meets(self, call: ScheduledCall) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that begin the computation of a call together."""
@@ -286,14 +290,12 @@ class _Computing:
             training = Training(
                 role.backend, role.zero_stage, role.offloads_optimizer, role.checkpoints_activations, strategy.dp
             )
-            self._end_s = (
-                0.0
-                if free.optimizer
-                else max(
+            self._end_s = TRAINED_SIZES * hardware.device.size_s
+            if not free.optimizer:
+                self._end_s += max(
                     optimizer_seconds(work, link, hardware, training)
                     for work, link in zip(self._works, self._links, strict=True)
                 )
-            )
         elif role.zero_stage == 3 and role.is_trained and allocation == role.home:
             self._begin_s = max(
                 link.gather(work.n_trained * work.element_bytes)
@@ -326,6 +328,7 @@ class _Computing:
         tokens = self._tokens(sizes)
         seconds = [self._begin_s] * len(shares)
         told = self._links[0].forward.latency_s  # the result, from the last stage to the others
+        told += self._hardware.device.size_s
         for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp):
             found = self._run(part.load, *self._passes, self._links).tolist()
             for place, s in zip(part.places, found, strict=True):

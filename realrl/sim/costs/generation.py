@@ -62,16 +62,18 @@ class StageDecoding:
         """Seconds of a step by its rows, 0 to `max_rows`, without the keys and values that it reads."""
         work, device, rows = self.work, self.device.generating, np.arange(self.max_rows + 1.0)
         rate, half = device.rate(work.dtype), device.half_tokens
-        seconds = work.n_layers * device.block_s + np.maximum(
+        # ranks that exchange activations compute block after block, as in training, and not all blocks in one call
+        block_s = max(device.block_s, self.device.block_s) if self.tensor.latency_s else device.block_s
+        seconds = work.n_layers * block_s + np.maximum(
             work.product_flops(1.0) * (rows + half) / rate, work.bytes_read(rows) / device.stream
         )
-        seconds += work.row_bytes * rows / device.stream
+        seconds += work.row_bytes * rows / device.activation_stream
         n_exchanges = 2 * work.n_layers + work.has_embedding
         seconds += n_exchanges * (self.tensor.latency_s + self.tensor.s_per_byte * work.hidden_bytes * rows)
         if work.has_head:
             head = np.maximum(work.head_flops(rows + half) / rate, work.head * work.element_bytes / device.stream)
             gathered = self.tensor.latency_s + self.tensor.s_per_byte * work.logits * work.element_bytes * rows
-            seconds += head + gathered + device.token_s + rows * work.logits * LOGIT_BYTES / device.stream
+            seconds += head + gathered + device.token_s + rows * work.logits * LOGIT_BYTES / device.activation_stream
         seconds += self.forward.latency_s + self.forward.s_per_byte * (work.hidden_bytes + _PACKET_BYTES) * rows
         seconds[0] = 0.0
         return seconds

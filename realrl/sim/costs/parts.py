@@ -57,4 +57,4 @@ def parts_of(
 
 def _without_constants(device: Device) -> Device:
     generation = {name: 0.0 if name in ("block_s", "pass_s") else value for name, value in device.generation.items()}
-    return replace(device, block_s=0.0, pass_s=0.0, token_s=0.0, generation=generation)
+    return replace(device, block_s=0.0, pass_s=0.0, token_s=0.0, size_s=0.0, generation=generation)

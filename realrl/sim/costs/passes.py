@@ -78,7 +78,8 @@ class PassCost:
             seconds = seconds + self._blocks(load, is_backward=False)
         if self.work.has_head:
             seconds = seconds + self._head(load.scored)
-        return np.where(load.tokens > 0, seconds + self.device.pass_s + self.extra_s, 0.0)
+        constant = (2.0 if self.is_backward else 1.0) * self.device.pass_s + self.extra_s
+        return np.where(load.tokens > 0, seconds + constant, 0.0)
 
     def _blocks(self, load: Load, *, is_backward: bool) -> Array:
         work, device, tokens = self.work, self.device, load.tokens
@@ -91,7 +92,7 @@ class PassCost:
         pairs = sum((n * load.pairs[window] for window, n in work.windows), np.zeros_like(tokens))
         peak = device.rate(work.dtype) / device.efficiency * device.attention_efficiency
         attention = slowdown * work.attention_flops(1.0, is_backward=is_backward) / peak * pairs
-        rows = times * work.row_bytes / device.stream * tokens
+        rows = times * work.row_bytes / device.activation_stream * tokens
         n_exchanges = 2 * work.n_layers + (work.has_embedding and not is_backward) + (work.has_head and is_backward)
         exchange = n_exchanges * (self.tensor.latency_s + self.tensor.s_per_byte * work.hidden_bytes * tokens)
         return times * work.n_layers * device.block_s + products + attention + rows + exchange
@@ -104,7 +105,7 @@ class PassCost:
             slowdown * work.head_flops(tokens, is_backward=self.is_backward) / device.rate(work.dtype),
             work.head * work.element_bytes / device.stream,
         )
-        return np.where(scored > 0, products + scored * work.logits * LOGIT_BYTES / device.stream, 0.0)
+        return np.where(scored > 0, products + scored * work.logits * LOGIT_BYTES / device.activation_stream, 0.0)
 
 
 # ---------------------------------------------------------------- pipelines

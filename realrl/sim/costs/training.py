@@ -27,6 +27,7 @@ _ADAMW_BYTES = 7 * FLOAT32
 _NORM_AND_CLIP_BYTES = 3 * FLOAT32
 _FLATTEN_BYTES = 4 * FLOAT32  # gradients are copied into a bucket and out of it again
 _STATS_BYTES = 64.0
+TRAINED_SIZES = 3.0  # products prepared for a new number of tokens: forward one for each matrix, backward two
 
 
 @dataclass(frozen=True)

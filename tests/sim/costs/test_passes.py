@@ -9,7 +9,7 @@ from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.pipeline import inference, one_f_one_b
 from realrl.shape import LoRA
 from realrl.sim.costs.collectives import FREE, LinearCost
-from realrl.sim.costs.flops import attended, stage_work
+from realrl.sim.costs.flops import LOGIT_BYTES, attended, stage_work
 from realrl.sim.costs.passes import Load, PassCost, pipeline_seconds
 from tests.plan.pipeline_simulator import simulate
 from tests.sim.costs.models import hardware, llama, small
@@ -60,6 +60,13 @@ def test_what_a_block_takes_beside_computing_counts_twice_backward():
     for is_backward, times in ((False, 1), (True, 2)):
         costs = [PassCost(WORK, device, FREE, is_backward=is_backward)(load(10))[0] for device in (DEVICE, slow)]
         assert costs[1] - costs[0] == pytest.approx(times * WORK.n_layers)
+
+
+def test_activations_have_a_bandwidth_of_their_own():
+    slow = replace(DEVICE, activation_efficiency=DEVICE.activation_efficiency / 2)
+    more = [PassCost(WORK, device, FREE)(load(100))[0] for device in (DEVICE, slow)]
+    rows = (100 * WORK.row_bytes + 100 * WORK.logits * LOGIT_BYTES) / DEVICE.activation_stream
+    assert more[1] - more[0] == pytest.approx(rows)
 
 
 def test_adapters_make_backward_shorter():

@@ -1,0 +1,101 @@
+"""Devices of a node that share cores, caches or memory: a call is faster while the others wait.
+
+Costs hold for a node whose devices all compute. Who computes at the same time is known after a simulation, so one is
+made with these costs, and others with what the one before has found.
+
+Invariants of `waiting_shares`:
+    - every share is between 0 and 1;
+    - it is 1 for a call that nothing overlaps, and 0 for one on all devices of its nodes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import numpy as np
+
+from realrl.sched.calls import ScheduledCall
+from realrl.sched.messages import RunCall
+from realrl.sched.track.dispatch import PartKind
+from realrl.sim.cluster import SimulatedRun
+from realrl.sim.costs.flops import Array
+from realrl.sim.durations import Durations, SampleSizes
+
+_N_ROUNDS = 2  # a third changes the period of five plans by less than 1%
+
+
+def simulate_sharing(
+    simulate: Callable[[Durations], Sequence[SimulatedRun]],
+    durations: Durations,
+    *,
+    alone: float,
+    node_of: Callable[[int], int],
+) -> Sequence[SimulatedRun]:
+    """Simulate with calls that are faster while the other devices of their nodes wait; return the attempts.
+
+    Args:
+        simulate: simulates with given durations.
+        durations: those of a node whose devices all compute.
+        alone: see `realrl.sim.hardware.Device`; 1 needs a single simulation.
+        node_of: node of a global rank.
+    """
+    attempts = simulate(durations)
+    for _ in range(_N_ROUNDS if alone != 1.0 else 0):
+        shares = waiting_shares(attempts[-1], node_of)
+        attempts = simulate(cast(Durations, _Relieved(durations, shares, alone)))
+    return attempts
+
+
+def waiting_shares(run: SimulatedRun, node_of: Callable[[int], int]) -> dict[str, float]:
+    """Return call -> share of its time in which the other devices of its nodes compute nothing, on average."""
+    bars: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    ranks_of: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
+    for activity in run.activities:
+        if activity.kind == PartKind.CALL.value:
+            for rank, end_s in activity.ends.items():
+                bars[rank].append((activity.start_s, end_s))
+                ranks_of[activity.name].append((rank, activity.start_s, end_s))
+    nodes: dict[int, list[int]] = defaultdict(list)
+    for rank in range(run.n_ranks):
+        nodes[node_of(rank)].append(rank)
+    busy = {rank: _busy(found) for rank, found in bars.items()}
+    shares = {}
+    for name, found in ranks_of.items():
+        possible = waited = 0.0
+        for rank, start_s, end_s in found:
+            for other in nodes[node_of(rank)]:
+                if other != rank:
+                    used = float(np.diff(np.interp([start_s, end_s], *busy[other]))[0]) if other in busy else 0.0
+                    possible += end_s - start_s
+                    waited += end_s - start_s - used
+        shares[name] = min(1.0, max(0.0, waited / possible)) if possible else 0.0
+    return shares
+
+
+def _busy(bars: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
+    """Return times, and the seconds of bars up to each, for bars that do not overlap."""
+    times = np.array(sorted(bars)).reshape(-1)
+    lengths = np.diff(times, prepend=times[:1])
+    lengths[::2] = 0.0
+    return times, np.cumsum(lengths)
+
+
+class _Relieved:
+    """Durations of calls, shorter by what they gain while others wait; everything else is as it was."""
+
+    def __init__(self, durations: Durations, shares: Mapping[str, float], alone: float) -> None:
+        self._durations = durations
+        self._shares = shares
+        self._alone = alone
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._durations, name)
+
+    def call(
+        self, call: ScheduledCall, requests: Mapping[int, RunCall], sizes: Mapping[str, SampleSizes]
+    ) -> Mapping[int, float]:
+        share = self._shares.get(call.name, 0.0)
+        factor = 1.0 - share + share / self._alone
+        return {rank: factor * s for rank, s in self._durations.call(call, requests, sizes).items()}
