@@ -282,8 +282,8 @@ def _check_units(hardware: Hardware, source: str) -> None:
     """Refuse values that no machine has together, because the unit of one of them is wrong.
 
     Raises:
-        ConfigError: a link is faster than the device's memory, the memory takes too long or too short to be read, or
-            the device computes too fast for its memory or too slowly.
+        ConfigError: a link is faster than the device's memory, reading that takes too long or too short a time, or the
+            device computes too fast for its memory or too slowly.
     """
     device, peak = hardware.device, max(hardware.device.flops_per_s.values())
     for name in (part.name for part in fields(Links)):
