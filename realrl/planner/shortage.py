@@ -6,6 +6,7 @@ settings that are open at what takes the least. A cluster has room for some plan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -28,6 +29,7 @@ from realrl.search.space import choices_of, mesh_at
 from realrl.sim.hardware import Hardware
 
 MOST_DEVICES = 1024  # of clusters that are tried
+_WORTH_DOUBLING = 0.97
 _TURNS = 2  # over the roles, of which each takes the strategy that is best beside the others'
 
 
@@ -108,7 +110,7 @@ def find_shortage(request: Request, machines: Mapping[str, Hardware]) -> Shortag
     with_room = (name for n_bytes, name in larger if _has_room(replace(tight, memory_bytes=int(n_bytes))))
     changed = ((words, _tight(replace(request, config=change(request.config)))) for words, change in _changes(request))
     changes = (words for words, other in changed if other.config != tight.config and _has_room(other))
-    return Shortage(request.capacity, needs, _fewest_nodes(tight), next(with_room, None), next(changes, ()))
+    return Shortage(request.capacity, needs, _fewest_nodes(tight, needs), next(with_room, None), next(changes, ()))
 
 
 # ---------------------------------------------------------------- the plan that takes the least
@@ -242,34 +244,44 @@ def _needs(request: Request, settings: PlanSettings, memory: MemoryPlan) -> tupl
 
 def _has_room(request: Request) -> bool:
     """Return True if the plan that takes the least fits."""
+    return _most(request) <= request.capacity
+
+
+def _most(request: Request) -> float:
+    """Return the bytes that the plan that takes the least needs of the fullest device; infinity if there is no plan."""
     try:
         settings, memory = _least(request)
         check_models_fit(plan_run(settings.applied(request.config), request.experiment))
         needs = _needs(request, settings, memory)
     except UsageError:
-        return False
-    return all(need.n_bytes <= request.capacity for need in needs)
+        return math.inf
+    return max((need.n_bytes for need in needs), default=0)
 
 
 # ---------------------------------------------------------------- what would do
 
 
-def _fewest_nodes(request: Request) -> int | None:
-    """Return the fewest nodes, found by doubling and halving, as if more nodes never had less room."""
+def _fewest_nodes(request: Request, needs: Sequence[Need]) -> int | None:
+    """Return the fewest nodes, found by doubling and halving, as if more nodes never had less room.
+
+    Twice the nodes that save next to nothing end the doubling: what is left then is of single samples, or pinned.
+    """
     now, size = request.config.cluster.n_nodes, request.config.cluster.n_devices_per_node
 
-    def has_room(n_nodes: int) -> bool:
+    def most(n_nodes: int) -> float:
         cluster = request.config.cluster.model_copy(update={"n_nodes": n_nodes})
-        return _has_room(replace(request, config=request.config.model_copy(update={"cluster": cluster})))
+        return _most(replace(request, config=request.config.model_copy(update={"cluster": cluster})))
 
-    low, high = now, 2 * now
-    while not has_room(high):
-        low, high = high, 2 * high
-        if high * size > MOST_DEVICES:
+    low, high, before = now, 2 * now, float(needs[0].n_bytes)
+    while high * size <= MOST_DEVICES and (found := most(high)) > request.capacity:
+        if found > _WORTH_DOUBLING * before:
             return None
+        low, high, before = high, 2 * high, found
+    if high * size > MOST_DEVICES:
+        return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if has_room(middle) else (middle, high)
+        low, high = (low, middle) if most(middle) <= request.capacity else (middle, high)
     return high
 
 

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -16,6 +17,7 @@ from realrl.errors import AllocationError
 from realrl.graph.build import topological_calls
 from realrl.graph.mfc import MFCDef
 from realrl.mesh.device_mesh import Cluster
+from realrl.plan.memory.plan import show_bytes
 from realrl.search.fast import Placed, Span, relation
 from realrl.search.methods.fill import Filler, Rule
 from realrl.search.problem import Problem
@@ -152,10 +154,16 @@ class Maker:
                     f"method '{self.name}' has no strategy that is the same for all of {spelled} on {size} devices",
                     remedy="Use another method, or pins that fit this one.",
                 )
+            if least >= sys.maxsize:
+                return AllocationError(
+                    f"method '{self.name}' puts {spelled} on devices apart from their roles, and {size} are all there are",
+                    remedy=_MORE,
+                )
             if least > filler.capacity:
                 return AllocationError(
                     f"method '{self.name}' has no plan that fits: a mesh of {size} devices for {spelled} takes "
-                    f"{least / 1e9:,.1f} GB of a device at least, and a plan may use {filler.capacity / 1e9:,.1f} GB",
+                    f"{show_bytes(int(least))} of a device at least, and a plan may use "
+                    f"{show_bytes(int(filler.capacity))}",
                     remedy=_MORE,
                 )
         return AllocationError(
