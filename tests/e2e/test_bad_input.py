@@ -446,6 +446,7 @@ def test_checkpoints_that_could_not_be_written_are_noticed_at_the_start(call: Ca
 # ---------------------------------------------------------------- surroundings
 
 
+@pytest.mark.slow
 def test_relative_paths_mean_the_same_to_every_process(workplace: Path, models: Path) -> None:
     write_rows(workplace / "data.jsonl", PROMPTS)
     shutil.copytree(models / "lm", workplace / "model")

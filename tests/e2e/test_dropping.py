@@ -49,7 +49,9 @@ def test_every_step_trains_on_its_number_of_samples(reference: list[dict[str, An
         pytest.param(
             ("launcher=local", "cluster.n_devices_per_node=2", "n_mbs=2"), marks=pytest.mark.slow, id="two slices"
         ),
-        pytest.param(("launcher=local", *TWO_MESHES, "min_n_seqs=1"), id="two meshes, streaming"),
+        pytest.param(
+            ("launcher=local", *TWO_MESHES, "min_n_seqs=1"), marks=pytest.mark.slow, id="two meshes, streaming"
+        ),
     ],
 )
 def test_plans_agree(reference: list[dict[str, Any]], overrides: tuple[str, ...], tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ PLAN = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_with_overlap_is_equal_bit_for_bit(tmp_path: Path) -> None:
     found = {}
     for name in ("true", "false"):

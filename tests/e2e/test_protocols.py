@@ -44,8 +44,8 @@ def test_every_protocol_has_an_example() -> None:
     assert set(EXAMPLES) <= set(protocol_names())
 
 
-# tests/plan/test_protocols.py has how they divide; ref_inf of 3D_ALL_MICRO_DP's example has 3D_PROTO, the default
-SLOW = ("3D_PROTO", "DP_PROTO", "ALL_TO_ALL", "ONE_TO_ALL")
+# tests/plan/test_protocols.py has how they divide
+SLOW = ("3D_PROTO", "DP_PROTO", "ALL_TO_ALL", "ONE_TO_ALL", "3D_PP_ONLY")
 
 
 @pytest.mark.parametrize(

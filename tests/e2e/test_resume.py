@@ -117,6 +117,7 @@ def with_backends(experiment: str, overrides: tuple[str, ...], **backends: str) 
     return (*overrides, *keys)
 
 
+@pytest.mark.slow
 def test_backends_continue_with_the_same_bits(tmp_path: Path) -> None:
     overrides = with_backends("ppo", SHORT, actor="megatron", critic="deepspeed 2")
     check_resumes(tmp_path, "ppo", [1], *overrides, last=3)

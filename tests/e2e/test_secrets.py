@@ -128,6 +128,7 @@ def test_modules_in_the_working_directory_take_no_other_ones_place(workplace: Pa
     assert metrics["reward/mean"] == 0.5
 
 
+@pytest.mark.slow
 def test_the_umask_can_only_close_a_run_folder_further(workplace: Path) -> None:
     before = os.umask(0o277)
     try:

@@ -1,5 +1,7 @@
 """Seconds of calls, and the room that each has, in runs whose times are known."""
 
+from dataclasses import replace
+
 import pytest
 
 from realrl.planner.evaluate import evaluate
@@ -12,6 +14,7 @@ SECONDS = {"actor_gen": 3.0, "rew_inf": 1.0, "ref_inf": 1.0, "critic_inf": 1.0, 
 
 def rhythm_under(settings_of, devices=2):
     request = request_for(devices=devices, hardware="two_cores")
+    request = replace(request, hardware=replace(request.hardware, device=replace(request.hardware.device, alone=1.0)))
     found = evaluate(request, settings_of(request), listen=lambda model: CallDurations(SECONDS))
     times = call_times(found.run)
     return found, times, rhythm_of(found.plan, times)

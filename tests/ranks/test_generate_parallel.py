@@ -96,7 +96,7 @@ def _generate_sharded(
         ("biases", ParallelStrategy(tp=2, sp=True)),
         pytest.param("one KV head", ParallelStrategy(tp=4), marks=pytest.mark.slow),
         ("tied", ParallelStrategy(pp=2)),
-        ("biases", ParallelStrategy(pp=3)),
+        pytest.param("biases", ParallelStrategy(pp=3), marks=pytest.mark.slow),
         pytest.param("tied", ParallelStrategy(tp=2, pp=2), marks=pytest.mark.slow),
         ("experts", ParallelStrategy(tp=2, pp=2)),
         pytest.param("experts", ParallelStrategy(tp=4), marks=pytest.mark.slow),

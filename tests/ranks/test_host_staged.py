@@ -54,10 +54,11 @@ def test_operations_give_the_same_bits() -> None:
     assert plain[0][0] == plain[1][0] == plain[2][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(("allocation.mode=tensor",), marks=pytest.mark.slow),
+        ("allocation.mode=tensor",),
         ("allocation.mode=split", "allocation.calls.actor_gen=d2@0:0-1", "cluster.data_plane=collective"),
     ],
 )

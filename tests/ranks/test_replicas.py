@@ -128,6 +128,7 @@ EXPERIMENT = PARENT.variant("drifting", "one worker goes astray", mfcs=calls)
 '''
 
 
+@pytest.mark.slow
 def test_a_run_ends_at_the_next_comparison(tmp_path: Path) -> None:
     (tmp_path / "drifting.py").write_text(DRIFTING)
     workers = ("cluster.n_devices_per_node=2", "cluster.device=cpu", "cluster.check_replicas_every_steps=3")

@@ -156,7 +156,7 @@ class Maker:
                 )
             if least >= sys.maxsize:
                 return AllocationError(
-                    f"method '{self.name}' puts {spelled} on devices apart from their roles, and {size} are all there are",
+                    f"method '{self.name}' keeps {spelled} apart from other calls, and has {size} devices in all",
                     remedy=_MORE,
                 )
             if least > filler.capacity:

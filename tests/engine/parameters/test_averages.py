@@ -99,6 +99,7 @@ ELSEWHERE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_reference_in_bf16_follows_the_actor_in_any_layout_also_after_a_resume(tmp_path: Path) -> None:
     """ref = 0.01 actor + 0.99 ref in float32 after each step, and rounded to bf16 for calls and files."""
