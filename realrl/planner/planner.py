@@ -183,14 +183,13 @@ class Planning:
 
     def _evaluate(self, name: str, settings: PlanSettings) -> None:
         try:
-            found = evaluate(self._request, settings, name=name)
+            reason = why_not(self._request, settings)  # in a hundredth of the time that its simulation takes
+            if not reason:
+                self._confirmed[name] = evaluate(self._request, settings, name=name)
         except UsageError as error:
-            self._refused[name] = error.message
-            return
-        if found.fits:
-            self._confirmed[name] = found
-        else:
-            self._refused[name] = why_not(self._request, settings)
+            reason = error.message
+        if reason:
+            self._refused[name] = reason
 
     def _progress(self, phase: str) -> Progress:
         found = self._found
