@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 Row = tuple[str, list[str]]
 
+_HEAD = """\
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<title><!--TITLE--></title>"""
+
 
 def render_html(drawing: Drawing, graph: nx.DiGraph, allocations: Mapping[str, Placement] | None) -> str:
     """Return the page as text; it loads nothing."""
@@ -39,8 +46,8 @@ def render_html(drawing: Drawing, graph: nx.DiGraph, allocations: Mapping[str, P
 
 
 def filled(page: str, parts: Mapping[str, str]) -> str:
-    """Return a page with the parts in their places, such as ``<!--TITLE-->``."""
-    for name, content in parts.items():
+    """Return a page with the parts in their places, such as ``<!--TITLE-->``, and a head by which it loads nothing."""
+    for name, content in {"HEAD": _HEAD, **parts}.items():
         before, _, after = page.partition(f"<!--{name}-->")
         page = before + content + after
     return page

@@ -55,7 +55,7 @@ class Evaluated:
 
     @cached_property
     def figures(self) -> Figures:
-        """What takes the period, and what bounds it."""
+        """Parts of the period, and the chain that bounds it."""
         return figures_of(self.run)
 
     @cached_property

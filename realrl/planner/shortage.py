@@ -1,4 +1,4 @@
-"""What devices lack for a run of which no plan fits, and the least that would do.
+"""Memory that devices lack for a run of which no plan fits, and the least that would do.
 
 The plan that takes the least memory has every role on all devices, its calls in the layout that it lives in, and all
 settings that are open at what takes the least. A cluster has room for some plan if it has room for this one.
@@ -35,7 +35,7 @@ _TURNS = 2  # over the roles, of which each takes the strategy that is best besi
 
 @dataclass(frozen=True)
 class Need:
-    """What the call of a role that needs the most takes of the fullest device, in the plan that takes the least."""
+    """Bytes that a role's fullest call takes of the fullest device, in the plan that takes the least."""
 
     role: str
     call: str

@@ -1,4 +1,4 @@
-"""What a worker tells the master of a profile. Imports no torch."""
+"""Facts that a worker tells the master of a profile. Imports no torch."""
 
 from __future__ import annotations
 

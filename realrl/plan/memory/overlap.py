@@ -138,7 +138,7 @@ def _moves_home(call: CallState, role: RoleState) -> bool:
 def _left_behind(moved: ReallocPlan, others: Iterable[ReallocPlan], rank: int) -> int:
     """Return the most bytes that live on where a home lay beside a call, which it left with another call's parameters.
 
-    What home and call have in common is counted already, as new bytes of the call, unless the home contains the call's.
+    Bytes common to home and call are counted already, as new bytes of the call, unless the home contains the call's.
 
     Args:
         moved: the plan that brings the call's parameters.

@@ -147,7 +147,7 @@ class RoleBytes:
     def fullest(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> tuple[Usage, Usage]:
         """Return what the role keeps on the part that needs the most in a call, and the usage of the call there.
 
-        Of parts of one kind, the first one has the most micro-batches in flight.
+        The first of several parts of one kind has the most micro-batches in flight.
 
         Raises:
             AllocationError: the strategy does not fit the model.

@@ -51,7 +51,7 @@ _MEGABYTE = 1_000_000
 
 @dataclass(frozen=True)
 class PageContent:
-    """What a page is about: a plan and its simulated run.
+    """A plan and its simulated run, which the page is about.
 
     Attributes:
         run: completed a step.

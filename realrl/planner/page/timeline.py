@@ -1,4 +1,4 @@
-"""What every device does in the last steps of a simulated run, with devices that are alike folded.
+"""Work of every device in the last steps of a simulated run, with devices that are alike folded.
 
 Times are whole ticks: `TICKS` of them make up the window.
 
