@@ -24,7 +24,7 @@ from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import HookTime, MoveRows, RunCall
 from realrl.shape import DecoderConfig, DType
 from realrl.sim.costs.collectives import FREE, LinearCost, Route, all_gather, all_reduce, route_of, send
-from realrl.sim.costs.flops import stage_work
+from realrl.sim.costs.flops import StageWork, first_alike, stage_work
 from realrl.sim.costs.generation import Prompt, StageDecoding, replica_seconds, together_seconds
 from realrl.sim.costs.moves import (
     RowBytes,
@@ -104,20 +104,32 @@ class CostModel:
         """
         if call.hooks.home is None:
             return {rank: self._judging(request, sizes) for rank, request in requests.items()}
+        replicas = self._computing_of(call).replicas
+        seconds = self.of_replicas(call, [requests[members[0]].minibatches for members in replicas], sizes)
+        return {rank: s for members, s in zip(replicas, seconds, strict=True) for rank in members}
+
+    def of_replicas(
+        self,
+        call: ScheduledCall,
+        minibatches: Sequence[tuple[tuple[str, ...], ...]],
+        sizes: Mapping[str, SampleSizes],
+    ) -> list[float]:
+        """Return the seconds of one dispatch on each data-parallel replica of a role with parameters.
+
+        Args:
+            minibatches: those of each replica, as `RunCall` has them.
+            sizes: as for `call`.
+        """
         computing = self._computing_of(call)
-        replicas = computing.replicas
-        minibatches = [requests[members[0]].minibatches for members in replicas]
         if call.mfc.is_train:
-            seconds = [computing.training(call, minibatches, sizes)] * len(replicas)
+            seconds = [computing.training(call, minibatches, sizes)] * len(minibatches)
         elif call.is_generate:
             seconds = computing.generating([one[0] for one in minibatches], sizes)
         else:
             seconds = computing.inferring(call, [one[0] for one in minibatches], sizes)
         host = self._hardware.host
         counts = [sum(map(len, own)) for own in minibatches]
-        beside = [host.call_s + host.sample_s * n for n in counts]
-        found = zip(replicas, seconds, beside, strict=True)
-        return {rank: s + b for members, s, b in found for rank in members}
+        return [s + (host.call_s + host.sample_s * n) for s, n in zip(seconds, counts, strict=True)]
 
     def meets(self, call: ScheduledCall) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that begin the computation of a call together."""
@@ -256,11 +268,7 @@ class CostModel:
 
 
 class _Computing:
-    """Costs of one kind of computation of one role under one allocation.
-
-    Attributes:
-        replicas: ranks of each data-parallel replica.
-    """
+    """Costs of one kind of computation of one role under one allocation."""
 
     def __init__(
         self,
@@ -275,8 +283,7 @@ class _Computing:
     ) -> None:
         strategy, model = allocation.strategy, role.model
         self._remembered: dict[object, tuple[tuple[SampleSizes, ...], Tokens]] = {}
-        self.replicas = [allocation.dp_group_members(i) for i in range(strategy.dp)]
-        self._model, self._strategy, self._hardware = model, strategy, hardware
+        self._model, self._strategy, self._hardware, self._allocation = model, strategy, hardware, allocation
         self._generation = generation
         if kind is InterfaceType.GENERATE:
             model = decoding_model(model, kernels)
@@ -292,18 +299,24 @@ class _Computing:
             )
             self._end_s = TRAINED_SIZES * hardware.device.size_s
             if not free.optimizer:
-                self._end_s += max(
-                    optimizer_seconds(work, link, hardware, training)
-                    for work, link in zip(self._works, self._links, strict=True)
-                )
+                ends = (optimizer_seconds(work, link, hardware, training) for work, link in self._stages)
+                self._end_s += max(ends)
         elif role.zero_stage == 3 and role.is_trained and allocation == role.home:
-            self._begin_s = max(
-                link.gather(work.n_trained * work.element_bytes)
-                for work, link in zip(self._works, self._links, strict=True)
-            )
+            self._begin_s = max(link.gather(work.n_trained * work.element_bytes) for work, link in self._stages)
         self._passes = passes_of(self._works, self._links, hardware, training)
         if kind is InterfaceType.GENERATE:
             self._begin_s += packing_seconds(role.model, strategy, kernels, hardware.device.generating)
+
+    @cached_property
+    def replicas(self) -> list[tuple[int, ...]]:
+        """Ranks of each data-parallel replica."""
+        return [self._allocation.dp_group_members(i) for i in range(self._strategy.dp)]
+
+    @property
+    def _stages(self) -> Collection[tuple[StageWork, StageLinks]]:
+        """Stages that differ, each once."""
+        pairs = zip(self._works, self._links, strict=True)
+        return {(id(work), link): (work, link) for work, link in pairs}.values()
 
     def training(
         self,
@@ -316,7 +329,7 @@ class _Computing:
         n_minibatches = len(minibatches[0])
         tokens = self._tokens(sizes)
         cut = [
-            ([place % n_minibatches for place in part.places], part.load)
+            ([place % n_minibatches for place in part.places], part.columns, part.load)
             for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp)
         ]
         return train_seconds(cut, n_minibatches, self._passes, self._links, self._end_s, self._run)
@@ -330,8 +343,8 @@ class _Computing:
         told = self._links[0].forward.latency_s  # the result, from the last stage to the others
         told += self._hardware.device.size_s
         for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp):
-            found = self._run(part.load, *self._passes, self._links).tolist()
-            for place, s in zip(part.places, found, strict=True):
+            found = self._run(part.load, *self._passes, self._links)
+            for place, s in zip(part.places, found[part.columns].tolist(), strict=True):
                 seconds[place] += s + told
         return seconds
 
@@ -367,10 +380,13 @@ class _Computing:
 
     @cached_property
     def _decoding(self) -> tuple[StageDecoding, ...]:
-        return tuple(
-            StageDecoding(work, self._hardware.device, link.tensor, link.forward, self._generation.max_batch_size)
-            for work, link in zip(self._works, self._links, strict=True)
-        )
+        made = {
+            (id(work), link): StageDecoding(
+                work, self._hardware.device, link.tensor, link.forward, self._generation.max_batch_size
+            )
+            for work, link in self._stages
+        }
+        return tuple(made[id(work), link] for work, link in zip(self._works, self._links, strict=True))
 
     @cached_property
     def _replica_seconds(self) -> Callable[[tuple[Prompt, ...]], float]:
@@ -383,28 +399,24 @@ class _Computing:
 
 def _links_of(allocation: Allocation, stage: int, hardware: Hardware) -> StageLinks:
     """Return the collectives of a stage's ranks, by the first group of each kind."""
-    strategy, links, node_of = allocation.strategy, hardware.links, allocation.mesh.cluster.node_of
+    strategy, links, mesh, ranks = allocation.strategy, hardware.links, allocation.mesh, allocation.ranks
+    dp, tp, pp = strategy.dp, strategy.tp, strategy.pp
+    first = stage * dp * tp
 
-    def ranks(*, pp: Sequence[int], dp: Sequence[int], tp: Sequence[int]) -> list[int]:
-        return [
-            allocation.ranks[strategy.mesh_rank(pp_rank=p, dp_rank=d, tp_rank=t)] for p in pp for d in dp for t in tp
-        ]
+    def route(start: int, stop: int, step: int) -> Route:
+        return route_of(ranks[start:stop:step], mesh)
 
-    def route(members: Sequence[int]) -> Route:
-        return route_of(members, allocation.ranks, node_of)
-
-    dp = route(ranks(pp=[stage], dp=range(strategy.dp), tp=[0]))
+    replicas = route(first, first + dp * tp, tp)
     forward: LinearCost = FREE
-    if strategy.pp > 1:
-        here, there = (ranks(pp=[(stage + i) % strategy.pp], dp=[0], tp=[0])[0] for i in (0, 1))
-        n_active = sum(node_of(rank) == node_of(here) for rank in allocation.ranks)
-        forward = send(node_of(here) != node_of(there), n_active, links)
-    ends = [0, strategy.pp - 1] if strategy.pp > 1 and stage in (0, strategy.pp - 1) else [stage]
+    if pp > 1:
+        here, there = (mesh.cluster.node_of(ranks[(stage + i) % pp * dp * tp]) for i in (0, 1))
+        forward = send(here != there, replicas.n_active, links)
+    is_end = pp > 1 and stage in (0, pp - 1)
     return StageLinks(
-        tensor=all_reduce(route(ranks(pp=[stage], dp=[0], tp=range(strategy.tp))), links),
-        reduce=all_reduce(dp, links),
-        gather=all_gather(dp, links),
-        tied=all_reduce(route(ranks(pp=ends, dp=[0], tp=[0])), links),
+        tensor=all_reduce(route(first, first + tp, 1), links),
+        reduce=all_reduce(replicas, links),
+        gather=all_gather(replicas, links),
+        tied=all_reduce(route(0, len(ranks), (pp - 1) * dp * tp), links) if is_end else FREE,
         forward=forward,
     )
 
@@ -419,7 +431,7 @@ def decoding_model(model: DecoderConfig, kernels: Kernels) -> DecoderConfig:
 def packing_seconds(model: DecoderConfig, strategy: ParallelStrategy, kernels: Kernels, device: Device) -> float:
     """Return the seconds of joining or packing matrices before generation, on the slowest stage."""
     found = []
-    for stage in range(strategy.pp):
+    for stage in set(first_alike(model, strategy.pp)):
         mesh_rank = strategy.mesh_rank(pp_rank=stage, dp_rank=0, tp_rank=strategy.tp - 1)
         shard = shard_of(model, strategy, mesh_rank)
         local = local_shape(model, shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])

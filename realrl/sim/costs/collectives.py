@@ -13,11 +13,10 @@ Invariants:
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
+from realrl.mesh.device_mesh import DeviceMesh
 from realrl.sim.hardware import Links
 
 
@@ -55,16 +54,11 @@ class LinearCost:
 FREE = LinearCost()
 
 
-def route_of(ranks: Sequence[int], call_ranks: Sequence[int], node_of: Callable[[int], int]) -> Route:
-    """Return the way of a group whose like work at the same time on all ranks of a call."""
-    nodes = {node_of(rank) for rank in ranks}
-    return Route(len(ranks), len(nodes), _per_node(tuple(call_ranks), node_of)[node_of(ranks[0])])
-
-
-@lru_cache(maxsize=64)
-def _per_node(ranks: tuple[int, ...], node_of: Callable[[int], int]) -> Counter[int]:
-    """Return the number of ranks on each node."""
-    return Counter(map(node_of, ranks))
+def route_of(ranks: Sequence[int], mesh: DeviceMesh) -> Route:
+    """Return the way of a group whose like work at the same time on all ranks of a mesh."""
+    cluster = mesh.cluster
+    n_active = min(mesh.n_devices, cluster.n_devices_per_node)  # a mesh is a part of a node, or whole nodes
+    return Route(len(ranks), len(set(map(cluster.node_of, ranks))), n_active)
 
 
 def all_gather(route: Route, links: Links) -> LinearCost:

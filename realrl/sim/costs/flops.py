@@ -131,11 +131,11 @@ def stage_work(model: DecoderConfig, strategy: ParallelStrategy, stage: int) -> 
     Raises:
         AllocationError: tp or pp does not fit the model.
     """
-    return _stage_work(model, replace(strategy, dp=1), _first_alike(model, strategy.pp)[stage])
+    return _stage_work(model, replace(strategy, dp=1), first_alike(model, strategy.pp)[stage])
 
 
 @lru_cache(maxsize=512)
-def _first_alike(model: DecoderConfig, pp: int) -> tuple[int, ...]:
+def first_alike(model: DecoderConfig, pp: int) -> tuple[int, ...]:
     """Return for each stage the first one that has equal work."""
     stages = stage_layers(model, pp)
     kinds = [

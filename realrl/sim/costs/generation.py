@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 
 import numpy as np
@@ -121,26 +121,41 @@ def replica_seconds(
         stages: the pipeline.
         waits: stages wait for each other; else the time is that of the slowest stage of each round.
     """
-    shares = divide_prompts([n for n, _ in prompts], min(len(stages), generation.max_batch_size))
-    if not shares:
+    if not prompts:
         return 0.0
+    batches, steps = _rounds_of(tuple(prompts), min(len(stages), generation.max_batch_size), generation.max_batch_size)
+    pairs = {(id(batch), id(stage)): (batch, stage) for batch in batches for stage in stages}
+    found = {pair: batch.seconds(stage, len(steps)) for pair, (batch, stage) in pairs.items()}
+    seconds = np.stack([[found[id(batch), id(stage)] for stage in stages] for batch in batches])
+    rounds = _round_seconds(seconds) if waits else seconds.sum(axis=0).max(axis=0)
+    return float(np.dot(rounds, steps))
+
+
+@lru_cache(maxsize=1024)  # of layouts that differ in tensor parallelism alone
+def _rounds_of(
+    prompts: tuple[Prompt, ...], n_shares: int, max_batch_size: int
+) -> tuple[tuple[_Batch, ...], tuple[int, ...]]:
+    """Return the batches of a pipeline, run to their end, and the decoding steps of each round.
+
+    All batches decode as often in a round, or one of them admits.
+    """
+    shares = divide_prompts([n for n, _ in prompts], n_shares)
     n_responses = max(len(made) for _, made in prompts)
     max_rows = rows_at_a_time(
         max(map(len, shares)),
         n_shares=len(shares),
         n_responses=n_responses,
-        max_batch_size=generation.max_batch_size,
+        max_batch_size=max_batch_size,
     )
-    batches = [_Batch([prompts[i] for i in share], n_responses, max_rows) for share in shares]
-    steps: list[int] = []  # of each round; all batches decode as often in it, or one of them admits
-    while not all(batch.is_done for batch in batches):
-        n = 1 if any(batch.can_admit for batch in batches) else min(b.n_until_end for b in batches if not b.is_done)
-        for batch in batches:
+    of_shares = [tuple([prompts[i] for i in share]) for share in shares]
+    batches = {own: _Batch(own, n_responses, max_rows) for own in of_shares}  # alike shares have the same history
+    steps: list[int] = []
+    while left := [batch for batch in batches.values() if not batch.is_done]:
+        n = 1 if any(batch.can_admit for batch in left) else min(batch.n_until_end for batch in left)
+        for batch in left:
             batch.go(n, number=len(steps))
         steps.append(n)
-    seconds = np.stack([[batch.seconds(stage, len(steps)) for stage in stages] for batch in batches])
-    rounds = _round_seconds(seconds) if waits else seconds.sum(axis=0).max(axis=0)
-    return float(np.dot(rounds, steps))
+    return tuple([batches[own] for own in of_shares]), tuple(steps)
 
 
 def together_seconds(replicas: Sequence[Sequence[Prompt]], stage: StageDecoding) -> Array:
@@ -213,8 +228,6 @@ class _Batch:
 
     def go(self, n: int, *, number: int) -> None:
         """Admit in a round, or decode n times."""
-        if self.is_done:
-            return
         if self.can_admit:
             self._admit(number)
         else:

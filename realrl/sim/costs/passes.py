@@ -130,8 +130,8 @@ class _Order:
 
 
 @lru_cache(maxsize=256)
-def _order_of(n_stages: int, n_micro_batches: int, *, trains: bool) -> _Order:
-    lists = orders_of(n_stages, n_micro_batches, trains=trains)
+def _order_of(n_stages: int, n_micro_batches: int) -> _Order:
+    lists = orders_of(n_stages, n_micro_batches, trains=True)
     place: dict[Computation, int] = {}
     for steps in lists:
         for step in steps:
@@ -184,8 +184,10 @@ def pipeline_seconds(
     if n_stages == 1:
         total: Array = forwards[0].sum(axis=0)
         return total if backwards is None else total + backwards[0].sum(axis=0)
-    order = _order_of(n_stages, n_micro_batches, trains=backwards is not None)
-    costs = np.stack([np.stack(forwards), np.stack(forwards if backwards is None else backwards)])
+    if backwards is None:
+        return _forward_seconds(forwards, messages)
+    order = _order_of(n_stages, n_micro_batches)
+    costs = np.stack([np.stack(forwards), np.stack(backwards)])
     cost = costs[order.is_backward.astype(int), order.stages, order.micro_batches]
     arrival = np.zeros_like(cost)
     if messages is not None:
@@ -199,4 +201,19 @@ def pipeline_seconds(
         np.maximum(fed, ends.take(before, 0), out=fed)
         np.add(fed, cost[members], out=ends[members])
     last: Array = ends.max(axis=0)
+    return last
+
+
+def _forward_seconds(forwards: Sequence[Array], messages: Sequence[Array] | None) -> Array:
+    """Return the seconds of pipelines without backward passes, each of whose stages takes micro-batches in order.
+
+    A stage that never waited would end micro-batch i after C_i seconds, all before it included. It ends it as much later
+    as the largest wait up to i has it: max over j <= i of what j arrives after C_(j-1).
+    """
+    ends = np.cumsum(forwards[0], axis=0)
+    for stage, costs in enumerate(forwards[1:]):
+        arrivals = ends if messages is None else ends + messages[stage]
+        unhindered = np.cumsum(costs, axis=0)
+        ends = unhindered + np.maximum.accumulate(arrivals - (unhindered - costs), axis=0)
+    last: Array = ends[-1]
     return last

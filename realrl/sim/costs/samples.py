@@ -29,11 +29,13 @@ class Tokens:
 
     Attributes:
         index: sample -> its place in the arrays.
+        kinds: number of the kind of each sample; those of one kind are alike in all that follows.
         weights: tokens of each sample, by which micro-batches are cut.
         load: of each sample.
     """
 
     index: Mapping[str, int]
+    kinds: Sequence[int]
     weights: Sequence[int]
     load: Load
 
@@ -69,7 +71,8 @@ def tokens_of(sizes: Mapping[str, SampleSizes], model: DecoderConfig, *, shares_
                 tokens[i] -= (n - 1) * prompt
                 for window in pairs:
                     pairs[window][i] -= (n - 1) * float(attended(prompt, window))
-    return Tokens(index, whole.astype(int).tolist(), Load(tokens, scored, pairs))
+    _, kinds = np.unique(np.stack([whole, tokens, scored, *pairs.values()]), axis=1, return_inverse=True)
+    return Tokens(index, kinds.ravel().tolist(), whole.astype(int).tolist(), Load(tokens, scored, pairs))
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,12 @@ class MicroBatches:
 
     Attributes:
         places: which of the shares they are.
-        load: arrays [micro-batches, shares].
+        columns: column of each of them in the load; shares that are alike have one together.
+        load: arrays [micro-batches, columns].
     """
 
     places: tuple[int, ...]
+    columns: Indices
     load: Load
 
 
@@ -95,27 +100,26 @@ def micro_batches(
     """
     n_mbs = mfc.n_mbs or default_n_mbs(n_stages, is_train=mfc.is_train)
     cut_of = _balanced if mfc.is_train else _in_order
-    members = np.array([tokens.index[sample_id] for ids in shares for sample_id in ids], dtype=int)
-    weights = [tokens.weights[i] for i in members.tolist()]
-    by_number: dict[int, list[tuple[int, int, _Cut]]] = {}
-    start = 0
+    index, kinds = tokens.index, tokens.kinds
+    alike: dict[tuple[int, ...], list[int]] = {}
     for place, ids in enumerate(shares):
-        stop = start + len(ids)
         if ids:
-            is_alone = stop == start + 1
-            cut = _ALONE if is_alone else cut_of(tuple(weights[start:stop]), n_mbs, mfc.max_tokens_per_mb)
-            by_number.setdefault(len(cut.sizes), []).append((place, start, cut))
-        start = stop
+            alike.setdefault(tuple([kinds[index[sample_id]] for sample_id in ids]), []).append(place)
+    by_number: dict[int, list[tuple[list[int], Indices, _Cut]]] = {}
+    for places in alike.values():
+        members = [index[sample_id] for sample_id in shares[places[0]]]
+        weights = tuple([tokens.weights[i] for i in members])
+        cut = _ALONE if len(members) == 1 else cut_of(weights, n_mbs, mfc.max_tokens_per_mb)
+        by_number.setdefault(len(cut.sizes), []).append((places, np.array(members)[cut.order], cut))
     load = tokens.load
     for number, cuts in by_number.items():
-        lengths = [len(cut.order) for _, _, cut in cuts]
-        begins = np.repeat([begin for _, begin, _ in cuts], lengths)
-        order = members[np.concatenate([cut.order for _, _, cut in cuts]) + begins]
-        sizes = np.concatenate([cut.sizes for _, _, cut in cuts])
+        order = np.concatenate([members for _, members, _ in cuts])
+        sizes = np.concatenate([cut.sizes for *_, cut in cuts])
         starts, shape = np.cumsum(sizes) - sizes, (len(cuts), number)
         pairs = {window: _sums(n[order], starts, shape) for window, n in load.pairs.items()}
         cut_load = Load(_sums(load.tokens[order], starts, shape), _sums(load.scored[order], starts, shape), pairs)
-        yield MicroBatches(tuple([place for place, _, _ in cuts]), cut_load)
+        columns = np.repeat(np.arange(len(cuts)), [len(places) for places, *_ in cuts])
+        yield MicroBatches(tuple([place for places, *_ in cuts for place in places]), columns, cut_load)
 
 
 def _sums(values: Array, starts: Indices, shape: tuple[int, int]) -> Array:

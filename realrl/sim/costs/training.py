@@ -20,7 +20,7 @@ import numpy as np
 from realrl.plan.memory.buffers import FLOAT32, GRADIENT_BUCKET
 from realrl.sim.costs.collectives import FREE, LinearCost
 from realrl.sim.costs.flops import Array, StageWork
-from realrl.sim.costs.passes import Load, PassCost, pipeline_seconds
+from realrl.sim.costs.passes import Indices, Load, PassCost, pipeline_seconds
 from realrl.sim.hardware import Hardware
 
 _ADAMW_BYTES = 7 * FLOAT32
@@ -103,26 +103,32 @@ Run = Callable[[Load, Sequence[PassCost], Sequence[PassCost], Sequence[StageLink
 def passes_of(
     works: Sequence[StageWork], links: Sequence[StageLinks], hardware: Hardware, training: Training | None
 ) -> tuple[list[PassCost], list[PassCost]]:
-    """Return the costs of forward and backward passes of each stage; without training there are no backward ones."""
-    forwards, backwards = [], []
+    """Return the costs of forward and backward passes of each stage; without training there are no backward ones.
+
+    Stages with the same work and equal links have the same objects.
+    """
+    made: dict[object, tuple[PassCost, PassCost | None]] = {}
     for work, link in zip(works, links, strict=True):
+        if (id(work), link) in made:
+            continue
         is_gathered = training is not None and training.zero_stage == 3
         gather = link.gather(work.n_trained * work.element_bytes) if is_gathered else 0.0
-        forwards.append(PassCost(work, hardware.device, link.tensor, extra_s=gather))
+        forward = PassCost(work, hardware.device, link.tensor, extra_s=gather)
+        backward: PassCost | None = None
         if training is not None:
             width = 3 * FLOAT32 if work.is_frozen or work.element_bytes >= FLOAT32 else work.element_bytes + 2 * FLOAT32
             added = work.n_trained * width / hardware.device.stream
-            backwards.append(
-                PassCost(
-                    work,
-                    hardware.device,
-                    link.tensor,
-                    is_backward=True,
-                    recomputes=training.checkpointing,
-                    extra_s=added + gather,
-                )
+            backward = PassCost(
+                work,
+                hardware.device,
+                link.tensor,
+                is_backward=True,
+                recomputes=training.checkpointing,
+                extra_s=added + gather,
             )
-    return forwards, backwards
+        made[id(work), link] = forward, backward
+    costs = [made[id(work), link] for work, link in zip(works, links, strict=True)]
+    return [forward for forward, _ in costs], [backward for _, backward in costs if backward is not None]
 
 
 def run_passes(
@@ -138,9 +144,13 @@ def run_passes(
         link.forward.latency_s + link.forward.s_per_byte * cost.work.message_bytes * load.tokens
         for link, cost in zip(links[:-1], forwards[:-1], strict=True)
     ]
-    return pipeline_seconds(
-        [cost(load) for cost in forwards], [cost(load) for cost in backwards] if backwards else None, messages
-    )
+    return pipeline_seconds(_each(forwards, load), _each(backwards, load) if backwards else None, messages)
+
+
+def _each(costs: Sequence[PassCost], load: Load) -> list[Array]:
+    """Return the seconds of each stage; those of alike stages are computed once."""
+    found = {id(cost): cost(load) for cost in {id(cost): cost for cost in costs}.values()}
+    return [found[id(cost)] for cost in costs]
 
 
 def busiest_stage(
@@ -182,7 +192,7 @@ def optimizer_seconds(work: StageWork, link: StageLinks, hardware: Hardware, tra
 
 
 def train_seconds(
-    by_minibatch: Sequence[tuple[Sequence[int], Load]],
+    by_minibatch: Sequence[tuple[Sequence[int], Indices, Load]],
     n_minibatches: int,
     passes: tuple[Sequence[PassCost], Sequence[PassCost]],
     links: Sequence[StageLinks],
@@ -192,12 +202,12 @@ def train_seconds(
     """Return the seconds of all minibatches of a train_step.
 
     Args:
-        by_minibatch: minibatches that shares belong to, and their micro-batches [micro-batches, shares].
+        by_minibatch: minibatches that shares belong to, the column of each, and micro-batches [micro-batches, columns].
         n_minibatches: number of minibatches of all passes.
         end_s: seconds from the last backward pass of a minibatch to the next one.
         run: seconds of pipelines.
     """
     slowest = np.zeros(n_minibatches)
-    for minibatches, load in by_minibatch:
-        np.maximum.at(slowest, np.asarray(minibatches), run(load, *passes, links))
+    for minibatches, columns, load in by_minibatch:
+        np.maximum.at(slowest, np.asarray(minibatches), run(load, *passes, links)[columns])
     return float(slowest.sum()) + n_minibatches * end_s

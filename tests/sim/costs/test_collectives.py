@@ -2,14 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from realrl.mesh.device_mesh import Cluster, DeviceMesh
 from realrl.sim.costs.collectives import Route, all_gather, all_reduce, route_of, send
 from tests.sim.costs.models import hardware
 
 LINKS = hardware().links
-
-
-def node_of(rank):
-    return rank // 8
 
 
 def test_a_group_of_one_takes_no_time():
@@ -25,9 +22,9 @@ def test_inside_a_node_a_ring_moves_all_but_a_share():
 
 
 def test_groups_share_the_network_cards_of_a_node():
-    ranks = range(128)
-    alone = route_of(ranks, ranks, node_of)  # one group of all ranks: all cards are its own
-    one_of_eight = route_of(range(0, 128, 8), ranks, node_of)
+    mesh = DeviceMesh.whole(Cluster(16, 8))
+    alone = route_of(mesh.ranks, mesh)  # one group of all ranks: all cards are its own
+    one_of_eight = route_of(mesh.ranks[::8], mesh)
     assert (alone.n_nodes, alone.per_node, alone.n_active) == (16, 8, 8)
     assert (one_of_eight.n_nodes, one_of_eight.per_node, one_of_eight.n_active) == (16, 1, 8)
     card = LINKS.node.speed()

@@ -57,7 +57,7 @@ def test_micro_batches_are_those_of_the_engine(weights, n_mbs, budget, n_stages,
     shares = [tuple(ids), (), tuple(ids[::2])]
     found = {}
     for part in micro_batches(tokens, shares, mfc, n_stages=n_stages):
-        for column, place in enumerate(part.places):
+        for column, place in zip(part.columns, part.places, strict=True):
             found[place] = part.load.tokens[:, column].tolist()
     assert found.keys() == {0, 2}
     split = micro_batches_balanced if trains else micro_batches_in_order
@@ -71,5 +71,6 @@ def test_micro_batches_are_those_of_the_engine(weights, n_mbs, budget, n_stages,
 def test_shares_of_equal_cuts_come_together():
     tokens = tokens_of({i: SampleSizes((8,)) for i in "abcdef"}, small(), shares_prefixes=False)
     parts = list(micro_batches(tokens, ["ab", "cd", "e", "f"], call(n_mbs=2), n_stages=1))
-    assert {part.places: part.load.tokens.shape for part in parts} == {(0, 1): (2, 2), (2, 3): (1, 2)}
+    assert {part.places: part.load.tokens.shape for part in parts} == {(0, 1): (2, 1), (2, 3): (1, 1)}
+    assert [part.columns.tolist() for part in parts] == [[0, 0], [0, 0]]
     assert all(np.all(part.load.tokens == 8) for part in parts)

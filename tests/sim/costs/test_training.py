@@ -79,7 +79,10 @@ def test_minibatches_wait_for_their_slowest_replica():
         return Load(n, n, {None: n})
 
     def seconds(*tokens):
-        return train_seconds([([0], load(*tokens))], 1, passes, [links()], 0.0)
+        return train_seconds([([0], np.array([0]), load(*tokens))], 1, passes, [links()], 0.0)
 
-    both = train_seconds([([0, 0, 1, 1], load(10, 500, 300, 20))], 2, passes, [links()], 0.25)
+    shares = [0, 0, 1, 1], np.arange(4), load(10, 500, 300, 20)
+    both = train_seconds([shares], 2, passes, [links()], 0.25)
     assert both == pytest.approx(seconds(500) + seconds(300) + 2 * 0.25)
+    alike = [0, 0, 1, 1], np.array([0, 1, 1, 0]), load(10, 500)
+    assert train_seconds([alike], 2, passes, [links()], 0.0) == pytest.approx(2 * seconds(500))
