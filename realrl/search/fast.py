@@ -256,6 +256,14 @@ class Model:
             found = self._prices[call, choice] = self.prices.call(self.flow.names[call], choice)
         return found
 
+    def is_priced(self, call: int, choice: Choice) -> bool:
+        """Return True if the cost of a call is known."""
+        return (call, choice) in self._prices
+
+    def note(self, call: int, choice: Choice, price: Price) -> None:
+        """Take the cost of a call from elsewhere, so that it is not asked for."""
+        self._prices[call, choice] = price
+
     def move(self, move: Move, source: ParallelStrategy, target: ParallelStrategy, relation: Relation) -> Moved:
         """Return the cost of a move, which is asked for once; none between equal layouts of one role."""
         if relation == "same" and source == target and move.owner == move.target:

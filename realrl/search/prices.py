@@ -1,7 +1,7 @@
 """Costs of calls under choices, by `realrl.sim.costs` and `realrl.plan.memory`, each call by itself.
 
 A choice is priced on the first devices of the cluster; a move between two meshes as far to the left as their relation
-allows. So a price depends on no place.
+allows. So a price depends on no place. Calls of equal work on equal models are priced once.
 
 Bytes leave out what depends on other calls, such as messages that a rank of a home sends.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from realrl.config.schema import GenerationConfig
 from realrl.graph.build import call as call_of
@@ -26,7 +26,7 @@ from realrl.plan.memory.plan import RoleState
 from realrl.plan.memory.roles import RoleBytes
 from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import RunCall
-from realrl.sched.track.dispatch import plan_work
+from realrl.sched.track.dispatch import RankWork, plan_work
 from realrl.search.fast import Moved, Price, Relation
 from realrl.search.moves import move_cost
 from realrl.search.space import Choice, mesh_at
@@ -40,6 +40,11 @@ if TYPE_CHECKING:
     import networkx as nx
 
 _MOST_MODELS = 16  # cost models that are kept, of the last questions
+_OF_NO_ACCOUNT: Mapping[str, Any] = {  # fields of a declaration that change neither seconds nor tokens
+    "name": "", "model_name": "", "interface_impl": "", "input_keys": (), "output_keys": (), "input_key_remap": {},
+    "output_key_remap": {}, "min_n_seqs": None, "log_return_value": False, "max_staleness": 0, "pre_hooks": (),
+    "post_hooks": (), "may_drop": False,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,10 @@ class CostPrices:
     capacity: float = math.inf
     _cuts: dict[DecoderConfig, CutModel] = field(default_factory=dict)
     _roles: dict[object, RoleBytes] = field(default_factory=dict)
+    _used: dict[object, tuple[int, int, int]] = field(default_factory=dict)
     _models: dict[object, CostModel] = field(default_factory=dict)
-    _requests: dict[object, dict[int, RunCall]] = field(default_factory=dict)
+    _twins: dict[str, MFCDef] = field(default_factory=dict)
+    _shares: dict[object, Sequence[RankWork]] = field(default_factory=dict)
     _seconds: dict[object, float] = field(default_factory=dict)
     _samples: dict[int, Sequence[Mapping[str, SampleSizes]]] = field(default_factory=dict)
 
@@ -126,6 +133,10 @@ class CostPrices:
             checkpoints_activations=choice.checkpoints,
         )
 
+    @property
+    def _nowhere(self) -> Allocation:
+        return Allocation(mesh_at(self.workload.cluster, 0, 1), ParallelStrategy())
+
     def _allocation(self, choice: Choice) -> Allocation:
         return Allocation(mesh_at(self.workload.cluster, 0, choice.n_devices), choice.strategy)
 
@@ -146,6 +157,7 @@ class CostPrices:
 
     def _step_seconds(self, mfc: MFCDef, choice: Choice) -> float:
         """Return the seconds of all batches of a step."""
+        mfc = self._twin(mfc)
         key = mfc.name, choice
         if key not in self._seconds:
             changed = mfc if choice.n_mbs is None else replace(mfc, n_mbs=choice.n_mbs)
@@ -154,25 +166,40 @@ class CostPrices:
             call = ScheduledCall(changed, allocation, CallHooks(home=None if state is None else allocation))
             model = self._model(mfc.role, state)
             self._seconds[key] = sum(
-                max(model.call(call, self._requests_of(call, batch), batch).values())
-                for batch in self._batches(mfc.n_seqs)
+                self._batch_seconds(model, call, batch) for batch in self._batches(mfc.n_seqs)
             )
         return self._seconds[key]
 
-    def _requests_of(self, call: ScheduledCall, sizes: Mapping[str, SampleSizes]) -> Mapping[int, RunCall]:
-        """Return the requests of ranks; by the usual protocol, of each replica's first one, alike for any tp and pp."""
-        strategy, is_usual = call.allocation.strategy, call.mfc.protocol == DEFAULT_PROTOCOL
-        is_usual &= call.hooks.home is not None
-        ids = [*sizes]
-        key = call.name, ids[0], strategy.dp if is_usual else strategy
-        firsts = [call.allocation.dp_group_members(i)[0] for i in range(strategy.dp)] if is_usual else []
-        if key not in self._requests:
+    def _batch_seconds(self, model: CostModel, call: ScheduledCall, sizes: Mapping[str, SampleSizes]) -> float:
+        shares = self._shares_of(call, sizes)
+        if call.hooks.home is not None:
+            return max(model.of_replicas(call, [work.minibatches for work in shares], sizes))
+        requests = [RunCall(0, 0, call.name, 1, work.minibatches, (), keeps=work.keeps) for work in shares]
+        return max(model.call(call, dict(enumerate(requests)), sizes).values())
+
+    def _shares_of(self, call: ScheduledCall, sizes: Mapping[str, SampleSizes]) -> Sequence[RankWork]:
+        """Return the work of each replica's first rank; by the usual protocol, it is alike for any tp and pp."""
+        strategy, ids = call.allocation.strategy, [*sizes]
+        key = call.name, ids[0], strategy.dp if call.mfc.protocol == DEFAULT_PROTOCOL else strategy
+        if key not in self._shares:
             counts = [sum(size.tokens) for size in sizes.values()]
             work, _ = plan_work(call, ids, counts, {}, self.workload.cluster.node_of, key=(self.workload.seed, 1, 0))
-            found = {rank: RunCall(0, 0, call.name, 1, w.minibatches, (), keeps=w.keeps) for rank, w in work.items()}
-            self._requests[key] = dict(enumerate(found[rank] for rank in firsts)) if is_usual else found
-        requests = self._requests[key]
-        return dict(zip(firsts, requests.values(), strict=True)) if is_usual else requests
+            self._shares[key] = [work[call.ranks[i * strategy.tp]] for i in range(strategy.dp)]
+        return self._shares[key]
+
+    def _twin(self, mfc: MFCDef) -> MFCDef:
+        """Return the first call that takes as long as this one under any choice: equal work on an equal model."""
+        if mfc.name not in self._twins:
+            work = self._work(mfc)
+            self._twins[mfc.name] = next(one for one in calls(self.workload.graph) if self._work(one) == work)
+        return self._twins[mfc.name]
+
+    def _work(self, mfc: MFCDef) -> tuple[object, ...]:
+        own, role = replace(mfc, **_OF_NO_ACCOUNT), self.workload.roles.get(mfc.role)
+        if role is None:
+            return own, None
+        head = role.model.head if role.model.head == "lm" else "value"  # one number a token, like those of rewards
+        return own, replace(role.model, head=head), role.backend if mfc.is_train else ""
 
     def _model(self, role: str, state: RoleState | None) -> CostModel:
         key = (role, state)
@@ -201,9 +228,9 @@ class CostPrices:
 
     def _bytes(self, mfc: MFCDef, state: RoleState, choice: Choice) -> tuple[int, int, int]:
         """Return the bytes of parameters, of all that the role keeps, and of all else, on the fullest device."""
-        key = mfc.role, state.is_trained, state.zero_stage, state.offloads_optimizer, state.checkpoints_activations
-        if key not in self._roles:
-            self._roles[key] = RoleBytes(state, self._cut(state.model), self.kernels, None)
+        role = replace(state, home=self._nowhere)
+        if role not in self._roles:
+            self._roles[role] = RoleBytes(state, self._cut(state.model), self.kernels, None)
         if choice.n_mbs is not None:
             mfc = replace(mfc, n_mbs=choice.n_mbs)
         n_responses = self.workload.n_responses[mfc.name]
@@ -213,8 +240,11 @@ class CostPrices:
         strategy = choice.strategy
         if not state.zero_stage:  # replicas share nothing, so that two tell as much as many
             strategy = replace(strategy, dp=min(strategy.dp, 2))
-        kept, used = self._roles[key].fullest(strategy, mfc.interface_type, load)
-        return kept.parameters, kept.total, used.total
+        key = role, strategy, mfc.interface_type, load
+        if key not in self._used:
+            kept, used = self._roles[role].fullest(strategy, mfc.interface_type, load)
+            self._used[key] = kept.parameters, kept.total, used.total
+        return self._used[key]
 
     def _beside(
         self, source: ParallelStrategy, target: ParallelStrategy, relation: Relation

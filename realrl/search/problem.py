@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from realrl.errors import AllocationError
 from realrl.graph.build import call as call_of
@@ -40,7 +40,45 @@ class Problem:
     heads: Mapping[str, str] = field(default_factory=dict)
 
 
-def pose(
+@dataclass(frozen=True)
+class Draft:
+    """A search whose choices may have no prices yet; other fields are those of `Problem`."""
+
+    model: Model
+    choices: Sequence[Sequence[Choice]]
+    pins: Mapping[int, Pin]
+    graph: nx.DiGraph
+    heads: Mapping[str, str]
+
+    def problem(self) -> Problem:
+        """Price all choices, and return the search among those that fit a device.
+
+        Raises:
+            AllocationError: no choice of a call fits a device.
+        """
+        choices = [fitting(self.model, call, found) for call, found in enumerate(self.choices)]
+        return Problem(self.model, choices, self.pins, graph=self.graph, heads=self.heads)
+
+    def on_all_devices(self) -> Draft:
+        """Return the same with the largest meshes alone, so that few choices have to be priced."""
+        largest = [max(choice.n_devices for choice in found) for found in self.choices]
+        choices = [[c for c in found if c.n_devices == n] for found, n in zip(self.choices, largest, strict=True)]
+        return replace(self, choices=choices)
+
+
+def pose(workload: Workload, hardware: Hardware, **settings: Any) -> Problem:
+    """Return the search for the best plan of a workload.
+
+    Args:
+        settings: as for `draft`.
+
+    Raises:
+        AllocationError: as for `draft` and `Draft.problem`.
+    """
+    return draft(workload, hardware, **settings).problem()
+
+
+def draft(
     workload: Workload,
     hardware: Hardware,
     *,
@@ -49,8 +87,8 @@ def pose(
     pins: Mapping[str, Pin] | None = None,
     kernels: Kernels | None = None,
     accepts: Callable[[tuple[Placed, ...]], bool] | None = None,
-) -> Problem:
-    """Return the search for the best plan of a workload.
+) -> Draft:
+    """Return the search for the best plan of a workload, without prices.
 
     Args:
         capacity: bytes of a device that a plan may use.
@@ -60,20 +98,17 @@ def pose(
         accepts: has the last word on a plan that would be the best, for example on its exact memory.
 
     Raises:
-        AllocationError: no choice of a call fits a device, a pin breaks a rule, or two pins contradict each other.
+        AllocationError: a pin breaks a rule, or two pins contradict each other.
     """
     graph, cluster, pins = workload.graph, workload.cluster, pins or {}
     flow = flow_of(graph, weightless=[name for name, role in roles.items() if role.model is None])
     _check_pins(graph, pins, cluster)
     prices = CostPrices(workload, hardware, kernels=kernels or Kernels(), capacity=capacity)
     model = Model(flow, prices, cluster, capacity, accepts or (lambda plan: True))
-    choices = [
-        fitting(model, call, choices_of(graph, name, roles, cluster, pin=pins.get(name)))
-        for call, name in enumerate(flow.names)
-    ]
+    choices = [choices_of(graph, name, roles, cluster, pin=pins.get(name)) for name in flow.names]
     heads = {name: "none" if role.model is None else role.model.head for name, role in roles.items()}
     numbers = {flow.names.index(name): pin for name, pin in pins.items()}
-    return Problem(model, choices, numbers, graph=graph, heads=heads)
+    return Draft(model, choices, numbers, graph, heads)
 
 
 def fitting(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 _MOST_STAGES = 16
+_MOST_NODES = 16  # of clusters of which meshes have any number
 _FACTORS = (4, 16)  # micro-batches: as many as by default, then so many times as many
 
 
@@ -109,12 +111,18 @@ def pin_from(text: str, cluster: Cluster) -> Pin:
 
 
 def mesh_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Return the sizes that meshes of a cluster can have, ascending."""
-    size = cluster.n_devices_per_node
+    """Return the sizes that meshes of a cluster can have, ascending.
+
+    In a cluster of more than 16 nodes, numbers of nodes have at most three significant bits: 1 to 8, 10, 12, 14, 16,
+    20, ..., or are all of them.
+    """
+    size, n_nodes = cluster.n_devices_per_node, cluster.n_nodes
     inside = [1 << power for power in range(size.bit_length()) if 1 << power < size]
-    return (*inside, *(size * n for n in range(1, cluster.n_nodes + 1)))
+    rough = [n for n in range(1, n_nodes) if n_nodes <= _MOST_NODES or not n % (1 << max(0, n.bit_length() - 3))]
+    return (*inside, *(size * n for n in (*rough, n_nodes)))
 
 
+@lru_cache(maxsize=1024)
 def mesh_at(cluster: Cluster, first: int, n_devices: int) -> DeviceMesh:
     """Return the mesh of so many devices from rank `first`."""
     return DeviceMesh(cluster, tuple(range(first, first + n_devices)))

@@ -27,6 +27,9 @@ def test_sizes_of_meshes():
     assert mesh_sizes(CLUSTER) == (1, 2, 4, 8)
     assert mesh_sizes(Cluster(3, 6)) == (1, 2, 4, 6, 12, 18)
     assert mesh_sizes(Cluster(1, 1)) == (1,)
+    assert [size // 8 for size in mesh_sizes(Cluster(21, 8))[3:]] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 21]
+    assert len(mesh_sizes(Cluster(16, 8))) == 3 + 16
+    assert len(mesh_sizes(Cluster(128, 8))) == 3 + 8 + 4 * 4
 
 
 @pytest.mark.parametrize("name", ["gen", "rew", "train"])
