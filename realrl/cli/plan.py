@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from realrl.cli.plan_found_view import Line, head_of_file, print_found, print_sh
 from realrl.cli.plan_questions import add_questions, answer, check_questions
 from realrl.errors import AllocationError, ConfigError, UsageError, did_you_mean
 from realrl.files import why_no_output, write_output
+from realrl.runtime.launchers.base import available_cores
 
 if TYPE_CHECKING:
     import argparse
@@ -40,6 +41,7 @@ search with the best plan so far. Nothing is started.
 INTERRUPTED = 130
 PLAN_FILE = "plan.yaml"
 _AUTO_S = 20.0  # of a search before a run
+_MOST_PROCESSES = 4
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +73,9 @@ def plan_run_command(
     _check_options(config, options, arguments)
     request = request_of(experiment, config, options.hardware, options.lengths, arguments)
     files = check_questions(request, options, read=_plan_in_file)
-    effort, line = Effort(n_confirmed=options.top, seconds=options.seconds), Line(sys.stdout)
+    n_processes = min(available_cores(), _MOST_PROCESSES)
+    effort = Effort(n_confirmed=options.top, seconds=options.seconds, n_processes=n_processes)
+    line = Line(sys.stdout)
 
     def search(other: Request) -> Evaluated:
         return _finished(Planning(other, seed=options.seed, effort=effort), line).best
@@ -153,7 +157,8 @@ def plan_now(experiment: Experiment, config: RunConfig, arguments: Sequence[str]
     from realrl.planner.planner import Effort, Planning
 
     request = request_of(experiment, config, None, None, arguments)
-    effort = Effort(n_expanded=2000, n_confirmed=2, seconds=_AUTO_S)
+    n_processes = min(available_cores(), _MOST_PROCESSES)
+    effort = Effort(n_expanded=2000, n_confirmed=2, seconds=_AUTO_S, n_processes=n_processes)
     with _telling_shortage(request):
         planned = _finished(Planning(request, effort=effort), Line(sys.stdout))
     print_short(planned)
@@ -235,8 +240,9 @@ def _plan_of_method(request: Request, name: str, seed: int) -> Planned:
     Raises:
         UsageError: there is no such method, or its plan does not fit.
     """
+    from realrl.planner.crew import Study
     from realrl.planner.evaluate import evaluate, why_not
-    from realrl.planner.planner import Planned, problem_of
+    from realrl.planner.planner import Planned
     from realrl.search.methods import METHODS
 
     if name not in METHODS:
@@ -244,7 +250,7 @@ def _plan_of_method(request: Request, name: str, seed: int) -> Planned:
             f"--method {name}: there is no such method.{did_you_mean(name, METHODS)}",
             remedy=f"Choose from {', '.join(METHODS)}.",
         )
-    settings = request.settings_of(METHODS[name].place(problem_of(request), seed))
+    settings = Study(request, seed).settings_by(name)
     found: Evaluated = evaluate(request, settings, name=name)
     if not found.fits:
         raise AllocationError(f"the plan of {name} does not fit: {why_not(request, settings)}")
@@ -271,8 +277,9 @@ def _finished(planning: Planning, line: Line) -> Planned:
     Raises:
         AllocationError: nothing fits.
     """
-    for progress in planning.run():
-        line.show(progress)
+    with closing(planning.run()) as states:
+        for progress in states:
+            line.show(progress)
     line.clear()
     planned = planning.result()
     if planned is None:

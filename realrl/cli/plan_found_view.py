@@ -96,6 +96,8 @@ def _verdict(planned: Planned) -> list[str]:
     if planned.bound_s:
         how = "the search has looked at all plans" if planned.is_done else f"a gap of {planned.gap:.1%} at most"
         lines.append(f"no plan under the fast model is faster than {seconds(planned.bound_s)}: {how}")
+    else:
+        lines.append("its gap to the best plan is not known: there was no search")
     if planned.rank_correlation is not None:
         n = len(planned.candidates)
         lines.append(f"rank correlation of fast model and scheduler over {n} plans: {planned.rank_correlation:.2f}")

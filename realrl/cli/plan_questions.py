@@ -164,17 +164,15 @@ def _plan_called(planned: Planned, name: str, seed: int) -> Evaluated:
     """
     from dataclasses import replace
 
+    from realrl.planner.crew import Study
     from realrl.planner.evaluate import evaluate
-    from realrl.planner.planner import problem_of
-    from realrl.search.methods import METHODS
 
     if name == BEST:
         return replace(planned.best, name=BEST)
     found = planned.named(name)
     if found is not None:
         return replace(found, name=name)
-    settings = planned.request.settings_of(METHODS[name].place(problem_of(planned.request), seed))
-    return evaluate(planned.request, settings, name=name)
+    return evaluate(planned.request, Study(planned.request, seed).settings_by(name), name=name)
 
 
 def _is_file(name: str) -> bool:

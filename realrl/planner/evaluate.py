@@ -31,43 +31,62 @@ N_STEPS = 4  # that are simulated; the period is that of steps 2 to 4
 
 @dataclass(frozen=True, eq=False)
 class Evaluated:
-    """A plan that was checked as for a run, simulated by the real scheduler, its memory counted.
+    """A plan that was checked as for a run and simulated by the real scheduler.
+
+    What is large, such as its run on a thousand devices, is made when it is asked for: of most plans nobody asks.
 
     Attributes:
         name: where it comes from: "search", the name of a method or of a file.
-        run: its first steps.
-        memory: of every rank and call.
-        period_s: seconds of a step by the real scheduler.
+        figures: parts of the period, and the chain that bounds it.
         fast_s: seconds of a step by the fast model of the search.
-        capacity: bytes of a device that a plan may use.
-        on_cpu: True if host memory and the devices' memory are the same.
+        simulated: returns its first steps.
     """
 
     name: str
+    request: Request
     settings: PlanSettings
-    plan: RunPlan
-    run: SimulatedRun
-    memory: MemoryPlan
-    period_s: float
+    figures: Figures
     fast_s: float
-    capacity: int
-    on_cpu: bool
+    simulated: Callable[[], SimulatedRun]
+
+    @property
+    def period_s(self) -> float:
+        """Seconds of a step by the real scheduler."""
+        return self.figures.period_s
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a device that a plan may use."""
+        return self.request.capacity
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if host memory and the devices' memory are the same."""
+        return self.request.on_cpu
 
     @cached_property
-    def figures(self) -> Figures:
-        """Parts of the period, and the chain that bounds it."""
-        return figures_of(self.run)
+    def _checked(self) -> _Checked:
+        return _check(self.request, self.settings)
+
+    @property
+    def plan(self) -> RunPlan:
+        """The run with these settings."""
+        return self._checked.plan
+
+    @cached_property
+    def run(self) -> SimulatedRun:
+        """Its first steps."""
+        return self.simulated()
+
+    @cached_property
+    def memory(self) -> MemoryPlan:
+        """Memory of every rank and call."""
+        return self._checked.memory
 
     @cached_property
     def fullest(self) -> tuple[int, str, int]:
         """The rank that needs the most, the call in which it does, and its bytes."""
-        found = [
-            (usage.total + (usage.host if self.on_cpu else 0), -rank, call)
-            for call, by_rank in self.memory.calls.items()
-            for rank, usage in by_rank.items()
-        ]
-        needs, rank, call = max(found, key=lambda one: one[:2])
-        return -rank, call, needs
+        return _peaks(self._checked, self.request).fullest
 
     @property
     def fits(self) -> bool:
@@ -84,6 +103,11 @@ class _Checked:
     calls: list[CallState]
     model: MemoryModel
     runtime: dict[int, int] | None
+
+    @property
+    def memory(self) -> MemoryPlan:
+        """Memory of every rank and call."""
+        return self.model.plan(self.roles, self.calls, runtime_bytes=self.runtime)
 
 
 def _unheard(durations: CostModel) -> Durations:
@@ -107,36 +131,54 @@ def evaluate(
     Raises:
         UsageError: `realrl run` would refuse the plan.
     """
-    checked = _check(request, settings)
-    plan, roles, calls = checked.plan, checked.roles, checked.calls
-    memory = checked.model.plan(roles, calls, runtime_bytes=checked.runtime)
-    durations = CostModel(
-        roles,
-        request.hardware,
-        generation=plan.config.generation,
-        kernels=request.kernels(roles, calls, request.hardware.device.kind),
-    )
+    run = _simulated(request, _check(request, settings), listen)
+    return confirmed(request, settings, figures_of(run), name=name, simulated=lambda: run)
+
+
+def judge(request: Request, settings: PlanSettings) -> Figures | str:
+    """Return the figures of a plan under the real scheduler; or the reason why it cannot run on the machine."""
+    try:
+        checked = _check(request, settings)
+        return _lack(request, checked) or figures_of(_simulated(request, checked))
+    except UsageError as error:
+        return error.message
+
+
+def confirmed(
+    request: Request,
+    settings: PlanSettings,
+    figures: Figures,
+    *,
+    name: str,
+    simulated: Callable[[], SimulatedRun] | None = None,
+) -> Evaluated:
+    """Return a plan that was judged.
+
+    Args:
+        simulated: as for `Evaluated`; by default the plan is simulated again.
+    """
+    fast_s = request.model.period(request.placed(settings))
+    again = simulated or (lambda: _simulated(request, _check(request, settings)))
+    return Evaluated(name, request, settings, figures, fast_s, again)
+
+
+def _simulated(
+    request: Request, checked: _Checked, listen: Callable[[CostModel], Durations] = _unheard
+) -> SimulatedRun:
+    """Return the first steps of a plan under the real scheduler."""
+    plan, roles = checked.plan, checked.roles
+    kernels = request.kernels(roles, checked.calls, request.hardware.device.kind)
+    durations = CostModel(roles, request.hardware, generation=plan.config.generation, kernels=kernels)
     main = plan_track(
         plan.graph, plan.allocations, _first_steps(plan), dataset_rank=plan.dataset_rank, hooks=plan.hooks
     )
-    main = replace(main, overlap=_overlap(request, checked, memory))
-    run = simulate_sharing(
+    main = replace(main, overlap=_overlap(request, checked))
+    return simulate_sharing(
         lambda some: simulate(plan_master(main, None, ""), some, request.drawn[0]),
         listen(durations),
         alone=request.hardware.device.alone,
         node_of=plan.cluster.node_of,
     )[-1]
-    return Evaluated(
-        name=name,
-        settings=settings,
-        plan=plan,
-        run=run,
-        memory=memory,
-        period_s=figures_of(run).period_s,
-        fast_s=request.model.period(request.placed(settings)),
-        capacity=request.capacity,
-        on_cpu=request.on_cpu,
-    )
 
 
 def is_possible(request: Request, placed: tuple[Placed, ...]) -> bool:
@@ -150,9 +192,14 @@ def is_possible(request: Request, placed: tuple[Placed, ...]) -> bool:
 def why_not(request: Request, settings: PlanSettings) -> str:
     """Return the reason why a plan cannot run on the machine, in a sentence; "" if it can."""
     try:
-        peaks = _peaks(_check(request, settings), request)
+        return _lack(request, _check(request, settings))
     except UsageError as error:
         return error.message
+
+
+def _lack(request: Request, checked: _Checked) -> str:
+    """Return a sentence about the device that lacks the most memory; "" if none does."""
+    peaks = _peaks(checked, request)
     if peaks.fits(request.capacity):
         return ""
     rank, call, needs = peaks.fullest
@@ -184,7 +231,7 @@ def _first_steps(plan: RunPlan) -> RunConfig:
     return plan.config.model_copy(update={"steps": N_STEPS, "epochs": 1_000_000, "save": save})
 
 
-def _overlap(request: Request, checked: _Checked, memory: MemoryPlan) -> Overlap:
+def _overlap(request: Request, checked: _Checked) -> Overlap:
     """Decide which parameters come early and which stay, as a run would."""
     plan = checked.plan
     if not plan.may_overlap:
@@ -192,7 +239,7 @@ def _overlap(request: Request, checked: _Checked, memory: MemoryPlan) -> Overlap
     return plan_overlap(
         checked.roles,
         checked.calls,
-        memory,
+        checked.memory,
         capacity=request.capacity,
         is_host_memory=request.on_cpu,
         evaluating=[call.name for call in checked.calls if plan.is_evaluating(call.name)],

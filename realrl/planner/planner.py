@@ -1,10 +1,11 @@
 """The best plan for a run: comparators, the search, then the real scheduler, which decides among the best of them.
 
-    pose: choices and prices ──► methods: plans of other systems ──► search, which starts from them ──┐
-                                                                                                      ▼
-                        the plan with the shortest period ◄── every plan under the real scheduler, the best first
+    prices of choices ──► methods: plans of other systems ──► search, which starts from them ──┐
+                                                                                               ▼
+                  the plan with the shortest period ◄── every plan under the real scheduler, the best first
 
-The fast model ranks; the real scheduler has the last word. So no feasible comparator is better than the answer.
+The fast model ranks; the real scheduler has the last word. So no feasible comparator is better than the answer. Before
+most prices are known, there is a plan already, with all calls on all devices.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
-from realrl.errors import AllocationError, UsageError
-from realrl.plan.memory.connections import CUDA_CONTEXT
-from realrl.planner.evaluate import Evaluated, evaluate, is_possible, why_not
+from realrl.planner.crew import Alike, Asked, Crew, Study
+from realrl.planner.evaluate import Evaluated, confirmed
 from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
 from realrl.search.branch import Found, search
-from realrl.search.fast import Placed
+from realrl.search.fast import Price
 from realrl.search.methods import METHODS
-from realrl.search.problem import Problem, pose
+from realrl.search.runners import Plan
+from realrl.sim.report import Figures
 
-SEARCH = "search"
+SEARCH, ON_ALL_DEVICES = "search", "all calls on all devices"
 _DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = 20_000, 64
 _FEW_DEVICES = 32  # whose plans are simulated quickly
 _WORTH_SIMULATING = 1.3  # times the best period by the fast model: no plan beyond it can be the best one
@@ -41,11 +43,14 @@ class Effort:
             that falls with the size of the cluster.
         n_confirmed: plans of the search that the real scheduler sees, besides those of methods.
         seconds: after which the search ends, whatever it has found; the plans found are confirmed after it.
+        n_processes: that share the work on more than 32 devices; what is found does not depend on it. A program that
+            sets it must do so below ``if __name__ == "__main__"``.
     """
 
     n_expanded: int | None = None
     n_confirmed: int = 4
     seconds: float = 240.0
+    n_processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,12 @@ class Planning:
 
     def __init__(self, request: Request, *, seed: int = 1, effort: Effort | None = None) -> None:
         self._request, self._seed, self._effort = request, seed, effort or Effort()
+        self._study = Study(request, seed)
+        self._first: Plan | None = None  # on all devices
+        self._is_priced = False
+        self._asked: dict[str, Asked] = {}  # settings -> what the real scheduler makes of them
         self._found: Found | None = None
-        self._methods: dict[str, tuple[Placed, ...]] = {}
+        self._methods: dict[str, Plan] = {}
         self._refused: dict[str, str] = {}
         self._confirmed: dict[str, Evaluated] = {}
         self._began_s = time.monotonic()
@@ -125,28 +134,31 @@ class Planning:
             AllocationError: nothing fits the devices.
         """
         yield Progress("prices")
-        problem = problem_of(self._request)
-        most = self._effort.n_expanded or max(
-            _LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED // self._request.cluster.n_devices
-        )
-        for name in METHODS:
-            self._place(name, problem)
-            yield self._progress("methods")
-        for found in search(problem, seed=self._seed, starts=tuple(self._methods.values())):
-            self._found = found
-            yield self._progress("search")
-            if found.n_expanded >= most or self._seconds() > self._effort.seconds:
-                break
-        yield from self._confirm()
+        n_devices = self._request.cluster.n_devices
+        crew = Crew(self._study, self._effort.n_processes if n_devices > _FEW_DEVICES else 1)
+        try:
+            yield from self._price(crew)
+            yield from self._place(crew)
+            self._judge_methods(crew)
+            most = self._effort.n_expanded or max(_LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED // n_devices)
+            for found in search(self._study.problem, seed=self._seed, starts=tuple(self._methods.values())):
+                self._found = found
+                crew.go_on()
+                yield self._progress("search")
+                if found.n_expanded >= most or self._seconds() > self._effort.seconds:
+                    break
+            yield from self._confirm(crew)
+        finally:
+            crew.close()
 
     def result(self, *, quickly: bool = False) -> Planned | None:
         """Return the best plan so far; None if there is none.
 
         Args:
-            quickly: True to confirm one plan alone, where none was confirmed yet.
+            quickly: True to confirm one plan alone, where none was confirmed yet: the best one by the fast model.
         """
-        if not self._confirmed and quickly and self._found is not None and self._found.plan is not None:
-            self._evaluate(SEARCH, self._request.settings_of(self._found.plan))
+        if not self._confirmed and quickly:
+            self._confirm_quickly()
         if not self._confirmed:
             return None
         ranked = sorted(self._confirmed.values(), key=lambda one: (one.period_s, one.fast_s, one.name))
@@ -154,13 +166,45 @@ class Planning:
         bound_s, is_done = (0.0, False) if found is None else (found.bound, found.is_done)
         return Planned(self._request, tuple(ranked), dict(self._refused), bound_s, is_done)
 
-    def _place(self, name: str, problem: Problem) -> None:
-        try:
-            self._methods[name] = METHODS[name].place(problem, self._seed)
-        except AllocationError as error:
-            self._refused[name] = error.message
+    def _price(self, crew: Crew) -> Iterator[Progress]:
+        """Price all choices, those of a plan on all devices first."""
+        self._first = self._study.on_all_devices()
+        yield self._progress("prices")
+        known = dict[Alike, list[list[Price]]]()
+        questions = self._study.prices_to_ask
+        asked = [crew.ask("price", question) for question in questions]
+        for question, prices in zip(questions, crew.answers(asked), strict=True):
+            known[question] = prices
+            yield self._progress("prices")
+        self._study.learn(known)
+        crew.tell("learn", known)
+        self._is_priced = True
 
-    def _confirm(self) -> Iterator[Progress]:
+    def _place(self, crew: Crew) -> Iterator[Progress]:
+        """Make the plans of all methods."""
+        asked = [crew.ask("place", name) for name in METHODS]
+        for name, plan in zip(METHODS, crew.answers(asked), strict=True):
+            if isinstance(plan, str):
+                self._refused[name] = plan
+            else:
+                self._methods[name] = plan
+            yield self._progress("methods")
+
+    def _judge_methods(self, crew: Crew) -> None:
+        """Let helpers simulate plans of methods during the search, without those that will not be worth it."""
+        periods = {name: self._study.draft.model.period(plan) for name, plan in self._methods.items()}
+        for name in sorted(periods, key=lambda name: periods[name]):
+            if periods[name] <= _WORTH_SIMULATING * min(periods.values()):
+                self._judge(crew, self._methods[name])
+
+    def _judge(self, crew: Crew, plan: Plan) -> Asked:
+        settings = self._request.settings_of(plan)
+        key = _key(settings)
+        if key not in self._asked:
+            self._asked[key] = crew.ask("judge", settings)
+        return self._asked[key]
+
+    def _confirm(self, crew: Crew) -> Iterator[Progress]:
         """Let the real scheduler simulate the plans of the search and of methods, those with equal settings once."""
         found, request = self._found, self._request
         assert found is not None, "a search yields at least once"
@@ -168,28 +212,46 @@ class Planning:
         named = {
             SEARCH if not i else f"{SEARCH} {i + 1}": plan for i, plan in enumerate(runners[: self._effort.n_confirmed])
         }
-        plans, names = dict[str, tuple[Placed, ...]](), dict[str, list[str]]()
+        plans, names = dict[str, Plan](), dict[str, list[str]]()
         for name, plan in {**named, **self._methods}.items():
-            key = json.dumps(request.settings_of(plan).overrides(), sort_keys=True)
+            key = _key(request.settings_of(plan))
             plans[key] = plan
             names.setdefault(key, []).append(name)
+        worth = dict[str, Asked]()
         for key, plan in plans.items():
             name, fast_s = ", ".join(names[key]), request.model.period(plan)
             if request.cluster.n_devices > _FEW_DEVICES and fast_s > _WORTH_SIMULATING * found.period:
                 self._refused[name] = f"{fast_s:.4g} s by the fast model: too slow to be simulated"
                 continue
-            self._evaluate(name, request.settings_of(plan))
+            worth[name] = self._judge(crew, plan)
+        for (name, question), figures in zip(worth.items(), crew.answers([*worth.values()]), strict=True):
+            self._take(name, question.about, figures)
             yield self._progress("scheduler")
 
-    def _evaluate(self, name: str, settings: PlanSettings) -> None:
-        try:
-            reason = why_not(self._request, settings)  # in a hundredth of the time that its simulation takes
-            if not reason:
-                self._confirmed[name] = evaluate(self._request, settings, name=name)
-        except UsageError as error:
-            reason = error.message
-        if reason:
-            self._refused[name] = reason
+    def _confirm_quickly(self) -> None:
+        """Confirm the best plan so far; find one on all devices, if there is none."""
+        plans = dict(self._methods)
+        first = self._first if self._is_priced else self._first or self._study.on_all_devices()
+        if not plans and first is not None:
+            plans[ON_ALL_DEVICES] = first
+        if self._found is None and self._is_priced:  # what is missing is a bound
+            for self._found in islice(search(self._study.problem, starts=tuple(plans.values())), len(plans) or 1):
+                pass
+        if self._found is not None and self._found.plan is not None:
+            plans = {SEARCH: self._found.plan, **plans}
+        model = self._study.draft.model
+        for name in sorted(plans, key=lambda name: model.period(plans[name])):
+            settings = self._request.settings_of(plans[name])
+            self._take(name, settings, self._study.judge(settings))
+            if self._confirmed:
+                return
+
+    def _take(self, name: str, settings: PlanSettings, figures: Figures | str) -> None:
+        """Note what the real scheduler makes of a plan."""
+        if isinstance(figures, str):
+            self._refused[name] = figures
+        else:
+            self._confirmed[name] = confirmed(self._request, settings, figures, name=name)
 
     def _progress(self, phase: str) -> Progress:
         found = self._found
@@ -202,22 +264,8 @@ class Planning:
         return time.monotonic() - self._began_s
 
 
-def problem_of(request: Request) -> Problem:
-    """Return the search for the best plan.
-
-    Raises:
-        AllocationError: a call fits no mesh, or a pin is impossible.
-    """
-    always = 0 if request.on_cpu else request.config.cluster.device_rows_bytes + CUDA_CONTEXT
-    return pose(
-        request.workload,
-        request.hardware,
-        capacity=request.capacity - always,
-        roles=request.spaces,
-        pins=request.pins,
-        kernels=request.kernels_alone,
-        accepts=lambda placed: is_possible(request, placed),
-    )
+def _key(settings: PlanSettings) -> str:
+    return json.dumps(settings.overrides(), sort_keys=True)
 
 
 def spearman(first: list[float], second: list[float]) -> float:

@@ -86,7 +86,7 @@ class CostPrices:
     _roles: dict[object, RoleBytes] = field(default_factory=dict)
     _used: dict[object, tuple[int, int, int]] = field(default_factory=dict)
     _models: dict[object, CostModel] = field(default_factory=dict)
-    _twins: dict[str, MFCDef] = field(default_factory=dict)
+    _twins: dict[str, str] = field(default_factory=dict)
     _shares: dict[object, Sequence[RankWork]] = field(default_factory=dict)
     _seconds: dict[object, float] = field(default_factory=dict)
     _samples: dict[int, Sequence[Mapping[str, SampleSizes]]] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class CostPrices:
 
     def _step_seconds(self, mfc: MFCDef, choice: Choice) -> float:
         """Return the seconds of all batches of a step."""
-        mfc = self._twin(mfc)
+        mfc = call_of(self.workload.graph, self.twin(mfc.name))
         key = mfc.name, choice
         if key not in self._seconds:
             changed = mfc if choice.n_mbs is None else replace(mfc, n_mbs=choice.n_mbs)
@@ -187,12 +187,13 @@ class CostPrices:
             self._shares[key] = [work[call.ranks[i * strategy.tp]] for i in range(strategy.dp)]
         return self._shares[key]
 
-    def _twin(self, mfc: MFCDef) -> MFCDef:
+    def twin(self, call: str) -> str:
         """Return the first call that takes as long as this one under any choice: equal work on an equal model."""
-        if mfc.name not in self._twins:
-            work = self._work(mfc)
-            self._twins[mfc.name] = next(one for one in calls(self.workload.graph) if self._work(one) == work)
-        return self._twins[mfc.name]
+        if call not in self._twins:
+            work = self._work(call_of(self.workload.graph, call))
+            same = (one.name for one in calls(self.workload.graph) if self._work(one) == work)
+            self._twins[call] = next(same)
+        return self._twins[call]
 
     def _work(self, mfc: MFCDef) -> tuple[object, ...]:
         own, role = replace(mfc, **_OF_NO_ACCOUNT), self.workload.roles.get(mfc.role)

@@ -42,13 +42,19 @@ class Problem:
 
 @dataclass(frozen=True)
 class Draft:
-    """A search whose choices may have no prices yet; other fields are those of `Problem`."""
+    """A search whose choices may have no prices yet.
+
+    Attributes:
+        model, choices, pins, graph, heads: as `Problem` has them.
+        alike: calls that take equally long under equal choices, together.
+    """
 
     model: Model
     choices: Sequence[Sequence[Choice]]
     pins: Mapping[int, Pin]
     graph: nx.DiGraph
     heads: Mapping[str, str]
+    alike: Sequence[tuple[int, ...]]
 
     def problem(self) -> Problem:
         """Price all choices, and return the search among those that fit a device.
@@ -108,7 +114,10 @@ def draft(
     choices = [choices_of(graph, name, roles, cluster, pin=pins.get(name)) for name in flow.names]
     heads = {name: "none" if role.model is None else role.model.head for name, role in roles.items()}
     numbers = {flow.names.index(name): pin for name, pin in pins.items()}
-    return Draft(model, choices, numbers, graph, heads)
+    alike: dict[str, list[int]] = {}
+    for call, name in enumerate(flow.names):
+        alike.setdefault(prices.twin(name), []).append(call)
+    return Draft(model, choices, numbers, graph, heads, [*map(tuple, alike.values())])
 
 
 def fitting(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice, ...]:

@@ -52,8 +52,8 @@ def memory_of(plan: RunPlan, machine: Hardware, kernels: KernelsOf) -> DeviceMem
 
 def _differs(best: Evaluated, other: Evaluated) -> str:
     """Return the calls that run elsewhere, in a few words."""
-    places = {name: str(place) for name, place in other.plan.allocations.items()}
-    moved = [f"{name} {place}" for name, place in places.items() if str(best.plan.allocations[name]) != place]
+    places, ours = other.settings.allocations, best.settings.allocations
+    moved = [f"{name} {place}" for name, place in places.items() if ours[name] != place]
     if not moved:
         return "other settings"
     more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""

@@ -1,0 +1,282 @@
+"""The work of planning, and processes that share it.
+
+    questions ──► helpers ──────┐
+        └───────► this process ─┴──► answers, in the order of questions
+
+An answer is a pure function of the request and the question. So it depends neither on the number of processes nor on
+which of them gives it; a helper that dies is not missed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+from realrl.config.serialize import dump_config
+from realrl.errors import AllocationError, Error
+from realrl.experiment.discovery import load_run
+from realrl.plan.memory.connections import CUDA_CONTEXT
+from realrl.planner.evaluate import is_possible, judge
+from realrl.planner.request import Request
+from realrl.planner.settings import PlanSettings
+from realrl.search.fast import Price
+from realrl.search.methods import METHODS
+from realrl.search.problem import Draft, Problem, draft
+from realrl.search.runners import Plan
+from realrl.sim.report import Figures
+
+_STOP_S = 2.0  # in which a helper without work ends by itself
+_ON_ALL_DEVICES = "colocate", "real_heuristic"  # methods
+_AHEAD = 2  # questions that a helper has at a time, so that it need not wait for this process
+
+Alike = tuple[tuple[int, ...], int]
+"""Calls of equal work, and a number of replicas."""
+
+
+class Study:
+    """What is found out about a request; each question is answered once, or whenever it is asked.
+
+    Args:
+        seed: as for `Planning`.
+    """
+
+    def __init__(self, request: Request, seed: int = 1) -> None:
+        self.request, self.seed = request, seed
+
+    @cached_property
+    def draft(self) -> Draft:
+        """The search, of which choices may have no prices yet.
+
+        Raises:
+            AllocationError: a pin is impossible.
+        """
+        request = self.request
+        always = 0 if request.on_cpu else request.config.cluster.device_rows_bytes + CUDA_CONTEXT
+        return draft(
+            request.workload,
+            request.hardware,
+            capacity=request.capacity - always,
+            roles=request.spaces,
+            pins=request.pins,
+            kernels=request.kernels_alone,
+            accepts=lambda placed: is_possible(request, placed),
+        )
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The search, all of whose choices have prices.
+
+        Raises:
+            AllocationError: a call fits no mesh.
+        """
+        return self.draft.problem()
+
+    def on_all_devices(self) -> Plan | None:
+        """Return a plan with all calls on all devices, for which few choices are priced; None if none fits."""
+        try:
+            few = self.draft.on_all_devices().problem()
+        except AllocationError:
+            return None
+        for method in _ON_ALL_DEVICES:
+            with suppress(AllocationError):
+                return METHODS[method].place(few, self.seed)
+        return None
+
+    # ------------------------------------------------------------ questions
+
+    @property
+    def prices_to_ask(self) -> list[Alike]:
+        """Questions for `price`, which ask for all prices."""
+        choices = self.draft.choices
+        return [
+            (calls, dp)
+            for calls in self.draft.alike
+            for dp in sorted({choice.strategy.dp for call in calls for choice in choices[call]})
+        ]
+
+    def price(self, alike: Alike) -> list[list[Price]]:
+        """Return the prices of those choices of some calls that have so many replicas."""
+        calls, dp = alike
+        model, choices = self.draft.model, self.draft.choices
+        return [[model.price(call, one) for one in choices[call] if one.strategy.dp == dp] for call in calls]
+
+    def learn(self, prices: Mapping[Alike, list[list[Price]]]) -> None:
+        """Take prices from elsewhere."""
+        for (calls, dp), of_calls in prices.items():
+            for call, found in zip(calls, of_calls, strict=True):
+                own = [choice for choice in self.draft.choices[call] if choice.strategy.dp == dp]
+                for choice, price in zip(own, found, strict=True):
+                    self.draft.model.note(call, choice, price)
+
+    def place(self, method: str) -> Plan | str:
+        """Return the plan of a method; or the reason why it has none."""
+        try:
+            return METHODS[method].place(self.problem, self.seed)
+        except AllocationError as error:
+            return error.message
+
+    def settings_by(self, method: str) -> PlanSettings:
+        """Return the settings of the plan of a method.
+
+        Raises:
+            AllocationError: it has none.
+        """
+        return self.request.settings_of(METHODS[method].place(self.problem, self.seed))
+
+    def judge(self, settings: PlanSettings) -> Figures | str:
+        """Return what the real scheduler makes of a plan; or the reason why it cannot run."""
+        return judge(self.request, settings)
+
+
+# ---------------------------------------------------------------- processes
+
+
+class _Process(Protocol):
+    def start(self) -> None: ...
+    def join(self, timeout: float | None = None) -> None: ...
+    def kill(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Asked:
+    """A question, which names a method of `Study` and its argument, and the answer once `is_answered`."""
+
+    kind: str
+    about: Any
+    answer: Any = None
+    is_answered: bool = False
+
+
+@dataclass(eq=False)
+class _Helper:
+    process: _Process
+    connection: Connection
+    under_way: deque[Asked] = field(default_factory=deque)
+
+
+class Crew:
+    """This process, and helpers.
+
+    Args:
+        n_processes: this one included. A process that may have no children has no helpers.
+    """
+
+    def __init__(self, study: Study, n_processes: int = 1) -> None:
+        self._study = study
+        self._helpers: list[_Helper] = []
+        self._waiting: deque[Asked] = deque()
+        if n_processes > 1 and not multiprocessing.current_process().daemon:
+            self._start(n_processes - 1)
+
+    def _start(self, n_helpers: int) -> None:
+        request, context = self._study.request, multiprocessing.get_context("spawn")
+        told = request.hardware, request.lengths, request.given, request.kernels, request.memory_bytes
+        arguments = dump_config(request.config), told, self._study.seed
+        with _deaf():
+            for _ in range(n_helpers):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_help, args=(theirs, *arguments), daemon=True)
+                process.start()
+                theirs.close()
+                self._helpers.append(_Helper(process, ours))
+
+    def close(self) -> None:
+        """End all helpers."""
+        for helper in self._helpers:
+            helper.connection.close()
+            if not helper.under_way:
+                helper.process.join(_STOP_S)  # it finds nothing more to do
+            helper.process.kill()
+            helper.process.join()
+        self._helpers = []
+
+    def tell(self, kind: str, about: Any) -> None:
+        """Ask all helpers the same, and wait for none."""
+        for helper in list(self._helpers):
+            self._hand(helper, Asked(kind, about))
+
+    def ask(self, kind: str, about: Any) -> Asked:
+        """Ask a question that a helper may begin with now."""
+        asked = Asked(kind, about)
+        self._waiting.append(asked)
+        self.go_on()
+        return asked
+
+    def go_on(self) -> None:
+        """Take in answers that have come, and hand out what waits for a helper."""
+        self._take_in(0.0)
+        for helper in list(self._helpers):
+            while self._waiting and len(helper.under_way) < _AHEAD and helper in self._helpers:
+                self._hand(helper, self._waiting.popleft())
+
+    def answers(self, questions: Sequence[Asked]) -> Iterator[Any]:
+        """Yield the answers to questions in their order; others that wait are given up."""
+        self._waiting = deque(asked for asked in questions if asked in self._waiting)
+        for asked in questions:
+            while not asked.is_answered:
+                self.go_on()
+                if asked.is_answered:
+                    break
+                if self._waiting:
+                    own = self._waiting.popleft()
+                    own.answer, own.is_answered = getattr(self._study, own.kind)(own.about), True
+                else:
+                    self._take_in(None)
+            yield asked.answer
+
+    def _hand(self, helper: _Helper, asked: Asked) -> None:
+        helper.under_way.append(asked)
+        try:
+            helper.connection.send((asked.kind, asked.about))
+        except OSError:
+            self._miss(helper)
+
+    def _take_in(self, timeout_s: float | None) -> None:
+        """Note answers that have come; None waits for one."""
+        busy = {helper.connection: helper for helper in self._helpers if helper.under_way}
+        for connection in wait(list(busy), timeout_s) if busy else ():
+            helper = next(helper for helper in busy.values() if helper.connection is connection)
+            try:
+                answer = helper.connection.recv()
+            except (EOFError, OSError):
+                self._miss(helper)
+                continue
+            asked = helper.under_way.popleft()
+            asked.answer, asked.is_answered = answer, True
+
+    def _miss(self, helper: _Helper) -> None:
+        """Do without a helper that has died."""
+        self._helpers.remove(helper)
+        self._waiting.extendleft(asked for asked in helper.under_way if asked.kind != "learn")
+        helper.connection.close()
+        helper.process.kill()
+        helper.process.join()
+
+
+def _help(connection: Connection, config: bytes, told: tuple[Any, ...], seed: int) -> None:
+    """Answer questions until the other end of the connection is closed."""
+    try:
+        study = Study(Request(*load_run(config), *told), seed)
+    except Error:  # an experiment that only the process that asks can load
+        return
+    with suppress(EOFError, OSError):
+        while True:
+            kind, about = connection.recv()
+            connection.send(getattr(study, kind)(about))
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Keep Ctrl-C for later, and from processes that are started for good."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
