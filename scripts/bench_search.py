@@ -2,17 +2,25 @@
 
 Prompts and responses have 1,024 tokens each, all roles the same size. All times are of the processor. `--all` searches
 for many models, clusters and algorithms, a process each, and prints a row for each.
+
+`--plans` runs the command `realrl plan` for such cases instead: prices, plans of other systems, the search and the real
+scheduler, with as many processes as the command takes. Its seconds are those of a clock and of all processors; memory is
+the most that all its processes had together. `--only "ppo 70B 128"` takes the cases that begin so.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -22,6 +30,7 @@ from realrl.config.schema import GenerationConfig
 from realrl.experiment.discovery import load_experiment
 from realrl.graph.build import build_graph, calls
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
+from realrl.model.families.llama import config_to_hf
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.plan import RoleState
 from realrl.search.branch import Found, search
@@ -46,8 +55,17 @@ CASES = [
     ("ppo", "34B", 96, "a100_80gb"),
     ("ppo", "70B", 1024, "h100"),
 ]
+PLANS = [
+    *(("ppo", model, n, "a100_80gb") for n in (16, 64, 128) for model in MODELS),
+    *(("ppo", "70B", n, "h100") for n in (64, 128)),
+    *((name, "34B", n, "a100_80gb") for name in ("grpo", "safe_rlhf", "self_play") for n in (16, 64, 128)),
+    *((name, "70B", n, "h100") for name in ("grpo", "safe_rlhf", "self_play") for n in (64, 128)),
+    *((name, "70B", 1024, "h100") for name in ("ppo", "grpo", "safe_rlhf", "self_play")),
+    ("ppo", "70B", 1024, "a100_80gb"),
+]
 LENGTH = 1024
 MARGIN = 0.9  # usable share of a device's memory
+_PERIOD, _GAP = r"period (\S+) s by the real scheduler", r"(gap of \S+ at most|all plans)"
 
 
 def shape(size: str, head: str) -> DecoderConfig:
@@ -141,10 +159,66 @@ def search_all(options: argparse.Namespace) -> None:
     print(f"\nMedian gap {statistics.median(gaps):.1%}, worst {max(gaps):.1%}, of {len(gaps)} searches.")
 
 
+# ---------------------------------------------------------------- the command
+
+
+def plan_one(case: tuple[str, str, int, str], n_seqs: int, folder: Path) -> str:
+    """Run `realrl plan` for a case, and return its row."""
+    name, model, n_devices, hardware = case
+    (folder / model).mkdir(exist_ok=True)
+    (folder / model / "config.json").write_text(json.dumps(config_to_hf(replace(shape(model, "lm"), dtype="bfloat16"))))
+    overrides = [
+        f"models.*.path={folder / model}", "precision=bf16", f"n_seqs={n_seqs}", "dataset.path=none.jsonl",
+        f"dataset.max_prompt_tokens={LENGTH}", f"generation.max_new_tokens={LENGTH}",
+        f"cluster.n_nodes={n_devices // 8}", "cluster.n_devices_per_node=8", "--hardware", hardware,
+    ]  # fmt: skip
+    if name == "ppo":
+        overrides.append("algorithm.reward_function=realrl.data.tiny:toy_reward")
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    with open(folder / "out", "w+") as out:
+        command = [sys.executable, "-m", "realrl", "plan", name, *overrides]
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=folder)
+        most = 0
+        while process.poll() is None:
+            most = max(most, memory_of(process.pid))
+            time.sleep(0.1)
+        out.seek(0)
+        printed = out.read()
+    seconds, after = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    if process.returncode:
+        return f"{printed.strip().splitlines()[-1]} | | {seconds:.0f} | {cpu:.0f} | {most / 1e9:.2f} |"
+    period, gap = (next(re.finditer(how, printed)).expand(r"\1") for how in (_PERIOD, _GAP))
+    return f"{period} | {gap} | {seconds:.0f} | {cpu:.0f} | {most / 1e9:.2f} |"
+
+
+def memory_of(pid: int) -> int:
+    """Return the bytes in memory of a process and of all that it has started; shared pages count for each."""
+    try:
+        n_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError, IndexError):  # it has ended meanwhile
+        return 0
+    return n_pages * resource.getpagesize() + sum(memory_of(int(child)) for child in children)
+
+
+def plan_all(options: argparse.Namespace) -> None:
+    """Print a row for each of `PLANS`."""
+    print("| algorithm | model | devices | hardware | period, s | gap | wall, s | CPU, s | memory, GB |")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    for case in PLANS:
+        if " ".join(map(str, case)).startswith(options.only):
+            with tempfile.TemporaryDirectory() as folder:
+                row = plan_one(case, options.n_seqs, Path(folder))
+            print(f"| {' | '.join(map(str, case))} | {row}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("experiment", nargs="?", default="ppo")
     parser.add_argument("--all", action="store_true", help="search for a table of cases")
+    parser.add_argument("--plans", action="store_true", help="run realrl plan for a table of cases")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases of --plans that begin so")
     parser.add_argument("--model", default="70B", choices=list(MODELS))
     parser.add_argument("--devices", type=int, default=128)
     parser.add_argument("--n-seqs", type=int, default=1024)
@@ -153,7 +227,7 @@ def main() -> None:
     parser.add_argument("--gap", type=float, default=0.01, help="with which a search ends")
     parser.add_argument("--seconds", type=float, default=35.0, help="of the processor, all in all")
     options = parser.parse_args()
-    (search_all if options.all else search_one)(options)
+    (plan_all if options.plans else search_all if options.all else search_one)(options)
 
 
 if __name__ == "__main__":

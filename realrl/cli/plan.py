@@ -41,7 +41,7 @@ search with the best plan so far. Nothing is started.
 INTERRUPTED = 130
 PLAN_FILE = "plan.yaml"
 _AUTO_S = 20.0  # of a search before a run
-_MOST_PROCESSES = 4
+_MOST_PROCESSES, _FEW_DEVICES = 4, 32
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -73,8 +73,7 @@ def plan_run_command(
     _check_options(config, options, arguments)
     request = request_of(experiment, config, options.hardware, options.lengths, arguments)
     files = check_questions(request, options, read=_plan_in_file)
-    n_processes = min(available_cores(), _MOST_PROCESSES)
-    effort = Effort(n_confirmed=options.top, seconds=options.seconds, n_processes=n_processes)
+    effort = Effort(n_confirmed=options.top, seconds=options.seconds, n_processes=_n_processes(request))
     line = Line(sys.stdout)
 
     def search(other: Request) -> Evaluated:
@@ -157,8 +156,7 @@ def plan_now(experiment: Experiment, config: RunConfig, arguments: Sequence[str]
     from realrl.planner.planner import Effort, Planning
 
     request = request_of(experiment, config, None, None, arguments)
-    n_processes = min(available_cores(), _MOST_PROCESSES)
-    effort = Effort(n_expanded=2000, n_confirmed=2, seconds=_AUTO_S, n_processes=n_processes)
+    effort = Effort(n_expanded=2000, n_confirmed=2, seconds=_AUTO_S, n_processes=_n_processes(request))
     with _telling_shortage(request):
         planned = _finished(Planning(request, effort=effort), Line(sys.stdout))
     print_short(planned)
@@ -329,6 +327,11 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _n_processes(request: Request) -> int:
+    """Return how many processes plan; their start takes longer than few devices are worth."""
+    return min(available_cores(), _MOST_PROCESSES) if request.cluster.n_devices > _FEW_DEVICES else 1
 
 
 def _save(planned: Planned, options: argparse.Namespace) -> None:

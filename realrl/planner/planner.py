@@ -43,8 +43,8 @@ class Effort:
             that falls with the size of the cluster.
         n_confirmed: plans of the search that the real scheduler sees, besides those of methods.
         seconds: after which the search ends, whatever it has found; the plans found are confirmed after it.
-        n_processes: that share the work on more than 32 devices; what is found does not depend on it. A program that
-            sets it must do so below ``if __name__ == "__main__"``.
+        n_processes: that share the work; what is found does not depend on their number. A program that asks for
+            several must do so below ``if __name__ == "__main__"``, as new processes import it.
     """
 
     n_expanded: int | None = None
@@ -135,7 +135,7 @@ class Planning:
         """
         yield Progress("prices")
         n_devices = self._request.cluster.n_devices
-        crew = Crew(self._study, self._effort.n_processes if n_devices > _FEW_DEVICES else 1)
+        crew = Crew(self._study, self._effort.n_processes)
         try:
             yield from self._price(crew)
             yield from self._place(crew)

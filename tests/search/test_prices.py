@@ -110,6 +110,28 @@ def test_bytes_are_those_of_the_memory_plan(text):
         assert kept + PRICES.call(name, choice(text)).used == pytest.approx(most, rel=0.02)
 
 
+def test_calls_of_equal_work_are_priced_once():
+    """Scores of one number a token take equally long, whatever they are called and whoever reads them."""
+    heads = {"actor": "lm", "one": "value", "two": "reward", "ref": "lm"}
+    mfcs = [
+        MFCS[0],
+        *(
+            MFCDef(name, role, InterfaceType.INFERENCE, name, ("ids",), (name,), n_seqs=n_seqs)
+            for name, role, n_seqs in (("v", "one", 16), ("w", "two", 16), ("x", "two", 8), ("y", "ref", 16))
+        ),
+    ]
+    graph = build_graph(mfcs, ["prompt_ids"])
+    states = {role: RoleState(replace(small(), head=head), place("d1"), False) for role, head in heads.items()}
+    workload = Workload(graph, states, CLUSTER, GENERATION, SIZES, ROWS, dict.fromkeys(graph, 1))
+    prices = CostPrices(workload, A100)
+    assert [prices.twin(name) for name in "vwxy"] == ["v", "v", "x", "y"]
+    for text in ("d4", "d2t2s", "d2p2"):
+        of_w = prices.call("w", choice(text))
+        alone = CostPrices(replace(workload, graph=graph.subgraph(["w"])), A100).call("w", choice(text))
+        assert of_w == alone
+        assert of_w.seconds < prices.call("y", choice(text)).seconds
+
+
 def test_a_call_that_does_not_fit_has_no_price():
     tight = CostPrices(WORKLOAD, A100, capacity=1)
     assert tight.call("train", choice("d4")).seconds == float("inf")
