@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
@@ -66,7 +66,7 @@ class Study:
             roles=request.spaces,
             pins=request.pins,
             kernels=request.kernels_alone,
-            accepts=lambda placed: is_possible(request, placed),
+            accepts=lru_cache(maxsize=4096)(lambda placed: is_possible(request, placed)),
         )
 
     @cached_property

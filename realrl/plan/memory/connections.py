@@ -54,21 +54,33 @@ def connection_bytes(
     """
     rings = {frozenset(group.ranks) for group in groups if group.n_ranks > 1 and group.kind in _WITH_COLLECTIVES}
     world = frozenset(groups[0].ranks)
-    between = combinations(sorted(world), 2) if any_rows else _in_world(roles, calls)
-    pairs = {(world, frozenset(pair)) for pair in between} | set(_in_groups(groups, calls))
+    between = _in_node(sorted(world), node_of) if any_rows else _in_world(roles, calls, node_of)
+    pairs = {(world, frozenset(pair)) for pair in between}
+    pairs |= {(members, pair) for members, pair in _in_groups(groups, calls) if len({*map(node_of, pair)}) == 1}
     n_rings = Counter(rank for members in rings for rank in members)
-    n_pairs = Counter(rank for _, pair in pairs if len({*map(node_of, pair)}) == 1 for rank in pair)
+    n_pairs = Counter(rank for _, pair in pairs for rank in pair)
     return {
         rank: CONNECTION * (RING_CHANNELS * n_rings[rank] + MESSAGE_CHANNELS * n_pairs[rank]) for rank in sorted(world)
     }
 
 
-def _in_world(roles: Mapping[str, RoleState], calls: Sequence[CallState]) -> Iterator[tuple[int, ...]]:
-    """Yield the pairs between which parameters move, or rows inside the replicas of a call."""
-    for call in calls:
-        allocation = call.allocation
+def _in_node(ranks: Iterable[int], node_of: Callable[[int], int]) -> Iterator[tuple[int, ...]]:
+    """Yield the pairs of ranks that are on one node, the smaller rank first."""
+    on_node: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        on_node.setdefault(node_of(rank), []).append(rank)
+    for members in on_node.values():
+        yield from combinations(members, 2)
+
+
+def _in_world(
+    roles: Mapping[str, RoleState], calls: Sequence[CallState], node_of: Callable[[int], int]
+) -> Iterator[tuple[int, ...]]:
+    """Yield the pairs of a node between which parameters move, or rows inside the replicas of a call."""
+    for allocation in dict.fromkeys(call.allocation for call in calls):
         for dp_rank in range(allocation.strategy.dp):
-            yield from combinations(allocation.dp_group_members(dp_rank), 2)
+            yield from _in_node(allocation.dp_group_members(dp_rank), node_of)
+    for call in calls:
         for hook in (*call.hooks.before, *call.hooks.after):
             if not isinstance(hook, Realloc) or hook.source not in roles:
                 continue
@@ -77,11 +89,12 @@ def _in_world(roles: Mapping[str, RoleState], calls: Sequence[CallState]) -> Ite
 
 @lru_cache(maxsize=128)  # a search asks for the same moves again and again
 def _moving_pairs(model: DecoderConfig, home: Allocation, target: Allocation) -> frozenset[tuple[int, int]]:
-    """Return the pairs between which the parameters of a role move."""
-    source = layout_of(model, home)
-    plan = plan_realloc(source, layout_of(model, target), node_of=home.mesh.cluster.node_of)
+    """Return the pairs of a node between which the parameters of a role move."""
+    source, node_of = layout_of(model, home), home.mesh.cluster.node_of
+    plan = plan_realloc(source, layout_of(model, target), node_of=node_of)
     first = home.ranks[0]  # which sends the state of interfaces to ranks outside the home
-    return frozenset([*plan.pairs, *((first, rank) for rank in target.ranks if rank not in source)])
+    pairs = [*plan.pairs, *((first, rank) for rank in target.ranks if rank not in source)]
+    return frozenset(pair for pair in pairs if node_of(pair[0]) == node_of(pair[1]))
 
 
 def _in_groups(groups: Iterable[ProcessGroup], calls: Sequence[CallState]) -> Iterator[Pair]:
