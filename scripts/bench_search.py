@@ -4,8 +4,8 @@ Prompts and responses have 1,024 tokens each, all roles the same size. All times
 for many models, clusters and algorithms, a process each, and prints a row for each.
 
 `--plans` runs the command `realrl plan` for such cases instead: prices, plans of other systems, the search and the real
-scheduler, with as many processes as the command takes. Its seconds are those of a clock and of all processors; memory is
-the most that all its processes had together. `--only "ppo 70B 128"` takes the cases that begin so.
+scheduler, with as many processes as the command takes. Its seconds are those of a clock and of all processors; memory
+is the most that all its processes had together. `--only "ppo 70B 128"` takes the cases that begin so.
 """
 
 from __future__ import annotations

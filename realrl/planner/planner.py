@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -127,7 +127,7 @@ class Planning:
         self._confirmed: dict[str, Evaluated] = {}
         self._began_s = time.monotonic()
 
-    def run(self) -> Iterator[Progress]:
+    def run(self) -> Generator[Progress]:
         """Search, then let the real scheduler confirm; `result` may be asked for at any time.
 
         Raises:
@@ -209,9 +209,8 @@ class Planning:
         found, request = self._found, self._request
         assert found is not None, "a search yields at least once"
         runners = [] if found.plan is None else [found.plan, *(plan for plan, _ in found.others)]
-        named = {
-            SEARCH if not i else f"{SEARCH} {i + 1}": plan for i, plan in enumerate(runners[: self._effort.n_confirmed])
-        }
+        possible = islice(filter(self._study.draft.model.accepts, runners), self._effort.n_confirmed)
+        named = {SEARCH if not i else f"{SEARCH} {i + 1}": plan for i, plan in enumerate(possible)}
         plans, names = dict[str, Plan](), dict[str, list[str]]()
         for name, plan in {**named, **self._methods}.items():
             key = _key(request.settings_of(plan))
@@ -235,8 +234,8 @@ class Planning:
         if not plans and first is not None:
             plans[ON_ALL_DEVICES] = first
         if self._found is None and self._is_priced:  # what is missing is a bound
-            for self._found in islice(search(self._study.problem, starts=tuple(plans.values())), len(plans) or 1):
-                pass
+            states = search(self._study.problem, seed=self._seed, starts=tuple(plans.values()))
+            *_, self._found = islice(states, len(plans) or 1)
         if self._found is not None and self._found.plan is not None:
             plans = {SEARCH: self._found.plan, **plans}
         model = self._study.draft.model

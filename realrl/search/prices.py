@@ -165,9 +165,7 @@ class CostPrices:
             allocation = self._allocation(choice)
             call = ScheduledCall(changed, allocation, CallHooks(home=None if state is None else allocation))
             model = self._model(mfc.role, state)
-            self._seconds[key] = sum(
-                self._batch_seconds(model, call, batch) for batch in self._batches(mfc.n_seqs)
-            )
+            self._seconds[key] = sum(self._batch_seconds(model, call, batch) for batch in self._batches(mfc.n_seqs))
         return self._seconds[key]
 
     def _batch_seconds(self, model: CostModel, call: ScheduledCall, sizes: Mapping[str, SampleSizes]) -> float:
@@ -229,7 +227,7 @@ class CostPrices:
 
     def _bytes(self, mfc: MFCDef, state: RoleState, choice: Choice) -> tuple[int, int, int]:
         """Return the bytes of parameters, of all that the role keeps, and of all else, on the fullest device."""
-        role = replace(state, home=self._nowhere)
+        role = replace(state, home=self._nowhere, is_changed=False)  # which matters for checkpoints alone
         if role not in self._roles:
             self._roles[role] = RoleBytes(state, self._cut(state.model), self.kernels, None)
         if choice.n_mbs is not None:

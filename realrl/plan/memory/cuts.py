@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -76,7 +77,11 @@ class Cut:
 
 
 class CutModel:
-    """A model, and its cuts so far."""
+    """A model, and its cuts so far.
+
+    Attributes:
+        kept: settings of a role -> what it keeps on parts, for `realrl.plan.memory.roles`.
+    """
 
     def __init__(self, model: DecoderConfig) -> None:
         self.model, self.specs = model, parameter_specs(model)
@@ -87,6 +92,7 @@ class CutModel:
         self._kinds: dict[tuple[object, ...], PartKind] = {}
         self._cuts: dict[tuple[int, int], Cut] = {}
         self._overlaps: dict[tuple[int, int, int, int], Overlap] = {}
+        self.kept: dict[object, dict[Any, Any]] = {}
 
     def cut(self, strategy: ParallelStrategy) -> Cut:
         """Return the parts of a strategy.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from realrl.plan.memory.buffers import FLOAT32, LOGITS_BLOCK, LOGITS_CHUNK, PRODUCT_PIECE, ROW_BYTES
 from realrl.plan.memory.load import Load
@@ -136,6 +137,7 @@ def forward_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
     return computed + again + _messages(local, load.n_tokens - n_again) + ROW_BYTES * load.n_held
 
 
+@lru_cache(maxsize=1 << 14)  # settings of the optimizer do not matter
 def training_bytes(local: LocalShape, load: Load, *, n_in_flight: int, checkpointing: bool, kernels: Kernels) -> int:
     """Return the most bytes that a train_step keeps for its backward passes, with the rows that it computes on."""
     n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
@@ -153,6 +155,7 @@ def training_bytes(local: LocalShape, load: Load, *, n_in_flight: int, checkpoin
     return computed + again + _messages(local, load.n_tokens - n_again) + ROW_BYTES * load.n_held
 
 
+@lru_cache(maxsize=1 << 14)
 def last_block_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
     """Return the bytes of a training pass in its last block, when gradients of all others are there."""
     n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0

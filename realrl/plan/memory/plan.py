@@ -90,7 +90,8 @@ class Usage:
     @property
     def total(self) -> int:
         """Bytes on the device, without `host`."""
-        return sum(getattr(self, part.name) for part in fields(self) if part.name != "host")
+        on_device = self.parameters + self.optimizer + self.gradients + self.copies
+        return on_device + self.cache + self.activations + self.rows + self.runtime
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))

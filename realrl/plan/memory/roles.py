@@ -100,7 +100,9 @@ class RoleBytes:
         self.role, self.model = role, model
         self._kernels, self._saves = kernels, saves or _NO_SAVES
         self._kept: dict[ParallelStrategy, KeptParts] = {}
-        self._kept_kinds: dict[tuple[PartKind, int, bool], Kept] = {}
+        settings = (role.is_trained, role.is_changed, role.is_averaged, role.backend, role.zero_stage,
+                    role.offloads_optimizer, self._saves)  # fmt: skip
+        self._kept_kinds: dict[tuple[PartKind, int, bool], Kept] = model.kept.setdefault(settings, {})
         self._computed: dict[tuple[ParallelStrategy, InterfaceType, Load], Matrix] = {}
 
     @property

@@ -41,6 +41,8 @@ def plan_spreads(
     if not members_of:
         return tuple(routes), ()
     holder_of: dict[tuple[int, int, str], dict[str, int]] = defaultdict(dict)  # (replica, node, key) -> sample -> rank
+    near_of: dict[tuple[int, int, frozenset[int]], int | None] = {}  # (replica, node, holders) -> one there
+    by_holder: dict[tuple[int, int, str, tuple[str, ...]], dict[int, list[str]]] = {}  # rows that come alike to many
     pulls: list[RowTransfer] = []
     ids_of_spread: dict[tuple[int, int, str], list[str]] = defaultdict(list)  # (source, target, key) -> ids
     for route in sorted(routes, key=lambda route: route.is_passed_on):  # a relay is the one that pulls for its replica
@@ -50,18 +52,26 @@ def plan_spreads(
             pulls.append(route)
             continue
         node = node_of(target)
-        holders = holder_of[members[0], node, key]
-        own = []
-        for sample_id in route.ids:
-            if sample_id not in holders:
-                held = placements[key][sample_id].held
-                inside = (rank for rank in members if rank in held and node_of(rank) == node)
-                holders[sample_id] = next(inside, target)
-            if holders[sample_id] == target:
-                own.append(sample_id)
+        rows = members[0], node, key, route.ids
+        if rows not in by_holder:
+            holders, found = holder_of[rows[:3]], defaultdict[int, list[str]](list)
+            for sample_id in route.ids:
+                holder = holders.get(sample_id)
+                if holder is None:
+                    held = placements[key][sample_id].held
+                    where = members[0], node, held
+                    if where not in near_of:
+                        near_of[where] = next(
+                            (rank for rank in members if rank in held and node_of(rank) == node), None
+                        )
+                    near = near_of[where]
+                    holder = holders[sample_id] = target if near is None else near
+                found[holder].append(sample_id)
+            by_holder[rows] = found
+        for holder, ids in by_holder[rows].items():
+            if holder == target:
+                pulls.append(RowTransfer(route.source, target, key, tuple(ids), route.is_passed_on))
             else:
-                ids_of_spread[holders[sample_id], target, key].append(sample_id)
-        if own:
-            pulls.append(RowTransfer(route.source, target, key, tuple(own), route.is_passed_on))
+                ids_of_spread[holder, target, key].extend(ids)
     spreads = tuple([RowTransfer(*where, tuple(ids)) for where, ids in ids_of_spread.items()])
     return tuple(pulls), spreads

@@ -141,13 +141,16 @@ class _Routes:
                 self._fetch(key, of_relay, sources, relay)
                 self._n_crossed[relay] = self._n_crossed.get(relay, 0) + len(of_relay)
                 self._relays.update(dict.fromkeys([(key, sample_id, node) for sample_id in of_relay], relay))
+        if len(targets) == 1 and len(new) == len(ids):
+            return
+        of_relay_ids: dict[int, list[str]] = {}
+        for sample_id in ids:
+            of_relay_ids.setdefault(self._relays[key, sample_id, node], []).append(sample_id)
+        passed_on = [((relay,), tuple(own)) for relay, own in of_relay_ids.items()]
         for target in targets:
-            of_source: dict[int, list[str]] = {}
-            for sample_id in ids if len(targets) > 1 or len(new) < len(ids) else ():
-                of_source.setdefault(self._relays[key, sample_id, node], []).append(sample_id)
-            for relay, passed_on in of_source.items():
-                if relay != target:
-                    self._fetch(key, tuple(passed_on), (relay,), target, is_passed_on=True)
+            for source, own in passed_on:
+                if source[0] != target:
+                    self._fetch(key, own, source, target, is_passed_on=True)
 
     def _fetch(
         self, key: str, ids: tuple[str, ...], sources: Sequence[int], target: int, *, is_passed_on: bool = False

@@ -52,7 +52,6 @@ from realrl.sim.hardware import Device, Hardware
 
 _STATE_BYTES = 12.0  # a parameter's float32 master and moments in a checkpoint
 _WIDTHS: Mapping[int, DType] = {2: "bfloat16", 4: "float32", 8: "float64"}
-_MOST_DISPATCHES = 8  # whose tokens are remembered
 _MOST_REPLICAS = 4096  # whose seconds of generation are remembered
 
 
@@ -82,6 +81,7 @@ class CostModel:
         self._kernels = kernels or Kernels()
         self._free = free
         self._computing: dict[tuple[str, Allocation, InterfaceType], _Computing] = {}
+        self._copied: dict[str, dict[int, float]] = {}  # role -> seconds of copying its parameters, by rank
 
     def without(self, free: Free, hardware: Hardware) -> CostModel:
         """Return the same costs where some parts of calls take no time, on other hardware."""
@@ -213,12 +213,15 @@ class CostModel:
         return seconds + 3 * target / self._hardware.device.stream  # read twice, and written
 
     def _copying(self, role: str, ranks: Collection[int]) -> dict[int, float]:
-        state = self._roles[role]
-        layout, node_of = layout_of(state.model, state.home), self._node_of
-        n_active = max(sum(node_of(other) == node_of(rank) for other in state.home.ranks) for rank in state.home.ranks)
-        return {
-            rank: copy_seconds(layout.num_bytes_of(rank), n_active, self._hardware) for rank in ranks if rank in layout
-        }
+        if role not in self._copied:
+            state = self._roles[role]
+            layout, mesh = layout_of(state.model, state.home), state.home.mesh
+            n_active = min(mesh.n_devices, mesh.cluster.n_devices_per_node)
+            self._copied[role] = {
+                rank: copy_seconds(layout.num_bytes_of(rank), n_active, self._hardware) for rank in mesh.ranks
+            }
+        copied = self._copied[role]
+        return {rank: copied[rank] for rank in ranks if rank in copied}
 
     # ------------------------------------------------------------ everything else
 
@@ -282,7 +285,6 @@ class _Computing:
         free: Free,
     ) -> None:
         strategy, model = allocation.strategy, role.model
-        self._remembered: dict[object, tuple[tuple[SampleSizes, ...], Tokens]] = {}
         self._model, self._strategy, self._hardware, self._allocation = model, strategy, hardware, allocation
         self._generation = generation
         if kind is InterfaceType.GENERATE:
@@ -368,15 +370,7 @@ class _Computing:
         return seconds
 
     def _tokens(self, sizes: Mapping[str, SampleSizes]) -> Tokens:
-        """Return the tokens of the samples; those of the last few dispatches are remembered."""
-        found = tuple(sizes.values())
-        key = (tuple(sizes), tuple(map(id, found)))  # the objects are kept, so no other can get such an id
-        if key not in self._remembered:
-            if len(self._remembered) >= _MOST_DISPATCHES:
-                del self._remembered[next(iter(self._remembered))]
-            tokens = tokens_of(sizes, self._model, shares_prefixes=self._shares_prefixes)
-            self._remembered[key] = (found, tokens)
-        return self._remembered[key][1]
+        return tokens_of(sizes, self._model, shares_prefixes=self._shares_prefixes)
 
     @cached_property
     def _decoding(self) -> tuple[StageDecoding, ...]:

@@ -217,6 +217,7 @@ def attended(lengths: npt.ArrayLike, window: Window) -> Array:
     return inside * (inside + 1.0) / 2.0 + (n - inside) * window
 
 
+@lru_cache(maxsize=64)
 def windows_of(model: DecoderConfig) -> tuple[Window, ...]:
     """Return the windows that some block of a model has, each once."""
     return tuple(dict.fromkeys(model.window_of(layer) for layer in range(model.n_layers)))

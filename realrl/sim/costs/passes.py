@@ -207,8 +207,8 @@ def pipeline_seconds(
 def _forward_seconds(forwards: Sequence[Array], messages: Sequence[Array] | None) -> Array:
     """Return the seconds of pipelines without backward passes, each of whose stages takes micro-batches in order.
 
-    A stage that never waited would end micro-batch i after C_i seconds, all before it included. It ends it as much later
-    as the largest wait up to i has it: max over j <= i of what j arrives after C_(j-1).
+    A stage that never waited would end micro-batch i after C_i seconds, all before it included. It ends it as much
+    later as the largest wait up to i has it: max over j <= i of what j arrives after C_(j-1).
     """
     ends = np.cumsum(forwards[0], axis=0)
     for stage, costs in enumerate(forwards[1:]):

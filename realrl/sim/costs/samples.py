@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from operator import is_
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from realrl.graph.mfc import MFCDef
 from realrl.plan.samples.partition import default_n_mbs, micro_batches_balanced, micro_batches_in_order
 from realrl.plan.samples.prefixes import is_worth_sharing
 from realrl.shape import DecoderConfig
-from realrl.sim.costs.flops import Array, attended, windows_of
+from realrl.sim.costs.flops import Array, Window, attended, windows_of
 from realrl.sim.costs.passes import Indices, Load
 from realrl.sim.durations import SampleSizes
 
@@ -41,13 +42,35 @@ class Tokens:
 
 
 def tokens_of(sizes: Mapping[str, SampleSizes], model: DecoderConfig, *, shares_prefixes: bool) -> Tokens:
-    """Return the tokens of all samples of a dispatch.
+    """Return the tokens of all samples of a dispatch; those of the last few dispatches are remembered.
 
     Args:
         shares_prefixes: the engine computes a prompt once for all its responses, where it is worth the trouble.
     """
-    index = {sample_id: i for i, sample_id in enumerate(sizes)}
-    found = list(sizes.values())
+    hidden_size = model.hidden_size if shares_prefixes and model.moe is None else None
+    return _tokens_of(_Sizes(sizes), windows_of(model), hidden_size)
+
+
+class _Sizes:
+    """Sizes of samples, equal to others if these are the same objects."""
+
+    __slots__ = ("ids", "sizes")
+
+    def __init__(self, sizes: Mapping[str, SampleSizes]) -> None:
+        self.ids, self.sizes = tuple(sizes), tuple(sizes.values())
+
+    def __hash__(self) -> int:
+        return hash((self.ids, tuple(map(id, self.sizes))))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Sizes) and self.ids == other.ids and all(map(is_, self.sizes, other.sizes))
+
+
+@lru_cache(maxsize=16)
+def _tokens_of(dispatch: _Sizes, windows: tuple[Window, ...], hidden_size: int | None) -> Tokens:
+    """Return the tokens of a dispatch; a prompt is computed once by models of `hidden_size`, if that is given."""
+    index = {sample_id: i for i, sample_id in enumerate(dispatch.ids)}
+    found = dispatch.sizes
     of_prompts, of_responses = [size.prompt_tokens for size in found], [size.response_tokens for size in found]
     counts = np.array([len(lengths) for lengths in of_prompts])
     if not all(of_responses):
@@ -62,12 +85,12 @@ def tokens_of(sizes: Mapping[str, SampleSizes], model: DecoderConfig, *, shares_
     whole = of_samples(lengths)
     tokens = whole
     scored = of_samples(np.where(responses > 0, responses, lengths))
-    pairs = {window: of_samples(attended(lengths, window)) for window in windows_of(model)}
-    if shares_prefixes and model.moe is None and counts.max(initial=0) > 1:
+    pairs = {window: of_samples(attended(lengths, window)) for window in windows}
+    if hidden_size is not None and counts.max(initial=0) > 1:
         tokens, pairs = tokens.copy(), {window: n.copy() for window, n in pairs.items()}
         for i, size in enumerate(found):
             n, prompt = len(size.prompt_tokens), size.prompt_tokens[0]
-            if size.response_tokens and n > 1 and is_worth_sharing(prompt, size.tokens, model.hidden_size):
+            if size.response_tokens and n > 1 and is_worth_sharing(prompt, size.tokens, hidden_size):
                 tokens[i] -= (n - 1) * prompt
                 for window in pairs:
                     pairs[window][i] -= (n - 1) * float(attended(prompt, window))
