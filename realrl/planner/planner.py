@@ -15,18 +15,20 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 from realrl.errors import AllocationError, UsageError
 from realrl.plan.memory.connections import CUDA_CONTEXT
 from realrl.planner.evaluate import Evaluated, evaluate, is_possible, why_not
 from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
+from realrl.planner.shortage import least_plan
 from realrl.search.branch import Found, search
 from realrl.search.fast import Placed
 from realrl.search.methods import METHODS
 from realrl.search.problem import Problem, pose
 
-SEARCH = "search"
+SEARCH, LEAST = "search", "least memory"
 _DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = 20_000, 64
 _FEW_DEVICES = 32  # whose plans are simulated quickly
 _WORTH_SIMULATING = 1.3  # times the best period by the fast model: no plan beyond it can be the best one
@@ -125,6 +127,13 @@ class Planning:
             AllocationError: nothing fits the devices.
         """
         yield Progress("prices")
+        try:
+            yield from self._search_and_confirm()
+        except AllocationError:
+            if not self._take_least():
+                raise
+
+    def _search_and_confirm(self) -> Iterator[Progress]:
         problem = problem_of(self._request)
         most = self._effort.n_expanded or max(
             _LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED // self._request.cluster.n_devices
@@ -138,6 +147,8 @@ class Planning:
             if found.n_expanded >= most or self._seconds() > self._effort.seconds:
                 break
         yield from self._confirm()
+        if not self._confirmed:
+            self._take_least()
 
     def result(self, *, quickly: bool = False) -> Planned | None:
         """Return the best plan so far; None if there is none.
@@ -154,6 +165,17 @@ class Planning:
         bound_s, is_done = (0.0, False) if found is None else (found.bound, found.is_done)
         return Planned(self._request, tuple(ranked), dict(self._refused), bound_s, is_done)
 
+    def _take_least(self) -> bool:
+        """Take the plan that needs the least memory, where the search has found none; return True if it fits.
+
+        It has settings that the search leaves out, such as a micro-batch for each sample.
+        """
+        try:
+            self._evaluate(LEAST, least_plan(self._request))
+        except UsageError as error:
+            self._refused[LEAST] = error.message
+        return bool(self._confirmed)
+
     def _place(self, name: str, problem: Problem) -> None:
         try:
             self._methods[name] = METHODS[name].place(problem, self._seed)
@@ -165,9 +187,8 @@ class Planning:
         found, request = self._found, self._request
         assert found is not None, "a search yields at least once"
         runners = [] if found.plan is None else [found.plan, *(plan for plan, _ in found.others)]
-        named = {
-            SEARCH if not i else f"{SEARCH} {i + 1}": plan for i, plan in enumerate(runners[: self._effort.n_confirmed])
-        }
+        possible = islice((plan for plan in runners if is_possible(request, plan)), self._effort.n_confirmed)
+        named = {SEARCH if not i else f"{SEARCH} {i + 1}": plan for i, plan in enumerate(possible)}
         plans, names = dict[str, tuple[Placed, ...]](), dict[str, list[str]]()
         for name, plan in {**named, **self._methods}.items():
             key = json.dumps(request.settings_of(plan).overrides(), sort_keys=True)

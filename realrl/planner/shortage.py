@@ -18,14 +18,14 @@ from realrl.experiment.planning import check_models_fit, plan_run
 from realrl.experiment.states import call_states, role_states, runtime_bytes
 from realrl.graph.build import home_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
-from realrl.mesh.device_mesh import Allocation
-from realrl.plan.backends import BACKENDS
+from realrl.mesh.device_mesh import Allocation, ParallelStrategy
+from realrl.plan.backends import BACKENDS, zero_stage_of
 from realrl.plan.memory.assignment import AssignedMemory
 from realrl.plan.memory.load import Load, load_of
 from realrl.plan.memory.plan import MemoryPlan, Usage, show_bytes
 from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
-from realrl.search.space import choices_of, mesh_at
+from realrl.search.space import choices_of, mesh_at, supported_stages
 from realrl.sim.hardware import Hardware
 
 MOST_DEVICES = 1024  # of clusters that are tried
@@ -116,6 +116,23 @@ def find_shortage(request: Request, machines: Mapping[str, Hardware]) -> Shortag
 # ---------------------------------------------------------------- the plan that takes the least
 
 
+def least_plan(request: Request) -> PlanSettings:
+    """Return the plan that takes the least memory, whether it fits or not.
+
+    Raises:
+        UsageError: a call has no legal strategy, or a pin breaks a rule.
+    """
+    tight = _tight(request)
+    settings, _ = _least(tight)
+    own = {name: tight.config.models[name] for name in tight.models if tight.base.roles[name].trainable}
+    return replace(
+        settings,
+        zero_stage={name: zero_stage_of(one.backend, one.optimizer.zero_stage) for name, one in own.items()},
+        checkpointing={name: one.activation_checkpointing for name, one in own.items()},
+        offload_optimizer={name: one.optimizer.offload for name, one in own.items()},
+    )
+
+
 def _tight(request: Request) -> Request:
     """Return the request with all open settings at what takes the least memory of a device."""
     config, offload = request.config, list(request.config.allocation.offload)
@@ -127,11 +144,9 @@ def _tight(request: Request) -> Request:
             if True in space.offloads and may_offload and name not in offload and not config.allocation.offload_frozen:
                 offload.append(name)
             continue
-        rules = BACKENDS[space.backend]
         section = models[name]
-        changes = {"zero_stage": max(space.zero_stages or rules.stages)}
-        if rules.offloads and may_offload:
-            changes["offload"] = max(space.offloads)
+        may_change = may_offload and BACKENDS[space.backend].offloads
+        changes = _smallest_optimizer(request, name, space.offloads if may_change else (section.optimizer.offload,))
         models[name] = section.model_copy(
             update={
                 "optimizer": section.optimizer.model_copy(update=changes),
@@ -140,6 +155,17 @@ def _tight(request: Request) -> Request:
         )
     places = config.allocation.model_copy(update={"offload": tuple(offload)})
     return replace(request, config=config.model_copy(update={"models": models, "allocation": places}))
+
+
+def _smallest_optimizer(request: Request, name: str, offloads: Sequence[bool]) -> dict[str, object]:
+    """Return the settings of a trained role's optimizer that take the least memory, of those that its backend has."""
+    pin = request.pins.get(home_calls(request.base.graph)[name])
+    strategy = ParallelStrategy() if pin is None else pin.strategy
+    for is_away in sorted(offloads, reverse=True):
+        stages = supported_stages(name, request.spaces[name], strategy, offloads=is_away)
+        if stages:
+            return {"offload": is_away, "zero_stage": stages[-1]}
+    return {}
 
 
 def _least(request: Request) -> tuple[PlanSettings, MemoryPlan]:
@@ -168,7 +194,8 @@ def _least(request: Request) -> tuple[PlanSettings, MemoryPlan]:
         for role in request.models:
             chosen[role] = min(options[role], key=partial(needs, role))
     places = {call: place for layout in chosen.values() for call, place in layout.items()}
-    n_mbs = {mfc.name: number for mfc in base.mfcs if (number := _n_mbs(mfc, places[mfc.name])) is not None}
+    cut = [mfc for mfc in base.mfcs if mfc.role in request.models]
+    n_mbs = {mfc.name: number for mfc in cut if (number := _n_mbs(mfc, places[mfc.name])) is not None}
     texts = {mfc.name: str(places[mfc.name]) for mfc in base.mfcs}
     settings = PlanSettings(texts, n_mbs, offload=request.config.allocation.offload)
     return settings, memory.model.plan(*memory.states(places))
@@ -191,6 +218,9 @@ def _layouts(request: Request, role: str) -> list[dict[str, Allocation]]:
         for mfc in own
     }
     found = []
+    if not all(legal.values()):
+        name = next(name for name, some in legal.items() if not some)
+        raise AllocationError(f"call '{name}' has no legal strategy on a cluster with {cluster}", call=name)
     for strategy in dict.fromkeys(sorted(legal[home], key=lambda one: (one.n_devices, one.tp * one.pp))):
         layout = {}
         for mfc in own:
@@ -199,8 +229,6 @@ def _layouts(request: Request, role: str) -> list[dict[str, Allocation]]:
             mesh = mesh_at(cluster, 0, own_strategy.n_devices) if pin is None or pin.mesh is None else pin.mesh
             layout[mfc.name] = Allocation(mesh, own_strategy)
         found.append(layout)
-    if not found:
-        raise AllocationError(f"call '{home}' has no legal strategy on a cluster with {cluster}", call=home)
     most = max(layout[home].mesh.n_devices for layout in found)
     return [layout for layout in found if layout[home].mesh.n_devices == most]
 

@@ -82,6 +82,14 @@ def fitting(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice,
     Raises:
         AllocationError: there is none; the message has the least bytes that one takes.
     """
+    if not choices:
+        name = model.flow.names[call]
+        raise AllocationError(
+            f"call '{name}' has no strategy on a cluster with {model.cluster} that its samples, its model and the "
+            "backend of its role allow",
+            remedy="Use another backend or ZeRO stage, or more samples.",
+            call=name,
+        )
     needs, found = list[int](), list[Choice]()
     for choice in choices:
         price = model.price(call, choice)
