@@ -328,11 +328,14 @@ def _telling_shortage(request: Request) -> Iterator[None]:
     """Say what devices lack, where no plan fits because of that."""
     try:
         yield
-    except AllocationError:
+    except AllocationError as refused:
         from realrl.planner.shortage import find_shortage
         from realrl.profiler.hardware_files import hardware_names, named_hardware
 
-        shortage = find_shortage(request, {name: named_hardware(name) for name in hardware_names()})
+        try:
+            shortage = find_shortage(request, {name: named_hardware(name) for name in hardware_names()})
+        except UsageError:  # there is no plan of any size
+            raise refused from None
         if shortage is None:
             raise
         raise shortage.error from None

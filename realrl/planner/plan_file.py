@@ -62,9 +62,15 @@ class _Settings(_Part):
     models: dict[str, _Model] = {}
 
 
+class _Cluster(_Part):
+    n_nodes: int
+    n_devices_per_node: int
+    device: str
+
+
 class _HoldsFor(_Part):
     experiment: str
-    cluster: dict[str, int | str]
+    cluster: _Cluster
     calls: dict[str, dict[str, str | list[str]]]
     models: dict[str, dict[str, int | str]]
 
@@ -93,8 +99,7 @@ class PlanFile:
     @property
     def layer(self) -> dict[str, Any]:
         """Values of the configuration that the file brings: the settings, and the kind of device."""
-        device = {"device": self.holds_for["cluster"].get("device", "auto")}
-        return {**self.settings.overrides(), "cluster": device}
+        return {**self.settings.overrides(), "cluster": {"device": self.holds_for["cluster"]["device"]}}
 
 
 def sizes_of(model: DecoderConfig) -> dict[str, object]:
@@ -279,10 +284,10 @@ def _given(values: Mapping[str, _T | None]) -> dict[str, _T]:
     return {role: value for role, value in values.items() if value is not None}
 
 
-def _cluster_text(cluster: Mapping[str, object]) -> str:
-    nodes, size = cluster.get("n_nodes"), cluster.get("n_devices_per_node")
+def _cluster_text(cluster: Mapping[str, Any]) -> str:
+    nodes, size = cluster["n_nodes"], cluster["n_devices_per_node"]
     of_nodes = f"{nodes} node{'' if nodes == 1 else 's'} of {size} device{'' if size == 1 else 's'}"
-    return f"{of_nodes} of type {cluster.get('device')}"
+    return f"{of_nodes} of type {cluster['device']}"
 
 
 def _first(error: ValidationError) -> str:
