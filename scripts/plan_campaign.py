@@ -36,17 +36,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+from drawn_runs import Case, draw_case
 
-from drawn_runs import Case, draw_case  # noqa: E402
-
-from realrl import cli  # noqa: E402
-from realrl.cli.plan import plan_file_text, request_of, search_for  # noqa: E402
-from realrl.config.compose import compose  # noqa: E402
-from realrl.errors import UsageError  # noqa: E402
-from realrl.experiment.discovery import config_dir, load_experiment, stable_reference  # noqa: E402
-from realrl.planner.planner import SEARCH, Effort  # noqa: E402
+from realrl import cli
+from realrl.cli.plan import plan_file_text, request_of, search_for
+from realrl.config.compose import compose
+from realrl.errors import UsageError
+from realrl.experiment.discovery import config_dir, load_experiment, stable_reference
+from realrl.planner.planner import SEARCH, Effort
 
 AGAIN, COMMANDS, FEW_DEVICES = 10, 25, 16
 TOP, N_EXPANDED = 3, 200

@@ -1,13 +1,7 @@
 """The campaign of plans: its cases are what their seed says, and a few of them pass."""
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-
 import plan_campaign
+import pytest
 from drawn_runs import draw_case
 
 

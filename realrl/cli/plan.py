@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realrl.cli.machines import kernels_here, memory_of, settled_for
+from realrl.cli.machines import kernels_here, settled_for, worker_memory
 from realrl.cli.plan_found_view import Line, head_of_file, print_found, print_short
 from realrl.cli.plan_questions import add_questions, answer, check_questions
 from realrl.cli.unused import check_used
@@ -115,7 +115,7 @@ def request_of(
     config = settled_for(config, hardware)
     machine = hardware_for(config, hardware)
     given = frozenset(_given_keys(experiment, arguments))
-    return Request(experiment, config, machine, lengths, given, kernels_here, memory_of(config))
+    return Request(experiment, config, machine, lengths, given, kernels_here, worker_memory(config, machine))
 
 
 def file_of_plan(arguments: Sequence[str]) -> PlanFile | None:

@@ -1,10 +1,11 @@
 """The machine that a command speaks of, and the memory of its devices."""
 
-from realrl.cli.machines import memory_of, settled_for
+from realrl.cli.machines import memory_of, settled_for, worker_memory
 from realrl.config.compose import compose
 from realrl.doctor.memory import machine_memory
 from realrl.experiment.discovery import load_experiment
 from realrl.planner.modelled import hardware_for
+from realrl.profiler.hardware_files import named_hardware
 
 
 def config_of(*overrides):
@@ -34,3 +35,10 @@ def test_workers_on_cpus_share_the_memory_of_this_machine():
 
 def test_the_memory_of_accelerators_that_are_not_here_is_that_of_their_file():
     assert memory_of(config_of("cluster.device=cuda")) is None
+
+
+def test_workers_that_share_devices_share_their_memory():
+    h100 = named_hardware("h100")
+    for shares, n_bytes in (("true", 20_000_000_000), ("false", 80_000_000_000)):
+        config = config_of("cluster.n_devices_per_node=4", f"cluster.shares_devices={shares}")
+        assert worker_memory(settled_for(config, "h100"), h100) == n_bytes
