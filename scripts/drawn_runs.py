@@ -318,7 +318,11 @@ EXPERIMENT = Experiment(
     mfcs=mfcs,
 )
 '''
-_INTERFACES = {"lm": ("ppo_actor", "logprobs"), "value": ("ppo_critic", "values"), "reward": ("reward_model", "rewards")}
+_INTERFACES = {
+    "lm": ("ppo_actor", "logprobs"),
+    "value": ("ppo_critic", "values"),
+    "reward": ("reward_model", "rewards"),
+}
 
 
 def _write_algorithm(rng: random.Random, path: Path) -> str:
@@ -361,5 +365,7 @@ def _call(
 ) -> tuple[str, str]:
     """Return the role, and the text of a call whose interface is yet to be filled in."""
     makes = f'("{key}",), output_key_remap={{"{given}": "{key}"}}' if key else "()"
-    more = "".join(f", {text}" for text in (hooks, "n_minibatches=config.algorithm.n_minibatches" if not key else "") if text)
+    more = "".join(
+        f", {text}" for text in (hooks, "n_minibatches=config.algorithm.n_minibatches" if not key else "") if text
+    )
     return role, f'MFCDef("{name}", "{role}", {kind.name}, "@", {tuple(reads)!r}, {makes}, n_seqs=n{more})'

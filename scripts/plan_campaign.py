@@ -134,7 +134,9 @@ def check_commands(case: Case, texts: dict[str, str], folder: Path) -> None:
         if found.returncode:
             raise Failure(f"realrl {shlex.join(command)}\nends with {found.returncode}:\n{found.stderr[-4000:]}")
     if file.read_text() != next(iter(texts.values())):
-        raise Failure(f"realrl {shlex.join(planning)}\nmakes another plan:\n{file.read_text()}\n{next(iter(texts.values()))}")
+        raise Failure(
+            f"realrl {shlex.join(planning)}\nmakes another plan:\n{file.read_text()}\n{next(iter(texts.values()))}"
+        )
 
 
 def plain_plan_that_fits(case: Case, folder: Path) -> str:
@@ -142,7 +144,15 @@ def plain_plan_that_fits(case: Case, folder: Path) -> str:
     given = " ".join(case.words)
     n_nodes, size = (int(word.partition("=")[2]) for word in case.words[1:3])
     savings = [word for word, decided in _SAVING.items() if not any(text in given for text in decided)]
-    modes = ["data", "tensor", "pipeline", "heuristic", f"t{size}p{n_nodes}", f"d{n_nodes}t{size}", f"d{size}p{n_nodes}"]
+    modes = [
+        "data",
+        "tensor",
+        "pipeline",
+        "heuristic",
+        f"t{size}p{n_nodes}",
+        f"d{n_nodes}t{size}",
+        f"d{size}p{n_nodes}",
+    ]
     report = folder / "report.json"
     for mode in modes:
         words = [*case.words, f"allocation={mode}", *savings]
@@ -225,7 +235,10 @@ def run_cases(options: argparse.Namespace) -> list[dict[str, Any]]:
     for n_done, line in enumerate(_results(work, numbers, options.jobs), 1):
         lines.append(line)
         reason = line.get("reason", f"{line.get('plans')} plans, {line.get('best')}").splitlines()[0]
-        print(f"{n_done}/{len(numbers)}  case {line['case']}  {line['outcome']}  {line['seconds']} s  {reason}", flush=True)
+        print(
+            f"{n_done}/{len(numbers)}  case {line['case']}  {line['outcome']}  {line['seconds']} s  {reason}",
+            flush=True,
+        )
         if line["outcome"] == "failed":
             print(f"    {line.get('command')}\n{line['reason']}", flush=True)
         if out is not None:

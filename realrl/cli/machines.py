@@ -56,6 +56,7 @@ def memory_of(config: RunConfig) -> int | None:
 
     return machine_memory() // cluster.n_devices_per_node
 
+
 def worker_memory(config: RunConfig, machine: Hardware) -> int | None:
     """Return the bytes of a device that a worker may use, where they are not those of its hardware file.
 

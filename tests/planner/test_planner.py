@@ -42,7 +42,9 @@ def test_micro_batches_of_single_samples_where_nothing_else_fits():
     """Choices have some numbers of micro-batches; more of them take less memory."""
     settings = ("dataset.max_prompt_tokens=512", "generation.max_new_tokens=512", "n_seqs=512")
     for gb in (0.25, 0.3, 0.35, 0.4, 0.5):
-        request = request_for(*settings, f"cluster.device_rows_gb=0", devices=1, lengths=None, memory_bytes=int(gb * 1e9))
+        request = request_for(
+            *settings, f"cluster.device_rows_gb=0", devices=1, lengths=None, memory_bytes=int(gb * 1e9)
+        )
         try:
             found = planned(request)
         except AllocationError:

@@ -71,5 +71,7 @@ def test_a_strategy_of_the_command_line_is_for_the_mesh_that_a_plan_gives():
     config = composed("plan=x", "allocation.calls.actor_gen=t4", plan=nested)
     assert config.allocation.calls["actor_gen"] == "t4@0:0-3"
     wrong = composed("plan=x", "allocation.calls.actor_gen=t8", plan=nested)
-    with pytest.raises(AllocationError, match=r"allocation\.calls\.actor_gen: strategy d1t8p1 needs 8 devices, its mesh"):
+    with pytest.raises(
+        AllocationError, match=r"allocation\.calls\.actor_gen: strategy d1t8p1 needs 8 devices, its mesh"
+    ):
         plan_run(wrong, load_experiment("ppo"))

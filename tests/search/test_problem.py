@@ -70,7 +70,10 @@ def test_a_plan_honours_pins():
     ("pins", "message"),
     [
         ({"gen": "d4@0-1", "train": "d4@1-2"}, "calls 'gen' and 'train' have meshes '0-1' and '1-2', which overlap"),
-        ({"train": "d3"}, "call 'train' is pinned to d3t1p1: devices 0-2 are no device mesh of a cluster with 4 nodes of 2"),
+        (
+            {"train": "d3"},
+            "call 'train' is pinned to d3t1p1: devices 0-2 are no device mesh of a cluster with 4 nodes of 2",
+        ),
         ({"gen": "d16"}, "call 'gen' is pinned to d16t1p1, which takes 16 devices; the cluster has 4 nodes of 2"),
     ],
 )

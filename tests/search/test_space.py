@@ -107,5 +107,7 @@ def test_choices_are_those_that_a_backend_trains():
 
 
 def test_a_pin_that_the_backend_of_its_role_cannot_train():
-    with pytest.raises(AllocationError, match=r"call 'train' is pinned to d1t1p2, but models\.actor\.optimizer\.zero_s"):
+    with pytest.raises(
+        AllocationError, match=r"call 'train' is pinned to d1t1p2, but models\.actor\.optimizer\.zero_s"
+    ):
         of_deepspeed(pin=pin_from("p2", CLUSTER), zero_stages=(3,))
