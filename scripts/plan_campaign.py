@@ -8,8 +8,8 @@ plan, the runners-up and the plan of one method are written to files, which both
 is planned twice, and every 25th, on at most 16 devices, by real commands too, which have to make the same file. A run
 of which no plan fits is tried with many plain plans: none of them may fit.
 
-With `--out`, cases that the file has are not run again. A line of it has what makes the case again. The exit code is 1 if
-a plan was refused, two plans of one seed differed, a refusal was not true, or something else failed.
+With `--out`, cases that the file has are not run again; its lines have their command lines. The exit code is 1 if a
+plan was refused, two plans of one seed differed, a refusal was not true, or something else failed.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def run_case(seed: int, keep: str | None, number: int) -> dict[str, Any]:
             line |= _outcome(case, folder, is_command=is_command)
         except Failure as failure:
             line |= {"outcome": "failed", "reason": str(failure)}
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the other cases go on
+        except BaseException as error:  # whatever it is, the other cases go on
             if isinstance(error, KeyboardInterrupt):
                 raise
             line |= {"outcome": "failed", "reason": "".join(traceback.format_exception(error))[-6000:]}

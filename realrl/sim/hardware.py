@@ -307,7 +307,7 @@ def _check_units(hardware: Hardware, source: str) -> None:
         under_way = link.latency_s * link.bytes_per_s
         if under_way > _MOST_UNDER_WAY:
             raise ConfigError(
-                f"{source}: links.{name}.latency_s and links.{name}.bytes_per_s give {under_way:.3g} bytes that are under "
+                f"{source}: links.{name}.latency_s and links.{name}.bytes_per_s give {under_way:.3g} bytes under "
                 f"way at a time, and machines have at most {_MOST_UNDER_WAY:.3g}",
                 remedy="Write the units that you mean, like '5 us' and '300 GB/s'.",
             )

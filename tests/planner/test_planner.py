@@ -5,7 +5,7 @@ import pytest
 from realrl.errors import AllocationError
 from realrl.planner import planner
 from realrl.planner.evaluate import is_possible
-from realrl.planner.planner import LEAST, SEARCH, Effort, Planning
+from realrl.planner.planner import LEAST, SEARCH, Effort, Planning, problem_of
 from tests.planner.cases import request_for
 
 QUICK = Effort(n_expanded=200, n_confirmed=3)
@@ -40,15 +40,15 @@ def test_the_plan_that_takes_the_least_memory_is_taken_where_the_search_finds_no
 
 def test_micro_batches_of_single_samples_where_nothing_else_fits():
     """Choices have some numbers of micro-batches; more of them take less memory."""
-    settings = ("dataset.max_prompt_tokens=512", "generation.max_new_tokens=512", "n_seqs=512")
-    for gb in (0.25, 0.3, 0.35, 0.4, 0.5):
-        request = request_for(
-            *settings, f"cluster.device_rows_gb=0", devices=1, lengths=None, memory_bytes=int(gb * 1e9)
-        )
-        try:
-            found = planned(request)
-        except AllocationError:
-            continue
-        if found.best.name == LEAST:
-            return
-    pytest.fail("no size of a device asks for more micro-batches")
+    settings = (
+        "dataset.max_prompt_tokens=512",
+        "generation.max_new_tokens=512",
+        "n_seqs=512",
+        "algorithm.n_minibatches=1",
+    )
+    request = request_for(*settings, "cluster.device_rows_gb=0", devices=1, lengths=None, memory_bytes=950_000_000)
+    with pytest.raises(AllocationError, match="call 'actor_train' fits no mesh"):
+        problem_of(request)
+    found = planned(request)
+    assert (found.best.name, found.best.fits) == (LEAST, True)
+    assert found.best.settings.n_mbs["actor_train"] == 512
