@@ -108,8 +108,7 @@ def find_shortage(request: Request, machines: Mapping[str, Hardware]) -> Shortag
         and machine.device.memory_bytes > (request.memory_bytes or request.hardware.device.memory_bytes)
     )
     with_room = (name for n_bytes, name in larger if _has_room(replace(tight, memory_bytes=int(n_bytes))))
-    changed = ((words, _tight(replace(request, config=change(request.config)))) for words, change in _changes(request))
-    changes = (words for words, other in changed if other.config != tight.config and _has_room(other))
+    changes = (words for words, change in _changes(request) if _makes_room(change, request, tight))
     return Shortage(request.capacity, needs, _fewest_nodes(tight, needs), next(with_room, None), next(changes, ()))
 
 
@@ -275,6 +274,15 @@ def _has_room(request: Request) -> bool:
     return _most(request) <= request.capacity
 
 
+def _makes_room(change: Callable[[RunConfig], RunConfig], request: Request, tight: Request) -> bool:
+    """Return True if a plan fits with a change of the configuration, which need not be possible."""
+    try:
+        other = _tight(replace(request, config=change(request.config)))
+    except UsageError:
+        return False
+    return other.config != tight.config and _has_room(other)
+
+
 def _most(request: Request) -> float:
     """Return the bytes that the plan that takes the least needs of the fullest device; infinity if there is no plan."""
     try:
@@ -320,13 +328,18 @@ def _changes(request: Request) -> Iterator[tuple[tuple[str, ...], Callable[[RunC
     """
     config = request.config
     trained = [name for name, role in request.base.roles.items() if role.trainable]
-    for words, key, value in (
-        ("activation_checkpointing=true", "activation_checkpointing", True),
-        ("optimizer.zero_stage=1", "zero_stage", 1),
-        ("optimizer.offload=true", "offload", True),
+    rules = {name: BACKENDS[config.models[name].backend] for name in trained}
+    for words, key, value, names in (
+        ("activation_checkpointing=true", "activation_checkpointing", True, trained),
+        ("optimizer.zero_stage=1", "zero_stage", 1, trained),
+        ("optimizer.offload=true", "offload", True, [name for name in trained if rules[name].offloads]),
     ):
-        texts = tuple(f"models.{name}.{words}" for name in trained)
-        yield texts, partial(_with_models, names=trained, key=key, value=value)
+        texts = tuple(f"models.{name}.{words}" for name in names)
+        yield texts, partial(_with_models, names=names, key=key, value=value)
+    pinned = [*config.allocation.calls]
+    for some in dict.fromkeys((*((name,) for name in pinned), tuple(pinned))):
+        if some:
+            yield tuple(f"no allocation.calls.{name}" for name in some), partial(_without_pins, names=some)
     generation = config.generation
     if request.base.generating_roles and generation.max_batch_size > 1:
         fewer = max(1, generation.max_batch_size // 4)
@@ -341,6 +354,11 @@ def _changes(request: Request) -> Iterator[tuple[tuple[str, ...], Callable[[RunC
 
 def _setting(key: str, value: Any) -> Callable[[RunConfig], RunConfig]:
     return lambda config: config.model_copy(update={key: value})
+
+
+def _without_pins(config: RunConfig, names: Sequence[str]) -> RunConfig:
+    places = {name: place for name, place in config.allocation.calls.items() if name not in names}
+    return config.model_copy(update={"allocation": config.allocation.model_copy(update={"calls": places})})
 
 
 def _with_models(config: RunConfig, names: Sequence[str], key: str, value: Any) -> RunConfig:
