@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from realrl.config.schema import RunConfig
     from realrl.plan.memory.formulas import Kernels
     from realrl.plan.memory.plan import CallState, RoleState
+    from realrl.sim.hardware import Hardware
 
 
 def settled_for(config: RunConfig, hardware: str | None) -> RunConfig:
@@ -54,6 +55,21 @@ def memory_of(config: RunConfig) -> int | None:
     from realrl.doctor.memory import machine_memory  # brings torch
 
     return machine_memory() // cluster.n_devices_per_node
+
+
+def worker_memory(config: RunConfig, machine: Hardware) -> int | None:
+    """Return the bytes of a device that a worker may use, where they are not those of its hardware file.
+
+    Args:
+        config: from `settled_for`.
+    """
+    n_bytes, cluster = memory_of(config), config.cluster
+    if cluster.device == "cpu" or not cluster.shares_devices:
+        return n_bytes
+    from realrl.doctor.memory import workers_per_device  # brings torch
+    from realrl.runtime.processes.machine import accelerators
+
+    return (n_bytes or int(machine.device.memory_bytes)) // workers_per_device(cluster, accelerators().count)
 
 
 def kernels_here(roles: Mapping[str, RoleState], calls: Sequence[CallState], device: str) -> Kernels:

@@ -9,9 +9,10 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from realrl.cli.machines import kernels_here, memory_of, settled_for
+from realrl.cli.machines import kernels_here, settled_for, worker_memory
 from realrl.cli.plan_found_view import Line, head_of_file, print_found, print_short
 from realrl.cli.plan_questions import add_questions, answer, check_questions
+from realrl.cli.unused import check_used
 from realrl.errors import AllocationError, ConfigError, UsageError, did_you_mean
 from realrl.files import why_no_output, write_output
 from realrl.runtime.launchers.base import available_cores
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from realrl.experiment.declaration import Experiment
     from realrl.planner.evaluate import Evaluated
     from realrl.planner.plan_file import PlanFile
-    from realrl.planner.planner import Planned, Planning
+    from realrl.planner.planner import Effort, Planned, Planning
     from realrl.planner.request import Request
 
 EXAMPLES = """\
@@ -72,6 +73,7 @@ def plan_run_command(
 
     _check_options(config, options, arguments)
     request = request_of(experiment, config, options.hardware, options.lengths, arguments)
+    check_used(arguments, request.base)
     files = check_questions(request, options, read=_plan_in_file)
     effort = Effort(n_confirmed=options.top, seconds=options.seconds, n_processes=_n_processes(request))
     line = Line(sys.stdout)
@@ -116,7 +118,7 @@ def request_of(
     config = settled_for(config, hardware)
     machine = hardware_for(config, hardware)
     given = frozenset(_given_keys(experiment, arguments))
-    return Request(experiment, config, machine, lengths, given, kernels_here, memory_of(config))
+    return Request(experiment, config, machine, lengths, given, kernels_here, worker_memory(config, machine))
 
 
 def file_of_plan(arguments: Sequence[str]) -> PlanFile | None:
@@ -147,20 +149,29 @@ def plan_now(experiment: Experiment, config: RunConfig, arguments: Sequence[str]
         return config.model_copy(update={"allocation": allocation}), ""
     kept = Path(config.run_dir) / PLAN_FILE
     if config.run_dir and config.resume != "never" and kept.is_file():
-        from realrl.planner.plan_file import check_holds, read_plan
-
-        plan = read_plan(str(kept), source=f"allocation=auto: {kept}")
-        check_holds(plan, settled_for(config, None), experiment)
         print(f"allocation=auto: the plan in {kept}")
-        return plan.settings.applied(config), kept.read_text()
-    from realrl.planner.planner import Effort, Planning
+        return _kept_plan(experiment, config, kept)
+    if config.run_dir and config.resume != "never" and kept.parent.is_dir():
+        print(f"allocation=auto: there is no {kept}; planning anew")
+    from realrl.planner.planner import Effort
 
     request = request_of(experiment, config, None, None, arguments)
     effort = Effort(n_expanded=2000, n_confirmed=2, seconds=_AUTO_S, n_processes=_n_processes(request))
-    with _telling_shortage(request):
-        planned = _finished(Planning(request, effort=effort), Line(sys.stdout))
+    planned = search_for(request, effort=effort)
     print_short(planned)
     return planned.best.settings.applied(config), plan_file_text(planned, seed=1)
+
+
+def search_for(request: Request, *, effort: Effort, seed: int = 1) -> Planned:
+    """Search to the end.
+
+    Raises:
+        UsageError: nothing fits; the message says what devices lack.
+    """
+    from realrl.planner.planner import Planning
+
+    with _telling_shortage(request):
+        return _finished(Planning(request, seed=seed, effort=effort), Line(sys.stdout))
 
 
 def plan_file_text(planned: Planned, *, seed: int) -> str:
@@ -181,6 +192,25 @@ def plan_file_text(planned: Planned, *, seed: int) -> str:
 
 
 # ---------------------------------------------------------------- parts
+
+
+def _kept_plan(experiment: Experiment, config: RunConfig, path: Path) -> tuple[RunConfig, str]:
+    """Return the configuration of a run that is resumed with the plan in its folder, and the content of that file.
+
+    Raises:
+        ConfigError: it is damaged, made for something else, or not what the user has pinned.
+    """
+    from realrl.planner.plan_file import check_holds, check_pins, read_plan
+
+    settled = settled_for(config, None)
+    try:
+        plan = read_plan(str(path), source=f"allocation=auto: {path}")
+        check_holds(plan, settled, experiment)
+        check_pins(plan, settled)
+    except ConfigError as error:
+        remedy = f"Resume with the settings of the run, or remove {path} to plan anew."
+        raise ConfigError(error.message, remedy=remedy) from error
+    return plan.settings.applied(config), path.read_text()
 
 
 def _check_options(config: RunConfig, options: argparse.Namespace, arguments: Sequence[str]) -> None:
@@ -304,11 +334,14 @@ def _telling_shortage(request: Request) -> Iterator[None]:
     """Say what devices lack, where no plan fits because of that."""
     try:
         yield
-    except AllocationError:
+    except AllocationError as refused:
         from realrl.planner.shortage import find_shortage
         from realrl.profiler.hardware_files import hardware_names, named_hardware
 
-        shortage = find_shortage(request, {name: named_hardware(name) for name in hardware_names()})
+        try:
+            shortage = find_shortage(request, {name: named_hardware(name) for name in hardware_names()})
+        except UsageError:  # there is no plan of any size
+            raise refused from None
         if shortage is None:
             raise
         raise shortage.error from None

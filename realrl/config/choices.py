@@ -139,7 +139,7 @@ def load_yaml(path: Path, source: str) -> Mapping[str, Any]:
         if len(content) > _MAX_BYTES:
             raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
         text = content.decode()
-        _check_extent(text)
+        check_extent(text)
         loaded = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
         json.dumps(loaded, default=str)  # fails for numbers of thousands of digits
     except OSError as error:
@@ -151,7 +151,7 @@ def load_yaml(path: Path, source: str) -> Mapping[str, Any]:
     return _as_plain(loaded)
 
 
-def _check_extent(text: str) -> None:
+def check_extent(text: str) -> None:
     """Refuse YAML that is too deep, or too large with its aliases written out; nothing of it is built.
 
     Raises:

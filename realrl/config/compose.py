@@ -75,6 +75,8 @@ def compose(
         composer.apply_to_roles(edit)
         if edit.path == "plan" and edit.value and plan is None:
             problems.append(Problem(edit.subject, "plans are read by the command line alone"))
+    if plan is not None:
+        _complete_places(composer, plan)
 
     def check(roles: Mapping[str, DeclaredRole]) -> RunConfig:
         values = {**composer.resolve(roles, cache_dir), "experiment": reference}
@@ -258,6 +260,15 @@ def _add_plan(
     calls = {} if given & {"n_mbs", "max_tokens_per_mb"} else _as_mapping(plan.get("calls"))
     calls = {name: own for name, own in calls.items() if f"calls.{name}.max_tokens_per_mb" not in given}
     composer.add_layer({**plan, "calls": calls}, file)
+
+
+def _complete_places(composer: _Composer, plan: Mapping[str, object]) -> None:
+    """Put strategies that the command line gives to single calls on the meshes that these have in a plan."""
+    for name, place in _as_mapping(_as_mapping(plan.get("allocation")).get("calls")).items():
+        path, mesh = f"allocation.calls.{name}", str(place).partition("@")[2]
+        given = composer.values.get(path)
+        if mesh and isinstance(given, str) and "@" not in given:
+            composer.values[path] = f"{given}@{mesh}"
 
 
 def _split_shared(

@@ -7,7 +7,7 @@ made:       method, seed, machine, lengths, period and bound
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,13 +17,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from realrl.config.choices import load_yaml
 from realrl.config.problems import show
 from realrl.config.schema import RunConfig
-from realrl.errors import ConfigError
-from realrl.experiment.declaration import Experiment
+from realrl.errors import AllocationError, ConfigError, did_you_mean
+from realrl.experiment.declaration import Experiment, Role
 from realrl.experiment.models import role_config, with_precision
 from realrl.graph.mfc import MFCDef
+from realrl.mesh.device_mesh import Cluster
+from realrl.mesh.notation import parse_allocation
 from realrl.planner.settings import PlanSettings
 from realrl.shape import DecoderConfig
 
+_REMEDY = "`realrl plan --out FILE` writes such files."
 _SIZES = ("head", "n_layers", "hidden_size", "n_heads", "n_kv_heads", "head_dim", "intermediate_size", "vocab_size")
 
 _T = TypeVar("_T")
@@ -59,9 +62,15 @@ class _Settings(_Part):
     models: dict[str, _Model] = {}
 
 
+class _Cluster(_Part):
+    n_nodes: int
+    n_devices_per_node: int
+    device: str
+
+
 class _HoldsFor(_Part):
     experiment: str
-    cluster: dict[str, int | str]
+    cluster: _Cluster
     calls: dict[str, dict[str, str | list[str]]]
     models: dict[str, dict[str, int | str]]
 
@@ -90,8 +99,7 @@ class PlanFile:
     @property
     def layer(self) -> dict[str, Any]:
         """Values of the configuration that the file brings: the settings, and the kind of device."""
-        device = {"device": self.holds_for["cluster"].get("device", "auto")}
-        return {**self.settings.overrides(), "cluster": device}
+        return {**self.settings.overrides(), "cluster": {"device": self.holds_for["cluster"]["device"]}}
 
 
 def sizes_of(model: DecoderConfig) -> dict[str, object]:
@@ -156,7 +164,9 @@ def read_plan(path: str, *, source: str) -> PlanFile:
     try:
         found = _File.model_validate(load_yaml(Path(path), source))
     except ValidationError as error:
-        raise ConfigError(f"{source}: {_first(error)}", remedy="`realrl plan --out FILE` writes such files.") from error
+        raise ConfigError(f"{source}: {_first(error)}", remedy=_REMEDY) from error
+    except ConfigError as error:
+        raise ConfigError(error.message, remedy=_REMEDY) from error
     places, calls, models = found.settings.allocation, found.settings.calls, found.settings.models
     optimizers = {role: own.optimizer for role, own in models.items()}
     settings = PlanSettings(
@@ -185,10 +195,11 @@ def check_experiment(plan: PlanFile, experiment: Experiment) -> None:
 
 
 def check_holds(plan: PlanFile, config: RunConfig, experiment: Experiment) -> None:
-    """Refuse a plan that was made for another experiment, cluster, graph or model than a run's.
+    """Refuse a plan that was made for another experiment, cluster, graph or model than a run's, or is damaged.
 
     Raises:
-        ConfigError: names the first difference, and the nearest thing that works.
+        ConfigError: names the first difference, or the setting that this run cannot have, and the nearest thing that
+            works.
     """
     check_experiment(plan, experiment)
     config = with_precision(config)
@@ -221,16 +232,62 @@ def check_holds(plan: PlanFile, config: RunConfig, experiment: Experiment) -> No
                         f"{show(value)}",
                         remedy=again,
                     )
+    size = Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node)
+    _check_settings(plan, ours["calls"], experiment.roles_for(config), size)
+
+
+def check_pins(plan: PlanFile, config: RunConfig) -> None:
+    """Refuse a plan, which holds for the run, that has a call elsewhere than `allocation.calls` of the run says.
+
+    Raises:
+        ConfigError: names the call.
+    """
+    cluster = Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node)
+    for name, text in config.allocation.calls.items():
+        place = plan.settings.allocations.get(name, "")
+        wanted = text if "@" in text else f"{text}@{place.partition('@')[2]}"
+        if not place or parse_allocation(wanted, cluster) != parse_allocation(place, cluster):
+            raise ConfigError(f"{plan.source} has {name} on {place or 'no mesh'}, not allocation.calls.{name}={text}")
+
+
+def _check_settings(plan: PlanFile, calls: Collection[str], roles: Mapping[str, Role], cluster: Cluster) -> None:
+    """Refuse settings of calls and roles that a run does not have, and places that its cluster does not have.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    settings, places = plan.settings, "settings.allocation.calls"
+    trained = [name for name, role in roles.items() if role.trainable]
+    of_models = {**settings.zero_stage, **settings.checkpointing, **settings.offload_optimizer}
+    for key, names, noun, known in (
+        (places, settings.allocations, "call", calls),
+        ("settings.calls", settings.n_mbs, "call", calls),
+        ("settings.models", of_models, "role that is trained", trained),
+        ("settings.allocation.offload", settings.offload, "role", roles),
+    ):
+        for name in names:
+            if name not in known:
+                raise ConfigError(
+                    f"{plan.source}: {key} has '{name}', and this run has no such {noun}",
+                    remedy=f"It has {', '.join(known) or 'none'}.{did_you_mean(name, known)}",
+                )
+    for name in calls:
+        if name not in settings.allocations:
+            raise ConfigError(f"{plan.source}: {places}.{name} is missing", remedy=_REMEDY)
+        try:
+            parse_allocation(settings.allocations[name], cluster)
+        except AllocationError as error:
+            raise ConfigError(f"{plan.source}: {places}.{name}: {error.message}", remedy=error.remedy) from error
 
 
 def _given(values: Mapping[str, _T | None]) -> dict[str, _T]:
     return {role: value for role, value in values.items() if value is not None}
 
 
-def _cluster_text(cluster: Mapping[str, object]) -> str:
-    nodes, size = cluster.get("n_nodes"), cluster.get("n_devices_per_node")
+def _cluster_text(cluster: Mapping[str, Any]) -> str:
+    nodes, size = cluster["n_nodes"], cluster["n_devices_per_node"]
     of_nodes = f"{nodes} node{'' if nodes == 1 else 's'} of {size} device{'' if size == 1 else 's'}"
-    return f"{of_nodes} of type {cluster.get('device')}"
+    return f"{of_nodes} of type {cluster['device']}"
 
 
 def _first(error: ValidationError) -> str:

@@ -18,17 +18,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
+from realrl.errors import AllocationError, UsageError
 from realrl.planner.crew import Alike, Asked, Crew, Study
 from realrl.planner.evaluate import Evaluated, confirmed
 from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
+from realrl.planner.shortage import least_plan
 from realrl.search.branch import Found, search
 from realrl.search.fast import Price
 from realrl.search.methods import METHODS
 from realrl.search.runners import Plan
 from realrl.sim.report import Figures
 
-SEARCH, ON_ALL_DEVICES = "search", "all calls on all devices"
+SEARCH, ON_ALL_DEVICES, LEAST = "search", "all calls on all devices", "least memory"
 _DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = 20_000, 64
 _FEW_DEVICES = 32  # whose plans are simulated quickly
 _WORTH_SIMULATING = 1.3  # times the best period by the fast model: no plan beyond it can be the best one
@@ -134,22 +136,30 @@ class Planning:
             AllocationError: nothing fits the devices.
         """
         yield Progress("prices")
-        n_devices = self._request.cluster.n_devices
         crew = Crew(self._study, self._effort.n_processes)
         try:
-            yield from self._price(crew)
-            yield from self._place(crew)
-            self._judge_methods(crew)
-            most = self._effort.n_expanded or max(_LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED // n_devices)
-            for found in search(self._study.problem, seed=self._seed, starts=tuple(self._methods.values())):
-                self._found = found
-                crew.go_on()
-                yield self._progress("search")
-                if found.n_expanded >= most or self._seconds() > self._effort.seconds:
-                    break
-            yield from self._confirm(crew)
+            yield from self._search_and_confirm(crew)
+        except AllocationError:
+            if not self._take_least():
+                raise
         finally:
             crew.close()
+
+    def _search_and_confirm(self, crew: Crew) -> Iterator[Progress]:
+        yield from self._price(crew)
+        yield from self._place(crew)
+        self._judge_methods(crew)
+        n_devices = self._request.cluster.n_devices
+        most = self._effort.n_expanded or max(_LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED // n_devices)
+        for found in search(self._study.problem, seed=self._seed, starts=tuple(self._methods.values())):
+            self._found = found
+            crew.go_on()
+            yield self._progress("search")
+            if found.n_expanded >= most or self._seconds() > self._effort.seconds:
+                break
+        yield from self._confirm(crew)
+        if not self._confirmed:
+            self._take_least()
 
     def result(self, *, quickly: bool = False) -> Planned | None:
         """Return the best plan so far; None if there is none.
@@ -179,6 +189,18 @@ class Planning:
         self._study.learn(known)
         crew.tell("learn", known)
         self._is_priced = True
+
+    def _take_least(self) -> bool:
+        """Take the plan that needs the least memory, where the search has found none; return True if it fits.
+
+        It has settings that the search leaves out, such as a micro-batch for each sample.
+        """
+        try:
+            settings = least_plan(self._request)
+            self._take(LEAST, settings, self._study.judge(settings))
+        except UsageError as error:
+            self._refused[LEAST] = error.message
+        return bool(self._confirmed)
 
     def _place(self, crew: Crew) -> Iterator[Progress]:
         """Make the plans of all methods."""

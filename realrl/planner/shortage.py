@@ -18,14 +18,14 @@ from realrl.experiment.planning import check_models_fit, plan_run
 from realrl.experiment.states import call_states, role_states, runtime_bytes
 from realrl.graph.build import home_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
-from realrl.mesh.device_mesh import Allocation
-from realrl.plan.backends import BACKENDS
+from realrl.mesh.device_mesh import Allocation, ParallelStrategy
+from realrl.plan.backends import BACKENDS, zero_stage_of
 from realrl.plan.memory.assignment import AssignedMemory
 from realrl.plan.memory.load import Load, load_of
 from realrl.plan.memory.plan import MemoryPlan, Usage, show_bytes
 from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
-from realrl.search.space import choices_of, mesh_at
+from realrl.search.space import choices_of, mesh_at, supported_stages
 from realrl.sim.hardware import Hardware
 
 MOST_DEVICES = 1024  # of clusters that are tried
@@ -108,12 +108,28 @@ def find_shortage(request: Request, machines: Mapping[str, Hardware]) -> Shortag
         and machine.device.memory_bytes > (request.memory_bytes or request.hardware.device.memory_bytes)
     )
     with_room = (name for n_bytes, name in larger if _has_room(replace(tight, memory_bytes=int(n_bytes))))
-    changed = ((words, _tight(replace(request, config=change(request.config)))) for words, change in _changes(request))
-    changes = (words for words, other in changed if other.config != tight.config and _has_room(other))
+    changes = (words for words, change in _changes(request) if _makes_room(change, request, tight))
     return Shortage(request.capacity, needs, _fewest_nodes(tight, needs), next(with_room, None), next(changes, ()))
 
 
 # ---------------------------------------------------------------- the plan that takes the least
+
+
+def least_plan(request: Request) -> PlanSettings:
+    """Return the plan that takes the least memory, whether it fits or not.
+
+    Raises:
+        UsageError: a call has no legal strategy, or a pin breaks a rule.
+    """
+    tight = _tight(request)
+    settings, _ = _least(tight)
+    own = {name: tight.config.models[name] for name in tight.models if tight.base.roles[name].trainable}
+    return replace(
+        settings,
+        zero_stage={name: zero_stage_of(one.backend, one.optimizer.zero_stage) for name, one in own.items()},
+        checkpointing={name: one.activation_checkpointing for name, one in own.items()},
+        offload_optimizer={name: one.optimizer.offload for name, one in own.items()},
+    )
 
 
 def _tight(request: Request) -> Request:
@@ -127,11 +143,9 @@ def _tight(request: Request) -> Request:
             if True in space.offloads and may_offload and name not in offload and not config.allocation.offload_frozen:
                 offload.append(name)
             continue
-        rules = BACKENDS[space.backend]
         section = models[name]
-        changes = {"zero_stage": max(space.zero_stages or rules.stages)}
-        if rules.offloads and may_offload:
-            changes["offload"] = max(space.offloads)
+        may_change = may_offload and BACKENDS[space.backend].offloads
+        changes = _smallest_optimizer(request, name, space.offloads if may_change else (section.optimizer.offload,))
         models[name] = section.model_copy(
             update={
                 "optimizer": section.optimizer.model_copy(update=changes),
@@ -140,6 +154,17 @@ def _tight(request: Request) -> Request:
         )
     places = config.allocation.model_copy(update={"offload": tuple(offload)})
     return replace(request, config=config.model_copy(update={"models": models, "allocation": places}))
+
+
+def _smallest_optimizer(request: Request, name: str, offloads: Sequence[bool]) -> dict[str, object]:
+    """Return the settings of a trained role's optimizer that take the least memory, of those that its backend has."""
+    pin = request.pins.get(home_calls(request.base.graph)[name])
+    strategy = ParallelStrategy() if pin is None else pin.strategy
+    for is_away in sorted(offloads, reverse=True):
+        stages = supported_stages(name, request.spaces[name], strategy, offloads=is_away)
+        if stages:
+            return {"offload": is_away, "zero_stage": stages[-1]}
+    return {}
 
 
 def _least(request: Request) -> tuple[PlanSettings, MemoryPlan]:
@@ -168,7 +193,8 @@ def _least(request: Request) -> tuple[PlanSettings, MemoryPlan]:
         for role in request.models:
             chosen[role] = min(options[role], key=partial(needs, role))
     places = {call: place for layout in chosen.values() for call, place in layout.items()}
-    n_mbs = {mfc.name: number for mfc in base.mfcs if (number := _n_mbs(mfc, places[mfc.name])) is not None}
+    cut = [mfc for mfc in base.mfcs if mfc.role in request.models]
+    n_mbs = {mfc.name: number for mfc in cut if (number := _n_mbs(mfc, places[mfc.name])) is not None}
     texts = {mfc.name: str(places[mfc.name]) for mfc in base.mfcs}
     settings = PlanSettings(texts, n_mbs, offload=request.config.allocation.offload)
     return settings, memory.model.plan(*memory.states(places))
@@ -191,6 +217,9 @@ def _layouts(request: Request, role: str) -> list[dict[str, Allocation]]:
         for mfc in own
     }
     found = []
+    if not all(legal.values()):
+        name = next(name for name, some in legal.items() if not some)
+        raise AllocationError(f"call '{name}' has no legal strategy on a cluster with {cluster}", call=name)
     for strategy in dict.fromkeys(sorted(legal[home], key=lambda one: (one.n_devices, one.tp * one.pp))):
         layout = {}
         for mfc in own:
@@ -199,8 +228,6 @@ def _layouts(request: Request, role: str) -> list[dict[str, Allocation]]:
             mesh = mesh_at(cluster, 0, own_strategy.n_devices) if pin is None or pin.mesh is None else pin.mesh
             layout[mfc.name] = Allocation(mesh, own_strategy)
         found.append(layout)
-    if not found:
-        raise AllocationError(f"call '{home}' has no legal strategy on a cluster with {cluster}", call=home)
     most = max(layout[home].mesh.n_devices for layout in found)
     return [layout for layout in found if layout[home].mesh.n_devices == most]
 
@@ -245,6 +272,15 @@ def _needs(request: Request, settings: PlanSettings, memory: MemoryPlan) -> tupl
 def _has_room(request: Request) -> bool:
     """Return True if the plan that takes the least fits."""
     return _most(request) <= request.capacity
+
+
+def _makes_room(change: Callable[[RunConfig], RunConfig], request: Request, tight: Request) -> bool:
+    """Return True if a plan fits with a change of the configuration, which need not be possible."""
+    try:
+        other = _tight(replace(request, config=change(request.config)))
+    except UsageError:
+        return False
+    return other.config != tight.config and _has_room(other)
 
 
 def _most(request: Request) -> float:
@@ -292,13 +328,18 @@ def _changes(request: Request) -> Iterator[tuple[tuple[str, ...], Callable[[RunC
     """
     config = request.config
     trained = [name for name, role in request.base.roles.items() if role.trainable]
-    for words, key, value in (
-        ("activation_checkpointing=true", "activation_checkpointing", True),
-        ("optimizer.zero_stage=1", "zero_stage", 1),
-        ("optimizer.offload=true", "offload", True),
+    rules = {name: BACKENDS[config.models[name].backend] for name in trained}
+    for words, key, value, names in (
+        ("activation_checkpointing=true", "activation_checkpointing", True, trained),
+        ("optimizer.zero_stage=1", "zero_stage", 1, trained),
+        ("optimizer.offload=true", "offload", True, [name for name in trained if rules[name].offloads]),
     ):
-        texts = tuple(f"models.{name}.{words}" for name in trained)
-        yield texts, partial(_with_models, names=trained, key=key, value=value)
+        texts = tuple(f"models.{name}.{words}" for name in names)
+        yield texts, partial(_with_models, names=names, key=key, value=value)
+    pinned = [*config.allocation.calls]
+    for some in dict.fromkeys((*((name,) for name in pinned), tuple(pinned))):
+        if some:
+            yield tuple(f"no allocation.calls.{name}" for name in some), partial(_without_pins, names=some)
     generation = config.generation
     if request.base.generating_roles and generation.max_batch_size > 1:
         fewer = max(1, generation.max_batch_size // 4)
@@ -313,6 +354,11 @@ def _changes(request: Request) -> Iterator[tuple[tuple[str, ...], Callable[[RunC
 
 def _setting(key: str, value: Any) -> Callable[[RunConfig], RunConfig]:
     return lambda config: config.model_copy(update={key: value})
+
+
+def _without_pins(config: RunConfig, names: Sequence[str]) -> RunConfig:
+    places = {name: place for name, place in config.allocation.calls.items() if name not in names}
+    return config.model_copy(update={"allocation": config.allocation.model_copy(update={"calls": places})})
 
 
 def _with_models(config: RunConfig, names: Sequence[str], key: str, value: Any) -> RunConfig:

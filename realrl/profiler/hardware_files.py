@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from realrl.config.choices import check_extent
 from realrl.errors import ConfigError, did_you_mean
 from realrl.experiment.discovery import config_dir
 from realrl.files import read_input
@@ -108,8 +109,11 @@ def _yaml(text: str, source: str) -> object:
     import yaml
 
     try:
+        check_extent(text)
         found: object = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        line = str(error).splitlines()[0]
-        raise ConfigError(f"{source}: the file is no YAML: {line}", remedy="Correct it.") from error
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f" in line {mark.line + 1}"
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{source}: the file is no YAML: {reason}{place}", remedy="Correct it.") from error
     return found

@@ -14,7 +14,7 @@ from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.plan import show_bytes
 from realrl.search.fast import Model, Placed, flow_of
 from realrl.search.prices import CostPrices, Workload
-from realrl.search.space import Choice, Pin, RoleSpace, choices_of
+from realrl.search.space import Choice, Pin, RoleSpace, choices_of, mesh_at
 from realrl.sim.hardware import Hardware
 
 if TYPE_CHECKING:
@@ -126,6 +126,14 @@ def fitting(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice,
     Raises:
         AllocationError: there is none; the message has the least bytes that one takes.
     """
+    if not choices:
+        name = model.flow.names[call]
+        raise AllocationError(
+            f"call '{name}' has no strategy on a cluster with {model.cluster} that its samples, its model and the "
+            "backend of its role allow",
+            remedy="Use another backend or ZeRO stage, or more samples.",
+            call=name,
+        )
     needs, found = list[int](), list[Choice]()
     for choice in choices:
         price = model.price(call, choice)
@@ -144,7 +152,7 @@ def fitting(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice,
 
 
 def _check_pins(graph: nx.DiGraph, pins: Mapping[str, Pin], cluster: Cluster) -> None:
-    """Refuse pins of calls that are not there, of too many devices, and meshes that overlap in part."""
+    """Refuse pins of calls that are not there, with sizes that no mesh has, and meshes that overlap in part."""
     for name, pin in pins.items():
         call_of(graph, name)
         if pin.strategy.n_devices > cluster.n_devices:
@@ -154,5 +162,10 @@ def _check_pins(graph: nx.DiGraph, pins: Mapping[str, Pin], cluster: Cluster) ->
                 remedy=f"Pin it to at most {cluster.n_devices} devices.",
                 call=name,
             )
+        try:
+            mesh_at(cluster, 0, pin.strategy.n_devices)
+        except AllocationError as error:
+            message = f"call '{name}' is pinned to {pin.strategy}: {error.message}"
+            raise AllocationError(message, remedy=error.remedy, call=name) from None
     placed = {name: Allocation(pin.mesh, pin.strategy) for name, pin in pins.items() if pin.mesh is not None}
     check_meshes(graph.subgraph(placed), placed)

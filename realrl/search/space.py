@@ -14,16 +14,16 @@ from functools import lru_cache
 from itertools import product
 from typing import TYPE_CHECKING
 
-from realrl.errors import AllocationError
+from realrl.errors import AllocationError, ConfigError
 from realrl.graph.build import call, home_calls
 from realrl.graph.mfc import DEFAULT_PROTOCOL, InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy
 from realrl.mesh.notation import parse_mesh, parse_strategy
 from realrl.plan.allocation import check_cut, check_n_seqs, check_protocols, check_shapes
-from realrl.plan.backends import BACKENDS
+from realrl.plan.backends import BACKENDS, TrainedRole, check_backend
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.samples.partition import default_n_mbs
-from realrl.shape import DecoderConfig
+from realrl.shape import DecoderConfig, DType
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _MOST_STAGES = 16
 _MOST_NODES = 16  # of clusters of which meshes have any number
 _FACTORS = (4, 16)  # micro-batches: as many as by default, then so many times as many
+_PRECISIONS: Mapping[DType, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,8 @@ def choices_of(
         settings = _settings(mfc, role, strategy) if is_home else [(0, False, False)]
         for n_mbs, (zero_stage, checkpoints, offloads) in product(_numbers(mfc, role, strategy), settings):
             found.append(Choice(strategy, n_mbs, zero_stage, checkpoints, offloads))
+    if pin is not None and not found:
+        raise _unsupported(mfc, role, pin.strategy)
     return tuple(sorted(found, key=lambda choice: choice.order))
 
 
@@ -239,9 +242,47 @@ def _settings(mfc: MFCDef, role: RoleSpace, strategy: ParallelStrategy) -> Itera
         for offloads in role.offloads:
             yield 0, False, offloads
         return
-    rules = BACKENDS[role.backend]
-    stages = role.zero_stages or rules.stages
-    for stage in sorted(stages) if strategy.dp > 1 else [min(stages)]:
-        for checkpoints in role.checkpoints:
-            for offloads in role.offloads if rules.offloads else (False,):
-                yield stage, checkpoints, offloads
+    for offloads in role.offloads if BACKENDS[role.backend].offloads else (False,):
+        stages = supported_stages(mfc.role, role, strategy, offloads=offloads)
+        for stage, checkpoints in product(stages if strategy.dp > 1 else stages[:1], role.checkpoints):
+            yield stage, checkpoints, offloads
+
+
+def supported_stages(name: str, role: RoleSpace, strategy: ParallelStrategy, *, offloads: bool) -> list[int]:
+    """Return the stages of ZeRO that may be chosen and that the backend of a trained role has in a layout, ascending.
+
+    Args:
+        offloads: True if the optimizer is in host memory.
+    """
+    found = []
+    for stage in sorted(role.zero_stages or BACKENDS[role.backend].stages):
+        try:
+            check_backend(_trained(name, role, strategy, stage, offloads))
+        except ConfigError:
+            continue
+        found.append(stage)
+    return found
+
+
+def _unsupported(mfc: MFCDef, role: RoleSpace, strategy: ParallelStrategy) -> AllocationError:
+    """Return the reason why a trained role has no setting under a pinned strategy."""
+    stage, offloads = (role.zero_stages or BACKENDS[role.backend].stages)[0], min(role.offloads)
+    try:
+        check_backend(_trained(mfc.role, role, strategy, stage, offloads))
+    except ConfigError as error:
+        message, remedy = f"call '{mfc.name}' is pinned to {strategy}, but {error.message}", error.remedy
+        return AllocationError(message, remedy=remedy, call=mfc.name)
+    return AllocationError(f"call '{mfc.name}' has no settings with {strategy}", call=mfc.name)
+
+
+def _trained(name: str, role: RoleSpace, strategy: ParallelStrategy, stage: int, offloads: bool) -> TrainedRole:
+    assert role.model is not None, "what is trained has parameters"
+    return TrainedRole(
+        name=name,
+        backend=role.backend,
+        zero_stage=stage,
+        offload=offloads,
+        precision=_PRECISIONS[role.model.dtype],
+        strategy=strategy,
+        has_adapters=role.model.lora is not None,
+    )

@@ -142,7 +142,7 @@ class Walk:
     def _is_legal(self, span: Span, others: Sequence[Span]) -> bool:
         start, end = span
         node, size = self._model.cluster.n_devices_per_node, end - start
-        if start < 0 or end > self._model.cluster.n_devices or start % min(size, node):
+        if start < 0 or end > self._model.cluster.n_devices or start % node % min(size, node):
             return False
         if size < node and start // node != (end - 1) // node:
             return False

@@ -41,6 +41,8 @@ LIMITS = {
     "tokens": (0.0, 1e6),
     "": (0.01, 100.0),
 }
+_MOST_UNDER_WAY = 1e8  # bytes: latency times bandwidth; those of data centers are below 1e7
+_MOST_SHARE = 2.0  # of a peak; some forms are fitted with more than 1
 _EXAMPLES = {"s": "5 us", "B": "80 GB", "B/s": "300 GB/s", "FLOP/s": "312 TFLOP/s", "tokens": "32", "": "0.6"}
 _MEASURED = "Leave the section profile as realrl profile wrote it, or leave it out."
 _TEXT = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-zµ/]*)\s*", re.ASCII)
@@ -282,10 +284,18 @@ def _check_units(hardware: Hardware, source: str) -> None:
     """Refuse values that no machine has together, because the unit of one of them is wrong.
 
     Raises:
-        ConfigError: a link is faster than the device's memory, reading that takes too long or too short a time, or the
-            device computes too fast for its memory or too slowly.
+        ConfigError: a share of a peak is a percentage; a link is faster than the device's memory, or its latency
+            too long for its speed; reading the memory takes too long or too short a time, or the device computes too
+            fast for it or too slowly.
     """
     device, peak = hardware.device, max(hardware.device.flops_per_s.values())
+    shares = {f"device.{key}": value for key, value in vars(device).items() if key.endswith("efficiency")}
+    shares |= {f"links.{part.name}.efficiency": getattr(hardware.links, part.name).efficiency for part in fields(Links)}
+    for key, share in shares.items():
+        if share > _MOST_SHARE:
+            raise ConfigError(
+                f"{source}: {key} is {share:.3g}, and it is a share of a peak", remedy="Write 0.6 for 60 per cent."
+            )
     for name in (part.name for part in fields(Links)):
         link = getattr(hardware.links, name)
         if link.bytes_per_s > device.bytes_per_s:
@@ -293,6 +303,13 @@ def _check_units(hardware: Hardware, source: str) -> None:
                 f"{source}: links.{name}.bytes_per_s is {link.bytes_per_s:.3g} B/s, more than device.bytes_per_s, the "
                 f"{device.bytes_per_s:.3g} B/s of the memory that it reads",
                 remedy="Write the units that you mean: GB/s is bytes, Gb/s is bits, an eighth of that.",
+            )
+        under_way = link.latency_s * link.bytes_per_s
+        if under_way > _MOST_UNDER_WAY:
+            raise ConfigError(
+                f"{source}: links.{name}.latency_s and links.{name}.bytes_per_s give {under_way:.3g} bytes under "
+                f"way at a time, and machines have at most {_MOST_UNDER_WAY:.3g}",
+                remedy="Write the units that you mean, like '5 us' and '300 GB/s'.",
             )
     for key, ratio, unit, (least, most) in (
         ("device.memory_bytes", device.memory_bytes / device.bytes_per_s, "s to be read once", (1e-3, 100)),

@@ -27,6 +27,7 @@ _PARAMETERS: Mapping[Kind, tuple[str, ...]] = {
     "lognormal": ("median", "sigma"),
 }
 _EXAMPLE = "prompt=fixed:256 response=lognormal:400,0.6"
+_MOST_SIGMA = 10.0  # of a logarithm
 _STANDARD = NormalDist()
 
 
@@ -194,10 +195,11 @@ def _distribution(value: object, where: str) -> Distribution:
     names = _PARAMETERS[kind]
     values = tuple(_positive(text) for text in rest.split(","))
     is_falling = kind == "uniform" and values[0] > values[-1]
-    if len(values) != len(names) or not all(values) or is_falling:
+    is_wide = kind == "lognormal" and values[-1] > _MOST_SIGMA
+    if len(values) != len(names) or not all(values) or is_falling or is_wide:
+        more = {"uniform": " in ascending order", "lognormal": f", and a sigma of {_MOST_SIGMA:g} at most"}
         raise ConfigError(
-            f"{where}={str(value)[:60]!r}: {kind} takes {' and '.join(names)}, positive numbers"
-            + (" in ascending order" if kind == "uniform" else ""),
+            f"{where}={str(value)[:60]!r}: {kind} takes {' and '.join(names)}, positive numbers{more.get(kind, '')}",
             remedy=f"Write it like {_EXAMPLE}.",
         )
     return Distribution(kind, values)

@@ -114,6 +114,8 @@ def test_pins_and_settings_are_kept(capsys):
         "activation_checkpointing": True,
         "optimizer": {"zero_stage": 0, "offload": False},
     }
+    same = (*TWO, *pins, *given, "allocation.offload=[ref]", "plan=p.yaml")
+    assert realrl(capsys, "run", "ppo", *same, "--dry-run")[0] == 0  # a strategy alone means the mesh of the plan
 
 
 def test_machines_that_are_not_here(capsys):
@@ -148,6 +150,9 @@ def test_what_is_refused(capsys, made):
     assert "there is no such method" in refused(capsys, *two, "--method", "best")
     assert "--seconds 0 is no time" in refused(capsys, *two, "--seconds", "0")
     assert "--top 0" in refused(capsys, *two, "--top", "0")
+    unused = ("plan", "sft", *TWO, "generation.max_new_tokens=5")
+    assert "generation.max_new_tokens=5: has no effect" in refused(capsys, *unused)
+    assert "call 'ref_inf' is pinned to d3t1p1" in refused(capsys, "plan", "ppo", *EIGHT, "allocation.calls.ref_inf=d3")
     assert "--out none/p.yaml cannot be written: its folder does not exist" in refused(
         capsys, *two, "--out", "none/p.yaml"
     )
@@ -209,6 +214,29 @@ def test_a_run_plans_by_itself(capsys, workplace):
     assert code == 0
     assert f"allocation=auto: the plan in {workplace / 'auto' / 'plan.yaml'}" in printed
     assert len(read_metrics(workplace / "auto")) == 3
+    longer = (*again[:-3], "steps=4", *again[-2:], "--dry-run")
+    _check_the_plan_that_is_kept(capsys, workplace / "auto" / "plan.yaml", longer)
+
+
+def _check_the_plan_that_is_kept(capsys, plan, again):
+    """A plan that cannot be taken again is refused, with a way out; without one, the run is planned anew."""
+    whole = plan.read_text()
+    assert "not allocation.calls.rew_inf=" in refused(capsys, *again, f"allocation.calls.rew_inf={_elsewhere(whole)}")
+    for damaged in (whole[: len(whole) // 2], whole.replace(":0", ":9"), "", "settings: ["):
+        plan.write_text(damaged)
+        told = refused(capsys, *again)
+        assert told.startswith(f"realrl: error: allocation=auto: {plan}")
+        assert f"or remove {plan} to plan anew" in told
+    plan.unlink()
+    code, printed, _ = realrl(capsys, *again)
+    assert code == 0
+    assert f"allocation=auto: there is no {plan}; planning anew" in printed
+
+
+def _elsewhere(content):
+    """A place for rew_inf other than that of a plan."""
+    place = yaml.safe_load(content)["settings"]["allocation"]["calls"]["rew_inf"]
+    return "d1@0:1" if place == "d1t1p1@0:0" else "d1@0:0"
 
 
 def test_one_device_needs_no_plan(capsys):

@@ -8,7 +8,7 @@ import yaml
 from realrl.config.compose import compose
 from realrl.errors import ConfigError
 from realrl.experiment.discovery import config_dir, load_experiment
-from realrl.planner.plan_file import check_holds, holds_for, plan_text, read_plan
+from realrl.planner.plan_file import check_holds, check_pins, holds_for, plan_text, read_plan
 from realrl.shape import tiny_config
 from tests.planner.test_settings import SETTINGS, composed
 
@@ -123,3 +123,43 @@ def test_other_models_and_graphs(tmp_path):
     assert "was made with a call 'extra_inf', and this run has none" in told["other_call"]
     assert "a call 'rew_inf' with writes=" in told["other_keys"]
     assert "was made without a model of role 'ref', and this run has one" in told["no_role"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            lambda s: s["allocation"]["calls"].update(actor_gne="d1@0:0"),
+            "settings.allocation.calls has 'actor_gne', and this run has no such call",
+        ),
+        (lambda s: s["allocation"]["calls"].pop("rew_inf"), "settings.allocation.calls.rew_inf is missing"),
+        (
+            lambda s: s["allocation"]["calls"].update(rew_inf="d2@0:7-8"),
+            "settings.allocation.calls.rew_inf: mesh '0:7-8' lies outside the cluster",
+        ),
+        (
+            lambda s: s["allocation"]["calls"].update(rew_inf="d1"),
+            "settings.allocation.calls.rew_inf: allocation 'd1' has no '@' and mesh",
+        ),
+        (lambda s: s["calls"].update(ref_gen={"n_mbs": 2}), "settings.calls has 'ref_gen'"),
+        (
+            lambda s: s["models"].update(ref={"activation_checkpointing": True}),
+            "settings.models has 'ref', and this run has no such role that is trained",
+        ),
+        (lambda s: s["allocation"].update(offload=["rf"]), "settings.allocation.offload has 'rf', and this run has no"),
+    ],
+)
+def test_settings_that_a_run_cannot_have_are_refused(tmp_path, change, told):
+    with pytest.raises(ConfigError) as refused:
+        check(written(tmp_path, change=lambda content: change(content["settings"])))
+    assert refused.value.message.startswith(f"plan=plan.yaml: {told}")
+    assert refused.value.remedy
+
+
+def test_pins_are_compared_with_a_plan(tmp_path):
+    plan = reading(written(tmp_path))
+    for pin in ("rew_inf=d1@0:4", "actor_gen=t2d2", "actor_gen=d2t2p1@0:0-3"):
+        check_pins(plan, composed(f"allocation.calls.{pin}"))
+    for pin in ("rew_inf=d1@0:5", "actor_gen=d4"):
+        with pytest.raises(ConfigError, match=rf"plan.yaml has .* not allocation\.calls\.{pin}"):
+            check_pins(plan, composed(f"allocation.calls.{pin}"))

@@ -1,6 +1,9 @@
 """Settings of plans: nested like the configuration, and applied to it."""
 
+import pytest
+
 from realrl.config.compose import compose
+from realrl.errors import AllocationError
 from realrl.experiment.discovery import config_dir, load_experiment
 from realrl.experiment.planning import plan_run
 from realrl.planner.settings import PlanSettings
@@ -61,3 +64,14 @@ def test_the_command_line_wins_over_a_plan():
     assert composed("plan=x", "n_mbs=4", plan=nested).calls == {}
     budget = composed("plan=x", "calls.actor_train.max_tokens_per_mb=64", plan=nested)
     assert (budget.calls["actor_train"].n_mbs, budget.calls["actor_train"].max_tokens_per_mb) == (None, 64)
+
+
+def test_a_strategy_of_the_command_line_is_for_the_mesh_that_a_plan_gives():
+    nested = SETTINGS.overrides()
+    config = composed("plan=x", "allocation.calls.actor_gen=t4", plan=nested)
+    assert config.allocation.calls["actor_gen"] == "t4@0:0-3"
+    wrong = composed("plan=x", "allocation.calls.actor_gen=t8", plan=nested)
+    with pytest.raises(
+        AllocationError, match=r"allocation\.calls\.actor_gen: strategy d1t8p1 needs 8 devices, its mesh"
+    ):
+        plan_run(wrong, load_experiment("ppo"))

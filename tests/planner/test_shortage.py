@@ -7,8 +7,9 @@ from pathlib import Path
 
 from realrl.config.compose import compose
 from realrl.experiment.discovery import load_experiment
+from realrl.planner.evaluate import why_not
 from realrl.planner.request import Request
-from realrl.planner.shortage import Shortage, find_shortage
+from realrl.planner.shortage import Shortage, find_shortage, least_plan
 from realrl.profiler.hardware_files import hardware_names, named_hardware
 from tests.experiment.test_sizes import model_folder
 
@@ -77,3 +78,22 @@ def test_pins_are_honoured(tmp_path: Path) -> None:
     found = shortage(request_of(model_folder(tmp_path / "model", "70B"), 2, pin))
     assert found.n_nodes is None
     assert found.needs[0].call == "actor_train"
+
+
+def test_roles_without_parameters_have_no_micro_batches(tmp_path: Path) -> None:
+    reward = "algorithm.reward_function=realrl.data.tiny:toy_reward"
+    request = request_of(model_folder(tmp_path / "model", "70B"), 1, reward)
+    assert "no plan fits" in str(shortage(request).error)
+
+
+def test_the_plan_that_takes_the_least_is_one_of_a_run(tmp_path: Path) -> None:
+    """The optimizer has a stage of ZeRO and a place that its backend has for the pinned strategy."""
+    path = model_folder(tmp_path / "model", "7B")
+    backend = ("models.actor.backend=deepspeed", "models.critic.backend=megatron")
+    for pin, stage in (((), 3), (("allocation.calls.actor_train=p2",), 2)):
+        request = request_of(path, 4, *backend, *pin)
+        settings = least_plan(request)
+        assert settings.zero_stage == {"actor": stage, "critic": 1}
+        assert settings.offload_optimizer == {"actor": True, "critic": False}
+        assert settings.checkpointing == {"actor": True, "critic": True}
+        assert why_not(request, settings) == ""

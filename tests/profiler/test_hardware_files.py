@@ -1,11 +1,18 @@
 import json
+from itertools import pairwise
 
 import pytest
 
 from realrl.config.compose import compose
 from realrl.errors import ConfigError
 from realrl.experiment.discovery import load_experiment
-from realrl.profiler.hardware_files import hardware_names, hardware_text, lengths_of, named_hardware
+from realrl.profiler.hardware_files import (
+    hardware_like,
+    hardware_names,
+    hardware_text,
+    lengths_of,
+    named_hardware,
+)
 
 CONFIG = compose(load_experiment("ppo"), ["dataset.max_prompt_tokens=64", "generation.max_new_tokens=100"])
 
@@ -27,7 +34,7 @@ def test_what_is_written_can_be_read(tmp_path):
         ("h20", None, r"--hardware h20: there is no such hardware. Did you mean 'h200'.*a100_80gb.*realrl profile"),
         ("none.yaml", None, r"cannot be read: No such file.*or one of a100_80gb, h100"),
         ("a.yaml", b"\xff\xfe", "no text in UTF-8"),
-        ("a.yaml", b"a: [", "the file is no YAML"),
+        ("a.yaml", b"a: 1\nb: [", "the file is no YAML: .* in line 2"),
         ("a.yaml", b"- 1", "is no mapping"),
         ("a.yaml", b"# " + 100_000 * b"x", "more than 100,000 bytes"),
     ],
@@ -67,3 +74,28 @@ def test_lengths_are_distributions_or_recorded(tmp_path):
 def test_what_is_no_lengths_is_refused(wanted, message):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         lengths_of(wanted, CONFIG)
+
+
+def test_a_file_that_explodes_is_refused(tmp_path):
+    bomb = ["a: &a [1, 2, 3, 4, 5, 6, 7, 8, 9]"]
+    bomb += [f"{name}: &{name} [{', '.join(9 * ['*' + before])}]" for before, name in pairwise("abcdefghij")]
+    (tmp_path / "a.yaml").write_text("\n".join(bomb))
+    with pytest.raises(ConfigError, match="more than 10,000 values with aliases written out"):
+        named_hardware(str(tmp_path / "a.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100_80gb"),
+        ("NVIDIA A100-SXM4-40GB", ""),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", ""),
+        ("NVIDIA GH200 480GB", ""),
+        ("", ""),
+    ],
+)
+def test_the_file_of_a_device(device, name):
+    assert hardware_like(device) == name

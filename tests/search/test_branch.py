@@ -106,14 +106,32 @@ def test_the_same_seed_finds_the_same_plans():
         assert one == other
 
 
+def walked(found, n_walks=8):
+    """Plans of local searches alone, and their periods."""
+    weights = byte_weights(found.model, found.choices)
+    options = [options_of(found.model, call, some, weights) for call, some in enumerate(found.choices)]
+    searching = Walk(found, Bounds(found.model, options, range(len(options)), weights), seed=1)
+    return [(plan, period) for plan, period in searching.run(n_walks) if plan is not None]
+
+
+def test_walks_keep_to_the_meshes_of_a_node():
+    """Four of six devices begin at the first one, in every node."""
+    cluster, starts = Cluster(2, 6), set()
+    for seed in range(20):
+        found = problem(660_000 + seed, n_calls=3)
+        choices = [tuple(Choice(ParallelStrategy(n)) for n in (2, 4, 6))] * 3
+        found = replace(found, model=replace(found.model, cluster=cluster, capacity=1e9), choices=choices)
+        for plan, _ in walked(found):
+            starts |= {start for start, end in (placed.span for placed in plan) if end - start == 4}
+            assert all(mesh_at(cluster, start, end - start) for start, end in (placed.span for placed in plan))
+    assert starts == {0, 6}
+
+
 def test_walks_alone_find_most_of_the_best():
     n_best = n_found = 0
     for seed in range(20):
         found = problem(650_000 + seed, n_calls=2)
-        weights = byte_weights(found.model, found.choices)
-        options = [options_of(found.model, call, some, weights) for call, some in enumerate(found.choices)]
-        searching = Walk(found, Bounds(found.model, options, range(len(options)), weights), seed=1)
-        made = [period for plan, period in searching.run(8) if plan is not None]
+        made = [period for _, period in walked(found)]
         if made:
             n_found += 1
             n_best += min(made) == pytest.approx(best_period(found))

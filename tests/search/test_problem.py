@@ -9,7 +9,7 @@ from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.plan import RoleState
 from realrl.search.branch import search
 from realrl.search.prices import Workload
-from realrl.search.problem import pose
+from realrl.search.problem import fitting, pose
 from realrl.search.space import RoleSpace, mesh_at, pin_from
 from realrl.sim.durations import SampleSizes
 from tests.sim.costs.models import hardware, small
@@ -70,6 +70,10 @@ def test_a_plan_honours_pins():
     ("pins", "message"),
     [
         ({"gen": "d4@0-1", "train": "d4@1-2"}, "calls 'gen' and 'train' have meshes '0-1' and '1-2', which overlap"),
+        (
+            {"train": "d3"},
+            "call 'train' is pinned to d3t1p1: devices 0-2 are no device mesh of a cluster with 4 nodes of 2",
+        ),
         ({"gen": "d16"}, "call 'gen' is pinned to d16t1p1, which takes 16 devices; the cluster has 4 nodes of 2"),
     ],
 )
@@ -93,3 +97,9 @@ def test_the_last_word_on_a_plan():
     *_, last = search(posed(accepts=accepts))
     assert last.plan[0].choice.n_devices == 2
     assert asked
+
+
+def test_a_call_without_any_strategy():
+    found = posed()
+    with pytest.raises(AllocationError, match="call 'train' has no strategy on a cluster with 4 nodes of 2 devices"):
+        fitting(found.model, 2, ())

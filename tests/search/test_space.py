@@ -7,6 +7,7 @@ from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.mesh.notation import parse_strategy
 from realrl.plan.allocation import check_shapes, check_supported
 from realrl.search.space import Pin, RoleSpace, choices_of, mesh_at, mesh_sizes, pin_from
+from realrl.shape import LoRA
 from tests.sim.costs.models import small
 
 CLUSTER = Cluster(2, 4)
@@ -87,3 +88,29 @@ def test_a_pin_that_breaks_a_rule_says_which(pin, message):
 def test_a_pin_of_another_size_than_its_mesh():
     with pytest.raises(AllocationError, match="needs 4 devices"):
         pin_from("d4@0:0-1", CLUSTER)
+
+
+def of_deepspeed(cluster=CLUSTER, *, pin=None, zero_stages=(), **shape):
+    role = RoleSpace(small(**shape), backend="deepspeed", zero_stages=zero_stages)
+    return choices_of(GRAPH, "train", ROLES | {"actor": role}, cluster, pin=pin)
+
+
+def test_choices_are_those_that_a_backend_trains():
+    found = of_deepspeed()
+    assert {c.zero_stage for c in found if c.strategy.pp == 1 and c.strategy.dp > 1} == {1, 2, 3}
+    assert {c.zero_stage for c in found if c.strategy.pp > 1 and c.strategy.dp > 1} == {1, 2}
+    assert {c.zero_stage for c in found if c.strategy.dp == 1} == {1}
+    whole = of_deepspeed(dtype="float32")
+    assert {c.zero_stage for c in whole if c.strategy.dp == 1 and not c.offloads} == {0}
+    assert {c.zero_stage for c in whole if c.strategy.dp == 1 and c.offloads} == {1}
+    assert max(c.strategy.pp for c in of_deepspeed(dtype="float16")) == 1
+    adapters = LoRA(4, 8.0, ("q_proj",), base="tiny")
+    assert {c.zero_stage for c in of_deepspeed(dtype="float32", lora=adapters)} == {0, 1, 2}
+    assert of_deepspeed(lora=adapters) == ()
+
+
+def test_a_pin_that_the_backend_of_its_role_cannot_train():
+    with pytest.raises(
+        AllocationError, match=r"call 'train' is pinned to d1t1p2, but models\.actor\.optimizer\.zero_s"
+    ):
+        of_deepspeed(pin=pin_from("p2", CLUSTER), zero_stages=(3,))

@@ -89,7 +89,6 @@ def broken(path, value):
         ),
         ("device.flops_per_s", {}, r"has no dtype"),
         ("device.flops_per_s.bf16", "1 TFLOP/s", r"no key device\.flops_per_s\.bf16\. Did you mean 'bfloat16'"),
-        ("device.efficiency", 60, None),
         ("links.node.latency_s", 5, r"latency_s=5 is 5 s, and a time is 0 to 1\n  Write the unit .*'5 us'"),
         ("device.block_s", 50, r"device\.block_s=50 is 50 s, and a time is 0 to 1"),
         (
@@ -100,6 +99,9 @@ def broken(path, value):
         ("device.memory_bytes", "800 TB", r"give 392 s to be read once, and machines have 0\.001 to 100"),
         ("device.flops_per_s", {"bfloat16": "312 GFLOP/s"}, r"give 0\.153 FLOPs for each byte .* 0\.5 to 5000"),
         ("device.flops_per_s", {"bfloat16": "31 PFLOP/s"}, r"give 1\.52e\+04 FLOPs for each byte"),
+        ("device.efficiency", 60, r"device\.efficiency is 60, and it is a share of a peak\n  Write 0\.6"),
+        ("links.host.efficiency", 80, r"links\.host\.efficiency is 80, and it is a share"),
+        ("links.device.latency_s", "4 ms", r"links\.device\.bytes_per_s give 1\.2e\+09 bytes under way"),
         ("device.efficiency", 600, r"device\.efficiency=600 is 600, and a number is 0\.01 to 100\n  Correct it"),
         ("device.kind", "tpu", r"device\.kind='tpu' is no kind of device\n  Use cuda or cpu"),
         ("device.memory_byte", 1, r"no key device\.memory_byte\. Did you mean 'memory_bytes'"),

@@ -72,7 +72,11 @@ def test_recorded_lengths_are_drawn():
         ("prompt=fixed:3 prompt=fixed:3", r"'prompt=fixed:3' is no lengths"),
         ("prompt=fixed:3 response=gamma:3", r"response='gamma:3' is no distribution of lengths.*\n  Use fixed:TOKENS"),
         ("prompt=fixed:3 response=lognorml:3,1", r"Did you mean 'lognormal'"),
-        ("prompt=fixed:3 response=lognormal:3", r"lognormal takes median and sigma, positive numbers\n"),
+        (
+            "prompt=fixed:3 response=lognormal:3",
+            r"lognormal takes median and sigma, positive numbers, and a sigma of 10",
+        ),
+        ("prompt=fixed:3 response=lognormal:3,200", r"sigma of 10 at most"),
         ("prompt=fixed:3 response=uniform:9,3", r"uniform takes least and most, positive numbers in ascending order"),
         ("prompt=fixed:-3 response=fixed:3", r"fixed takes tokens, positive numbers"),
         ("prompt=fixed:nan response=fixed:3", r"fixed takes tokens, positive numbers"),

@@ -1,0 +1,54 @@
+"""The best plan: which plans the real scheduler gets to see."""
+
+import pytest
+
+from realrl.errors import AllocationError
+from realrl.planner import planner
+from realrl.planner.evaluate import is_possible
+from realrl.planner.planner import LEAST, SEARCH, Effort, Planning, problem_of
+from tests.planner.cases import request_for
+
+QUICK = Effort(n_expanded=200, n_confirmed=3)
+
+
+def planned(request, **settings):
+    planning = Planning(request, effort=QUICK, **settings)
+    list(planning.run())
+    return planning.result()
+
+
+def test_runners_up_are_plans_that_a_run_takes(monkeypatch):
+    """A plan that is not possible makes room for the next one."""
+    request = request_for(devices=4)
+
+    def only_with_two_for_generation(request, placed):
+        return placed[0].choice.n_devices == 2 and is_possible(request, placed)
+
+    monkeypatch.setattr(planner, "is_possible", only_with_two_for_generation)
+    found = planned(request)
+    searched = [one for one in found.candidates if one.name.startswith(SEARCH)]
+    assert len(searched) == QUICK.n_confirmed
+    assert all(one.plan.allocations["actor_gen"].mesh.n_devices == 2 for one in searched)
+
+
+def test_the_plan_that_takes_the_least_memory_is_taken_where_the_search_finds_none(monkeypatch):
+    monkeypatch.setattr(planner, "is_possible", lambda request, placed: False)
+    found = planned(request_for(devices=2))
+    assert [one.name for one in found.candidates] == [LEAST]
+    assert found.best.fits
+
+
+def test_micro_batches_of_single_samples_where_nothing_else_fits():
+    """Choices have some numbers of micro-batches; more of them take less memory."""
+    settings = (
+        "dataset.max_prompt_tokens=512",
+        "generation.max_new_tokens=512",
+        "n_seqs=512",
+        "algorithm.n_minibatches=1",
+    )
+    request = request_for(*settings, "cluster.device_rows_gb=0", devices=1, lengths=None, memory_bytes=950_000_000)
+    with pytest.raises(AllocationError, match="call 'actor_train' fits no mesh"):
+        problem_of(request)
+    found = planned(request)
+    assert (found.best.name, found.best.fits) == (LEAST, True)
+    assert found.best.settings.n_mbs["actor_train"] == 512
