@@ -55,11 +55,29 @@ class PartKind:
         """Bytes of the model in a checkpoint that the rank of the part writes."""
         return model_copies(self._model, self._specs, self.shard)
 
+    def partial(self, *, sp: bool) -> int:
+        """Return the elements, in whole, of trained parameters whose gradients tensor ranks add up.
+
+        See `realrl.model.decoder.Decoder.tp_partial_gradients`.
+        """
+        size = self.shard.tp_size
+        return sum(
+            spec.n_elements
+            for spec in self._specs
+            if self.shard.holds(spec) and is_trained(self._model, spec.name) and _is_partial(spec, size, sp=sp)
+        )
+
     def gathered(self, zero_stage: int) -> int:
         """Return the bytes that a save of the model gathers; see `gathered_model`."""
         if (zero_stage == 3) not in self._gathered:
             self._gathered[zero_stage == 3] = gathered_model(self._specs, self.shard, zero_stage=zero_stage)
         return self._gathered[zero_stage == 3]
+
+
+def _is_partial(spec: ParameterSpec, tp: int, *, sp: bool) -> bool:
+    if spec.unit == "kv_head" and spec.n_units < tp:
+        return True
+    return tp > 1 and (spec.is_tp_partial or (sp and spec.sharded_dim is None and spec.name != "head.weight"))
 
 
 @dataclass(frozen=True)
