@@ -112,7 +112,7 @@ def draw_case(seed: int, number: int, folder: Path, backends: Sequence[str]) -> 
 def draw_model(rng: random.Random, model_type: str) -> dict[str, Any]:
     """Return the content of a config.json."""
     n_heads, head_dim = rng.choice([4, 8]), rng.choice([16, 32])
-    hidden, n_layers = n_heads * head_dim, rng.randint(2, 5)
+    hidden, n_layers = n_heads * head_dim, rng.randint(2, 4)
     vocabulary = rng.choice([320, 1000, 2048, 32 * hidden])
     shared = {"model_type": model_type, "vocab_size": vocabulary, "eos_token_id": 256}
     if model_type == "gpt2":
@@ -142,7 +142,7 @@ def write_model(folder: Path, raw: dict[str, Any]) -> None:
 
 def draw_data(rng: random.Random, kind: DatasetKind, file: Path) -> dict[str, int]:
     """Write as many rows as a step has samples; return their number, and the tokens of responses."""
-    sizes = {"n_seqs": rng.choice([8, 16, 16, 32]), "prompt": rng.randint(16, 80), "response": rng.randint(8, 32)}
+    sizes = {"n_seqs": rng.choice([8, 8, 16]), "prompt": rng.randint(16, 80), "response": rng.randint(4, 16)}
     spread = rng.choice([0, 0, 4])
 
     def text(length: int) -> str:

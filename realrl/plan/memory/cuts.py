@@ -17,6 +17,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.plan.memory.buffers import REALLOC_LARGE
 from realrl.plan.memory.saving import gathered_model, model_copies
 from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
@@ -40,6 +41,12 @@ class PartKind:
     def num_bytes(self) -> int:
         """Bytes of the parameters."""
         return sum(self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs)
+
+    @cached_property
+    def small_bytes(self) -> int:
+        """Bytes of slices that a reallocation copies into messages; larger ones go into their place."""
+        sizes = (self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs)
+        return sum(n_bytes for n_bytes in sizes if n_bytes < REALLOC_LARGE)
 
     @cached_property
     def trained_sizes(self) -> tuple[tuple[int, int], ...]:

@@ -327,7 +327,7 @@ def _kept_by_mlp(local: LocalShape, layer: int) -> float:
 
 
 def backward_of_block(local: LocalShape, layer: int) -> float:
-    """Return the largest bytes per token of tensors on their way through a block, in its MLP, beside those that it keeps.
+    """Return the largest bytes per token of tensors on their way through a block, in its MLP, beside those it keeps.
 
     The inner units' gradients are there together with those of their product, whose own value is gone. Slots of experts
     are put back into the order of tokens in the forward pass, and into that of experts in the backward pass.

@@ -7,7 +7,7 @@ import math
 from realrl.graph.mfc import InterfaceType
 from realrl.plan.backends import BACKENDS
 from realrl.plan.hooks import Offload, Realloc
-from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, ROW_BYTES, SAVE_STAGE
+from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, REALLOC_LARGE, ROW_BYTES, SAVE_STAGE
 from realrl.plan.memory.formulas import (
     Kernels,
     forward_bytes,
@@ -166,7 +166,18 @@ def _moved(hook, role, rank):
     source, target = (layout_of(role.model, one) for one in (hook.source_allocation, hook.target_allocation))
     plan = plan_realloc(source, target, node_of=hook.source_allocation.mesh.cluster.node_of)
     received, sent = ([t.num_bytes for t in found] for found in (plan.transfers_to(rank), plan.transfers_from(rank)))
-    messages, n_bytes = sum(min(sum(one), 2 * REALLOC_BUCKET) for one in (received, sent)), 0
+    arriving, n_bytes = min(sum(received), 2 * REALLOC_BUCKET), 0
+    ends, size = (
+        (hook.source_allocation, hook.target_allocation),
+        hook.source_allocation.mesh.cluster.n_devices_per_node,
+    )
+    is_one_round = sum(plan.bytes_received(one) for one in hook.target_allocation.ranks) <= REALLOC_BUCKET
+    is_one_node = len({one // size for end in ends for one in end.ranks}) == 1
+    if hook.is_implied and is_one_round and is_one_node and len({end.strategy.tp for end in ends}) == 1 and received:
+        shard = target.shard_of(rank)
+        slices = [shard.n_units_of(spec) * spec.unit_bytes for spec in target.specs]
+        arriving = min(arriving, sum(n for n in slices if n < REALLOC_LARGE))
+    messages = arriving + min(sum(sent), 2 * REALLOC_BUCKET)
     if hook.eta != 1.0:
         messages += min(plan.bytes_from_other_nodes(rank), REALLOC_BUCKET)
     if hook.is_implied and rank in target:
