@@ -1,7 +1,7 @@
 """Bytes that live on every rank of random runs, counted call by call, against the plan of memory.
 
     python scripts/memory_campaign.py [--n 500] [--seed 1] [--only NUMBER ...] [--backends native,megatron,deepspeed]
-                                      [--out FILE.jsonl]
+                                      [--jobs 2] [--out FILE.jsonl]
 
 Each case is a whole run of two steps and a checkpoint on 1 to 4 CPU ranks: a model of random shape, an experiment, an
 allocation for each of its calls, and settings of training and generation are drawn from the seed and the case's number.
@@ -9,7 +9,8 @@ All tensors that operations return are counted while they live. Prompts of a cas
 responses as long as allowed, because the plan is of the worst case.
 
 The plan must be at least what was counted, and at most 1.3 times as much, in every call on every rank; 1.5 times in a
-save, of which the collectives may hold one bucket more. The exit code is 1 if it is not, or if a run fails.
+save, of which the collectives may hold one bucket more. The exit code is 1 if it is not, or if a run fails. A file of
+results that is there is gone on with: its cases are not run again, and count in the table.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,6 +64,7 @@ MODELS: dict[str, dict[str, Any]] = {  # model_type -> what config.json has besi
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
 }
 _MOST_DRAWS = 200
+_SHOWN_ENDS = 5
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,7 @@ def draw_case(seed: int, number: int, folder: Path, backends: Sequence[str]) -> 
 def draw_model(rng: random.Random, model_type: str) -> dict[str, Any]:
     """Return the content of a config.json."""
     n_heads, head_dim = rng.choice([4, 8]), rng.choice([16, 32])
-    hidden, n_layers = n_heads * head_dim, rng.randint(2, 5)
+    hidden, n_layers = n_heads * head_dim, rng.randint(2, 4)
     vocabulary = rng.choice([320, 1000, 2048, 32 * hidden])
     shared = {"model_type": model_type, "vocab_size": vocabulary, "eos_token_id": 256}
     if model_type == "gpt2":
@@ -139,7 +142,7 @@ def write_model(folder: Path, raw: dict[str, Any]) -> None:
 
 def draw_data(rng: random.Random, kind: DatasetKind, file: Path) -> dict[str, int]:
     """Write as many rows as a step has samples; return their number, and the tokens of responses."""
-    sizes = {"n_seqs": rng.choice([8, 16, 16, 32]), "prompt": rng.randint(16, 80), "response": rng.randint(8, 32)}
+    sizes = {"n_seqs": rng.choice([8, 8, 16]), "prompt": rng.randint(16, 80), "response": rng.randint(4, 16)}
     spread = rng.choice([0, 0, 4])
 
     def text(length: int) -> str:
@@ -228,22 +231,96 @@ def kind_of(plan: RunPlan, call: str) -> str:
     return call if call == SAVE else next(mfc.interface_type.value for mfc in plan.mfcs if mfc.name == call)
 
 
-def describe(kind: str, one: Counted) -> dict[str, Any]:
-    """Return a line of the file of results."""
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a case: a line of the file of results.
+
+    Attributes:
+        words: what the case is.
+        failure: the reason why it has no counts, or "".
+        seconds: time that it took.
+        counts: of each call on each rank: rank, call, kind, counted and planned bytes, and the parts of the plan.
+    """
+
+    seed: int
+    case: int
+    words: str
+    failure: str
+    seconds: float
+    counts: list[dict[str, Any]]
+
+    @property
+    def outside(self) -> list[dict[str, Any]]:
+        """The counts that the plan does not meet."""
+        return [one for one in self.counts if not LOWEST <= _ratio(one) <= _highest(one)]
+
+
+def run_case(seed: int, number: int, backends: Sequence[str]) -> Result:
+    """Draw a case and run it; a failure is a result too."""
+    start_s, words, failure, counts = time.monotonic(), "", "", list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory(prefix="realrl-campaign-") as folder:
+        try:
+            case = draw_case(seed, number, Path(folder), backends)
+            words = case.words
+            counts = [_line(case.plan, one) for one in count_run(case.plan)]
+        except RuntimeError as error:
+            failure = str(error)
+    return Result(seed, number, words, failure, round(time.monotonic() - start_s, 1), counts)
+
+
+def _line(plan: RunPlan, one: Counted) -> dict[str, Any]:
     parts = {name: n for name, n in vars(one.usage).items() if n}
-    return {"rank": one.rank, "call": one.call, "kind": kind, "counted": one.counted, "ratio": one.ratio} | parts
+    kind = kind_of(plan, one.call)
+    return {"rank": one.rank, "call": one.call, "kind": kind, "counted": one.counted, "planned": one.planned} | parts
 
 
-def run_cases(options: argparse.Namespace) -> Iterator[tuple[Case | None, str, list[Counted]]]:
-    """Yield each case, the reason of a failure or "", and what was counted."""
-    for number in options.only or range(options.n):
-        with tempfile.TemporaryDirectory(prefix="realrl-campaign-") as folder:
-            case = None
-            try:
-                case = draw_case(options.seed, number, Path(folder), options.backends.split(","))
-                yield case, "", count_run(case.plan)
-            except RuntimeError as error:
-                yield case, str(error), []
+def _ratio(one: dict[str, Any]) -> float:
+    return float(one["planned"] / max(1, one["counted"]))
+
+
+def _highest(one: dict[str, Any]) -> float:
+    return HIGHEST_OF_SAVES if one["call"] == SAVE else HIGHEST
+
+
+def run_cases(options: argparse.Namespace) -> Iterator[Result]:
+    """Yield the results of an earlier campaign into the same file, and then of every other case as it ends."""
+    found = [Result(**json.loads(line)) for line in _lines(options.out)]
+    yield from (result for result in found if result.seed == options.seed)
+    done = {result.case for result in found if result.seed == options.seed}
+    left = [number for number in options.only or range(options.n) if number not in done]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        started = [pool.submit(run_case, options.seed, number, options.backends.split(",")) for number in left]
+        for future in as_completed(started):
+            result = future.result()
+            if options.out:
+                with options.out.open("a") as file:
+                    print(json.dumps(asdict(result)), file=file)
+            yield result
+
+
+def _lines(path: Path | None) -> list[str]:
+    return path.read_text().splitlines() if path is not None and path.exists() else []
+
+
+def print_table(results: Sequence[Result]) -> None:
+    """Print the spread of planned over counted bytes by kind of call, and the calls at both ends."""
+    ratios: dict[str, list[float]] = {}
+    ends: list[tuple[float, str]] = []
+    for result in results:
+        for one in result.counts:
+            ratios.setdefault(one["kind"], []).append(_ratio(one))
+            where = f"--seed {result.seed} --only {result.case}: rank {one['rank']} {one['call']}"
+            ends += [(_ratio(one), where)] if one["call"] != SAVE else []
+        if result.counts:
+            fullest = max(result.counts, key=lambda one: (one["planned"], one["rank"]))
+            most = max(one["counted"] for one in result.counts)
+            ratios.setdefault("fullest device", []).append(fullest["planned"] / most)
+    for kind, values in sorted(ratios.items()):
+        spread = f"{min(values):.3f} to {max(values):.3f}, median {median(values):.3f}"
+        print(f"{kind:15} {len(values):6} planned / counted: {spread}")
+    ends.sort()
+    for ratio, where in [*ends[:_SHOWN_ENDS], *ends[-_SHOWN_ENDS:]]:
+        print(f"{ratio:.3f} {where}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -253,34 +330,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, nargs="+", help="numbers of single cases")
     parser.add_argument("--backends", default="native")
-    parser.add_argument("--out", type=Path, help="file of results, one JSON line for each call on each rank")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--out", type=Path, help="file of results, one JSON line for each case")
     options = parser.parse_args(arguments)
-    start_s, n_cases, n_wrong, ratios = time.monotonic(), 0, 0, dict[str, list[float]]()
-    out = options.out.open("w") if options.out else None
-    for case, failure, found in run_cases(options):
-        n_cases += 1
-        if case is None or failure:
-            print(f"case {n_cases - 1 if case is None else case.number} failed: {failure}", flush=True)
-            n_wrong += 1
-            continue
-        wrong = [one for one in found if not LOWEST <= one.ratio <= (HIGHEST_OF_SAVES if one.call == SAVE else HIGHEST)]
-        if wrong:
-            n_wrong += 1
-            print(f"case {case.number}: {case.words}", flush=True)
-        for one in wrong:
-            counted, planned = show_bytes(one.counted), show_bytes(one.planned)
-            print(f"  rank {one.rank} {one.call}: {counted} lived, {planned} planned, {one.ratio:.3f}  {one.usage}")
-        for one in found:
-            kind = kind_of(case.plan, one.call)
-            ratios.setdefault(kind, []).append(one.ratio)
-            if out is not None:
-                print(json.dumps({"case": case.number, **describe(kind, one)}), file=out, flush=True)
-        fullest = max(found, key=lambda one: (one.planned, one.rank))
-        ratios.setdefault("fullest device", []).append(fullest.planned / max(one.counted for one in found))
-    for kind, values in sorted(ratios.items()):
-        spread = f"{min(values):.3f} to {max(values):.3f}, median {median(values):.3f}"
-        print(f"{kind:15} {len(values):6} planned / counted: {spread}")
-    print(f"{n_cases} cases, {n_wrong} out of {LOWEST} to {HIGHEST} or failed, {time.monotonic() - start_s:.0f} s")
+    torch.set_num_threads(1)
+    start_s, results = time.monotonic(), list[Result]()
+    for result in run_cases(options):
+        results.append(result)
+        if result.failure:
+            print(f"case {result.case} failed: {result.words}\n{result.failure}", flush=True)
+        if result.outside:
+            print(f"case {result.case}: {result.words}", flush=True)
+        for one in result.outside:
+            counted, planned = show_bytes(one["counted"]), show_bytes(one["planned"])
+            parts = {name: n for name, n in one.items() if name not in ("rank", "call", "kind", "counted", "planned")}
+            told = f"{counted} lived, {planned} planned, {_ratio(one):.3f}  {parts}"
+            print(f"  rank {one['rank']} {one['call']}: {told}", flush=True)
+    print_table(results)
+    n_wrong = sum(bool(result.failure or result.outside) for result in results)
+    took = f"{time.monotonic() - start_s:.0f} s"
+    print(f"{len(results)} cases, {n_wrong} out of {LOWEST} to {HIGHEST} or failed, {took}")
     return 1 if n_wrong else 0
 
 

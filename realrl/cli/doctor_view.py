@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +11,7 @@ from realrl.cli.console import print_table
 from realrl.cli.plan_view import print_overlap
 from realrl.errors import UsageError
 from realrl.files import write_output
+from realrl.sched.story import ranks_text
 
 if TYPE_CHECKING:
     from realrl.doctor import Report
@@ -138,18 +139,7 @@ def _grouped(by_rank: Mapping[int, _Value]) -> list[tuple[str, _Value]]:
     found: dict[_Value, list[int]] = {}
     for rank, value in sorted(by_rank.items(), key=itemgetter(0)):
         found.setdefault(value, []).append(rank)
-    return [(_ranks(ranks), value) for value, ranks in found.items()]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """Return runs of ranks: "0-3, 8"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(_range(run[0], run[-1]) for run in runs)
+    return [(ranks_text(ranks), value) for value, ranks in found.items()]
 
 
 def _range(low: int, high: int) -> str:

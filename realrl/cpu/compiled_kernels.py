@@ -34,6 +34,7 @@ class CompiledKernels(TorchKernels):
     tiles = (32, 48)  # of linear_tiles.h, and of linear_vectors.h
     packs_weights = True
     fuses_products = True
+    fuses_sampling = True
     head_multiple = HEAD_MULTIPLE
 
     def norm(self, norm: NormLayer) -> UnaryOp:

@@ -75,6 +75,7 @@ class TorchKernels:
         tiles: a packed matrix has a multiple of one of these numbers of outputs.
         packs_weights: True if every weight is copied into a layout of its own, not only those that are joined.
         fuses_products: True if norms and activations are applied while a product is computed.
+        fuses_sampling: True if a token is drawn among all of them without buffers for probabilities.
         head_multiple: heads whose size is a multiple of this are rotated, cached and attended to in one pass that
             reads only the filled part of the cache; None if no heads are.
     """
@@ -82,6 +83,7 @@ class TorchKernels:
     tiles: tuple[int, ...] = (1,)
     packs_weights = False
     fuses_products = False
+    fuses_sampling = False
     head_multiple: int | None = None
 
     def __init__(self, dtype: torch.dtype) -> None:

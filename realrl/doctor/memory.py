@@ -143,7 +143,9 @@ def kernels_of(device: torch.device, dtype: torch.dtype, *, n_rows: int) -> Kern
         packs_weights=kernels.packs_weights,
         fused_products=kernels.fuses_products,
         fused_heads=kernels.head_multiple,
+        fused_sampling=kernels.fuses_sampling,
         tiles=kernels.tiles,
+        on_host=True,
         shares_prompts=True,
     )
 

@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from realrl.engine.groups import Communicator
 from realrl.model.decoder import Decoder
 from realrl.model.parallel import TensorParallel
+from realrl.plan.memory.buffers import REDUCTION_BUCKET
 from realrl.plan.parameters.specs import slice_of, units_of
-
-_BUCKET_ELEMENTS = 1 << 24  # gradient elements per collective
 
 
 class TensorParallelGroup(TensorParallel):
@@ -93,7 +92,7 @@ def sync_partial_gradients(decoder: Decoder, group: Communicator, gradients: Map
         place = slice_of(spec, group.rank, group.n_ranks) if kind == "kv" else tuple((0, n) for n in grad.shape)
         bucket.append(_Partial(grad, spec.shape, tuple(slice(start, stop) for start, stop in place)))
         n_elements += spec.n_elements
-        if n_elements >= _BUCKET_ELEMENTS:
+        if n_elements >= REDUCTION_BUCKET:
             _add_up(bucket, group)
             bucket, n_elements = [], 0
     if bucket:

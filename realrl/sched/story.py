@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 _LINES = 24
+_REGULAR = 5  # equal runs of ranks of which only the first two and the last are shown
 
 
 class Stories:
@@ -35,11 +37,25 @@ class Stories:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Return ranks as people write them: ``0-3,6``."""
-    runs: list[list[int]] = []
+    """Return ranks as people write them: ``0-3,6``; many equal runs at equal distances as ``1-7,9-15,...,57-63``."""
+    runs: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+            runs[-1] = runs[-1][0], rank
         else:
-            runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            runs.append((rank, rank))
+    words: list[str] = []
+    while runs:
+        n = _n_regular(runs)
+        shown = runs[:2] if n >= _REGULAR else runs[:1]
+        words += [str(first) if first == last else f"{first}-{last}" for first, last in shown]
+        words += ["..."] if n >= _REGULAR else []
+        runs = runs[n - 1 :] if n >= _REGULAR else runs[1:]  # the last of equal runs is shown too
+    return ",".join(words)
+
+
+def _n_regular(runs: Sequence[tuple[int, int]]) -> int:
+    """Return how many runs, from the first on, are equally long and equally far from each other."""
+    (first, last), step = runs[0], runs[1][0] - runs[0][0] if len(runs) > 1 else 0
+    expected = ((first + i * step, last + i * step) for i in range(len(runs)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(runs, expected, strict=True)))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from realrl import cli
-from realrl.cli import doctor_view
 from realrl.cpu.loader import why_not
 
 
@@ -85,10 +84,6 @@ def test_wrong_input(capsys: pytest.CaptureFixture[str], arguments: list[str], m
     assert code == 2
     assert message in err
     assert "Traceback" not in err
-
-
-def test_ranks_are_shown_in_runs() -> None:
-    assert doctor_view._ranks([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:

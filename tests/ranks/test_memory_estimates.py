@@ -241,7 +241,7 @@ def kept(case: Case, rank: int) -> int:
     sizes = [shard.n_elements_of(spec) for spec in parameter_specs(case.model)]
     n_elements = sum(sizes)
     state = optimizer_bytes(
-        n_elements,
+        sizes,
         element_bytes=width,
         sharing=OptimizerSharing(
             case.backend,

@@ -17,7 +17,8 @@ from realrl.engine import device as devices
 from realrl.engine.backends.base import move
 from realrl.engine.groups import Communicator
 from realrl.engine.train.precision import TrainedParameters
-from realrl.plan.memory.buffers import MASTERS_BUCKET, SLICE_ALIGNMENT
+from realrl.plan.memory.buffers import MASTERS_BUCKET
+from realrl.plan.memory.optimizer import slice_elements
 
 
 class Masters:
@@ -36,7 +37,7 @@ class Masters:
         self._trained = trained
         self._dp = dp
         self._on_host = on_host
-        self.sizes = [slice_size(p.numel(), dp.n_ranks) for p in trained.parameters]
+        self.sizes = [slice_elements(p.numel(), dp.n_ranks) for p in trained.parameters]
         self.tensors: list[torch.Tensor] = []
         self._is_view: list[bool] = []
         with torch.no_grad():
@@ -57,7 +58,7 @@ class Masters:
 
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's slice of a whole parameter, or of another tensor of its shape, as a flat view."""
-        size = slice_size(tensor.numel(), self._dp.n_ranks)
+        size = slice_elements(tensor.numel(), self._dp.n_ranks)
         start = min(self._dp.rank * size, tensor.numel())
         return tensor.reshape(-1)[start : start + size]
 
@@ -144,10 +145,3 @@ class Masters:
         for (_, place), slices in zip(bucket, by_rank.split(sizes, dim=1), strict=True):
             shape = self._trained.parameters[place].shape
             yield slices.reshape(-1)[: shape.numel()].view(shape)
-
-
-def slice_size(n_elements: int, n_ranks: int) -> int:
-    """The length of each rank's slice of a flat tensor; the last ranks' may be shorter or empty."""
-    if n_ranks == 1:
-        return n_elements
-    return -(-n_elements // (n_ranks * SLICE_ALIGNMENT)) * SLICE_ALIGNMENT

@@ -22,11 +22,10 @@ from itertools import zip_longest
 from math import prod
 from typing import NamedTuple
 
-from realrl.plan.memory.buffers import REALLOC_ROUNDS
+from realrl.plan.memory.buffers import REALLOC_LARGE, REALLOC_ROUNDS
 from realrl.plan.parameters.realloc import ReallocPlan, SliceTransfer
 from realrl.plan.parameters.specs import Slice
 
-_LARGE_BYTES = 1 << 20  # below, a copy into a shared message costs less than a message
 _SMALLEST_SHARE = 64
 
 
@@ -194,7 +193,7 @@ def _pack(parts: Sequence[_Part], peer: int, dtypes: Mapping[str, str], *, is_se
     is_passed_on = bool(parts) and parts[0].transfer.origin is not None
     for part in parts:
         piece, dtype = part.piece(is_sender=is_sender), dtypes[part.transfer.parameter]
-        if part.num_bytes >= _LARGE_BYTES:
+        if part.num_bytes >= REALLOC_LARGE:
             large.append(Message(peer, dtype, (piece,), is_passed_on))
         else:
             small.setdefault(dtype, []).append(piece)

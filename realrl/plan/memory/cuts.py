@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.plan.memory.buffers import REALLOC_LARGE
 from realrl.plan.memory.saving import gathered_model, model_copies
 from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
@@ -43,6 +44,12 @@ class PartKind:
         return sum(self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs)
 
     @cached_property
+    def small_bytes(self) -> int:
+        """Bytes of slices that a reallocation copies into messages; larger ones go into their place."""
+        sizes = (self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs)
+        return sum(n_bytes for n_bytes in sizes if n_bytes < REALLOC_LARGE)
+
+    @cached_property
     def trained_sizes(self) -> tuple[tuple[int, int], ...]:
         """(bytes of an element, elements) of each parameter that a trained role trains."""
         return tuple(
@@ -56,11 +63,29 @@ class PartKind:
         """Bytes of the model in a checkpoint that the rank of the part writes."""
         return model_copies(self._model, self._specs, self.shard)
 
+    def partial(self, *, sp: bool) -> int:
+        """Return the elements, in whole, of trained parameters whose gradients tensor ranks add up.
+
+        See `realrl.model.decoder.Decoder.tp_partial_gradients`.
+        """
+        size = self.shard.tp_size
+        return sum(
+            spec.n_elements
+            for spec in self._specs
+            if self.shard.holds(spec) and is_trained(self._model, spec.name) and _is_partial(spec, size, sp=sp)
+        )
+
     def gathered(self, zero_stage: int) -> int:
         """Return the bytes that a save of the model gathers; see `gathered_model`."""
         if (zero_stage == 3) not in self._gathered:
             self._gathered[zero_stage == 3] = gathered_model(self._specs, self.shard, zero_stage=zero_stage)
         return self._gathered[zero_stage == 3]
+
+
+def _is_partial(spec: ParameterSpec, tp: int, *, sp: bool) -> bool:
+    if spec.unit == "kv_head" and spec.n_units < tp:
+        return True
+    return tp > 1 and (spec.is_tp_partial or (sp and spec.sharded_dim is None and spec.name != "head.weight"))
 
 
 @dataclass(frozen=True)

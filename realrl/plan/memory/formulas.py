@@ -16,7 +16,15 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from realrl.plan.memory.buffers import FLOAT32, LOGITS_BLOCK, LOGITS_CHUNK, PRODUCT_PIECE, ROW_BYTES
+from realrl.plan.memory.buffers import (
+    CALL_ROW_BYTES,
+    FLOAT32,
+    LOGITS_BLOCK,
+    LOGITS_CHUNK,
+    PASS_ROW_BYTES,
+    PRODUCT_PIECE,
+    ROW_BYTES,
+)
 from realrl.plan.memory.load import Load
 from realrl.plan.parameters.shards import ModelShard
 from realrl.plan.parameters.specs import units_of
@@ -38,7 +46,9 @@ class Kernels:
         fused_products: generation applies norms and activations while it multiplies.
         fused_heads: in generation, heads whose size is a multiple of this are rotated, cached and attended to in one
             pass, by a kernel that reads only the filled part of the cache; None if there is none.
+        fused_sampling: a kernel draws among all tokens from the logits themselves.
         tiles: a packed matrix has a multiple of one of these numbers of outputs.
+        on_host: the device's memory is the host's: both count together.
         shares_prompts: prompts that several sequences of a sample begin with are computed once in every dtype, and not
             in float32 alone.
     """
@@ -51,12 +61,18 @@ class Kernels:
     packs_weights: bool = False
     fused_products: bool = False
     fused_heads: int | None = None
+    fused_sampling: bool = False
     tiles: tuple[int, ...] = (1,)
+    on_host: bool = False
     shares_prompts: bool = False
 
     def computes_once(self, model: DecoderConfig) -> bool:
         """Return True if a prompt that several sequences begin with is computed once."""
         return model.moe is None and (self.shares_prompts or model.dtype == "float32")
+
+    def joins_attention(self, model: DecoderConfig) -> bool:
+        """Return True if sequences of similar length attend together, and the results of all groups are joined."""
+        return self.shares_prompts or model.dtype == "float32"
 
     def fuses_attention(self, model: DecoderConfig) -> bool:
         """Return True if the kernel of `fused_heads` takes this model's heads."""
@@ -137,32 +153,74 @@ def forward_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
     return computed + again + _messages(local, load.n_tokens - n_again) + ROW_BYTES * load.n_held
 
 
+@dataclass(frozen=True)
+class TrainingBytes:
+    """Bytes of a minibatch's passes on one rank, with the rows that are computed on.
+
+    Attributes:
+        head: activations when the backward pass begins, in the head.
+        block: activations when it is in the last block, and `gradients` those that are there by then, float32.
+        last: activations in the first block, the last that it reaches.
+        embedding: what the gradient of the embedding takes.
+        rows: rows alone.
+    """
+
+    head: int
+    block: int
+    gradients: int
+    last: int
+    embedding: int
+    rows: int
+
+
 @lru_cache(maxsize=1 << 14)  # settings of the optimizer do not matter
-def training_bytes(local: LocalShape, load: Load, *, n_in_flight: int, checkpointing: bool, kernels: Kernels) -> int:
-    """Return the most bytes that a train_step keeps for its backward passes, with the rows that it computes on."""
+def training_bytes(
+    local: LocalShape, load: Load, *, n_in_flight: int, checkpointing: bool, kernels: Kernels
+) -> TrainingBytes:
+    """Return the most bytes that a train_step takes at the moments of its passes."""
     n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
-    computed = training_activations(
+    n_tokens, h, b = load.n_tokens - n_again, local.hidden, local.element_bytes
+    accumulates = load.n_mbs > 1
+    rows = CALL_ROW_BYTES * load.n_held + PASS_ROW_BYTES * load.n_tokens
+    head, block = training_activations(
         local,
-        n_tokens=load.n_tokens - n_again,
+        n_tokens=n_tokens,
         n_scored=load.n_scored,
         n_in_flight=n_in_flight,
-        accumulates=load.n_mbs > 1,
+        accumulates=accumulates,
         checkpointing=checkpointing,
         kernels=kernels,
     )
-    n_blocks = 1 if checkpointing else n_in_flight * len(local.layers)
-    again = unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=n_blocks, kernels=kernels)
-    return computed + again + _messages(local, load.n_tokens - n_again) + ROW_BYTES * load.n_held
-
-
-@lru_cache(maxsize=1 << 14)
-def last_block_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
-    """Return the bytes of a training pass in its last block, when gradients of all others are there."""
-    n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
-    block = max(
+    of_block, of_all = (
+        unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=n, kernels=kernels)
+        for n in (1, 1 if checkpointing else n_in_flight * len(local.layers))
+    )
+    beside = _messages(local, n_tokens) + rows
+    last = max(
         (kept_by_block(local, layer, kernels) + backward_of_block(local, layer) for layer in local.layers), default=0.0
     )
-    return math.ceil((load.n_tokens - n_again) * block) + ROW_BYTES * load.n_held
+    is_trained, is_summed = local.model.lora is None, accumulates or b < FLOAT32
+    new = max(_matrices(local)) * b if is_trained and is_summed else 0  # a matrix's gradient, until it is added
+    embedding = _part(local.model.vocab_size, local.tp_rank, local.tp_size) * h * b
+    is_second = is_trained and (is_summed or local.model.tied_embeddings)  # beside the head's, or an earlier one
+    return TrainingBytes(
+        head=head + of_all + beside,
+        block=block + of_all + beside + new,
+        gradients=FLOAT32 * (local.vocabulary * h + sum(_matrices(local))),
+        last=math.ceil(n_tokens * last) + of_block + beside + new,
+        embedding=2 * n_tokens * h * b + rows + (embedding if is_second else 0) if local.has_embedding else 0,
+        rows=rows,
+    )
+
+
+def _matrices(local: LocalShape) -> list[int]:
+    """Return the elements of each matrix of the largest MLP of this rank, with those of all experts."""
+    moe = local.model.moe
+    inner = max(
+        (local.inner if moe is None or not n else moe.n_experts * n for n in map(local.experts_inner, local.layers)),
+        default=0,
+    )
+    return [inner * local.hidden] * (3 if local.model.gated_mlp or moe is not None else 2)
 
 
 def _messages(local: LocalShape, n_tokens: int) -> int:
@@ -180,8 +238,8 @@ def training_activations(
     accumulates: bool,
     checkpointing: bool,
     kernels: Kernels,
-) -> int:
-    """Return the largest sum of bytes that a training step keeps for its backward passes.
+) -> tuple[int, int]:
+    """Return the bytes that a training step keeps for its backward passes, with those of the head, or of a block.
 
     Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models", section 4) count the
     activations of a block of GPT per token, and their division by tensor and sequence parallelism. Here there is no
@@ -211,7 +269,8 @@ def training_activations(
     kept += n_tokens * 2 * local.model.head_dim * local.element_bytes  # the rotation's table
     ends = _kept_by_ends(local, n_tokens, n_scored, kernels)
     at_head = ends + _backward_of_head(local, n_scored, accumulates, kernels)
-    return math.ceil(n_in_flight * kept + (n_in_flight - 1) * ends + max(at_head, n_tokens * (again + transient)))
+    kept = n_in_flight * kept + (n_in_flight - 1) * ends
+    return math.ceil(kept + at_head), math.ceil(kept + n_tokens * (again + transient))
 
 
 def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, kernels: Kernels) -> int:
@@ -231,8 +290,7 @@ def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, ke
 def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_blocks: int, kernels: Kernels) -> int:
     """Return the bytes that tokens of common prompts take although they are computed once.
 
-    Every sequence has keys and values of its prompt of its own; results of attention come in parts, which are joined;
-    and hidden states go to the head for all tokens.
+    Every sequence has keys and values of its prompt of its own, and hidden states go to the head for all tokens.
 
     Args:
         n_tokens: tokens of the largest micro-batch.
@@ -243,8 +301,7 @@ def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_bl
         return 0
     attention_bytes = FLOAT32 if kernels.float_attention else local.element_bytes
     hidden = n_tokens * local.hidden * local.element_bytes if local.has_head else 0
-    kept = 2 * n_again * 2 * local.keys + (n_tokens - n_again) * local.queries
-    return n_blocks * kept * attention_bytes + hidden
+    return n_blocks * 2 * n_again * 2 * local.keys * attention_bytes + hidden
 
 
 def kept_by_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
@@ -254,11 +311,12 @@ def kept_by_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     norms = 2 * local.row_share * (h * (b if is_fused else 2 * FLOAT32) + FLOAT32)
     attention_bytes = FLOAT32 if kernels.float_attention else b
     attention = (2 * local.queries + 2 * local.keys) * attention_bytes + local.n_heads * FLOAT32
-    if kernels.float_attention and b < FLOAT32:
-        attention += local.queries * b  # its result, rounded, which the output projection keeps
+    if kernels.joins_attention(model):
+        attention += local.queries * b  # the result of all groups, joined or rounded, which the output projection keeps
     if model.qk_norm:
         attention += (local.queries + local.keys) * (b if kernels.fused_norms else b + FLOAT32)
-    return norms + 2 * h * b + attention + _kept_by_mlp(local, layer) * b
+    adapters = 0 if model.lora is None else model.lora.rank * len(model.lora.targets)
+    return norms + 2 * h * b + attention + (_kept_by_mlp(local, layer) + adapters) * b
 
 
 def _kept_by_mlp(local: LocalShape, layer: int) -> float:
@@ -267,14 +325,19 @@ def _kept_by_mlp(local: LocalShape, layer: int) -> float:
     if moe is None or not inner:
         return 4 * local.inner if local.model.gated_mlp else 2 * local.inner
     # a copy of the token per slot, and the weight of the expert applied to the inner units; the router's are small
-    return moe.top_k * (local.hidden + 6 * inner) + 4 * moe.n_experts
+    return moe.top_k * (local.hidden + 5 * inner) + 4 * moe.n_experts
 
 
 def backward_of_block(local: LocalShape, layer: int) -> float:
-    """Return the largest bytes per token of gradients on their way through a block, which is in the MLP."""
-    moe, inner = local.model.moe, local.experts_inner(layer)
-    width = 3 * local.inner if moe is None or not inner else moe.top_k * (3 * inner + local.hidden)
-    return (2 * local.hidden + width) * local.element_bytes
+    """Return the largest bytes per token of tensors on their way through a block, in its MLP, beside those it keeps.
+
+    The inner units' gradients are there together with those of their product, whose own value is gone. Slots of experts
+    are put back into the order of tokens in the forward pass, and into that of experts in the backward pass.
+    """
+    moe, inner, h = local.model.moe, local.experts_inner(layer), local.hidden
+    if moe is None or not inner:
+        return (2 * h + (2 if local.model.gated_mlp else 1) * local.inner) * local.element_bytes
+    return (2 * h + moe.top_k * max(2 * h, h + inner, 2 * inner)) * local.element_bytes
 
 
 def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
@@ -356,28 +419,25 @@ class GenerationBytes:
     activations: int
 
 
-def generation_bytes(
-    local: LocalShape, *, n_runs: int, n_rows: int, longest_row: int, prefill_tokens: int, kernels: Kernels
-) -> GenerationBytes:
-    """Return the bytes of a generate call; keys and values take 2 L K b bytes for each token of each row.
-
-    Args:
-        n_runs: number of groups of rows, one for each pipeline stage.
-        n_rows: rows of one run that are decoded together.
-        longest_row: tokens of the longest prompt and the longest response.
-        prefill_tokens: tokens of prompts that are computed in one pass.
-    """
-    b = kernels.generation_bytes or local.element_bytes
-    layer = n_rows * local.keys * longest_row * b
-    n_decoded = max(prefill_tokens, n_rows)
+def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> GenerationBytes:
+    """Return the bytes of a generate call; keys and values take 2 L K b bytes for each token of each row."""
+    b, n_rows = kernels.generation_bytes or local.element_bytes, load.n_rows
+    layer = n_rows * local.keys * load.longest_row * b
+    n_decoded = max(load.prefill_tokens, n_rows)
     moments = [n_decoded * generation_of_block(local, i, b, kernels) for i in local.layers]
+    waiting = 2 * len(local.layers) * local.keys * load.n_waiting
     if local.vocabulary:
         whole = n_rows * local.model.vocab_size
-        # logits, and of each run two buffers of the sampler and the copy that is cut into blocks
-        moments.append(whole * (b + FLOAT32) + n_runs * 2 * whole * FLOAT32)
+        # logits after a prefill: each prompt's, and then each row's; those of all ranks are gathered from parts
+        moments.append((2 + (2 / local.tp_size if local.tp_size > 1 else 0)) * whole * b)
+        if load.is_filtered or not kernels.fused_sampling:
+            # logits, and of each run two buffers of the sampler and the copy that is cut into blocks
+            moments.append(whole * (b + FLOAT32) + load.n_runs * 2 * whole * FLOAT32)
+        waiting += local.model.vocab_size if waiting else 0
     return GenerationBytes(
         weights=_packed_weights(local, b, kernels),
-        cache=n_runs * 2 * len(local.layers) * layer + (0 if kernels.fuses_attention(local.model) else layer),
+        cache=load.n_runs * (2 * len(local.layers) * layer + waiting * b)
+        + (0 if kernels.fuses_attention(local.model) else layer),
         activations=math.ceil(max(moments, default=0.0)),
     )
 

@@ -17,6 +17,8 @@ from realrl.plan.samples.partition import default_n_mbs
 from realrl.plan.samples.prefixes import is_worth_sharing
 
 _WITH_END = ("reward_model",)  # interfaces that put an end-of-sequence token behind every sequence
+_OF_ANSWERS = ("sft", "dpo", "kto", "ppo_actor")  # those that score answers alone; any other may score all tokens
+_SINGLY = ("kto",)  # those that train on the sequences of a sample one after the other
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Load:
         n_held: tokens of all its samples of the call, whose rows it has at once.
         n_sequences, n_prompt, n_samples: sequences of a sample; tokens with which all sequences of a sample begin; and
             samples of the largest micro-batch, at least.
+        n_waiting: tokens of a prompt whose keys and values are kept apart for responses that have no row yet.
+        is_filtered: generation draws among some of the tokens only.
     """
 
     n_seqs: int
@@ -59,6 +63,8 @@ class Load:
     n_sequences: int = 1
     n_prompt: int = 0
     n_samples: int = 1
+    n_waiting: int = 0
+    is_filtered: bool = False
 
     def repeated(self, hidden_size: int) -> int:
         """Return the tokens of the largest micro-batch that are not computed where a common prompt is computed once."""
@@ -88,13 +94,14 @@ def load_of(
     n_held = _largest(wholes, n_all)
     if mfc.interface_type is InterfaceType.GENERATE:
         return _generation_load(n_seqs, rows, generation, n_responses, pp, n_held)
+    if mfc.interface.name in _SINGLY and mfc.is_train:
+        n, wholes = 1, list(rows.sequences)
     n_mbs, per_mb, most = _micro_batches(mfc, n_seqs, wholes, pp)
     longest = max(rows.prompts, default=0) + new if n_responses else max(rows.sequences, default=0)
     n_scored = per_mb
-    if n_responses:
-        n_scored = most * n * new
-    elif "prompt_mask" in {mfc.input_key_remap.get(key, key) for key in mfc.input_keys}:  # answers alone are scored
-        n_scored = _largest([row - n * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)], most)
+    if mfc.interface.name in _OF_ANSWERS:
+        answers = [row - n * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)]
+        n_scored = _largest(answers, most)
     return Load(
         n_seqs,
         per_mb,
@@ -133,6 +140,7 @@ def _generation_load(
     n_runs = max(1, min(pp, n_seqs, generation.max_batch_size))
     n_rows = min(math.ceil(n_seqs / n_runs) * n_responses, generation.max_batch_size // n_runs)
     n_prompts = math.ceil(n_rows / n_responses)
+    is_waiting = n_responses > 1 and n_rows < math.ceil(n_seqs / n_runs) * n_responses
     return Load(
         n_seqs,
         n_tokens=_largest(rows.prompts, n_seqs) + n_seqs * n_responses * generation.max_new_tokens,
@@ -141,6 +149,8 @@ def _generation_load(
         longest_row=longest + generation.max_new_tokens - 1,
         prefill_tokens=min(_largest(rows.prompts, n_prompts), max(PREFILL_TOKENS, longest)),
         n_held=n_held,
+        n_waiting=longest if is_waiting else 0,
+        is_filtered=generation.top_p < 1 or generation.top_k > 0,
     )
 
 

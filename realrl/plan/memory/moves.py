@@ -30,11 +30,13 @@ class Lacking:
         received: bytes that other ranks send.
         copied: those received, and those of tensors that the rank holds in part, where source tensors may not move.
         needed: all bytes of the layout.
+        buffered: bytes of messages at a time that do not arrive in their place, where tensors are new.
     """
 
     received: Matrix
     copied: Matrix
     needed: Matrix
+    buffered: Matrix
 
 
 @dataclass(frozen=True)
@@ -105,4 +107,10 @@ def lacking(model: CutModel, source: Allocation, target: Allocation) -> Lacking:
     here = source_parts[ranks_of(target)]
     needed = overlap.needed[parts]
     received, copied = (needed - np.where(here < 0, 0, held[here, parts]) for held in (overlap.held, overlap.whole))
-    return Lacking(received, copied, needed)
+    buffered, cluster = np.minimum(received, MESSAGES), source.mesh.cluster
+    # whole slices, in one round and through no relay
+    is_one_node = len({cluster.node_of(end.mesh.ranks[i]) for end in (source, target) for i in (0, -1)}) == 1
+    if source.strategy.tp == target.strategy.tp and is_one_node and received.sum() <= REALLOC_BUCKET:
+        small = np.array([kind.small_bytes for kind in model.cut(target.strategy).kinds])[parts]
+        buffered = np.minimum(received, small)
+    return Lacking(received, copied, needed, buffered)

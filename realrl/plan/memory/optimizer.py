@@ -2,15 +2,24 @@
 
 Invariants:
 - no function gives less for more parameters, nor more for a higher degree of sharding;
-- a division over n ranks gives each rank at least 1 / n of the whole, and less than one element more.
+- a division over n ranks gives each rank at most what the first has: at least 1 / n of the whole, and less than one
+  element more, or one `SLICE_ALIGNMENT` of each parameter with the native backend.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realrl.plan.memory.buffers import DEEPSPEED_BUCKET, FLOAT32, GRADIENT_BUCKET, MASTERS_BUCKET
+from realrl.plan.memory.buffers import (
+    DEEPSPEED_BUCKET,
+    FLOAT32,
+    GRADIENT_BUCKET,
+    MASTERS_BUCKET,
+    REDUCTION_BUCKET,
+    SLICE_ALIGNMENT,
+)
 
 
 @dataclass(frozen=True)
@@ -63,9 +72,9 @@ _ALONE = OptimizerSharing()
 
 
 def optimizer_bytes(
-    n_elements: int, *, element_bytes: int, sharing: OptimizerSharing = _ALONE, largest: int = 0
+    sizes: Sequence[int], *, element_bytes: int, sharing: OptimizerSharing = _ALONE, largest: int = 0
 ) -> OptimizerBytes:
-    """Return the bytes of state for training `n_elements` parameters of one rank.
+    """Return the bytes of state for training parameters of one rank.
 
     AdamW has two float32 moments, 8 bytes a parameter. In half precision there are float32 masters, 4 bytes.
 
@@ -82,7 +91,7 @@ def optimizer_bytes(
                 of the micro-batches so far
 
     Args:
-        n_elements: parameters of this rank that are trained.
+        sizes: elements of each parameter of this rank that is trained.
         element_bytes: size of an element of the parameters that compute.
         sharing: by default one rank has it all.
         largest: elements of the largest parameter.
@@ -95,7 +104,10 @@ def optimizer_bytes(
         raise ValueError(f"unknown training backend {backend!r}")
     is_deepspeed = backend == "deepspeed"
     has_masters = element_bytes < FLOAT32 or on_host or (is_deepspeed and zero_stage > 0)
+    n_elements, slices = sum(sizes), [slice_elements(size, dp) for size in sizes]
     divided = _share(n_elements, dp if zero_stage > 0 else 1)
+    if backend == "native" and zero_stage:
+        divided = sum(map(min, sizes, slices))
     divides_gradients = is_deepspeed and (zero_stage == 3 or (zero_stage == 2 and not sharing.whole_gradients))
     gradient_elements = _share(n_elements, dp) if divides_gradients else n_elements
     gradient_bytes = element_bytes if is_deepspeed and not divides_gradients else FLOAT32
@@ -107,7 +119,7 @@ def optimizer_bytes(
             host += FLOAT32 * divided if divides_gradients and element_bytes == FLOAT32 else 0
     published = 0
     if backend == "native" and zero_stage and dp > 1:
-        bucket = min(n_elements, MASTERS_BUCKET + largest)
+        bucket = min(dp * sum(slices), MASTERS_BUCKET + largest)
         published = element_bytes * (bucket + _share(bucket, dp) + 2 * largest)
         published += element_bytes * divided if has_masters else 0
     return OptimizerBytes(
@@ -125,9 +137,24 @@ def optimizer_bytes(
     )
 
 
-def reduction_bytes(gradient_bytes: int, largest: int, *, dp: int) -> int:
-    """Return the bytes of gradients that data-parallel ranks add up at a time; `largest` is one parameter's."""
-    return 0 if dp == 1 else min(gradient_bytes, GRADIENT_BUCKET + largest)
+def reduction_bytes(gradient_bytes: int, largest: int, *, dp: int, partial: int = 0) -> int:
+    """Return the bytes of gradients that ranks add up at a time, in buffers beside the gradients.
+
+    Args:
+        gradient_bytes: of all gradients, which data-parallel ranks add up.
+        largest: of one parameter's.
+        dp: data-parallel ranks.
+        partial: of those that tensor-parallel ranks add up.
+    """
+    over_dp = 0 if dp == 1 else min(gradient_bytes, GRADIENT_BUCKET + largest)
+    return max(over_dp, min(partial, REDUCTION_BUCKET * FLOAT32 + largest))
+
+
+def slice_elements(n_elements: int, n_ranks: int) -> int:
+    """Return the length of each rank's slice of a flat tensor; the last ranks' may be shorter or empty."""
+    if n_ranks == 1:
+        return n_elements
+    return -(-n_elements // (n_ranks * SLICE_ALIGNMENT)) * SLICE_ALIGNMENT
 
 
 def _share(n_elements: int, n_ranks: int) -> int:

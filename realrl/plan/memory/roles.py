@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
 import numpy as np
@@ -20,9 +20,9 @@ from realrl.plan.memory.buffers import FLOAT32, ROW_BYTES
 from realrl.plan.memory.cuts import CutModel, PartKind
 from realrl.plan.memory.formulas import (
     Kernels,
+    TrainingBytes,
     forward_bytes,
     generation_bytes,
-    last_block_bytes,
     local_shape,
     training_bytes,
 )
@@ -42,8 +42,9 @@ class Kept:
     """Bytes of one role on one rank of its home.
 
     `gathered` counts parameters that the rank gets from others while it computes, where the backend divides them;
-    `published` and `host_gradients` are those of `OptimizerBytes`; `saving` those that a save gathers at a time;
-    `copied` what the rank copies for a checkpoint, if its dp_rank is 0.
+    `published` and `host_gradients` are those of `OptimizerBytes`; `partial` counts gradients that tensor
+    ranks add up; `saving` those that a save gathers at a time; `copied` what the rank copies for a checkpoint, if its
+    dp_rank is 0.
     """
 
     parameters: int
@@ -56,6 +57,7 @@ class Kept:
     gathered: int
     published: int
     host_gradients: int
+    partial: int
     saving: int
     copied: int
 
@@ -102,7 +104,7 @@ class RoleBytes:
         self._kept: dict[ParallelStrategy, KeptParts] = {}
         settings = (role.is_trained, role.is_changed, role.is_averaged, role.backend, role.zero_stage,
                     role.offloads_optimizer, self._saves)  # fmt: skip
-        self._kept_kinds: dict[tuple[PartKind, int, bool], Kept] = model.kept.setdefault(settings, {})
+        self._kept_kinds: dict[tuple[PartKind, int, bool, bool], Kept] = model.kept.setdefault(settings, {})
         self._computed: dict[tuple[ParallelStrategy, InterfaceType, Load], Matrix] = {}
 
     @property
@@ -162,7 +164,7 @@ class RoleBytes:
         return max(found, key=lambda one: one[0].total + one[1].total)
 
     def _kept_of(self, kind: PartKind, strategy: ParallelStrategy) -> Kept:
-        key = kind, strategy.dp, strategy.tp > 1 or strategy.pp > 1
+        key = kind, strategy.dp, strategy.tp > 1 or strategy.pp > 1, strategy.sp
         if key not in self._kept_kinds:
             self._kept_kinds[key] = self._kept_by(kind, strategy)
         return self._kept_kinds[key]
@@ -180,9 +182,9 @@ class RoleBytes:
             on_host=role.offloads_optimizer,
             whole_gradients=strategy.tp > 1 or strategy.pp > 1,
         )
-        sizes: dict[int, int] = {}
+        sizes: dict[int, list[int]] = {}
         for width, n_elements in trained:
-            sizes[width] = sizes.get(width, 0) + n_elements
+            sizes.setdefault(width, []).append(n_elements)
         largest = max((n_elements for _, n_elements in trained), default=0)
         parts = [
             optimizer_bytes(n, element_bytes=width, sharing=sharing, largest=largest) for width, n in sizes.items()
@@ -209,6 +211,7 @@ class RoleBytes:
             gathered=n_bytes - parameters,
             published=sum(part.published for part in parts),
             host_gradients=sum(part.host_gradients for part in parts),
+            partial=FLOAT32 * kind.partial(sp=strategy.sp) if role.is_trained else 0,
             saving=saving,
             copied=copied,
         )
@@ -225,14 +228,7 @@ class RoleBytes:
         model, kernels = self.role.model, self._kernels
         local = local_shape(model, part.shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])
         if kind is InterfaceType.GENERATE:
-            made = generation_bytes(
-                local,
-                n_runs=load.n_runs,
-                n_rows=load.n_rows,
-                longest_row=load.longest_row,
-                prefill_tokens=load.prefill_tokens,
-                kernels=kernels,
-            )
+            made = generation_bytes(local, load, kernels=kernels)
             activations = made.activations + ROW_BYTES * load.n_held
             return Usage(copies=made.weights, cache=made.cache, activations=activations)
         if kind is InterfaceType.INFERENCE:
@@ -240,29 +236,36 @@ class RoleBytes:
         n_in_flight, kept = training
         assert kept is not None
         checkpointing = self.role.checkpoints_activations
-        activations = training_bytes(local, load, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels)
-        late = last_block_bytes(local, load, kernels=kernels)
+        taken = training_bytes(local, load, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels)
         is_last = local.has_embedding and not model.tied_embeddings  # the embedding's gradient comes after all others
-        return _trained(kept, (activations, late), load, dp=strategy.dp, without=kept.largest if is_last else 0)
+        moments = _moments(kept, taken, load, dp=strategy.dp, without=kept.largest if is_last else 0)
+        if kernels.on_host:
+            return max(moments, key=lambda usage: usage.total + usage.host)
+        return replace(max(moments, key=lambda usage: usage.total), host=kept.host_gradients)
 
 
-def _trained(kept: Kept, activations: tuple[int, int], load: Load, *, dp: int, without: int) -> Usage:
-    """Return the largest usage of a train_step: when the backward passes begin or reach the last block, when
-    all gradients are there, or when new parameters are gathered.
+def _moments(kept: Kept, taken: TrainingBytes, load: Load, *, dp: int, without: int) -> tuple[Usage, ...]:
+    """Return the usages of a train_step at the moments of which one takes the most.
 
     With one micro-batch, gradients come as activations go, and the first moment has those of one parameter only.
 
     Args:
-        activations: bytes at the first two of these moments.
-        without: bytes of gradients that are not there in the last block.
+        without: bytes of gradients that are not there in the block which the backward pass reaches last.
     """
-    all_gradients = 0 if kept.holds_gradients else kept.gradients + kept.buffers
-    early = all_gradients if load.n_mbs > 1 else min(all_gradients, kept.largest + kept.buffers)
-    flat = reduction_bytes(kept.gradients, kept.largest, dp=dp)
-    moments = (
-        Usage(gradients=early, copies=kept.gathered, activations=activations[0]),
-        Usage(gradients=max(early, all_gradients - without), copies=kept.gathered, activations=activations[1]),
-        Usage(gradients=all_gradients + flat, copies=kept.gathered),
-        Usage(gradients=all_gradients, copies=kept.gathered + kept.published),
+    gathered, buffers = kept.gathered, kept.buffers
+    all_gradients = 0 if kept.holds_gradients else kept.gradients + buffers
+    early, first = kept.largest + buffers, taken.gradients + buffers
+    if load.n_mbs > 1:
+        early = first = all_gradients
+    flat = reduction_bytes(kept.gradients, kept.largest, dp=dp, partial=kept.partial)
+    early = min(early, all_gradients)
+    return (
+        Usage(gradients=early, copies=gathered, activations=taken.head),
+        Usage(gradients=min(first, all_gradients), copies=gathered, activations=taken.block),
+        Usage(gradients=max(early, all_gradients - without), copies=gathered, activations=taken.last),
+        Usage(gradients=all_gradients, copies=gathered, activations=taken.embedding),
+        Usage(gradients=all_gradients + flat, copies=gathered, activations=taken.rows),
+        Usage(
+            gradients=all_gradients, copies=gathered + kept.published, activations=taken.rows, host=kept.host_gradients
+        ),
     )
-    return max(moments, key=lambda usage: usage.total) + Usage(host=kept.host_gradients)

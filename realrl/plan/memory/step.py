@@ -161,7 +161,7 @@ class Step:
         role = own.role
         brought, arriving = (np.zeros(self.n_ranks, dtype=np.int64) for _ in range(2))
         target = ranks_of(hook.target_allocation)
-        arriving[target] = np.minimum(found.received, MESSAGES)
+        arriving[target] = found.buffered if hook.is_implied else np.minimum(found.received, MESSAGES)
         if hook.is_implied:
             # of parameters that are gathered for the moment, home and call share nothing
             is_gathered = role.is_trained and role.zero_stage == 3

@@ -7,12 +7,11 @@ import math
 from realrl.graph.mfc import InterfaceType
 from realrl.plan.backends import BACKENDS
 from realrl.plan.hooks import Offload, Realloc
-from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, ROW_BYTES, SAVE_STAGE
+from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, REALLOC_LARGE, ROW_BYTES, SAVE_STAGE
 from realrl.plan.memory.formulas import (
     Kernels,
     forward_bytes,
     generation_bytes,
-    last_block_bytes,
     local_shape,
     training_bytes,
 )
@@ -20,6 +19,7 @@ from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, redu
 from realrl.plan.memory.plan import SAVE, Usage, layout_of
 from realrl.plan.memory.saving import gathered_model, gathered_state, model_copies, state_copies
 from realrl.plan.parameters.adapters import is_trained
+from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.realloc import plan_realloc
 from realrl.plan.parameters.specs import DTYPE_BYTES
 
@@ -82,8 +82,8 @@ def _state(role, rank):
     largest = max((n for _, n in sizes), default=0)
     parts = []
     for width in sorted({width for width, _ in sizes}):
-        total = sum(n for other, n in sizes if other == width)
-        parts.append(optimizer_bytes(total, element_bytes=width, sharing=_sharing(role), largest=largest))
+        own = [n for other, n in sizes if other == width]
+        parts.append(optimizer_bytes(own, element_bytes=width, sharing=_sharing(role), largest=largest))
     n_bytes = layout.num_bytes_of(rank)
     return parts, n_bytes, math.ceil(n_bytes * min((part.parameters for part in parts), default=1.0))
 
@@ -166,7 +166,18 @@ def _moved(hook, role, rank):
     source, target = (layout_of(role.model, one) for one in (hook.source_allocation, hook.target_allocation))
     plan = plan_realloc(source, target, node_of=hook.source_allocation.mesh.cluster.node_of)
     received, sent = ([t.num_bytes for t in found] for found in (plan.transfers_to(rank), plan.transfers_from(rank)))
-    messages, n_bytes = sum(min(sum(one), 2 * REALLOC_BUCKET) for one in (received, sent)), 0
+    arriving, n_bytes = min(sum(received), 2 * REALLOC_BUCKET), 0
+    ends, size = (
+        (hook.source_allocation, hook.target_allocation),
+        hook.source_allocation.mesh.cluster.n_devices_per_node,
+    )
+    is_one_round = sum(plan.bytes_received(one) for one in hook.target_allocation.ranks) <= REALLOC_BUCKET
+    is_one_node = len({one // size for end in ends for one in end.ranks}) == 1
+    if hook.is_implied and is_one_round and is_one_node and len({end.strategy.tp for end in ends}) == 1 and received:
+        shard = target.shard_of(rank)
+        slices = [shard.n_units_of(spec) * spec.unit_bytes for spec in target.specs]
+        arriving = min(arriving, sum(n for n in slices if n < REALLOC_LARGE))
+    messages = arriving + min(sum(sent), 2 * REALLOC_BUCKET)
     if hook.eta != 1.0:
         messages += min(plan.bytes_from_other_nodes(rank), REALLOC_BUCKET)
     if hook.is_implied and rank in target:
@@ -183,14 +194,13 @@ def _computed(call, role, rank):
     width = DTYPE_BYTES[role.model.dtype]
     local = local_shape(role.model, layout.shard_of(rank), sp=strategy.sp, element_bytes=width)
     if call.kind is InterfaceType.GENERATE:
-        sizes = {name: getattr(load, name) for name in ("n_runs", "n_rows", "longest_row", "prefill_tokens")}
-        made = generation_bytes(local, **sizes, kernels=kernels)
+        made = generation_bytes(local, load, kernels=kernels)
         activations = made.activations + ROW_BYTES * load.n_held
         return Usage(copies=made.weights, cache=made.cache, activations=activations)
     if call.kind is InterfaceType.INFERENCE:
         return Usage(activations=forward_bytes(local, load, kernels=kernels))
     parts, n_bytes, kept = _state(role, rank)
-    activations = training_bytes(
+    taken = training_bytes(
         local,
         load,
         n_in_flight=min(strategy.pp - layout.coordinates_of(rank)[0], load.n_mbs),
@@ -200,15 +210,29 @@ def _computed(call, role, rank):
     gradients, buffers = sum(part.gradients for part in parts), max(part.buffers for part in parts)
     largest = FLOAT32 * max(n for _, n in _trained_sizes(role, layout, rank))
     new = 0 if any(part.holds_gradients for part in parts) else gradients + buffers
-    early = new if load.n_mbs > 1 else min(new, largest + buffers)
-    flat = reduction_bytes(gradients, largest, dp=strategy.dp)
-    local_last = last_block_bytes(local, load, kernels=kernels)
+    early, first = (min(new, n + buffers) if load.n_mbs == 1 else new for n in (largest, taken.gradients))
+    flat = reduction_bytes(gradients, largest, dp=strategy.dp, partial=FLOAT32 * _partial(role, layout, rank))
     without = largest if local.has_embedding and not role.model.tied_embeddings else 0
     moments = (
-        Usage(gradients=early, copies=n_bytes - kept, activations=activations),
-        Usage(gradients=max(early, new - without), copies=n_bytes - kept, activations=local_last),
-        Usage(gradients=new + flat, copies=n_bytes - kept),
-        Usage(gradients=new, copies=n_bytes - kept + sum(part.published for part in parts)),
+        Usage(gradients=early, copies=n_bytes - kept, activations=taken.head),
+        Usage(gradients=first, copies=n_bytes - kept, activations=taken.block),
+        Usage(gradients=max(early, new - without), copies=n_bytes - kept, activations=taken.last),
+        Usage(gradients=new, copies=n_bytes - kept, activations=taken.embedding),
+        Usage(gradients=new + flat, copies=n_bytes - kept, activations=taken.rows),
+        Usage(gradients=new, copies=n_bytes - kept + sum(part.published for part in parts), activations=taken.rows),
     )
     on_host = Usage(host=sum(part.host_gradients for part in parts))
     return max(moments, key=lambda usage: usage.total) + on_host
+
+
+def _partial(role, layout, rank):
+    """Elements of trained parameters whose gradients the ranks of a tensor-parallel group add up."""
+    shard, sp = layout.shard_of(rank), role.home.strategy.sp
+    found = 0
+    for spec in parameter_specs(role.model):
+        if not shard.holds(spec) or not is_trained(role.model, spec.name) or shard.tp_size == 1:
+            continue
+        is_shared = spec.unit == "kv_head" and spec.n_units < shard.tp_size
+        is_seen_in_part = sp and spec.sharded_dim is None and spec.name != "head.weight"
+        found += spec.n_elements * (is_shared or spec.is_tp_partial or is_seen_in_part)
+    return found

@@ -169,6 +169,10 @@ def test_epochs_that_end_between_two_positions():
 def test_ranks_text():
     assert ranks_text([5, 0, 1, 2, 7, 6]) == "0-2,5-7"
     assert ranks_text({3}) == "3"
+    assert ranks_text(range(0, 64, 8)) == "0,8,...,56"
+    assert ranks_text([r for r in range(64) if r % 8 and r != 63]) == "1-7,9-15,...,49-55,57-62"
+    assert ranks_text([*range(0, 10, 2), 20, 21]) == "0,2,...,8,20-21"
+    assert ranks_text([0, 2, 4, 6]) == "0,2,4,6"
 
 
 def test_the_package_is_pure():
