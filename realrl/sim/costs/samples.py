@@ -61,15 +61,17 @@ def tokens_of(sizes: Mapping[str, SampleSizes], model: DecoderConfig, *, shares_
     tokens = whole
     scored = of_samples(np.where(responses > 0, responses, lengths))
     pairs = {window: of_samples(attended(lengths, window)) for window in windows_of(model)}
+    forks = np.zeros(len(found))
     if shares_prefixes and model.moe is None and counts.max(initial=0) > 1:
         tokens, pairs = tokens.copy(), {window: n.copy() for window, n in pairs.items()}
         for i, size in enumerate(found):
             n, prompt = len(size.prompt_tokens), size.prompt_tokens[0]
             if size.response_tokens and n > 1 and is_worth_sharing(prompt, size.tokens, model.hidden_size):
                 tokens[i] -= (n - 1) * prompt
+                forks[i] = 1.0
                 for window in pairs:
                     pairs[window][i] -= (n - 1) * float(attended(prompt, window))
-    return Tokens(index, whole.astype(int).tolist(), Load(tokens, scored, pairs))
+    return Tokens(index, whole.astype(int).tolist(), Load(tokens, scored, pairs, forks))
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,9 @@ def micro_batches(
         sizes = np.concatenate([cut.sizes for _, _, cut in cuts])
         starts, shape = np.cumsum(sizes) - sizes, (len(cuts), number)
         pairs = {window: _sums(n[order], starts, shape) for window, n in load.pairs.items()}
-        cut_load = Load(_sums(load.tokens[order], starts, shape), _sums(load.scored[order], starts, shape), pairs)
+        counts = (_sums(np.asarray(n)[order], starts, shape) for n in (load.tokens, load.scored, load.forks))
+        n_tokens, n_scored, n_forks = counts
+        cut_load = Load(n_tokens, n_scored, pairs, n_forks)
         yield MicroBatches(tuple([place for place, _, _ in cuts]), cut_load)
 
 
