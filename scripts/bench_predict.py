@@ -3,12 +3,21 @@
 A replay takes the durations of the recording, a prediction those of a hardware file, and both the recording's mean
 lengths. Of several files a run gets the one whose profile has as many workers. Runs that differ in nothing but cluster
 and allocation do the same work; each two of them whose recorded periods differ by more than 20% are a pair to order.
+
+    python scripts/bench_predict.py --run DIR --reward REWARD_MODEL
+
+makes profiles and runs first, about 18 minutes on two cores: for each model and number of workers a profile, then runs
+that it has not seen. A run that never changes goes first, between them and last, and tells by how much the machine
+itself has changed. DIR keeps everything: `bench_predict.py DIR/tiny_2_* --hardware DIR/tiny_2.yaml` compares again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -39,6 +48,84 @@ _NOT_WORK = ("cluster", "allocation", "steps", "run_dir", "launcher", "resume")
 
 
 @dataclass(frozen=True)
+class Kind:
+    """A model on a number of workers.
+
+    Attributes:
+        settings: those of its profile and of all its runs.
+        seconds: of its profile.
+        steps: of a run.
+    """
+
+    settings: tuple[str, ...]
+    seconds: float
+    steps: int
+
+
+_TWO, _ONE = "cluster.n_devices_per_node=2", "cluster.n_devices_per_node=1"
+_SMALL = ("preset=quickstart", "n_seqs=16", "~allocation.calls")
+KINDS = {
+    "tiny_2": Kind(("preset=tiny", _TWO), 60.0, 12),
+    "tiny_1": Kind(("preset=tiny", _ONE), 50.0, 12),
+    "smol_1": Kind((*_SMALL, _ONE), 90.0, 3),
+    "smol_2": Kind((*_SMALL, _TWO), 100.0, 3),
+}
+CONTROL = ("tiny_2", "ppo", ("allocation=data",))
+
+
+def _calls(**places: str) -> tuple[str, ...]:
+    return tuple(f"allocation.calls.{call}={place}" for call, place in places.items())
+
+
+_ALL, _LONG = "d2@0:0-1", ("n_seqs=128", "generation.max_new_tokens=32")
+KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
+    "tiny_2": {
+        "data": ("ppo", "allocation=data"),
+        "split": ("ppo", "allocation=split"),
+        "tensor": ("ppo", "allocation=tensor"),
+        "pipeline": ("ppo", "allocation=pipeline"),
+        "gen_t2": ("ppo", "allocation=data", *_calls(actor_gen="t2")),
+        "one": ("ppo", "allocation=d1@0:0"),
+        "big": ("ppo", "allocation=split", "n_seqs=256"),
+        "grpo": ("grpo", "allocation=data"),
+    },
+    "tiny_1": {
+        "data": ("ppo",),
+        "many": ("ppo", *_LONG),
+        "offload": ("ppo", "allocation.offload_frozen=true"),
+        "grpo": ("grpo",),
+    },
+    "smol_1": {
+        "data": ("ppo", "allocation=data"),
+        "long": ("ppo", "allocation=data", "n_seqs=8", "generation.max_new_tokens=60"),
+    },
+    "smol_2": {
+        "data": ("ppo", "allocation=data"),
+        "split": ("ppo", "allocation=split"),
+        "preset": ("ppo", "allocation=split", *_calls(actor_gen=_ALL)),
+        "pipeline": ("ppo", "allocation=pipeline", *_calls(actor_gen="p2")),
+    },
+}
+"""Kind -> name -> experiment and settings of plans that were looked at when the forms of the costs were chosen."""
+
+UNSEEN: dict[str, dict[str, tuple[str, ...]]] = {
+    "tiny_2": {
+        "gen_all": ("ppo", "allocation=split", *_calls(actor_gen=_ALL)),
+        "critic_p2": ("ppo", "allocation=data", *_calls(critic_inf="p2", critic_train="p2")),
+        "rloo": ("rloo", "allocation=data"),
+        "grpo_split": ("grpo", "allocation=split", "n_seqs=16"),
+    },
+    "tiny_1": {"rloo": ("rloo",), "few": ("ppo", "n_seqs=32", "algorithm.n_minibatches=2")},
+    "smol_1": {"few": ("ppo", "allocation=data", "n_seqs=8")},
+    "smol_2": {
+        "critic_all": ("ppo", "allocation=split", *_calls(actor_gen=_ALL, critic_inf=_ALL, critic_train=_ALL)),
+        "ref_apart": ("ppo", "allocation=split", *_calls(actor_gen=_ALL, ref_inf="d1@0:1")),
+    },
+}
+"""The same for plans that nobody has looked at: their errors are those to expect elsewhere."""
+
+
+@dataclass(frozen=True)
 class Result:
     """One run: its name, the settings that its work depends on, and both comparisons."""
 
@@ -61,18 +148,105 @@ class Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument("--hardware", nargs="+", required=True, metavar="FILE")
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a run")
+    parser.add_argument("--hardware", nargs="+", default=[], metavar="FILE")
     parser.add_argument("--calls", action="store_true", help="show every call")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="make profiles and runs, in a new folder")
+    parser.add_argument("--reward", metavar="PATH", help="with --run: a reward model of the quickstart")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="with --run: only these")
+    parser.add_argument("--share", type=float, default=1.0, help="with --run: share of the time and the steps")
     options = parser.parse_args()
+    if (options.run is None) == (not options.runs) or bool(options.runs) != bool(options.hardware):
+        parser.error("give runs and --hardware, or --run")
     try:
-        results = [examine(folder, options.hardware) for folder in options.runs]
+        if options.run is None:
+            results = [examine(folder, options.hardware) for folder in options.runs]
+            show(results, with_calls=options.calls)
+        else:
+            campaign(options)
     except UsageError as error:
         raise SystemExit(f"error: {error}") from error
-    show_runs(results)
-    if options.calls:
-        show_calls(results)
-    show_summary(results)
+
+
+# ---------------------------------------------------------------- profiles and runs
+
+
+def campaign(options: argparse.Namespace) -> None:
+    """Make profiles and runs, and compare them."""
+    folder: Path = options.run
+    folder.mkdir(parents=True)
+    controls: list[tuple[str, float]] = []
+    begin_s = time.monotonic()
+
+    def done(what: str) -> None:
+        print(f"{(time.monotonic() - begin_s) / 60:5.1f} min: {what}", file=sys.stderr, flush=True)
+
+    def control(when: str) -> None:
+        kind, experiment, settings = CONTROL
+        place = folder / "control" / str(len(controls))
+        steps = max(3, round(KINDS[kind].steps * options.share))
+        call_realrl("run", experiment, *KINDS[kind].settings, *settings, *_of_run(steps, place))
+        controls.append((when, step_seconds(place)))
+        done(f"control {when}: {controls[-1][1]:.4f} s a step")
+
+    for name in options.kinds:
+        kind = KINDS[name]
+        settings = (*kind.settings, *_reward_of(kind, options.reward))
+        control(f"before {name}")
+        seconds = str(max(1.0, kind.seconds * options.share))
+        files = ("--out", f"{folder}/{name}.yaml", "--measurements", f"{folder}/{name}.json", "--seconds", seconds)
+        call_realrl("profile", "ppo", *settings, "allocation=data", *files)
+        done(f"profile of {name}")
+        for plan, (experiment, *own) in (KNOWN[name] | UNSEEN[name]).items():
+            place = folder / f"{name}_{plan}"
+            steps = max(3, round(kind.steps * options.share))
+            call_realrl("run", experiment, *settings, *own, *_of_run(steps, place))
+            done(f"{place.name}: {step_seconds(place):.4f} s a step")
+    control("at the end")
+    found: dict[bool, list[Result]] = {
+        is_known: [
+            examine(str(folder / f"{name}_{plan}"), [f"{folder}/{name}.yaml"])
+            for name in options.kinds
+            for plan in (KNOWN if is_known else UNSEEN)[name]
+        ]
+        for is_known in (True, False)
+    }
+    for is_known, results in found.items():
+        print("Plans that the costs were made with:" if is_known else "Plans that nothing was made with:")
+        show(results, with_calls=options.calls)
+    print("All of them:")
+    show_summary([*found[True], *found[False]])
+    show_drift(controls)
+
+
+def _of_run(steps: int, folder: Path) -> tuple[str, ...]:
+    return f"steps={steps}", "save.at_end=false", f"run_dir={folder}"
+
+
+def _reward_of(kind: Kind, path: str | None) -> tuple[str, ...]:
+    return (f"models.reward.path={path}",) if path and "preset=quickstart" in kind.settings else ()
+
+
+def call_realrl(*arguments: str) -> str:
+    """Call realrl's command line in a process of its own; return what it printed.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    command = [sys.executable, "-m", "realrl", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def step_seconds(folder: Path, *, n_first: int = 1) -> float:
+    """Return the median seconds of a step of a run, without its first ones."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return median(row["time_s/step"] for row in rows[n_first:])
+
+
+# ---------------------------------------------------------------- comparison
 
 
 def examine(folder: str, files: Sequence[str]) -> Result:
@@ -125,6 +299,13 @@ def pairs(results: Sequence[Result], *, same_work: bool) -> list[tuple[Result, R
 # ---------------------------------------------------------------- output
 
 
+def show(results: Sequence[Result], *, with_calls: bool) -> None:
+    show_runs(results)
+    if with_calls:
+        show_calls(results)
+    show_summary(results)
+
+
 def show_runs(results: Sequence[Result]) -> None:
     rows = []
     for result in results:
@@ -172,6 +353,13 @@ def show_summary(results: Sequence[Result]) -> None:
             print(
                 f"ordered wrongly: {fast.name} ({fast.recorded_s:.3f} s) before {slow.name} ({slow.recorded_s:.3f} s)"
             )
+
+
+def show_drift(controls: Sequence[tuple[str, float]]) -> None:
+    """Show by how much the machine itself has changed: steps of a run that never changes."""
+    first_s = controls[0][1]
+    rows = [(when, f"{seconds:.4f}", f"{seconds / first_s - 1:+.1%}") for when, seconds in controls]
+    print_table(("the control run", "step, s", "than at first"), rows)
 
 
 if __name__ == "__main__":

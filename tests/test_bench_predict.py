@@ -21,3 +21,30 @@ def test_pairs_are_runs_of_the_same_work_that_differ():
 def test_a_run_gets_the_file_of_its_number_of_workers():
     files = ["h100", "two_cores", "two_cores_one_worker"]
     assert [bench.file_for(n, files) for n in (1, 2, 3)] == ["two_cores_one_worker", "two_cores", "h100"]
+
+
+def test_every_kind_has_plans_of_both_sorts_and_none_twice():
+    for kind in bench.KINDS:
+        assert not bench.KNOWN[kind].keys() & bench.UNSEEN[kind].keys()
+    for model in ("tiny", "smol"):
+        kinds = [kind for kind in bench.KINDS if kind.startswith(model)]
+        assert sum(len(plans[kind]) for plans in (bench.KNOWN, bench.UNSEEN) for kind in kinds) >= 8
+
+
+def test_a_campaign_with_one_kind(tmp_path, monkeypatch, capsys):
+    small = ("preset=tiny", "n_seqs=8", "dataset.max_prompt_tokens=8", "generation.max_new_tokens=4")
+    kind = bench.Kind((*small, "launcher=inline"), 1.0, 3)
+    monkeypatch.setattr(bench, "KINDS", {"tiny_1": kind})
+    monkeypatch.setattr(bench, "KNOWN", {"tiny_1": {"data": ("ppo",)}})
+    monkeypatch.setattr(bench, "UNSEEN", {"tiny_1": {"few": ("ppo", "algorithm.n_minibatches=2")}})
+    monkeypatch.setattr(bench, "CONTROL", ("tiny_1", "ppo", ()))
+    monkeypatch.setattr("sys.argv", ["bench_predict.py", "--run", str(tmp_path / "new")])
+    bench.main()
+    told = capsys.readouterr().out
+    assert "tiny_1_data" in told
+    assert "tiny_1_few" in told
+    assert "the control run" in told
+    monkeypatch.setattr("sys.argv", ["bench_predict.py", str(tmp_path / "new" / "tiny_1_few"),
+                                     "--hardware", str(tmp_path / "new" / "tiny_1.yaml")])  # fmt: skip
+    bench.main()
+    assert "1 runs" in capsys.readouterr().out

@@ -6,7 +6,7 @@ Sums are taken and reduced in float64, so that they do not depend on how samples
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,14 +32,23 @@ class Moments:
 
     @classmethod
     def of(cls, x: torch.Tensor, all_reduce: AllReduce) -> Moments:
-        """Moments of all elements of `x` on all ranks. Two passes keep the variance accurate when the mean is large."""
-        x = x.double()
-        count, total = all_reduce(torch.stack([x.new_tensor(float(x.numel())), x.sum()])).tolist()
-        if count == 0:
-            return cls(0.0, 0.0, 0.0)
-        mean = total / count
-        squares = all_reduce((x - mean).square().sum().reshape(1)).item()
-        return cls(count, mean, squares / count)
+        """Moments of all elements of `x` on all ranks."""
+        return cls.of_each([x], all_reduce)[0]
+
+    @classmethod
+    def of_each(cls, some: Sequence[torch.Tensor], all_reduce: AllReduce) -> list[Moments]:
+        """Moments of several tensors, whose ranks meet twice for all of them.
+
+        Two passes keep the variance accurate when the mean is large.
+        """
+        some = [x.double() for x in some]
+        sums = torch.stack([torch.stack([x.new_tensor(float(x.numel())), x.sum()]) for x in some])
+        found = [(count, total / count if count else 0.0) for count, total in all_reduce(sums).tolist()]
+        squares = torch.stack([(x - mean).square().sum() for x, (_, mean) in zip(some, found, strict=True)])
+        return [
+            cls(count, mean, square / count if count else 0.0)
+            for (count, mean), square in zip(found, all_reduce(squares).tolist(), strict=True)
+        ]
 
 
 def whiten(x: torch.Tensor, mask: torch.Tensor, all_reduce: AllReduce) -> torch.Tensor:

@@ -9,7 +9,6 @@ from realrl.cli.console import print_table
 if TYPE_CHECKING:
     from realrl.planner.evaluate import Evaluated
     from realrl.planner.planner import Planned, Progress
-    from realrl.planner.settings import PlanSettings
 
 _PHASES = {
     "prices": "pricing the choices of every call",
@@ -166,7 +165,7 @@ def _print_others(planned: Planned) -> None:
     best, rows = planned.best, list[tuple[str, ...]]()
     for one in planned.candidates[1:]:
         more = f"{one.period_s / best.period_s - 1:+.1%}"
-        differs = differences(best.settings, one.settings)
+        differs = differences(best, one)
         rows.append((one.name, seconds(one.period_s), more, seconds(one.fast_s), differs))
     columns = ("plan", "period", "than the best", "fast model", "what differs")
     if rows:
@@ -176,19 +175,24 @@ def _print_others(planned: Planned) -> None:
         print_table(("plan", "why it is none"), refused, folding=("why it is none",))
 
 
-def differences(first: PlanSettings, second: PlanSettings) -> str:
+def differences(first: Evaluated, second: Evaluated) -> str:
     """Return what the second of two plans has that the first has not."""
-    words = [f"{call} {place}" for call, place in second.allocations.items() if first.allocations[call] != place]
+    from realrl.planner.compare import micro_batches
+
+    a, b = first.settings, second.settings
+    words = [f"{call} {place}" for call, place in b.allocations.items() if a.allocations[call] != place]
+    for name in {**a.n_mbs, **b.n_mbs}:
+        ours, theirs = (micro_batches(one, name) for one in (first, second))
+        words += [f"{name} n_mbs={theirs}"] if ours != theirs else []
     pairs = (
-        ("n_mbs", first.n_mbs, second.n_mbs),
-        ("zero_stage", first.zero_stage, second.zero_stage),
-        ("checkpointing", first.checkpointing, second.checkpointing),
-        ("optimizer.offload", first.offload_optimizer, second.offload_optimizer),
+        ("zero_stage", a.zero_stage, b.zero_stage),
+        ("checkpointing", a.checkpointing, b.checkpointing),
+        ("optimizer.offload", a.offload_optimizer, b.offload_optimizer),
     )
-    for key, ours, theirs in pairs:
-        for name in {**ours, **theirs}:
-            if ours.get(name) != theirs.get(name):  # type: ignore[attr-defined]
-                words.append(f"{name} {key}={theirs.get(name, 'default')}")  # type: ignore[attr-defined]
-    if set(first.offload) != set(second.offload):
-        words.append(f"offload={','.join(second.offload) or 'none'}")
+    for key, of_first, of_second in pairs:
+        for name in {**of_first, **of_second}:
+            if of_first.get(name) != of_second.get(name):  # type: ignore[attr-defined]
+                words.append(f"{name} {key}={of_second.get(name, 'default')}")  # type: ignore[attr-defined]
+    if set(a.offload) != set(b.offload):
+        words.append(f"offload={','.join(b.offload) or 'none'}")
     return ", ".join(words) or "nothing"

@@ -79,6 +79,18 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     return dataclasses.replace(plan, evaluation=plan_evaluation(plan, finish))
 
 
+def first_steps(config: RunConfig, n: int) -> RunConfig:
+    """Return the configuration of a run that ends after `n` steps, without checkpoints and evaluations."""
+    off = {"at_end": False, "every_steps": 0, "every_epochs": 0, "every_s": 0.0, "keep_best": ""}
+    changes = {
+        "steps": n,
+        "epochs": 1_000_000,
+        "save": config.save.model_copy(update=off),
+        "eval": config.eval.model_copy(update={"every_steps": 0, "at_start": False}),
+    }
+    return config.model_copy(update=changes)
+
+
 def _with_room(plan: RunPlan, place: Callable[[Mapping[str, Cut]], RunPlan]) -> RunPlan:
     """Return the plan with models cut for the memory of the devices, where that is known and the mode leaves it open.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from realrl.plan.memory.plan import show_bytes
+from realrl.plan.samples.partition import default_n_mbs
 from realrl.planner.evaluate import Evaluated
 from realrl.planner.explain import lacking_text
 from realrl.planner.times import CallTimes, call_times
@@ -63,8 +64,9 @@ def _flat(first: Evaluated, second: Evaluated) -> list[tuple[str, ...]]:
         (f"allocation.calls.{name}", *(str(one.plan.allocations[name]) for one in (first, second)))
         for name in first.settings.allocations
     ]
+    for name in dict.fromkeys((*first.settings.n_mbs, *second.settings.n_mbs)):
+        found.append((f"calls.{name}.n_mbs", *(micro_batches(one, name) for one in (first, second))))
     for field, told in (
-        ("n_mbs", "calls.{}.n_mbs"),
         ("zero_stage", "models.{}.optimizer.zero_stage"),
         ("checkpointing", "models.{}.activation_checkpointing"),
         ("offload_optimizer", "models.{}.optimizer.offload"),
@@ -73,6 +75,14 @@ def _flat(first: Evaluated, second: Evaluated) -> list[tuple[str, ...]]:
         for key in dict.fromkeys((*a, *b)):
             found.append((told.format(key), *(_shown(one.get(key)) for one in (a, b))))
     return [*found, ("allocation.offload", *(", ".join(one.settings.offload) or "-" for one in (first, second)))]
+
+
+def micro_batches(found: Evaluated, call: str) -> str:
+    """Return the number of micro-batches of a call, for each minibatch and worker: its own, or its strategy's."""
+    mfc = next(mfc for mfc in found.plan.mfcs if mfc.name == call)
+    if mfc.n_mbs is None and mfc.max_tokens_per_mb is not None:
+        return f"as many as {mfc.max_tokens_per_mb} tokens each give"
+    return str(mfc.n_mbs or default_n_mbs(found.plan.allocations[call].strategy.pp, is_train=mfc.is_train))
 
 
 def _shown(value: object) -> str:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from realrl.config.schema import RunConfig
 from realrl.errors import UsageError
-from realrl.experiment.planning import check_models_fit, plan_run
+from realrl.experiment.planning import check_models_fit, first_steps, plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.experiment.states import call_states, role_states, runtime_bytes
 from realrl.plan.hooks import NO_OVERLAP, Overlap
@@ -170,7 +169,11 @@ def _simulated(
     kernels = request.kernels(roles, checked.calls, request.hardware.device.kind)
     durations = CostModel(roles, request.hardware, generation=plan.config.generation, kernels=kernels)
     main = plan_track(
-        plan.graph, plan.allocations, _first_steps(plan), dataset_rank=plan.dataset_rank, hooks=plan.hooks
+        plan.graph,
+        plan.allocations,
+        first_steps(plan.config, N_STEPS),
+        dataset_rank=plan.dataset_rank,
+        hooks=plan.hooks,
     )
     main = replace(main, overlap=_overlap(request, checked))
     return simulate_sharing(
@@ -223,12 +226,6 @@ def _peaks(checked: _Checked, request: Request) -> Peaks:
     return checked.model.peaks(
         checked.roles, checked.calls, runtime_bytes=checked.runtime, is_host_memory=request.on_cpu
     )
-
-
-def _first_steps(plan: RunPlan) -> RunConfig:
-    """Return the configuration of a run that ends after a few steps, without checkpoints."""
-    save = plan.config.save.model_copy(update={"every_steps": 0, "every_epochs": 0, "every_s": 0.0, "at_end": False})
-    return plan.config.model_copy(update={"steps": N_STEPS, "epochs": 1_000_000, "save": save})
 
 
 def _overlap(request: Request, checked: _Checked) -> Overlap:

@@ -8,6 +8,8 @@ import msgspec
 
 SECONDS = "seconds"
 """Metric of a `CallDone`: the median over the repetitions of a probe."""
+REPETITION = "repetition"
+"""The same: the seconds of one with all that it takes beside, such as other collectives in a row, on average."""
 
 
 class Machine(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.files import write_output
 from realrl.profiler.dispatch import handling_seconds
-from realrl.profiler.machine import SECONDS, Machine
+from realrl.profiler.machine import REPETITION, SECONDS, Machine
 from realrl.profiler.measurements import Measurements, fitted_hardware, fitted_text
 from realrl.profiler.sizes import probes_of, subjects_of, work_of
 from realrl.runtime.processes.session import Session
@@ -109,16 +109,17 @@ def _measure(workers: _Workers, probes: Sequence[Probe], seconds: float) -> list
         some = [probe for probe in probes if probe.kind == kind]
         share += _SHARES[kind] / whole
         end_s = begin_s + share * seconds
-        last: Measured | None = None
+        last: tuple[Probe, float] | None = None
         for i, probe in enumerate(some):
             workers.show(done, len(probes), probe)
             done += 1
             left_s = end_s - time.monotonic()
-            least_s = 0.0 if last is None else last.seconds * max(1.0, work_of(probe) / work_of(last.probe))
+            least_s = 0.0 if last is None else last[1] * max(1.0, work_of(probe) / work_of(last[0]))
             if i >= LEAST_POINTS and least_s > left_s:
                 continue
-            last = Measured(probe, workers.seconds(probe, left_s / (2 * (len(some) - i))))
-            measured.append(last)
+            took_s, repetition_s = workers.seconds(probe, left_s / (2 * (len(some) - i)))
+            measured.append(Measured(probe, took_s))
+            last = probe, repetition_s
     return measured
 
 
@@ -163,23 +164,24 @@ class _Workers:
                 used_s += time.process_time() - used_before_s
         return statistics.median(seconds) / 2, used_s / _N_MESSAGES
 
-    def seconds(self, probe: Probe, own_s: float) -> float:
+    def seconds(self, probe: Probe, own_s: float) -> tuple[float, float]:
         """Return the median seconds of the slowest worker, over as many repetitions as `own_s` allows.
 
-        The first one is left out where there is time for more.
+        The first one is left out where there is time for more. What one takes in all is returned, too.
         """
         self._doing = str(probe)
         text = msgspec.json.encode(probe).decode()
         ranks = (0,) if probe.is_alone else self._ranks
 
-        def median(n: int) -> float:
+        def median(n: int) -> tuple[float, float]:
             found = self._ask(partial(_call, str(probe), text=text, n=n), CallDone, ranks=ranks)
-            return max(done.metrics[SECONDS] for done in found.values())
+            metrics = [done.metrics for done in found.values()]
+            return max(one[SECONDS] for one in metrics), max(one[REPETITION] for one in metrics)
 
-        first = median(1)
+        first, repetition_s = median(1)
         most = _MOST_SIZES if probe.is_new else _MOST_REPEATS
-        n = min(most, int(own_s / max(first, 1e-6)) - 1)
-        return median(n) if n >= 1 else first
+        n = min(most, int(own_s / max(repetition_s, 1e-6)) - 1)
+        return median(n) if n >= 1 else (first, repetition_s)
 
     def show(self, n_done: int, n_all: int, probe: Probe) -> None:
         """Show the progress: a bar on a terminal, a line for each class elsewhere."""

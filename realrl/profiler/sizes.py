@@ -16,8 +16,9 @@ from realrl.experiment.run_plan import RunPlan
 from realrl.graph.mfc import InterfaceType
 from realrl.plan.memory.plan import show_bytes
 from realrl.plan.parameters.decoder_specs import parameter_specs
+from realrl.plan.samples.prefixes import is_worth_sharing
 from realrl.shape import DecoderConfig
-from realrl.sim.probes import Probe, Way, cut_to
+from realrl.sim.probes import Kind, Probe, Way, cut_to
 
 _TRAINED_BYTES, _FROZEN_BYTES = 24, 8  # of a parameter: with masters, gradients, moments and a copy; without
 _TOKEN_BYTES = 80  # of a hidden channel in a block: what a backward pass keeps
@@ -36,6 +37,7 @@ class Subject:
         config: its shape, cut to as many blocks as fit.
         trains, generates: True if it is measured in training, in generation.
         prompt_tokens, response_tokens: lengths of the experiment's sequences.
+        shares_prompts: True if the engine computes a prompt once for several responses.
         max_rows: most responses that are decoded together.
         most_tokens: most tokens of a probe, by the memory.
     """
@@ -45,6 +47,7 @@ class Subject:
     generates: bool
     prompt_tokens: int
     response_tokens: int
+    shares_prompts: bool
     max_rows: int
     most_tokens: int
 
@@ -98,6 +101,7 @@ def _subject(plan: RunPlan, name: str, config: DecoderConfig, *, generates: bool
         generates=generates,
         prompt_tokens=prompt,
         response_tokens=max(2, min(response, cut.max_positions - prompt)),
+        shares_prompts=cut.moe is None and (plan.config.cluster.device != "cuda" or cut.dtype == "float32"),
         max_rows=generation.max_batch_size,
         most_tokens=max(64, int(room / (_TOKEN_BYTES * cut.hidden_size * cut.n_layers))),
     )
@@ -132,7 +136,7 @@ def probes_of(subjects: Mapping[str, Subject], *, n_workers: int) -> list[Probe]
                 some += [replace(p, is_new=True) for p in small[::2]]
                 usual = [p for p in small if p.n_sequences in _FEW and p.prompt_tokens == subject.prompt_tokens]
                 some += [replace(p, is_alone=True) for p in usual if n_workers > 1]
-                probes += _ascending(some)
+                probes += _ascending([*some, *_forks(kind, name, subject)])
     return probes
 
 
@@ -168,6 +172,16 @@ def _passes(kind: str, name: str, subject: Subject) -> Iterator[Probe]:
         for i, (n, p, r) in enumerate(sizes):
             if n * (p + r) <= subject.most_tokens and (n_layers == deep or i % 3 == 1):
                 yield Probe("train_step" if kind == "train_step" else "inference", name, n_layers, n, p, r)
+
+
+def _forks(kind: Kind, name: str, subject: Subject) -> Iterator[Probe]:
+    """Yield samples of several sequences with one prompt, where the engine computes it once."""
+    deep, shallow = _depths(subject)
+    prompt, response = subject.prompt_tokens, subject.response_tokens
+    for n_layers, n, alike in ((deep, 8, 8), (deep, 16, 4), (deep, 32, 8), (deep, 64, 8), (shallow, 32, 8)):
+        is_shared = is_worth_sharing(prompt, [prompt + response] * alike, subject.config.hidden_size)
+        if subject.shares_prompts and is_shared and n * (prompt + response) <= subject.most_tokens:
+            yield Probe(kind, name, n_layers, n, prompt, response, alike)
 
 
 def _generate(name: str, subject: Subject) -> Iterator[Probe]:

@@ -28,7 +28,7 @@ from realrl.model.init import random_model
 from realrl.model.lora import add_adapters
 from realrl.plan.groups import process_groups
 from realrl.plan.memory.formulas import Kernels
-from realrl.profiler.machine import SECONDS, Machine
+from realrl.profiler.machine import REPETITION, SECONDS, Machine
 from realrl.profiler.sizes import Subject, subjects_of
 from realrl.runtime.transport.base import SampleClient
 from realrl.sched.key_value import KeyValueClient
@@ -47,7 +47,8 @@ from realrl.sched.messages import (
 from realrl.sim.probes import Probe, cut_to
 
 _MOST_ROWS = 64
-_MOST_IN_A_ROW, _BETWEEN_S = 8, 300e-6  # collectives of a repetition, and the time that a rank computes between two
+_MOST_IN_A_ROW = 8  # collectives of a repetition
+_N_PRODUCTS, _WIDTH = 2, 256  # of matrices, and their size, that a rank computes between two
 _TOKENS, _FLAGS = KeySchema("int64", Per.TOKEN), KeySchema("bool", Per.TOKEN)
 
 
@@ -128,8 +129,9 @@ class ProfileWorker:
                 work(0)()
                 self._warmed = probe.kind, self._made_for
             world = ALONE if probe.is_alone else self._world
-            seconds = [self._time(work(self._next_number(probe)), world) for _ in range(max(1, request.n_steps))]
-            metrics[SECONDS] = statistics.median(seconds)
+            n, begin_s = max(1, request.n_steps), time.perf_counter()
+            metrics[SECONDS] = statistics.median(self._time(work(self._next_number(probe)), world) for _ in range(n))
+            metrics[REPETITION] = (time.perf_counter() - begin_s) / n
         return CallDone(self.rank, request.seq, request.dispatch_id, request.call, request.step, None, metrics, ())
 
     def _next_number(self, probe: Probe) -> int:
@@ -182,17 +184,22 @@ class ProfileWorker:
         return lambda: engine.train_batch(batch, loss, normaliser=n_tokens, micro_batching=MicroBatching())
 
     def _in_a_row(self, collective: Callable[[], object]) -> Callable[[], float]:
-        """Return a function that meets again and again, as models do, computing in between; it gives its seconds."""
+        """Return a function that meets again and again, as models do, computing in between; it gives its seconds.
+
+        Equal work is not done in equal time, so that a rank waits for the others, here as in a model.
+        """
+        matrix = torch.randn(_WIDTH, _WIDTH, device=self._device)
 
         def work() -> float:
             used_s = 0.0
             for _ in range(_MOST_IN_A_ROW):
+                for _ in range(_N_PRODUCTS):
+                    matrix.mm(matrix)
+                devices.synchronize(self._device)
                 start_s = time.perf_counter()
-                while (now_s := time.perf_counter()) < start_s + _BETWEEN_S:
-                    pass
                 collective()
                 devices.synchronize(self._device)
-                used_s += time.perf_counter() - now_s
+                used_s += time.perf_counter() - start_s
             return used_s / _MOST_IN_A_ROW
 
         return work
@@ -234,17 +241,22 @@ class ProfileWorker:
     def _sequences(self, engine: DecoderEngine, probe: Probe, number: int) -> SequenceSample:
         """Return the sequences of a probe; those of another `number` have some tokens more or fewer in all.
 
-        Prompts are up to a quarter longer or shorter than the probe says, since those of a run differ in length.
+        Prompts are up to a quarter longer or shorter than the probe says, since those of a run differ in length, and
+        so are responses that share one.
         """
         change = (number + 1) // 2 * (1 if number % 2 else -1)
         most, tokens, masks = engine.decoder.config.max_positions, [], []
-        for i in range(probe.n_sequences):
-            prompt = probe.prompt_tokens + probe.prompt_tokens * ((5 * i + 4) % 9 - 4) // 16
-            prompt = max(1, min(prompt, most - probe.response_tokens))
-            response = max(1, min(probe.response_tokens + (0 if i else change), most - prompt))
-            masks.append([torch.tensor([True] * prompt + [False] * response)])
-            tokens.append([self._tokens(engine, prompt + response)])
-        ids = tuple(map(str, range(probe.n_sequences)))
+        for i in range(probe.n_sequences // probe.n_alike):
+            n_prompt = max(1, min(_varied(probe.prompt_tokens, i), most - probe.response_tokens))
+            prompt = self._tokens(engine, n_prompt)
+            tokens.append([])
+            masks.append([])
+            for j in range(probe.n_alike):
+                n_made = probe.response_tokens if probe.n_alike == 1 else _varied(probe.response_tokens, j)
+                n_made = max(1, min(n_made + (0 if i or j else change), most - n_prompt))
+                tokens[-1].append(torch.cat([prompt, self._tokens(engine, n_made)]))
+                masks[-1].append(torch.tensor([True] * n_prompt + [False] * n_made))
+        ids = tuple(map(str, range(len(tokens))))
         return SequenceSample.from_lists(ids, {"input_ids": (_TOKENS, tokens), "prompt_mask": (_FLAGS, masks)})
 
     def _tokens(self, engine: DecoderEngine, n: int) -> torch.Tensor:
@@ -273,6 +285,11 @@ class ProfileWorker:
         )
         self._made = (name, n_layers), engine
         return engine
+
+
+def _varied(n: int, number: int) -> int:
+    """Return up to a quarter more or less."""
+    return n + n * ((5 * number + 4) % 9 - 4) // 16
 
 
 def _always(work: Callable[[], object]) -> Callable[[int], Callable[[], object]]:

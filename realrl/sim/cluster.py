@@ -179,13 +179,17 @@ class SimulatedCluster:
             committed=tuple(self._committed),
         )
 
+    def decide(self, event: Event) -> list[Instruction]:
+        """Return what the master makes of an event."""
+        return self._master.handle(event)
+
     def _handle(self, event: Event, cause: int) -> None:
         """Let the master handle an event, which takes it some time, and perform its instructions."""
         if isinstance(event, SaveIntervalPassed):
             if self._next_save_s is None or self._now_s < self._next_save_s:  # a checkpoint came between
                 return
             self._next_save_s = None
-        instructions = self._master.handle(event)
+        instructions = self.decide(event)
         self._now_s += self._durations.handling(1)
         sends: list[Send] = []
         for instruction in instructions:

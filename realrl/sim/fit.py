@@ -215,7 +215,13 @@ def _parameters(group: Sequence[Kind], probes: Sequence[Probe], bench: Bench) ->
     if "train_step" in present:
         names += ["backward_slowdown"]
     names += ["size_s"] * any(probe.is_new for probe in probes) + ["alone"] * any(probe.is_alone for probe in probes)
-    return [*map(_rate, sorted(computing)), *map(_of_device, names)]
+    forks = [replace(_of_device("fork_s"), get=_fork_seconds)] * any(probe.n_alike > 1 for probe in probes)
+    return [*map(_rate, sorted(computing)), *map(_of_device, names), *forks]
+
+
+def _fork_seconds(hardware: Hardware) -> float:
+    """Return a value from which a fit can depart, where a file has none."""
+    return hardware.device.fork_s or hardware.device.block_s
 
 
 def _reaching(hardware: Hardware, bench: Bench) -> Hardware:

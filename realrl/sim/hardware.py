@@ -48,8 +48,8 @@ _MEASURED = "Leave the section profile as realrl profile wrote it, or leave it o
 _TEXT = re.compile(r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([A-Za-zµ/]*)\s*", re.ASCII)
 
 
-def _quantity(unit: str, most: float | None = None) -> Any:
-    return field(metadata={"unit": unit, "most": most})
+def _quantity(unit: str, most: float | None = None, default: Any = MISSING) -> Any:
+    return field(default=default, metadata={"unit": unit, "most": most})
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Device:
         pass_s: seconds that a micro-batch takes on each stage beside its blocks; twice that backward.
         token_s: seconds that a decoding step takes beside its blocks: sampling, and deciding who goes on.
         size_s: seconds in which libraries prepare a stage's forward products for a number of tokens that is new.
+        fork_s: seconds that a block takes for a prompt computed once for several responses; twice that backward.
         alone: times as fast as the device computes while all others of its node wait, if they share caches and cores.
         flops_per_s: dtype -> peak of products.
         generation: attribute of `GENERATION` -> its value in generation, where that has kernels of its own, as on CPUs.
@@ -92,6 +93,7 @@ class Device:
     size_s: float = _quantity("s", most=1.0)
     alone: float = _quantity("")
     flops_per_s: Mapping[str, float] = _quantity("FLOP/s")
+    fork_s: float = _quantity("s", most=1.0, default=0.0)
     generation: Mapping[str, float] = field(default_factory=dict, metadata={"unit": None})
 
     @cached_property
@@ -372,13 +374,13 @@ def _build(kind: type, mapping: object, path: str, source: str) -> Any:
             }
         elif part.name == "generation":
             values[part.name] = _generation(found.get("generation", {}), key, source)
-        elif unit is not None:
+        elif unit is not None and part.name in found:
             values[part.name] = _number(value, key, unit, source, most=part.metadata["most"])
         elif part.name == "kind":
             if value not in get_args(DeviceKind):
                 raise _error(key, value, "is no kind of device", source, f"Use {' or '.join(get_args(DeviceKind))}.")
             values[part.name] = value
-        else:
+        elif unit is None:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise _error(key, value, "is no number of network cards", source, "Use 1 or more, or leave it out.")
             values[part.name] = value

@@ -51,6 +51,7 @@ class Probe:
         model: key of `Bench.models`.
         n_layers: blocks that the model is cut to.
         n_sequences, prompt_tokens, response_tokens: sequences, all of these lengths.
+        n_alike: sequences of a sample, which have one prompt.
         way: kind of a collective, between all workers; each sends to the next one.
         n_bytes: of one rank's summand, of the gathered whole, or of the message.
         is_new: the number of tokens is another one each time.
@@ -63,6 +64,7 @@ class Probe:
     n_sequences: int = 0
     prompt_tokens: int = 0
     response_tokens: int = 0
+    n_alike: int = 1
     way: Way = ""
     n_bytes: int = 0
     is_new: bool = False
@@ -78,6 +80,7 @@ class Probe:
             return f"{self.way or self.kind} of {self.n_bytes:,} bytes"
         lengths = f"{self.prompt_tokens}+{self.response_tokens}" if self.response_tokens else f"{self.prompt_tokens}"
         manner = " of new sizes" * self.is_new + " alone" * self.is_alone
+        manner += f", {self.n_alike} to a prompt," * (self.n_alike > 1)
         return f"{self.kind}{manner} of {self.model}, {self.n_layers} blocks, {self.n_sequences} x {lengths} tokens"
 
 
@@ -148,12 +151,15 @@ def _computing(kind: Kind, probes: Sequence[Probe], model: DecoderConfig, hardwa
 def _load(probes: Sequence[Probe], model: DecoderConfig) -> Load:
     """Return one micro-batch for each probe, as arrays [1, probes]."""
     sizes = {
-        str(i): SampleSizes((p.prompt_tokens,), (p.response_tokens,) if p.response_tokens else ())
+        str(i): SampleSizes(
+            (p.prompt_tokens,) * p.n_alike, (p.response_tokens,) * p.n_alike if p.response_tokens else ()
+        )
         for i, p in enumerate(probes)
     }
-    one, times = tokens_of(sizes, model, shares_prefixes=False).load, np.array([float(p.n_sequences) for p in probes])
+    one = tokens_of(sizes, model, shares_prefixes=True).load
+    times = np.array([p.n_sequences / p.n_alike for p in probes])
     pairs = {window: n * times for window, n in one.pairs.items()}
-    return Load(one.tokens * times, one.scored * times, pairs).reshape(1, len(probes))
+    return Load(one.tokens * times, one.scored * times, pairs, one.forks * times).reshape(1, len(probes))
 
 
 def _carrying(probe: Probe, hardware: Hardware, n_workers: int) -> float:

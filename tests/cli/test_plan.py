@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -15,10 +16,11 @@ import yaml
 from realrl import cli
 from realrl.cli.plan_found_view import Line, differences
 from realrl.plan.memory.plan import show_bytes
+from realrl.planner.evaluate import evaluate
 from realrl.planner.planner import Progress
-from realrl.planner.settings import PlanSettings
 from realrl.profiler.hardware_files import named_hardware
 from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, run_ppo
+from tests.planner.cases import everywhere, request_for
 
 TWO = ("preset=tiny", "cluster.n_devices_per_node=2")
 EIGHT = ("preset=tiny", "cluster.n_devices_per_node=8")
@@ -282,7 +284,19 @@ def test_a_line_of_a_terminal():
 
 
 def test_differences():
-    first = PlanSettings({"a": "d1@0:0", "b": "d1@0:1"}, {"a": 2}, zero_stage={"r": 1})
-    second = PlanSettings({"a": "d2@0:0-1", "b": "d1@0:1"}, zero_stage={"r": 0}, offload=("s",))
-    assert differences(first, second) == "a d2@0:0-1, a n_mbs=default, r zero_stage=0, offload=s"
+    request = request_for(devices=4, hardware="two_cores")
+    alike = everywhere(request, "d2t1p2@0:0-3")
+    more = replace(
+        alike,
+        allocations={**alike.allocations, "actor_gen": "d4t1p1@0:0-3"},
+        n_mbs={"actor_train": 2},
+        zero_stage={"actor": 1},
+        offload=("ref",),
+    )
+    first, second = (evaluate(request, settings) for settings in (more, alike))
+    told = "actor_gen d2t1p2@0:0-3, actor_train n_mbs=4, actor zero_stage=default, offload=none"
+    assert differences(first, second) == told
+    assert "actor_train n_mbs=2" in differences(second, first)
     assert differences(first, first) == "nothing"
+    usual = evaluate(request, replace(alike, n_mbs={"actor_train": 4}))
+    assert differences(usual, second) == "nothing"  # four is what the strategy has

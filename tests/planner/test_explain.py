@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realrl.errors import AllocationError, UsageError
-from realrl.planner.compare import compare
+from realrl.planner.compare import compare, micro_batches
 from realrl.planner.evaluate import evaluate
 from realrl.planner.explain import explain, explain_call, explanations, neighbours
 from realrl.planner.why import why
@@ -140,6 +140,14 @@ def test_compare(apart, pipelined):
     assert same[0] == "Both take the same time."
     assert "Their settings are the same." in same
     assert "apart (the first)" in text_of(same)
+
+
+def test_compare_shows_the_micro_batches_that_a_strategy_has(request8, pipelined):
+    fewer = evaluate(request8, replace(pipelined.settings, n_mbs={"actor_train": 2}), name="fewer")
+    assert "calls.actor_train.n_mbs\n4\n2" in text_of(compare(pipelined, fewer))
+    by_tokens = request_for("max_tokens_per_mb=64", devices=8)
+    usual = evaluate(by_tokens, everywhere(by_tokens, "d8t1p1@0:0-7"))
+    assert micro_batches(usual, "actor_train") == "as many as 64 tokens each give"
 
 
 def test_figures():

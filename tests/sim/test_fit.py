@@ -26,6 +26,7 @@ TRUE = replace(
         memory_efficiency=1.0,
         activation_efficiency=0.25,
         size_s=8e-3,
+        fork_s=1e-3,
         alone=1.5,
         half_tokens=20.0,
         attention_efficiency=0.25,
@@ -51,6 +52,7 @@ def probes():
         yield from (Probe("inference", "actor", depth, *size, is_new=True) for size in sizes[::3])
         yield from (Probe("train_step", "actor", depth, *size, is_new=True) for size in sizes[::3])
         yield from (Probe("train_step", "actor", depth, *size, is_alone=True) for size in sizes[1::4])
+        yield from (Probe(kind, "actor", depth, n, 64, 32, 8) for kind in ("inference", "train_step") for n in (8, 32))
         yield from (Probe("generate", "actor", depth, n, p, r) for n in (1, 4, 16, 64) for p, r in ((16, 2), (64, 48)))
         yield from (Probe("generate", "actor", depth, n, 512, 4) for n in (1, 4, 16))
     for n in (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 24):
@@ -84,6 +86,7 @@ def test_parameters_are_recovered(noise, tolerance):
         assert getattr(found.device, name) == pytest.approx(getattr(TRUE.device, name), **close), name
     assert _overheads(found.device)[0] == pytest.approx(_overheads(TRUE.device)[0], **close)
     assert found.device.size_s == pytest.approx(TRUE.device.size_s, rel=0.2)
+    assert found.device.fork_s == pytest.approx(TRUE.device.fork_s, rel=0.5 if noise else 0.1)
     if not noise:  # overheads of generation are a hundredth of its shortest probes
         assert _overheads(found.device.generating) == pytest.approx(_overheads(TRUE.device.generating), rel=0.2)
     for link in ("device", "host"):

@@ -115,24 +115,22 @@ def batch_metrics(rollout: Rollout) -> Mapping[str, float]:
     """
     lengths = rollout.cu_seqlens.diff().double()
     responses = rollout.actions.counts.double()
-    metrics = {}
-    if "rewards" in rollout.batch:
-        reward = rollout.moments(rollout.batch["rewards"])
-        metrics = {"reward/mean": reward.mean, "reward/std": reward.std}
+    values = {"reward": rollout.batch["rewards"]} if "rewards" in rollout.batch else {}
     if rollout.sequence_kl is not None:
-        metrics["kl/mean"] = rollout.moments(rollout.sequence_kl).mean
-    return {
-        **metrics,
-        "response_length/mean": rollout.moments(responses).mean,
-        "prompt_length/mean": rollout.moments(lengths - responses).mean,
-        "truncated/mean": rollout.moments(rollout.batch["truncated"]).mean,
+        values["kl"] = rollout.sequence_kl
+    values |= {
+        "response_length": responses,
+        "prompt_length": lengths - responses,
+        "truncated": rollout.batch["truncated"],
     }
+    moments = dict(zip(values, Moments.of_each([*values.values()], rollout.all_reduce), strict=True))
+    metrics = {"reward/mean": 0.0, "reward/std": moments["reward"].std} if "reward" in moments else {}
+    return metrics | {f"{name}/mean": found.mean for name, found in moments.items()}
 
 
 def explained_variance(experience: Experience, mask: torch.Tensor, all_reduce: AllReduce) -> float:
     """1 - Var(returns - values) / Var(returns) over the actions of all ranks; 0 if all returns are equal."""
     returns = experience.returns[mask].double()
     errors = returns - experience.values[mask].double()
-    total = Moments.of(returns, all_reduce).variance
-    residual = Moments.of(errors, all_reduce).variance
+    total, residual = (found.variance for found in Moments.of_each([returns, errors], all_reduce))
     return 1.0 - residual / total if total > 0.0 else 0.0

@@ -7,6 +7,7 @@ Invariants of `CostModel`:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -37,6 +38,7 @@ from realrl.sim.costs.moves import (
 from realrl.sim.costs.samples import Tokens, micro_batches, tokens_of
 from realrl.sim.costs.training import (
     NOTHING_FREE,
+    STATISTICS,
     TRAINED_SIZES,
     Free,
     StageLinks,
@@ -297,8 +299,14 @@ class _Computing:
         self._end_s = self._begin_s = 0.0
         if kind is InterfaceType.TRAIN_STEP:
             training = Training(
-                role.backend, role.zero_stage, role.offloads_optimizer, role.checkpoints_activations, strategy.dp
+                role.backend,
+                role.zero_stage,
+                role.offloads_optimizer,
+                role.checkpoints_activations,
+                strategy.dp,
+                strategy.pp,
             )
+            self._begin_s = STATISTICS * max(link.reduce.latency_s for link in self._links)
             self._end_s = TRAINED_SIZES * hardware.device.size_s
             if not free.optimizer:
                 ends = (optimizer_seconds(work, link, hardware, training) for work, link in self._stages)
@@ -334,7 +342,7 @@ class _Computing:
             ([place % n_minibatches for place in part.places], part.columns, part.load)
             for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp)
         ]
-        return train_seconds(cut, n_minibatches, self._passes, self._links, self._end_s, self._run)
+        return self._begin_s + train_seconds(cut, n_minibatches, self._passes, self._links, self._end_s, self._run)
 
     def inferring(
         self, call: ScheduledCall, shares: Sequence[tuple[str, ...]], sizes: Mapping[str, SampleSizes]
@@ -342,7 +350,8 @@ class _Computing:
         """Return the seconds of each replica, whose samples are `shares`."""
         tokens = self._tokens(sizes)
         seconds = [self._begin_s] * len(shares)
-        told = self._links[0].forward.latency_s  # the result, from the last stage to the others
+        # the result, from the last stage to the others, in three messages: how long its form is, its form, itself
+        told = 3 * math.ceil(math.log2(self._strategy.pp)) * self._links[0].forward.latency_s
         told += self._hardware.device.size_s
         for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp):
             found = self._run(part.load, *self._passes, self._links)

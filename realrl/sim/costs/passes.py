@@ -4,9 +4,9 @@ A pass of T tokens takes, with c a constant and h the tokens at which products r
 
     c + max(products (T + h) / rate, weights / bandwidth) + attention / its rate + rows / bandwidth + tensor collectives
 
-and so on for the head. `Device` has the constants. A backward pass has the FLOPs of `realrl.sim.costs.flops`, twice the
-constant of a block, since it runs about twice as many kernels, and with activation checkpointing a forward pass of the
-blocks ahead of it.
+and so on for the head. `Device` has the constants; c grows with the samples whose responses share their prompt. A
+backward pass has the FLOPs of `realrl.sim.costs.flops`, twice the constant of a block, since it runs about twice as
+many kernels, and with activation checkpointing a forward pass of the blocks ahead of it.
 
 Invariants:
     - no pass takes less time for more tokens, pairs or scored tokens, and one without tokens takes none;
@@ -30,6 +30,7 @@ from realrl.sim.costs.flops import LOGIT_BYTES, Array, StageWork, Window
 from realrl.sim.hardware import Device
 
 Indices = npt.NDArray[np.int64]
+_SOFTMAX_BYTES = 16.0  # of a scored token, that tensor-parallel ranks add up: log-probability, normaliser, entropy
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,19 @@ class Load:
         tokens: tokens that blocks compute; a prefix that a sample's sequences share may count once.
         scored: tokens whose logits or scores are computed.
         pairs: window -> pairs of a token and one that it sees.
+        forks: samples whose sequences share a prefix that counts once.
     """
 
     tokens: Array
     scored: Array
     pairs: Mapping[Window, Array]
+    forks: Array | float = 0.0
 
     def reshape(self, *shape: int) -> Load:
         """Return the same numbers in arrays of another shape."""
         pairs = {window: n.reshape(shape) for window, n in self.pairs.items()}
-        return Load(self.tokens.reshape(shape), self.scored.reshape(shape), pairs)
+        forks = np.broadcast_to(self.forks, self.tokens.shape).reshape(shape)
+        return Load(self.tokens.reshape(shape), self.scored.reshape(shape), pairs, forks)
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,8 @@ class PassCost:
         rows = times * work.row_bytes / device.activation_stream * tokens
         n_exchanges = 2 * work.n_layers + (work.has_embedding and not is_backward) + (work.has_head and is_backward)
         exchange = n_exchanges * (self.tensor.latency_s + self.tensor.s_per_byte * work.hidden_bytes * tokens)
-        return times * work.n_layers * device.block_s + products + attention + rows + exchange
+        constant = times * work.n_layers * (device.block_s + device.fork_s * load.forks)
+        return constant + products + attention + rows + exchange
 
     def _head(self, scored: Array) -> Array:
         work, device = self.work, self.device
@@ -105,7 +110,10 @@ class PassCost:
             slowdown * work.head_flops(tokens, is_backward=self.is_backward) / device.rate(work.dtype),
             work.head * work.element_bytes / device.stream,
         )
-        return np.where(scored > 0, products + scored * work.logits * LOGIT_BYTES / device.activation_stream, 0.0)
+        softmax = scored * work.logits * LOGIT_BYTES / device.activation_stream
+        if work.logits and not self.is_backward:  # its parts on the ranks of the group, in two messages
+            softmax = softmax + 2 * self.tensor.latency_s + self.tensor.s_per_byte * _SOFTMAX_BYTES * scored
+        return np.where(scored > 0, products + softmax, 0.0)
 
 
 # ---------------------------------------------------------------- pipelines

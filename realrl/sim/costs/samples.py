@@ -86,16 +86,18 @@ def _tokens_of(dispatch: _Sizes, windows: tuple[Window, ...], hidden_size: int |
     tokens = whole
     scored = of_samples(np.where(responses > 0, responses, lengths))
     pairs = {window: of_samples(attended(lengths, window)) for window in windows}
+    forks = np.zeros(len(found))
     if hidden_size is not None and counts.max(initial=0) > 1:
         tokens, pairs = tokens.copy(), {window: n.copy() for window, n in pairs.items()}
         for i, size in enumerate(found):
             n, prompt = len(size.prompt_tokens), size.prompt_tokens[0]
             if size.response_tokens and n > 1 and is_worth_sharing(prompt, size.tokens, hidden_size):
                 tokens[i] -= (n - 1) * prompt
+                forks[i] = 1.0
                 for window in pairs:
                     pairs[window][i] -= (n - 1) * float(attended(prompt, window))
-    _, kinds = np.unique(np.stack([whole, tokens, scored, *pairs.values()]), axis=1, return_inverse=True)
-    return Tokens(index, kinds.ravel().tolist(), whole.astype(int).tolist(), Load(tokens, scored, pairs))
+    _, kinds = np.unique(np.stack([whole, tokens, scored, forks, *pairs.values()]), axis=1, return_inverse=True)
+    return Tokens(index, kinds.ravel().tolist(), whole.astype(int).tolist(), Load(tokens, scored, pairs, forks))
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,9 @@ def micro_batches(
         sizes = np.concatenate([cut.sizes for *_, cut in cuts])
         starts, shape = np.cumsum(sizes) - sizes, (len(cuts), number)
         pairs = {window: _sums(n[order], starts, shape) for window, n in load.pairs.items()}
-        cut_load = Load(_sums(load.tokens[order], starts, shape), _sums(load.scored[order], starts, shape), pairs)
+        counts = (_sums(np.asarray(n)[order], starts, shape) for n in (load.tokens, load.scored, load.forks))
+        n_tokens, n_scored, n_forks = counts
+        cut_load = Load(n_tokens, n_scored, pairs, n_forks)
         columns = np.repeat(np.arange(len(cuts)), [len(places) for places, *_ in cuts])
         yield MicroBatches(tuple([place for places, *_ in cuts for place in places]), columns, cut_load)
 

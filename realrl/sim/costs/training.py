@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,7 @@ _ADAMW_BYTES = 7 * FLOAT32
 _NORM_AND_CLIP_BYTES = 3 * FLOAT32
 _FLATTEN_BYTES = 4 * FLOAT32  # gradients are copied into a bucket and out of it again
 _STATS_BYTES = 64.0
+STATISTICS = 5.0  # meetings of data-parallel ranks in a train_step, for moments of its batch and numbers of its units
 TRAINED_SIZES = 3.0  # products prepared for a new number of tokens: forward one for each matrix, backward two
 
 
@@ -38,7 +40,7 @@ class Training:
         backend, zero_stage: see `realrl.plan.memory.optimizer`.
         on_host: masters and moments are in host memory.
         checkpointing: blocks are computed again in the backward pass.
-        dp: data-parallel ranks.
+        dp, pp: data-parallel ranks, and stages.
     """
 
     backend: str
@@ -46,6 +48,7 @@ class Training:
     on_host: bool
     checkpointing: bool
     dp: int
+    pp: int = 1
 
     @property
     def n_shares(self) -> int:
@@ -170,6 +173,8 @@ def optimizer_seconds(work: StageWork, link: StageLinks, hardware: Hardware, tra
     width = FLOAT32 if work.is_frozen else work.element_bytes  # of a parameter that computes
     gradient = n * (width if training.backend == "deepspeed" else FLOAT32)
     seconds = link.tensor(_STATS_BYTES) + link.reduce(_STATS_BYTES)
+    # all stages get the loss, in two messages, and add up their norms
+    seconds += (2 + 2) * math.ceil(math.log2(training.pp)) * link.forward.latency_s
     if training.dp > 1:
         n_buckets = max(1, -(-int(gradient) // GRADIENT_BUCKET))
         is_divided = training.backend == "megatron" or training.zero_stage >= 2

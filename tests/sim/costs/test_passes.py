@@ -62,6 +62,16 @@ def test_what_a_block_takes_beside_computing_counts_twice_backward():
         assert costs[1] - costs[0] == pytest.approx(times * WORK.n_layers)
 
 
+def test_prompts_that_responses_share_take_time_in_every_block():
+    device = replace(DEVICE, fork_s=0.25)
+    plain, shared = load([10, 10]), replace(load([10, 10]), forks=np.array([0.0, 3.0]))
+    for is_backward, times in ((False, 1), (True, 2)):
+        cost = PassCost(WORK, device, FREE, is_backward=is_backward)
+        assert (cost(shared) - cost(plain)).tolist() == pytest.approx([0.0, times * WORK.n_layers * 3 * 0.25])
+    assert shared.reshape(2, 1).forks.tolist() == [[0.0], [3.0]]
+    assert plain.reshape(2, 1).forks.tolist() == [[0.0], [0.0]]
+
+
 def test_activations_have_a_bandwidth_of_their_own():
     slow = replace(DEVICE, activation_efficiency=DEVICE.activation_efficiency / 2)
     more = [PassCost(WORK, device, FREE)(load(100))[0] for device in (DEVICE, slow)]

@@ -36,6 +36,10 @@ def test_a_shared_prompt_is_computed_once():
     assert shared.weights == plain.weights  # micro-batches are cut by all tokens
     assert shared.load.scored.tolist() == plain.load.scored.tolist()
     assert plain.load.pairs[None][0] - shared.load.pairs[None][0] == 3 * float(attended(500, None))
+    assert shared.load.forks.tolist() == [1, 0]
+    assert plain.load.forks.tolist() == [0, 0]
+    parts = list(micro_batches(shared, ["ab", "ba", "b"], call(), n_stages=1))
+    assert [(part.places, part.load.forks.tolist()) for part in parts] == [((0, 1, 2), [[1, 1, 0]])]
 
 
 @given(
