@@ -32,7 +32,8 @@ from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.plan import RoleState
 from realrl.plan.samples.partition import default_n_mbs
-from realrl.search.fast import Model, Moved, Price, Relation, finish_times, flow_of
+from realrl.search.fast import Model, Moved, Price, Relation, finish_times
+from realrl.search.flow import flow_of
 from realrl.search.methods.layout import Maker, Plan
 from realrl.search.prices import CostPrices, Workload
 from realrl.search.problem import Problem

@@ -29,7 +29,8 @@ from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.model import MemoryModel
 from realrl.planner.modelled import Draw, KernelsOf, default_kernels, draw_of
 from realrl.planner.settings import PlanSettings
-from realrl.search.fast import Model, Placed, flow_of
+from realrl.search.fast import Model, Placed
+from realrl.search.flow import flow_of
 from realrl.search.prices import CostPrices, Workload
 from realrl.search.space import Choice, Pin, RoleSpace, mesh_at, pin_from
 from realrl.shape import DecoderConfig
@@ -132,7 +133,8 @@ class Request:
         """The fast model, without limits on memory."""
         weightless = [role for role in self.base.roles if role not in self.models]
         prices = CostPrices(self.workload, self.hardware, self.kernels_alone)
-        return Model(flow_of(self.base.graph, weightless=weightless), prices, self.cluster)
+        flow = flow_of(self.base.graph, weightless=weightless)
+        return Model(flow, prices, self.cluster, alone=self.hardware.device.alone)
 
     @cached_property
     def pins(self) -> Mapping[str, Pin]:

@@ -42,14 +42,17 @@ class Bounds:
         options: of each call, one for each size.
         order: calls in the order in which they are decided.
         weights: seconds for which a byte counts that is kept on a device; 0 is the first.
+
+    Attributes:
+        on, between: 1 / lag for calls on a cycle, and between two of its calls; else 0; [calls, cycles].
     """
 
     def __init__(self, model: Model, options: Sequence[Sequence[Option]], order: Sequence[int], weights: Array) -> None:
         self._cycles, self._n_devices, self._capacity = model.flow.cycles, model.cluster.n_devices, model.capacity
-        self._options, self._order, self._weights = options, order, weights
+        self._options, self._order, self.weights = options, order, weights
         lags = np.array([cycle.lag for cycle in self._cycles], dtype=float)
         calls = range(len(options))
-        self._on, self._between = (
+        self.on, self.between = (
             np.array([[call in getattr(cycle, name) for cycle in self._cycles] for call in calls]) / lags
             for name in ("calls", "between")
         )
@@ -63,10 +66,10 @@ class Bounds:
 
         There is a term for each cycle, share and weight of bytes; with bytes, fewer shares.
         """
-        shares = np.concatenate([_SHARES, np.repeat(_FEW_SHARES, len(self._weights) - 1)])
-        weights = np.concatenate([0.0 * _SHARES, np.tile(self._weights[1:], len(_FEW_SHARES))])
-        per_second = _spread(self._on, shares)
-        per_area = _spread(self._between, shares) + _spread(np.ones_like(self._between), 1 - shares)
+        shares = np.concatenate([_SHARES, np.repeat(_FEW_SHARES, len(self.weights) - 1)])
+        weights = np.concatenate([0.0 * _SHARES, np.tile(self.weights[1:], len(_FEW_SHARES))])
+        per_second = _spread(self.on, shares)
+        per_area = _spread(self.between, shares) + _spread(np.ones_like(self.between), 1 - shares)
         return per_second, per_area / self._n_devices, np.tile(weights, len(self._cycles))
 
     def row(self, call: int, n_devices: int, seconds: float, kept: int) -> Array:
@@ -104,7 +107,7 @@ class Bounds:
         least = [min(one.seconds for one in self._options[call]) for call in self._order]
         n_calls = len(self._order)
         return [
-            sum((least[i] * self._on[self._order[i]] for i in range(n, n_calls)), np.zeros(len(self._cycles)))
+            sum((least[i] * self.on[self._order[i]] for i in range(n, n_calls)), np.zeros(len(self._cycles)))
             for n in range(n_calls + 1)
         ]
 
@@ -112,7 +115,7 @@ class Bounds:
     def _decided(self) -> list[tuple[Array, Array]]:
         """For each number of decided calls, their places on cycles and between calls of cycles."""
         return [
-            (self._on[list(self._order[:n])], self._between[list(self._order[:n])]) for n in range(len(self._order) + 1)
+            (self.on[list(self._order[:n])], self.between[list(self._order[:n])]) for n in range(len(self._order) + 1)
         ]
 
     def of_meshes(
@@ -129,10 +132,10 @@ class Bounds:
         seconds = weighed[:, 0]
         around = (cover * seconds) @ between + (seconds @ on + self._seconds_ahead[len(vertices)])
         loads = cover @ weighed
-        if len(self._weights) > 1:
+        if len(self.weights) > 1:
             used = np.array([option.used for option in options])
             room = self._capacity - ((cover == 1.0) * used).max(axis=1)
-            loads -= room[:, None] * self._weights
+            loads -= room[:, None] * self.weights
         return max(float(loads.max()), float(around.max()))
 
 

@@ -1,6 +1,6 @@
 """Search by branch and bound: the plan with the shortest period under the fast model, and a proof of it.
 
-    walk ──► plans that are good ──► branches whose bound is not below the best period are left out
+    walk ──► plans that are good ──► branches whose bound is not below the best period are left out ──► walk ──► ...
     best partial plan ──► one call more, of every size, on every arrangement of meshes ──► ... ──► all calls have a mesh
                       ──► one call's strategies ──► ... ──► one call's choices ──► ... ──► whole plans
 
@@ -23,18 +23,20 @@ import numpy as np
 
 from realrl.errors import AllocationError
 from realrl.search.bound import Bounds
-from realrl.search.fast import Move, Moved, Placed
+from realrl.search.fast import Moved, Placed
+from realrl.search.flow import Move
 from realrl.search.forest import Forest
 from realrl.search.options import Option, byte_weights, options_of
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan, Runners
-from realrl.search.walk import Walk
+from realrl.search.walk import State, Walk
 
 _CLOSE = 1.0 - 1e-12  # a bound may exceed what it proves by rounding
 _TICK = 32  # expansions between two reports
 _MOST_OPEN = 400_000  # partial plans that are kept; of more, those with the greatest bounds are given up
 _DIVE = 200  # expansions of a partial plan and of what comes of it, once for every `_TICK` of the best ones
 _MOST_FORESTS = 20_000
+_WORTH_WALKING = 0.01  # a gap with which plans are looked for beside the best branches
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,18 @@ def search(problem: Problem, *, seed: int = 1, starts: Iterable[Plan] = ()) -> I
     """
     searching = _Search(problem)
     walk = Walk(problem, searching.bounds, seed=seed)
-    for plan, period in walk.run(problem.n_walks, starts):
-        if plan is not None:
-            searching.runners.offer(plan, period)
-        yield searching.found(walk.n_evaluated)
-    yield from (replace(found, n_evaluated=found.n_evaluated + walk.n_evaluated) for found in searching.run())
+
+    def walked(states: Iterable[State]) -> Iterator[Found]:
+        for plan, period in states:
+            if plan is not None:
+                searching.runners.offer(plan, period)
+            yield searching.found(walk.n_evaluated)
+
+    yield from walked(walk.run(problem.n_walks, starts))
+    for found in searching.run():
+        yield replace(found, n_evaluated=found.n_evaluated + walk.n_evaluated)
+        if problem.n_walks and found.gap > _WORTH_WALKING and not found.is_done:
+            yield from walked(walk.again(found.plan))
 
 
 class _Search:

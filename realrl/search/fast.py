@@ -12,21 +12,16 @@ Invariants of `Model.period`:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
-from itertools import islice, pairwise, product
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from realrl.errors import GraphError
-from realrl.graph.build import calls, home_calls, lead_waits, topological_calls, wait_graph
-from realrl.graph.mfc import OffloadHook
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
+from realrl.search.flow import Cycle, Flow, Move
+from realrl.search.sharing import Bar, waiting_shares
 from realrl.search.space import Choice
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 Span = tuple[int, int]
 """First rank of a mesh, and the one behind its last."""
@@ -35,139 +30,7 @@ Relation = Literal["same", "inside", "around", "beside", "apart"]
 """Place of a mesh, seen from another one: "beside" is disjoint in the same node, "apart" disjoint otherwise."""
 
 _MEASURED = 2, 4  # the period is measured from the end of the first of these steps to the end of the second
-_MOST_CYCLES = 200
-
-
-@dataclass(frozen=True)
-class Move:
-    """A hook of `owner` that moves parameters from the layout of call `source` to that of call `target`.
-
-    Both are homes of their roles, unless `target` is `owner`: then the role's own parameters come for that call.
-    """
-
-    owner: int
-    source: int
-    target: int
-    is_after: bool = False
-
-
-@dataclass(frozen=True)
-class Cycle:
-    """Calls that wait for each other around, over so many steps.
-
-    Once around takes at least the seconds of the calls. On top come those of calls `between` two of them, which have to
-    run after the one and before the other: of all that share a device.
-    """
-
-    calls: tuple[int, ...]
-    lag: int
-    between: tuple[int, ...] = ()
-
-    def implies(self, other: Cycle) -> bool:
-        """Return True if no plan can be bound by the other cycle more than by this one."""
-        is_wide = {*self.calls, *self.between}.issuperset(other.between)
-        return is_wide and self.lag <= other.lag and set(self.calls).issuperset(other.calls)
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Calls of a graph and their waits; a call is named by its position, producers before consumers.
-
-    Attributes:
-        waits: for each call, (other call, lag): step i waits for step ``i - lag`` of the other one.
-        leads: for each call, (reader, steps, is sent enough): the reader must be so far ahead.
-        homes: for each call, that in whose layout its role's parameters live; -1 for a role without any.
-        ahead: steps that a call may be ahead of the oldest one, as the master loads samples.
-    """
-
-    names: tuple[str, ...]
-    waits: tuple[tuple[tuple[int, int], ...], ...]
-    leads: tuple[tuple[tuple[int, int, bool], ...], ...]
-    homes: tuple[int, ...]
-    moves: tuple[Move, ...]
-    cycles: tuple[Cycle, ...]
-    ahead: int = 1
-
-    @cached_property
-    def moves_of(self) -> tuple[tuple[Move, ...], ...]:
-        """For each call, the moves that are known as soon as it and all calls before it have a place."""
-        return tuple([tuple([m for m in self.moves if m.owner == call]) for call in range(len(self.names))])
-
-
-def flow_of(graph: nx.DiGraph, *, weightless: Collection[str] = ()) -> Flow:
-    """Return the calls of a graph as the fast model needs them.
-
-    Args:
-        graph: from `build_graph`.
-        weightless: roles without parameters.
-    """
-    mfcs = topological_calls(graph)
-    place = {mfc.name: i for i, mfc in enumerate(mfcs)}
-    home_of = {role: place[name] for role, name in home_calls(graph).items() if role not in weightless}
-    waits: list[list[tuple[int, int]]] = [[] for _ in mfcs]
-    for first, second, lag in wait_graph(graph).edges(data="lag"):
-        waits[place[second]].append((place[first], lag))
-    leads: list[list[tuple[int, int, bool]]] = [[] for _ in mfcs]
-    for lead in lead_waits(graph):
-        leads[place[lead.writer]].append((place[lead.reader], lead.lead, lead.until == "sent"))
-    moves = []
-    for i, mfc in enumerate(mfcs):
-        if home_of.get(mfc.role, i) != i:
-            moves.append(Move(i, home_of[mfc.role], i))
-        for hooks, is_after in ((mfc.pre_hooks, False), (mfc.post_hooks, True)):
-            for hook in hooks:
-                if isinstance(hook, OffloadHook):
-                    continue
-                source, target = (mfc.role if end is None else end.role for end in (hook.source, hook.target))
-                if source != target and source in home_of and target in home_of:
-                    moves.append(Move(i, home_of[source], home_of[target], is_after))
-    return Flow(
-        tuple(place),
-        tuple(tuple(sorted(one)) for one in waits),
-        tuple(map(tuple, leads)),
-        tuple(home_of.get(mfc.role, -1) for mfc in mfcs),
-        tuple(moves),
-        cycles_of(waits),
-        ahead=1 + max(mfc.max_staleness for mfc in calls(graph)),
-    )
-
-
-def cycles_of(waits: Sequence[Sequence[tuple[int, int]]]) -> tuple[Cycle, ...]:
-    """Return the cycles of waits that bound a period; also each call by itself, which runs one step at a time.
-
-    Of very many cycles the first are taken. Each of them holds by itself.
-    """
-    import networkx as nx
-
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(len(waits)))
-    lags = {(other, call): lag for call, found in enumerate(waits) for other, lag in found}
-    graph.add_edges_from(sorted(lags))
-    within = nx.DiGraph([edge for edge, lag in lags.items() if lag == 0])
-    found = {Cycle((call,), 1): None for call in graph}
-    for names in islice(nx.simple_cycles(graph), _MOST_CYCLES):
-        lag = sum(lags[edge] for edge in pairwise((*names, names[0])))
-        if lag <= 0:
-            raise GraphError(f"calls {names} wait for each other within a step")
-        found[Cycle(tuple(sorted(names)), lag)] = None
-        found |= dict.fromkeys(_wider(names, lag, within))
-    strict: list[Cycle] = []
-    for one in sorted(found, key=lambda one: (one.lag, -len(one.calls), -len(one.between), one.calls, one.between)):
-        if not any(other.implies(one) for other in strict):
-            strict.append(one)
-    return tuple(strict)
-
-
-def _wider(names: Sequence[int], lag: int, within: nx.DiGraph) -> Iterator[Cycle]:
-    """Yield a cycle with all calls between two of its calls in a step, in the place of those that it goes through."""
-    import networkx as nx
-
-    for first, n_skipped in product(range(len(names)), range(1, len(names) - 1)):
-        path = [names[(first + i) % len(names)] for i in range(n_skipped + 2)]
-        if all(within.has_edge(a, b) for a, b in pairwise(path)):
-            between = nx.descendants(within, path[0]) & nx.ancestors(within, path[-1])
-            if len(between) > n_skipped:
-                yield Cycle(tuple(sorted({*names}.difference(path[1:-1]))), lag, tuple(sorted(between)))
+_SHARING_ROUNDS = 2  # as many as `realrl.sim.contention` has
 
 
 @dataclass(frozen=True)
@@ -239,6 +102,7 @@ class Model:
     Attributes:
         capacity: bytes of a device that a plan may use.
         accepts: has the last word on a whole plan that would be the best, such as its exact memory.
+        alone: times as fast as a device computes while all others of its node wait; prices hold while none does.
     """
 
     flow: Flow
@@ -246,6 +110,7 @@ class Model:
     cluster: Cluster
     capacity: float = math.inf
     accepts: Callable[[tuple[Placed, ...]], bool] = field(default=lambda plan: True)
+    alone: float = 1.0
     _prices: dict[tuple[int, Choice], Price] = field(default_factory=dict)
     _moves: dict[tuple[int, int, ParallelStrategy, ParallelStrategy, Relation], Moved] = field(default_factory=dict)
 
@@ -263,6 +128,16 @@ class Model:
     def note(self, call: int, choice: Choice, price: Price) -> None:
         """Take the cost of a call from elsewhere, so that it is not asked for."""
         self._prices[call, choice] = price
+
+    def least(self, call: int, choice: Choice) -> float:
+        """Return the least seconds of a call: those it takes while all other devices of its nodes wait."""
+        size = self.cluster.n_devices_per_node
+        waiting = max(0, size - choice.n_devices) / max(1, size - 1)
+        return self.price(call, choice).seconds * min(1.0, self._relief(waiting))
+
+    def _relief(self, waiting: float) -> float:
+        """Return what a call takes of its time, of which so large a share the other devices of its nodes wait."""
+        return 1.0 - waiting + waiting / self.alone
 
     def move(self, move: Move, source: ParallelStrategy, target: ParallelStrategy, relation: Relation) -> Moved:
         """Return the cost of a move, which is asked for once; none between equal layouts of one role."""
@@ -319,11 +194,26 @@ class Model:
             limit: of a period that is not below it, a bound that is not below it either may be returned.
         """
         parts = self.parts(plan, moves=moves)
-        bound = max(busiest(parts), slowest_cycle(self.flow.cycles, parts))
+        least = [self.least(call, placed.choice) for call, placed in enumerate(plan)] if self.alone != 1.0 else []
+        bound = self._least([replace(one, run=run) for one, run in zip(parts, least, strict=True)] if least else parts)
         if bound >= limit:
             return bound
+        if least:
+            parts = self._shared(parts)
+            bound = self._least(parts)
         ends = finish_times(self.flow, parts)
         return max(bound, (ends[_MEASURED[1]] - ends[_MEASURED[0]]) / (_MEASURED[1] - _MEASURED[0]))
+
+    def _least(self, parts: Sequence[Parts]) -> float:
+        return max(busiest(parts), slowest_cycle(self.flow.cycles, parts))
+
+    def _shared(self, parts: Sequence[Parts]) -> list[Parts]:
+        """Return the parts with calls that are faster while other devices of their nodes wait."""
+        spans, found = [one.mesh for one in parts], [*parts]
+        for _ in range(_SHARING_ROUNDS):
+            shares = waiting_shares(bars_of(self.flow, found), spans, self.cluster)
+            found = [replace(one, run=one.run * self._relief(w)) for one, w in zip(parts, shares, strict=True)]
+        return found
 
 
 def relation(seen_from: Span, other: Span, n_per_node: int) -> Relation:
@@ -378,12 +268,21 @@ def finish_times(flow: Flow, parts: Sequence[Parts], n_steps: int = _MEASURED[1]
     Raises:
         GraphError: the calls wait for each other for ever.
     """
+    return _ran(flow, parts, n_steps).ends
+
+
+def bars_of(flow: Flow, parts: Sequence[Parts], n_steps: int = _MEASURED[1]) -> list[Bar]:
+    """Return when each call computes, its hooks left out."""
+    return _ran(flow, parts, n_steps).bars
+
+
+def _ran(flow: Flow, parts: Sequence[Parts], n_steps: int) -> _Run:
     run = _Run(flow, parts, n_steps)
     while run.oldest <= n_steps:
         while run.start_calls() and any(flow.leads):
             pass  # a call that changes parameters may wait for one that was sent just now
         run.finish_next()
-    return run.ends
+    return run
 
 
 @dataclass(frozen=True)
@@ -412,7 +311,7 @@ class _Run:
     """The state of a run: calls are started at `now`, and the clock goes on when one is complete."""
 
     def __init__(self, flow: Flow, parts: Sequence[Parts], n_steps: int) -> None:
-        self.oldest, self.ends = 1, [0.0]
+        self.oldest, self.ends, self.bars = 1, [0.0], list[Bar]()
         self._flow, self._parts, self._stretches = flow, parts, _stretches(parts)
         n_segments = 1 + max(segment for one in self._stretches for segment in one.begin | one.finish)
         self._free, self._depth = [0.0] * n_segments, [0] * n_segments
@@ -455,6 +354,7 @@ class _Run:
         for segment in stretches.begin:
             free[segment] = start + one.before
         end = start + one.before + one.run
+        self.bars.append((call, end - one.run, end))
         for segment in stretches.mesh:
             free[segment] = end
             self._depth[segment] += 1

@@ -38,7 +38,7 @@ class Option:
     """Choices of one call on a mesh of one size.
 
     Attributes:
-        seconds, kept, used: least values of `Price`; nothing is kept by a call that is no home.
+        seconds, kept, used: the least, see `Model.least` and `Price`; nothing is kept by a call that is no home.
         weighed: least of seconds and kept bytes together, for each weight of a byte.
         strategy: None if it is open.
         choice: None if it is open.
@@ -64,10 +64,10 @@ def options_of(model: Model, call: int, choices: Iterable[Choice], weights: Arra
     is_home = model.flow.homes[call] == call
     single = []
     for choice in choices:
-        price = model.price(call, choice)
+        price, seconds = model.price(call, choice), model.least(call, choice)
         kept = price.kept if is_home else 0
-        weighed = price.seconds + weights * kept
-        single.append(Option(choice.n_devices, price.seconds, kept, price.used, weighed, choice.strategy, choice))
+        weighed = seconds + weights * kept
+        single.append(Option(choice.n_devices, seconds, kept, price.used, weighed, choice.strategy, choice))
     by_strategy = _joined(single, lambda option: option.strategy)
     return tuple(sorted(_joined(by_strategy, lambda option: option.n_devices), key=lambda option: option.n_devices))
 

@@ -12,7 +12,8 @@ from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.allocation import check_meshes
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.plan import show_bytes
-from realrl.search.fast import Model, Placed, flow_of
+from realrl.search.fast import Model, Placed
+from realrl.search.flow import flow_of
 from realrl.search.prices import CostPrices, Workload
 from realrl.search.space import Choice, Pin, RoleSpace, choices_of, mesh_at
 from realrl.sim.hardware import Hardware
@@ -110,7 +111,7 @@ def draft(
     flow = flow_of(graph, weightless=[name for name, role in roles.items() if role.model is None])
     _check_pins(graph, pins, cluster)
     prices = CostPrices(workload, hardware, kernels=kernels or Kernels(), capacity=capacity)
-    model = Model(flow, prices, cluster, capacity, accepts or (lambda plan: True))
+    model = Model(flow, prices, cluster, capacity, accepts or (lambda plan: True), hardware.device.alone)
     choices = [choices_of(graph, name, roles, cluster, pin=pins.get(name)) for name in flow.names]
     heads = {name: "none" if role.model is None else role.model.head for name, role in roles.items()}
     numbers = {flow.names.index(name): pin for name, pin in pins.items()}

@@ -1,4 +1,9 @@
-"""Local search: from a plan to the best one that differs in one call, or in the mesh of a few, and again, from several.
+"""Local search: from a plan to the best one that differs in a call, else in several calls that go together; and again.
+
+    all calls on one mesh, on two, ... ──► one call: every choice, where other meshes begin or end
+                                             │ none is better                     ▲
+                                             ▼                                    │ better
+                                           calls of a role, calls that share a mesh: all on another one
 
 It proves nothing. Its plans let branches be left out early.
 """
@@ -7,24 +12,37 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 from realrl.search.bound import Bounds, undominated
-from realrl.search.fast import Placed, Span, relation
-from realrl.search.options import Array
+from realrl.search.fast import Placed, Span, relation, segments_of
 from realrl.search.problem import Problem
 from realrl.search.runners import Plan
-from realrl.search.space import Choice
+from realrl.search.space import Choice, mesh_sizes
 
 Score = tuple[float, float]  # bytes that are lacking, seconds of a step
+State = tuple[Plan | None, float]  # a plan that fits and its period; None and infinity in between
 
-_N_MEASURES = 3
 _N_STARTS = 3  # given plans from which to walk
-_MOST_TRIED = 100  # places and choices of one call that are evaluated, the most promising ones
+_N_MEASURES = 3
+_MOST_TRIED = 60  # places and choices of one call that are evaluated, the most promising ones
 _MOST_ASKED = 3  # plans of a step that are asked about, if better ones are not accepted
+_MOST_HALVES = 64  # ways to divide the roles among two meshes
+_MOST_SHAKEN = 3
+_FINER = 2.0 ** -np.arange(0.0, 10.0, 0.5)  # weights of a byte, over the greatest one of the bounds
 _TICK = 50  # evaluations between two reports
+
+
+class _Fill(NamedTuple):
+    """Choices of calls that share a mesh, their seconds, and the most bytes that they take together."""
+
+    seconds: float
+    n_bytes: float
+    choices: tuple[Choice, ...]
 
 
 class Walk:
@@ -33,19 +51,32 @@ class Walk:
     Args:
         bounds: of the problem's choices.
         seed: decides from which plans to start, after the first.
+
+    Attributes:
+        best: the best plan at which a walk has ended, and its period.
     """
 
     def __init__(self, problem: Problem, bounds: Bounds, *, seed: int) -> None:
         self.n_evaluated = 0
-        self._model, self._bounds, self._pins = problem.model, bounds, problem.pins
+        self.best: tuple[float, Plan | None] = math.inf, None
+        self._model, self._pins, homes = problem.model, problem.pins, problem.model.flow.homes
         self._random = random.Random(seed)
         self._calls = range(len(problem.choices))
         self._choices = [undominated(self._model, call, problem.choices[call]) for call in self._calls]
-        self._rows = [np.stack([self._row(call, one) for one in self._choices[call]]) for call in self._calls]
-        self._plan: Plan | None = None  # where a walk is
+        prices = [[self._model.price(call, one) for one in self._choices[call]] for call in self._calls]
+        self._seconds = [np.array([self._model.least(c, one) for one in self._choices[c]]) for c in self._calls]
+        self._kept = [np.array([p.kept * (homes[c] == c) for p in prices[c]], dtype=float) for c in self._calls]
+        self._used = [np.array([p.used for p in prices[c]], dtype=float) for c in self._calls]
+        self._of_size = [_alike([one.n_devices for one in found]) for found in self._choices]
+        self._roles = [*_alike([home if home >= 0 else f"call {c}" for c, home in enumerate(homes)]).values()]
+        ones = np.ones((len(homes), 1))  # of the work of a device, which is like a cycle that each call is between
+        self._on, self._between = np.hstack([bounds.on, 0.0 * ones]), np.hstack([bounds.between, ones])
+        self._weights = np.concatenate([[0.0], bounds.weights[-1] * _FINER])
+        self._fills = cache(self._fills_of)
+        self._plan: Plan = ()  # where a walk is
         self._score: Score = (math.inf, math.inf)
 
-    def run(self, n_walks: int, starts: Iterable[Plan] = ()) -> Iterator[tuple[Plan | None, float]]:
+    def run(self, n_walks: int, starts: Iterable[Plan] = ()) -> Iterator[State]:
         """Yield plans that fit with their periods, and (None, inf) in between.
 
         Args:
@@ -53,46 +84,62 @@ class Walk:
         """
         known: list[tuple[float, Plan]] = []
         for plan in starts:
-            score = self._score_of(plan)
-            if not score[0] and self._model.accepts(plan):
-                known.append((score[1], plan))
-                yield plan, score[1]
-        known.sort(key=lambda one: one[0])
-        best = known[0] if known else (math.inf, None)
-        for number in range(-min(len(known), _N_STARTS), n_walks):
-            if number < 0:
-                start: Plan | None = known[-number - 1][1]
-            else:
-                start = self._spread(number) if number < _N_MEASURES else self._shaken(best[1])
-            if start is None:
-                continue
-            self._plan, self._score = start, self._score_of(start)
-            yield from self._walk()
-            lacking, period = self._score
-            if not lacking and period < best[0]:
-                best = period, self._plan
+            lacking, period = self._score_of(plan)
+            if not lacking and self._model.accepts(plan):
+                known.append((period, plan))
+                yield plan, period
+        known = sorted(known, key=lambda one: one[0])[:_N_STARTS]
+        for _, plan in reversed(known):
+            yield from self._walk(plan)
+        for number in range(n_walks):
+            yield from self._walk(self._start(number))
 
-    def _walk(self) -> Iterator[tuple[Plan | None, float]]:
-        """Go on until no step leads to a better plan."""
+    def again(self, best: Plan | None) -> Iterator[State]:
+        """Yield what one more walk finds, from the best plan that is known, or from one like it if walks ended there."""
+        yield from self._walk(self._shaken(best) if best is None or best == self.best[1] else best)
+
+    def _walk(self, start: Plan | None) -> Iterator[State]:
+        """Go on from a plan until no step leads to a better one."""
+        if start is None:
+            return
+        self._plan, self._score = start, self._score_of(start)
+        if not self._score[0]:
+            if self._model.accepts(start):
+                yield start, self._score[1]
+            else:
+                self._score = 0.0, math.inf
         is_moving = True
         while is_moving:
             is_moving = False
             for call in self._random.sample(self._calls, len(self._calls)):
-                better: list[tuple[Score, int, Plan]] = []
-                for number, plan in enumerate(self._changed(call)):
-                    limit = better[0][0] if len(better) == _MOST_ASKED else self._score
-                    score = self._score_of(plan, limit)
-                    if score < limit:
-                        better = sorted([*better, (score, number, plan)], reverse=True)[-_MOST_ASKED:]
-                    if self.n_evaluated % _TICK == 0:
-                        yield None, math.inf
-                while better and not (better[-1][0][0] or self._model.accepts(better[-1][2])):
-                    better.pop()
-                if better:
-                    is_moving = True
-                    self._score, _, self._plan = better[-1]
-                    if not self._score[0]:
-                        yield self._plan, self._score[1]
+                is_moving |= yield from self._step(self._changed(call))
+            if not is_moving:
+                is_moving = yield from self._step(self._regrouped())
+        if not self._score[0] and self._score[1] < self.best[0]:
+            self.best = self._score[1], self._plan
+
+    def _step(self, plans: Iterable[tuple[Score, Plan]]) -> Generator[State, None, bool]:
+        """Go to the best of some plans, given with scores that they cannot beat; return False if none is better.
+
+        Plans end with the first one whose score cannot be good enough.
+        """
+        better: list[tuple[Score, int, Plan]] = []
+        for number, (least, plan) in enumerate(plans):
+            limit = better[0][0] if len(better) == _MOST_ASKED else self._score
+            if least >= limit:
+                break
+            score = self._score_of(plan, limit)
+            if score < limit:
+                better = sorted([*better, (score, number, plan)], reverse=True)[-_MOST_ASKED:]
+            if self.n_evaluated % _TICK == 0:
+                yield None, math.inf
+        while better and not (better[-1][0][0] or self._model.accepts(better[-1][2])):
+            better.pop()
+        if better:
+            self._score, _, self._plan = better[-1]
+            if not self._score[0]:
+                yield self._plan, self._score[1]
+        return bool(better)
 
     def _score_of(self, plan: Plan, against: Score = (math.inf, math.inf)) -> Score:
         """Return the score of a plan; moves, which take long to price, count if it is better than `against` without."""
@@ -106,28 +153,100 @@ class Walk:
             return 0.0, quick
         return 0.0, self._model.period(plan, limit=limit)
 
-    # ------------------------------------------------------------ steps
+    # ------------------------------------------------------------ one call
 
-    def _changed(self, call: int) -> Iterator[Plan]:
-        """Yield plans that differ in one call, the most promising ones first."""
+    def _changed(self, call: int) -> Iterator[tuple[Score, Plan]]:
+        """Yield plans that differ in one call with scores that they cannot beat, the most promising ones first."""
+        plan, choices = self._plan, self._choices[call]
+        for lacking, period, number, span in sorted(self._promising(call))[:_MOST_TRIED]:
+            yield (lacking, period), (*plan[:call], Placed(span, choices[number]), *plan[call + 1 :])
+
+    def _promising(self, call: int) -> list[tuple[float, float, int, Span]]:
+        """Return the least score, choice and place of a call where it may be better; without moves."""
+        others = [other for other in self._calls if other != call]
+        spans = [self._plan[other].span for other in others]
+        seconds, kept, used = self._values(others)
+        around, between = seconds @ self._on[others], self._between[others]
+        own_on, own_between, capacity = self._on[call], self._between[call], self._model.capacity
+        found: list[tuple[float, float, int, Span]] = []
+        for size, numbers in self._of_size[call].items():
+            own_s, own_kept, own_used = (x[call][numbers] for x in (self._seconds, self._kept, self._used))
+            for span in self._places(spans, call, size):
+                covers, inside = _covers(spans, span)
+                work = (covers * seconds) @ between  # [segments, cycles]
+                beside = np.vstack([work[: inside.start], work[inside.stop :]]).max(axis=0, initial=0.0)
+                most = np.maximum(beside, work[inside].max(axis=0) + own_s[:, None] * own_between)
+                period = (around + own_s[:, None] * own_on + most).max(axis=1)
+                level = covers @ kept
+                needs = np.where(covers, level[:, None] + used, 0.0)  # [segments, others]
+                need = level[inside].max() + own_kept + own_used
+                need = np.maximum(need, needs[inside].max(initial=0.0) + own_kept * covers[inside].any())
+                lacking = np.maximum(0.0, np.maximum(need, needs.max(initial=0.0)) - capacity)
+                period[lacking > 0.0] = 0.0
+                scores = zip(lacking.tolist(), period.tolist(), numbers, strict=True)
+                found += [(*score, number, span) for *score, number in scores if tuple(score) < self._score]
+        return found
+
+    def _values(self, calls: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return seconds, kept and used bytes of calls where the walk is."""
+        homes, found = self._model.flow.homes, []
+        for call in calls:
+            choice = self._plan[call].choice
+            price = self._model.price(call, choice)
+            found.append((self._model.least(call, choice), price.kept * (homes[call] == call), price.used))
+        values = np.array(found, dtype=float).reshape(len(calls), 3)
+        return values[:, 0], values[:, 1], values[:, 2]
+
+    # ------------------------------------------------------------ several calls
+
+    def _regrouped(self) -> Iterator[tuple[Score, Plan]]:
+        """Yield plans in which the calls of a role, or those that share a mesh, are together on another one."""
         plan = self._plan
-        assert plan is not None
-        others = [placed.span for c, placed in enumerate(plan) if c != call]
-        rest = sum(self._row(other, placed.choice) for other, placed in enumerate(plan) if other != call)
-        limits = self._bounds.of(self._rows[call] + rest).tolist()
-        n_tried = 0
-        for number in sorted(range(len(limits)), key=lambda number: (limits[number], number)):
-            if n_tried > _MOST_TRIED or (not self._score[0] and limits[number] >= self._score[1]):
-                break
-            choice = self._choices[call][number]
-            for span in self._places(others, call, choice.n_devices):
-                n_tried += 1
-                yield (*plan[:call], Placed(span, choice), *plan[call + 1 :])
+        groups = {tuple(group) for group in (*self._roles, *_alike([one.span for one in plan]).values())}
+        for group in sorted(groups):
+            others = [call for call in self._calls if call not in group]
+            if len(group) == 1 or not others or self._is_pinned(group):
+                continue
+            spans, kept = [plan[call].span for call in others], self._values(others)[1]
+            for size in mesh_sizes(self._model.cluster):
+                for span in self._places(spans, group[0], size):
+                    covers, inside = _covers(spans, span)
+                    found = self._placed(group, span, self._model.capacity - (covers @ kept)[inside].max())
+                    if found is not None and all(self._is_legal(one.span, spans) for one in found.values()):
+                        yield (0.0, 0.0), tuple([found.get(call, plan[call]) for call in self._calls])
 
-    def _row(self, call: int, choice: Choice) -> Array:
-        price = self._model.price(call, choice)
-        kept = price.kept if self._model.flow.homes[call] == call else 0
-        return self._bounds.row(call, choice.n_devices, price.seconds, kept)
+    def _placed(self, calls: Sequence[int], span: Span, room: float) -> dict[int, Placed] | None:
+        """Return the quickest choices that take at most `room` bytes together on one mesh, or a part of it."""
+        for fill in self._fills(tuple(calls), span[1] - span[0]):
+            if fill.n_bytes <= room:
+                places = [(span[0], span[0] + choice.n_devices) for choice in fill.choices]
+                return dict(zip(calls, map(Placed, places, fill.choices), strict=True))
+        return None
+
+    def _fills_of(self, calls: tuple[int, ...], size: int) -> list[_Fill]:
+        """Return choices for calls on a mesh, or the largest part of it that they can have, the quickest first.
+
+        They are those of the least seconds and bytes, at several weights of a byte, which is the same for all calls.
+        """
+        parts = [max((part for part in self._of_size[call] if part <= size), default=0) for call in calls]
+        if not all(parts):
+            return []
+        kept_weights = np.tile(self._weights, 2)[:, None]
+        used_weights = np.repeat([0.0, 1.0], len(self._weights))[:, None] * kept_weights
+        picked = []
+        for call, part in zip(calls, parts, strict=True):
+            numbers = np.array(self._of_size[call][part])
+            seconds, kept, used = (x[call][numbers] for x in (self._seconds, self._kept, self._used))
+            picked.append(numbers[(seconds + kept_weights * kept + used_weights * used).argmin(axis=1)])
+        found = []
+        for some in sorted({tuple(some) for some in np.stack(picked, axis=1).tolist()}):
+            pairs = [*zip(calls, some, strict=True)]
+            n_bytes = sum(self._kept[c][i] for c, i in pairs) + max(self._used[c][i] for c, i in pairs)
+            choices = tuple([self._choices[c][i] for c, i in pairs])
+            found.append(_Fill(float(sum(self._seconds[c][i] for c, i in pairs)), float(n_bytes), choices))
+        return sorted(found, key=lambda fill: fill[:2])
+
+    # ------------------------------------------------------------ places
 
     def _places(self, others: Sequence[Span], call: int, size: int) -> list[Span]:
         """Return places of a mesh that begin or end where another one does, or with the cluster."""
@@ -151,7 +270,49 @@ class Walk:
             for other in others
         )
 
+    def _is_pinned(self, calls: Iterable[int]) -> bool:
+        return any(call in self._pins and self._pins[call].mesh is not None for call in calls)
+
     # ------------------------------------------------------------ starts
+
+    def _start(self, number: int) -> Plan | None:
+        """Return the plan from which a walk starts; None if there is none."""
+        if number < 2 and not self._is_pinned(self._calls):
+            return self._on_two_meshes() if number else self._on_one_mesh()
+        return self._spread(number) if number < _N_MEASURES else self._shaken(self.best[1])
+
+    def _on_one_mesh(self) -> Plan | None:
+        found = self._placed(self._calls, (0, self._model.cluster.n_devices), self._model.capacity)
+        return self._spread(0) if found is None else tuple([found[call] for call in self._calls])
+
+    def _on_two_meshes(self) -> Plan | None:
+        """Return the best plan with some roles on one mesh, and all others beside it."""
+        n_devices, sizes = self._model.cluster.n_devices, mesh_sizes(self._model.cluster)
+        halves: Sequence[int] = range(1, 2 ** (len(self._roles) - 1))
+        if len(halves) > _MOST_HALVES:
+            halves = self._random.sample(halves, _MOST_HALVES)
+        plans: list[tuple[float, int, int, Plan]] = []
+        for half in halves:
+            first = [c for bit, role in enumerate(self._roles) if half >> bit & 1 for c in role]
+            rest = [call for call in self._calls if call not in first]
+            for size in sizes[:-1]:
+                end = max((other for other in sizes if other <= n_devices - size), default=0)
+                meshes = [(first, (n_devices - size, n_devices)), (rest, (0, end))]
+                found = [self._placed(calls, span, self._model.capacity) for calls, span in meshes if span[0] < span[1]]
+                if len(found) < 2 or found[0] is None or found[1] is None or not self._is_legal(meshes[0][1], ()):
+                    continue
+                places = {**found[0], **found[1]}
+                plan = tuple([places[call] for call in self._calls])
+                slowest = max(
+                    sum(self._model.least(c, one.choice) for c, one in some.items()) for some in found if some
+                )
+                plans.append((slowest, half, size, plan))
+        best: tuple[Score, Plan | None] = (math.inf, math.inf), None
+        for least, _, _, plan in sorted(plans, key=lambda one: one[:3]):
+            if (0.0, least) >= best[0]:
+                break
+            best = min(best, (self._score_of(plan, best[0]), plan), key=lambda one: one[0])
+        return best[1]
 
     def _spread(self, number: int) -> Plan | None:
         """Return a plan of the best choices by one of three measures: bytes, seconds, device-seconds."""
@@ -170,16 +331,18 @@ class Walk:
         return tuple(plan)
 
     def _shaken(self, best: Plan | None) -> Plan | None:
-        """Return the best plan with a few calls elsewhere; a random plan if there is none."""
-        kept = self._random.sample(self._calls, self._random.randrange(len(self._calls))) if best else []
-        plan = {call: best[call] for call in kept} if best else {}
-        for call in self._calls:
-            if call not in plan:
-                choices = self._random.sample(self._choices[call], len(self._choices[call]))
-                placed = self._first([one.span for one in plan.values()], call, choices)
-                if placed is None:
-                    return None
-                plan[call] = placed
+        """Return the best plan with the calls of a role, or a few, elsewhere; a random plan if there is none."""
+        changed: Sequence[int] = self._calls
+        if best is not None:
+            few = self._random.sample(self._calls, self._random.randint(1, min(_MOST_SHAKEN, len(self._calls))))
+            changed = self._random.choice([few, self._random.choice(self._roles)])
+        plan = {} if best is None else {call: best[call] for call in self._calls if call not in changed}
+        for call in changed:
+            choices = self._random.sample(self._choices[call], len(self._choices[call]))
+            placed = self._first([one.span for one in plan.values()], call, choices)
+            if placed is None:
+                return None
+            plan[call] = placed
         return tuple([plan[call] for call in self._calls])
 
     def _first(self, others: Sequence[Span], call: int, choices: Sequence[Choice]) -> Placed | None:
@@ -189,3 +352,20 @@ class Walk:
             if places:
                 return Placed(self._random.choice(places), choice)
         return None
+
+
+def _alike(values: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+    """Return value -> its places in a sequence."""
+    found: dict[Hashable, list[int]] = {}
+    for place, value in enumerate(values):
+        found.setdefault(value, []).append(place)
+    return found
+
+
+def _covers(spans: Sequence[Span], span: Span) -> tuple[np.ndarray, slice]:
+    """Return which spans cover each stretch of ranks, [stretches, spans], and the stretches of one span more."""
+    bounds, segments = segments_of([*spans, span])
+    covers = np.zeros((len(bounds), len(spans)), dtype=bool)
+    for number, stretch in enumerate(segments[:-1]):
+        covers[stretch.start : stretch.stop, number] = True
+    return covers, slice(segments[-1].start, segments[-1].stop)

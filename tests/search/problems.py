@@ -13,7 +13,8 @@ from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, legal_meshes
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.plan import RoleState
-from realrl.search.fast import Model, Moved, Placed, Price, flow_of
+from realrl.search.fast import Model, Moved, Placed, Price
+from realrl.search.flow import flow_of
 from realrl.search.prices import Workload
 from realrl.search.problem import Problem, pose
 from realrl.search.space import Choice, Pin, RoleSpace, mesh_sizes
@@ -84,12 +85,12 @@ def few_of(rng, cluster, choices, most_plans):
     return kept
 
 
-def problem(seed, *, most_plans=600, n_calls=None, pins=False):
+def problem(seed, *, most_plans=600, n_calls=None, pins=False, alone=1.0):
     """A random search with at most so many plans, whether they nest or not."""
     rng = random.Random(seed)
     cluster = rng.choice(CLUSTERS)
     graph = random_graph(rng, n_calls or rng.randint(1, 4))
-    model = Model(flow_of(graph), RandomPrices(seed), cluster, capacity=rng.choice([70, 120, 200, 1000]))
+    model = Model(flow_of(graph), RandomPrices(seed), cluster, rng.choice([70, 120, 200, 1000]), alone=alone)
     wanted = [
         Choice(ParallelStrategy(size // tp, tp), checkpoints=checkpoints)
         for size in mesh_sizes(cluster)
@@ -108,7 +109,7 @@ def problem(seed, *, most_plans=600, n_calls=None, pins=False):
     return Problem(model, choices, pinned, n_walks=rng.choice([0, 1, 4]))
 
 
-def posed(seed, *, most_plans=600):
+def posed(seed, *, most_plans=600, alone=1.0):
     """A random graph of calls on a random machine, of whose choices a few are left."""
     rng = random.Random(seed)
     cluster, graph = rng.choice(CLUSTERS), random_graph(rng, rng.randint(1, 4))
@@ -133,7 +134,7 @@ def posed(seed, *, most_plans=600):
     found = pose(workload, random_machine(rng), roles=spaces, capacity=math.inf)
     needs = sorted(price.kept + price.used for price in found.model._prices.values())
     capacity = needs[-1] * rng.choice([0.8, 1.5, 3.0, 10.0]) + 1
-    model = replace(found.model, capacity=capacity)
+    model = replace(found.model, capacity=capacity, alone=alone)
     fits = [
         [one for one in some if model.price(call, one).kept + model.price(call, one).used <= capacity]
         for call, some in enumerate(found.choices)

@@ -56,6 +56,19 @@ def test_the_best_of_all_plans(make, block):
     assert all(end.is_done and end.gap < 1e-9 for end in proven)
 
 
+@pytest.mark.parametrize("block", [0, *SLOW[:4]])
+@pytest.mark.parametrize("make", [problem, posed])
+def test_the_best_of_all_plans_where_a_device_is_faster_while_others_wait(make, block):
+    rng, n_other = random.Random(block), 0
+    for i in range(20):
+        seed, alone = 700_000 + 1000 * block + i, rng.uniform(1.0, 4.0)
+        end, same = (check(make(seed, most_plans=150, alone=factor)) for factor in (alone, 1.0))
+        if end is not None:
+            assert end.is_done
+            n_other += end.plan != same.plan
+    assert n_other >= 1
+
+
 @pytest.mark.parametrize("block", range(2))
 def test_the_best_of_all_plans_that_honour_pins(block):
     ends = [check(problem(500_000 + 1000 * block + i, most_plans=300, pins=True)) for i in range(40)]

@@ -9,21 +9,17 @@ from realrl.graph.build import build_graph
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Cluster, ParallelStrategy
 from realrl.search.fast import (
-    Cycle,
-    Flow,
     Model,
-    Move,
     Moved,
     Parts,
     Placed,
     Price,
     busiest,
-    cycles_of,
     finish_times,
-    flow_of,
     relation,
     slowest_cycle,
 )
+from realrl.search.flow import Cycle, Flow, Move, cycles_of, flow_of
 from realrl.search.space import Choice
 from tests.search.problems import all_plans, problem
 

@@ -19,7 +19,8 @@ from realrl.sched.calls import schedule_calls
 from realrl.sched.messages import RunCall
 from realrl.sched.track.dispatch import plan_work
 from realrl.search.branch import search
-from realrl.search.fast import Model, flow_of
+from realrl.search.fast import Model
+from realrl.search.flow import flow_of
 from realrl.search.moves import move_cost
 from realrl.search.prices import CostPrices, Workload
 from realrl.search.problem import Problem

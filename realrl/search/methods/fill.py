@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.search.fast import Move, Price
+from realrl.search.fast import Price
+from realrl.search.flow import Move
 from realrl.search.problem import Problem
 from realrl.search.space import Choice
 

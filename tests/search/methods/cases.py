@@ -3,7 +3,8 @@
 from realrl.graph.build import build_graph, topological_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Cluster
-from realrl.search.fast import Model, Moved, Price, flow_of
+from realrl.search.fast import Model, Moved, Price
+from realrl.search.flow import flow_of
 from realrl.search.problem import Problem, fitting
 from realrl.search.space import RoleSpace, choices_of, pin_from
 from tests.sim.costs.models import small
