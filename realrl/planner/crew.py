@@ -218,7 +218,8 @@ class Crew:
 
     def answers(self, questions: Sequence[Asked]) -> Iterator[Any]:
         """Yield the answers to questions in their order; others that wait are given up."""
-        self._waiting = deque(asked for asked in questions if asked in self._waiting)
+        handed_out = {id(asked) for helper in self._helpers for asked in helper.under_way}
+        self._waiting = deque(one for one in questions if not one.is_answered and id(one) not in handed_out)
         for asked in questions:
             while not asked.is_answered:
                 self.go_on()

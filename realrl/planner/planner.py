@@ -33,7 +33,8 @@ from realrl.sim.report import Figures
 SEARCH, ON_ALL_DEVICES, LEAST = "search", "all calls on all devices", "least memory"
 _DEVICES_TIMES_EXPANDED, _LEAST_EXPANDED = 20_000, 64
 _FEW_DEVICES = 32  # whose plans are simulated quickly
-_WORTH_SIMULATING = 1.3  # times the best period by the fast model: no plan beyond it can be the best one
+_WORTH_SIMULATING = 1.1, 1.3  # times the best period by the fast model, at first and at most
+_TIMES_THE_ERROR, _LEAST_ERROR = 5.0, 0.01  # by which the fast model may exceed the real scheduler
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class Planning:
         """Let helpers simulate plans of methods during the search, without those that will not be worth it."""
         periods = {name: self._study.draft.model.period(plan) for name, plan in self._methods.items()}
         for name in sorted(periods, key=lambda name: periods[name]):
-            if periods[name] <= _WORTH_SIMULATING * min(periods.values()):
+            if periods[name] <= _WORTH_SIMULATING[0] * min(periods.values()):
                 self._judge(crew, self._methods[name])
 
     def _judge(self, crew: Crew, plan: Plan) -> Asked:
@@ -238,16 +239,21 @@ class Planning:
             key = _key(request.settings_of(plan))
             plans[key] = plan
             names.setdefault(key, []).append(name)
-        worth = dict[str, Asked]()
-        for key, plan in plans.items():
-            name, fast_s = ", ".join(names[key]), request.model.period(plan)
-            if request.cluster.n_devices > _FEW_DEVICES and fast_s > _WORTH_SIMULATING * found.period:
-                self._refused[name] = f"{fast_s:.4g} s by the fast model: too slow to be simulated"
-                continue
-            worth[name] = self._judge(crew, plan)
-        for (name, question), figures in zip(worth.items(), crew.answers([*worth.values()]), strict=True):
-            self._take(name, question.about, figures)
-            yield self._progress("scheduler")
+        periods = {", ".join(names[key]): request.model.period(plan) for key, plan in plans.items()}
+        is_small, left = request.cluster.n_devices <= _FEW_DEVICES, dict(zip(periods, plans.values(), strict=True))
+        for most in [math.inf] if is_small else _WORTH_SIMULATING:
+            limit = most * found.period
+            if self._confirmed:  # plans that are not the best one, whatever the fast model errs by more than so far
+                best = min(one.period_s for one in self._confirmed.values())
+                error = max(1.0 - one.period_s / one.fast_s for one in self._confirmed.values())
+                limit = min(limit, best / (1.0 - min(0.5, _TIMES_THE_ERROR * max(error, _LEAST_ERROR))))
+            worth = {name: left.pop(name) for name in [*left] if periods[name] <= limit}
+            asked = {name: self._judge(crew, plan) for name, plan in worth.items()}
+            for (name, question), figures in zip(asked.items(), crew.answers([*asked.values()]), strict=True):
+                self._take(name, question.about, figures)
+                yield self._progress("scheduler")
+        for name in left:
+            self._refused[name] = f"{periods[name]:.4g} s by the fast model: too slow to be simulated"
 
     def _confirm_quickly(self) -> None:
         """Confirm the best plan so far; find one on all devices, if there is none."""

@@ -50,8 +50,9 @@ def test_helpers_give_the_same_answers(request4):
         asked = [crew.ask("price", question) for question in questions]
         assert list(crew.answers(asked)) == [study.price(question) for question in questions]
         settings = everywhere(request4, "d4@0:0-3")
-        first, second = (crew.ask("judge", settings) for _ in range(2))
+        first, second, _, fourth = (crew.ask("judge", settings) for _ in range(4))
         assert list(crew.answers([first, second])) == [study.judge(settings)] * 2
+        assert list(crew.answers([fourth, first])) == [study.judge(settings)] * 2  # a question that was given up
     finally:
         crew.close()
     assert not multiprocessing.active_children()

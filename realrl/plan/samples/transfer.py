@@ -110,7 +110,7 @@ class _Routes:
         self._n_crossed: dict[int, int] = {}  # relay -> rows from other nodes
         self._sources: dict[tuple[frozenset[int], int], tuple[tuple[int, ...], bool]] = {}
         self._relays: dict[tuple[str, str, int], int] = {}  # (key, sample id, node) -> relay
-        self._ids_of: dict[tuple[int, str, int, bool], tuple[str, ...]] = {}  # (target, key, source, is passed on)
+        self._ids_of: dict[tuple[int, str, int, bool], list[str]] = {}  # (target, key, source, is passed on)
 
     def add(self, key: str, ids: tuple[str, ...], held: frozenset[int], targets: Sequence[int]) -> None:
         """Route rows, which the ranks `held` hold, to targets that lack them."""
@@ -128,7 +128,7 @@ class _Routes:
     def merged(self) -> tuple[RowTransfer, ...]:
         """Return all routes, in the order in which the first of their rows was routed."""
         return tuple(
-            RowTransfer(source, target, key, ids, is_passed_on)
+            RowTransfer(source, target, key, tuple(ids), is_passed_on)
             for (target, key, source, is_passed_on), ids in self._ids_of.items()
         )
 
@@ -146,20 +146,24 @@ class _Routes:
         of_relay_ids: dict[int, list[str]] = {}
         for sample_id in ids:
             of_relay_ids.setdefault(self._relays[key, sample_id, node], []).append(sample_id)
-        passed_on = [((relay,), tuple(own)) for relay, own in of_relay_ids.items()]
+        ids_of = self._ids_of
         for target in targets:
-            for source, own in passed_on:
-                if source[0] != target:
-                    self._fetch(key, own, source, target, is_passed_on=True)
+            for relay, own in of_relay_ids.items():
+                if relay != target:
+                    route = (target, key, relay, True)
+                    if route in ids_of:
+                        ids_of[route] += own
+                    else:
+                        ids_of[route] = own.copy()
+        for relay, own in of_relay_ids.items():
+            n_others = len(targets) - (relay in targets)
+            self._n_sent[relay] = self._n_sent.get(relay, 0) + n_others * len(own)
 
-    def _fetch(
-        self, key: str, ids: tuple[str, ...], sources: Sequence[int], target: int, *, is_passed_on: bool = False
-    ) -> None:
+    def _fetch(self, key: str, ids: tuple[str, ...], sources: Sequence[int], target: int) -> None:
         n_sent = self._n_sent
         source = sources[0] if len(sources) == 1 else min(sources, key=lambda rank: n_sent.get(rank, 0))
         n_sent[source] = n_sent.get(source, 0) + len(ids)
-        route = (target, key, source, is_passed_on)
-        self._ids_of[route] = self._ids_of.get(route, ()) + ids
+        self._ids_of.setdefault((target, key, source, False), []).extend(ids)
 
     def _nearest(self, held: frozenset[int], node: int) -> tuple[tuple[int, ...], bool]:
         """Return the holders on `node`, ascending, and True; all holders and False if there is none."""
