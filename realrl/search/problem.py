@@ -68,7 +68,7 @@ class Draft:
 
     def on_all_devices(self) -> Draft:
         """Return the same with the largest meshes alone, so that few choices have to be priced."""
-        largest = [max(choice.n_devices for choice in found) for found in self.choices]
+        largest = [max((choice.n_devices for choice in found), default=0) for found in self.choices]
         choices = [[c for c in found if c.n_devices == n] for found, n in zip(self.choices, largest, strict=True)]
         return replace(self, choices=choices)
 
