@@ -286,3 +286,11 @@ def test_differences():
     second = PlanSettings({"a": "d2@0:0-1", "b": "d1@0:1"}, zero_stage={"r": 0}, offload=("s",))
     assert differences(first, second) == "a d2@0:0-1, a n_mbs=default, r zero_stage=0, offload=s"
     assert differences(first, first) == "nothing"
+
+
+def test_a_plan_that_only_takes_the_least_memory_says_so(capsys):
+    long = ("dataset.max_prompt_tokens=512", "generation.max_new_tokens=512", "n_seqs=512", "algorithm.n_minibatches=1")
+    tight = ("precision=fp32", "cluster.device_rows_gb=0", "cluster.device_memory_gb=0.95", "--hardware", "h100")
+    code, printed, _ = realrl(capsys, "plan", "ppo", "preset=tiny", *long, *tight)
+    assert code == 0
+    assert "this is the plan that takes the least memory" in printed
