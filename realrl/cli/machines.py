@@ -19,8 +19,9 @@ def settled_for(config: RunConfig, hardware: str | None) -> RunConfig:
         hardware: value of --hardware, in the place of `cluster.hardware`; `cluster.device=auto` means its devices.
 
     Raises:
-        ConfigError: there is no such machine.
+        ConfigError: there is no such machine, or its devices are of another kind.
     """
+    from realrl.planner.modelled import check_kind
     from realrl.profiler.hardware_files import hardware_like, named_hardware
     from realrl.runtime.processes.machine import accelerators, on_machine
 
@@ -28,11 +29,14 @@ def settled_for(config: RunConfig, hardware: str | None) -> RunConfig:
     named = hardware or config.cluster.hardware
     changes: dict[str, object] = {"hardware": named}
     if named:
-        device = named_hardware(named, option="--hardware" if hardware else "cluster.hardware").device
+        key = "--hardware" if hardware else "cluster.hardware"
+        machine = named_hardware(named, option=key)
         if config.cluster.device == "auto":
-            changes["device"] = device.kind
+            changes["device"] = machine.device.kind
+        else:
+            check_kind(machine, config.cluster.device, source=f"{key} {named}")
         if config.cluster.device_memory_gb is None:
-            changes["device_memory_gb"] = device.memory_bytes / 1e9
+            changes["device_memory_gb"] = machine.device.memory_bytes / 1e9
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update=changes)})
     config, _ = on_machine(config, found)
     if named or config.cluster.device == "cpu":

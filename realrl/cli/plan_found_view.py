@@ -89,14 +89,20 @@ def seconds(value: float) -> str:
 
 
 def _verdict(planned: Planned) -> list[str]:
+    from realrl.planner.planner import LEAST
+
     best = planned.best
     both = f"{seconds(best.period_s)} by the real scheduler (steps 2 to 4), {seconds(best.fast_s)} by the fast model"
     lines = [f"period {both}"]
     if planned.bound_s:
         how = "the search has looked at all plans" if planned.is_done else f"a gap of {planned.gap:.1%} at most"
         lines.append(f"no plan under the fast model is faster than {seconds(planned.bound_s)}: {how}")
-    else:
+    elif best.name != LEAST:
         lines.append("its gap to the best plan is not known: there was no search")
+    if best.name == LEAST:
+        lines.append(
+            "the search has found none that fits: this is the plan that takes the least memory, and may be slow"
+        )
     if planned.rank_correlation is not None:
         n = len(planned.candidates)
         lines.append(f"rank correlation of fast model and scheduler over {n} plans: {planned.rank_correlation:.2f}")

@@ -50,12 +50,25 @@ def hardware_for(config: RunConfig, option: str | None = None) -> Hardware:
     key = "--hardware" if option else "cluster.hardware"
     reference = reference or (DEFAULT_CPU if config.cluster.n_devices_per_node > 1 else ONE_WORKER)
     machine = named_hardware(reference, option=key)
+    check_kind(machine, device, source=f"{key} {reference}")
+    return machine
+
+
+def check_kind(machine: Hardware, device: str, *, source: str) -> None:
+    """Refuse a machine with devices of another kind than those of a plan.
+
+    Args:
+        device: `cluster.device`, settled.
+        source: the key or option that names the machine, for the message.
+
+    Raises:
+        ConfigError: names both kinds.
+    """
     if machine.device.kind != device:
         raise ConfigError(
-            f"{key} {reference} has devices of kind {machine.device.kind}, and the plan is for cluster.device={device}",
+            f"{source} has devices of kind {machine.device.kind}, and the plan is for cluster.device={device}",
             remedy=f"Set cluster.device={machine.device.kind}.",
         )
-    return machine
 
 
 def described(config: RunConfig, machine: Hardware) -> str:

@@ -1,8 +1,11 @@
 """The machine that a command speaks of, and the memory of its devices."""
 
+import pytest
+
 from realrl.cli.machines import memory_of, settled_for, worker_memory
 from realrl.config.compose import compose
 from realrl.doctor.memory import machine_memory
+from realrl.errors import ConfigError
 from realrl.experiment.discovery import load_experiment
 from realrl.planner.modelled import hardware_for
 from realrl.profiler.hardware_files import named_hardware
@@ -42,3 +45,13 @@ def test_workers_that_share_devices_share_their_memory():
     for shares, n_bytes in (("true", 20_000_000_000), ("false", 80_000_000_000)):
         config = config_of("cluster.n_devices_per_node=4", f"cluster.shares_devices={shares}")
         assert worker_memory(settled_for(config, "h100"), h100) == n_bytes
+
+
+def test_a_machine_has_devices_of_the_kind_that_is_planned_for():
+    """A plan's file says for which kind it was made."""
+    with pytest.raises(
+        ConfigError, match=r"--hardware h100 has devices of kind cuda, and the plan is for cluster\.device=cpu"
+    ):
+        settled_for(config_of("cluster.device=cpu"), "h100")
+    with pytest.raises(ConfigError, match=r"cluster\.hardware two_cores has devices of kind cpu"):
+        settled_for(config_of("cluster.device=cuda", "cluster.hardware=two_cores"), None)

@@ -305,3 +305,11 @@ def test_differences():
     assert differences(first, first) == "nothing"
     usual = evaluate(request, replace(alike, n_mbs={"actor_train": 4}))
     assert differences(usual, second) == "nothing"  # four is what the strategy has
+
+
+def test_a_plan_that_only_takes_the_least_memory_says_so(capsys):
+    long = ("dataset.max_prompt_tokens=512", "generation.max_new_tokens=512", "n_seqs=512", "algorithm.n_minibatches=1")
+    tight = ("precision=fp32", "cluster.device_rows_gb=0", "cluster.device_memory_gb=0.95", "--hardware", "h100")
+    code, printed, _ = realrl(capsys, "plan", "ppo", "preset=tiny", *long, *tight)
+    assert code == 0
+    assert "this is the plan that takes the least memory" in printed

@@ -78,6 +78,7 @@ def test_pins_are_honoured(tmp_path: Path) -> None:
     found = shortage(request_of(model_folder(tmp_path / "model", "70B"), 2, pin))
     assert found.n_nodes is None
     assert found.needs[0].call == "actor_train"
+    assert found.change == ("no allocation.calls.actor_train",)
 
 
 def test_roles_without_parameters_have_no_micro_batches(tmp_path: Path) -> None:
