@@ -22,6 +22,7 @@ import string
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -263,8 +264,8 @@ def run_case(seed: int, number: int, backends: Sequence[str]) -> Result:
             case = draw_case(seed, number, Path(folder), backends)
             words = case.words
             counts = [_line(case.plan, one) for one in count_run(case.plan)]
-        except RuntimeError as error:
-            failure = str(error)
+        except Exception as error:  # noqa: BLE001 - a case that fails is counted, and the others go on
+            failure = "".join(traceback.format_exception(error))
     return Result(seed, number, words, failure, round(time.monotonic() - start_s, 1), counts)
 
 
@@ -334,6 +335,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file of results, one JSON line for each case")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    tiny_tokenizer()  # imports what threads cannot import together
     start_s, results = time.monotonic(), list[Result]()
     for result in run_cases(options):
         results.append(result)

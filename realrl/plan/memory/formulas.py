@@ -21,6 +21,7 @@ from realrl.plan.memory.buffers import (
     LOGITS_BLOCK,
     LOGITS_CHUNK,
     PASS_ROW_BYTES,
+    PIPELINE_PENDING,
     PRODUCT_PIECE,
     ROW_BYTES,
 )
@@ -149,7 +150,10 @@ def forward_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
     n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
     computed = inference_activations(local, n_tokens=load.n_tokens - n_again, n_scored=load.n_scored, kernels=kernels)
     again = unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=1, kernels=kernels)
-    return computed + again + _messages(local, load.n_tokens - n_again) + ROW_BYTES * load.n_held
+    n_received = 0 if local.has_embedding else min(2, load.n_mbs)  # one is computed on while the next one comes
+    n_sent = 0 if local.has_head else min(PIPELINE_PENDING if local.has_embedding else 2, load.n_mbs - 1)
+    messages = (n_received + n_sent) * _message_bytes(local, load.n_tokens - n_again)
+    return computed + again + messages + ROW_BYTES * load.n_held
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,7 @@ def training_bytes(
     n_tokens, h, b = load.n_tokens - n_again, local.hidden, local.element_bytes
     accumulates = load.n_mbs > 1
     rows = CALL_ROW_BYTES * load.n_held + PASS_ROW_BYTES * load.n_tokens
-    head, block = training_activations(
+    head, block, other = training_activations(
         local,
         n_tokens=n_tokens,
         n_scored=load.n_scored,
@@ -193,7 +197,10 @@ def training_bytes(
         unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=n, kernels=kernels)
         for n in (1, 1 if checkpointing else n_in_flight * len(local.layers))
     )
-    beside = _messages(local, n_tokens) + rows
+    # from each neighbour something comes, to the one before a gradient goes; outputs stay as long as their micro-batch
+    n_messages = (0 if local.has_embedding else 2) + (0 if local.has_head else 1 + n_in_flight)
+    beside = n_messages * _message_bytes(local, n_tokens) + rows
+    others = (n_in_flight - 1) * other  # micro-batches whose backward passes come later
     last = max(
         (kept_by_block(local, layer, kernels) + backward_of_block(local, layer) for layer in local.layers), default=0.0
     )
@@ -205,8 +212,10 @@ def training_bytes(
         head=head + of_all + beside,
         block=block + of_all + beside + new,
         gradients=FLOAT32 * (local.vocabulary * h + sum(_matrices(local))),
-        last=math.ceil(n_tokens * last) + of_block + beside + new,
-        embedding=2 * n_tokens * h * b + rows + (embedding if is_second else 0) if local.has_embedding else 0,
+        last=math.ceil(n_tokens * last) + of_block + beside + new + others,
+        embedding=2 * n_tokens * h * b + beside + (embedding if is_second else 0) + others
+        if local.has_embedding
+        else 0,
         rows=rows,
     )
 
@@ -221,10 +230,9 @@ def _matrices(local: LocalShape) -> list[int]:
     return [inner * local.hidden] * (3 if local.model.gated_mlp or moe is not None else 2)
 
 
-def _messages(local: LocalShape, n_tokens: int) -> int:
-    """Return the bytes of a micro-batch that comes from each neighbour in a pipeline."""
-    n_neighbours = (not local.has_embedding) + (not local.has_head)
-    return math.ceil(n_neighbours * n_tokens * local.hidden * local.element_bytes * local.row_share)
+def _message_bytes(local: LocalShape, n_tokens: int) -> int:
+    """Return the bytes of a micro-batch on its way between stages."""
+    return math.ceil(n_tokens * local.hidden * local.element_bytes * local.row_share)
 
 
 def training_activations(
@@ -236,8 +244,10 @@ def training_activations(
     accumulates: bool,
     checkpointing: bool,
     kernels: Kernels,
-) -> tuple[int, int]:
-    """Return the bytes that a training step keeps for its backward passes, with those of the head, or of a block.
+) -> tuple[int, int, int]:
+    """Return the bytes that a training step keeps for its backward passes, with what passes through head or block.
+
+    The third number is that of one micro-batch, between its passes.
 
     Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models", section 4) count the
     activations of a block of GPT per token, and their division by tensor and sequence parallelism. Here there is no
@@ -267,8 +277,9 @@ def training_activations(
     kept += n_tokens * 2 * local.model.head_dim * local.element_bytes  # the rotation's table
     ends = _kept_by_ends(local, n_tokens, n_scored, kernels)
     at_head = ends + _backward_of_head(local, n_scored, accumulates, kernels)
-    kept = n_in_flight * kept + (n_in_flight - 1) * ends
-    return math.ceil(kept + at_head), math.ceil(kept + n_tokens * (again + transient))
+    one, kept = math.ceil(kept + ends), n_in_flight * kept + (n_in_flight - 1) * ends
+    at_head = max(at_head, n_tokens * _backward_of_last_norm(local, kernels))
+    return math.ceil(kept + at_head), math.ceil(kept + n_tokens * (again + transient)), one
 
 
 def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, kernels: Kernels) -> int:
@@ -333,19 +344,26 @@ def backward_of_block(local: LocalShape, layer: int) -> float:
     are put back into the order of tokens in the forward pass, and into that of experts in the backward pass.
     """
     moe, inner, h = local.model.moe, local.experts_inner(layer), local.hidden
+    held = 2 * h + _held_by_collectives(local)
     if moe is None or not inner:
-        return (2 * h + (2 if local.model.gated_mlp else 1) * local.inner) * local.element_bytes
-    return (2 * h + moe.top_k * max(2 * h, h + inner, 2 * inner)) * local.element_bytes
+        return (held + (2 if local.model.gated_mlp else 1) * local.inner) * local.element_bytes
+    return (held + moe.top_k * max(2 * h, h + inner, 2 * inner)) * local.element_bytes
+
+
+def _held_by_collectives(local: LocalShape) -> int:
+    """Return elements per token of a sum over tensor ranks that a thread may hold until the next one is there."""
+    return local.hidden if local.tp_size > 1 else 0
 
 
 def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     """Return the largest bytes per token inside of a block without gradient: in attention or in the MLP."""
     h, q, k, b = local.hidden, local.queries, local.keys, local.element_bytes
     moe, inner = local.model.moe, local.experts_inner(layer)
-    width = 3 * local.inner if moe is None or not inner else moe.top_k * (2 * h + 3 * inner)
+    width = 3 * local.inner if moe is None or not inner else moe.top_k * max(2 * h + 3 * inner, 3 * h + inner)
     attention = 2 * h * b + (5 * q + 3 * k) * (FLOAT32 if kernels.float_attention else b)
     gathered = h * b if local.row_share < 1 else 0  # rows come from other ranks, or their sums go there
-    return max(attention, (3 * h + width) * b) + 2 * local.model.head_dim * b + gathered
+    beside = 2 * local.model.head_dim * b + gathered + _held_by_collectives(local) * b
+    return max(attention, (3 * h + width) * b) + beside
 
 
 def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels) -> float:
@@ -353,9 +371,12 @@ def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels)
     moe, inner = local.model.moe, local.experts_inner(layer)
     width = (1 if kernels.fused_products else 4) * local.inner
     if moe is not None and inner:
-        width = moe.top_k * (2 * local.hidden + 3 * inner)
+        width = local.hidden + moe.top_k * max(2 * local.hidden + 3 * inner, 3 * local.hidden + inner)
     attention = (2 if kernels.fuses_attention(local.model) else 3) * (local.queries + local.keys)
-    return (3 * local.hidden + width + attention + 2 * local.model.head_dim) * b
+    if local.model.qk_norm:  # before the norms and after them
+        attention = max(attention, 2 * (local.queries + 2 * local.keys))
+    held = 3 * local.hidden + _held_by_collectives(local) + 2 * local.model.head_dim
+    return (held + width + attention) * b
 
 
 def _kept_by_ends(local: LocalShape, n_tokens: int, n_scored: int, kernels: Kernels) -> float:
@@ -368,6 +389,14 @@ def _kept_by_ends(local: LocalShape, n_tokens: int, n_scored: int, kernels: Kern
         return n_tokens * (norm + (h * FLOAT32 if b < FLOAT32 else 0))
     n_logits = n_scored * local.vocabulary
     return n_tokens * norm + n_scored * h * b + (n_logits * b if n_logits <= LOGITS_CHUNK else 0)
+
+
+def _backward_of_last_norm(local: LocalShape, kernels: Kernels) -> float:
+    """Return the bytes per token of the last norm's backward pass, when logits and their gradients are gone."""
+    if not local.has_head:
+        return 0.0
+    h, b = local.hidden, local.element_bytes
+    return 4 * h * b if kernels.fused_norms or local.model.norm_bias else 2 * h * b + 7 * h * FLOAT32
 
 
 def _backward_of_head(local: LocalShape, n_scored: int, accumulates: bool, kernels: Kernels) -> float:

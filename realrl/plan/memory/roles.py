@@ -79,6 +79,7 @@ class KeptParts:
     """What a role keeps on each part; `resident` and `away` are columns of usages, see `columns`."""
 
     parts: tuple[Kept, ...]
+    parameters: Matrix
     resident: Matrix
     away: Matrix
     saving: Matrix
@@ -120,11 +121,12 @@ class RoleBytes:
             kinds = self.model.cut(strategy).kinds
             of_kind = {kind: self._kept_of(kind, strategy) for kind in set(kinds)}
             parts = tuple(of_kind[kind] for kind in kinds)
-            saving, copied = np.array([(part.saving, part.copied) for part in parts], dtype=np.int64).T
+            numbers = [(part.parameters, part.saving, part.copied) for part in parts]
+            parameters, saving, copied = np.array(numbers, dtype=np.int64).T
             resident = {kind: part.resident for kind, part in of_kind.items()}
             away = {kind: part.away for kind, part in of_kind.items()}
             held, gone = (columns([usages[kind] for kind in kinds]) for usages in (resident, away))
-            self._kept[strategy] = KeptParts(parts, held, gone, saving, copied)
+            self._kept[strategy] = KeptParts(parts, parameters, held, gone, saving, copied)
         return self._kept[strategy]
 
     def computed(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> Matrix:
@@ -193,7 +195,7 @@ class RoleBytes:
         elements = [n_elements for _, n_elements in trained]
         gathers_state = gathered_state(elements, sharing) if role.is_trained else 0
         # what the last save finds in host memory stays where it is
-        is_copied = self._saves.is_staged or self._saves.is_repeated or not self.has_own_memory
+        is_copied = self._saves.copies_all or not self.has_own_memory
         copied = state_copies(role.model, elements) if is_copied or gathers_state else 0
         copied += masters if is_copied else 0
         copied += kind.copies if role.is_changed and (is_copied or saving) else 0
