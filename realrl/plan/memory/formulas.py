@@ -185,13 +185,7 @@ def training_bytes(
     accumulates = load.n_mbs > 1
     rows = CALL_ROW_BYTES * load.n_held + PASS_ROW_BYTES * load.n_tokens
     head, block, other = training_activations(
-        local,
-        n_tokens=n_tokens,
-        n_scored=load.n_scored,
-        n_in_flight=n_in_flight,
-        accumulates=accumulates,
-        checkpointing=checkpointing,
-        kernels=kernels,
+        local, load, n_tokens=n_tokens, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels
     )
     of_block, of_all = (
         unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=n, kernels=kernels)
@@ -236,14 +230,7 @@ def _message_bytes(local: LocalShape, n_tokens: int) -> int:
 
 
 def training_activations(
-    local: LocalShape,
-    *,
-    n_tokens: int,
-    n_scored: int,
-    n_in_flight: int,
-    accumulates: bool,
-    checkpointing: bool,
-    kernels: Kernels,
+    local: LocalShape, load: Load, *, n_tokens: int, n_in_flight: int, checkpointing: bool, kernels: Kernels
 ) -> tuple[int, int, int]:
     """Return the bytes that a training step keeps for its backward passes, with what passes through head or block.
 
@@ -261,10 +248,8 @@ def training_activations(
     time has everything.
 
     Args:
-        n_tokens: tokens of the largest micro-batch.
-        n_scored: tokens of it whose logits or scores are computed.
+        n_tokens: tokens of the largest micro-batch that are computed.
         n_in_flight: micro-batches that this stage holds.
-        accumulates: gradients are added to those of an earlier micro-batch.
         checkpointing: blocks are computed again in the backward pass.
     """
     blocks = [kept_by_block(local, layer, kernels) for layer in local.layers]
@@ -275,8 +260,8 @@ def training_activations(
     else:
         kept, again = n_tokens * sum(blocks), 0.0
     kept += n_tokens * 2 * local.model.head_dim * local.element_bytes  # the rotation's table
-    ends = _kept_by_ends(local, n_tokens, n_scored, kernels)
-    at_head = ends + _backward_of_head(local, n_scored, accumulates, kernels)
+    ends = _kept_by_ends(local, n_tokens, load.n_scored, kernels)
+    at_head = ends + _backward_of_head(local, load, kernels)
     one, kept = math.ceil(kept + ends), n_in_flight * kept + (n_in_flight - 1) * ends
     at_head = max(at_head, n_tokens * _backward_of_last_norm(local, kernels))
     return math.ceil(kept + at_head), math.ceil(kept + n_tokens * (again + transient)), one
@@ -359,7 +344,10 @@ def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     """Return the largest bytes per token inside of a block without gradient: in attention or in the MLP."""
     h, q, k, b = local.hidden, local.queries, local.keys, local.element_bytes
     moe, inner = local.model.moe, local.experts_inner(layer)
-    width = 3 * local.inner if moe is None or not inner else moe.top_k * max(2 * h + 3 * inner, 3 * h + inner)
+    adapted = 0 if local.model.lora is None else local.inner  # the adapter's part, beside the layer's and their sum
+    width = 3 * local.inner + adapted
+    if moe is not None and inner:
+        width = moe.top_k * max(2 * h + 3 * inner, 3 * h + inner)
     attention = 2 * h * b + (5 * q + 3 * k) * (FLOAT32 if kernels.float_attention else b)
     gathered = h * b if local.row_share < 1 else 0  # rows come from other ranks, or their sums go there
     beside = 2 * local.model.head_dim * b + gathered + _held_by_collectives(local) * b
@@ -399,16 +387,19 @@ def _backward_of_last_norm(local: LocalShape, kernels: Kernels) -> float:
     return 4 * h * b if kernels.fused_norms or local.model.norm_bias else 2 * h * b + 7 * h * FLOAT32
 
 
-def _backward_of_head(local: LocalShape, n_scored: int, accumulates: bool, kernels: Kernels) -> float:
+def _backward_of_head(local: LocalShape, load: Load, kernels: Kernels) -> float:
     """Return bytes of gradients of one chunk's logits, and of the head's weight unless it becomes the parameter's."""
     if not local.vocabulary:
         return 0.0
+    n_scored, accumulates = load.n_scored, load.n_mbs > 1  # gradients are added to those of earlier micro-batches
     b, weight = local.element_bytes, local.vocabulary * local.hidden
     chunk = _logits_chunk(n_scored, local.vocabulary)
     is_whole = chunk == n_scored * local.vocabulary
     logits = chunk * b * (1 if is_whole else 2) + _product_floats(chunk, kernels)
     weights = (weight * b if accumulates or b < FLOAT32 else 0) + (0 if is_whole else weight * FLOAT32)
-    return logits + weights + n_scored * local.hidden * b + _softmax_floats(chunk, kernels, with_entropy=True)
+    return (
+        logits + weights + n_scored * local.hidden * b + _softmax_floats(chunk, kernels, with_entropy=load.with_entropy)
+    )
 
 
 def _logits_chunk(n_scored: int, vocabulary: int) -> int:

@@ -18,6 +18,7 @@ from realrl.plan.samples.prefixes import is_worth_sharing
 
 _WITH_END = ("reward_model",)  # interfaces that put an end-of-sequence token behind every sequence
 _OF_ANSWERS = ("sft", "dpo", "kto", "ppo_actor")  # those that score answers alone; any other may score all tokens
+_WITHOUT_ENTROPY = ("sft", "dpo", "kto")
 _SINGLY = ("kto",)  # those that train on the sequences of a sample one after the other
 
 
@@ -49,6 +50,7 @@ class Load:
             samples of the largest micro-batch, at least.
         n_waiting: tokens of a prompt whose keys and values are kept apart for responses that have no row yet.
         is_filtered: generation draws among some of the tokens only.
+        with_entropy: the loss may depend on entropies.
     """
 
     n_seqs: int
@@ -65,6 +67,7 @@ class Load:
     n_samples: int = 1
     n_waiting: int = 0
     is_filtered: bool = False
+    with_entropy: bool = True
 
     def repeated(self, hidden_size: int) -> int:
         """Return the tokens of the largest micro-batch that are not computed where a common prompt is computed once."""
@@ -112,6 +115,7 @@ def load_of(
         n_sequences=n,
         n_prompt=min(rows.prompts, default=0),
         n_samples=n_seqs if n_mbs == 1 else max(1, per_mb // max(wholes, default=1)),
+        with_entropy=mfc.interface.name not in _WITHOUT_ENTROPY,
     )
 
 

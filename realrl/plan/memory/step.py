@@ -49,6 +49,7 @@ class Step:
         roles: role -> its bytes, and its home.
         calls: calls in the order of a step.
         is_whole: all fields of usages are wanted, and not the host's bytes and the total alone.
+        on_host: the device's memory is the host's: both count together.
         moves, rows_bytes, saves: see `MemoryModel`.
         runtime_bytes: see `MemoryModel.plan`.
 
@@ -62,13 +63,14 @@ class Step:
         calls: Sequence[CallState],
         *,
         is_whole: bool,
+        on_host: bool,
         moves: Moves,
         rows_bytes: int,
         runtime_bytes: Mapping[int, int],
         saves: Saves | None,
     ) -> None:
         self._roles, self._moves, self._rows_bytes, self._saves = roles, moves, rows_bytes, saves
-        self._calls = {call.name: call for call in calls}
+        self._calls, self._on_host = {call.name: call for call in calls}, on_host
         self._view = slice(None) if is_whole else slice(_ALL - 2, None)
         self._n_rows = _ALL if is_whole else 2
         homes = {name: home for name, (_, home) in roles.items()}
@@ -112,7 +114,7 @@ class Step:
         ranks = ranks_of(call.allocation)
         first, *later = dict.fromkeys(self._away[call.name])
         usages = self._resident(first)[:, ranks]
-        usages = _larger(usages, self._resident(later[0])[:, ranks]) if later else usages.copy()
+        usages = self._larger(usages, self._resident(later[0])[:, ranks]) if later else usages.copy()
         own_total, received = (np.zeros(usages.shape[1], dtype=np.int64) for _ in range(2))
         if call.role in self._roles:
             own, home = self._roles[call.role]
@@ -158,6 +160,14 @@ class Step:
             self._resident_without[residence] = usages
         return self._resident_without[residence]
 
+    def _larger(self, one: Matrix, other: Matrix) -> Matrix:
+        """Return the usages with the larger totals; of equals those with more in host memory, and then the first."""
+        more, more_on_host = (other[row] - one[row] for row in (_TOTAL, _HOST))
+        if self._on_host:
+            more = more + more_on_host
+        larger: Matrix = np.where((more > 0) | ((more == 0) & (more_on_host > 0)), other, one)
+        return larger
+
     # ------------------------------------------------------------ reallocations
 
     def _lacking(self, hook: Realloc) -> Lacking:
@@ -196,7 +206,7 @@ class Step:
                 back = replace(away, absent=away.absent - {name}) if own.role.is_changed else away
                 moment = self._resident(back)[:, ranks].copy()
                 self._add(moment, _COPIES, self._kept[name].saving[parts])
-                usages[:, ranks] = _larger(usages[:, ranks], moment)
+                usages[:, ranks] = self._larger(usages[:, ranks], moment)
         if self._saves is not None and not self._saves.copies_all:
             # a checkpoint has the parameters that came back for it, which go to host memory again meanwhile
             for name in frozenset.union(*(away.absent for away in self._away[SAVE])) & self._roles.keys():
@@ -213,13 +223,6 @@ class Step:
 
 def _reallocs(call: CallState) -> list[Realloc]:
     return [hook for hook in (*call.hooks.before, *call.hooks.after) if isinstance(hook, Realloc)]
-
-
-def _larger(one: Matrix, other: Matrix) -> Matrix:
-    """Return the usages with the larger totals; of equals those with more in host memory, and then the first."""
-    is_larger = (other[_TOTAL] > one[_TOTAL]) | ((other[_TOTAL] == one[_TOTAL]) & (other[_HOST] > one[_HOST]))
-    larger: Matrix = np.where(is_larger, other, one)
-    return larger
 
 
 @lru_cache(maxsize=4096)
