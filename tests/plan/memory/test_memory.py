@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,63 +9,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.config.schema import GenerationConfig
-from realrl.graph.mfc import InterfaceType, MFCDef
-from realrl.mesh.device_mesh import Cluster
-from realrl.mesh.notation import parse_allocation
+from realrl.graph.mfc import InterfaceType
 from realrl.plan.hooks import CallHooks, Offload, Realloc
-from realrl.plan.memory.buffers import CALL_ROW_BYTES, GRADIENT_BUCKET, PASS_ROW_BYTES, SAVE_STAGE
-from realrl.plan.memory.cuts import CutModel
+from realrl.plan.memory.buffers import GRADIENT_BUCKET, SAVE_STAGE
 from realrl.plan.memory.formulas import (
     Kernels,
-    backward_of_block,
-    forward_bytes,
-    forward_of_block,
     generation_bytes,
     inference_activations,
     kept_by_block,
-    local_shape,
     training_activations,
-    training_bytes,
 )
 from realrl.plan.memory.load import Load, RowLengths, load_of
 from realrl.plan.memory.model import plan_memory
-from realrl.plan.memory.moves import lacking
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
 from realrl.plan.memory.overlap import plan_overlap
-from realrl.plan.memory.plan import SAVE, CallState, RoleState, Usage, checkpoint_bytes, show_bytes
+from realrl.plan.memory.plan import SAVE, Usage, checkpoint_bytes, show_bytes
 from realrl.plan.memory.saving import Saves
 from realrl.plan.parameters.decoder_specs import parameter_specs
-from realrl.plan.parameters.shards import ModelShard, whole_shard
-from realrl.plan.parameters.specs import DTYPE_BYTES
-from realrl.shape import DecoderConfig, LoRA
-
-GENERATE, INFERENCE, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
-NODE = Cluster(1, 8)
-MODEL = DecoderConfig(
-    vocab_size=64, hidden_size=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=4, intermediate_size=48
+from realrl.shape import LoRA
+from tests.plan.memory.examples import (
+    GENERATE,
+    INFERENCE,
+    MODEL,
+    N_BYTES,
+    ROW,
+    ROWS,
+    TRAIN,
+    call,
+    local,
+    mfc,
+    place,
+    role,
 )
-ROW = PASS_ROW_BYTES + 2 * 32 * 4  # of a token while the embedding gets its gradient
-N_BYTES = sum(spec.num_bytes for spec in parameter_specs(MODEL))
-ROWS = RowLengths([5, 3, 9], [11, 6, 20], [11, 6, 20])
-LOAD = Load(4, 64, 16)
+
 STRATEGIES = st.sampled_from(["d8", "t8", "d2t2p2", "d2t4", "t2p4", "t4p2s", "d4p2", "d1", "d2", "t2s"])
-
-
-def place(text):
-    n = math.prod(int(text[i + 1]) for i, letter in enumerate(text) if letter in "dtp")
-    return parse_allocation(f"{text}@0:0-{n - 1}" if n > 1 else f"{text}@0:0", NODE)
-
-
-def role(text="d1", **changes):
-    return RoleState(**{"model": MODEL, "home": place(text), "is_trained": True, **changes})
-
-
-def call(kind, text="d1", *, name="call", of="actor", hooks=None, load=LOAD):
-    return CallState(name, of, kind, place(text), hooks or CallHooks(), load)
-
-
-def local(model=MODEL, **changes):
-    return local_shape(model, whole_shard(model), sp=False, element_bytes=4, **changes)
 
 
 # ---------------------------------------------------------------- optimizer
@@ -178,115 +154,7 @@ def test_cache_and_packed_weights():
     assert (floats.weights, floats.cache) == (2 * packed.weights, 2 * made.cache)
 
 
-def training(model=MODEL, *, load=LOAD, n_in_flight=1, shard=None, kernels=None, sp=False):
-    here = local_shape(model, shard or whole_shard(model), sp=sp, element_bytes=DTYPE_BYTES[model.dtype])
-    return training_bytes(here, load, n_in_flight=n_in_flight, checkpointing=False, kernels=kernels or Kernels())
-
-
-def test_adapters_keep_their_inner_activations():
-    adapted = replace(MODEL, lora=LoRA(3, 3.0, ("q", "v", "down")))
-    assert kept_by_block(local(adapted), 0, Kernels()) == kept_by_block(local(), 0, Kernels()) + 3 * 3 * 4
-
-
-def test_rows_are_there_between_the_passes():
-    found = training(load=Load(4, 10, 10, n_held=40))
-    assert found.rows == 40 * CALL_ROW_BYTES + 10 * PASS_ROW_BYTES
-    few = plan_memory({"actor": role("d2")}, [call(TRAIN, "d2", load=Load(1, 1, 1, n_held=9))]).calls["call"][0]
-    assert (few.gradients, few.activations) == (2 * N_BYTES, PASS_ROW_BYTES + 9 * CALL_ROW_BYTES)
-
-
-def test_a_second_gradient_of_the_embedding():
-    """It is made before it is added to that of the head, or of an earlier micro-batch."""
-    table = 64 * 32 * 4
-    once = training().embedding
-    assert training(replace(MODEL, tied_embeddings=True)).embedding == once + table
-    assert training(load=replace(LOAD, n_mbs=2)).embedding == once + table
-    assert training(replace(MODEL, lora=LoRA(2, 2.0, ("q",)), tied_embeddings=True)).embedding == once
-
-
-def test_micro_batches_in_flight_are_there_until_their_own_backward_pass():
-    first = ModelShard(layers=range(2), has_embedding=True, has_head=False)
-    load = replace(LOAD, n_mbs=4)
-    one, three = (training(load=load, n_in_flight=n, shard=first) for n in (1, 3))
-    kept = 2 * 64 * 2 * kept_by_block(local(), 0, Kernels())
-    for moment in ("head", "block", "last", "embedding"):
-        assert getattr(three, moment) - getattr(one, moment) > kept
-
-
-def test_messages_of_a_pipeline_wait_for_each_other():
-    first, last = (
-        local_shape(
-            MODEL, ModelShard(layers=range(2), has_embedding=n == 0, has_head=n == 1), sp=False, element_bytes=4
-        )
-        for n in (0, 1)
-    )
-    sizes = [
-        [forward_bytes(stage, replace(LOAD, n_mbs=n), kernels=Kernels()) for n in (1, 2, 4, 5, 9)]
-        for stage in (first, last)
-    ]
-    message = 64 * 32 * 4
-    assert [n - sizes[0][0] for n in sizes[0]] == [0, message, 3 * message, 4 * message, 4 * message]
-    assert [n - sizes[1][0] for n in sizes[1]] == [0, message, message, message, message]
-
-
-def test_gradients_that_tensor_ranks_add_up():
-    assert reduction_bytes(1000, 10, dp=1, partial=300) == 300
-    assert reduction_bytes(1000, 10, dp=2, partial=300) == 1000
-    kinds = {text: CutModel(MODEL).cut(place(text).strategy).kinds[0] for text in ("d1", "t4", "t8")}
-    vectors = 2 * 4 * 32 + 32  # two norms of each block, and the last one
-    assert [kinds[text].partial(sp=False) for text in kinds] == [0, 0, 4 * 2 * 16 * 32]
-    assert [kinds[text].partial(sp=True) for text in ("t4", "t8")] == [vectors, vectors + 4 * 2 * 16 * 32]
-
-
-def test_tensors_that_collectives_may_hold():
-    shard = ModelShard(layers=range(4), has_embedding=True, has_head=True, tp_rank=0, tp_size=2)
-    half = local_shape(replace(MODEL, head="value"), shard, sp=False, element_bytes=4)
-    alone = replace(half, tp_size=1)
-    for n_bytes in (backward_of_block, lambda *args: forward_of_block(*args, Kernels())):
-        assert n_bytes(half, 0) == n_bytes(alone, 0) + 32 * 4
-
-
-def test_prompts_that_wait_for_rows_and_drawing_from_logits():
-    load = Load(1, n_runs=1, n_rows=3, longest_row=7, prefill_tokens=1)
-    made = generation_bytes(local(), load, kernels=Kernels())
-    waiting = generation_bytes(local(), replace(load, n_waiting=5), kernels=Kernels())
-    assert waiting.cache - made.cache == (2 * 4 * 16 * 5 + 64) * 4
-    drawn = [
-        generation_bytes(local(replace(MODEL, vocab_size=6400)), load, kernels=Kernels(fused_sampling=True)).activations
-        for load in (load, replace(load, is_filtered=True))
-    ]
-    assert drawn == [2 * 3 * 6400 * 4, 4 * 3 * 6400 * 4]
-    generation = GenerationConfig(max_new_tokens=4, max_batch_size=6, top_k=3)
-    held, all_there = (
-        load_of(mfc(GENERATE, n_seqs=n), place("d1"), ROWS, generation=generation, n_responses=3) for n in (4, 2)
-    )
-    assert (held.n_waiting, all_there.n_waiting, held.is_filtered) == (9, 0, True)
-
-
-def test_large_slices_of_a_move_arrive_in_their_place():
-    large = CutModel(replace(MODEL, vocab_size=1 << 15))  # embedding and head have 4 MB each
-    found = lacking(large, place("d1"), parse_allocation("d1@0:1", NODE))
-    assert found.received - found.buffered == 2 * (1 << 15) * 32 * 4
-    cut = lacking(large, place("d1"), parse_allocation("t2@0:2-3", NODE))
-    assert (cut.received == cut.buffered).all()
-
-
-def test_a_last_save_leaves_what_came_back_for_it():
-    roles = {"actor": role(), "ema": role(is_trained=False, is_changed=True)}
-    calls = [call(INFERENCE, name="inf", of="ema", hooks=CallHooks(after=(Offload("ema", place("d1")),))), call(TRAIN)]
-    kept, copied = (
-        plan_memory(roles, calls, saves=Saves(is_staged=False, is_repeated=is_repeated)).calls[SAVE][0]
-        for is_repeated in (False, True)
-    )
-    assert kept.host == N_BYTES
-    assert copied.host == N_BYTES + 2 * N_BYTES  # with the actor's moments
-
-
 # ---------------------------------------------------------------- loads
-
-
-def mfc(kind, **changes):
-    return MFCDef(**{"name": "c", "model_name": "actor", "interface_type": kind, "interface_impl": "i", **changes})
 
 
 def test_the_longest_rows_come_together():
