@@ -347,7 +347,7 @@ def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     adapted = 0 if local.model.lora is None else local.inner  # the adapter's part, beside the layer's and their sum
     width = 3 * local.inner + adapted
     if moe is not None and inner:
-        width = moe.top_k * max(2 * h + 3 * inner, 3 * h + inner)
+        width = moe.top_k * max(2 * h + 3 * inner, 3 * h + inner) + 4 * moe.n_experts
     attention = 2 * h * b + (5 * q + 3 * k) * (FLOAT32 if kernels.float_attention else b)
     gathered = h * b if local.row_share < 1 else 0  # rows come from other ranks, or their sums go there
     beside = 2 * local.model.head_dim * b + gathered + _held_by_collectives(local) * b
@@ -360,6 +360,7 @@ def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels)
     width = (1 if kernels.fused_products else 4) * local.inner
     if moe is not None and inner:
         width = local.hidden + moe.top_k * max(2 * local.hidden + 3 * inner, 3 * local.hidden + inner)
+        width += 4 * moe.n_experts
     attention = (2 if kernels.fuses_attention(local.model) else 3) * (local.queries + local.keys)
     if local.model.qk_norm:  # before the norms and after them
         attention = max(attention, 2 * (local.queries + 2 * local.keys))
