@@ -153,7 +153,7 @@ def forward_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
     n_received = 0 if local.has_embedding else min(2, load.n_mbs)  # one is computed on while the next one comes
     n_sent = 0 if local.has_head else min(PIPELINE_PENDING if local.has_embedding else 2, load.n_mbs - 1)
     messages = (n_received + n_sent) * _message_bytes(local, load.n_tokens - n_again)
-    return computed + again + messages + ROW_BYTES * load.n_held
+    return computed + again + messages + ROW_BYTES * load.n_held + converted_bytes(local)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def training_bytes(
     n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
     n_tokens, h, b = load.n_tokens - n_again, local.hidden, local.element_bytes
     accumulates = load.n_mbs > 1
-    rows = CALL_ROW_BYTES * load.n_held + PASS_ROW_BYTES * load.n_tokens
+    rows = CALL_ROW_BYTES * load.n_held + PASS_ROW_BYTES * load.n_tokens + n_in_flight * converted_bytes(local)
     head, block, other = training_activations(
         local, load, n_tokens=n_tokens, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels
     )
@@ -222,6 +222,17 @@ def _matrices(local: LocalShape) -> list[int]:
         default=0,
     )
     return [inner * local.hidden] * (3 if local.model.gated_mlp or moe is not None else 2)
+
+
+def converted_bytes(local: LocalShape) -> int:
+    """Return the bytes of small parameters that a pass converts: vectors to float32, and adapters to its dtype."""
+    h, model = local.hidden, local.model
+    n_bytes = (4 * len(local.layers) + 2) * h * FLOAT32
+    if model.lora is None:
+        return n_bytes
+    widths = {"q": local.queries, "k": local.keys, "v": local.keys, "o": local.queries}
+    n_elements = sum(h + widths.get(name, local.inner) for name in model.lora.targets)
+    return n_bytes + len(local.layers) * model.lora.rank * n_elements * local.element_bytes
 
 
 def _message_bytes(local: LocalShape, n_tokens: int) -> int:
@@ -282,9 +293,7 @@ def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, ke
 
 
 def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_blocks: int, kernels: Kernels) -> int:
-    """Return the bytes that tokens of common prompts take although they are computed once.
-
-    Every sequence has keys and values of its prompt of its own, and hidden states go to the head for all tokens.
+    """Return the bytes of tokens that are not computed: keys and values for each sequence, and rows for the head.
 
     Args:
         n_tokens: tokens of the largest micro-batch.
@@ -302,7 +311,8 @@ def kept_by_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     """Return the bytes per token that a block keeps for its backward pass; see `training_activations`."""
     h, b, model = local.hidden, local.element_bytes, local.model
     is_fused = kernels.fused_norms or model.norm_bias  # LayerNorm has a kernel of its own everywhere
-    norms = 2 * local.row_share * (h * (b if is_fused else 2 * FLOAT32) + FLOAT32)
+    n_floats = 2 if model.lora is None else 1  # the result before its product with a weight that is trained
+    norms = 2 * local.row_share * (h * (b if is_fused else n_floats * FLOAT32) + FLOAT32)
     attention_bytes = FLOAT32 if kernels.float_attention else b
     attention = (2 * local.queries + 2 * local.keys) * attention_bytes + local.n_heads * FLOAT32
     if kernels.joins_attention(model):
@@ -325,8 +335,7 @@ def _kept_by_mlp(local: LocalShape, layer: int) -> float:
 def backward_of_block(local: LocalShape, layer: int) -> float:
     """Return the largest bytes per token of tensors on their way through a block, in its MLP, beside those it keeps.
 
-    The inner units' gradients are there together with those of their product, whose own value is gone. Slots of experts
-    are put back into the order of tokens in the forward pass, and into that of experts in the backward pass.
+    Gradients of inner units are there with those of their product; slots of experts change their order both ways.
     """
     moe, inner, h = local.model.moe, local.experts_inner(layer), local.hidden
     held = 2 * h + _held_by_collectives(local)
@@ -384,8 +393,8 @@ def _backward_of_last_norm(local: LocalShape, kernels: Kernels) -> float:
     """Return the bytes per token of the last norm's backward pass, when logits and their gradients are gone."""
     if not local.has_head:
         return 0.0
-    h, b = local.hidden, local.element_bytes
-    return 4 * h * b if kernels.fused_norms or local.model.norm_bias else 2 * h * b + 7 * h * FLOAT32
+    h, b, is_fused = local.hidden, local.element_bytes, kernels.fused_norms or local.model.norm_bias
+    return 4 * h * b if is_fused else 2 * h * b + 5 * h * FLOAT32
 
 
 def _backward_of_head(local: LocalShape, load: Load, kernels: Kernels) -> float:

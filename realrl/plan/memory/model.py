@@ -229,7 +229,6 @@ class MemoryModel:
             {name: (self._role(role), role.home) for name, role in roles.items()},
             calls,
             is_whole=is_whole,
-            on_host=self._kernels.on_host,
             moves=self.moves,
             rows_bytes=self._rows_bytes,
             runtime_bytes=runtime_bytes or {},

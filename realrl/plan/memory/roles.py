@@ -21,6 +21,7 @@ from realrl.plan.memory.cuts import CutModel, PartKind
 from realrl.plan.memory.formulas import (
     Kernels,
     TrainingBytes,
+    converted_bytes,
     forward_bytes,
     generation_bytes,
     local_shape,
@@ -105,6 +106,11 @@ class RoleBytes:
         self._kept: dict[ParallelStrategy, KeptParts] = {}
         self._kept_kinds: dict[tuple[PartKind, int, bool, bool], Kept] = {}
         self._computed: dict[tuple[ParallelStrategy, InterfaceType, Load], Matrix] = {}
+
+    @property
+    def on_host(self) -> bool:
+        """True if the device's memory is the host's, so that both count together."""
+        return self._kernels.on_host
 
     @property
     def has_own_memory(self) -> bool:
@@ -229,7 +235,7 @@ class RoleBytes:
         local = local_shape(model, part.shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])
         if kind is InterfaceType.GENERATE:
             made = generation_bytes(local, load, kernels=kernels)
-            activations = made.activations + ROW_BYTES * load.n_held
+            activations = made.activations + ROW_BYTES * load.n_held + converted_bytes(local)
             return Usage(copies=made.weights, cache=made.cache, activations=activations)
         if kind is InterfaceType.INFERENCE:
             return Usage(activations=forward_bytes(local, load, kernels=kernels))

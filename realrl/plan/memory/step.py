@@ -49,7 +49,6 @@ class Step:
         roles: role -> its bytes, and its home.
         calls: calls in the order of a step.
         is_whole: all fields of usages are wanted, and not the host's bytes and the total alone.
-        on_host: the device's memory is the host's: both count together.
         moves, rows_bytes, saves: see `MemoryModel`.
         runtime_bytes: see `MemoryModel.plan`.
 
@@ -63,14 +62,14 @@ class Step:
         calls: Sequence[CallState],
         *,
         is_whole: bool,
-        on_host: bool,
         moves: Moves,
         rows_bytes: int,
         runtime_bytes: Mapping[int, int],
         saves: Saves | None,
     ) -> None:
         self._roles, self._moves, self._rows_bytes, self._saves = roles, moves, rows_bytes, saves
-        self._calls, self._on_host = {call.name: call for call in calls}, on_host
+        self._calls = {call.name: call for call in calls}
+        self._on_host = any(own.on_host for own, _ in roles.values())
         self._view = slice(None) if is_whole else slice(_ALL - 2, None)
         self._n_rows = _ALL if is_whole else 2
         homes = {name: home for name, (_, home) in roles.items()}

@@ -23,7 +23,8 @@ NODE = Cluster(1, 8)
 MODEL = DecoderConfig(
     vocab_size=64, hidden_size=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=4, intermediate_size=48
 )
-ROW = PASS_ROW_BYTES + 2 * 32 * 4  # of a token while the embedding gets its gradient
+VECTORS = (4 * 4 + 2) * 32 * 4  # those that a pass converts
+ROW = PASS_ROW_BYTES + 2 * 32 * 4 + VECTORS  # of one token while the embedding gets its gradient
 N_BYTES = sum(spec.num_bytes for spec in parameter_specs(MODEL))
 ROWS = RowLengths([5, 3, 9], [11, 6, 20], [11, 6, 20])
 LOAD = Load(4, 64, 16)

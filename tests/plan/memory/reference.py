@@ -10,6 +10,7 @@ from realrl.plan.hooks import Offload, Realloc
 from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, REALLOC_LARGE, ROW_BYTES, SAVE_STAGE
 from realrl.plan.memory.formulas import (
     Kernels,
+    converted_bytes,
     forward_bytes,
     generation_bytes,
     local_shape,
@@ -201,7 +202,7 @@ def _computed(call, role, rank):
     local = local_shape(role.model, layout.shard_of(rank), sp=strategy.sp, element_bytes=width)
     if call.kind is InterfaceType.GENERATE:
         made = generation_bytes(local, load, kernels=kernels)
-        activations = made.activations + ROW_BYTES * load.n_held
+        activations = made.activations + ROW_BYTES * load.n_held + converted_bytes(local)
         return Usage(copies=made.weights, cache=made.cache, activations=activations)
     if call.kind is InterfaceType.INFERENCE:
         return Usage(activations=forward_bytes(local, load, kernels=kernels))

@@ -37,6 +37,7 @@ from tests.plan.memory.examples import (
     NODE,
     ROWS,
     TRAIN,
+    VECTORS,
     call,
     local,
     mfc,
@@ -57,9 +58,9 @@ def test_adapters_keep_their_inner_activations():
 
 def test_rows_are_there_between_the_passes():
     found = training(load=Load(4, 10, 10, n_held=40))
-    assert found.rows == 40 * CALL_ROW_BYTES + 10 * PASS_ROW_BYTES
+    assert found.rows == 40 * CALL_ROW_BYTES + 10 * PASS_ROW_BYTES + VECTORS
     few = plan_memory({"actor": role("d2")}, [call(TRAIN, "d2", load=Load(1, 1, 1, n_held=9))]).calls["call"][0]
-    assert (few.gradients, few.activations) == (2 * N_BYTES, PASS_ROW_BYTES + 9 * CALL_ROW_BYTES)
+    assert (few.gradients, few.activations) == (2 * N_BYTES, PASS_ROW_BYTES + 9 * CALL_ROW_BYTES + VECTORS)
 
 
 def test_a_second_gradient_of_the_embedding():
@@ -68,7 +69,8 @@ def test_a_second_gradient_of_the_embedding():
     once = training().embedding
     assert training(replace(MODEL, tied_embeddings=True)).embedding == once + table
     assert training(load=replace(LOAD, n_mbs=2)).embedding == once + table
-    assert training(replace(MODEL, lora=LoRA(2, 2.0, ("q",)), tied_embeddings=True)).embedding == once
+    adapters = 4 * 2 * (32 + 32) * 4
+    assert training(replace(MODEL, lora=LoRA(2, 2.0, ("q",)), tied_embeddings=True)).embedding == once + adapters
 
 
 def test_micro_batches_in_flight_are_there_until_their_own_backward_pass():
