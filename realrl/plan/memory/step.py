@@ -207,10 +207,10 @@ class Step:
                 self._add(moment, _COPIES, self._kept[name].saving[parts])
                 usages[:, ranks] = self._larger(usages[:, ranks], moment)
         if self._saves is not None and not self._saves.copies_all:
-            # a checkpoint has the parameters that came back for it, which go to host memory again meanwhile
+            # a checkpoint has the masters that came back for it, which go to host memory again meanwhile
             for name in frozenset.union(*(away.absent for away in self._away[SAVE])) & self._roles.keys():
                 ranks, parts = self._places[name]
-                if self._roles[name][0].role.is_changed:
+                if self._roles[name][0].role.is_averaged:
                     usages[_HOST, ranks] += self._kept[name].parameters[parts]
         homes = np.flatnonzero(usages[_TOTAL] >= 0)
         usages = usages[:, homes]

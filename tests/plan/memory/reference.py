@@ -40,7 +40,7 @@ def counted(roles, calls, *, rows_bytes=0, runtime_bytes=None, saves=None):
     if saves is not None:
         found[SAVE] = {rank: _save(roles, rank, away[SAVE]) for rank in copies}
         for name in set().union(*(absent for absent, _ in away[SAVE])) & roles.keys():
-            if roles[name].is_changed and not (saves.is_staged or saves.is_repeated):
+            if roles[name].is_averaged and not (saves.is_staged or saves.is_repeated):
                 for rank in roles[name].home.ranks:
                     _, n_bytes, kept = _state(roles[name], rank)
                     here = kept if roles[name].is_trained else n_bytes + _masters(roles[name], n_bytes)

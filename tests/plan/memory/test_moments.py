@@ -141,11 +141,11 @@ def test_large_slices_of_a_move_arrive_in_their_place():
 
 
 def test_a_last_save_leaves_what_came_back_for_it():
-    roles = {"actor": role(), "ema": role(is_trained=False, is_changed=True)}
+    roles = {"actor": role(), "ema": role(is_trained=False, is_changed=True, is_averaged=True)}
     calls = [call(INFERENCE, name="inf", of="ema", hooks=CallHooks(after=(Offload("ema", place("d1")),))), call(TRAIN)]
     kept, copied = (
         plan_memory(roles, calls, saves=Saves(is_staged=False, is_repeated=is_repeated)).calls[SAVE][0]
         for is_repeated in (False, True)
     )
-    assert kept.host == N_BYTES
-    assert copied.host == N_BYTES + 2 * N_BYTES  # with the actor's moments
+    assert kept.host == 2 * N_BYTES
+    assert copied.host == 2 * N_BYTES + 2 * N_BYTES  # with the actor's moments
