@@ -200,16 +200,16 @@ def training_bytes(
     )
     is_trained, is_summed = local.model.lora is None, accumulates or b < FLOAT32
     new = max(_matrices(local)) * b if is_trained and is_summed else 0  # a matrix's gradient, until it is added
+    is_tied = local.model.tied_embeddings and local.has_embedding
+    waiting = local.vocabulary * h * b if is_trained and is_summed and is_tied else 0  # the head's gradient
     embedding = _part(local.model.vocab_size, local.tp_rank, local.tp_size) * h * b
     is_second = is_trained and (is_summed or local.model.tied_embeddings)  # beside the head's, or an earlier one
     return TrainingBytes(
         head=head + of_all + beside,
-        block=block + of_all + beside + new,
+        block=block + of_all + beside + new + waiting,
         gradients=FLOAT32 * (local.vocabulary * h + sum(_matrices(local))),
-        last=math.ceil(n_tokens * last) + of_block + beside + new + others,
-        embedding=2 * n_tokens * h * b + beside + (embedding if is_second else 0) + others
-        if local.has_embedding
-        else 0,
+        last=math.ceil(n_tokens * last) + of_block + beside + new + waiting + others,
+        embedding=(2 * n_tokens * h * b + beside + others + waiting + is_second * embedding) * local.has_embedding,
         rows=rows,
     )
 
@@ -356,7 +356,7 @@ def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     adapted = 0 if local.model.lora is None else local.inner  # the adapter's part, beside the layer's and their sum
     width = 3 * local.inner + adapted
     if moe is not None and inner:
-        width = moe.top_k * max(2 * h + 3 * inner, 3 * h + inner) + 4 * moe.n_experts
+        width = h + moe.top_k * max(2 * h + 3 * inner, 3 * h + inner) + 4 * moe.n_experts
     attention = 2 * h * b + (5 * q + 3 * k) * (FLOAT32 if kernels.float_attention else b)
     gathered = h * b if local.row_share < 1 else 0  # rows come from other ranks, or their sums go there
     beside = 2 * local.model.head_dim * b + gathered + _held_by_collectives(local) * b

@@ -69,6 +69,7 @@ def test_a_second_gradient_of_the_embedding():
     once = training().embedding
     assert training(replace(MODEL, tied_embeddings=True)).embedding == once + table
     assert training(load=replace(LOAD, n_mbs=2)).embedding == once + table
+    assert training(replace(MODEL, tied_embeddings=True), load=replace(LOAD, n_mbs=2)).embedding == once + 2 * table
     adapters = 4 * 2 * (32 + 32) * 4
     assert training(replace(MODEL, lora=LoRA(2, 2.0, ("q",)), tied_embeddings=True)).embedding == once + adapters
 
