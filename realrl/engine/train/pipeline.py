@@ -17,10 +17,8 @@ from itertools import groupby
 import torch
 
 from realrl.engine.groups import Communicator, Pending
+from realrl.plan.memory.buffers import PIPELINE_PENDING
 from realrl.plan.pipeline import Computation, Step, StepKind
-
-_MOST_PENDING = 4  # batches of messages whose tensors are kept alive; waiting earlier than needed is always safe
-
 
 Backward = Callable[[torch.Tensor | None, torch.Tensor | None, bool], None]
 """``backward(output, gradient, is_last)`` adds gradients to the leaves of the output's graph."""
@@ -107,7 +105,7 @@ class _Run:
                 buffer = self._buffer(step)
                 self._inbox[step.computation] = (buffer, self._n_waited + len(self._pending))
                 receives.append((step.peer, buffer))
-        if len(self._pending) >= _MOST_PENDING:
+        if len(self._pending) >= PIPELINE_PENDING:  # waiting earlier than needed is always safe
             self._wait_for_oldest()
         self._pending.append(
             self._stages.exchange([s for s in sends if s[1].numel()], [r for r in receives if r[1].numel()])

@@ -23,4 +23,5 @@ GRADIENT_BUCKET = 128 << 20  # bytes of gradients that one collective of data-pa
 REALLOC_BUCKET = 64 << 20  # bytes of one message of a reallocation
 SAVE_STAGE = 64 << 20  # bytes of each of the two pinned buffers through which a checkpoint leaves the device
 REALLOC_LARGE = 1 << 20  # bytes; smaller slices are copied into a message that they share
+PIPELINE_PENDING = 4  # batches of a pipeline's messages whose tensors are kept until they have gone
 REALLOC_ROUNDS = 2  # rounds under way: one travels while the other is packed or unpacked

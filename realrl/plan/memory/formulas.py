@@ -22,6 +22,7 @@ from realrl.plan.memory.buffers import (
     LOGITS_BLOCK,
     LOGITS_CHUNK,
     PASS_ROW_BYTES,
+    PIPELINE_PENDING,
     PRODUCT_PIECE,
     ROW_BYTES,
 )
@@ -150,7 +151,10 @@ def forward_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
     n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
     computed = inference_activations(local, n_tokens=load.n_tokens - n_again, n_scored=load.n_scored, kernels=kernels)
     again = unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=1, kernels=kernels)
-    return computed + again + _messages(local, load.n_tokens - n_again) + ROW_BYTES * load.n_held
+    n_received = 0 if local.has_embedding else min(2, load.n_mbs)  # one is computed on while the next one comes
+    n_sent = 0 if local.has_head else min(PIPELINE_PENDING if local.has_embedding else 2, load.n_mbs - 1)
+    messages = (n_received + n_sent) * _message_bytes(local, load.n_tokens - n_again)
+    return computed + again + messages + ROW_BYTES * load.n_held + converted_bytes(local)
 
 
 @dataclass(frozen=True)
@@ -181,34 +185,33 @@ def training_bytes(
     n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
     n_tokens, h, b = load.n_tokens - n_again, local.hidden, local.element_bytes
     accumulates = load.n_mbs > 1
-    rows = CALL_ROW_BYTES * load.n_held + PASS_ROW_BYTES * load.n_tokens
-    head, block = training_activations(
-        local,
-        n_tokens=n_tokens,
-        n_scored=load.n_scored,
-        n_in_flight=n_in_flight,
-        accumulates=accumulates,
-        checkpointing=checkpointing,
-        kernels=kernels,
+    rows = CALL_ROW_BYTES * load.n_held + PASS_ROW_BYTES * load.n_tokens + n_in_flight * converted_bytes(local)
+    head, block, other = training_activations(
+        local, load, n_tokens=n_tokens, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels
     )
     of_block, of_all = (
         unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=n, kernels=kernels)
         for n in (1, 1 if checkpointing else n_in_flight * len(local.layers))
     )
-    beside = _messages(local, n_tokens) + rows
+    # from each neighbour something comes, to the one before a gradient goes; outputs stay as long as their micro-batch
+    n_messages = (0 if local.has_embedding else 2) + (0 if local.has_head else 1 + n_in_flight)
+    beside = n_messages * _message_bytes(local, n_tokens) + rows
+    others = (n_in_flight - 1) * other  # micro-batches whose backward passes come later
     last = max(
         (kept_by_block(local, layer, kernels) + backward_of_block(local, layer) for layer in local.layers), default=0.0
     )
     is_trained, is_summed = local.model.lora is None, accumulates or b < FLOAT32
     new = max(_matrices(local)) * b if is_trained and is_summed else 0  # a matrix's gradient, until it is added
+    is_tied = local.model.tied_embeddings and local.has_embedding
+    waiting = local.vocabulary * h * b if is_trained and is_summed and is_tied else 0  # the head's gradient
     embedding = _part(local.model.vocab_size, local.tp_rank, local.tp_size) * h * b
     is_second = is_trained and (is_summed or local.model.tied_embeddings)  # beside the head's, or an earlier one
     return TrainingBytes(
         head=head + of_all + beside,
-        block=block + of_all + beside + new,
+        block=block + of_all + beside + new + waiting,
         gradients=FLOAT32 * (local.vocabulary * h + sum(_matrices(local))),
-        last=math.ceil(n_tokens * last) + of_block + beside + new,
-        embedding=2 * n_tokens * h * b + rows + (embedding if is_second else 0) if local.has_embedding else 0,
+        last=math.ceil(n_tokens * last) + of_block + beside + new + waiting + others,
+        embedding=(2 * n_tokens * h * b + beside + others + waiting + is_second * embedding) * local.has_embedding,
         rows=rows,
     )
 
@@ -223,23 +226,28 @@ def _matrices(local: LocalShape) -> list[int]:
     return [inner * local.hidden] * (3 if local.model.gated_mlp or moe is not None else 2)
 
 
-def _messages(local: LocalShape, n_tokens: int) -> int:
-    """Return the bytes of a micro-batch that comes from each neighbour in a pipeline."""
-    n_neighbours = (not local.has_embedding) + (not local.has_head)
-    return math.ceil(n_neighbours * n_tokens * local.hidden * local.element_bytes * local.row_share)
+def converted_bytes(local: LocalShape) -> int:
+    """Return the bytes of small parameters that a pass converts: vectors to float32, and adapters to its dtype."""
+    h, model = local.hidden, local.model
+    n_bytes = (4 * len(local.layers) + 2) * h * FLOAT32
+    if model.lora is None:
+        return n_bytes
+    widths = {"q": local.queries, "k": local.keys, "v": local.keys, "o": local.queries}
+    n_elements = sum(h + widths.get(name, local.inner) for name in model.lora.targets)
+    return n_bytes + len(local.layers) * model.lora.rank * n_elements * local.element_bytes
+
+
+def _message_bytes(local: LocalShape, n_tokens: int) -> int:
+    """Return the bytes of a micro-batch on its way between stages."""
+    return math.ceil(n_tokens * local.hidden * local.element_bytes * local.row_share)
 
 
 def training_activations(
-    local: LocalShape,
-    *,
-    n_tokens: int,
-    n_scored: int,
-    n_in_flight: int,
-    accumulates: bool,
-    checkpointing: bool,
-    kernels: Kernels,
-) -> tuple[int, int]:
-    """Return the bytes that a training step keeps for its backward passes, with those of the head, or of a block.
+    local: LocalShape, load: Load, *, n_tokens: int, n_in_flight: int, checkpointing: bool, kernels: Kernels
+) -> tuple[int, int, int]:
+    """Return the bytes that a training step keeps for its backward passes, with what passes through head or block.
+
+    The third number is that of one micro-batch, between its passes.
 
     Korthikanti et al. 2022 ("Reducing activation recomputation in large transformer models", section 4) count the
     activations of a block of GPT per token, and their division by tensor and sequence parallelism. Here there is no
@@ -253,10 +261,8 @@ def training_activations(
     time has everything.
 
     Args:
-        n_tokens: tokens of the largest micro-batch.
-        n_scored: tokens of it whose logits or scores are computed.
+        n_tokens: tokens of the largest micro-batch that are computed.
         n_in_flight: micro-batches that this stage holds.
-        accumulates: gradients are added to those of an earlier micro-batch.
         checkpointing: blocks are computed again in the backward pass.
     """
     blocks = [kept_by_block(local, layer, kernels) for layer in local.layers]
@@ -267,10 +273,11 @@ def training_activations(
     else:
         kept, again = n_tokens * sum(blocks), 0.0
     kept += n_tokens * 2 * local.model.head_dim * local.element_bytes  # the rotation's table
-    ends = _kept_by_ends(local, n_tokens, n_scored, kernels)
-    at_head = ends + _backward_of_head(local, n_scored, accumulates, kernels)
-    kept = n_in_flight * kept + (n_in_flight - 1) * ends
-    return math.ceil(kept + at_head), math.ceil(kept + n_tokens * (again + transient))
+    ends = _kept_by_ends(local, n_tokens, load.n_scored, kernels)
+    at_head = ends + _backward_of_head(local, load, kernels)
+    one, kept = math.ceil(kept + ends), n_in_flight * kept + (n_in_flight - 1) * ends
+    at_head = max(at_head, n_tokens * _backward_of_last_norm(local, kernels))
+    return math.ceil(kept + at_head), math.ceil(kept + n_tokens * (again + transient)), one
 
 
 def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, kernels: Kernels) -> int:
@@ -288,9 +295,7 @@ def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, ke
 
 
 def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_blocks: int, kernels: Kernels) -> int:
-    """Return the bytes that tokens of common prompts take although they are computed once.
-
-    Every sequence has keys and values of its prompt of its own, and hidden states go to the head for all tokens.
+    """Return the bytes of tokens that are not computed: keys and values for each sequence, and rows for the head.
 
     Args:
         n_tokens: tokens of the largest micro-batch.
@@ -308,7 +313,8 @@ def kept_by_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     """Return the bytes per token that a block keeps for its backward pass; see `training_activations`."""
     h, b, model = local.hidden, local.element_bytes, local.model
     is_fused = kernels.fused_norms or model.norm_bias  # LayerNorm has a kernel of its own everywhere
-    norms = 2 * local.row_share * (h * (b if is_fused else 2 * FLOAT32) + FLOAT32)
+    n_floats = 2 if model.lora is None else 1  # the result before its product with a weight that is trained
+    norms = 2 * local.row_share * (h * (b if is_fused else n_floats * FLOAT32) + FLOAT32)
     attention_bytes = FLOAT32 if kernels.float_attention else b
     attention = (2 * local.queries + 2 * local.keys) * attention_bytes + local.n_heads * FLOAT32
     if kernels.joins_attention(model):
@@ -331,23 +337,32 @@ def _kept_by_mlp(local: LocalShape, layer: int) -> float:
 def backward_of_block(local: LocalShape, layer: int) -> float:
     """Return the largest bytes per token of tensors on their way through a block, in its MLP, beside those it keeps.
 
-    The inner units' gradients are there together with those of their product, whose own value is gone. Slots of experts
-    are put back into the order of tokens in the forward pass, and into that of experts in the backward pass.
+    Gradients of inner units are there with those of their product; slots of experts change their order both ways.
     """
     moe, inner, h = local.model.moe, local.experts_inner(layer), local.hidden
+    held = 2 * h + _held_by_collectives(local)
     if moe is None or not inner:
-        return (2 * h + (2 if local.model.gated_mlp else 1) * local.inner) * local.element_bytes
-    return (2 * h + moe.top_k * max(2 * h, h + inner, 2 * inner)) * local.element_bytes
+        return (held + (2 if local.model.gated_mlp else 1) * local.inner) * local.element_bytes
+    return (held + moe.top_k * max(2 * h, h + inner, 2 * inner)) * local.element_bytes
+
+
+def _held_by_collectives(local: LocalShape) -> int:
+    """Return elements per token of a sum over tensor ranks that a thread may hold until the next one is there."""
+    return local.hidden if local.tp_size > 1 else 0
 
 
 def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     """Return the largest bytes per token inside of a block without gradient: in attention or in the MLP."""
     h, q, k, b = local.hidden, local.queries, local.keys, local.element_bytes
     moe, inner = local.model.moe, local.experts_inner(layer)
-    width = 3 * local.inner if moe is None or not inner else moe.top_k * (2 * h + 3 * inner)
+    adapted = 0 if local.model.lora is None else local.inner  # the adapter's part, beside the layer's and their sum
+    width = 3 * local.inner + adapted
+    if moe is not None and inner:
+        width = h + moe.top_k * max(2 * h + 3 * inner, 3 * h + inner) + 4 * moe.n_experts
     attention = 2 * h * b + (5 * q + 3 * k) * (FLOAT32 if kernels.float_attention else b)
     gathered = h * b if local.row_share < 1 else 0  # rows come from other ranks, or their sums go there
-    return max(attention, (3 * h + width) * b) + 2 * local.model.head_dim * b + gathered
+    beside = 2 * local.model.head_dim * b + gathered + _held_by_collectives(local) * b
+    return max(attention, (3 * h + width) * b) + beside
 
 
 def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels) -> float:
@@ -355,9 +370,13 @@ def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels)
     moe, inner = local.model.moe, local.experts_inner(layer)
     width = (1 if kernels.fused_products else 4) * local.inner
     if moe is not None and inner:
-        width = moe.top_k * (2 * local.hidden + 3 * inner)
+        width = local.hidden + moe.top_k * max(2 * local.hidden + 3 * inner, 3 * local.hidden + inner)
+        width += 4 * moe.n_experts
     attention = (2 if kernels.fuses_attention(local.model) else 3) * (local.queries + local.keys)
-    return (3 * local.hidden + width + attention + 2 * local.model.head_dim) * b
+    if local.model.qk_norm:  # before the norms and after them
+        attention = max(attention, 2 * (local.queries + 2 * local.keys))
+    held = 3 * local.hidden + _held_by_collectives(local) + 2 * local.model.head_dim
+    return (held + width + attention) * b
 
 
 def _kept_by_ends(local: LocalShape, n_tokens: int, n_scored: int, kernels: Kernels) -> float:
@@ -372,16 +391,27 @@ def _kept_by_ends(local: LocalShape, n_tokens: int, n_scored: int, kernels: Kern
     return n_tokens * norm + n_scored * h * b + (n_logits * b if n_logits <= LOGITS_CHUNK else 0)
 
 
-def _backward_of_head(local: LocalShape, n_scored: int, accumulates: bool, kernels: Kernels) -> float:
+def _backward_of_last_norm(local: LocalShape, kernels: Kernels) -> float:
+    """Return the bytes per token of the last norm's backward pass, when logits and their gradients are gone."""
+    if not local.has_head:
+        return 0.0
+    h, b, is_fused = local.hidden, local.element_bytes, kernels.fused_norms or local.model.norm_bias
+    return 4 * h * b if is_fused else 2 * h * b + 5 * h * FLOAT32
+
+
+def _backward_of_head(local: LocalShape, load: Load, kernels: Kernels) -> float:
     """Return bytes of gradients of one chunk's logits, and of the head's weight unless it becomes the parameter's."""
     if not local.vocabulary:
         return 0.0
+    n_scored, accumulates = load.n_scored, load.n_mbs > 1  # gradients are added to those of earlier micro-batches
     b, weight = local.element_bytes, local.vocabulary * local.hidden
     chunk = _logits_chunk(n_scored, local.vocabulary)
     is_whole = chunk == n_scored * local.vocabulary
     logits = chunk * b * (1 if is_whole else 2) + _product_floats(chunk, kernels)
     weights = (weight * b if accumulates or b < FLOAT32 else 0) + (0 if is_whole else weight * FLOAT32)
-    return logits + weights + n_scored * local.hidden * b + _softmax_floats(chunk, kernels, with_entropy=True)
+    return (
+        logits + weights + n_scored * local.hidden * b + _softmax_floats(chunk, kernels, with_entropy=load.with_entropy)
+    )
 
 
 def _logits_chunk(n_scored: int, vocabulary: int) -> int:

@@ -18,6 +18,7 @@ from realrl.plan.samples.prefixes import is_worth_sharing
 
 _WITH_END = ("reward_model",)  # interfaces that put an end-of-sequence token behind every sequence
 _OF_ANSWERS = ("sft", "dpo", "kto", "ppo_actor")  # those that score answers alone; any other may score all tokens
+_WITHOUT_ENTROPY = ("sft", "dpo", "kto")
 _SINGLY = ("kto",)  # those that train on the sequences of a sample one after the other
 
 
@@ -45,10 +46,11 @@ class Load:
         n_mbs: micro-batches of a minibatch.
         n_runs, n_rows, longest_row, prefill_tokens: sizes of generation, see `generation_bytes`.
         n_held: tokens of all its samples of the call, whose rows it has at once.
-        n_sequences, n_prompt, n_samples: sequences of a sample; tokens with which all sequences of a sample begin; and
-            samples of the largest micro-batch, at least.
+        n_sequences, n_prompt, n_again: sequences of a sample; tokens with which all sequences of a sample begin; and
+            tokens of the largest micro-batch, at least, that repeat the prompt of another sequence of their sample.
         n_waiting: tokens of a prompt whose keys and values are kept apart for responses that have no row yet.
         is_filtered: generation draws among some of the tokens only.
+        with_entropy: the loss may depend on entropies.
     """
 
     n_seqs: int
@@ -62,16 +64,17 @@ class Load:
     n_held: int = 0
     n_sequences: int = 1
     n_prompt: int = 0
-    n_samples: int = 1
+    n_again: int = 0
     n_waiting: int = 0
     is_filtered: bool = False
+    with_entropy: bool = True
 
     def repeated(self, hidden_size: int) -> int:
         """Return the tokens of the largest micro-batch that are not computed where a common prompt is computed once."""
         lengths = (self.longest_row,) * self.n_sequences
-        if self.n_sequences < 2 or not self.n_prompt or not is_worth_sharing(self.n_prompt, lengths, hidden_size):
+        if not self.n_again or not self.n_prompt or not is_worth_sharing(self.n_prompt, lengths, hidden_size):
             return 0
-        return (self.n_sequences - 1) * self.n_prompt * self.n_samples
+        return self.n_again
 
 
 def load_of(
@@ -98,10 +101,16 @@ def load_of(
         n, wholes = 1, list(rows.sequences)
     n_mbs, per_mb, most = _micro_batches(mfc, n_seqs, wholes, pp)
     longest = max(rows.prompts, default=0) + new if n_responses else max(rows.sequences, default=0)
+
+    def at_most(parts: Sequence[int]) -> int:
+        """Return the largest sum of parts of the rows of a micro-batch, by their number and by their tokens."""
+        share = max((part / whole for part, whole in zip(parts, wholes, strict=True) if whole), default=1.0)
+        return min(_largest(parts, most), math.ceil(per_mb * share))
+
     n_scored = per_mb
     if mfc.interface.name in _OF_ANSWERS:
-        answers = [row - n * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)]
-        n_scored = _largest(answers, most)
+        n_scored = at_most([row - n * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)])
+    n_once = at_most([row - (n - 1) * prompt for row, prompt in zip(wholes, rows.prompts, strict=True)])
     return Load(
         n_seqs,
         per_mb,
@@ -111,7 +120,8 @@ def load_of(
         n_held=n_held,
         n_sequences=n,
         n_prompt=min(rows.prompts, default=0),
-        n_samples=n_seqs if n_mbs == 1 else max(1, per_mb // max(wholes, default=1)),
+        n_again=max(0, per_mb - n_once),
+        with_entropy=mfc.interface.name not in _WITHOUT_ENTROPY,
     )
 
 

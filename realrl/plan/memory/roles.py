@@ -21,6 +21,7 @@ from realrl.plan.memory.cuts import CutModel, PartKind
 from realrl.plan.memory.formulas import (
     Kernels,
     TrainingBytes,
+    converted_bytes,
     forward_bytes,
     generation_bytes,
     local_shape,
@@ -79,6 +80,7 @@ class KeptParts:
     """What a role keeps on each part; `resident` and `away` are columns of usages, see `columns`."""
 
     parts: tuple[Kept, ...]
+    parameters: Matrix
     resident: Matrix
     away: Matrix
     saving: Matrix
@@ -108,6 +110,11 @@ class RoleBytes:
         self._computed: dict[tuple[ParallelStrategy, InterfaceType, Load], Matrix] = {}
 
     @property
+    def on_host(self) -> bool:
+        """True if the device's memory is the host's, so that both count together."""
+        return self._kernels.on_host
+
+    @property
     def has_own_memory(self) -> bool:
         """True if parameters do not lie in buffers of a training backend."""
         return not (self.role.is_trained and BACKENDS[self.role.backend].has_own_buffers)
@@ -122,11 +129,12 @@ class RoleBytes:
             kinds = self.model.cut(strategy).kinds
             of_kind = {kind: self._kept_of(kind, strategy) for kind in set(kinds)}
             parts = tuple(of_kind[kind] for kind in kinds)
-            saving, copied = np.array([(part.saving, part.copied) for part in parts], dtype=np.int64).T
+            numbers = [(part.parameters, part.saving, part.copied) for part in parts]
+            parameters, saving, copied = np.array(numbers, dtype=np.int64).T
             resident = {kind: part.resident for kind, part in of_kind.items()}
             away = {kind: part.away for kind, part in of_kind.items()}
             held, gone = (columns([usages[kind] for kind in kinds]) for usages in (resident, away))
-            self._kept[strategy] = KeptParts(parts, held, gone, saving, copied)
+            self._kept[strategy] = KeptParts(parts, parameters, held, gone, saving, copied)
         return self._kept[strategy]
 
     def computed(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> Matrix:
@@ -195,7 +203,7 @@ class RoleBytes:
         elements = [n_elements for _, n_elements in trained]
         gathers_state = gathered_state(elements, sharing) if role.is_trained else 0
         # what the last save finds in host memory stays where it is
-        is_copied = self._saves.is_staged or self._saves.is_repeated or not self.has_own_memory
+        is_copied = self._saves.copies_all or not self.has_own_memory
         copied = state_copies(role.model, elements) if is_copied or gathers_state else 0
         copied += masters if is_copied else 0
         copied += kind.copies if role.is_changed and (is_copied or saving) else 0
@@ -229,7 +237,7 @@ class RoleBytes:
         local = local_shape(model, part.shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])
         if kind is InterfaceType.GENERATE:
             made = generation_bytes(local, load, kernels=kernels)
-            activations = made.activations + ROW_BYTES * load.n_held
+            activations = made.activations + ROW_BYTES * load.n_held + converted_bytes(local)
             return Usage(copies=made.weights, cache=made.cache, activations=activations)
         if kind is InterfaceType.INFERENCE:
             return Usage(activations=forward_bytes(local, load, kernels=kernels))

@@ -36,6 +36,11 @@ class Saves:
     is_staged: bool = True
     is_repeated: bool = True
 
+    @property
+    def copies_all(self) -> bool:
+        """True unless tensors that are in host memory anyway, and do not change any more, stay where they are."""
+        return self.is_staged or self.is_repeated
+
 
 def gathered_state(sizes: Sequence[int], sharing: OptimizerSharing) -> int:
     """Return the bytes that the optimizer state takes on the device at its largest moment, above what is kept.

@@ -7,7 +7,7 @@ the total; where these are all that is wanted, arrays have them alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
@@ -29,6 +29,17 @@ _FIELDS = [part.name for part in fields(Usage)]
 _COPIES, _ROWS, _RUNTIME = (_FIELDS.index(name) for name in ("copies", "rows", "runtime"))
 _ALL = len(_FIELDS) + 1
 _HOST, _TOTAL = -2, -1
+
+
+@dataclass(frozen=True)
+class Residence:
+    """Roles in host memory at some moment, and those that have been there before; these may have copies there."""
+
+    absent: frozenset[str] = frozenset()
+    copied: frozenset[str] = frozenset()
+
+
+ALL_HERE = Residence()
 
 
 class Step:
@@ -58,6 +69,7 @@ class Step:
     ) -> None:
         self._roles, self._moves, self._rows_bytes, self._saves = roles, moves, rows_bytes, saves
         self._calls = {call.name: call for call in calls}
+        self._on_host = any(own.on_host for own, _ in roles.values())
         self._view = slice(None) if is_whole else slice(_ALL - 2, None)
         self._n_rows = _ALL if is_whole else 2
         homes = {name: home for name, (_, home) in roles.items()}
@@ -71,16 +83,10 @@ class Step:
         self._kept = {name: own.kept(home.strategy) for name, (own, home) in roles.items()}
         self._places = {name: (ranks_of(home), parts_of(home.strategy)) for name, home in homes.items()}
         here = np.zeros((self._n_rows, self.n_ranks), dtype=np.int64)
-        leaving = {hook.role for call in calls for hook in call.hooks.after if isinstance(hook, Offload)}
-        self._resident_of = {name: kept.resident for name, kept in self._kept.items()}
-        for name in leaving & roles.keys():  # the copies in host memory of what never changes are kept
-            if not roles[name][0].role.is_changed:
-                usages = self._resident_of[name] = self._resident_of[name].copy()
-                usages[_HOST] += [part.parameters for part in self._kept[name].parts]
-        for name, usages in self._resident_of.items():
+        for name, kept in self._kept.items():
             ranks, parts = self._places[name]
-            here[:, ranks] += usages[self._view].take(parts, axis=1)
-        self._resident_without: dict[frozenset[str], Matrix] = {frozenset(): here}
+            here[:, ranks] += kept.resident[self._view].take(parts, axis=1)
+        self._resident_without: dict[Residence, Matrix] = {ALL_HERE: here}
         self._copied = np.zeros(self.n_ranks, dtype=np.int64) if saves is None else self._copies()
         self._beside: dict[str, tuple[Matrix, Matrix]] = {}  # call -> bytes that it computes with, and of messages
 
@@ -107,7 +113,7 @@ class Step:
         ranks = ranks_of(call.allocation)
         first, *later = dict.fromkeys(self._away[call.name])
         usages = self._resident(first)[:, ranks]
-        usages = _larger(usages, self._resident(later[0])[:, ranks]) if later else usages.copy()
+        usages = self._larger(usages, self._resident(later[0])[:, ranks]) if later else usages.copy()
         own_total, received = (np.zeros(usages.shape[1], dtype=np.int64) for _ in range(2))
         if call.role in self._roles:
             own, home = self._roles[call.role]
@@ -138,16 +144,28 @@ class Step:
         if self._n_rows == _ALL:
             usages[row] += n_bytes
 
-    def _resident(self, absent: frozenset[str]) -> Matrix:
+    def _resident(self, residence: Residence) -> Matrix:
         """Return the usages that are independent of the call while some roles are in host memory."""
-        if absent not in self._resident_without:
-            usages = self._resident_without[frozenset()].copy()
-            for name in absent & self._roles.keys():
+        if residence not in self._resident_without:
+            usages = self._resident_without[ALL_HERE].copy()
+            for name in residence.absent & self._roles.keys():
                 ranks, parts = self._places[name]
-                change = (self._kept[name].away - self._resident_of[name])[self._view]
+                change = (self._kept[name].away - self._kept[name].resident)[self._view]
                 usages[:, ranks] += change.take(parts, axis=1)
-            self._resident_without[absent] = usages
-        return self._resident_without[absent]
+            for name in (residence.copied - residence.absent) & self._roles.keys():
+                ranks, parts = self._places[name]
+                if not self._roles[name][0].role.is_changed:  # what never changes keeps its copy in host memory
+                    usages[_HOST, ranks] += self._kept[name].parameters[parts]
+            self._resident_without[residence] = usages
+        return self._resident_without[residence]
+
+    def _larger(self, one: Matrix, other: Matrix) -> Matrix:
+        """Return the usages with the larger totals; of equals those with more in host memory, and then the first."""
+        more, more_on_host = (other[row] - one[row] for row in (_TOTAL, _HOST))
+        if self._on_host:
+            more = more + more_on_host
+        larger: Matrix = np.where((more > 0) | ((more == 0) & (more_on_host > 0)), other, one)
+        return larger
 
     # ------------------------------------------------------------ reallocations
 
@@ -181,12 +199,19 @@ class Step:
     def _save(self) -> tuple[Ranks, Matrix]:
         """Return the usages while the role that needs the most is copied, for which changed parameters come back."""
         usages = np.full((self._n_rows, self.n_ranks), -1, dtype=np.int64)
-        for absent in dict.fromkeys(self._away[SAVE]):
+        for away in dict.fromkeys(self._away[SAVE]):
             for name, (own, _) in self._roles.items():
                 ranks, parts = self._places[name]
-                moment = self._resident(absent - {name} if own.role.is_changed else absent)[:, ranks].copy()
+                back = replace(away, absent=away.absent - {name}) if own.role.is_changed else away
+                moment = self._resident(back)[:, ranks].copy()
                 self._add(moment, _COPIES, self._kept[name].saving[parts])
-                usages[:, ranks] = _larger(usages[:, ranks], moment)
+                usages[:, ranks] = self._larger(usages[:, ranks], moment)
+        if self._saves is not None and not self._saves.copies_all:
+            # a checkpoint has the masters that came back for it, which go to host memory again meanwhile
+            for name in frozenset.union(*(away.absent for away in self._away[SAVE])) & self._roles.keys():
+                ranks, parts = self._places[name]
+                if self._roles[name][0].role.is_averaged:
+                    usages[_HOST, ranks] += self._kept[name].parameters[parts]
         homes = np.flatnonzero(usages[_TOTAL] >= 0)
         usages = usages[:, homes]
         self._add(usages, _ROWS, self._rows_bytes)
@@ -199,28 +224,20 @@ def _reallocs(call: CallState) -> list[Realloc]:
     return [hook for hook in (*call.hooks.before, *call.hooks.after) if isinstance(hook, Realloc)]
 
 
-def _larger(one: Matrix, other: Matrix) -> Matrix:
-    """Return the usages with the larger totals; the first of equals."""
-    larger: Matrix = np.where(other[_TOTAL] > one[_TOTAL], other, one)
-    return larger
-
-
 @lru_cache(maxsize=4096)
 def _is_first_replica(strategy: ParallelStrategy) -> npt.NDArray[np.bool_]:
     is_first: npt.NDArray[np.bool_] = np.arange(strategy.n_devices) // strategy.tp % strategy.dp == 0
     return is_first
 
 
-def _offloaded(
-    calls: Sequence[CallState], homes: Mapping[str, Allocation]
-) -> dict[str, tuple[frozenset[str], frozenset[str]]]:
-    """Return call or `SAVE` -> the roles that are in host memory then, in the first step and in any later one.
+def _offloaded(calls: Sequence[CallState], homes: Mapping[str, Allocation]) -> dict[str, tuple[Residence, Residence]]:
+    """Return call or `SAVE` -> where parameters are then, in the first step and in any later one.
 
     All parameters begin on the device. A call brings back those of its role if it runs where they live, and those that
     move; they stay until a call offloads them again.
     """
-    away: set[str] = set()
-    steps: list[dict[str, frozenset[str]]] = []
+    away, copied = set[str](), set[str]()
+    steps: list[dict[str, Residence]] = []
     for _ in range(2):
         step = {}
         for call in calls:
@@ -228,7 +245,8 @@ def _offloaded(
             if call.role in homes and homes[call.role] == call.allocation:
                 used.add(call.role)
             away -= used
-            step[call.name] = frozenset(away)
+            step[call.name] = Residence(frozenset(away), frozenset(copied))
             away |= {hook.role for hook in call.hooks.after if isinstance(hook, Offload)}
-        steps.append({**step, SAVE: frozenset(away)})
+            copied |= away
+        steps.append({**step, SAVE: Residence(frozenset(away), frozenset(copied))})
     return {name: (first, steps[1][name]) for name, first in steps[0].items()}

@@ -16,6 +16,7 @@ from realrl.config.schema import GenerationConfig
 from realrl.graph.mfc import InterfaceType
 from realrl.mesh.device_mesh import Allocation, ParallelStrategy
 from realrl.plan.hooks import Offload, Realloc
+from realrl.plan.memory import load as memory_load
 from realrl.plan.memory.formulas import Kernels, generation_bytes, local_shape
 from realrl.plan.memory.plan import RoleState, layout_of
 from realrl.plan.parameters.realloc import ReallocPlan
@@ -438,6 +439,6 @@ def packing_seconds(model: DecoderConfig, strategy: ParallelStrategy, kernels: K
         mesh_rank = strategy.mesh_rank(pp_rank=stage, dp_rank=0, tp_rank=strategy.tp - 1)
         shard = shard_of(model, strategy, mesh_rank)
         local = local_shape(model, shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])
-        made = generation_bytes(local, n_runs=1, n_rows=1, longest_row=1, prefill_tokens=1, kernels=kernels)
+        made = generation_bytes(local, memory_load.Load(1), kernels=kernels)
         found.append(2 * made.weights / device.stream)
     return max(found)

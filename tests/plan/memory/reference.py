@@ -10,6 +10,7 @@ from realrl.plan.hooks import Offload, Realloc
 from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, REALLOC_LARGE, ROW_BYTES, SAVE_STAGE
 from realrl.plan.memory.formulas import (
     Kernels,
+    converted_bytes,
     forward_bytes,
     generation_bytes,
     local_shape,
@@ -28,17 +29,22 @@ def counted(roles, calls, *, rows_bytes=0, runtime_bytes=None, saves=None):
     """Call or `SAVE` -> rank -> usage, as `MemoryModel.plan(...).calls`."""
     away, copies = _away(roles, calls), {} if saves is None else _copies(roles, saves)
     stays, runtime = copies if saves is not None and saves.is_repeated else {}, runtime_bytes or {}
-    leaving = {hook.role for call in calls for hook in call.hooks.after if isinstance(hook, Offload)}
     found = {}
     for call in calls:
         found[call.name] = {}
         for rank in call.allocation.ranks:
             own = _call(call, roles, rank)
             own += Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=stays.get(rank, 0))
-            usages = [_resident(roles, rank, absent, leaving) + own for absent in away[call.name]]
-            found[call.name][rank] = max(usages, key=lambda usage: usage.total)
+            usages = [_resident(roles, rank, *where) + own for where in away[call.name]]
+            found[call.name][rank] = max(usages, key=lambda usage: (usage.total, usage.host))
     if saves is not None:
-        found[SAVE] = {rank: _save(roles, rank, away[SAVE], leaving) for rank in copies}
+        found[SAVE] = {rank: _save(roles, rank, away[SAVE]) for rank in copies}
+        for name in set().union(*(absent for absent, _ in away[SAVE])) & roles.keys():
+            if roles[name].is_averaged and not (saves.is_staged or saves.is_repeated):
+                for rank in roles[name].home.ranks:
+                    _, n_bytes, kept = _state(roles[name], rank)
+                    here = kept if roles[name].is_trained else n_bytes + _masters(roles[name], n_bytes)
+                    found[SAVE][rank] += Usage(host=here)
         for rank, n_bytes in copies.items():
             staged = 2 * SAVE_STAGE if saves.is_staged else 0
             found[SAVE][rank] += Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=n_bytes + staged)
@@ -46,7 +52,7 @@ def counted(roles, calls, *, rows_bytes=0, runtime_bytes=None, saves=None):
 
 
 def _away(roles, calls):
-    away, steps = set(), []
+    away, copied, steps = set(), set(), []
     for _ in range(2):
         step = {}
         for call in calls:
@@ -54,9 +60,10 @@ def _away(roles, calls):
             away -= {role for hook in hooks for role in (hook.source, hook.target)}
             if call.role in roles and roles[call.role].home == call.allocation:
                 away.discard(call.role)
-            step[call.name] = frozenset(away)
+            step[call.name] = frozenset(away), frozenset(copied)
             away |= {hook.role for hook in call.hooks.after if isinstance(hook, Offload)}
-        steps.append({**step, SAVE: frozenset(away)})
+            copied |= away
+        steps.append({**step, SAVE: (frozenset(away), frozenset(copied))})
     return {name: (first, steps[1][name]) for name, first in steps[0].items()}
 
 
@@ -92,7 +99,7 @@ def _masters(role, n_bytes):
     return FLOAT32 * (n_bytes // DTYPE_BYTES[role.model.dtype]) if role.is_averaged else 0
 
 
-def _resident(roles, rank, absent, leaving):
+def _resident(roles, rank, absent, copied):
     total = Usage()
     for name, role in roles.items():
         if rank not in role.home.ranks:
@@ -108,7 +115,7 @@ def _resident(roles, rank, absent, leaving):
         if name in absent:
             total += Usage(optimizer=optimizer, gradients=held, host=host + parameters)
         else:
-            has_copy = name in leaving and not role.is_changed
+            has_copy = name in copied and not role.is_changed
             total += Usage(parameters, optimizer, held, host=host + (parameters if has_copy else 0))
     return total
 
@@ -142,14 +149,14 @@ def _copies(roles, saves):
     return found
 
 
-def _save(roles, rank, away, leaving):
+def _save(roles, rank, away):
     moments = []
-    for absent in away:
+    for absent, copied in away:
         for name, role in roles.items():
             if rank in role.home.ranks:
                 there = absent - {name} if role.is_changed else absent
-                moments.append(_resident(roles, rank, there, leaving) + Usage(copies=_saving(role, rank)))
-    return max(moments, key=lambda usage: usage.total)
+                moments.append(_resident(roles, rank, there, copied) + Usage(copies=_saving(role, rank)))
+    return max(moments, key=lambda usage: (usage.total, usage.host))
 
 
 def _call(call, roles, rank):
@@ -195,7 +202,7 @@ def _computed(call, role, rank):
     local = local_shape(role.model, layout.shard_of(rank), sp=strategy.sp, element_bytes=width)
     if call.kind is InterfaceType.GENERATE:
         made = generation_bytes(local, load, kernels=kernels)
-        activations = made.activations + ROW_BYTES * load.n_held
+        activations = made.activations + ROW_BYTES * load.n_held + converted_bytes(local)
         return Usage(copies=made.weights, cache=made.cache, activations=activations)
     if call.kind is InterfaceType.INFERENCE:
         return Usage(activations=forward_bytes(local, load, kernels=kernels))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,56 +9,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.config.schema import GenerationConfig
-from realrl.graph.mfc import InterfaceType, MFCDef
-from realrl.mesh.device_mesh import Cluster
-from realrl.mesh.notation import parse_allocation
+from realrl.graph.mfc import InterfaceType
 from realrl.plan.hooks import CallHooks, Offload, Realloc
-from realrl.plan.memory.buffers import GRADIENT_BUCKET, PASS_ROW_BYTES, SAVE_STAGE
+from realrl.plan.memory.buffers import GRADIENT_BUCKET, SAVE_STAGE
 from realrl.plan.memory.formulas import (
     Kernels,
     generation_bytes,
     inference_activations,
     kept_by_block,
-    local_shape,
     training_activations,
 )
 from realrl.plan.memory.load import Load, RowLengths, load_of
 from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
 from realrl.plan.memory.overlap import plan_overlap
-from realrl.plan.memory.plan import SAVE, CallState, RoleState, Usage, checkpoint_bytes, show_bytes
+from realrl.plan.memory.plan import SAVE, Usage, checkpoint_bytes, show_bytes
 from realrl.plan.memory.saving import Saves
 from realrl.plan.parameters.decoder_specs import parameter_specs
-from realrl.plan.parameters.shards import whole_shard
-from realrl.shape import DecoderConfig, LoRA
-
-GENERATE, INFERENCE, TRAIN = InterfaceType.GENERATE, InterfaceType.INFERENCE, InterfaceType.TRAIN_STEP
-NODE = Cluster(1, 8)
-MODEL = DecoderConfig(
-    vocab_size=64, hidden_size=32, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=4, intermediate_size=48
+from realrl.shape import LoRA
+from tests.plan.memory.examples import (
+    GENERATE,
+    INFERENCE,
+    MODEL,
+    N_BYTES,
+    ROW,
+    ROWS,
+    TRAIN,
+    call,
+    local,
+    mfc,
+    place,
+    role,
 )
-ROW = PASS_ROW_BYTES + 2 * 32 * 4  # of a token while the embedding gets its gradient
-N_BYTES = sum(spec.num_bytes for spec in parameter_specs(MODEL))
-ROWS = RowLengths([5, 3, 9], [11, 6, 20], [11, 6, 20])
-LOAD = Load(4, 64, 16)
+
 STRATEGIES = st.sampled_from(["d8", "t8", "d2t2p2", "d2t4", "t2p4", "t4p2s", "d4p2", "d1", "d2", "t2s"])
-
-
-def place(text):
-    n = math.prod(int(text[i + 1]) for i, letter in enumerate(text) if letter in "dtp")
-    return parse_allocation(f"{text}@0:0-{n - 1}" if n > 1 else f"{text}@0:0", NODE)
-
-
-def role(text="d1", **changes):
-    return RoleState(**{"model": MODEL, "home": place(text), "is_trained": True, **changes})
-
-
-def call(kind, text="d1", *, name="call", of="actor", hooks=None, load=LOAD):
-    return CallState(name, of, kind, place(text), hooks or CallHooks(), load)
-
-
-def local(model=MODEL, **changes):
-    return local_shape(model, whole_shard(model), sp=False, element_bytes=4, **changes)
 
 
 # ---------------------------------------------------------------- optimizer
@@ -114,18 +97,18 @@ def test_what_a_block_keeps():
 
 
 def test_checkpointing_keeps_the_input_of_each_block_and_one_block():
-    sizes = {"n_tokens": 1000, "n_scored": 1, "n_in_flight": 1, "accumulates": False, "kernels": Kernels()}
+    load, sizes = Load(1, 1000, 1), {"n_tokens": 1000, "n_in_flight": 1, "kernels": Kernels()}
     deep = replace(MODEL, n_layers=40)
-    whole, again = (max(training_activations(local(deep), checkpointing=c, **sizes)) for c in (False, True))
+    whole, again = (max(training_activations(local(deep), load, checkpointing=c, **sizes)) for c in (False, True))
     assert again < whole / 8
-    one_more = max(training_activations(local(replace(MODEL, n_layers=41)), checkpointing=True, **sizes))
+    one_more = max(training_activations(local(replace(MODEL, n_layers=41)), load, checkpointing=True, **sizes))
     assert one_more - again == 1000 * 32 * 4
 
 
 def test_an_earlier_stage_holds_more_micro_batches():
     def held(n):
-        sizes = {"n_tokens": 100, "n_scored": 50, "n_in_flight": n}
-        return max(training_activations(local(), **sizes, accumulates=True, checkpointing=False, kernels=Kernels()))
+        sizes = {"n_tokens": 100, "n_in_flight": n, "checkpointing": False}
+        return max(training_activations(local(), Load(1, 100, 50, n_mbs=2), **sizes, kernels=Kernels()))
 
     assert held(3) - held(2) == held(2) - held(1) > 100 * 4 * kept_by_block(local(), 0, Kernels()) - 1
 
@@ -136,8 +119,7 @@ def test_more_tokens_never_take_less(n, more, checkpointing, fused):
     few, many = (
         (
             *training_activations(
-                local(), n_tokens=t, n_scored=t, n_in_flight=1, accumulates=False, checkpointing=checkpointing,
-                kernels=kernels,
+                local(), Load(1, t, t), n_tokens=t, n_in_flight=1, checkpointing=checkpointing, kernels=kernels
             ),
             inference_activations(local(), n_tokens=t, n_scored=t, kernels=kernels),
             generation_bytes(
@@ -173,10 +155,6 @@ def test_cache_and_packed_weights():
 
 
 # ---------------------------------------------------------------- loads
-
-
-def mfc(kind, **changes):
-    return MFCDef(**{"name": "c", "model_name": "actor", "interface_type": kind, "interface_impl": "i", **changes})
 
 
 def test_the_longest_rows_come_together():
@@ -309,8 +287,8 @@ def test_a_role_is_away_from_its_last_call_to_its_next():
         name: (by_rank[0].parameters // N_BYTES, by_rank[0].host // N_BYTES) for name, by_rank in plan.calls.items()
     }
     # the copy in host memory of what never changes stays there
-    # the first generation still has both, since all parameters begin on the device
-    assert found == {"gen": (2, 1), "inf": (2, 1), "train": (1, 1)}
+    # the first generation has both on the device, where all parameters begin, and no copy yet
+    assert found == {"gen": (2, 0), "inf": (2, 1), "train": (1, 1)}
 
 
 @pytest.mark.parametrize("backend", ["native", "deepspeed"])
