@@ -1,5 +1,6 @@
 """Pairs of runs that a prediction orders, and the file that a run gets."""
 
+from realrl import cli
 from realrl.sim.report import Comparison, Pair
 from scripts import bench_predict as bench
 
@@ -38,6 +39,7 @@ def test_a_campaign_with_one_kind(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "KNOWN", {"tiny_1": {"data": ("ppo",)}})
     monkeypatch.setattr(bench, "UNSEEN", {"tiny_1": {"few": ("ppo", "algorithm.n_minibatches=2")}})
     monkeypatch.setattr(bench, "CONTROL", ("tiny_1", "ppo", ()))
+    monkeypatch.setattr(bench, "call_realrl", lambda *arguments: str(cli.main([*arguments])))
     monkeypatch.setattr("sys.argv", ["bench_predict.py", "--run", str(tmp_path / "new")])
     bench.main()
     told = capsys.readouterr().out
