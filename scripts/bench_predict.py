@@ -63,7 +63,7 @@ class Kind:
 
 
 _TWO, _ONE = "cluster.n_devices_per_node=2", "cluster.n_devices_per_node=1"
-_SMALL = ("preset=quickstart", "n_seqs=16", "~allocation.calls")
+_SMALL = ("preset=quickstart", "n_seqs=16", "~allocation.calls.actor_gen")
 KINDS = {
     "tiny_2": Kind(("preset=tiny", _TWO), 60.0, 12),
     "tiny_1": Kind(("preset=tiny", _ONE), 50.0, 12),

@@ -1,5 +1,8 @@
 """Pairs of runs that a prediction orders, and the file that a run gets."""
 
+import pytest
+
+from realrl import cli
 from realrl.sim.report import Comparison, Pair
 from scripts import bench_predict as bench
 
@@ -31,6 +34,7 @@ def test_every_kind_has_plans_of_both_sorts_and_none_twice():
         assert sum(len(plans[kind]) for plans in (bench.KNOWN, bench.UNSEEN) for kind in kinds) >= 8
 
 
+@pytest.mark.slow
 def test_a_campaign_with_one_kind(tmp_path, monkeypatch, capsys):
     small = ("preset=tiny", "n_seqs=8", "dataset.max_prompt_tokens=8", "generation.max_new_tokens=4")
     kind = bench.Kind((*small, "launcher=inline"), 1.0, 3)
@@ -38,6 +42,7 @@ def test_a_campaign_with_one_kind(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "KNOWN", {"tiny_1": {"data": ("ppo",)}})
     monkeypatch.setattr(bench, "UNSEEN", {"tiny_1": {"few": ("ppo", "algorithm.n_minibatches=2")}})
     monkeypatch.setattr(bench, "CONTROL", ("tiny_1", "ppo", ()))
+    monkeypatch.setattr(bench, "call_realrl", lambda *arguments: str(cli.main([*arguments])))
     monkeypatch.setattr("sys.argv", ["bench_predict.py", "--run", str(tmp_path / "new")])
     bench.main()
     told = capsys.readouterr().out

@@ -80,13 +80,12 @@ def test_a_model_that_fits_in_no_way_is_refused():
 
 
 def test_responses_that_share_a_prompt_are_measured_where_the_engine_computes_it_once():
-    overrides = ("preset=tiny", "cluster.device=cuda")
-    for found in (plan_of("ppo", "preset=tiny"), plan_of("ppo", *overrides)):
+    for found in (plan_of("ppo"), plan_of("ppo", "cluster.device=cuda")):
         probes = probes_of(subjects_of(found, memory_bytes=8 * GB), n_workers=1)
         for kind in ("inference", "train_step"):
             shared = [probe for probe in probes if probe.kind == kind and probe.n_alike > 1]
             assert len(shared) >= 4
             assert all(probe.n_sequences % probe.n_alike == 0 for probe in shared)
             assert len({probe.n_layers for probe in shared}) == 2
-    half = plan_of("ppo", *overrides, "precision=bf16")
+    half = plan_of("ppo", "cluster.device=cuda", "precision=bf16")
     assert all(p.n_alike == 1 for p in probes_of(subjects_of(half, memory_bytes=8 * GB), n_workers=1))

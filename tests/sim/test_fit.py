@@ -52,13 +52,14 @@ def probes():
         yield from (Probe("inference", "actor", depth, *size, is_new=True) for size in sizes[::3])
         yield from (Probe("train_step", "actor", depth, *size, is_new=True) for size in sizes[::3])
         yield from (Probe("train_step", "actor", depth, *size, is_alone=True) for size in sizes[1::4])
-        yield from (Probe(kind, "actor", depth, n, 64, 32, 8) for kind in ("inference", "train_step") for n in (8, 32))
         yield from (Probe("generate", "actor", depth, n, p, r) for n in (1, 4, 16, 64) for p, r in ((16, 2), (64, 48)))
         yield from (Probe("generate", "actor", depth, n, 512, 4) for n in (1, 4, 16))
     for n in (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 24):
         yield from (Probe("collectives", way=way, n_bytes=n) for way in ("all_reduce", "all_gather", "send"))
         yield Probe("copies", n_bytes=8 * n)
         yield Probe("rows", n_bytes=n)
+    for depth in (12, 4):
+        yield from (Probe(kind, "actor", depth, n, 16, 8, 8) for kind in ("inference", "train_step") for n in (8, 32))
 
 
 def measured(noise=0.0, seed=0):
