@@ -75,13 +75,9 @@ class Flow:
 
     @cached_property
     def before(self) -> tuple[frozenset[int], ...]:
-        """For each call at home, those of other roles that come before a call of its role in each step."""
-        ahead: list[frozenset[int]] = []
-        for waits in self.waits:
-            first = [other for other, lag in waits if lag == 0]
-            ahead.append(frozenset(first).union(*[ahead[other] for other in first]))
+        """For each call at home, those of other roles that come before the last call of its role."""
         roles = [[c for c, home in enumerate(self.homes) if home == call] for call in range(len(self.names))]
-        return tuple([frozenset().union(*[ahead[c] for c in role]).difference(role) for role in roles])
+        return tuple([frozenset(range(max(role, default=0))).difference(role) for role in roles])
 
     @cached_property
     def followers(self) -> tuple[frozenset[int], ...]:
