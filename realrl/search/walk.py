@@ -236,7 +236,8 @@ class Walk:
         """Return choices for calls on a mesh, or the largest part of it that they can have, the quickest first.
 
         They are those of the least seconds and bytes, at several weights of a byte that is kept and limits of bytes
-        that a call uses, which are the same for all calls; and the same with the strategy of the role's home for all its calls, so that nothing moves.
+        that a call uses, which are the same for all calls; and the same with the strategy of the role's home for all
+        its calls, so that nothing moves.
         """
         parts = [max((part for part in self._of_size[call] if part <= size), default=0) for call in calls]
         if not all(parts):
