@@ -1,4 +1,4 @@
-"""Plans of `realrl plan` against those of every method, by the real scheduler: python scripts/bench_methods.py [--cases 200]
+"""Plans of `realrl plan` against those of every method: python scripts/bench_methods.py [--cases 200] ...
 
 A case is drawn by its seed: an algorithm or a graph of its own, models of one size or several, a cluster of at most 64
 devices, samples and their lengths, a machine as it is or with every speed changed. It is planned as `realrl plan` does;
@@ -6,7 +6,7 @@ then every plan that a method has, also those that planning leaves out as too sl
 The random walk of `mcmc` is made again with as much time as planning took. At last the search runs without the plans
 of methods, for `--seconds` of the processor or as long as the slowest method took; both compare by the fast model.
 
-`--first SEED --cases 1` makes a case again. `--keep FILE` has a line for each case; those that it has are not run again.
+`--first SEED --cases 1` makes a case again. `--keep FILE` gets a line for each case; those it has are not run again.
 
 `--gaps` prints instead how much a plan of PPO, GRPO, Safe-RLHF and self-play may be longer than the best possible one,
 for models of 7B to 70B on 16 to 128 GPUs; `--gaps ppo 70B` for a part of them.
@@ -87,8 +87,9 @@ class Outcome:
 
     @property
     def worse_than(self) -> list[str]:
-        """Methods whose plan is better than that of `realrl plan`."""
-        return [n for n, period in self.methods.items() if self.planned is None or period * SAME < self.planned]
+        """Methods whose plan is better than that of `realrl plan`; a walk as long as it by a thousandth at least."""
+        same = dict.fromkeys(self.methods, SAME) | {LONG_WALK: 1.001}
+        return [n for n, period in self.methods.items() if self.planned is None or period * same[n] < self.planned]
 
     @property
     def alone_worse_than(self) -> list[str]:
@@ -161,14 +162,16 @@ def perturbed(machine: Hardware, rng: random.Random) -> Hardware:
     def link(one: Link) -> Link:
         return replace(one, bytes_per_s=times(one.bytes_per_s), latency_s=times(one.latency_s))
 
-    speeds = {
-        name: times(getattr(machine.device, name)) for name in ("bytes_per_s", "half_tokens", "block_s", "pass_s")
-    }
-    rate = times(1.0)
-    flops = {dtype: value * rate for dtype, value in machine.device.flops_per_s.items()}
-    memory = machine.device.memory_bytes * rng.choice([0.75, 1.0, 1.5])
-    device = replace(machine.device, flops_per_s=flops, memory_bytes=memory, **speeds)
-    links = machine.links
+    device, links, rate = machine.device, machine.links, times(1.0)
+    device = replace(
+        device,
+        flops_per_s={dtype: value * rate for dtype, value in device.flops_per_s.items()},
+        memory_bytes=device.memory_bytes * rng.choice([0.75, 1.0, 1.5]),
+        bytes_per_s=times(device.bytes_per_s),
+        half_tokens=times(device.half_tokens),
+        block_s=times(device.block_s),
+        pass_s=times(device.pass_s),
+    )
     links = replace(links, device=link(links.device), node=link(links.node), host=link(links.host))
     return replace(machine, device=device, links=links, name=f"{machine.name}, changed")
 
@@ -212,7 +215,7 @@ def drawn(seed: int) -> tuple[Request, str]:
     overrides += [f"models.{role}.path={model_of(model)}" for role, model in sizes.items()]
     config = compose(experiment, overrides, config_dir=config_dir())
     models = " ".join(size if role == "*" else f"{role} {size}" for role, size in sizes.items()) or "tiny"
-    text = f"{name} {models}, {n_devices} x {machine_name}{' changed' * is_changed}, {n_seqs} samples of {n_prompt}+{n_new}"
+    text = f"{name} {models}, {n_devices} x {machine_name}{' changed' * is_changed}, {n_seqs} of {n_prompt}+{n_new}"
     return Request(experiment, config, machine, lengths or None), text
 
 
@@ -341,9 +344,8 @@ def summary(cases: Sequence[Outcome]) -> None:
         better = sum(name in case.worse_than for case in some)
         behind = [case.methods[name] / case.planned - 1 for case in some if case.planned is not None] or [float("nan")]
         print(f"| `{name}` | {len(some)} | {best} | {better} | {statistics.median(behind):.1%} | {max(behind):.0%} |")
-    print(
-        f"\nWorse than a method by the real scheduler: {sum(bool(case.worse_than) for case in own)} of {len(own)} cases."
-    )
+    worse = sum(bool(case.worse_than) for case in own)
+    print(f"\nrealrl plan is worse than a method by the real scheduler: {worse} of {len(own)} cases.")
     worse = sum(bool(case.alone_worse_than) for case in own)
     print(f"The search without methods is worse than one of them, by the fast model: {worse} of {len(own)} cases.")
     gaps = [case.planned_fast / case.bound_fast - 1 for case in own if case.bound_fast]
@@ -355,13 +357,10 @@ def summary(cases: Sequence[Outcome]) -> None:
     over = [(f / min(x for x, _ in some), r / min(y for _, y in some)) for some in several for f, r in some]
     errors = [abs(fast / real - 1) for case in own for fast, real in case.confirmed]
     if each:
-        print(
-            f"Rank correlation of fast model and scheduler over {len(over)} plans: {spearman(*map(list, zip(*over)))!s:.5} "
-            f"by period over the best of its case; in a case, median {statistics.median(each):.3f}, worst {min(each):.2f}"
-        )
-        print(
-            f"Periods of the fast model are off by {statistics.median(errors):.1%} (median), {max(errors):.0%} (worst)."
-        )
+        together = spearman([fast for fast, _ in over], [real for _, real in over])
+        print(f"Rank correlation of fast model and scheduler over {len(over)} plans, by their cases: {together:.3f}")
+        print(f"The same in each case: median {statistics.median(each):.3f}, worst {min(each):.2f}, {len(each)} cases")
+        print(f"The fast model's periods are off by {statistics.median(errors):.1%}, at most {max(errors):.0%}")
 
 
 def gap_of(case: tuple[str, str, int, str]) -> tuple[float, Mapping[str, float]]:

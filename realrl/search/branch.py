@@ -35,6 +35,7 @@ _CLOSE = 1.0 - 1e-12  # a bound may exceed what it proves by rounding
 _TICK = 32  # expansions between two reports
 _MOST_OPEN = 400_000  # partial plans that are kept; of more, those with the greatest bounds are given up
 _DIVE = 200  # expansions of a partial plan and of what comes of it, once for every `_TICK` of the best ones
+_MOST_REFUSED = 3  # plans that are asked about in vain, before other branches are tried
 _MOST_FORESTS = 20_000
 _WORTH_WALKING = 0.01  # a gap with which plans are looked for beside the best branches
 
@@ -122,7 +123,7 @@ class _Search:
         self._floor = math.inf  # least bound of partial plans that were given up
         self._proven = float(self.bounds.of(sum(self.bounds.least)))
         self._open: list[tuple[float, int, _Node]] = []
-        self._n_pushed = self._n_expanded = self._n_evaluated = 0
+        self._n_pushed = self._n_expanded = self._n_evaluated = self._n_refused = 0
         self._placements = lru_cache(maxsize=_MOST_FORESTS)(lambda forest, size: tuple(forest.placed(size)))
 
     def _is_placed(self, call: int) -> bool:
@@ -143,7 +144,8 @@ class _Search:
             dive = [heappop(self._open)[2]]
             n_left = _DIVE if n_popped % _TICK == 0 else 1
             n_popped += 1
-            while dive and n_left and not (is_better := self._expand(dive)):
+            most_refused = self._n_refused + _MOST_REFUSED
+            while dive and n_left and self._n_refused < most_refused and not (is_better := self._expand(dive)):
                 n_left -= 1
             self._push(dive)
             self._proven = max(self._proven, min(self._floor, self._open[0][0] if self._open else math.inf))
@@ -290,5 +292,7 @@ class _Search:
             return False
         self._n_evaluated += 1
         period = self._model.period(plan, limit=self.runners.limit)
-        is_asked = period < self.runners.period
-        return (not is_asked or self._model.accepts(plan)) and self.runners.offer(plan, period)
+        if period < self.runners.period and not self._model.accepts(plan):
+            self._n_refused += 1
+            return False
+        return self.runners.offer(plan, period)

@@ -12,6 +12,7 @@ Invariants of `Model.period`:
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
@@ -41,11 +42,14 @@ class Price:
         seconds: of its batches of one step.
         kept: bytes of its role's state on a device of its mesh, if the role lives there.
         used: bytes that it takes on a device while it runs, without parameters that come from another layout.
+        begun: bytes of its role's state that leave the devices of its mesh after the role's last call, but are there
+            when the run begins.
     """
 
     seconds: float
     kept: int = 0
     used: int = 0
+    begun: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,18 +162,28 @@ class Model:
 
     def overflow(self, plan: Sequence[Placed]) -> float:
         """Return the bytes that the fullest device lacks; 0 if the plan fits."""
+        return max(0.0, self.need(plan) - self.capacity)
+
+    def need(self, plan: Sequence[Placed]) -> int:
+        """Return the bytes that the fullest device needs."""
         bounds, segments = segments_of([placed.span for placed in plan])
-        kept = [0] * len(bounds)
+        kept, begun = [0] * len(bounds), dict[int, int]()
         for call, placed in enumerate(plan):
             if self.flow.homes[call] == call:
+                price = self.price(call, placed.choice)
+                begun |= {call: price.begun} if price.begun else {}
                 for segment in segments[call]:
-                    kept[segment] += self.price(call, placed.choice).kept
+                    kept[segment] += price.kept
         most = 0
         for call, placed in enumerate(plan):
             used = self.price(call, placed.choice).used
             used += sum([self.moved(move, plan).n_bytes for move in self.flow.moves_of[call] if move.target == call])
-            most = max(most, used + max(kept[segment] for segment in segments[call]))
-        return max(0.0, most - self.capacity)
+            level = {segment: kept[segment] for segment in segments[call]}
+            for other, n_bytes in begun.items():
+                if call in self.flow.before[other]:
+                    level |= {segment: level[segment] + n_bytes for segment in segments[other] if segment in level}
+            most = max(most, used + max(level.values()))
+        return most
 
     def parts(self, plan: Sequence[Placed], *, moves: bool = True) -> list[Parts]:
         """Return the parts of every call; without those that move parameters, if `moves` is False."""
@@ -279,19 +293,24 @@ def bars_of(flow: Flow, parts: Sequence[Parts], n_steps: int = _MEASURED[1]) -> 
 def _ran(flow: Flow, parts: Sequence[Parts], n_steps: int) -> _Run:
     run = _Run(flow, parts, n_steps)
     while run.oldest <= n_steps:
-        while run.start_calls() and any(flow.leads):
-            pass  # a call that changes parameters may wait for one that was sent just now
+        run.start_calls()
         run.finish_next()
     return run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Stretches:
-    """Segments on which a call begins, hooks included, on which it runs, and on which its hooks after it do."""
+    """Segments on which a call begins, hooks included, on which it runs, and on which its hooks after it do.
 
-    begin: frozenset[int]
-    mesh: frozenset[int]
-    finish: frozenset[int]
+    Attributes:
+        begin_bits, mesh_bits: of the first two, a bit for each segment.
+    """
+
+    begin: tuple[int, ...]
+    mesh: range
+    finish: tuple[int, ...]
+    begin_bits: int
+    mesh_bits: int
 
 
 def _stretches(parts: Sequence[Parts]) -> list[_Stretches]:
@@ -299,42 +318,55 @@ def _stretches(parts: Sequence[Parts]) -> list[_Stretches]:
     found, first = [], 0
     for one in parts:
         n_before, n_after = len(one.before_spans), len(one.after_spans)
-        mesh = frozenset(segments[first])
+        mesh = segments[first]
         then, first = first + 1 + n_before, first + 1 + n_before + n_after
-        begin = mesh.union(*segments[then - n_before : then]) if n_before else mesh
-        finish = mesh.union(*segments[then:first]) if n_after else mesh
-        found.append(_Stretches(begin, mesh, finish))
+        begin = tuple({*mesh}.union(*segments[then - n_before : then])) if n_before else tuple(mesh)
+        finish = tuple({*mesh}.union(*segments[then:first])) if n_after else tuple(mesh)
+        mesh_bits = (1 << mesh.stop) - (1 << mesh.start)
+        found.append(_Stretches(begin, mesh, finish, sum([1 << segment for segment in begin]), mesh_bits))
     return found
 
 
 class _Run:
-    """The state of a run: calls are started at `now`, and the clock goes on when one is complete."""
+    """The state of a run: calls are started at `now`, and the clock goes on when one is complete.
+
+    Calls that can start, but for devices, stay in `ready`; of those that cannot, the ones of which that may have
+    changed are in `doubtful`. Segments of a call that is under way are busy; those of a second one behind it are full.
+    """
 
     def __init__(self, flow: Flow, parts: Sequence[Parts], n_steps: int) -> None:
         self.oldest, self.ends, self.bars = 1, [0.0], list[Bar]()
         self._flow, self._parts, self._stretches = flow, parts, _stretches(parts)
-        n_segments = 1 + max(segment for one in self._stretches for segment in one.begin | one.finish)
-        self._free, self._depth = [0.0] * n_segments, [0] * n_segments
+        self._free = [0.0] * (1 + max([max(*one.begin, *one.finish, 0) for one in self._stretches]))
+        self._busy = self._full = 0
         self._done, self._sent = [0] * len(parts), [0] * len(parts)
-        self._last = n_steps + 1 + flow.ahead
+        self._last, self._has_leads = n_steps + 1 + flow.ahead, any(flow.leads)
         self._under_way: list[tuple[float, int]] = []
+        self._ready: list[tuple[int, bool, int]] = []
+        self._is_known, self._doubtful = [False] * len(parts), set(range(len(parts)))
         self._now = 0.0
 
-    def start_calls(self) -> bool:
-        """Start the calls that can start now; return True if there are any."""
-        started, held = False, set[int]()
-        ready = []
-        for call, stretches in enumerate(self._stretches):
-            if self._can_start(call):
-                ready.append((self._sent[call] + 1, len(stretches.begin) == len(stretches.mesh), call))
-        for step, _, call in sorted(ready):
-            begin, deepest = self._stretches[call].begin, 1 if step == self.oldest else 0
-            if held.isdisjoint(begin) and all(self._depth[s] <= deepest for s in begin):
-                self._start(call)
-                started = True
-            elif step == self.oldest:
-                held |= begin
-        return started
+    def start_calls(self) -> None:
+        """Start the calls that can start now."""
+        while True:
+            for call in self._doubtful:
+                if not self._is_known[call] and self._can_start(call):
+                    one = self._stretches[call]
+                    self._is_known[call] = True
+                    insort(self._ready, (self._sent[call] + 1, one.begin_bits == one.mesh_bits, call))
+            held, waiting = 0, []
+            for entry in self._ready:
+                step, _, call = entry
+                begin = self._stretches[call].begin_bits
+                if not begin & (held | (self._full if step == self.oldest else self._busy)):
+                    self._start(call)
+                else:
+                    waiting.append(entry)
+                    held |= begin if step == self.oldest else 0
+            has_started, self._ready = len(waiting) < len(self._ready), waiting
+            self._doubtful = set(range(len(self._parts))) if has_started and self._has_leads else set()
+            if not self._doubtful:  # a call that changes parameters may wait for one that was sent just now
+                return
 
     def _can_start(self, call: int) -> bool:
         step, done = self._sent[call] + 1, self._done
@@ -357,12 +389,14 @@ class _Run:
         self.bars.append((call, end - one.run, end))
         for segment in stretches.mesh:
             free[segment] = end
-            self._depth[segment] += 1
+        self._full |= self._busy & stretches.mesh_bits
+        self._busy |= stretches.mesh_bits
         if one.after:
             end = max([free[segment] for segment in stretches.finish]) + one.after
             for segment in stretches.finish:
                 free[segment] = end
         self._sent[call] += 1
+        self._is_known[call] = False
         heappush(self._under_way, (end, call))
 
     def finish_next(self) -> None:
@@ -373,8 +407,11 @@ class _Run:
         while self._under_way and self._under_way[0][0] <= self._now:
             _, call = heappop(self._under_way)
             self._done[call] += 1
-            for segment in self._stretches[call].mesh:
-                self._depth[segment] -= 1
+            mesh = self._stretches[call].mesh_bits
+            self._busy &= ~(mesh & ~self._full)
+            self._full &= ~mesh
+            self._doubtful |= self._flow.followers[call]
         while min(self._done) >= self.oldest:
             self.ends.append(self._now)
             self.oldest += 1
+            self._doubtful.update(range(len(self._parts)))

@@ -73,6 +73,21 @@ class Flow:
         """For each call, the moves that are known as soon as it and all calls before it have a place."""
         return tuple([tuple([m for m in self.moves if m.owner == call]) for call in range(len(self.names))])
 
+    @cached_property
+    def before(self) -> tuple[frozenset[int], ...]:
+        """For each call at home, those of other roles that come before the last call of its role."""
+        roles = [[c for c, home in enumerate(self.homes) if home == call] for call in range(len(self.names))]
+        return tuple([frozenset(range(max(role, default=0))).difference(role) for role in roles])
+
+    @cached_property
+    def followers(self) -> tuple[frozenset[int], ...]:
+        """For each call, those that may be able to start when a step of it is complete, itself included."""
+        found = [{call} for call in range(len(self.names))]
+        for call, (waits, leads) in enumerate(zip(self.waits, self.leads, strict=True)):
+            for other in (*[other for other, _ in waits], *[reader for reader, _, _ in leads]):
+                found[other].add(call)
+        return tuple(map(frozenset, found))
+
 
 def flow_of(graph: nx.DiGraph, *, weightless: Collection[str] = ()) -> Flow:
     """Return the calls of a graph as the fast model needs them.

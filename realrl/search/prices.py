@@ -3,12 +3,13 @@
 A choice is priced on the first devices of the cluster; a move between two meshes as far to the left as their relation
 allows. So a price depends on no place. Calls of equal work on equal models are priced once.
 
-Bytes leave out what depends on other calls, such as messages that a rank of a home sends.
+Bytes leave out what depends on other calls, such as messages that a rank of a home sends, and other calls' connections.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from realrl.graph.build import calls
 from realrl.graph.mfc import DEFAULT_PROTOCOL, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
 from realrl.plan.hooks import CallHooks
+from realrl.plan.memory.connections import CONNECTION, MESSAGE_CHANNELS, RING_CHANNELS
 from realrl.plan.memory.cuts import CutModel
 from realrl.plan.memory.formulas import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
@@ -57,6 +59,7 @@ class Workload:
         sizes: sample -> its tokens, for all samples of a step; responses included.
         rows: lengths in the worst case, for memory.
         n_responses: call -> responses of a prompt that it makes or reads; 0 for sequences of the dataset.
+        connects: True if devices have NCCL's connections to each other, which take memory.
     """
 
     graph: nx.DiGraph
@@ -67,6 +70,7 @@ class Workload:
     rows: RowLengths
     n_responses: Mapping[str, int]
     seed: int = 1
+    connects: bool = False
 
 
 @dataclass
@@ -106,7 +110,12 @@ class CostPrices:
         if not choice.offloads:
             return Price(seconds, kept, used)
         n_active = min(choice.n_devices, self.workload.cluster.n_devices_per_node)
-        return Price(seconds + copy_seconds(parameters, n_active, self.hardware), kept - parameters, used + parameters)
+        return Price(
+            seconds + copy_seconds(parameters, n_active, self.hardware),
+            kept - parameters,
+            used + parameters,
+            parameters,
+        )
 
     def move(
         self, calls: tuple[str, str], source: ParallelStrategy, target: ParallelStrategy, relation: Relation
@@ -243,7 +252,15 @@ class CostPrices:
         if key not in self._used:
             kept, used = self._roles[role].fullest(strategy, mfc.interface_type, load)
             self._used[key] = kept.parameters, kept.total, used.total
-        return self._used[key]
+        parameters, keeps, uses = self._used[key]
+        return parameters, keeps, uses + self._connections(state.home) * self.workload.connects
+
+    def _connections(self, allocation: Allocation) -> int:
+        """Return the bytes of connections that each rank of a call has at least: to its replica, and in its groups."""
+        strategy, node_of = allocation.strategy, self.workload.cluster.node_of
+        n_rings = sum(n > 1 for n in (strategy.dp, strategy.tp, strategy.pp))
+        n_peers = min(Counter(map(node_of, allocation.dp_group_members(0))).values()) - 1
+        return CONNECTION * (RING_CHANNELS * n_rings + MESSAGE_CHANNELS * n_peers)
 
     def _beside(
         self, source: ParallelStrategy, target: ParallelStrategy, relation: Relation

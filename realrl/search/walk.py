@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from realrl.search.problem import Problem
 from realrl.search.runners import Plan
 from realrl.search.space import Choice, mesh_sizes
 
+_Value = TypeVar("_Value", bound=Hashable)
 Score = tuple[float, float]  # bytes that are lacking, seconds of a step
 State = tuple[Plan | None, float]  # a plan that fits and its period; None and infinity in between
 
@@ -33,7 +34,9 @@ _MOST_TRIED = 60  # places and choices of one call that are evaluated, the most 
 _MOST_ASKED = 3  # plans of a step that are asked about, if better ones are not accepted
 _MOST_HALVES = 64  # ways to divide the roles among two meshes
 _MOST_SHAKEN = 3
+_LEVELS = np.array([1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 1e9])  # limits of bytes that a call uses, over the least one
 _FINER = 2.0 ** -np.arange(0.0, 10.0, 0.5)  # weights of a byte, over the greatest one of the bounds
+_TIGHTER, _LEAST_CAPACITY, _GIVEN_BACK = 0.99, 0.8, 1.03  # see `Walk._is_accepted`
 _TICK = 50  # evaluations between two reports
 
 
@@ -68,13 +71,14 @@ class Walk:
         self._kept = [np.array([p.kept * (homes[c] == c) for p in prices[c]], dtype=float) for c in self._calls]
         self._used = [np.array([p.used for p in prices[c]], dtype=float) for c in self._calls]
         self._of_size = [_alike([one.n_devices for one in found]) for found in self._choices]
-        self._roles = [*_alike([home if home >= 0 else f"call {c}" for c, home in enumerate(homes)]).values()]
+        self._roles = [*_alike([home if home >= 0 else ~c for c, home in enumerate(homes)]).values()]
         ones = np.ones((len(homes), 1))  # of the work of a device, which is like a cycle that each call is between
         self._on, self._between = np.hstack([bounds.on, 0.0 * ones]), np.hstack([bounds.between, ones])
         self._weights = np.concatenate([[0.0], bounds.weights[-1] * _FINER])
         self._fills = cache(self._fills_of)
         self._plan: Plan = ()  # where a walk is
         self._score: Score = (math.inf, math.inf)
+        self._capacity = problem.model.capacity  # bytes of a device that a walk uses
 
     def run(self, n_walks: int, starts: Iterable[Plan] = ()) -> Iterator[State]:
         """Yield plans that fit with their periods, and (None, inf) in between.
@@ -95,16 +99,17 @@ class Walk:
             yield from self._walk(self._start(number))
 
     def again(self, best: Plan | None) -> Iterator[State]:
-        """Yield what one more walk finds, from the best plan that is known, or from one like it if walks ended there."""
+        """Yield what one more walk finds: from the best plan that is known, or from one like it where walks ended."""
         yield from self._walk(self._shaken(best) if best is None or best == self.best[1] else best)
 
     def _walk(self, start: Plan | None) -> Iterator[State]:
         """Go on from a plan until no step leads to a better one."""
         if start is None:
             return
+        self._capacity = min(self._model.capacity, self._capacity * _GIVEN_BACK)
         self._plan, self._score = start, self._score_of(start)
         if not self._score[0]:
-            if self._model.accepts(start):
+            if self._is_accepted(start):
                 yield start, self._score[1]
             else:
                 self._score = 0.0, math.inf
@@ -133,7 +138,7 @@ class Walk:
                 better = sorted([*better, (score, number, plan)], reverse=True)[-_MOST_ASKED:]
             if self.n_evaluated % _TICK == 0:
                 yield None, math.inf
-        while better and not (better[-1][0][0] or self._model.accepts(better[-1][2])):
+        while better and not (better[-1][0][0] or self._is_accepted(better[-1][2])):
             better.pop()
         if better:
             self._score, _, self._plan = better[-1]
@@ -142,16 +147,20 @@ class Walk:
         return bool(better)
 
     def _score_of(self, plan: Plan, against: Score = (math.inf, math.inf)) -> Score:
-        """Return the score of a plan; moves, which take long to price, count if it is better than `against` without."""
+        """Return the score of a plan, or one that it cannot beat and that is not below `against`."""
         self.n_evaluated += 1
-        lacking = self._model.overflow(plan)
-        if lacking:
+        lacking = self._model.need(plan) - self._capacity
+        if lacking > 0:
             return lacking, 0.0
-        limit = math.inf if against[0] else against[1]
-        quick = self._model.period(plan, moves=False, limit=limit)
-        if quick >= limit:
-            return 0.0, quick
-        return 0.0, self._model.period(plan, limit=limit)
+        return 0.0, self._model.period(plan, limit=math.inf if against[0] else against[1])
+
+    def _is_accepted(self, plan: Plan) -> bool:
+        """Return True if a plan is accepted; else leave more room from now on, for what its bytes leave out."""
+        need = self._model.need(plan)
+        if need <= self._capacity and self._model.accepts(plan):
+            return True
+        self._capacity = min(self._capacity, max(_TIGHTER * need, _LEAST_CAPACITY * self._model.capacity))
+        return False
 
     # ------------------------------------------------------------ one call
 
@@ -167,7 +176,7 @@ class Walk:
         spans = [self._plan[other].span for other in others]
         seconds, kept, used = self._values(others)
         around, between = seconds @ self._on[others], self._between[others]
-        own_on, own_between, capacity = self._on[call], self._between[call], self._model.capacity
+        own_on, own_between, capacity = self._on[call], self._between[call], self._capacity
         found: list[tuple[float, float, int, Span]] = []
         for size, numbers in self._of_size[call].items():
             own_s, own_kept, own_used = (x[call][numbers] for x in (self._seconds, self._kept, self._used))
@@ -211,7 +220,7 @@ class Walk:
             for size in mesh_sizes(self._model.cluster):
                 for span in self._places(spans, group[0], size):
                     covers, inside = _covers(spans, span)
-                    found = self._placed(group, span, self._model.capacity - (covers @ kept)[inside].max())
+                    found = self._placed(group, span, self._capacity - (covers @ kept)[inside].max())
                     if found is not None and all(self._is_legal(one.span, spans) for one in found.values()):
                         yield (0.0, 0.0), tuple([found.get(call, plan[call]) for call in self._calls])
 
@@ -226,25 +235,53 @@ class Walk:
     def _fills_of(self, calls: tuple[int, ...], size: int) -> list[_Fill]:
         """Return choices for calls on a mesh, or the largest part of it that they can have, the quickest first.
 
-        They are those of the least seconds and bytes, at several weights of a byte, which is the same for all calls.
+        They are those of the least seconds and bytes, at several weights of a byte that is kept and limits of bytes
+        that a call uses, which are the same for all calls; and the same with the strategy of the role's home for all
+        its calls, so that nothing moves.
         """
         parts = [max((part for part in self._of_size[call] if part <= size), default=0) for call in calls]
         if not all(parts):
             return []
-        kept_weights = np.tile(self._weights, 2)[:, None]
-        used_weights = np.repeat([0.0, 1.0], len(self._weights))[:, None] * kept_weights
+        numbers = [np.array(self._of_size[call][part]) for call, part in zip(calls, parts, strict=True)]
+        least = max(self._used[call][some].min() for call, some in zip(calls, numbers, strict=True))
+        weights = np.tile(self._weights, len(_LEVELS))[:, None]
+        levels = np.repeat(least * _LEVELS, len(self._weights))[:, None]
         picked = []
-        for call, part in zip(calls, parts, strict=True):
-            numbers = np.array(self._of_size[call][part])
-            seconds, kept, used = (x[call][numbers] for x in (self._seconds, self._kept, self._used))
-            picked.append(numbers[(seconds + kept_weights * kept + used_weights * used).argmin(axis=1)])
-        found = []
-        for some in sorted({tuple(some) for some in np.stack(picked, axis=1).tolist()}):
-            pairs = [*zip(calls, some, strict=True)]
-            n_bytes = sum(self._kept[c][i] for c, i in pairs) + max(self._used[c][i] for c, i in pairs)
-            choices = tuple([self._choices[c][i] for c, i in pairs])
-            found.append(_Fill(float(sum(self._seconds[c][i] for c, i in pairs)), float(n_bytes), choices))
+        for call, some in zip(calls, numbers, strict=True):
+            seconds, kept, used = (x[call][some] for x in (self._seconds, self._kept, self._used))
+            measure = np.where(used > levels, np.inf, seconds + weights * kept)
+            picked.append(some[measure.argmin(axis=1)])
+        rows = {tuple(row) for row in np.stack(picked, axis=1).tolist()}
+        rows |= {self._still(calls, row, parts) for row in rows}
+        found = [self._fill(dict(zip(calls, row, strict=True))) for row in sorted(rows)]
         return sorted(found, key=lambda fill: fill[:2])
+
+    def _still(self, calls: Sequence[int], row: tuple[int, ...], parts: Sequence[int]) -> tuple[int, ...]:
+        """Return choices in the place of others: of calls away from home, the quickest with the home's strategy."""
+        numbers, still = dict(zip(calls, row, strict=True)), []
+        for (call, number), part in zip(numbers.items(), parts, strict=True):
+            home = self._model.flow.homes[call]
+            if home in numbers:
+                strategy = self._choices[home][numbers[home]].strategy
+                alike = [i for i in self._of_size[call][part] if self._choices[call][i].strategy == strategy]
+                number = min(alike, key=lambda i: self._seconds[call][i], default=number)
+            still.append(numbers[call] if home == call else number)
+        return tuple(still)
+
+    def _fill(self, numbers: Mapping[int, int]) -> _Fill:
+        """Return choices on one mesh with their seconds and bytes, those of moves on it included."""
+        model, seconds, kept, most = self._model, 0.0, 0.0, 0.0
+        choices = {call: self._choices[call][number] for call, number in numbers.items()}
+        for call, number in numbers.items():
+            used = self._used[call][number]
+            for move in model.flow.moves_of[call]:
+                source = choices.get(move.source)
+                if move.target == call and source is not None and source.n_devices == choices[call].n_devices:
+                    moved = model.move(move, source.strategy, choices[call].strategy, "same")
+                    seconds, used = seconds + moved.seconds, used + moved.n_bytes
+            seconds, kept = seconds + self._seconds[call][number], kept + self._kept[call][number]
+            most = max(most, used)
+        return _Fill(float(seconds), float(kept + most), tuple(choices.values()))
 
     # ------------------------------------------------------------ places
 
@@ -282,7 +319,7 @@ class Walk:
         return self._spread(number) if number < _N_MEASURES else self._shaken(self.best[1])
 
     def _on_one_mesh(self) -> Plan | None:
-        found = self._placed(self._calls, (0, self._model.cluster.n_devices), self._model.capacity)
+        found = self._placed(self._calls, (0, self._model.cluster.n_devices), self._capacity)
         return self._spread(0) if found is None else tuple([found[call] for call in self._calls])
 
     def _on_two_meshes(self) -> Plan | None:
@@ -298,7 +335,7 @@ class Walk:
             for size in sizes[:-1]:
                 end = max((other for other in sizes if other <= n_devices - size), default=0)
                 meshes = [(first, (n_devices - size, n_devices)), (rest, (0, end))]
-                found = [self._placed(calls, span, self._model.capacity) for calls, span in meshes if span[0] < span[1]]
+                found = [self._placed(calls, span, self._capacity) for calls, span in meshes if span[0] < span[1]]
                 if len(found) < 2 or found[0] is None or found[1] is None or not self._is_legal(meshes[0][1], ()):
                     continue
                 places = {**found[0], **found[1]}
@@ -354,9 +391,9 @@ class Walk:
         return None
 
 
-def _alike(values: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+def _alike(values: Sequence[_Value]) -> dict[_Value, list[int]]:
     """Return value -> its places in a sequence."""
-    found: dict[Hashable, list[int]] = {}
+    found: dict[_Value, list[int]] = {}
     for place, value in enumerate(values):
         found.setdefault(value, []).append(place)
     return found

@@ -179,6 +179,18 @@ def test_all_calls_between_two_of_a_cycle_have_to_run_there():
     assert slowest_cycle([Cycle(chain, 1, between)], parts) == 4.0 + 4.0 + 4.0 + 4.0
 
 
+def test_calls_before_the_last_one_of_a_role():
+    """What leaves the devices after its last call is there before it when a run begins."""
+    flow = flow_of(graph_of())
+    assert flow.names == ("gen", "ref", "train")
+    assert flow.homes == (2, 1, 2)
+    assert flow.before == (frozenset(), {0}, {1})
+    prices = Table(dict.fromkeys(flow.names, 1.0), ref={"used": 5, "begun": 10}, gen={"used": 20}, train={"used": 25})
+    model = Model(flow, prices, Cluster(1, 4))
+    assert model.need([placed(WHOLE), placed(LEFT), placed(WHOLE)]) == 20 + 10
+    assert model.need([placed(RIGHT), placed(LEFT), placed(WHOLE)]) == 25
+
+
 @settings(max_examples=60)
 @given(st.integers(0, 10**6))
 def test_devices_and_cycles_hold_in_runs_of_any_length(seed):

@@ -38,8 +38,7 @@ def test_shares_are_those_of_the_scheduler(seed):
     model = found.model
     for plan in random.Random(seed).sample(every := list(all_plans(found)), min(len(every), 20)):
         bars, spans = bars_of(model.flow, model.parts(plan)), [placed.span for placed in plan]
-        size = model.cluster.n_devices_per_node
-        expected = contention.waiting_shares(run_of(bars, spans, model.cluster), lambda rank: rank // size)
+        expected = contention.waiting_shares(run_of(bars, spans, model.cluster), model.cluster.node_of)
         shares = waiting_shares(bars, spans, model.cluster)
         assert shares == pytest.approx([expected[str(call)] for call in range(len(plan))], abs=1e-9)
 
