@@ -34,8 +34,9 @@ from realrl.data.kinds import DatasetKind
 from realrl.errors import UsageError
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.discovery import config_dir, load_experiment
+from realrl.planner.crew import Study
 from realrl.planner.evaluate import evaluate, is_possible
-from realrl.planner.planner import Effort, Planned, Planning, problem_of, spearman
+from realrl.planner.planner import Effort, Planned, Planning, spearman
 from realrl.planner.request import Request
 from realrl.profiler.hardware_files import named_hardware
 from realrl.search.branch import search
@@ -273,7 +274,7 @@ def run(seed: int, *, seconds: float) -> Outcome:
     found = Outcome(seed, text)
     try:
         planned, found.seconds, _ = plan(request, Effort())
-        problem = problem_of(request)
+        problem = Study(request).problem
     except UsageError:
         return found
     if planned is None:

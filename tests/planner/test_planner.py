@@ -4,8 +4,9 @@ import pytest
 
 from realrl.errors import AllocationError
 from realrl.planner import planner
+from realrl.planner.crew import Study
 from realrl.planner.evaluate import is_possible
-from realrl.planner.planner import LEAST, SEARCH, Effort, Planning, problem_of
+from realrl.planner.planner import LEAST, SEARCH, Effort, Planning
 from tests.planner.cases import request_for
 
 QUICK = Effort(n_expanded=200, n_confirmed=3)
@@ -48,7 +49,7 @@ def test_micro_batches_of_single_samples_where_nothing_else_fits():
     )
     request = request_for(*settings, "cluster.device_rows_gb=0", devices=1, lengths=None, memory_bytes=950_000_000)
     with pytest.raises(AllocationError, match="call 'actor_train' fits no mesh"):
-        problem_of(request)
+        Study(request).draft.problem()
     found = planned(request)
     assert (found.best.name, found.best.fits) == (LEAST, True)
     assert found.best.settings.n_mbs["actor_train"] == 512

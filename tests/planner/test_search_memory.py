@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from realrl.planner.crew import Study
 from realrl.planner.evaluate import is_possible
-from realrl.planner.planner import problem_of
 from realrl.search.fast import Placed
 from tests.planner.cases import request_for
 
@@ -41,7 +41,7 @@ def test_no_plan_that_fits_is_left_out(name, tmp_path):
     rng = random.Random(name)
     for memory in (10 * GB, 14 * GB, 20 * GB):
         request = request_for(f"models.*.path={tmp_path}", name=name, devices=8, memory_bytes=memory)
-        problem = problem_of(request)
+        problem = Study(request).problem
         for _ in range(25):
             plan = random_plan(problem, rng)
             is_left_out = bool(problem.model.overflow(plan))
