@@ -90,7 +90,7 @@ class _Known(_Named):
     torch_dtype: str | None = None
     layer_types: list[str] | None = None
     mlp_only_layers: list[_Count] | None = None
-    bos_token_id: _Token | list[_Token] | None = None
+    bos_token_id: _Token | None = None
     eos_token_id: _Token | list[_Token] | None = None
     pad_token_id: _Token | None = None
 

@@ -221,6 +221,7 @@ def test_unsupported_architecture_names_the_closest(folder: Path) -> None:
         ({"num_hidden_layers": 10**9}, "<= 4096 - at `\\$.num_hidden_layers`"),
         ({"rope_parameters": ["yarn"]}, "Expected `object.*, got `array` - at `\\$.rope_parameters`"),
         ({"architectures": "LlamaForCausalLM"}, "got `str` - at `\\$.architectures`"),
+        ({"bos_token_id": [1, 2]}, "got `array` - at `\\$.bos_token_id`"),
         ({"tie_word_embeddings": "false"}, "got `str` - at `\\$.tie_word_embeddings`"),
         ({"auto_map": {"AutoModel": "own.Own"}}, "names code of its own \\(auto_map\\), which realrl does not run"),
         ({"vocab_size": 62}, r"'model.embed_tokens.weight' has shape \[61, 128\], config.json asks for \[62, 128\]"),
