@@ -34,10 +34,10 @@ from realrl.data.kinds import DatasetKind
 from realrl.errors import UsageError
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.discovery import config_dir, load_experiment
-from realrl.planner.crew import Study
 from realrl.planner.evaluate import evaluate, is_possible
 from realrl.planner.planner import Effort, Planned, Planning, spearman
 from realrl.planner.request import Request
+from realrl.planner.study import Study
 from realrl.profiler.hardware_files import named_hardware
 from realrl.search.branch import search
 from realrl.search.methods import METHODS

@@ -17,6 +17,7 @@ def test_a_case_is_planned_and_checked(number):
     assert line["outcome"] in ("planned", "refused"), line["reason"]
 
 
+@pytest.mark.slow
 def test_results_are_kept_and_not_made_again(tmp_path, capsys):
     out = tmp_path / "lines.jsonl"
     assert plan_campaign.main(["--cases", "1", "--seed", "5", "--jobs", "1", "--out", str(out)]) == 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from realrl.config.schema import RunConfig
-    from realrl.plan.memory.formulas import Kernels
+    from realrl.plan.memory.formulas.local import Kernels
     from realrl.plan.memory.plan import CallState, RoleState
     from realrl.sim.hardware import Hardware
 
@@ -78,7 +78,7 @@ def worker_memory(config: RunConfig, machine: Hardware) -> int | None:
 
 def kernels_here(roles: Mapping[str, RoleState], calls: Sequence[CallState], device: str) -> Kernels:
     """Return the use of memory by the kernels that run these calls on this machine; on accelerators the defaults."""
-    from realrl.plan.memory.formulas import Kernels
+    from realrl.plan.memory.formulas.local import Kernels
 
     if device != "cpu":
         return Kernels()

@@ -268,9 +268,9 @@ def _plan_of_method(request: Request, name: str, seed: int) -> Planned:
     Raises:
         UsageError: there is no such method, or its plan does not fit.
     """
-    from realrl.planner.crew import Study
     from realrl.planner.evaluate import evaluate, why_not
     from realrl.planner.planner import Planned
+    from realrl.planner.study import Study
     from realrl.search.methods import METHODS
 
     if name not in METHODS:

@@ -164,8 +164,8 @@ def _plan_called(planned: Planned, name: str, seed: int) -> Evaluated:
     """
     from dataclasses import replace
 
-    from realrl.planner.crew import Study
     from realrl.planner.evaluate import evaluate
+    from realrl.planner.study import Study
 
     if name == BEST:
         return replace(planned.best, name=BEST)

@@ -29,7 +29,7 @@ from realrl.experiment.states import (
 from realrl.graph.mfc import InterfaceType
 from realrl.model.dtypes import torch_dtype
 from realrl.plan.hooks import Overlap
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.overlap import plan_overlap
 from realrl.plan.memory.plan import CallState, MemoryPlan, RoleState

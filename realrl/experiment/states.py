@@ -19,7 +19,7 @@ from realrl.experiment.run_plan import RunPlan
 from realrl.graph.build import topological_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.plan.backends import zero_stage_of
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
 from realrl.plan.memory.plan import CallState, RoleState, show_bytes
 from realrl.plan.memory.saving import Saves

@@ -1,10 +1,11 @@
-"""The work of planning, and processes that share it.
+"""Processes that share the work of planning.
 
     questions ──► helpers ──────┐
         └───────► this process ─┴──► answers, in the order of questions
 
 An answer is a pure function of the request and the question. So it depends neither on the number of processes nor on
-which of them gives it; a helper that dies is not missed.
+which of them gives it; a helper that dies is not missed. (`concurrent.futures` has no way to end a process that is
+busy, and in Python 3.11 fails where one dies while questions are given up.)
 """
 
 from __future__ import annotations
@@ -12,130 +13,20 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from realrl.config.serialize import dump_config
-from realrl.errors import AllocationError, Error
+from realrl.errors import Error
 from realrl.experiment.discovery import load_run
-from realrl.plan.memory.connections import CUDA_CONTEXT
-from realrl.planner.evaluate import is_possible, judge
 from realrl.planner.request import Request
-from realrl.planner.settings import PlanSettings
-from realrl.search.fast import Price
-from realrl.search.methods import METHODS
-from realrl.search.problem import Draft, Problem, draft
-from realrl.search.runners import Plan
-from realrl.sim.report import Figures
+from realrl.planner.study import Study
 
 _STOP_S = 2.0  # in which a helper without work ends by itself
-_ON_ALL_DEVICES = "colocate", "real_heuristic"  # methods
 _AHEAD = 2  # questions that a helper has at a time, so that it need not wait for this process
-
-Alike = tuple[tuple[int, ...], int]
-"""Calls of equal work, and a number of replicas."""
-
-
-class Study:
-    """What is found out about a request; each question is answered once, or whenever it is asked.
-
-    Args:
-        seed: as for `Planning`.
-    """
-
-    def __init__(self, request: Request, seed: int = 1) -> None:
-        self.request, self.seed = request, seed
-
-    @cached_property
-    def draft(self) -> Draft:
-        """The search, of which choices may have no prices yet.
-
-        Raises:
-            AllocationError: a pin is impossible.
-        """
-        request = self.request
-        always = 0 if request.on_cpu else request.config.cluster.device_rows_bytes + CUDA_CONTEXT
-        return draft(
-            request.workload,
-            request.hardware,
-            capacity=request.capacity - always,
-            roles=request.spaces,
-            pins=request.pins,
-            kernels=request.kernels_alone,
-            accepts=lru_cache(maxsize=4096)(lambda placed: is_possible(request, placed)),
-        )
-
-    @cached_property
-    def problem(self) -> Problem:
-        """The search, all of whose choices have prices.
-
-        Raises:
-            AllocationError: a call fits no mesh.
-        """
-        return self.draft.problem()
-
-    def on_all_devices(self) -> Plan | None:
-        """Return a plan with all calls on all devices, for which few choices are priced; None if none fits."""
-        try:
-            few = self.draft.on_all_devices().problem()
-        except AllocationError:
-            return None
-        for method in _ON_ALL_DEVICES:
-            with suppress(AllocationError):
-                return METHODS[method].place(few, self.seed)
-        return None
-
-    # ------------------------------------------------------------ questions
-
-    @property
-    def prices_to_ask(self) -> list[Alike]:
-        """Questions for `price`, which ask for all prices."""
-        choices = self.draft.choices
-        return [
-            (calls, dp)
-            for calls in self.draft.alike
-            for dp in sorted({choice.strategy.dp for call in calls for choice in choices[call]})
-        ]
-
-    def price(self, alike: Alike) -> list[list[Price]]:
-        """Return the prices of those choices of some calls that have so many replicas."""
-        calls, dp = alike
-        model, choices = self.draft.model, self.draft.choices
-        return [[model.price(call, one) for one in choices[call] if one.strategy.dp == dp] for call in calls]
-
-    def learn(self, prices: Mapping[Alike, list[list[Price]]]) -> None:
-        """Take prices from elsewhere."""
-        for (calls, dp), of_calls in prices.items():
-            for call, found in zip(calls, of_calls, strict=True):
-                own = [choice for choice in self.draft.choices[call] if choice.strategy.dp == dp]
-                for choice, price in zip(own, found, strict=True):
-                    self.draft.model.note(call, choice, price)
-
-    def place(self, method: str) -> Plan | str:
-        """Return the plan of a method; or the reason why it has none."""
-        try:
-            return METHODS[method].place(self.problem, self.seed)
-        except AllocationError as error:
-            return error.message
-
-    def settings_by(self, method: str) -> PlanSettings:
-        """Return the settings of the plan of a method.
-
-        Raises:
-            AllocationError: it has none.
-        """
-        return self.request.settings_of(METHODS[method].place(self.problem, self.seed))
-
-    def judge(self, settings: PlanSettings) -> Figures | str:
-        """Return what the real scheduler makes of a plan; or the reason why it cannot run."""
-        return judge(self.request, settings)
-
-
-# ---------------------------------------------------------------- processes
 
 
 class _Process(Protocol):

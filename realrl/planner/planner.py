@@ -19,11 +19,12 @@ from functools import cached_property
 from itertools import islice
 
 from realrl.errors import AllocationError, UsageError
-from realrl.planner.crew import Alike, Asked, Crew, Study
+from realrl.planner.crew import Asked, Crew
 from realrl.planner.evaluate import Evaluated, confirmed
 from realrl.planner.request import Request
 from realrl.planner.settings import PlanSettings
 from realrl.planner.shortage import least_plan
+from realrl.planner.study import Alike, Study
 from realrl.search.branch import Found, search
 from realrl.search.fast import Price
 from realrl.search.methods import METHODS

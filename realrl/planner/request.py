@@ -24,7 +24,7 @@ from realrl.graph.build import home_calls, topological_calls
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.mesh.notation import parse_allocation
 from realrl.plan.backends import zero_stage_of
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.memory.load import RowLengths
 from realrl.plan.memory.model import MemoryModel
 from realrl.planner.modelled import Draw, KernelsOf, default_kernels, draw_of

@@ -19,7 +19,7 @@ class Machine(msgspec.Struct, frozen=True):
         name: the processor or the accelerator, in words.
         kind: "cpu" or "cuda".
         memory_bytes: memory of the device, or the worker's share of it.
-        kernels: see `realrl.plan.memory.formulas.Kernels`.
+        kernels: see `realrl.plan.memory.formulas.local.Kernels`.
     """
 
     name: str

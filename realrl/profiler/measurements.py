@@ -11,7 +11,7 @@ import msgspec
 
 from realrl.errors import ConfigError
 from realrl.files import read_input
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.parameters.specs import DTYPE_BYTES
 from realrl.profiler.hardware_files import hardware_text, named_hardware
 from realrl.profiler.machine import Machine

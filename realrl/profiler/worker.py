@@ -27,7 +27,7 @@ from realrl.model.dtypes import torch_dtype
 from realrl.model.init import random_model
 from realrl.model.lora import add_adapters
 from realrl.plan.groups import process_groups
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.profiler.machine import REPETITION, SECONDS, Machine
 from realrl.profiler.sizes import Subject, subjects_of
 from realrl.runtime.transport.base import SampleClient

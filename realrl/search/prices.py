@@ -22,7 +22,7 @@ from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
 from realrl.plan.hooks import CallHooks
 from realrl.plan.memory.connections import CONNECTION, MESSAGE_CHANNELS, RING_CHANNELS
 from realrl.plan.memory.cuts import CutModel
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
 from realrl.plan.memory.plan import RoleState
 from realrl.plan.memory.roles import RoleBytes

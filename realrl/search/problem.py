@@ -10,7 +10,7 @@ from realrl.errors import AllocationError
 from realrl.graph.build import call as call_of
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.allocation import check_meshes
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.memory.plan import show_bytes
 from realrl.search.fast import Model, Placed
 from realrl.search.flow import flow_of

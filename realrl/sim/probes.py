@@ -13,7 +13,7 @@ from typing import Literal, cast
 import numpy as np
 
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.shape import DecoderConfig, DType
 from realrl.sim.costs.calls import decoding_model, packing_seconds
 from realrl.sim.costs.collectives import FREE, LinearCost, Route, all_gather, all_reduce, send

@@ -76,6 +76,7 @@ def test_a_plan_is_printed(capsys):
     assert "--out FILE saves the plan" in printed
 
 
+@pytest.mark.slow  # also whatever the number of processes: tests/planner/test_crew.py
 def test_the_same_seed_gives_the_same_plan(capsys, made, workplace):
     assert realrl(capsys, "plan", "ppo", *TWO, "--out", "again.yaml")[0] == 0
     assert (workplace / "again.yaml").read_text() == made.read_text()

@@ -15,7 +15,7 @@ from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.experiment.states import call_states, longest_rows, memory_model, role_states, runtime_bytes
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 
 PPO = load_experiment("ppo")
 GB = 1_000_000_000

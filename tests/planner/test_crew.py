@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from realrl.planner.crew import Crew, Study
+from realrl.planner.crew import Crew
 from realrl.planner.evaluate import Evaluated
 from realrl.planner.planner import ON_ALL_DEVICES, Effort, Planning
+from realrl.planner.study import Study
 from tests.planner.cases import everywhere, request_for
 
 

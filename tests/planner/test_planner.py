@@ -3,10 +3,10 @@
 import pytest
 
 from realrl.errors import AllocationError
-from realrl.planner import crew
-from realrl.planner.crew import Study
+from realrl.planner import study
 from realrl.planner.evaluate import is_possible
 from realrl.planner.planner import LEAST, SEARCH, Effort, Planning
+from realrl.planner.study import Study
 from tests.planner.cases import request_for
 
 QUICK = Effort(n_expanded=200, n_confirmed=3)
@@ -25,7 +25,7 @@ def test_runners_up_are_plans_that_a_run_takes(monkeypatch):
     def only_with_two_for_generation(request, placed):
         return placed[0].choice.n_devices == 2 and is_possible(request, placed)
 
-    monkeypatch.setattr(crew, "is_possible", only_with_two_for_generation)
+    monkeypatch.setattr(study, "is_possible", only_with_two_for_generation)
     found = planned(request)
     searched = [one for one in found.candidates if one.name.startswith(SEARCH)]
     assert len(searched) == QUICK.n_confirmed
@@ -33,7 +33,7 @@ def test_runners_up_are_plans_that_a_run_takes(monkeypatch):
 
 
 def test_the_plan_that_takes_the_least_memory_is_taken_where_the_search_finds_none(monkeypatch):
-    monkeypatch.setattr(crew, "is_possible", lambda request, placed: False)
+    monkeypatch.setattr(study, "is_possible", lambda request, placed: False)
     found = planned(request_for(devices=2))
     assert [one.name for one in found.candidates] == [LEAST]
     assert found.best.fits

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from realrl.planner.crew import Study
 from realrl.planner.evaluate import is_possible
+from realrl.planner.study import Study
 from realrl.search.fast import Placed
 from tests.planner.cases import request_for
 

@@ -7,7 +7,7 @@ import pytest
 
 from realrl import cli
 from realrl.errors import UsageError
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.profiler.hardware_files import named_hardware
 from realrl.profiler.machine import Machine
 from realrl.profiler.measurements import Measurements, read_measurements

@@ -5,7 +5,7 @@ import pytest
 import yaml
 
 from realrl.errors import ConfigError
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.profiler.hardware_files import hardware_text
 from realrl.sim.fit import LEAST_POINTS, Measured, fit, least_squares
 from realrl.sim.hardware import Link, hardware_from
@@ -100,6 +100,7 @@ def _overheads(device):
     return 12 * device.block_s + device.pass_s, 12 * device.block_s + device.token_s
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_now_and_then_slow_is_fitted_as_if_it_were_not():
     points = measured(noise=0.02)
     spoiled = [replace(one, seconds=one.seconds * (1.6 if i % 9 == 4 else 1)) for i, one in enumerate(points)]

@@ -29,7 +29,7 @@ from functools import cached_property
 import numpy as np
 
 from realrl.plan.memory.cuts import CutModel, parts_of
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.memory.load import Load
 from realrl.plan.memory.moves import Moves
 from realrl.plan.memory.plan import SAVE, CallState, MemoryPlan, RoleState, Usage

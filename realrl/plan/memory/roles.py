@@ -18,15 +18,10 @@ from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.backends import BACKENDS
 from realrl.plan.memory.buffers import FLOAT32, ROW_BYTES
 from realrl.plan.memory.cuts import CutModel, PartKind
-from realrl.plan.memory.formulas import (
-    Kernels,
-    TrainingBytes,
-    converted_bytes,
-    forward_bytes,
-    generation_bytes,
-    local_shape,
-    training_bytes,
-)
+from realrl.plan.memory.formulas.blocks import converted_bytes
+from realrl.plan.memory.formulas.generation import generation_bytes
+from realrl.plan.memory.formulas.local import Kernels, local_shape
+from realrl.plan.memory.formulas.passes import TrainingBytes, forward_bytes, training_bytes
 from realrl.plan.memory.load import Load
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
 from realrl.plan.memory.plan import RoleState, Usage

@@ -17,7 +17,8 @@ from realrl.graph.mfc import InterfaceType
 from realrl.mesh.device_mesh import Allocation, ParallelStrategy
 from realrl.plan.hooks import Offload, Realloc
 from realrl.plan.memory import load as memory_load
-from realrl.plan.memory.formulas import Kernels, generation_bytes, local_shape
+from realrl.plan.memory.formulas.generation import generation_bytes
+from realrl.plan.memory.formulas.local import Kernels, local_shape
 from realrl.plan.memory.plan import RoleState, layout_of
 from realrl.plan.parameters.realloc import ReallocPlan
 from realrl.plan.parameters.shards import shard_of

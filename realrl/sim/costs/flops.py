@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.memory.buffers import LOGITS_CHUNK
-from realrl.plan.memory.formulas import local_shape
+from realrl.plan.memory.formulas.local import local_shape
 from realrl.plan.parameters.adapters import is_adapter, is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.shards import ModelShard, shard_of

@@ -9,9 +9,7 @@ from realrl.mesh.device_mesh import Cluster
 from realrl.mesh.notation import parse_allocation
 from realrl.plan.hooks import CallHooks
 from realrl.plan.memory.buffers import PASS_ROW_BYTES
-from realrl.plan.memory.formulas import (
-    local_shape,
-)
+from realrl.plan.memory.formulas.local import local_shape
 from realrl.plan.memory.load import Load, RowLengths
 from realrl.plan.memory.plan import CallState, RoleState
 from realrl.plan.parameters.decoder_specs import parameter_specs

@@ -8,14 +8,10 @@ from realrl.graph.mfc import InterfaceType
 from realrl.plan.backends import BACKENDS
 from realrl.plan.hooks import Offload, Realloc
 from realrl.plan.memory.buffers import FLOAT32, REALLOC_BUCKET, REALLOC_LARGE, ROW_BYTES, SAVE_STAGE
-from realrl.plan.memory.formulas import (
-    Kernels,
-    converted_bytes,
-    forward_bytes,
-    generation_bytes,
-    local_shape,
-    training_bytes,
-)
+from realrl.plan.memory.formulas.blocks import converted_bytes
+from realrl.plan.memory.formulas.generation import generation_bytes
+from realrl.plan.memory.formulas.local import Kernels, local_shape
+from realrl.plan.memory.formulas.passes import forward_bytes, training_bytes
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
 from realrl.plan.memory.plan import SAVE, Usage, layout_of
 from realrl.plan.memory.saving import gathered_model, gathered_state, model_copies, state_copies

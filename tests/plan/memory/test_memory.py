@@ -12,13 +12,10 @@ from realrl.config.schema import GenerationConfig
 from realrl.graph.mfc import InterfaceType
 from realrl.plan.hooks import CallHooks, Offload, Realloc
 from realrl.plan.memory.buffers import GRADIENT_BUCKET, SAVE_STAGE
-from realrl.plan.memory.formulas import (
-    Kernels,
-    generation_bytes,
-    inference_activations,
-    kept_by_block,
-    training_activations,
-)
+from realrl.plan.memory.formulas.blocks import kept_by_block
+from realrl.plan.memory.formulas.generation import generation_bytes
+from realrl.plan.memory.formulas.local import Kernels
+from realrl.plan.memory.formulas.passes import inference_activations, training_activations
 from realrl.plan.memory.load import Load, RowLengths, load_of
 from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes

@@ -9,16 +9,10 @@ from realrl.mesh.notation import parse_allocation
 from realrl.plan.hooks import CallHooks, Offload
 from realrl.plan.memory.buffers import CALL_ROW_BYTES, PASS_ROW_BYTES
 from realrl.plan.memory.cuts import CutModel
-from realrl.plan.memory.formulas import (
-    Kernels,
-    backward_of_block,
-    forward_bytes,
-    forward_of_block,
-    generation_bytes,
-    kept_by_block,
-    local_shape,
-    training_bytes,
-)
+from realrl.plan.memory.formulas.blocks import backward_of_block, forward_of_block, kept_by_block
+from realrl.plan.memory.formulas.generation import generation_bytes
+from realrl.plan.memory.formulas.local import Kernels, local_shape
+from realrl.plan.memory.formulas.passes import forward_bytes, training_bytes
 from realrl.plan.memory.load import Load, load_of
 from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.moves import lacking

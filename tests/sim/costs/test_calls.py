@@ -10,7 +10,7 @@ from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh
 from realrl.mesh.notation import parse_strategy
 from realrl.plan.hooks import CallHooks, Offload, Realloc
-from realrl.plan.memory.formulas import Kernels
+from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.memory.plan import RoleState, layout_of
 from realrl.plan.samples.transfer import Placement, RowTransfer
 from realrl.sched.calls import ScheduledCall

@@ -1,0 +1,66 @@
+"""Bytes of what comes after the blocks: the final norm, the head, and what is computed on logits."""
+
+from __future__ import annotations
+
+import math
+
+from realrl.plan.memory.buffers import (
+    FLOAT32,
+    LOGITS_BLOCK,
+    LOGITS_CHUNK,
+    PRODUCT_PIECE,
+)
+from realrl.plan.memory.formulas.local import Kernels, LocalShape
+from realrl.plan.memory.load import Load
+
+
+def kept_by_ends(local: LocalShape, n_tokens: int, n_scored: int, kernels: Kernels) -> float:
+    """Return bytes kept by final norm and head: hidden states, the scored ones, and logits that fit into one chunk."""
+    if not local.has_head:
+        return 0.0
+    h, b = local.hidden, local.element_bytes
+    norm = 2 * h * b if kernels.fused_norms or local.model.norm_bias else 2 * h * b + h * FLOAT32
+    if not local.vocabulary:
+        return n_tokens * (norm + (h * FLOAT32 if b < FLOAT32 else 0))
+    n_logits = n_scored * local.vocabulary
+    return n_tokens * norm + n_scored * h * b + (n_logits * b if n_logits <= LOGITS_CHUNK else 0)
+
+
+def backward_of_last_norm(local: LocalShape, kernels: Kernels) -> float:
+    """Return the bytes per token of the last norm's backward pass, when logits and their gradients are gone."""
+    if not local.has_head:
+        return 0.0
+    h, b, is_fused = local.hidden, local.element_bytes, kernels.fused_norms or local.model.norm_bias
+    return 4 * h * b if is_fused else 2 * h * b + 5 * h * FLOAT32
+
+
+def backward_of_head(local: LocalShape, load: Load, kernels: Kernels) -> float:
+    """Return bytes of gradients of one chunk's logits, and of the head's weight unless it becomes the parameter's."""
+    if not local.vocabulary:
+        return 0.0
+    n_scored, accumulates = load.n_scored, load.n_mbs > 1  # gradients are added to those of earlier micro-batches
+    b, weight = local.element_bytes, local.vocabulary * local.hidden
+    chunk = logits_chunk(n_scored, local.vocabulary)
+    is_whole = chunk == n_scored * local.vocabulary
+    logits = chunk * b * (1 if is_whole else 2) + product_floats(chunk, kernels)
+    weights = (weight * b if accumulates or b < FLOAT32 else 0) + (0 if is_whole else weight * FLOAT32)
+    return (
+        logits + weights + n_scored * local.hidden * b + softmax_floats(chunk, kernels, with_entropy=load.with_entropy)
+    )
+
+
+def logits_chunk(n_scored: int, vocabulary: int) -> int:
+    n_chunks = max(1, math.ceil(n_scored / max(1, LOGITS_CHUNK // vocabulary)))
+    return math.ceil(n_scored / n_chunks) * vocabulary
+
+
+def softmax_floats(n_logits: int, kernels: Kernels, *, with_entropy: bool) -> int:
+    """Return the bytes of float32 copies of logits: shifted, and exponentiated; without entropy one takes the other's
+    place. A block lives until the next one is there."""
+    n_elements = n_logits if kernels.whole_logits else min(n_logits, 2 * LOGITS_BLOCK)
+    return (2 if with_entropy else 1) * FLOAT32 * n_elements
+
+
+def product_floats(n_elements: int, kernels: Kernels) -> int:
+    """Return the bytes of a product's float32 pieces: at most two at a time, the last and the next."""
+    return FLOAT32 * min(n_elements, 2 * PRODUCT_PIECE) if kernels.float_products else 0

@@ -1,0 +1,76 @@
+"""Bytes of generation on one rank: packed weights, KV cache, and the activations of a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from realrl.plan.memory.buffers import (
+    FLOAT32,
+)
+from realrl.plan.memory.formulas.blocks import generation_of_block
+from realrl.plan.memory.formulas.local import Kernels, LocalShape
+from realrl.plan.memory.load import Load
+
+
+@dataclass(frozen=True)
+class GenerationBytes:
+    """Bytes that a generate call takes on one rank, beside the parameters.
+
+    Attributes:
+        weights: joined or packed copies of matrices, which live as long as the call.
+        cache: keys and values, and where it grows one layer more.
+        activations: tensors of a prefill, of a decoding step or of sampling, at the largest moment.
+    """
+
+    weights: int
+    cache: int
+    activations: int
+
+
+def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> GenerationBytes:
+    """Return the bytes of a generate call; keys and values take 2 L K b bytes for each token of each row."""
+    b, n_rows = kernels.generation_bytes or local.element_bytes, load.n_rows
+    layer = n_rows * local.keys * load.longest_row * b
+    n_decoded = max(load.prefill_tokens, n_rows)
+    moments = [n_decoded * generation_of_block(local, i, b, kernels) for i in local.layers]
+    waiting = 2 * len(local.layers) * local.keys * load.n_waiting
+    if local.vocabulary:
+        whole = n_rows * local.model.vocab_size
+        # logits after a prefill: each prompt's, and then each row's; those of all ranks are gathered from parts
+        moments.append((2 + (2 / local.tp_size if local.tp_size > 1 else 0)) * whole * b)
+        if load.is_filtered or not kernels.fused_sampling:
+            # logits, and of each run two buffers of the sampler and the copy that is cut into blocks
+            moments.append(whole * (b + FLOAT32) + load.n_runs * 2 * whole * FLOAT32)
+        waiting += local.model.vocab_size if waiting else 0
+    return GenerationBytes(
+        weights=_packed_weights(local, b, kernels),
+        cache=load.n_runs * (2 * len(local.layers) * layer + waiting * b)
+        + (0 if kernels.fuses_attention(local.model) else layer),
+        activations=math.ceil(max(moments, default=0.0)),
+    )
+
+
+def _packed_weights(local: LocalShape, b: int, kernels: Kernels) -> int:
+    h, is_converted = local.hidden, b != local.element_bytes
+    copies_all = kernels.packs_weights or is_converted
+    n_elements = 0
+
+    def tiled(n_outputs: int) -> int:
+        return max(math.ceil(n_outputs / tile) * tile for tile in kernels.tiles)
+
+    for layer in local.layers:
+        n_elements += tiled(local.queries + 2 * local.keys) * h
+        inner = local.experts_inner(layer)
+        if inner and local.model.moe is not None:
+            n_elements += 3 * local.model.moe.n_experts * inner * h if is_converted else 0
+        else:
+            n_elements += 2 * tiled(local.inner) * h if local.model.gated_mlp else 0
+            n_elements += 0 if local.model.gated_mlp or not copies_all else tiled(local.inner) * h
+        if copies_all or local.model.lora is not None:
+            n_elements += tiled(h) * (local.queries + (0 if inner else local.inner))
+    if copies_all:
+        n_elements += tiled(local.vocabulary) * h
+    if local.model.attention_bias:
+        n_elements += len(local.layers) * (local.queries + 2 * local.keys)
+    return n_elements * b
