@@ -74,7 +74,7 @@ def test_too_many_dropped_samples_end_the_run(tmp_path: Path, capfd: pytest.Capt
     assert message in " ".join(told.split())
 
 
-@pytest.mark.parametrize("keep", [256, 128])
+@pytest.mark.parametrize("keep", [pytest.param(256, marks=pytest.mark.slow), 128])
 def test_generation_runs_ahead(keep: int, tmp_path: Path) -> None:
     ours = run(tmp_path / "shared", f"algorithm.keep={keep}", "max_staleness=1")
     assert ours[0]["staleness/mean"] == 0.0

@@ -45,7 +45,7 @@ def test_every_protocol_has_an_example() -> None:
 
 
 # tests/plan/test_protocols.py has how they divide
-SLOW = ("3D_PROTO", "DP_PROTO", "ALL_TO_ALL", "ONE_TO_ALL", "3D_PP_ONLY")
+SLOW = ("3D_PROTO", "ALL_TO_ALL", "ONE_TO_ALL", "3D_PP_ONLY", "3D_ALL_MICRO_DP")
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def start(folder, *arguments):
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True), mark
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process_and_no_file(tmp_path, temporary):
     out = tmp_path / "ours.yaml"
     out.write_text("what was there")

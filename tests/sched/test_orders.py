@@ -92,7 +92,7 @@ def test_any_plan_ends_with_everything_done_once(plan, seed, n_rows):
 @pytest.mark.parametrize("min_n_seqs", [None, 2])
 def test_many_orders_of_ppo_on_split_devices(max_staleness, min_n_seqs):
     plan = split_ppo(n_seqs=4, gen_n_seqs=2, max_staleness=max_staleness, min_n_seqs=min_n_seqs, save_every_steps=1)
-    for seed in range(50):
+    for seed in range(25):
         simulation = Simulation(plan, seed=seed, n_rows=5, validate=seed < 10).run()
         simulation.check_complete()
         for (name, step), versions in simulation.versions_read.items():
@@ -106,7 +106,7 @@ def test_many_orders_of_ppo_on_shared_devices(dp):
     mfcs = ppo(n_seqs=8, gen_n_seqs=4)
     plan = make_plan(mfcs, on_all(mfcs, cluster, dp), cluster)
     memberships = []
-    for seed in range(100):
+    for seed in range(50):
         simulation = Simulation(plan, seed=seed, n_rows=11, validate=seed < 10).run()
         simulation.check_complete()
         for (_, step), versions in simulation.versions_read.items():
