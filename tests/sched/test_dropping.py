@@ -64,6 +64,20 @@ def test_any_plan_fills_its_steps_with_the_samples_that_the_rules_say(plan, seed
         assert n_dropped == len(loaded) - len(places)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_samples_without_a_place_do_not_count(seed):
+    """A call drops that none comes after: survivors are done with before it is known whether they have a place."""
+    mfcs = [
+        MFCDef("filter", "a", INFERENCE, "x", ("prompt_ids",), ("k0",), n_seqs=6, may_drop=True),
+        MFCDef("judge", "b", INFERENCE, "x", ("k0",), ("k1",), n_seqs=1, may_drop=True),
+    ]
+    cluster = Cluster(1, 2)
+    plan = make_plan(mfcs, on_all(mfcs, cluster), cluster, n_steps=3, max_refill_rounds=100)
+    simulation = Simulation(plan, seed=seed, n_rows=50, drop_share=0.5).run()
+    assert [report.metrics["n_samples"] for report in simulation.reports] == [6.0] * 3
+    assert sum(report.metrics["dropped/surplus"] for report in simulation.reports) > 0
+
+
 @orders(12)
 @given(plan=plans(drops=True), seeds=st.tuples(SEEDS, SEEDS, SEEDS), n_rows=ROWS)
 def test_membership_does_not_depend_on_the_order(plan, seeds, n_rows):

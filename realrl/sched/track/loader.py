@@ -149,6 +149,7 @@ class SampleLoader:
         self._buffer.give_places(places)
         self._flight.add_dropped(step, SURPLUS, self._buffer.ids_of(surplus))
         unneeded = self._buffer.drop(surplus)
+        self._log.add_surplus(step, surplus)
         if not rounds.is_open:
             self._buffer.close_step()
             self._log.add_dropped(step, rounds.n_dropped, rounds.n_surplus)

@@ -27,7 +27,7 @@ def release(
     if not ids:
         return []
     trained = [sample_id for sample_id in ids if not buffer.is_dropped(sample_id)]
-    log.add_samples(step, buffer.token_counts(trained))
+    log.add_samples(step, dict(zip(buffer.numbers(trained), buffer.token_counts(trained), strict=True)))
     instructions: list[Instruction] = []
     places = {i: divmod(place, plan.step_size) for i, place in buffer.places(trained).items()}
     for read_step, wanted in reader.select(places, plan.first_step).items():

@@ -13,8 +13,8 @@ from realrl.sched.samples.in_flight import CallRecord
 
 @dataclass
 class _StepEntry:
-    n_samples: int = 0
-    n_tokens: int = 0
+    tokens: dict[int, int] = field(default_factory=dict)  # number of a sample -> its tokens
+    surplus: set[int] = field(default_factory=set)
     data_bytes: int = 0
     params_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -70,11 +70,13 @@ class StepLog:
             entry.params_bytes += reply.bytes_received
             _note_memory(entry, reply.rank, reply.memory_gb)
 
-    def add_samples(self, step: int, token_counts: Sequence[int]) -> None:
-        """Add samples of `step` that went through every call."""
-        entry = self._entry(step)
-        entry.n_samples += len(token_counts)
-        entry.n_tokens += sum(token_counts)
+    def add_samples(self, step: int, tokens: Mapping[int, int]) -> None:
+        """Add samples of `step` (number -> tokens) that went through every call."""
+        self._entry(step).tokens |= tokens
+
+    def add_surplus(self, step: int, numbers: Iterable[int]) -> None:
+        """Leave survivors without a place out of the samples of `step`; some may have gone through every call."""
+        self._entry(step).surplus.update(numbers)
 
     def add_dropped(self, step: int, n_dropped: Mapping[str, int], n_surplus: int) -> None:
         """Set the counts of a settled step: samples that each call dropped, and survivors without a place."""
@@ -97,6 +99,7 @@ class StepLog:
         `staleness/mean` and `staleness/max`. A recorded `x/mean_square` becomes `x/std`, with `x/mean`.
         """
         entry = self._steps.pop(step)
+        tokens = [n for number, n in entry.tokens.items() if number not in entry.surplus]
         metrics = dict(sorted(entry.maxima.items()))
         for name in sorted(entry.totals):
             count = math.fsum(entry.counts[name])
@@ -118,8 +121,8 @@ class StepLog:
         metrics["time_s/realloc_wait"] = entry.realloc_wait_s
         metrics |= {f"memory_gb/{rank}": entry.memory_gb[rank] for rank in sorted(entry.memory_gb)}
         metrics |= {
-            "n_samples": float(entry.n_samples),
-            "n_tokens": float(entry.n_tokens),
+            "n_samples": float(len(tokens)),
+            "n_tokens": float(sum(tokens)),
             "bytes/data": float(entry.data_bytes),
             "bytes/params": float(entry.params_bytes),
         }
