@@ -7,7 +7,7 @@ from torch import nn
 
 from realrl.model.dtypes import torch_dtype
 from realrl.model.layers.linear import Linear
-from realrl.model.layers.norm import Norm
+from realrl.model.layers.norm import Norm, QKNorm
 from realrl.model.parallel import TensorParallel
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.shards import ModelShard
@@ -61,6 +61,17 @@ class Builder:
             kind=config.norm,
             eps=config.norm_eps,
             has_offset=config.norm_offset,
+        )
+
+    def qk_norm(self, name: str, parallel: TensorParallel) -> QKNorm:
+        """The norm of queries or keys with ``{name}.weight``."""
+        config = self.config
+        return QKNorm(
+            self.parameter(f"{name}.weight"),
+            eps=config.norm_eps,
+            has_offset=config.norm_offset,
+            is_joint=config.qk_norm == "all",
+            parallel=parallel,
         )
 
 

@@ -1,4 +1,4 @@
-"""A plain pre-norm decoder over packed tokens, or one rank's shard of it.
+"""A plain decoder over packed tokens, or one rank's shard of it.
 
 Shapes: T tokens of all sequences back to back, H hidden, N heads, K KV heads, D head size, V vocabulary. No token is
 padded here. The injected `AttentionOp` decides which tokens see which. Parallelism is applied from outside:
@@ -17,14 +17,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from realrl.cpu import Rope, activate, rotate
+from realrl.cpu import Rope, ScoreTerms, activate, rotate
 from realrl.model.build import Builder, leave
 from realrl.model.dtypes import torch_dtype
 from realrl.model.layers.heads import LMHead, ScalarHead
 from realrl.model.layers.linear import insert_adapters
 from realrl.model.layers.moe import LoadBalance, MoE
-from realrl.model.layers.norm import Norm
-from realrl.model.layers.rope import make_rope
+from realrl.model.layers.norm import Norm, QKNorm
+from realrl.model.layers.rope import make_ropes
 from realrl.model.parallel import UNSHARDED, TensorParallel
 from realrl.plan.parameters.shards import ModelShard, whole_shard
 from realrl.plan.parameters.specs import ParameterSpec, slice_of
@@ -39,12 +39,20 @@ class AttentionOp(Protocol):
     """Attention over the tokens that each token may see: packed sequences in training, a KV cache in generation."""
 
     def attend(
-        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None = None
+        self,
+        layer_index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        window: int | None = None,
+        terms: ScoreTerms | None = None,
     ) -> torch.Tensor:
         """Scaled dot-product attention of q [T, N, D] over k, v [T, K, D] (positions applied); returns [T, N, D].
 
         Args:
             window: number of tokens, itself included, that each one sees; None for all earlier ones.
+            terms: treatment of the scores; None for plain ones.
         """
 
 
@@ -79,11 +87,20 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = build.config.head_dim
         self.window = window
+        config = build.config
+        self._softcap = config.score_softcap
+        self.sinks: nn.Parameter | None = build.parameter(f"{name}.sinks") if config.sinks else None
+        self.query_factor = config.query_factor
         self.q, self.k, self.v, self.o = (build.linear(f"{name}.{letter}") for letter in "qkvo")
-        has_norms = build.config.qk_norm
-        self.q_norm: Norm | None = build.norm(f"{name}.q_norm") if has_norms else None
-        self.k_norm: Norm | None = build.norm(f"{name}.k_norm") if has_norms else None
+        self.q_norm: QKNorm | None = None if config.qk_norm is None else build.qk_norm(f"{name}.q_norm", parallel)
+        self.k_norm: QKNorm | None = None if config.qk_norm is None else build.qk_norm(f"{name}.k_norm", parallel)
         self._parallel = parallel
+
+    @property
+    def terms(self) -> ScoreTerms | None:
+        """Treatment of the scores; None for plain ones."""
+        has_none = self._softcap is None and self.sinks is None
+        return None if has_none else ScoreTerms(self._softcap, self.sinks)
 
     def forward(
         self, x: torch.Tensor, rope: Rope, attention: AttentionOp, layer_index: int, n_rows: int
@@ -91,10 +108,12 @@ class Attention(nn.Module):
         x = self._parallel.enter(x, n_rows)
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm.heads(q, n_rows), self.k_norm.heads(k, n_rows)
+        if self.query_factor != 1.0:
+            q = q * self.query_factor
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
-        attended = attention.attend(layer_index, q, k, v, window=self.window)
+        attended = attention.attend(layer_index, q, k, v, window=self.window, terms=self.terms)
         return leave(self.o, attended.flatten(-2), self._parallel)
 
 
@@ -124,17 +143,19 @@ def make_mlp(build: Builder, layer_index: int, parallel: TensorParallel) -> MLP 
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP with residuals."""
+    """Attention and MLP with residuals, and norms before them, after them or both."""
 
     def __init__(self, build: Builder, layer_index: int, parallel: TensorParallel) -> None:
         super().__init__()
-        name = f"blocks.{layer_index}"
+        name, place = f"blocks.{layer_index}", build.config.norm_place
         self.layer_index = layer_index
-        self.attention_norm = build.norm(f"{name}.attention_norm")
+        self.attention_norm: Norm | None = None if place == "after" else build.norm(f"{name}.attention_norm")
         window = build.config.window_of(layer_index)
         self.attention = Attention(build, f"{name}.attention", parallel, window=window)
-        self.mlp_norm = build.norm(f"{name}.mlp_norm")
+        self.attention_post_norm: Norm | None = None if place == "before" else build.norm(f"{name}.attention_post_norm")
+        self.mlp_norm: Norm | None = None if place == "after" else build.norm(f"{name}.mlp_norm")
         self.mlp = make_mlp(build, layer_index, parallel)
+        self.mlp_post_norm: Norm | None = None if place == "before" else build.norm(f"{name}.mlp_post_norm")
 
     def forward(
         self,
@@ -145,9 +166,17 @@ class Block(nn.Module):
         balance: LoadBalance | None = None,
     ) -> torch.Tensor:
         """Return the block's output [rows, H]; `n_rows` counts the rows of all ranks, sequence parallelism or not."""
-        x = x + self.attention(self.attention_norm(x), rope, attention, self.layer_index, n_rows)
-        inner = self.mlp_norm(x)
-        return x + (self.mlp(inner, n_rows, balance) if isinstance(self.mlp, MoE) else self.mlp(inner, n_rows))
+        attended = self.attention(_normed(self.attention_norm, x), rope, attention, self.layer_index, n_rows)
+        x = x + _normed(self.attention_post_norm, attended)
+        del attended  # lives no longer than the sum
+        inner = _normed(self.mlp_norm, x)
+        y = self.mlp(inner, n_rows, balance) if isinstance(self.mlp, MoE) else self.mlp(inner, n_rows)
+        return x + _normed(self.mlp_post_norm, y)
+
+
+def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+    normed: torch.Tensor = x if norm is None else norm(x)
+    return normed
 
 
 class Blocks(nn.Module):
@@ -175,8 +204,10 @@ class Decoder(nn.Module):
     Parameter names, as far as the configuration calls for them:
     ``embedding.weight``, ``position_embedding.weight``, ``blocks.{i}.attention_norm.{weight,bias}``,
     ``blocks.{i}.attention.{q,k,v,o}.{weight,bias}``, ``blocks.{i}.attention.{q_norm,k_norm}.weight``,
+    ``blocks.{i}.attention.sinks``, ``blocks.{i}.{attention_post_norm,mlp_post_norm}.{weight,bias}``,
     ``blocks.{i}.mlp_norm.{weight,bias}``, ``blocks.{i}.mlp.{gate,up,down}.{weight,bias}`` or, with experts,
-    ``blocks.{i}.mlp.router.weight`` and ``blocks.{i}.mlp.experts.{gate,up,down}``, ``norm.{weight,bias}`` and,
+    ``blocks.{i}.mlp.router.{weight,bias}``, ``blocks.{i}.mlp.experts.{gate,up,down}`` and
+    ``blocks.{i}.mlp.experts.{gate_bias,up_bias,down_bias}``, ``norm.{weight,bias}`` and,
     unless tied, ``head.weight``, and ``{layer}.{lora_a,lora_b}`` of layers with an adapter.
 
     Args:
@@ -239,7 +270,7 @@ class Decoder(nn.Module):
         name = "embedding.weight" if config.tied_embeddings else "head.weight"
         is_shared = config.tied_embeddings and self.embedding is not None
         weight = self.embedding.weight if is_shared and self.embedding is not None else build.parameter(name)
-        return LMHead(weight, vocab_start=build.place(name)[0][0])
+        return LMHead(weight, vocab_start=build.place(name)[0][0], softcap=config.logit_softcap)
 
     @property
     def device(self) -> torch.device:
@@ -291,9 +322,10 @@ class Decoder(nn.Module):
         n_rows = len(positions)
         if self.embedding is not None:
             x = self.parallel.leave(self.embed(x, positions))
-        rope = make_rope(self.config, None, positions, x.dtype)
+        ropes = make_ropes(self.config, None, positions, x.dtype)
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
+            rope = ropes[self.config.has_local_rope(block.layer_index)]
             if recompute:
                 x = checkpoint(
                     block, x, rope, attention, n_rows, balance, use_reentrant=False, preserve_rng_state=False

@@ -45,7 +45,7 @@ def init_parameter(decoder: Decoder, name: str, parameter: torch.Tensor, *, seed
     """
     if name.endswith("norm.weight"):
         parameter.fill_(0.0 if decoder.config.norm_offset else 1.0)
-    elif name.endswith((".bias", LORA_B)):
+    elif name.endswith((".bias", "_bias", LORA_B)):
         parameter.zero_()
     elif name.endswith(LORA_A):
         bound = decoder.specs[name].shape[1] ** -0.5  # Kaiming uniform with slope sqrt(5), as the layers of torch

@@ -5,7 +5,8 @@ over blocks of few rows that stay in the CPU's cache. The logits of a single chu
 those of several are computed again.
 
 With z = (hidden @ weight.T) / temperature, p = softmax(z), target y, and gradients g of the log-probability and e of
-the entropy S = -sum p log p:  d/dz = g * (onehot(y) - p) - e * p * (log p + S). Several targets add up.
+the entropy S = -sum p log p:  d/dz = g * (onehot(y) - p) - e * p * (log p + S). Several targets add up. A head
+that bounds its logits does so before the temperature.
 
 Over a tensor-parallel group, each rank r has the logits of its part of the vocabulary, and from them L_r, the log sum
 exp of its part, and S_r, the entropy of the softmax of its part. The whole follows from a few numbers per row:
@@ -22,18 +23,18 @@ from typing import Any
 import torch
 
 from realrl.cpu import matmul
+from realrl.model.layers.heads import LMHead
 from realrl.model.parallel import UNSHARDED, TensorParallel
 from realrl.plan.memory.buffers import LOGITS_BLOCK, LOGITS_CHUNK
 
 
 def lm_logprobs(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    head: torch.Tensor | LMHead,
     targets: torch.Tensor,
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    vocab_start: int = 0,
     parallel: TensorParallel = UNSHARDED,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return float32 log-probabilities of `targets`, in their shape, and, on request, float32 [N] entropies (nats).
@@ -43,14 +44,16 @@ def lm_logprobs(
 
     Args:
         hidden: [N, H], equal on all ranks of the group.
-        weight: [V, H], the language-model head, or this rank's rows of it.
+        head: the language-model head, or this rank's rows of it; or the weight [V, H] of a whole one.
         targets: int64 [N], or [N, K] for K tokens at a time, numbered over the whole vocabulary.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
-        vocab_start: token of the first row of `weight`.
         parallel: the group that shares the vocabulary.
     """
     scale = 1.0 / temperature if temperature > 0 else 1.0
-    place = _Place(vocab_start, parallel)
+    if isinstance(head, torch.Tensor):
+        weight, place = head, _Place(0, None, parallel)
+    else:
+        weight, place = head.weight, _Place(head.vocab_start, head.softcap, parallel)
     columns = targets.view(len(targets), -1) if len(targets) else targets.view(0, targets.shape[-1] or 1)
     logprobs, entropy = _LMLogprobs.apply(hidden, weight, columns, scale, with_entropy, place)
     return logprobs.view(targets.shape), entropy if with_entropy else None
@@ -58,10 +61,21 @@ def lm_logprobs(
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of this rank's rows of the head in the vocabulary."""
+    """The place of this rank's rows of the head in the vocabulary, and the bound of their logits."""
 
     start: int
+    softcap: float | None
     parallel: TensorParallel
+
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        z = matmul(hidden, weight.T)
+        return z if self.softcap is None else z.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def through_softcap(self, grad: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The gradient of logits before their bound, from that of bounded ones; overwrites `grad`."""
+        if self.softcap is None:
+            return grad
+        return grad.addcmul_(grad, (logits / self.softcap).square_(), value=-1.0)
 
     @property
     def is_whole(self) -> bool:
@@ -95,7 +109,7 @@ class _LMLogprobs(torch.autograd.Function):
         logits = hidden.new_empty(0)
         local, is_elsewhere = place.local(targets, weight.shape[0])
         for rows in chunks:
-            logits = matmul(hidden[rows], weight.T)
+            logits = place.logits(hidden[rows], weight)
             chosen = logits.gather(1, local[rows]).float() * scale
             _reduce(logits, scale, log_norm[rows], entropy[rows] if with_entropy else None)
             if is_elsewhere is None:
@@ -123,10 +137,11 @@ class _LMLogprobs(torch.autograd.Function):
         g_chosen = g if is_elsewhere is None else g.masked_fill(is_elsewhere, 0.0)
         g_total = g.sum(1)
         for rows in _chunks(hidden.shape[0], weight.shape[0]):
-            logits = kept[0] if kept else matmul(hidden[rows], weight.T)
+            logits = kept[0] if kept else ctx.place.logits(hidden[rows], weight)
             extra = None if e is None else (e[rows], entropy[rows])
             chosen = (local[rows], g_chosen[rows])
             grad_logits = _logits_gradient(logits, chosen, ctx.scale, log_norm[rows], g_total[rows], extra)
+            grad_logits = ctx.place.through_softcap(grad_logits, logits)
             if grad_hidden is not None:
                 grad_hidden[rows] = matmul(grad_logits, weight)
             if needs_weight:
@@ -214,7 +229,7 @@ def _blocks(logits: torch.Tensor) -> Iterator[slice]:
 @torch.no_grad()
 def top_logprobs(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
+    head: LMHead,
     k: int,
     *,
     temperature: float = 1.0,
@@ -225,7 +240,7 @@ def top_logprobs(
 
     Args:
         hidden: [N, H], equal on all ranks of the group.
-        weight: [V, H], or this rank's rows of it.
+        head: the language-model head, or this rank's rows of it.
         k: at most `vocab_size`.
         temperature: divides the logits; 0 counts as 1.
         vocab_size: size of the whole vocabulary.
@@ -235,7 +250,7 @@ def top_logprobs(
     tokens = torch.empty((hidden.shape[0], k), dtype=torch.int64, device=hidden.device)
     logprobs = torch.empty((hidden.shape[0], k), dtype=torch.float32, device=hidden.device)
     for rows in _chunks(hidden.shape[0], vocab_size):
-        z = parallel.gather_logits(matmul(hidden[rows], weight.T), vocab_size).float() * scale
+        z = parallel.gather_logits(head(hidden[rows]), vocab_size).float() * scale
         top, tokens[rows] = z.topk(k, dim=1)
         logprobs[rows] = top - z.logsumexp(1, keepdim=True)
     return tokens, logprobs

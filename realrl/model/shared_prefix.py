@@ -21,6 +21,7 @@ from itertools import accumulate
 import torch
 from torch.nn import functional as F
 
+from realrl.cpu import ScoreTerms, attend_by_scores
 from realrl.model.layers.attention import PackedAttention, PadRows, UnpadRows
 from realrl.plan.samples.prefixes import is_worth_sharing
 
@@ -126,24 +127,33 @@ class PrefixAttention:
         self._masks: dict[tuple[int, int, int, int | None], torch.Tensor] = {}
 
     def attend(
-        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None = None
+        self,
+        layer_index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        window: int | None = None,
+        terms: ScoreTerms | None = None,
     ) -> torch.Tensor:
         """Attention of q [kept, N, D] over k, v [kept, K, D]; returns [kept, N, D].
 
         Args:
             window: number of tokens, itself included, that each one sees; None for all earlier ones.
+            terms: treatment of the scores; None for plain ones.
         """
         if not self._paddings:
             self._paddings = [_Padding(fork.tails, q.device) for fork in self._forks]
         n, dtype = self._n_head_tokens, q.dtype
-        outputs = [self._heads.attend(layer_index, q[:n], k[:n], v[:n], window=window)]
+        outputs = [self._heads.attend(layer_index, q[:n], k[:n], v[:n], window=window, terms=terms)]
         if dtype == torch.bfloat16:  # as in `PackedAttention`: the CPU kernel's bf16 backward is slow
             q, k, v = q.float(), k.float(), v.float()
         tails = zip(*(x[n:].split(self._sizes) for x in (q, k, v)), strict=True)
         for fork, padding, qkv in zip(self._forks, self._paddings, tails, strict=True):
             if max(fork.tails):
                 shared = slice(fork.start, fork.start + fork.n_shared)
-                outputs.append(self._attend_fork(fork, padding, qkv, (k[shared], v[shared]), window).to(dtype))
+                prefix = k[shared], v[shared]
+                outputs.append(self._attend_fork(fork, padding, qkv, prefix, window, terms).to(dtype))
         return torch.cat(outputs)
 
     def _attend_fork(
@@ -153,6 +163,7 @@ class PrefixAttention:
         tails: Sequence[torch.Tensor],
         shared: Sequence[torch.Tensor],
         window: int | None,
+        terms: ScoreTerms | None,
     ) -> torch.Tensor:
         """Return [tokens of the tails, N, D]; query heads of one KV head are computed as further rows."""
         n, longest = len(fork.tails), max(fork.tails)
@@ -163,8 +174,12 @@ class PrefixAttention:
         )  # [n, K, P + R, D]
         n_kv_heads = k.shape[1]
         n_groups = q.shape[2] // n_kv_heads
+        mask = self._mask(fork, n_groups, window, q)
+        if terms is not None:
+            out = attend_by_scores(q.transpose(1, 2), k, v, mask[:longest] < 0, terms).transpose(1, 2)
+            return padding.unpad(out.flatten(0, 1))
         q = q.unflatten(2, (n_kv_heads, n_groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [n, K, N / K * R, D]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask(fork, n_groups, window, q))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         out = out.unflatten(2, (n_groups, longest)).permute(0, 3, 1, 2, 4).flatten(2, 3)  # [n, R, N, D]
         return padding.unpad(out.flatten(0, 1))
 

@@ -40,6 +40,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 # 20 and 12: on the CPU, `transformers` multiplies experts only whose rows are a multiple of 16 bytes
 _MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 20}
 _QWEN_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "head_dim": 16}
+_CAPS = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.5}
 _MIXED_LAYERS = ["full_attention", "sliding_attention", "full_attention"]
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,7 +66,35 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral without window": ("mistral", {"sliding_window": None, "head_dim": 16, "rope_parameters": LINEAR}),
     "gemma": ("gemma", {"num_key_value_heads": 1, "head_dim": 16}),
     "gemma untied": ("gemma", {"head_dim": 8, "tie_word_embeddings": False, "attention_bias": True}),
+    "gemma2": ("gemma2", {"head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": 4} | _CAPS),
+    "gemma2 without caps": (
+        "gemma2",
+        {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 5, "num_key_value_heads": 4}
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4, "sliding_window_pattern": 2}
+        | {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}},
+    ),
+    "gemma3 caps": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": 4, "num_key_value_heads": 1, "layer_types": _MIXED_LAYERS}
+        | {"final_logit_softcapping": 1.5},
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2 bias": (
+        "olmo2",
+        {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN},
+    ),
+    "phi3": ("phi3", {"sliding_window": 5}),
+    "phi3 partial": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
     "gpt2": ("gpt2", {}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 20, "head_dim": 16}
+        | {"sliding_window": 5, "swiglu_limit": 0.8, "rope_parameters": YARN | {"truncate": False}},
+    ),
     "mixtral": ("mixtral", _MIXTRAL),
     "mixtral window, one expert a token": (
         "mixtral",
@@ -82,7 +111,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe all dense": ("qwen3_moe", _QWEN_MOE | {"mlp_only_layers": [0, 1, 2]}),
     "gpt2 untied": ("gpt2", {"n_inner": 50, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
 }
-ONE_EACH = ("qwen2", "qwen3 window", "mistral", "gemma", "gpt2", "mixtral", "qwen3_moe some dense")
+ONE_EACH = (
+    *("qwen2", "qwen3 window", "mistral", "gemma", "gemma2", "gemma3", "olmo2", "phi3 partial", "gpt2", "mixtral"),
+    *("qwen3_moe some dense", "gpt_oss"),
+)
 
 
 def hf_config(case: str, **changes: Any) -> transformers.PretrainedConfig:

@@ -20,7 +20,7 @@ from realrl.model.files.hf import check_model, load_model, save_model
 from realrl.model.init import random_model
 from realrl.model.layers.attention import PackedAttention
 from realrl.shape import DecoderConfig
-from tests.helpers.families import CASES, ONE_EACH, SEQLENS, decoder_config, hf_model, sequences
+from tests.helpers.families import CASES, LINEAR, ONE_EACH, SEQLENS, decoder_config, hf_model, sequences
 
 
 def packed_hidden(decoder: Decoder) -> torch.Tensor:
@@ -125,13 +125,25 @@ REFUSED = [
     ("gemma", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported"),
     ("gemma", {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
     ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
-    ("gemma", {"architectures": ["Gemma2ForCausalLM"]}, "'Gemma2ForCausalLM' is not supported. Gemma 2 soft-caps"),
-    ("gemma", {"architectures": None, "model_type": "gemma3_text"}, "model_type 'gemma3_text' .* two tables"),
+    ("gemma", {"architectures": ["Gemma3ForConditionalGeneration"]}, "is not supported. Of Gemma 3, models of text"),
+    ("gemma", {"architectures": None, "model_type": "gemma3"}, "model_type 'gemma3' .* Of Gemma 3, models of text"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+    ("gemma2", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
+    ("gemma2", {"sliding_window": None}, "sliding_window is not set or not used"),
+    ("gemma2", {"final_logit_softcapping": -1.0}, "logit_softcap must be above 0"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0 is not supported"),
+    ("gemma3", {"rope_parameters": LINEAR}, "rope_parameters says nothing of 'full_attention' and 'sliding_attention'"),
+    ("gemma3", {"rope_parameters": {"sliding_attention": LINEAR}}, "rope type 'linear' is not supported"),
+    ("olmo2", {"model_type": "olmo"}, "'Olmo2ForCausalLM' is one of 'olmo2', but model_type is 'olmo'"),
+    ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+    ("phi3", {"partial_rotary_factor": 1.5}, "12 of the 8 dims of a head cannot be rotated"),
+    ("qwen2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor other than 1 is not supported"),
+    ("qwen2", {"quantization_config": {"quant_method": "mxfp4"}}, r"quantized checkpoints cannot be trained \(mxfp4\)"),
     ("gemma", {"architectures": None, "model_type": "gema"}, "'gema' is not supported. Did you mean 'gemma'"),
     ("gemma", {"model_type": "llama"}, "'GemmaForCausalLM' is one of 'gemma', but model_type is 'llama'"),
     ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types is not supported"),
     ("mistral", {"sliding_window": 0}, r"Expected `int` >= 1 - at `\$.sliding_window`"),
-    ("mistral", {"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported in rope_para"),
+    ("mistral", {"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
     ("qwen2", {"layer_types": ["full_attention"]}, "layer_types has 1 entries for 3 layers"),
     ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "not 'chunked_attention'"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is not set or not used"),
@@ -165,7 +177,7 @@ def test_options_that_mean_the_usual_are_no_variants(folder: Path) -> None:
 
 
 def test_a_model_that_its_family_cannot_express_is_not_saved(tmp_path: Path) -> None:
-    config = DecoderConfig(61, 32, 2, 4, 2, 8, 48, qk_norm=True)
+    config = DecoderConfig(61, 32, 2, 4, 2, 8, 48, qk_norm="head")
     with pytest.raises(ValueError, match="family 'llama' cannot express qk_norm"):
         save_model(random_model(config, seed=1), tmp_path)
     with pytest.raises(ValueError, match="no family 'lama'; known are llama"):
@@ -178,7 +190,7 @@ def test_a_model_that_its_family_cannot_express_is_not_saved(tmp_path: Path) -> 
     [
         ({"sliding_window": 0}, "sliding_window must be at least 1"),
         ({"sliding_window": 4, "windowed_layers": (1, 2)}, "are not all among 2 layers"),
-        ({"qk_norm": True, "norm": "layer"}, "qk_norm needs RMSNorm"),
+        ({"qk_norm": "head", "norm": "layer"}, "qk_norm needs RMSNorm"),
     ],
 )
 def test_impossible_models(changes: dict[str, Any], said: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ def batch(samples: Sequence[tuple[int, Sequence[int]]]) -> tuple[torch.Tensor, l
     return torch.cat(parts), seqlens
 
 
+BOUNDED = {"score_softcap": 0.02}
 SAMPLES = {
     "responses": [(9, (5, 3, 8)), (4, (2, 2))],
     "even": [(9, (4, 4, 4))],
@@ -51,10 +53,9 @@ def gradients(decoder: Decoder, hidden: Callable[[], torch.Tensor]) -> tuple[tor
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-@pytest.mark.parametrize("window", [None, 5])
-def test_states_and_gradients_are_those_of_copies(name: str, window: int | None) -> None:
-    config = replace(CONFIG, sliding_window=window)
-    decoder = random_model(config, seed=3)
+@pytest.mark.parametrize("changes", [{}, {"sliding_window": 5}, {"sliding_window": 5, "sinks": True}, BOUNDED], ids=str)
+def test_states_and_gradients_are_those_of_copies(name: str, changes: dict[str, Any]) -> None:
+    decoder = random_model(replace(CONFIG, **changes), seed=3)
     tokens, seqlens = batch(SAMPLES[name])
     flat = [n for lengths in seqlens for n in lengths]
     positions = torch.cat([torch.arange(n) for n in flat])

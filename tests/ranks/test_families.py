@@ -33,7 +33,7 @@ from tests.helpers.sharded import (
 )
 from tests.ranks.test_generate_parallel import as_lists, generate, place, shard
 
-FEW = ("qwen3 window", "gpt2")  # head norms and windows; learned positions and biases
+FEW = ("qwen3 window", "gpt2", "olmo2 bias")  # head norms and windows; learned positions; one norm of shared heads
 ALL = tuple(tuple(CASES)[i::4] for i in range(4))
 SAMPLED = GenerationConfig(max_new_tokens=9, n_responses=2, max_batch_size=6)
 

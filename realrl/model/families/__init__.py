@@ -6,18 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from realrl.errors import AssetError, did_you_mean
-from realrl.model.families import gemma, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from realrl.model.families import gemma, gpt2, gpt_oss, llama, mistral, mixtral, olmo2, phi3, qwen, qwen3_moe
 from realrl.model.families.format import Family
 
 _ALL = (
     llama.FAMILY,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
+    qwen.QWEN2,
+    qwen.QWEN3,
     qwen3_moe.FAMILY,
     mistral.FAMILY,
     mixtral.FAMILY,
-    gemma.FAMILY,
+    gemma.GEMMA,
+    gemma.GEMMA2,
+    gemma.GEMMA3,
+    olmo2.FAMILY,
+    phi3.FAMILY,
     gpt2.FAMILY,
+    gpt_oss.FAMILY,
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in _ALL}
@@ -30,8 +35,7 @@ ARCHITECTURES: Mapping[str, Family] = {
 
 
 _REASONS = {
-    "gemma2": "Gemma 2 soft-caps its logits and has norms after its sublayers; only Gemma 1 is known here.",
-    "gemma3": "Gemma 3 has two tables of rotary positions and norms after its sublayers; only Gemma 1 is known here.",
+    "gemma3": "Of Gemma 3, models of text alone are known here: Gemma3ForCausalLM, of model_type 'gemma3_text'.",
 }  # by the beginning of the name
 
 

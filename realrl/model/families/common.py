@@ -1,17 +1,23 @@
-"""Common parts of the families with llama's layout: keys of `config.json`, rotary positions, names of tensors."""
+"""Common parts of the families with llama's layout: keys of `config.json`, names of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from realrl.errors import AssetError
 from realrl.model.families.format import StoredTensor, renamed
-from realrl.shape import DecoderConfig, RopeScaling
+from realrl.model.families.rope import read_scaling, read_theta, rope_of, rotated_share, write_rope
+from realrl.shape import DecoderConfig, NormPlace
 
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _GELU_TANH = "gelu_pytorch_tanh"
+_POST_NORMS = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+_NORMS: Mapping[NormPlace, Mapping[str, str]] = {
+    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "both": {"attention_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **_POST_NORMS},
+    "after": _POST_NORMS,
+}  # our names of a block's norms -> llama's
 
 
 @contextmanager
@@ -32,21 +38,24 @@ def reading(where: str) -> Iterator[None]:
 # ---------------------------------------------------------------- config.json to ours
 
 
-def read_shared(raw: Mapping[str, Any], where: str, *, family: str, default_theta: float = 1e4) -> dict[str, Any]:
+def read_shared(
+    raw: Mapping[str, Any], where: str, *, family: str, default_theta: float = 1e4, known: Collection[str] = ()
+) -> dict[str, Any]:
     """Read the fields of `DecoderConfig` that families with llama's keys have in common.
 
     Args:
-        raw: the parsed `config.json`.
+        raw: the parsed `config.json`, with the family's `max_position_embeddings` where the key is absent.
         where: the file's path, for messages.
         default_theta: this family's rope_theta where the key is absent.
+        known: see `refuse_variants`.
 
     Raises:
         AssetError: an option changes the architecture in an unsupported way.
         KeyError, TypeError, ValueError: for `reading` to translate.
     """
-    refuse_variants(raw, where)
+    refuse_variants(raw, where, known)
     n_heads = int(raw["num_attention_heads"])
-    max_positions = int(raw.get("max_position_embeddings", 2048))
+    max_positions = int(raw["max_position_embeddings"])
     return {
         "family": family,
         "vocab_size": int(raw["vocab_size"]),
@@ -56,8 +65,8 @@ def read_shared(raw: Mapping[str, Any], where: str, *, family: str, default_thet
         "n_kv_heads": int(raw.get("num_key_value_heads") or n_heads),
         "head_dim": int(raw.get("head_dim") or int(raw["hidden_size"]) // n_heads),
         "intermediate_size": int(raw["intermediate_size"]),
-        "rope_theta": float(_rope(raw).get("rope_theta") or raw.get("rope_theta") or default_theta),
-        "rope_scaling": _rope_scaling(raw, where, max_positions),
+        "rope_theta": read_theta(raw, default_theta),
+        "rope_scaling": read_scaling(rope_of(raw), where, max_positions),
         "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
         "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "max_positions": max_positions,
@@ -82,21 +91,26 @@ def is_classifier(architecture: str) -> bool:
     return architecture.endswith("ForSequenceClassification")
 
 
-def refuse_variants(raw: Mapping[str, Any], where: str) -> None:
+def refuse_variants(raw: Mapping[str, Any], where: str, known: Collection[str] = ()) -> None:
     """Refuse options of several families that change the computation in an unsupported way.
+
+    Args:
+        known: keys of such options that the family has.
 
     Raises:
         AssetError: names the key.
     """
     if raw.get("quantization_config"):
+        quantized = raw["quantization_config"]
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
         raise AssetError(
-            f"{where}: quantized checkpoints cannot be trained", remedy="Use the unquantized model folder."
+            f"{where}: quantized checkpoints cannot be trained" + (f" ({str(method)[:40]})" if method else ""),
+            remedy="Use the unquantized model folder, in bf16 or float32.",
         )
-    rope = _rope(raw)
-    if float(rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
+    if "partial_rotary_factor" not in known and rotated_share(raw) != 1.0:
         raise AssetError(f"{where}: partial_rotary_factor other than 1 is not supported")
     for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        if raw.get(key):
+        if raw.get(key) and key not in known:
             raise AssetError(f"{where}: {key} {raw[key]!r} is not supported")
 
 
@@ -124,6 +138,19 @@ def read_windows(raw: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
     if kinds is None:
         first = int(raw.get("max_window_layers", 28))
         kinds = ["full_attention" if window is None or i < first else "sliding_attention" for i in range(n_layers)]
+    return windows_by_kind(kinds, window, n_layers)
+
+
+def windows_by_kind(kinds: Sequence[str], window: int | None, n_layers: int) -> dict[str, Any]:
+    """Turn the kind of each layer into `sliding_window` and `windowed_layers`.
+
+    Args:
+        kinds: "full_attention" or "sliding_attention".
+        window: tokens that a token sees in layers of the second kind.
+
+    Raises:
+        ValueError: the kinds are others, or not as many as layers, or there is no window.
+    """
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown:
         raise ValueError(f"layer_types knows 'full_attention' and 'sliding_attention', not {min(unknown)!r}")
@@ -137,51 +164,6 @@ def read_windows(raw: Mapping[str, Any], n_layers: int) -> dict[str, Any]:
     return {"sliding_window": int(window), "windowed_layers": None if len(layers) == n_layers else layers}
 
 
-def _rope(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    return raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-
-
-def _rope_scaling(raw: Mapping[str, Any], where: str, max_positions: int) -> RopeScaling | None:
-    rope = _rope(raw)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in _ROPE_TYPES:
-        key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
-        raise AssetError(
-            f"{where}: rope type {kind!r} is not supported in {key}", remedy=f"Supported: {', '.join(_ROPE_TYPES)}."
-        )
-    if kind == "default":
-        return None
-    factor = float(rope["factor"])
-    original = int(rope.get("original_max_position_embeddings") or max_positions)
-    if kind == "linear":
-        return RopeScaling("linear", factor)
-    if kind == "llama3":
-        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-        return RopeScaling("llama3", factor, low, high, original)
-    return RopeScaling(
-        "yarn",
-        factor,
-        original_max_positions=original,
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        truncate=bool(rope.get("truncate", True)),
-        attention_factor=_attention_factor(rope, factor),
-    )
-
-
-def _attention_factor(rope: Mapping[str, Any], factor: float) -> float | None:
-    """YaRN's attention factor; mscale and mscale_all_dim, if both are given, weigh the logarithm in a quotient."""
-    if rope.get("attention_factor") is not None:
-        return float(rope["attention_factor"])
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        above, below = (
-            RopeScaling("yarn", factor).amplitude * float(rope[key]) + 1.0 - float(rope[key])
-            for key in ("mscale", "mscale_all_dim")
-        )
-        return above / below
-    return None
-
-
 # ---------------------------------------------------------------- ours to config.json
 
 
@@ -191,19 +173,7 @@ def write_shared(config: DecoderConfig, *, lm: str, scalar: str) -> dict[str, An
     Args:
         lm, scalar: architectures of the language model and of the sequence classifier.
     """
-    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
-    scaling = config.rope_scaling
-    if scaling is not None:
-        rope |= {"rope_type": scaling.kind, "factor": scaling.factor}
-        if scaling.kind != "linear":
-            rope["original_max_position_embeddings"] = scaling.original_max_positions
-        if scaling.kind == "llama3":
-            rope |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
-        if scaling.kind == "yarn":
-            rope |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
-            if scaling.attention_factor is not None:
-                rope["attention_factor"] = scaling.attention_factor
-    raw: dict[str, Any] = {
+    return {
         "architectures": [scalar if config.is_scalar else lm],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
@@ -215,15 +185,11 @@ def write_shared(config: DecoderConfig, *, lm: str, scalar: str) -> dict[str, An
         "intermediate_size": config.intermediate_size,
         "hidden_act": "silu" if config.activation == "silu" else _GELU_TANH,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": rope,
-        "rope_theta": config.rope_theta,  # readers older than transformers 5 look here and in rope_scaling
+        **write_rope(config),
         "tie_word_embeddings": config.tied_embeddings,
         "max_position_embeddings": config.max_positions,
         **write_ends(config),
     }
-    if scaling is not None:
-        raw["rope_scaling"] = {key: value for key, value in rope.items() if key != "rope_theta"}
-    return raw
 
 
 def write_ends(config: DecoderConfig) -> dict[str, Any]:
@@ -248,8 +214,14 @@ def write_windows(config: DecoderConfig) -> dict[str, Any]:
         "use_sliding_window": config.sliding_window is not None,
         "sliding_window": config.sliding_window,
         "max_window_layers": first,
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "layer_types": write_kinds(config),
     }
+
+
+def write_kinds(config: DecoderConfig) -> list[str]:
+    """The kind of each layer, as `windows_by_kind` reads it."""
+    windows = (config.window_of(layer) for layer in range(config.n_layers))
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
 
 
 # ---------------------------------------------------------------- tensors
@@ -258,15 +230,12 @@ def write_windows(config: DecoderConfig) -> dict[str, Any]:
 def attention_names(config: DecoderConfig, layer: int) -> dict[str, str]:
     """Our name -> llama's, for a block's attention and both norms."""
     ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-    names = {
-        f"{ours}.attention_norm.weight": f"{theirs}.input_layernorm.weight",
-        f"{ours}.mlp_norm.weight": f"{theirs}.post_attention_layernorm.weight",
-    }
+    names = {f"{ours}.{norm}.weight": f"{theirs}.{name}.weight" for norm, name in _NORMS[config.norm_place].items()}
     for letter in "qkvo":
         has_bias = config.o_bias if letter == "o" else config.attention_bias
         for part in ("weight", "bias") if has_bias else ("weight",):
             names[f"{ours}.attention.{letter}.{part}"] = f"{theirs}.self_attn.{letter}_proj.{part}"
-    if config.qk_norm:
+    if config.qk_norm is not None:
         for letter in "qk":
             names[f"{ours}.attention.{letter}_norm.weight"] = f"{theirs}.self_attn.{letter}_norm.weight"
     return names

@@ -26,12 +26,14 @@ class StoredTensor:
         parts: parameters that are joined along `dim`, in order.
         dim: dim of a part.
         is_transposed: True if the last two dims of the joined tensor are stored the other way round.
+        is_interleaved: True if the parts take turns along `dim`, one index each.
     """
 
     name: str
     parts: tuple[Part, ...]
     dim: int = 0
     is_transposed: bool = False
+    is_interleaved: bool = False
 
 
 def is_ignorable(name: str) -> bool:

@@ -17,7 +17,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     with reading(where):
         check_activation(raw, where, known=("silu",))
         has_bias = bool(raw.get("attention_bias", False))
-        shared = read_shared(raw, where, family="llama")
+        shared = read_shared({"max_position_embeddings": 2048, **raw}, where, family="llama")
         return DecoderConfig(
             **shared, attention_bias=has_bias, o_bias=has_bias, mlp_bias=bool(raw.get("mlp_bias", False))
         )

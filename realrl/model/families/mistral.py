@@ -11,6 +11,7 @@ from realrl.model.families.format import Family
 from realrl.shape import DecoderConfig
 
 _LM, _SCALAR = "MistralForCausalLM", "MistralForSequenceClassification"
+_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 131072}  # values of absent keys in this format
 
 
 def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
@@ -20,7 +21,7 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
         window = raw.get("sliding_window", 4096)
         if window is not None and "full_attention" in (raw.get("layer_types") or ()):
             raise AssetError(f"{where}: layer_types is not supported", remedy="Every layer of a Mistral is alike.")
-        shared = read_shared({"num_key_value_heads": 8, **raw}, where, family="mistral")
+        shared = read_shared({**_DEFAULTS, **raw}, where, family="mistral")
         return DecoderConfig(**shared, sliding_window=None if window is None else int(window))
 
 

@@ -12,7 +12,8 @@ from realrl.model.families.format import Family
 from realrl.shape import DecoderConfig, MoEConfig
 
 _LM, _SCALAR = "MixtralForCausalLM", "MixtralForSequenceClassification"
-_DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5}  # values of absent keys in this format
+# values of absent keys in this format
+_DEFAULTS = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
 _WORDS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 

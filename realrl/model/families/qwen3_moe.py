@@ -11,6 +11,7 @@ from realrl.model.families.format import Family
 from realrl.shape import DecoderConfig, MoEConfig
 
 _LM, _SCALAR = "Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification"
+_DEFAULTS = {"num_key_value_heads": 4, "max_position_embeddings": 32768}  # values of absent keys in this format
 _WORDS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 
@@ -18,13 +19,13 @@ def config_from_hf(raw: Mapping[str, Any], where: str) -> DecoderConfig:
     """Translate a parsed `config.json`; see `Family`."""
     with reading(where):
         check_activation(raw, where, known=("silu",))
-        shared = read_shared({"num_key_value_heads": 4, **raw}, where, family="qwen3_moe")
+        shared = read_shared({**_DEFAULTS, **raw}, where, family="qwen3_moe")
         has_bias = bool(raw.get("attention_bias", False))
         # unlike in the dense models, every layer has the window
         window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
         return DecoderConfig(
             **shared,
-            qk_norm=True,
+            qk_norm="head",
             attention_bias=has_bias,
             o_bias=has_bias,
             sliding_window=None if window is None else int(window),

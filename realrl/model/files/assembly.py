@@ -94,9 +94,12 @@ class Assembly:
         """
         whole = tensor.transpose(-1, -2) if stored.is_transposed else tensor
         start = 0
-        for part in stored.parts:
+        for i, part in enumerate(stored.parts):
             size = self._shape(part)[stored.dim]
-            piece = whole.narrow(stored.dim, start, size)
+            if stored.is_interleaved:
+                piece = whole.unflatten(stored.dim, (size, -1)).select(stored.dim + 1, i)
+            else:
+                piece = whole.narrow(stored.dim, start, size)
             start += size
             if part.name in parameters:
                 _copy_part(piece, part, parameters[part.name].detach(), decoder.place_of(part.name))
@@ -147,5 +150,8 @@ def _copy_part(piece: torch.Tensor, part: Part, target: torch.Tensor, place: tup
 
 def _join(tensor: StoredTensor, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
     pieces = [held[part.name] if part.index is None else held[part.name][part.index] for part in tensor.parts]
-    joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=tensor.dim)
+    if tensor.is_interleaved:
+        joined = torch.stack(pieces, dim=tensor.dim + 1).flatten(tensor.dim, tensor.dim + 1)
+    else:
+        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=tensor.dim)
     return joined.transpose(-1, -2) if tensor.is_transposed else joined

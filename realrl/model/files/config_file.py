@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +13,10 @@ import msgspec
 from realrl.errors import AssetError
 from realrl.model.families import FAMILIES, find_family
 from realrl.model.families.format import Family
+from realrl.model.files.contradictions import contradictions
+from realrl.model.files.weight_files import has_other_head, read_json
 from realrl.shape import DecoderConfig, DType, HeadKind
 
-_MOST_BYTES = 100_000_000  # of a JSON file; the index of a model of many thousand tensors has ten
 _Count = Annotated[int, msgspec.Meta(ge=0, le=4096)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 _Length = Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
@@ -24,6 +25,8 @@ _Number = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]
 
 
 class _Rope(msgspec.Struct):
+    full_attention: _Rope | None = None
+    sliding_attention: _Rope | None = None
     rope_type: str | None = None
     type: str | None = None
     rope_theta: _Number | None = None
@@ -70,6 +73,11 @@ class _Known(_Named):
     max_position_embeddings: _Length | None = None
     n_positions: _Length | None = None
     sliding_window: _Length | None = None
+    sliding_window_pattern: _Count | None = None
+    query_pre_attn_scalar: _Size | None = None
+    attn_logit_softcapping: _Number | None = None
+    final_logit_softcapping: _Number | None = None
+    rope_local_base_freq: _Number | None = None
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None
     rope_theta: _Number | None = None
@@ -78,6 +86,8 @@ class _Known(_Named):
     layer_norm_epsilon: _Number | None = None
     router_aux_loss_coef: _Number | None = None
     router_jitter_noise: _Number | None = None
+    swiglu_limit: _Number | None = None
+    swiglu_alpha: _Number | None = None
     attention_bias: bool | None = None
     mlp_bias: bool | None = None
     tie_word_embeddings: bool | None = None
@@ -132,9 +142,33 @@ def check_head(folder: Path, stored: DecoderConfig, head: HeadKind) -> None:
 def read_stored(folder: Path) -> tuple[DecoderConfig, Family]:
     """Like `read_config`, and return the family of the format too.
 
+    The ends of responses are those of config.json and of generation_config.json. A head that differs from the embedding
+    is not tied to it, whatever config.json says.
+
     Raises:
         AssetError: as `read_config`.
     """
+    _, config, family = _read(folder)
+    return config, family
+
+
+def read_notes(folder: str | Path) -> list[str]:
+    """Return a sentence for each contradiction in the files of a model: what they say, and what is read.
+
+    Raises:
+        AssetError: as `read_config`.
+    """
+    raw, config, family = _read(Path(folder))
+    notes = list(contradictions(raw, config))
+    if family.config_from_hf(raw, str(folder)).tied_embeddings and not config.tied_embeddings:
+        notes.append(
+            "tie_word_embeddings is true, but the files hold a head that differs from the embedding: both are read, "
+            "and the head is not tied"
+        )
+    return notes
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], DecoderConfig, Family]:
     if not folder.is_dir():
         raise AssetError(f"model folder {folder} does not exist", remedy="Check models.<role>.path.")
     path = folder / "config.json"
@@ -149,26 +183,23 @@ def read_stored(folder: Path) -> tuple[DecoderConfig, Family]:
             f"{path} names code of its own (auto_map), which realrl does not run",
             remedy="Use a model folder of a built-in architecture, without auto_map.",
         )
-    return family.config_from_hf(raw, str(path)), family
+    config = family.config_from_hf(raw, str(path))
+    ends = (end for end in _generation_ends(folder) if 0 <= end < config.vocab_size)
+    config = replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ends))))
+    if config.tied_embeddings and not config.is_scalar and has_other_head(folder, family, config):
+        config = replace(config, tied_embeddings=False)
+    return raw, config, family
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        AssetError: the file cannot be read, is larger than any such file, or does not hold an object.
-    """
+def _generation_ends(folder: Path) -> Iterator[int]:
+    """Yield the ends of responses that generation_config.json names; none if it cannot be read."""
     try:
-        if os.path.getsize(path) > _MOST_BYTES:
-            raise AssetError(f"{path} has {os.path.getsize(path):,} bytes; the most is {_MOST_BYTES:,}")
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise AssetError(f"{path} cannot be read as JSON: it has hundreds of levels") from None
-    except (ValueError, OSError) as error:
-        raise AssetError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise AssetError(f"{path} is not a JSON object")
-    return raw
+        found = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))["eos_token_id"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # it may hold anything: most of it is not for us
+        return
+    for end in found if isinstance(found, list) else [found]:
+        if isinstance(end, int) and not isinstance(end, bool):
+            yield end
 
 
 def _check_types(raw: dict[str, Any], schema: type[msgspec.Struct], path: Path) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -16,10 +15,11 @@ import torch
 from realrl.errors import AssetError
 from realrl.model.decoder import Decoder
 from realrl.model.dtypes import dtype_name, torch_dtype
-from realrl.model.families.format import StoredTensor
+from realrl.model.families.format import Family, StoredTensor
 from realrl.model.files.assembly import Assembly
-from realrl.model.files.config_file import check_head, config_to_hf, family_of, read_json, read_stored
+from realrl.model.files.config_file import check_head, config_to_hf, family_of, read_stored
 from realrl.model.files.tensor_file import read_tensors, renamed, stored_names, write_tensors
+from realrl.model.files.weight_files import INDEX_FILE, SINGLE_FILE, tensor_files
 from realrl.model.init import init_parameter
 from realrl.model.lora import merged_shards
 from realrl.model.parallel import UNSHARDED, TensorParallel
@@ -29,9 +29,6 @@ from realrl.plan.parameters.stages import stage_layers
 from realrl.shape import DecoderConfig, HeadKind
 
 _N_PIECES, _PIECE_BYTES = 256, 1 << 12
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
-_FILE_NAME = re.compile(r"[\w][\w.+-]{0,200}", re.ASCII)
 _MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -39,24 +36,27 @@ _log = logging.getLogger(__name__)
 
 
 def check_model(folder: str | Path, *, head: HeadKind = "lm", makes_head: bool = False) -> None:
-    """Refuse, from headers alone and in milliseconds, a folder whose files `load_model` would refuse.
+    """Refuse, from headers alone and in milliseconds, a folder that `load_model` would refuse.
 
     Args:
         makes_head: True if a value or reward head that the checkpoint lacks may start from random numbers.
 
     Raises:
-        AssetError: the configuration or a tensor file is missing, truncated or unsupported, or the head does not fit.
+        AssetError: the configuration or a tensor file is missing, truncated or unsupported, a tensor is missing or of
+            the wrong shape, or the head does not fit.
     """
     folder = Path(folder)
-    stored, _ = read_stored(folder)
+    stored, family = read_stored(folder)
     check_head(folder, stored, head)
     if head != "lm" and not stored.is_scalar and not makes_head:
         raise AssetError(
             f"{folder} holds a language model, which has no {head} head",
             remedy="A role that is not trained needs a finished one: give the folder of a sequence classifier.",
         )
-    for file in _tensor_files(folder):
-        stored_names(file)
+    assembly = _assembly(replace(stored, head=head), stored, family)
+    for file, wanted in _matched(folder, assembly, family):
+        for name, tensor in read_tensors(file, wanted):
+            _check_tensor(tensor, assembly.shape_of(wanted[name]), where=f"{file}: tensor {name!r}")
 
 
 def weights_digest(folder: str | Path) -> str:
@@ -66,7 +66,7 @@ def weights_digest(folder: str | Path) -> str:
         AssetError: the folder holds no weights.
     """
     digest = hashlib.sha256()
-    for path in _tensor_files(Path(folder)):
+    for path in tensor_files(Path(folder)):
         size_bytes = path.stat().st_size
         digest.update(f"{path.name} {size_bytes}\n".encode())
         with path.open("rb") as file:
@@ -105,12 +105,31 @@ def load_model(
     decoder = Decoder(config, shard=shard, parallel=parallel, device=device)
     parameters = dict(decoder.named_shards())
     makes_head = config.is_scalar and not stored.is_scalar
-    assembly = Assembly(family, config, without={"head.weight"} if makes_head else ())
+    assembly = _assembly(config, stored, family)
     if makes_head and "head.weight" in parameters:
         _log.warning("%s holds a language model: its %s head starts from small random numbers", folder, head)
         init_parameter(decoder, "head.weight", parameters["head.weight"], seed=seed)
+    for file, wanted in _matched(folder, assembly, family):
+        needed = {name: t for name, t in wanted.items() if any(part.name in parameters for part in t.parts)}
+        for name, tensor in read_tensors(file, needed):
+            _check_tensor(tensor, assembly.shape_of(needed[name]), where=f"{file}: tensor {name!r}")
+            assembly.copy(needed[name], tensor, decoder, parameters)
+    return decoder
+
+
+def _assembly(config: DecoderConfig, stored: DecoderConfig, family: Family) -> Assembly:
+    """Return the checkpoint of a model: without a head that a language model lacks."""
+    return Assembly(family, config, without={"head.weight"} if config.is_scalar and not stored.is_scalar else ())
+
+
+def _matched(folder: Path, assembly: Assembly, family: Family) -> Iterator[tuple[Path, dict[str, StoredTensor]]]:
+    """Yield each tensor file with the model's tensors in it, by the names that they have there.
+
+    Raises:
+        AssetError: a file is damaged or holds another model's tensors; or, at the end, tensors are missing.
+    """
     found: list[StoredTensor] = []
-    for file in _tensor_files(folder):
+    for file in tensor_files(folder):
         wanted: dict[str, StoredTensor] = {}
         for name in stored_names(file):
             stored_tensor = assembly.find(name)
@@ -119,20 +138,17 @@ def load_model(
             elif not family.is_ignorable(name):
                 raise AssetError(
                     f"{file} holds the tensor {name!r}, which config.json does not call for",
-                    remedy=f"config.json, which says {config.family!r}, belongs to another model.",
+                    remedy=f"config.json, which says {family.model_type!r}, belongs to another model.",
                 )
         found += wanted.values()
-        needed = {name: t for name, t in wanted.items() if any(part.name in parameters for part in t.parts)}
-        for name, tensor in read_tensors(file, needed):
-            _check_tensor(tensor, assembly.shape_of(needed[name]), where=f"{file}: tensor {name!r}")
-            assembly.copy(needed[name], tensor, decoder, parameters)
+        yield file, wanted
     lacking = assembly.lacking(found)
     if lacking:
         raise AssetError(
             f"{folder} lacks {len(lacking)} tensors, the first is {min(lacking)!r}",
-            remedy=f"The folder is incomplete, or config.json, which says {config.family!r}, belongs to another model.",
+            remedy=f"The folder is incomplete, or config.json, which says {family.model_type!r}, belongs to another "
+            "model.",
         )
-    return decoder
 
 
 # ---------------------------------------------------------------- saving
@@ -209,12 +225,12 @@ def save_index(
             "metadata": {"total_size": sum(map(assembly.num_bytes_of, assembly.tensors))},
             "weight_map": {tensor.name: file.name for file in files for tensor in file.tensors},
         }
-        with renamed(folder / _INDEX_FILE) as temporary:
+        with renamed(folder / INDEX_FILE) as temporary:
             temporary.write_text(json.dumps(index, indent=2))
     with renamed(folder / "config.json") as temporary:
         temporary.write_text(json.dumps(config_to_hf(config, str(folder)), indent=2))
-    current = {file.name for file in files} | ({_INDEX_FILE} if len(files) > 1 else set())
-    for pattern in (_SINGLE_FILE, _INDEX_FILE, "model-*-of-*.safetensors"):
+    current = {file.name for file in files} | ({INDEX_FILE} if len(files) > 1 else set())
+    for pattern in (SINGLE_FILE, INDEX_FILE, "model-*-of-*.safetensors"):
         for stale in folder.glob(pattern):
             if stale.name not in current:
                 stale.unlink()
@@ -242,7 +258,7 @@ def _plan_files(assembly: Assembly, config: DecoderConfig, pp_size: int, max_sha
         parts[-1][1].append(tensor)
         filled_bytes += num_bytes
     if len(parts) == 1:
-        return [_PlannedFile(_SINGLE_FILE, 0, tuple(parts[0][1]))]
+        return [_PlannedFile(SINGLE_FILE, 0, tuple(parts[0][1]))]
     return [
         _PlannedFile(f"model-{i:05d}-of-{len(parts):05d}.safetensors", pp_rank, tuple(tensors))
         for i, (pp_rank, tensors) in enumerate(parts, start=1)
@@ -250,24 +266,6 @@ def _plan_files(assembly: Assembly, config: DecoderConfig, pp_size: int, max_sha
 
 
 # ---------------------------------------------------------------- reading
-
-
-def _tensor_files(folder: Path) -> list[Path]:
-    index = folder / _INDEX_FILE
-    if not index.is_file():
-        if not (folder / _SINGLE_FILE).is_file():
-            raise AssetError(
-                f"{folder} has neither {_SINGLE_FILE} nor {_INDEX_FILE}",
-                remedy="Only safetensors checkpoints are read; convert other formats first.",
-            )
-        return [folder / _SINGLE_FILE]
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise AssetError(f"{index} has no weight_map")
-    for name, file in weight_map.items():
-        if not isinstance(file, str) or _FILE_NAME.fullmatch(file) is None:
-            raise AssetError(f"{index} puts the tensor {name!r} into {file!r}, which is no file name of this folder")
-    return [folder / file for file in sorted(set(weight_map.values()))]
 
 
 def _check_tensor(tensor: torch.Tensor, shape: tuple[int, ...], *, where: str) -> None:

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from realrl.cpu import attend_grouped, attention_dtype, repeats_heads, window_mask
+from realrl.cpu import (
+    ScoreTerms,
+    attend_by_scores,
+    attend_grouped,
+    attention_dtype,
+    repeats_heads,
+    window_mask,
+)
 from realrl.plan.samples.prefixes import CALL_COST
 
 
@@ -33,21 +40,29 @@ class PackedAttention:
         self._attend: Callable[..., torch.Tensor] | None = None
 
     def attend(
-        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int | None = None
+        self,
+        layer_index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        window: int | None = None,
+        terms: ScoreTerms | None = None,
     ) -> torch.Tensor:
         """Attention of q [T, N, D] over k, v [T, K, D]; returns [T, N, D].
 
         Args:
             window: number of tokens, itself included, that each one sees; None for all earlier ones.
+            terms: treatment of the scores, the same kind in all layers; None for plain ones.
         """
         if q.shape[0] == 0:
             return q
         if self._attend is None:  # decided once, for all layers alike
-            if _has_varlen_kernel(q):
+            if terms is None and _has_varlen_kernel(q):
                 self._attend = _VarlenKernel(self._seqlens, q.device)
             else:
                 self._attend = _PaddedGroups(self._seqlens, q.shape[1] * q.shape[2], q.device)
-        return self._attend(q, k, v, window)
+        return self._attend(q, k, v, window, terms)
 
 
 def fits_varlen_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:
@@ -78,7 +93,9 @@ class _VarlenKernel:
         self._cu_seqlens = torch.tensor([0, *accumulate(seqlens)], dtype=torch.int32, device=device)
         self._longest = max(seqlens)
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, terms: None
+    ) -> torch.Tensor:
         n_before = -1 if window is None else window - 1
         out: torch.Tensor = self._kernel(
             q, k, v, self._cu_seqlens, self._cu_seqlens, self._longest, self._longest,
@@ -109,17 +126,27 @@ class _PaddedGroups:
         self._is_packed = torch.equal(self._row_of, torch.arange(len(tokens), device=device))
         self._masks: dict[tuple[int, int], torch.Tensor] = {}
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
-        dtype, computed = q.dtype, attention_dtype(q.device, q.dtype)
-        q, k, v = q.to(computed), k.to(computed), v.to(computed)
-        sizes = [n * longest for n, longest in self._shapes]
-        parts = zip(self._shapes, *(self._pad(x).split(sizes) for x in (q, k, v)), strict=True)
-        outputs = [self._attend_group(shape, qkv, window) for shape, *qkv in parts]
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return self._unpad(out).to(dtype)
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, terms: ScoreTerms | None
+    ) -> torch.Tensor:
+        out = self._attend_groups((q, k, v), window, terms)
+        return self._unpad(out).to(q.dtype)
 
-    def _attend_group(self, shape: tuple[int, int], qkv: Sequence[torch.Tensor], window: int | None) -> torch.Tensor:
+    def _attend_groups(self, qkv: Sequence[torch.Tensor], window: int | None, terms: ScoreTerms | None) -> torch.Tensor:
+        """Return padded rows of all groups; copies of queries, keys, values end with it, before rows are unpadded."""
+        computed = attention_dtype(qkv[0].device, qkv[0].dtype)
+        sizes = [n * longest for n, longest in self._shapes]
+        parts = zip(self._shapes, *(self._pad(x.to(computed)).split(sizes) for x in qkv), strict=True)
+        outputs = [self._attend_group(shape, part, window, terms) for shape, *part in parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_group(
+        self, shape: tuple[int, int], qkv: Sequence[torch.Tensor], window: int | None, terms: ScoreTerms | None
+    ) -> torch.Tensor:
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in qkv)  # [G, heads, L, D]
+        if terms is not None:
+            mask = window_mask(shape[1], min(window or shape[1], shape[1]), q.device)
+            return attend_by_scores(q, k, v, ~mask, terms).transpose(1, 2).flatten(0, 1)
         mask = self._mask(shape[1], window)
         return attend_grouped(q, k, v, mask, repeats=repeats_heads(q.device)).transpose(1, 2).flatten(0, 1)
 

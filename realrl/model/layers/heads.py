@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from realrl.cpu import linear
+from realrl.cpu import linear, softcap
 
 
 class LMHead(nn.Module):
@@ -14,16 +14,18 @@ class LMHead(nn.Module):
     Args:
         weight: [V, H]; may be the embedding's own parameter (tied). In a tensor-parallel group, this rank's rows.
         vocab_start: token of the first row.
+        softcap: bound of logits; None for none.
     """
 
-    def __init__(self, weight: nn.Parameter, *, vocab_start: int = 0) -> None:
+    def __init__(self, weight: nn.Parameter, *, vocab_start: int = 0, softcap: float | None = None) -> None:
         super().__init__()
         self.weight = weight
         self.vocab_start = vocab_start
+        self.softcap = softcap
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of the chosen rows `hidden` [N, H], in the parameters' dtype."""
-        return linear(hidden, self.weight)
+        return softcap(linear(hidden, self.weight), self.softcap)
 
 
 class ScalarHead(nn.Module):

@@ -64,12 +64,14 @@ class Routing:
         order: int64 [T * k]: slots (token * k + choice) sorted by expert, then by token.
         inverse: int64 [T * k]: the index of each slot in `order`.
         groups: slots of each expert.
+        experts: int64 [T * k]: the expert of each slot in `order`.
     """
 
     weights: torch.Tensor
     order: torch.Tensor
     inverse: torch.Tensor
     groups: Groups
+    experts: torch.Tensor
 
     @property
     def k(self) -> int:
@@ -141,9 +143,11 @@ class LoadBalance:
 
 
 class MoE(nn.Module):
-    """Router and SwiGLU experts of one block.
+    """Router and gated experts of one block.
 
-    Parameters ``router.weight`` [E, H], ``experts.gate`` and ``experts.up`` [E, I, H], ``experts.down`` [E, H, I].
+    Parameters ``router.weight`` [E, H], ``experts.gate`` and ``experts.up`` [E, I, H], ``experts.down`` [E, H, I]; and
+    where there are biases ``router.bias`` [E], ``experts.gate_bias``, ``experts.up_bias`` [E, I] and
+    ``experts.down_bias`` [E, H].
 
     Args:
         config: the experts.
@@ -165,8 +169,9 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         self.layer_index = layer_index
-        self.router = Router(make(f"{name}.router.weight"))
-        self.experts = Experts(*(make(f"{name}.experts.{word}") for word in ("gate", "up", "down")))
+        self.router = Router(make(f"{name}.router.weight"), make(f"{name}.router.bias") if config.biases else None)
+        words = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")[: 6 if config.biases else 3]
+        self.experts = Experts(*(make(f"{name}.experts.{word}") for word in words))
         self._parallel = parallel
 
     def forward(self, x: torch.Tensor, n_rows: int, balance: LoadBalance | None = None) -> torch.Tensor:
@@ -184,24 +189,66 @@ class MoE(nn.Module):
             def inject(probs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
                 return balance.inject(probs, chosen, layer_index=self.layer_index, with_gradient=is_first)
 
-        routing = route(x, self.router.weight, self.config, inject=inject)
-        return self._parallel.leave(mix_experts(x, routing, self.experts.gate, self.experts.up, self.experts.down))
+        routing = route(x, self.router.weight, self.config, inject=inject, bias=self.router.bias)
+        experts, terms = self.experts, self.terms(self._parallel.tp_rank)
+        return self._parallel.leave(mix_experts(x, routing, experts.gate, experts.up, experts.down, terms=terms))
+
+    def terms(self, tp_rank: int, dtype: torch.dtype | None = None) -> ExpertTerms | None:
+        """What the experts compute beside SwiGLU of their matrices; None for nothing.
+
+        Args:
+            tp_rank: the first rank alone adds what is whole on every rank.
+            dtype: dtype of the biases; None for their own.
+        """
+        if not self.config.biases and self.config.limit is None:
+            return None
+        gate, up, down = (
+            None if bias is None else bias.to(bias.dtype if dtype is None else dtype)
+            for bias in (self.experts.gate_bias, self.experts.up_bias, self.experts.down_bias)
+        )
+        return ExpertTerms(gate, up, down if tp_rank == 0 else None, self.config.limit, self.config.gain)
 
 
 class Router(nn.Module):
-    """Holds `weight` [E, H]."""
+    """Holds `weight` [E, H] and `bias` [E] or None."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None = None) -> None:
         super().__init__()
         self.weight = weight
+        self.bias = bias
 
 
 class Experts(nn.Module):
-    """Holds `gate` and `up` [E, I, H] and `down` [E, H, I]."""
+    """Holds `gate` and `up` [E, I, H] and `down` [E, H, I]; biases [E, I], [E, I] and [E, H], or None."""
 
-    def __init__(self, gate: nn.Parameter, up: nn.Parameter, down: nn.Parameter) -> None:
+    def __init__(self, gate: nn.Parameter, up: nn.Parameter, down: nn.Parameter, *biases: nn.Parameter) -> None:
         super().__init__()
         self.gate, self.up, self.down = gate, up, down
+        self.gate_bias, self.up_bias, self.down_bias = biases or (None, None, None)
+
+
+@dataclass(frozen=True)
+class ExpertTerms:
+    """What experts compute beside SwiGLU of their matrices.
+
+    Attributes:
+        gate_bias, up_bias: [E, I]; None for none.
+        down_bias: [E, H]; None for none.
+        limit, gain: see `MoEConfig.limit`.
+    """
+
+    gate_bias: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    limit: float | None
+    gain: float
+
+    def inner(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Inner units of gate and up, biases included."""
+        if self.limit is None:
+            return F.silu(gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.gain * gate) * (up + 1)
 
 
 def route(
@@ -210,6 +257,7 @@ def route(
     config: MoEConfig,
     *,
     inject: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Routing:
     """Choose the k experts of largest softmax(x W^T); the softmax is over all experts, in float32 or better.
 
@@ -219,8 +267,9 @@ def route(
         x: [T, H].
         router_weight: [E, H].
         inject: function of probabilities [T, E] and choices [T, k] that returns the probabilities to go on with.
+        bias: [E], added to x W^T; None for none.
     """
-    probs = linear(x, router_weight).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    probs = linear(x, router_weight, bias).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
     chosen = probs.detach().topk(config.top_k, dim=-1).indices
     if inject is not None:
         probs = inject(probs, chosen)
@@ -232,12 +281,19 @@ def route(
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     groups = torch.arange(config.n_experts, device=order.device)
-    ends = torch.searchsorted(experts[order], groups, right=True, out_int32=True)
-    return Routing(weights.to(x.dtype), order, inverse, Groups(ends, stay_on_device=x.device.type != "cpu"))
+    experts = experts[order]
+    ends = torch.searchsorted(experts, groups, right=True, out_int32=True)
+    return Routing(weights.to(x.dtype), order, inverse, Groups(ends, stay_on_device=x.device.type != "cpu"), experts)
 
 
 def mix_experts(
-    x: torch.Tensor, routing: Routing, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+    x: torch.Tensor,
+    routing: Routing,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    terms: ExpertTerms | None = None,
 ) -> torch.Tensor:
     """Sum weight_e * down_e(silu(gate_e(x)) * up_e(x)) over each token's experts e; returns a new [T, H].
 
@@ -248,11 +304,22 @@ def mix_experts(
         x: [T, H].
         gate, up: [E, I, H].
         down: [E, H, I].
+        terms: biases and another activation; None for neither.
     """
     slots = _Dispatch.apply(x, routing)
-    inner = F.silu(grouped_linear(slots, gate, routing.groups)) * grouped_linear(slots, up, routing.groups)
-    inner = inner * routing.weights.flatten().index_select(0, routing.order)[:, None]
-    return _Combine.apply(grouped_linear(inner, down, routing.groups), routing)
+    weights = routing.weights.flatten().index_select(0, routing.order)[:, None]
+    gated, factor = grouped_linear(slots, gate, routing.groups), grouped_linear(slots, up, routing.groups)
+    if terms is None:
+        inner = F.silu(gated) * factor
+        return _Combine.apply(grouped_linear(inner * weights, down, routing.groups), routing)
+    # a product with ones and zeros, whose gradient, unlike that of a selection, needs no atomic adds
+    chosen = F.one_hot(routing.experts, len(gate)).to(x.dtype)
+    if terms.gate_bias is not None and terms.up_bias is not None:
+        gated, factor = gated + chosen @ terms.gate_bias, factor + chosen @ terms.up_bias
+    out = grouped_linear(terms.inner(gated, factor) * weights, down, routing.groups)
+    if terms.down_bias is not None:
+        out = out + (chosen * weights) @ terms.down_bias
+    return _Combine.apply(out, routing)
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from realrl.model.parallel import TensorParallel
 from realrl.shape import NormKind
 
 
@@ -42,6 +43,12 @@ class Norm(nn.Module):
             return F.rms_norm(x.to(wide), size, 1.0 + self.weight.to(wide), self.eps).to(x.dtype)
         return F.rms_norm(x, size, self.weight, self.eps)
 
+    def by(self, mean_square: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Normalise x [..., size] by a mean square [..., 1] in float32 or better, as "rms" does by its own."""
+        wide = mean_square.dtype
+        factor = 1.0 + self.weight.to(wide) if self.has_offset else self.weight.to(wide)
+        return (x.to(wide) * (mean_square + self.eps).rsqrt() * factor).to(x.dtype)
+
     def frozen(self, dtype: torch.dtype) -> Norm:
         """A copy for activations of `dtype`, without gradient; it may share memory with this norm."""
         weight, bias = (
@@ -50,3 +57,36 @@ class Norm(nn.Module):
         )
         assert weight is not None
         return Norm(weight, bias, kind=self.kind, eps=self.eps, has_offset=self.has_offset)
+
+
+class QKNorm(Norm):
+    """RMSNorm of the queries or the keys: of each head, or of all heads together, those of other ranks included.
+
+    Args:
+        weight: [D]; or [heads * D] of this rank's heads, where they are normalised together.
+        eps, has_offset: see `Norm`.
+        is_joint: all heads are normalised together.
+        parallel: the ranks that hold the other heads; with fewer heads than ranks, equally many hold the same one.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, *, eps: float, has_offset: bool, is_joint: bool, parallel: TensorParallel
+    ) -> None:
+        super().__init__(weight, None, kind="rms", eps=eps, has_offset=has_offset)
+        self.is_joint = is_joint
+        self._parallel = parallel
+
+    def heads(self, x: torch.Tensor, n_rows: int) -> torch.Tensor:
+        """Normalise x [T, heads, D]; `n_rows` is T."""
+        if not self.is_joint:
+            return self(x)
+        flat = x.flatten(1)
+        if self._parallel.tp_size == 1:
+            return self(flat).view_as(x)
+        share = self._parallel.leave(mean_square(flat) / self._parallel.tp_size)
+        return self.by(self._parallel.enter(share, n_rows), flat).view_as(x)
+
+
+def mean_square(x: torch.Tensor) -> torch.Tensor:
+    """The mean square [..., 1] of x [..., size], in float32 or better."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True)

@@ -12,11 +12,25 @@ import torch
 from realrl.cpu import Rope
 from realrl.shape import DecoderConfig, RopeScaling
 
+Frequencies = tuple[torch.Tensor, torch.Tensor]
+"""Radians per position in most layers, and in those with a base of their own."""
+
+
+def all_frequencies(config: DecoderConfig, device: torch.device | None = None) -> Frequencies:
+    """Return the frequencies of all layers; the second ones are the first where no layer has a base of its own."""
+    inv_freq = inverse_frequencies(config, device)
+    theta = config.local_rope_theta
+    return inv_freq, inv_freq if theta is None else _unscaled(config, theta, device)
+
+
+def _unscaled(config: DecoderConfig, theta: float, device: torch.device | None) -> torch.Tensor:
+    exponents = torch.arange(0, config.rope_dim, 2, dtype=torch.float32, device=device) / config.rope_dim
+    return 1.0 / theta**exponents
+
 
 def inverse_frequencies(config: DecoderConfig, device: torch.device | None = None) -> torch.Tensor:
-    """Return float32 [head_dim / 2]: radians per position of each rotated pair, after scaling."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    inv_freq = 1.0 / config.rope_theta**exponents
+    """Return float32 [rope_dim / 2]: radians per position of each rotated pair, after scaling."""
+    inv_freq = _unscaled(config, config.rope_theta, device)
     scaling = config.rope_scaling
     if scaling is None:
         return inv_freq
@@ -39,12 +53,12 @@ def _kept_by_index(config: DecoderConfig, scaling: RopeScaling, inv_freq: torch.
     def index_of(n_turns: float) -> float:
         """The index of the frequency that turns `n_turns` times within the original context."""
         radians = scaling.original_max_positions / (n_turns * 2 * math.pi)
-        return config.head_dim * math.log(radians) / (2 * math.log(config.rope_theta))
+        return config.rope_dim * math.log(radians) / (2 * math.log(config.rope_theta))
 
     low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+    low, high = max(low, 0), min(high, config.rope_dim - 1)
     index = torch.arange(len(inv_freq), dtype=torch.float32, device=inv_freq.device)
     return 1 - ((index - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
 
@@ -52,10 +66,10 @@ def _kept_by_index(config: DecoderConfig, scaling: RopeScaling, inv_freq: torch.
 def rope_table(
     inv_freq: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype, *, amplitude: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (cos, sin), each [T, 1, head_dim]; sin carries the rotation's sign in its first half.
+    """Return (cos, sin), each [T, 1, rope_dim]; sin carries the rotation's sign in its first half.
 
     Args:
-        inv_freq: float32 [head_dim / 2].
+        inv_freq: float32 [rope_dim / 2].
         positions: integers [T].
         dtype: dtype of the result; angles are computed in float32.
         amplitude: factor of the rotated vectors' length; see `RopeScaling.amplitude`.
@@ -70,18 +84,20 @@ def rope_table(
     )
 
 
-def make_rope(
-    config: DecoderConfig, inv_freq: torch.Tensor | None, positions: torch.Tensor, dtype: torch.dtype
-) -> Rope:
-    """`rope_table` for the tokens of one pass, or None where the model's positions are learned.
+def make_ropes(
+    config: DecoderConfig, frequencies: Frequencies | None, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[Rope, Rope]:
+    """Return the tables for the tokens of one pass: of most layers, and of those with `has_local_rope`.
+
+    Both are None where the model's positions are learned.
 
     Args:
-        inv_freq: result of `inverse_frequencies`; None makes it here.
+        frequencies: result of `all_frequencies`; None makes it here.
         positions: integers [T].
     """
     if config.learned_positions:
-        return None
-    if inv_freq is None:
-        inv_freq = inverse_frequencies(config, positions.device)
+        return None, None
+    usual, local = all_frequencies(config, positions.device) if frequencies is None else frequencies
     amplitude = 1.0 if config.rope_scaling is None else config.rope_scaling.amplitude
-    return rope_table(inv_freq, positions, dtype, amplitude=amplitude)
+    rope = rope_table(usual, positions, dtype, amplitude=amplitude)
+    return rope, rope if local is usual else rope_table(local, positions, dtype)

@@ -213,7 +213,7 @@ def test_unsupported_architecture_names_the_closest(folder: Path) -> None:
         ({"num_attention_heads": 0, "head_dim": None}, "impossible value"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantized checkpoints"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported in rope_parameters"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "no key 'factor'"),
         ({"rope_parameters": {"rope_type": "linear"}}, "no key 'factor'"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
