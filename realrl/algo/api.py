@@ -199,6 +199,23 @@ class MetricSums:
         self.maxima[name] = max(float(value), self.maxima.get(name, float(value)))
 
 
+class SampleNotes:
+    """Numbers of single responses for ``generations.jsonl``, where no key of the graph holds them.
+
+    Attributes:
+        values: name -> sample -> one number per sequence.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, dict[str, tuple[float, ...]]] = {}
+
+    def add(self, name: str, batch: SequenceSample, values: Iterable[float]) -> None:
+        """Note one number for each sequence of a batch; "a/b" becomes field b of the object a."""
+        noted, numbers = self.values.setdefault(name, {}), iter(values)
+        for sample_id, lengths in zip(batch.ids, batch.seqlens["input_ids"], strict=True):
+            noted[sample_id] = tuple([float(next(numbers)) for _ in lengths])
+
+
 @dataclass(frozen=True)
 class CallContext:
     """The call that an interface serves.
@@ -207,6 +224,7 @@ class CallContext:
         minibatches: this rank's sample ids per minibatch, pass after pass; a single tuple unless the call trains.
         algorithm: the configuration's ``algorithm`` section.
         metrics: the interface adds sums for the log to it.
+        notes: the interface may add numbers of single responses to it.
         n_passes: passes over the batch that `minibatches` make; each holds every sample of this rank once.
     """
 
@@ -219,6 +237,7 @@ class CallContext:
     algorithm: Any
     metrics: MetricSums = field(default_factory=MetricSums)
     n_passes: int = 1
+    notes: SampleNotes = field(default_factory=SampleNotes)
 
     @property
     def single_passes(self) -> tuple[CallContext, ...]:

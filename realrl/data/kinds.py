@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+ANSWER_FIELDS = ("answer", "response", "completion")
+
 
 class DatasetKind(Enum):
     """Content of one dataset row, and the keys that it becomes."""
@@ -20,3 +22,13 @@ class DatasetKind(Enum):
             return ("prompt_ids", "metadata")
         tokens = ("input_ids", "prompt_mask")
         return (*tokens, "label") if self is DatasetKind.UNPAIRED else tokens
+
+    @property
+    def forms(self) -> tuple[tuple[str, ...], ...]:
+        """The fields of a row: one of these sets. An `answer` may also be called as in `ANSWER_FIELDS`."""
+        return {
+            DatasetKind.PROMPT: (("prompt",), ("messages",)),
+            DatasetKind.PROMPT_ANSWER: (("prompt", "answer"), ("messages",)),
+            DatasetKind.PREFERENCE_PAIR: (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
+            DatasetKind.UNPAIRED: (("prompt", "answer", "label"), ("messages", "label")),
+        }[self]

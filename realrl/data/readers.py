@@ -7,31 +7,81 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from realrl.config.paths import find_data_files
 from realrl.errors import DataError, did_you_mean
 
 
 @dataclass(frozen=True)
 class RawRow:
-    """One object of a dataset file, and its place in messages ("train.jsonl, line 17")."""
+    """One object of a dataset file, and its place in messages ("train.jsonl, line 17").
+
+    Attributes:
+        names: field that is read -> name that the file has for it, where they differ.
+    """
 
     fields: Mapping[str, Any]
     where: str
+    names: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_rows(path: str) -> list[RawRow]:
-    """All rows of a file.
+def read_rows(path: str, names: Mapping[str, str] | None = None) -> list[RawRow]:
+    """All rows of a file, or of the files of a folder or pattern, see `find_data_files`.
+
+    Args:
+        names: field that is read -> name that the file has for it; "a.b" is field b of the object a. A row whose field
+            of that name is absent or null has none.
 
     Raises:
-        DataError: the path does not exist or has an unknown suffix, the file is empty or broken, a row is no object.
+        DataError: the path does not exist or has an unknown suffix, a file is empty or broken, a row is no object, or
+            no row has a field of `names`.
     """
-    file = Path(path)
+    rows: list[RawRow] = []
+    for file in map(Path, find_data_files(path)):
+        found = list(_reader_of(file)(file))
+        if not found:
+            raise DataError(f"the dataset file {file} is empty", remedy="It needs one object per sample.")
+        rows += found
+    return with_names(rows, names or {}, path)
+
+
+def with_names(rows: Sequence[RawRow], names: Mapping[str, str], path: str) -> list[RawRow]:
+    """Rows whose fields are called as realrl reads them; see `read_rows`."""
+    if not names:
+        return list(rows)
+    for wanted, name in names.items():
+        if all(_value(row.fields, name) is None for row in rows):
+            known = list(dict.fromkeys(key for row in rows[:100] for key in row.fields))
+            raise DataError(
+                f"dataset.fields.{wanted}={name}: no row of {path} has such a field.{did_you_mean(name, known)}",
+                remedy=f"Its fields are {', '.join(map(repr, known[:8])) or 'none'}.",
+            )
+    hidden = {*names, *names.values()}
+
+    def renamed(row: RawRow) -> RawRow:
+        found = {wanted: _value(row.fields, name) for wanted, name in names.items()}
+        others = {name: value for name, value in row.fields.items() if name not in hidden}
+        given = {wanted: value for wanted, value in found.items() if value is not None}
+        return RawRow({**others, **given}, row.where, names)
+
+    return [renamed(row) for row in rows]
+
+
+def _value(fields: Mapping[str, Any], name: str) -> Any:
+    if name in fields or "." not in name:
+        return fields.get(name)
+    above, _, below = name.partition(".")
+    inner = fields.get(above)
+    return _value(inner, below) if isinstance(inner, Mapping) else None
+
+
+def _reader_of(file: Path) -> Callable[[Path], Iterator[RawRow]]:
     if not os.path.exists(file):
         near = did_you_mean(file.name, [other.name for other in file.parent.glob("*")])
         raise DataError(f"the dataset {file} does not exist.{near}", remedy="Set dataset.path to a file.")
@@ -41,10 +91,7 @@ def read_rows(path: str) -> list[RawRow]:
         raise DataError(
             f"the dataset file {file} has the unknown suffix {file.suffix!r}", remedy=f"Known suffixes: {known}."
         )
-    rows = list(reader(file))
-    if not rows:
-        raise DataError(f"the dataset file {file} is empty", remedy="It needs one object per sample.")
-    return rows
+    return reader
 
 
 def _read_jsonl(file: Path) -> Iterator[RawRow]:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 N_BYTES = 256
 SPECIAL_TOKENS = ("<|end|>", "<|pad|>", "<|user|>", "<|assistant|>")
 VOCAB_SIZE = N_BYTES + len(SPECIAL_TOKENS)
+N_ROWS = 512  # of the toy task
+LONGEST_PROMPT, LONGEST_ANSWER = 9, 13  # tokens, an answer with its end-of-sequence token
 TARGET_IDS = frozenset(range(ord("a"), ord("z") + 1))
 VOWEL_IDS = frozenset(map(ord, "aeiou"))
 

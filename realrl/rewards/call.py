@@ -1,8 +1,11 @@
 """Calls of one reward function: its traits, and checks of its answer.
 
-``function(prompt, response)`` or ``function(prompt, response, row)`` returns a number. A function whose second
-parameter is called ``responses`` or ``responses_ids`` gets all responses to a prompt and returns a list of as many
-numbers. Either kind may be ``async``. Imports no torch.
+``function(prompt, response)`` returns a number. Further parameters say what else it gets: a third one, or one called
+``row`` or ``metadata``, the other fields of the dataset's row; one called ``messages``, the conversation: the messages
+of the prompt, then the response as ``{"role": "assistant", "content": ...}``, with what was put in between as a tool's.
+
+A function whose second parameter is called ``responses`` or ``responses_ids`` gets all responses to a prompt, and their
+conversations, and returns a list of as many numbers. Either kind may be ``async``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ SLICE_S = 0.2  # of a time limit
 MAX_REWARD = 3.4028234663852886e38  # the largest float32, the dtype of rewards
 _GROUP_NAMES = ("responses", "responses_ids")
 _ROW_NAMES = ("row", "metadata")
+_MESSAGES = "messages"
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Traits:
 
     Attributes:
         reads: token ids or text.
-        takes_row: True if it has a third parameter, the other fields of the dataset's row.
+        takes_row: True if it gets the other fields of the dataset's row.
+        takes_messages: True if it gets the conversation.
         is_group: True if it scores all responses to a prompt at once.
         is_async: True if it returns an awaitable.
     """
@@ -40,6 +45,7 @@ class Traits:
     takes_row: bool
     is_group: bool
     is_async: bool
+    takes_messages: bool = False
 
 
 class RewardFunction:
@@ -63,6 +69,7 @@ class RewardFunction:
         if options:
             self._function = functools.partial(self._function, **options)
         self.traits = _traits(self._function, function, reads)
+        self._extras = _extras(self._function)
 
     def evaluate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``{"rewards": [...]}`` for the request's response or responses, or ``{"error": text}``."""
@@ -95,8 +102,10 @@ class RewardFunction:
         return {"timeout": True}
 
     def _call(self, request: Mapping[str, Any]) -> Any:
-        row = [request.get("row") or {}] if self.traits.takes_row else []
-        return self._function(request["prompt"], request["response"], *row)
+        given = {"row": request.get("row") or {}, _MESSAGES: request.get(_MESSAGES) or []}
+        positional = [given[what] for name, what in self._extras.items() if name is None]
+        named = {name: given[what] for name, what in self._extras.items() if name is not None}
+        return self._function(request["prompt"], request["response"], *positional, **named)
 
     def _raised(self, error: BaseException) -> dict[str, Any]:
         return {"error": without_secrets(_describe(error), self._options)[:MAX_ERROR_CHARS]}
@@ -147,13 +156,33 @@ def _traits(function: Callable[..., Any], name: str, reads: str) -> Traits:
     check_reward_signature(signature, name)
     parameters = list(signature.parameters.values())
     named = [p for p in parameters if p.kind in positional]
-    required = [p for p in named if p.default is p.empty]
     names = [p.name for p in named]
     are_ids = len(names) >= 2 and all(n.endswith("_ids") for n in names[:2])
     return Traits(
         reads="ids" if reads == "ids" or (reads == "auto" and are_ids) else "text",
-        takes_row=len(required) == 3 or (len(names) >= 3 and names[2] in _ROW_NAMES),
+        takes_row="row" in _extras(function).values(),
         is_group=len(names) >= 2 and names[1] in _GROUP_NAMES,
         is_async=inspect.iscoroutinefunction(function)
         or inspect.iscoroutinefunction(getattr(function, "__call__", None)),  # noqa: B004 - an object with async __call__
+        takes_messages=_MESSAGES in _extras(function).values(),
     )
+
+
+def _extras(function: Callable[..., Any]) -> dict[str | None, str]:
+    """Return what a function gets besides prompt and response: parameter -> "row" or "messages".
+
+    The parameter is None where it has to be given by its place, the third.
+    """
+    found: dict[str | None, str] = {}
+    options = function.keywords if isinstance(function, functools.partial) else {}
+    for number, parameter in enumerate(inspect.signature(function).parameters.values()):
+        is_variable = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if number < 2 or is_variable or parameter.name in options:
+            continue
+        is_third = number == 2 and parameter.kind is not parameter.KEYWORD_ONLY
+        name = None if parameter.kind is parameter.POSITIONAL_ONLY else parameter.name
+        if parameter.name == _MESSAGES:
+            found[name] = _MESSAGES
+        elif (is_third and parameter.default is parameter.empty) or parameter.name in _ROW_NAMES:
+            found[name] = "row"
+    return found

@@ -13,6 +13,7 @@ import torch
 
 from realrl.algo.api import CallContext, Model, ModelInterface
 from realrl.config.reward_options import OVERLONG, REWARD_MODEL
+from realrl.data.conversations import Message, conversation, split_turns
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, RunError
 from realrl.experiment.rewards import MODEL_REWARDS, SHORT_FORM
@@ -102,6 +103,8 @@ class WeightedRewards(ModelInterface):
             total += part.weight * values[part.name]
             self._log_values(part, values[part.name][kept], ctx)
         rewards = total.float().to(batch["input_ids"].device)
+        for part in self._parts if len(self._parts) > 1 else ():
+            ctx.notes.add(f"reward_parts/{part.name}", responses.batch, values[part.name].tolist())
         result = batch.derive("input_ids", {"rewards": (KeySchema("float32", Per.SEQUENCE), rewards)})
         return result.select([i for i in batch.ids if i not in dropped]) if dropped else result
 
@@ -181,8 +184,8 @@ class FunctionReward(WeightedRewards):
 
     Args:
         function: "module:function" or "file.py:function", called as ``function(prompt, response) -> float``, or with
-            the dataset row's other fields as third argument (`realrl.rewards.call`). A response includes its stop
-            token; text leaves special tokens out.
+            the dataset row's other fields and the conversation too (`realrl.rewards.call`). A response is what the
+            policy generated, its stop token included; text leaves special tokens out.
         reads: "ids" (lists of int), "text", or "auto": ids if the first two parameters are named ``*_ids``.
         timeout_s: time limit for one response.
         concurrency, async_concurrency, in_process: see `WeightedRewards`.
@@ -237,7 +240,10 @@ class _Responses:
         pairs = self._ids if traits.reads == "ids" else self._text
         responses = [pairs[n][1] for n in owned]
         row = self._rows[self.owners[owned[0]][0]] if traits.takes_row else None
-        return Request(part, pairs[owned[0]][0], responses if traits.is_group else responses[0], row)
+        talks = [self._conversations[n] for n in owned] if traits.takes_messages else [None]
+        if traits.is_group:
+            return Request(part, pairs[owned[0]][0], responses, row, talks if traits.takes_messages else None)
+        return Request(part, pairs[owned[0]][0], responses[0], row, talks[0])
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -245,17 +251,37 @@ class _Responses:
         return torch.tensor([int((~mask).sum()) for mask in masks], dtype=torch.int64)
 
     @cached_property
+    def _turns(self) -> list[tuple[list[int], list[tuple[list[int], bool]]]]:
+        """Of each response: its prompt, and the runs of tokens after it, each with True if it was not generated."""
+        tokens = [t.tolist() for sample in self.batch.sequences("input_ids") for t in sample]
+        masks = [m.tolist() for sample in self.batch.sequences("prompt_mask") for m in sample]
+        return [split_turns(t, m) for t, m in zip(tokens, masks, strict=True)]
+
+    @cached_property
     def _ids(self) -> list[tuple[list[int], list[int]]]:
-        tokens = [t for sample in self.batch.sequences("input_ids") for t in sample]
-        masks = [m for sample in self.batch.sequences("prompt_mask") for m in sample]
-        return [(t[m].tolist(), t[~m].tolist()) for t, m in zip(tokens, masks, strict=True)]
+        return [
+            (prompt, [token for tokens, is_given in turns if not is_given for token in tokens])
+            for prompt, turns in self._turns
+        ]
+
+    def _decoded(self, tokens: list[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
 
     @cached_property
     def _text(self) -> list[tuple[str, str]]:
-        decode = self._tokenizer.decode
+        return [(self._decoded(prompt), self._decoded(response)) for prompt, response in self._ids]
+
+    @cached_property
+    def _conversations(self) -> list[list[Message]]:
+        """Of each response: the messages of its prompt, and what followed."""
         return [
-            (decode(prompt, skip_special_tokens=True), decode(response, skip_special_tokens=True))
-            for prompt, response in self._ids
+            conversation(
+                self._rows[sample_id].get("prompt"),
+                self._decoded(prompt),
+                [(self._decoded(tokens), is_given) for tokens, is_given in turns],
+            )
+            for (sample_id, _), (prompt, turns) in zip(self.owners, self._turns, strict=True)
         ]
 
     @cached_property

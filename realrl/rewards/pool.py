@@ -41,12 +41,16 @@ class FunctionSpec:
 
 @dataclass(frozen=True)
 class Request:
-    """A response to score with function number `part`; for a group function, the list of a prompt's responses."""
+    """A response to score with function number `part`; for a group function, the list of a prompt's responses.
+
+    `messages` is the conversation with the response, or a list of one for each response.
+    """
 
     part: int
     prompt: Text
     response: Text | Sequence[Text]
     row: Mapping[str, Any] | None = None
+    messages: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -328,7 +332,8 @@ def _cannot_load(function: str, why: str) -> RunError:
 
 def _message(index: int, request: Request) -> dict[str, Any]:
     message = {"id": index, "part": request.part, "prompt": request.prompt, "response": request.response}
-    return message if request.row is None else {**message, "row": request.row}
+    more = {"row": request.row, "messages": request.messages}
+    return message | {name: value for name, value in more.items() if value is not None}
 
 
 def _limit_s(specs: Sequence[FunctionSpec], traits: Sequence[Traits], request: Request) -> float:

@@ -15,7 +15,7 @@ Time limits are kept on a clock that a pause of the server, which stops its work
 
 First line: ``{"functions": [{"function", "reads", "options", "timeout_s"}], "concurrency", "async_concurrency",
 "search_path"}``, the last one being where the owner finds modules.
-Requests: ``{"id", "part", "prompt", "response", "row"}``; `part` is the number of the function. First reply:
+Requests: ``{"id", "part", "prompt", "response", "row", "messages"}``; `part` is the function's number. First reply:
 ``{"ready": true, "functions": [traits]}`` or ``{"failed": text, "part"}``; then ``{"id", "rewards"}``,
 ``{"id", "error"}`` or ``{"id", "timeout": true}`` for each request. The functions' own output goes to stderr.
 """

@@ -382,3 +382,53 @@ def test_a_tokenizer_that_makes_no_token(tmp_path: Path) -> None:
     empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"</s>": 0}, [])), eos_token="</s>")
     with pytest.raises(DataError, match=r"the tokenizer makes no token of row '0' of"):
         load_dataset(DatasetConfig(path=str(write(tmp_path / "d.jsonl", [GOOD]))), PROMPT, empty)
+
+
+# ---------------------------------------------------------------- names of fields, several files
+
+
+def names(**given: str) -> dict[str, Any]:
+    return {"fields": {name: field.replace("__", ".") for name, field in given.items()}}
+
+
+def test_fields_have_other_names(tmp_path: Path) -> None:
+    rows = [{"question": "ab", "meta": {"gold": "xyz", "n": 1}, "key": 7, "prompt": "hidden", "more": [{"a": None}]}]
+    path = write(tmp_path / "d.jsonl", rows)
+    options = names(prompt="question", answer="meta__gold", id="key")
+    assert texts(load(path, ANSWER, **options)) == [["abxyz<|end|>"]]
+    dataset = load(path, **options)
+    assert (dataset.row_ids, texts(dataset, "prompt_ids")) == (("7",), [["ab"]])
+    [row] = [json.loads(bytes(part.tolist())) for part in dataset.samples(["s"], [0]).samples("metadata")]
+    assert row == {"meta": {"gold": "xyz", "n": 1}, "more": [{"a": None}], "answer": "xyz"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompt": "qestion"}, "dataset.fields.prompt=qestion: no row of {path} has such a field. "
+                                "Did you mean 'question'?\n  Its fields are 'question', 'meta'."),
+        ({"prompt": "question", "answer": "meta__none"}, "dataset.fields.answer=meta.none: no row of {path} has such"),
+        ({"prompt": "question", "answer": "meta__gold"},
+         '{path}, line 2 has no "meta.gold" (dataset.fields.answer); its fields are'),
+        ({}, "A row holds prompt and answer, or messages; dataset.fields.NAME=FIELD says what the file calls one of"),
+    ],
+)  # fmt: skip
+def test_names_that_a_file_does_not_have(tmp_path: Path, given: dict[str, str], message: str) -> None:
+    path = write(tmp_path / "d.jsonl", [{"question": "ab", "meta": {"gold": "x"}}, {"question": "c", "meta": {}}])
+    with pytest.raises(DataError) as caught:
+        load(path, ANSWER, **names(**given))
+    assert message.format(path=path) in str(caught.value)
+
+
+def test_rows_of_several_files_begin_with_the_name_of_theirs(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.jsonl", [{"question": "a"}, {"question": "b", "id": "x"}])
+    two = write(tmp_path / "two.json", [{"prompt": "c"}])
+    files = {"one": {"path": str(one), **names(prompt="question")}, "two": {"path": str(two)}}
+    dataset = load_dataset(DatasetConfig.model_validate({"files": files}), PROMPT, TOKENIZER)
+    assert dataset.row_ids == ("one/0", "one/x", "two/0")
+    assert texts(dataset, "prompt_ids") == [["a"], ["b"], ["c"]]
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    write(folder / "1.jsonl", [{"prompt": "a"}])
+    write(folder / "2.jsonl", [{"prompt": "b"}])
+    assert load(folder).row_ids == ("0", "1")

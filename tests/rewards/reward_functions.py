@@ -131,3 +131,21 @@ def four(prompt: str, response: str, row: Mapping[str, Any], tokenizer: Any) -> 
 
 def scaled_ids(prompt_ids: Sequence[int], response_ids: Sequence[int], *, scale: float = 1.0) -> float:
     return scale * len(response_ids)
+
+
+def told(prompt: str, response: str, row: Mapping[str, Any], messages: Sequence[Mapping[str, str]]) -> float:
+    """1 if what is told is consistent, by the row's expectations."""
+    assert [message["role"] for message in messages] == row["roles"], messages
+    assert messages[-1]["content"] == row["last"], messages
+    return 1.0
+
+
+def of_conversations(
+    prompt: str, responses: Sequence[str], *, messages: Sequence[Sequence[Mapping[str, str]]]
+) -> list[float]:
+    return [float(talk[-1]["content"] == response) for talk, response in zip(messages, responses, strict=True)]
+
+
+def with_option(prompt: str, response: str, row: float = 0.0) -> float:
+    """`row` is an option here."""
+    return float(row)

@@ -11,10 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError, ConfigError, RunError
 from realrl.rewards import pool as reward_pool
+from realrl.rewards.call import RewardFunction
 from realrl.rewards.interface import FunctionReward
 from tests.algo.batches import metadata, token_batch
 from tests.helpers.fake_engine import Bigram, FakeEngine, fake_context, fake_model
@@ -227,7 +229,7 @@ def test_a_function_that_cannot_be_loaded_is_named(make: Make) -> None:
 
 @pytest.mark.parametrize("in_process", [False, True])
 @pytest.mark.parametrize(
-    ("function", "wanted"), [("only_one", "(prompt, response)"), ("four", "(prompt, response, row)")]
+    ("function", "wanted"), [("only_one", "(prompt, response)"), ("four", "and perhaps row and messages")]
 )
 def test_a_function_of_other_arguments_is_refused(make: Make, in_process: bool, function: str, wanted: str) -> None:
     with pytest.raises(RunError, match="cannot be loaded: TypeError: ") as error:
@@ -452,3 +454,29 @@ def test_exits_of_a_function_are_failures_of_it(
     messages = [record.getMessage() for record in caplog.records]
     for n, (_, told) in enumerate(EXITS, start=1):
         assert any(f"sample '0/{n}' " in found and told in found for found in messages), told
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_functions_get_the_conversation_in_its_order(make: Make, in_process: bool) -> None:
+    """Given [1], generated [2, 3], put in between [4], generated [5]; the second row's prompt was made of messages."""
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    rows = [{"roles": ["user", "assistant", "tool", "assistant"], "last": "f"},
+            {"prompt": asked, "roles": ["system", "user", "assistant"], "last": "cd"}]  # fmt: skip
+    batch = token_batch([[([1], [2, 3, 4, 5])], [([1], [2, 3])]])
+    mask = torch.tensor([True, False, False, True, False, True, False, False])
+    batch = batch.update(batch.derive("input_ids", {"prompt_mask": (batch.schemas["prompt_mask"], mask)}))
+    batch = batch.update(metadata(batch.ids, rows))
+    assert score(make(f"{FUNCTIONS}:told", in_process=in_process), batch) == [1.0, 1.0]
+    lengths = score(make(f"{FUNCTIONS}:text_length", in_process=in_process), batch)
+    assert lengths == pytest.approx([1.3, 1.2])  # "b", then what was generated: "cdf", "cd"
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_group_functions_get_all_conversations(make: Make, in_process: bool) -> None:
+    assert score(make(f"{FUNCTIONS}:of_conversations", in_process=in_process)) == [1.0, 1.0, 1.0]
+
+
+def test_an_option_called_row_stays_an_option() -> None:
+    function = RewardFunction(f"{FUNCTIONS}:with_option", options={"row": 2.5})
+    assert not function.traits.takes_row
+    assert function.evaluate({"prompt": "p", "response": "r"}) == {"rewards": [2.5]}

@@ -16,7 +16,7 @@ import torch
 
 from realrl.algo.api import CallContext, Engine, ForwardOutput, LossFn, LossOutput, Model
 from realrl.algo.normalise import whiten
-from realrl.algo.packed import n_actions, response_mask
+from realrl.algo.packed import Actions, n_actions, response_mask
 from realrl.algo.policy.gae import batch_metrics
 from realrl.algo.policy.policy_losses import ActionBatch, PolicyLoss, kl_estimate
 from realrl.algo.policy.pretraining import ANSWER_WEIGHTS, with_answers
@@ -135,6 +135,7 @@ class PolicyActor(RolloutInterface):
         inputs = dict.fromkeys((*TOKENS, "old_logprobs", "truncated", *training_keys(options), *optional))
         rollout = self.rollout(engine, batch.select(batch.ids, tuple(inputs)).to(engine.device), options)
         columns = {ADVANTAGES: mixed_advantages(rollout)}
+        ctx.notes.add("advantage", rollout.batch, answer_means(rollout.actions, columns[ADVANTAGES]).tolist())
         self.follow_kl(rollout)
         if BEHAVIOR in rollout.batch:
             columns[IMPORTANCE] = importance_weights(rollout, engine)
@@ -231,6 +232,11 @@ def mixed_advantages(rollout: Rollout) -> torch.Tensor:
         total = part if total is None else total + part
     assert total is not None
     return whiten(total, rollout.mask, rollout.all_reduce) if options.normalise_advantages else total
+
+
+def answer_means(actions: Actions, values: torch.Tensor) -> torch.Tensor:
+    """float32 [S]: mean of `values` [T - S] over the actions of each response; 0 without any."""
+    return actions.sums(values[actions.transition].float()) / actions.counts.clamp(min=1)
 
 
 def _advantage(name: str, rollout: Rollout) -> torch.Tensor:

@@ -9,13 +9,11 @@ An answer is one more sequence of its sample. All its tokens are marked as promp
 
 from __future__ import annotations
 
-import json
-
 import torch
 
 from realrl.algo.api import CallContext, Model
 from realrl.algo.packed import response_mask
-from realrl.data.datasets import ANSWER_FIELDS
+from realrl.data.datasets import answer_in
 from realrl.data.sample import SequenceSample
 from realrl.data.tokenizer import encode_batch
 from realrl.errors import CallError
@@ -46,7 +44,8 @@ def with_answers(data: SequenceSample, metadata: SequenceSample, model: Model, c
     columns: dict[str, tuple[KeySchema, list[list[torch.Tensor]]]] = {key: (data.schemas[key], []) for key in data.keys}
     columns[ANSWER_WEIGHTS] = (KeySchema("float32", Per.TRANSITION), [])
     for i, answer in enumerate(answers):
-        prompt = sequences["input_ids"][i][0][sequences["prompt_mask"][i][0]]
+        n_prompt = int(sequences["prompt_mask"][i][0].long().cumprod(0).sum())  # later ones are what tools said
+        prompt = sequences["input_ids"][i][0][:n_prompt]
         tokens = torch.cat([prompt, torch.tensor(answer, dtype=prompt.dtype, device=prompt.device)])
         for key in data.keys:
             own = sequences[key][i]
@@ -73,8 +72,7 @@ def _answers(metadata: SequenceSample, model: Model, ctx: CallContext) -> list[l
     """Token ids of each sample's answer, the end of sequence included."""
     texts = []
     for sample_id, packed in zip(metadata.ids, metadata.samples("metadata"), strict=True):
-        row = json.loads(bytes(packed.tolist()))
-        text = next((row[field] for field in ANSWER_FIELDS if isinstance(row.get(field), str)), "")
+        text = answer_in(bytes(packed.tolist()))
         if not text:
             error = CallError(
                 f"{ctx.call} at step {ctx.step}: the row of sample {sample_id!r} has no answer, and algorithm.ptx_coef="

@@ -16,6 +16,10 @@ from realrl.algo.packed import Actions, response_mask
 from realrl.data.sample import SequenceSample
 
 PairLoss = Literal["sigmoid", "hinge", "ipo"]
+TIE = 1e-3
+"""Nats: answers whose log-ratios are closer are equally likely.
+
+Where the policy still is the reference, orders of summation make differences of up to a tenth of it."""
 
 
 def answer_sums(values: torch.Tensor, batch: SequenceSample) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,10 +56,11 @@ def dpo_loss(
         beta: see above; ipo's tau.
         label_smoothing: e; sigmoid only.
 
-    Stats: loss, accuracy (margin above 0), margin, chosen_reward and rejected_reward, which are beta times log-ratios
-    (sums for every kind).
+    Stats: loss, accuracy (the chosen answer's log-ratio is higher by more than `TIE`), margin, chosen_reward and
+    rejected_reward, which are beta times log-ratios (sums for every kind).
     """
-    rewards = (beta * logratios.detach()).view(-1, 2)
+    answers = logratios.detach().view(-1, 2)
+    rewards = beta * answers
     terms = logratios / counts.clamp(min=1) if kind == "ipo" else logratios
     chosen, rejected = terms.view(-1, 2).unbind(1)
     margins = chosen - rejected
@@ -69,7 +74,7 @@ def dpo_loss(
     loss = losses.sum()
     stats = {
         "loss": loss.detach(),
-        "accuracy": (rewards[:, 0] > rewards[:, 1]).float().sum(),
+        "accuracy": (answers[:, 0] - answers[:, 1] > TIE).float().sum(),
         "margin": (rewards[:, 0] - rewards[:, 1]).sum(),
         "chosen_reward": rewards[:, 0].sum(),
         "rejected_reward": rewards[:, 1].sum(),

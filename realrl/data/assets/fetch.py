@@ -89,6 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only != "model":
             print(f"reviews  {fetch_reviews(options.cache)}")
     except Error as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"realrl: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0

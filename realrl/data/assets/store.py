@@ -38,6 +38,12 @@ def cache_dir() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/realrl").expanduser()
 
 
+def hub_dir() -> Path:
+    """The local cache of `huggingface_hub`, where its own environment variables say it is."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
+
+
 @dataclass(frozen=True)
 class Artifact:
     """A file of a package index.

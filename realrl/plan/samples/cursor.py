@@ -9,6 +9,9 @@ Invariants:
     - without shuffling, every epoch takes the rows as they stand;
     - a cursor resumed at position p continues with exactly the samples that the uninterrupted one takes from p on;
     - ids never repeat, since a row occurs once in an epoch.
+
+Where files are mixed by weights, `realrl.plan.samples.mixture` decides the order instead, and ids begin with the number
+of the pass over the sample's file.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from functools import lru_cache
 import msgspec
 
 from realrl.errors import ConfigError, DataError
+from realrl.plan.samples.mixture import Part, mixed_epoch
 from realrl.plan.samples.shuffle import keyed_draw, permutation
 
 
@@ -53,6 +57,13 @@ def epoch_order(n_rows: int, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(permutation(n_rows, keyed_draw(seed, epoch)))
 
 
+@lru_cache(maxsize=4)
+def _plain_epoch(n_rows: int, seed: int | None, epoch: int) -> tuple[tuple[int, int], ...]:
+    """Return (epoch, row) of every sample of an epoch; in the order of the rows where `seed` is None."""
+    rows = range(n_rows) if seed is None else epoch_order(n_rows, seed, epoch)
+    return tuple([(epoch, row) for row in rows])
+
+
 def fingerprint(row_ids: Iterable[str]) -> int:
     """Return a 48-bit digest of the row ids and their order."""
     digest = hashlib.blake2b(digest_size=6)
@@ -72,6 +83,7 @@ class DatasetCursor:
         start: a checkpoint's state, with the rows consumed before this run.
         name: prefix of sample ids instead of the epoch; for a single pass.
         content: digest of the rows' data; empty if that is not known.
+        parts: files that are mixed by weights; empty: all rows once an epoch.
 
     Raises:
         DataError: there is no row, an id occurs twice, or `start` was made with another dataset.
@@ -87,12 +99,14 @@ class DatasetCursor:
         start: CursorState | None = None,
         name: str | None = None,
         content: str = "",
+        parts: tuple[Part, ...] = (),
     ) -> None:
         self.row_ids = tuple(row_ids)
         self.seed = seed
         self.shuffle = shuffle
         self.name = name
-        self.fingerprint = fingerprint((*self.row_ids, content))
+        self._parts = parts
+        self.fingerprint = fingerprint((*self.row_ids, content, *(f"{p.name}: {p.n_samples}" for p in parts)))
         self.start = 0 if start is None else start.rows_consumed
         self._check_rows()
         if start is not None:
@@ -117,12 +131,17 @@ class DatasetCursor:
         refs = []
         while count > 0:
             epoch, offset = position // self.n_rows + 1, position % self.n_rows
-            rows = epoch_order(self.n_rows, self.seed, epoch) if self.shuffle else range(self.n_rows)
-            chunk = rows[offset : offset + count]
-            refs += [SampleRef(f"{self.name or epoch}/{self.row_ids[row]}", row) for row in chunk]
+            chunk = self._epoch(epoch)[offset : offset + count]
+            refs += [SampleRef(f"{self.name or number}/{self.row_ids[row]}", row) for number, row in chunk]
             position += len(chunk)
             count -= len(chunk)
         return refs
+
+    def _epoch(self, epoch: int) -> Sequence[tuple[int, int]]:
+        """Return the pass and the row of every sample of an epoch (from 1)."""
+        if self._parts:
+            return mixed_epoch(self._parts, self.seed, epoch, self.shuffle)
+        return _plain_epoch(self.n_rows, self.seed if self.shuffle else None, epoch)
 
     def state(self, position: int) -> CursorState:
         """Return the state from which a checkpoint continues at `position`."""
@@ -138,7 +157,7 @@ class DatasetCursor:
     def _check_start(self, start: CursorState) -> None:
         if start.fingerprint != self.fingerprint:
             raise DataError(
-                "the checkpoint was made with another dataset: the rows differ, or their tokens",
+                "the checkpoint was made with another dataset: the rows differ, their tokens, or the weights of files",
                 remedy="resume with the dataset of the first run, or start a new run with resume=never",
             )
         shuffles = ("dataset.shuffle", str(bool(start.shuffle)).lower(), str(self.shuffle).lower())

@@ -127,6 +127,14 @@ def test_dpo_of_the_reference_itself_is_log_2() -> None:
     metrics = dpo(Bigram(4, seed=6))
     assert metrics["actor/loss"] == pytest.approx(np.log(2.0), rel=1e-6)
     assert metrics["actor/margin"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["actor/accuracy"] == 0.0
+
+
+def test_rounding_decides_no_tie() -> None:
+    noise = torch.tensor([3e-5, -3e-5, -2e-5, 4e-5, 0.0, 0.0, 0.002, 0.0])  # only the last pair differs in earnest
+    for logratios in (noise, noise[[1, 0, 3, 2, 5, 4, 6, 7]]):
+        stats = dpo_loss(logratios, torch.ones(8, dtype=torch.int64), kind="sigmoid", beta=0.1).stats
+        assert stats["accuracy"] == 1.0
 
 
 def test_a_sample_that_is_no_pair_is_named() -> None:

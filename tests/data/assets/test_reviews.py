@@ -205,7 +205,7 @@ def test_fetch_fails_in_one_message(tmp_path: Path, capsys: pytest.CaptureFixtur
     (tmp_path / "file").write_text("")
     assert fetch.main(["--cache", str(tmp_path / "file")]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("error: the asset cache")
+    assert captured.err.startswith("realrl: error: the asset cache")
     assert "Traceback" not in captured.err
 
 
