@@ -96,9 +96,14 @@ def draw_case(seed: int, number: int, folder: Path, backends: Sequence[str]) -> 
         "cluster.collective_timeout_s=120", f"dataset.path={folder / 'rows.jsonl'}", "dataset.max_prompt_tokens=512",
         "dataset.max_answer_tokens=512", f"n_seqs={sizes['n_seqs']}",
     ]  # fmt: skip
+    # drawn apart from all else, which stays as it is in other cases
+    learns_answers = hasattr(compose(experiment, []).algorithm, "ptx_coef") and (
+        random.Random(f"{seed}/{number}/answers").random() < 0.1
+    )
+    answers = ["algorithm.ptx_coef=0.5"] if learns_answers else []
     refusal = ""
     for _ in range(_MOST_DRAWS):
-        overrides = [*fixed, *draw_settings(rng, experiment, folder, sizes, backends)]
+        overrides = [*fixed, *draw_settings(rng, experiment, folder, sizes, backends), *answers]
         try:
             plan = plan_run(compose(experiment, overrides), experiment)
             check_models_fit(plan)
@@ -154,7 +159,9 @@ def draw_data(rng: random.Random, kind: DatasetKind, file: Path) -> dict[str, in
         row: dict[str, Any] = {"id": str(i), "prompt": text(sizes["prompt"])}
         if kind is DatasetKind.PREFERENCE_PAIR:
             row |= {"chosen": text(sizes["response"]), "rejected": text(sizes["response"])}
-        elif kind is not DatasetKind.PROMPT:
+        elif kind is DatasetKind.PROMPT:
+            row |= {"answer": row["prompt"][: sizes["response"]]}
+        else:
             row |= {"answer": text(sizes["response"]), "label": i % 2 == 0}
         rows.append(json.dumps(row))
     file.write_text("\n".join(rows))
@@ -253,8 +260,19 @@ class Result:
 
     @property
     def outside(self) -> list[dict[str, Any]]:
-        """The counts that the plan does not meet."""
-        return [one for one in self.counts if not LOWEST <= _ratio(one) <= _highest(one)]
+        """The counts that the plan does not meet.
+
+        Replicas have the same plan, that of the one with the most samples; nothing says before which one that is, where
+        samples cannot be dealt evenly. So the fullest of them must come near the plan.
+        """
+        fullest: dict[Any, int] = {}
+        for one in self.counts:
+            fullest[_plan_of(one)] = max(fullest.get(_plan_of(one), 1), one["counted"])
+        return [
+            one
+            for one in self.counts
+            if _ratio(one) < LOWEST or one["planned"] > _highest(one) * fullest[_plan_of(one)]
+        ]
 
 
 def run_case(seed: int, number: int, backends: Sequence[str]) -> Result:
@@ -274,6 +292,10 @@ def _line(plan: RunPlan, one: Counted) -> dict[str, Any]:
     parts = {name: n for name, n in vars(one.usage).items() if n}
     kind = kind_of(plan, one.call)
     return {"rank": one.rank, "call": one.call, "kind": kind, "counted": one.counted, "planned": one.planned} | parts
+
+
+def _plan_of(one: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple((name, value) for name, value in one.items() if name not in ("rank", "counted"))
 
 
 def _ratio(one: dict[str, Any]) -> float:

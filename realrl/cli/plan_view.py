@@ -1,4 +1,4 @@
-"""Output of ``--dry-run``: the whole plan of a run that is not started."""
+"""Output of ``--dry-run``, the whole plan of a run that is not started, and of ``realrl graph``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def print_plan(plan: RunPlan, resume: Resume, *, notes: tuple[str, ...], overlap
         f"{_count(cluster.n_devices_per_node, 'device')}, {cluster.device}, launcher {config.launcher}"
     )
     run_dir = config.run_dir or f"runs/{plan.experiment.name}/<date>_<time>"
-    print(f"data from {config.dataset.path}, results in {run_dir}")
+    print(f"data from {config.dataset.described}, results in {run_dir}")
     for note in (*notes, *resume.notes):
         print(note)
     if resume.folder is not None:
@@ -185,6 +185,32 @@ def _print_groups(plan: RunPlan) -> None:
         return
     rows = [(kind.value, " ".join(dict.fromkeys(ranks))) for kind, ranks in by_kind.items()]
     print_table(("group", "global ranks"), rows, title="Process groups", folding=("global ranks",))
+
+
+def print_graph(plan: RunPlan) -> None:
+    """Print the calls in the order in which data reaches them, each with its inputs, outputs and waits."""
+    from realrl.graph.build import dataset_keys, producers, readers, topological_calls, version_edges
+
+    graph = plan.graph
+    producer = producers(graph)
+    print(f"{plan.experiment.name}: {plan.experiment.description}\n")
+    print("dataset")
+    for key in dataset_keys(graph):
+        print(f"    -> {key}: {', '.join(readers(graph, key))}")
+    waits = version_edges(graph)
+    for mfc in topological_calls(graph):
+        print(f"\n{mfc.name}  [{mfc.model} {mfc.interface_type.value}, {mfc.n_seqs} samples]")
+        sources: dict[str, list[str]] = {}
+        for key in mfc.input_keys:
+            sources.setdefault(producer.get(key, "dataset"), []).append(key)
+        for source, keys in sources.items():
+            print(f"    <- {source}: {', '.join(keys)}")
+        for key in mfc.output_keys:
+            print(f"    -> {key}: {', '.join(readers(graph, key)) or 'read by no call'}")
+        for edge in waits:
+            if edge.after == mfc.name:
+                when = "the step before" if edge.lag == 1 else f"{edge.lag} steps before"
+                print(f"    .. waits for {edge.before} of {when}")
 
 
 def _count(number: int, noun: str) -> str:

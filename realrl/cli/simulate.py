@@ -100,7 +100,7 @@ def refuse_other_run(recording: Recording, config: RunConfig, master_plan: Maste
     Raises:
         ConfigError: names the first difference.
     """
-    from realrl.config.serialize import shown_config
+    from realrl.config.serialize import flattened, shown_config
     from realrl.sim.replay import check_recording
 
     here, there = shown_config(config), recording.settings
@@ -108,22 +108,13 @@ def refuse_other_run(recording: Recording, config: RunConfig, master_plan: Maste
     if here["experiment"] != there.get("experiment"):
         raise ConfigError(f"{source} is a run of '{there.get('experiment')}', not of '{here['experiment']}'")
     check_recording(master_plan, recording.spans, source)
-    ours, theirs = (_flat({key: values.get(key) for key in _SAME}) for values in (here, there))
+    ours, theirs = (flattened({key: values.get(key) for key in _SAME}) for values in (here, there))
     for key in sorted(ours.keys() | theirs.keys()):
         if ours.get(key) != theirs.get(key) and key not in _MAY_DIFFER:
             raise ConfigError(
                 f"{source} was run with {key}={theirs.get(key)}, and this is {key}={ours.get(key)}",
                 remedy=f"Give the settings of the run, or none: 'realrl simulate {here['experiment']} {source}'.",
             )
-
-
-def _flat(values: object, prefix: str = "") -> dict[str, object]:
-    if not isinstance(values, Mapping):
-        return {prefix: values}
-    flat: dict[str, object] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return flat
 
 
 def parse_slow(texts: Sequence[str], n_ranks: int) -> dict[int, float]:

@@ -152,6 +152,8 @@ _SAME_SHAPE = (
     "gated_mlp",
     "norm_bias",
     "qk_norm",
+    "norm_place",
+    "sinks",
     "learned_positions",
     "max_positions",
     "moe",
@@ -299,6 +301,7 @@ def _value_of(shape: DecoderConfig, field: str) -> object:
         if moe is None:
             return None
         sizes = f"{moe.n_experts} experts of size {moe.intermediate_size}, {moe.top_k} a token"
+        sizes += " with biases" if moe.biases else ""
         return sizes + (f", but in layers {', '.join(map(str, moe.dense_layers))}" if moe.dense_layers else "")
     value: object = getattr(shape, field)
     return value

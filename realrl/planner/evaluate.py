@@ -19,13 +19,13 @@ from realrl.planner.settings import PlanSettings
 from realrl.sched.master.master_plan import plan_master
 from realrl.sched.track.track_plan import plan_track
 from realrl.search.fast import Placed
-from realrl.sim.cluster import SimulatedRun, simulate
+from realrl.sim.cluster import SimulatedCluster, SimulatedRun
 from realrl.sim.contention import simulate_sharing
 from realrl.sim.costs.calls import CostModel
 from realrl.sim.durations import Durations
 from realrl.sim.report import Figures, figures_of
 
-N_STEPS = 4  # that are simulated; the period is that of steps 2 to 4
+N_STEPS = 4  # the period is that of steps 2 to 4, in a run that goes on
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,14 +131,15 @@ def evaluate(
         UsageError: `realrl run` would refuse the plan.
     """
     run = _simulated(request, _check(request, settings), listen)
-    return confirmed(request, settings, figures_of(run), name=name, simulated=lambda: run)
+    figures = figures_of(replace(run, steps=run.steps[:N_STEPS]))
+    return confirmed(request, settings, figures, name=name, simulated=lambda: run)
 
 
 def judge(request: Request, settings: PlanSettings) -> Figures | str:
     """Return the figures of a plan under the real scheduler; or the reason why it cannot run on the machine."""
     try:
         checked = _check(request, settings)
-        return _lack(request, checked) or figures_of(_simulated(request, checked))
+        return _lack(request, checked) or figures_of(_simulated(request, checked, n_steps=N_STEPS))
     except UsageError as error:
         return error.message
 
@@ -162,22 +163,31 @@ def confirmed(
 
 
 def _simulated(
-    request: Request, checked: _Checked, listen: Callable[[CostModel], Durations] = _unheard
+    request: Request,
+    checked: _Checked,
+    listen: Callable[[CostModel], Durations] = _unheard,
+    *,
+    n_steps: int | None = None,
 ) -> SimulatedRun:
-    """Return the first steps of a plan under the real scheduler."""
+    """Return the first steps of a plan under the real scheduler: `N_STEPS`, and those that begin beside them.
+
+    Args:
+        n_steps: reports after which nobody looks on.
+    """
     plan, roles = checked.plan, checked.roles
     kernels = request.kernels(roles, checked.calls, request.hardware.device.kind)
     durations = CostModel(roles, request.hardware, generation=plan.config.generation, kernels=kernels)
+    n_ahead = 1 + max(mfc.max_staleness for mfc in plan.mfcs)  # steps whose calls compete with those of the oldest one
     main = plan_track(
         plan.graph,
         plan.allocations,
-        first_steps(plan.config, N_STEPS),
+        first_steps(plan.config, N_STEPS + n_ahead),
         dataset_rank=plan.dataset_rank,
         hooks=plan.hooks,
     )
     main = replace(main, overlap=_overlap(request, checked))
     return simulate_sharing(
-        lambda some: simulate(plan_master(main, None, ""), some, request.drawn[0]),
+        lambda some: [SimulatedCluster(plan_master(main, None, ""), some, request.drawn[0]).run(n_steps)],
         listen(durations),
         alone=request.hardware.device.alone,
         node_of=plan.cluster.node_of,

@@ -43,8 +43,8 @@ class Effort:
     """Limits of planning.
 
     Attributes:
-        n_expanded: partial plans that the search completes by one call, as long as there is time; None for a number
-            that falls with the size of the cluster.
+        n_expanded: partial plans that the search completes by one call, as long as there is time, before it anneals;
+            None for a number that falls with the size of the cluster.
         n_confirmed: plans of the search that the real scheduler sees, besides those of methods.
         seconds: after which the search ends, whatever it has found; the plans found are confirmed after it.
         n_processes: that share the work; what is found does not depend on their number. A program that asks for
@@ -153,11 +153,12 @@ class Planning:
         self._judge_methods(crew)
         n_devices = self._request.cluster.n_devices
         most = self._effort.n_expanded or max(_LEAST_EXPANDED, _DEVICES_TIMES_EXPANDED // n_devices)
-        for found in search(self._study.problem, seed=self._seed, starts=tuple(self._methods.values())):
+        starts = tuple(self._methods.values())
+        for found in search(self._study.problem, seed=self._seed, starts=starts, n_expanded=most):
             self._found = found
             crew.go_on()
             yield self._progress("search")
-            if found.n_expanded >= most or self._seconds() > self._effort.seconds:
+            if self._seconds() > self._effort.seconds:
                 break
         yield from self._confirm(crew)
         if not self._confirmed:

@@ -121,6 +121,7 @@ class Request:
             n_responses={mfc.name: responses_of(base, mfc, generation.n_responses) for mfc in base.mfcs},
             seed=self.config.seed,
             connects=not (self.on_cpu or self.config.cluster.shares_devices),
+            algorithm=self.config.algorithm,
         )
 
     @cached_property

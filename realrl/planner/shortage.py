@@ -248,6 +248,7 @@ def _load(request: Request, mfc: MFCDef, place: Allocation) -> Load:
         request.rows,
         generation=request.config.generation,
         n_responses=request.workload.n_responses[mfc.name],
+        algorithm=request.config.algorithm,
     )
 
 

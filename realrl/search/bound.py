@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.search.fast import Model
 from realrl.search.forest import Forest
 from realrl.search.options import Array, Option
@@ -146,20 +147,17 @@ def _spread(weights: Array, shares: Array) -> Array:
 
 
 def undominated(model: Model, call: int, choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Return the choices that no other one of the same size beats in seconds and in memory, moves apart."""
+    """Return the choices that no other one with the same strategy, and so with the same moves, beats."""
 
     def beats(one: Choice, other: Choice) -> bool:
         price, against = model.price(call, one), model.price(call, other)
-        return (
-            price.seconds <= against.seconds
-            and (not is_home or price.kept <= against.kept)
-            and price.used <= against.used
-        )
+        keeps_less = price.kept <= against.kept and price.begun <= against.begun
+        return price.seconds <= against.seconds and price.used <= against.used and (keeps_less or not is_home)
 
-    is_home, kept = model.flow.homes[call] == call, dict[int, list[Choice]]()
+    is_home, kept = model.flow.homes[call] == call, dict[ParallelStrategy, list[Choice]]()
     fastest_first = sorted(choices, key=lambda choice: (model.price(call, choice).seconds, choice.order))
     for choice in fastest_first:
-        alike = kept.setdefault(choice.n_devices, [])
+        alike = kept.setdefault(choice.strategy, [])
         if not any(beats(other, choice) for other in alike):
             alike.append(choice)
     return tuple(sorted(chain.from_iterable(kept.values()), key=lambda choice: choice.order))

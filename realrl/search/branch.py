@@ -3,6 +3,7 @@
     walk ──► plans that are good ──► branches whose bound is not below the best period are left out ──► walk ──► ...
     best partial plan ──► one call more, of every size, on every arrangement of meshes ──► ... ──► all calls have a mesh
                       ──► one call's strategies ──► ... ──► one call's choices ──► ... ──► whole plans
+    branches that take too long ──► annealing of the best plan
 
 Invariants of `search`:
     - periods that it yields fall, bounds rise, and no plan of its choices that fits has a shorter period than a bound;
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from realrl.errors import AllocationError
+from realrl.search.anneal import Annealing
 from realrl.search.bound import Bounds
 from realrl.search.fast import Moved, Placed
 from realrl.search.flow import Move
@@ -79,30 +81,39 @@ class _Node:
     options: tuple[Option, ...]
 
 
-def search(problem: Problem, *, seed: int = 1, starts: Iterable[Plan] = ()) -> Iterator[Found]:
+def search(
+    problem: Problem, *, seed: int = 1, starts: Iterable[Plan] = (), n_expanded: int | None = None
+) -> Iterator[Found]:
     """Yield better and better plans, with what is proven about the best; several times a second.
 
     The caller stops it whenever it likes.
 
     Args:
         starts: plans that are known; no better plan than these is left out.
+        n_expanded: branches after which the best plan is annealed, and the search ends; None for no limit.
 
     Raises:
         AllocationError: nothing fits the devices.
     """
     searching = _Search(problem)
-    walk = Walk(problem, searching.bounds, seed=seed)
+    walk, annealing = Walk(problem, searching.bounds, seed=seed), Annealing(problem, seed=seed)
 
     def walked(states: Iterable[State]) -> Iterator[Found]:
         for plan, period in states:
             if plan is not None:
                 searching.runners.offer(plan, period)
-            yield searching.found(walk.n_evaluated)
+            yield searching.found(walk.n_evaluated + annealing.n_evaluated)
 
     yield from walked(walk.run(problem.n_walks, starts))
     for found in searching.run():
         yield replace(found, n_evaluated=found.n_evaluated + walk.n_evaluated)
-        if problem.n_walks and found.gap > _WORTH_WALKING and not found.is_done:
+        is_worth_more = bool(problem.n_walks) and found.gap > _WORTH_WALKING and not found.is_done
+        if n_expanded is not None and found.n_expanded >= n_expanded:
+            if is_worth_more and found.plan is not None:
+                yield from walked(annealing.run(found.plan))
+                yield from walked(walk.again(searching.runners.best[0]))
+            return
+        if is_worth_more:
             yield from walked(walk.again(found.plan))
 
 

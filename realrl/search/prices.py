@@ -59,6 +59,7 @@ class Workload:
         sizes: sample -> its tokens, for all samples of a step; responses included.
         rows: lengths in the worst case, for memory.
         n_responses: call -> responses of a prompt that it makes or reads; 0 for sequences of the dataset.
+        algorithm: options of the algorithm, for memory; see `load_of`.
         connects: True if devices have NCCL's connections to each other, which take memory.
     """
 
@@ -71,6 +72,7 @@ class Workload:
     n_responses: Mapping[str, int]
     seed: int = 1
     connects: bool = False
+    algorithm: Any = None
 
 
 @dataclass
@@ -241,9 +243,13 @@ class CostPrices:
             self._roles[role] = RoleBytes(state, self._cut(state.model), self.kernels, None)
         if choice.n_mbs is not None:
             mfc = replace(mfc, n_mbs=choice.n_mbs)
-        n_responses = self.workload.n_responses[mfc.name]
         load = load_of(
-            mfc, state.home, self.workload.rows, generation=self.workload.generation, n_responses=n_responses
+            mfc,
+            state.home,
+            self.workload.rows,
+            generation=self.workload.generation,
+            n_responses=self.workload.n_responses[mfc.name],
+            algorithm=self.workload.algorithm,
         )
         strategy = choice.strategy
         if not state.zero_stage:  # replicas share nothing, so that two tell as much as many

@@ -148,8 +148,11 @@ class SimulatedCluster:
         self._committed: list[Committed] = []
         self._end: Finish | Abort | None = None
 
-    def run(self) -> SimulatedRun:
+    def run(self, n_steps: int | None = None) -> SimulatedRun:
         """Run to the end.
+
+        Args:
+            n_steps: reports after which nobody looks on; None for all.
 
         Raises:
             RunError: nothing can happen any more, and the run is not over.
@@ -160,7 +163,7 @@ class SimulatedCluster:
         for rank, at_s in self._lost.items():
             self._clock.push(max(at_s, self._start_s), WorkerLost(rank, -signal.SIGKILL, "killed by SIGKILL"))
         with _without_collector():
-            while self._end is None:
+            while self._end is None and (n_steps is None or len(self._steps) < n_steps):
                 if not self._clock.events:
                     told = "; ".join(f"'{c.name}' {self._master.explain(c.name)}" for c in self._plan.main.calls)
                     raise RunError(f"the simulated run is stuck at {self._now_s:.1f} s: {told}")
@@ -174,7 +177,7 @@ class SimulatedCluster:
             end_s=self._now_s,
             steps=tuple(self._steps),
             activities=tuple(self._workers.activities),
-            spans=self._end.spans,
+            spans=() if self._end is None else self._end.spans,
             failure=failure,
             committed=tuple(self._committed),
         )
@@ -235,7 +238,7 @@ class SimulatedCluster:
         return 0.0 if began_s is None else self._now_s - began_s
 
     def _plan_next_save(self) -> None:
-        every_s = self._plan.main.config.save.every_s
+        every_s = self._plan.save.interval_s
         if every_s:
             self._next_save_s = self._now_s + every_s
             self._clock.push(self._next_save_s, SaveIntervalPassed())

@@ -96,7 +96,9 @@ class Replies:
         match request:
             case Initialize(seq=seq):
                 is_dataset = rank == self._plan.main.dataset_rank
-                rows = tuple(f"row{i}" for i in range(self._n_rows)) if is_dataset else ()
+                files = sorted(self._plan.main.config.dataset.files) or [""]
+                names = [f"{files[i * len(files) // self._n_rows]}/row{i}" for i in range(self._n_rows)]
+                rows = tuple(name.removeprefix("/") for name in names) if is_dataset else ()
                 n_held_out = (self._plan.main.config.eval.n_seqs or self._n_rows) if is_dataset else 0
                 return Ready(rank, seq, rows, 0, (), spans, tuple(map(str, range(n_held_out))))
             case LoadSamples(seq=seq, ids=ids, is_held_out=is_held_out):
@@ -190,6 +192,7 @@ class Replies:
             columns[key] = {i: (0.0,) * len(rows) for i, rows in zip(ids, lengths)}
         for prefix, ids in request.texts.items():
             sizes = self._samples.sizes_of(prefix, ids)
+            columns[f"{prefix}prompt_tokens"] = {i: s.prompt_tokens for i, s in sizes.items()}
             columns[f"{prefix}response_tokens"] = {i: s.response_tokens for i, s in sizes.items()}
             for text in ("prompt", "response"):
                 columns[prefix + text] = {i: ("",) * len(s.prompt_tokens) for i, s in sizes.items()}

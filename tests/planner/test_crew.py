@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from realrl.planner.crew import Crew
-from realrl.planner.evaluate import Evaluated
+from realrl.planner.evaluate import N_STEPS, Evaluated
 from realrl.planner.planner import ON_ALL_DEVICES, Effort, Planning
 from realrl.planner.study import Study
 from tests.planner.cases import everywhere, request_for
@@ -123,4 +123,4 @@ def test_a_plan_is_simulated_again_when_its_run_is_asked_for(request4):
     again = best.run
     assert isinstance(best, Evaluated)
     assert best.run is again
-    assert (again.steps[-1].at_s - again.steps[0].at_s) / 3 == pytest.approx(best.period_s)
+    assert (again.steps[N_STEPS - 1].at_s - again.steps[0].at_s) / (N_STEPS - 1) == pytest.approx(best.period_s)

@@ -19,7 +19,7 @@ import numpy as np
 
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.memory.buffers import REALLOC_LARGE
-from realrl.plan.memory.saving import gathered_model, model_copies
+from realrl.plan.memory.saving import gathered_model, made_copies, model_copies
 from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.realloc_overlap import Overlap, overlap_of, unit_sizes
@@ -44,6 +44,11 @@ class PartKind:
         return sum(self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs)
 
     @cached_property
+    def largest(self) -> int:
+        """Bytes of the largest parameter."""
+        return max((self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs), default=0)
+
+    @cached_property
     def small_bytes(self) -> int:
         """Bytes of slices that a reallocation copies into messages; larger ones go into their place."""
         sizes = (self.shard.n_units_of(spec) * spec.unit_bytes for spec in self._specs)
@@ -62,6 +67,10 @@ class PartKind:
     def copies(self) -> int:
         """Bytes of the model in a checkpoint that the rank of the part writes."""
         return model_copies(self._model, self._specs, self.shard)
+
+    def made_copies(self, zero_stage: int) -> int:
+        """Return those bytes of `copies` that are gathered or merged for it."""
+        return made_copies(self._model, self._specs, self.shard, zero_stage=zero_stage)
 
     def partial(self, *, sp: bool) -> int:
         """Return the elements, in whole, of trained parameters whose gradients tensor ranks add up.

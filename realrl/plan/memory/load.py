@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import sub
+from typing import Any
 
 from realrl.config.schema import GenerationConfig
 from realrl.graph.mfc import InterfaceType, MFCDef
@@ -19,6 +21,8 @@ from realrl.plan.samples.prefixes import is_worth_sharing
 _WITH_END = ("reward_model",)  # interfaces that put an end-of-sequence token behind every sequence
 _OF_ANSWERS = ("sft", "dpo", "kto", "ppo_actor")  # those that score answers alone; any other may score all tokens
 _WITHOUT_ENTROPY = ("sft", "dpo", "kto")
+_POLICY = "ppo_actor"  # whose options say what its loss depends on
+_ANSWERS = "metadata"  # the key that brings the answers of prompts
 _SINGLY = ("kto",)  # those that train on the sequences of a sample one after the other
 
 
@@ -26,13 +30,15 @@ _SINGLY = ("kto",)  # those that train on the sequences of a sample one after th
 class RowLengths:
     """Tokens of the dataset's rows: of each prompt, and of all sequences of the row; the longest sequence of each.
 
-    A row has `n_sequences`, which begin with its prompt.
+    A row has `n_sequences`, which begin with its prompt. `answers` are those of prompts, with an end-of-sequence token,
+    that a policy may learn beside its own responses.
     """
 
     prompts: Sequence[int]
     rows: Sequence[int]
     sequences: Sequence[int]
     n_sequences: int = 1
+    answers: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -43,14 +49,19 @@ class Load:
         n_seqs: samples of its share of one minibatch; of the call, if it does not train.
         n_tokens: tokens of the largest micro-batch.
         n_scored: tokens of it whose logits are computed.
+        n_scorings: products with the head in which that happens: answers that a policy learns have one of their own.
         n_mbs: micro-batches of a minibatch.
         n_runs, n_rows, longest_row, prefill_tokens: sizes of generation, see `generation_bytes`.
         n_held: tokens of all its samples of the call, whose rows it has at once.
         n_sequences, n_prompt, n_again: sequences of a sample; tokens with which all sequences of a sample begin; and
             tokens of the largest micro-batch, at least, that repeat the prompt of another sequence of their sample.
+        n_tail: most tokens of a sequence behind its prompt.
+        n_samples: samples of the largest micro-batch, at most.
+        n_padded: tokens of the largest micro-batch with all its sequences padded to the longest; 0 if all sequences are
+            equally long.
         n_waiting: tokens of a prompt whose keys and values are kept apart for responses that have no row yet.
         is_filtered: generation draws among some of the tokens only.
-        with_entropy: the loss may depend on entropies.
+        with_entropy: entropies are computed, and `trains_entropy` if the loss may depend on them.
     """
 
     n_seqs: int
@@ -62,12 +73,17 @@ class Load:
     longest_row: int = 0
     prefill_tokens: int = 0
     n_held: int = 0
+    n_scorings: int = 1
     n_sequences: int = 1
     n_prompt: int = 0
     n_again: int = 0
+    n_tail: int = 0
+    n_samples: int = 1
+    n_padded: int = 0
     n_waiting: int = 0
     is_filtered: bool = False
     with_entropy: bool = True
+    trains_entropy: bool = True
 
     def repeated(self, hidden_size: int) -> int:
         """Return the tokens of the largest micro-batch that are not computed where a common prompt is computed once."""
@@ -78,7 +94,13 @@ class Load:
 
 
 def load_of(
-    mfc: MFCDef, allocation: Allocation, rows: RowLengths, *, generation: GenerationConfig, n_responses: int
+    mfc: MFCDef,
+    allocation: Allocation,
+    rows: RowLengths,
+    *,
+    generation: GenerationConfig,
+    n_responses: int,
+    algorithm: Any = None,
 ) -> Load:
     """Return the worst case of a call on one data-parallel rank.
 
@@ -87,6 +109,7 @@ def load_of(
         generation: the run's settings.
         n_responses: responses per prompt of the call, if it generates, or of the generate call whose tokens it reads; 0
             for sequences of the dataset.
+        algorithm: options of the algorithm; without them the loss may depend on entropies, and not on answers.
     """
     dp, pp = allocation.strategy.dp, allocation.strategy.pp
     n_seqs = math.ceil(mfc.n_seqs / mfc.n_minibatches / dp)
@@ -94,13 +117,21 @@ def load_of(
     n, new = (n_responses, generation.max_new_tokens) if n_responses else (rows.n_sequences, 0)
     end = n if mfc.interface.name in _WITH_END else 0
     wholes = [n * (p + new) + end for p in rows.prompts] if n_responses else [row + end for row in rows.rows]
-    n_held = _largest(wholes, n_all)
+    behind, n_apart = [new], 0  # tokens of a sequence behind what `rows` says of it
+    if rows.answers and mfc.is_train and getattr(algorithm, "ptx_coef", 0) > 0 and _ANSWERS in mfc.input_keys:
+        n, behind = n + 1, [new, *rows.answers]  # an answer is one more sequence of its sample
+        n_apart = _largest(wholes, n_all)  # rows without their answers stay beside those with them
+        wholes = [whole + p + answer for whole, p, answer in zip(wholes, rows.prompts, rows.answers, strict=True)]
+    n_held = n_apart + _largest(wholes, n_all)
     if mfc.interface_type is InterfaceType.GENERATE:
         return _generation_load(n_seqs, rows, generation, n_responses, pp, n_held)
     if mfc.interface.name in _SINGLY and mfc.is_train:
         n, wholes = 1, list(rows.sequences)
     n_mbs, per_mb, most = _micro_batches(mfc, n_seqs, wholes, pp)
-    longest = max(rows.prompts, default=0) + new if n_responses else max(rows.sequences, default=0)
+    own = rows.prompts if n_responses else rows.sequences
+    longest, shortest = (find(own, default=0) + find(behind) + bool(end) for find in (max, min))
+    is_even = shortest == longest and (not n_responses or generation.min_new_tokens == new)
+    is_even = is_even and (n_responses > 0 or n * longest == min(wholes, default=0))  # of a row, the longest is known
 
     def at_most(parts: Sequence[int]) -> int:
         """Return the largest sum of parts of the rows of a micro-batch, by their number and by their tokens."""
@@ -118,10 +149,15 @@ def load_of(
         n_mbs,
         longest_row=longest,
         n_held=n_held,
+        n_scorings=2 if n_apart else 1,
         n_sequences=n,
         n_prompt=min(rows.prompts, default=0),
         n_again=max(0, per_mb - n_once),
+        n_tail=max(behind) or max(map(sub, rows.sequences, rows.prompts), default=0),
+        n_samples=most,
+        n_padded=0 if is_even else min(most * n * longest, math.ceil(per_mb * longest / max(1, shortest))),
         with_entropy=mfc.interface.name not in _WITHOUT_ENTROPY,
+        trains_entropy=mfc.interface.name != _POLICY or getattr(algorithm, "entropy_coef", 1) > 0,
     )
 
 

@@ -39,8 +39,10 @@ class Kept:
 
     `gathered` counts parameters that the rank gets from others while it computes, where the backend divides them;
     `published` and `host_gradients` are those of `OptimizerBytes`; `partial` counts gradients that tensor
-    ranks add up; `saving` those that a save gathers at a time; `copied` what the rank copies for a checkpoint, if its
-    dp_rank is 0.
+    ranks add up; `saving` those that a save gathers at a time, and `merging` those of them that it gathers or merges if
+    its dp_rank is 0; `copied` what the rank copies for a checkpoint, if its
+    dp_rank is 0; `block` counts the largest tensor among parameters, which is in host memory before it leaves the
+    device.
     """
 
     parameters: int
@@ -55,7 +57,9 @@ class Kept:
     host_gradients: int
     partial: int
     saving: int
+    merging: int
     copied: int
+    block: int
 
     @property
     def resident(self) -> Usage:
@@ -79,7 +83,9 @@ class KeptParts:
     resident: Matrix
     away: Matrix
     saving: Matrix
+    merging: Matrix
     copied: Matrix
+    block: Matrix
 
 
 def columns(usages: Iterable[Usage]) -> Matrix:
@@ -124,12 +130,12 @@ class RoleBytes:
             kinds = self.model.cut(strategy).kinds
             of_kind = {kind: self._kept_of(kind, strategy) for kind in set(kinds)}
             parts = tuple(of_kind[kind] for kind in kinds)
-            numbers = [(part.parameters, part.saving, part.copied) for part in parts]
-            parameters, saving, copied = np.array(numbers, dtype=np.int64).T
+            numbers = [(part.parameters, part.saving, part.merging, part.copied, part.block) for part in parts]
+            parameters, saving, merging, copied, block = np.array(numbers, dtype=np.int64).T
             resident = {kind: part.resident for kind, part in of_kind.items()}
             away = {kind: part.away for kind, part in of_kind.items()}
             held, gone = (columns([usages[kind] for kind in kinds]) for usages in (resident, away))
-            self._kept[strategy] = KeptParts(parts, parameters, held, gone, saving, copied)
+            self._kept[strategy] = KeptParts(parts, parameters, held, gone, saving, merging, copied, block)
         return self._kept[strategy]
 
     def computed(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> Matrix:
@@ -176,7 +182,7 @@ class RoleBytes:
         """Count one part's bytes; adapters, float32 and their own masters, apart from parameters in half precision."""
         role, n_bytes = self.role, kind.num_bytes
         masters = averaging_masters(role.model, n_bytes) if role.is_averaged else 0
-        saving = kind.gathered(role.zero_stage) if role.is_changed else 0
+        merging = kind.gathered(role.zero_stage) if role.is_changed else 0
         trained = kind.trained_sizes if role.is_trained else ()
         sharing = OptimizerSharing(
             role.backend,
@@ -201,8 +207,8 @@ class RoleBytes:
         is_copied = self._saves.copies_all or not self.has_own_memory
         copied = state_copies(role.model, elements) if is_copied or gathers_state else 0
         copied += masters if is_copied else 0
-        copied += kind.copies if role.is_changed and (is_copied or saving) else 0
-        saving = max(saving, gathers_state)
+        if role.is_changed:
+            copied += kind.copies if is_copied else kind.made_copies(role.zero_stage)
         return Kept(
             parameters=parameters if role.is_trained else n_bytes + masters,
             optimizer=0 if role.offloads_optimizer else state,
@@ -215,8 +221,10 @@ class RoleBytes:
             published=sum(part.published for part in parts),
             host_gradients=sum(part.host_gradients for part in parts),
             partial=FLOAT32 * kind.partial(sp=strategy.sp) if role.is_trained else 0,
-            saving=saving,
+            saving=max(gathers_state, merging if role.zero_stage == 3 else 0),
+            merging=merging,
             copied=copied,
+            block=kind.largest * (FLOAT32 if masters else 1) // (DTYPE_BYTES[role.model.dtype] if masters else 1),
         )
 
     def _computed_by(
@@ -267,7 +275,8 @@ def _moments(kept: Kept, taken: TrainingBytes, load: Load, *, dp: int, without: 
         Usage(gradients=min(first, all_gradients), copies=gathered, activations=taken.block),
         Usage(gradients=max(early, all_gradients - without), copies=gathered, activations=taken.last),
         Usage(gradients=all_gradients, copies=gathered, activations=taken.embedding),
-        Usage(gradients=all_gradients + flat, copies=gathered, activations=taken.rows),
+        # a thread of the collectives may hold its buffer until gradients are in host memory
+        Usage(gradients=all_gradients + flat, copies=gathered, activations=taken.rows, host=kept.host_gradients),
         Usage(
             gradients=all_gradients, copies=gathered + kept.published, activations=taken.rows, host=kept.host_gradients
         ),

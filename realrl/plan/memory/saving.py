@@ -102,6 +102,21 @@ def model_copies(model: DecoderConfig, specs: Sequence[ParameterSpec], shard: Mo
     return total
 
 
+def made_copies(model: DecoderConfig, specs: Sequence[ParameterSpec], shard: ModelShard, *, zero_stage: int) -> int:
+    """Return the bytes of `model_copies` that are gathered or merged, and so no tensors of the rank itself."""
+    if shard.tp_rank:
+        return 0
+    names, total = {spec.name for spec in specs}, 0
+    for spec in specs:
+        is_gathered = zero_stage == 3 or (shard.tp_size > 1 and spec.sharded_dim is not None)
+        if shard.has(spec.layer) and not is_adapter(spec.name):
+            is_merged = spec.name.removesuffix(".weight") + LORA_A in names
+            total += spec.num_bytes if is_gathered or is_merged else 0
+        if model.lora is not None and shard.has_embedding and is_trained(model, spec.name):
+            total += FLOAT32 * spec.n_elements if is_gathered or not shard.has(spec.layer) else 0
+    return total
+
+
 def averaging_masters(model: DecoderConfig, n_bytes: int) -> int:
     """Return the bytes of float32 masters that a role which is averaged has beside `n_bytes` of parameters."""
     return FLOAT32 * (n_bytes // DTYPE_BYTES[model.dtype])

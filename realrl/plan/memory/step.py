@@ -137,7 +137,17 @@ class Step:
         self._add(usages, _RUNTIME, self._runtime[ranks])
         if self._saves is not None and self._saves.is_repeated:
             usages[_HOST] += self._copied[ranks]
+        usages[_HOST] += np.maximum(self._leaving(call)[ranks] - own_total, 0)
         return ranks, usages, room
+
+    def _leaving(self, call: CallState) -> Matrix:
+        """Return the bytes that each rank has in host memory before they leave its device, when the call is over."""
+        leaving = np.zeros(self.n_ranks, dtype=np.int64)
+        for hook in call.hooks.after:
+            if isinstance(hook, Offload) and hook.role in self._roles and self._roles[hook.role][0].role.is_changed:
+                ranks, parts = self._places[hook.role]
+                leaving[ranks] = np.maximum(leaving[ranks], self._kept[hook.role].block[parts])
+        return leaving
 
     def _add(self, usages: Matrix, row: int, n_bytes: Matrix | int) -> None:
         usages[_TOTAL] += n_bytes
@@ -204,14 +214,18 @@ class Step:
                 ranks, parts = self._places[name]
                 back = replace(away, absent=away.absent - {name}) if own.role.is_changed else away
                 moment = self._resident(back)[:, ranks].copy()
-                self._add(moment, _COPIES, self._kept[name].saving[parts])
+                kept, is_first = self._kept[name], _is_first_replica(self._roles[name][1].strategy)
+                self._add(moment, _COPIES, np.maximum(kept.saving[parts], is_first * kept.merging[parts]))
+                if name in away.absent and own.role.is_changed:
+                    moment[_HOST] += kept.block[parts]  # in host memory before it leaves the device again
                 usages[:, ranks] = self._larger(usages[:, ranks], moment)
         if self._saves is not None and not self._saves.copies_all:
-            # a checkpoint has the masters that came back for it, which go to host memory again meanwhile
+            # a checkpoint has the tensors that came back for it, of which host memory gets others meanwhile
             for name in frozenset.union(*(away.absent for away in self._away[SAVE])) & self._roles.keys():
-                ranks, parts = self._places[name]
-                if self._roles[name][0].role.is_averaged:
-                    usages[_HOST, ranks] += self._kept[name].parameters[parts]
+                (own, home), kept, (ranks, parts) = self._roles[name], self._kept[name], self._places[name]
+                if own.role.is_changed and own.has_own_memory:
+                    is_held = _is_first_replica(home.strategy) & ((kept.merging[parts] == 0) | own.role.is_averaged)
+                    usages[_HOST, ranks] += is_held * (kept.parameters - kept.block)[parts]
         homes = np.flatnonzero(usages[_TOTAL] >= 0)
         usages = usages[:, homes]
         self._add(usages, _ROWS, self._rows_bytes)

@@ -47,7 +47,7 @@ class Bar(NamedTuple):
 
 
 class Band(NamedTuple):
-    """The bars of a group's ranks in one activity.
+    """The bars of a group's ranks in one kind of work, any two of which are under way at the same time.
 
     Attributes:
         begin, start: the earliest ones.
@@ -61,6 +61,15 @@ class Band(NamedTuple):
     first_end: int
     end: int
     n_ranks: int
+
+
+@dataclass
+class _Together:
+    """Bars of a band to be: all are under way from `last_start` to `first_end`."""
+
+    bars: list[Bar]
+    last_start: int
+    first_end: int
 
 
 @dataclass(frozen=True)
@@ -165,21 +174,22 @@ def _alike(n_ranks: int, meshes: Mapping[str, Sequence[int]]) -> list[tuple[tupl
 
 def _group(ranks: tuple[int, ...], calls: tuple[str, ...], bars: Mapping[int, Sequence[tuple[Bar, int]]]) -> Group:
     rows: dict[tuple[tuple[int, int, int], ...], list[int]] = {}
-    bands: dict[tuple[int, int], list[Bar]] = {}
+    bands: dict[tuple[int, int], list[_Together]] = {}
     for rank in ranks:
         rows.setdefault(tuple([(bar.work, bar.start, bar.end) for bar, _ in bars[rank]]), []).append(rank)
         for bar, number in bars[rank]:
-            bands.setdefault((bar.work, number), []).append(bar)
+            _join(bar, bands.setdefault((bar.work, number), []))
     merged = [
         Band(
-            work,
-            min(bar.begin for bar in some),
-            min(bar.start for bar in some),
-            min(bar.end for bar in some),
-            max(bar.end for bar in some),
-            len(some),
+            some.bars[0].work,
+            min(bar.begin for bar in some.bars),
+            min(bar.start for bar in some.bars),
+            some.first_end,
+            max(bar.end for bar in some.bars),
+            len(some.bars),
         )
-        for (work, _), some in bands.items()
+        for alike in bands.values()
+        for some in alike
     ]
     return Group(
         ranks,
@@ -187,6 +197,17 @@ def _group(ranks: tuple[int, ...], calls: tuple[str, ...], bars: Mapping[int, Se
         tuple(_row(members, bars) for members in rows.values()),
         tuple(sorted(merged, key=lambda band: (band.start, band.end, band.work))),
     )
+
+
+def _join(bar: Bar, alike: list[_Together]) -> None:
+    """Add a bar to the first bars that all are under way while it is, or put it on its own."""
+    for some in alike:
+        last_start, first_end = max(some.last_start, bar.start), min(some.first_end, bar.end)
+        if last_start < first_end:
+            some.bars.append(bar)
+            some.last_start, some.first_end = last_start, first_end
+            return
+    alike.append(_Together([bar], bar.start, bar.end))
 
 
 def _row(ranks: Sequence[int], bars: Mapping[int, Sequence[tuple[Bar, int]]]) -> Row:

@@ -15,8 +15,8 @@ import math
 import random
 
 from realrl.errors import AllocationError
-from realrl.mesh.device_mesh import Cluster
-from realrl.search.fast import Placed, Span, relation
+from realrl.search.anneal import nests, random_start
+from realrl.search.fast import Placed
 from realrl.search.methods.layout import Plan
 from realrl.search.methods.placements import colocate, real_heuristic
 from realrl.search.problem import Problem
@@ -85,21 +85,8 @@ def _proposal(problem: Problem, plan: Plan, rng: random.Random) -> Plan:
         size = rng.choice(sorted({choice.n_devices for choice in problem.choices[call]}))
         choice = rng.choice([choice for choice in problem.choices[call] if choice.n_devices == size])
         pin = problem.pins.get(call)
-        start = _start(cluster, size, rng) if pin is None or pin.mesh is None else pin.mesh.ranks[0]
+        start = random_start(cluster, size, rng) if pin is None or pin.mesh is None else pin.mesh.ranks[0]
         span = start, start + size
         others = [placed.span for number, placed in enumerate(plan) if number != call]
-        if all(_nests(span, other, cluster.n_devices_per_node) for other in others):
+        if all(nests(span, other, cluster.n_devices_per_node) for other in others):
             return (*plan[:call], Placed(span, choice), *plan[call + 1 :])
-
-
-def _start(cluster: Cluster, size: int, rng: random.Random) -> int:
-    """Return the first rank of a random mesh of so many devices."""
-    node = cluster.n_devices_per_node
-    if size >= node:
-        return node * rng.randrange(cluster.n_nodes - size // node + 1)
-    return node * rng.randrange(cluster.n_nodes) + size * rng.randrange(node // size)
-
-
-def _nests(one: Span, other: Span, node: int) -> bool:
-    is_apart = one[1] <= other[0] or other[1] <= one[0]
-    return is_apart or relation(one, other, node) in ("same", "inside", "around")

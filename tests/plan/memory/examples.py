@@ -23,6 +23,7 @@ MODEL = DecoderConfig(
 )
 VECTORS = (4 * 4 + 2) * 32 * 4  # those that a pass converts
 ROW = PASS_ROW_BYTES + 2 * 32 * 4 + VECTORS  # of one token while the embedding gets its gradient
+TABLE = 64 * 32 * 4  # the largest parameter
 N_BYTES = sum(spec.num_bytes for spec in parameter_specs(MODEL))
 ROWS = RowLengths([5, 3, 9], [11, 6, 20], [11, 6, 20])
 LOAD = Load(4, 64, 16)

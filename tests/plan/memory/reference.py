@@ -14,7 +14,7 @@ from realrl.plan.memory.formulas.local import Kernels, local_shape
 from realrl.plan.memory.formulas.passes import forward_bytes, training_bytes
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
 from realrl.plan.memory.plan import SAVE, Usage, layout_of
-from realrl.plan.memory.saving import gathered_model, gathered_state, model_copies, state_copies
+from realrl.plan.memory.saving import gathered_model, gathered_state, made_copies, model_copies, state_copies
 from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.realloc import plan_realloc
@@ -36,11 +36,15 @@ def counted(roles, calls, *, rows_bytes=0, runtime_bytes=None, saves=None):
     if saves is not None:
         found[SAVE] = {rank: _save(roles, rank, away[SAVE]) for rank in copies}
         for name in set().union(*(absent for absent, _ in away[SAVE])) & roles.keys():
-            if roles[name].is_averaged and not (saves.is_staged or saves.is_repeated):
-                for rank in roles[name].home.ranks:
-                    _, n_bytes, kept = _state(roles[name], rank)
-                    here = kept if roles[name].is_trained else n_bytes + _masters(roles[name], n_bytes)
-                    found[SAVE][rank] += Usage(host=here)
+            role = roles[name]
+            for rank in role.home.ranks:
+                is_gathered = _merging(role, rank) > 0
+                is_first = not layout_of(role.model, role.home).coordinates_of(rank)[1]
+                is_held = is_first and (not is_gathered or role.is_averaged) and _has_own_memory(role)
+                if role.is_changed and is_held and not (saves.is_staged or saves.is_repeated):
+                    _, n_bytes, kept = _state(role, rank)
+                    here = kept if role.is_trained else n_bytes + _masters(role, n_bytes)
+                    found[SAVE][rank] += Usage(host=here - _block(role, rank))
         for rank, n_bytes in copies.items():
             staged = 2 * SAVE_STAGE if saves.is_staged else 0
             found[SAVE][rank] += Usage(rows=rows_bytes, runtime=runtime.get(rank, 0), host=n_bytes + staged)
@@ -116,20 +120,35 @@ def _resident(roles, rank, absent, copied):
     return total
 
 
+def _merging(role, rank):
+    layout = layout_of(role.model, role.home)
+    return gathered_model(layout.specs, layout.shard_of(rank), zero_stage=role.zero_stage) if role.is_changed else 0
+
+
 def _saving(role, rank):
     layout = layout_of(role.model, role.home)
-    shard = layout.shard_of(rank)
-    found = gathered_model(layout.specs, shard, zero_stage=role.zero_stage) if role.is_changed else 0
+    is_first = not layout.coordinates_of(rank)[1]
+    found = _merging(role, rank) if is_first or role.zero_stage == 3 else 0
     if role.is_trained:
         found = max(found, gathered_state([n for _, n in _trained_sizes(role, layout, rank)], _sharing(role)))
     return found
+
+
+def _has_own_memory(role):
+    return not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
+
+
+def _block(role, rank):
+    layout = layout_of(role.model, role.home)
+    largest = max(layout.shard_of(rank).n_units_of(spec) * spec.unit_bytes for spec in layout.specs)
+    return _masters(role, largest) or largest
 
 
 def _copies(roles, saves):
     found = {rank: 0 for role in roles.values() for rank in role.home.ranks}
     for role in roles.values():
         layout = layout_of(role.model, role.home)
-        own_memory = not (role.is_trained and BACKENDS[role.backend].has_own_buffers)
+        own_memory = _has_own_memory(role)
         for rank in role.home.ranks:
             if layout.coordinates_of(rank)[1]:
                 continue
@@ -139,9 +158,11 @@ def _copies(roles, saves):
                 found[rank] += state_copies(role.model, sizes)
             if copies_all:
                 found[rank] += _masters(role, layout.num_bytes_of(rank))
-            gathers = gathered_model(layout.specs, layout.shard_of(rank), zero_stage=role.zero_stage)
-            if role.is_changed and (copies_all or gathers):
-                found[rank] += model_copies(role.model, layout.specs, layout.shard_of(rank))
+            shard = layout.shard_of(rank)
+            if role.is_changed and copies_all:
+                found[rank] += model_copies(role.model, layout.specs, shard)
+            elif role.is_changed:
+                found[rank] += made_copies(role.model, layout.specs, shard, zero_stage=role.zero_stage)
     return found
 
 
@@ -151,7 +172,8 @@ def _save(roles, rank, away):
         for name, role in roles.items():
             if rank in role.home.ranks:
                 there = absent - {name} if role.is_changed else absent
-                moments.append(_resident(roles, rank, there, copied) + Usage(copies=_saving(role, rank)))
+                block = _block(role, rank) if role.is_changed and name in absent else 0
+                moments.append(_resident(roles, rank, there, copied) + Usage(copies=_saving(role, rank), host=block))
     return max(moments, key=lambda usage: (usage.total, usage.host))
 
 

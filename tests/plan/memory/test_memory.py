@@ -31,6 +31,7 @@ from tests.plan.memory.examples import (
     N_BYTES,
     ROW,
     ROWS,
+    TABLE,
     TRAIN,
     call,
     local,
@@ -118,7 +119,7 @@ def test_more_tokens_never_take_less(n, more, checkpointing, fused):
             *training_activations(
                 local(), Load(1, t, t), n_tokens=t, n_in_flight=1, checkpointing=checkpointing, kernels=kernels
             ),
-            inference_activations(local(), n_tokens=t, n_scored=t, kernels=kernels),
+            inference_activations(local(), Load(1, t, t), n_again=0, kernels=kernels),
             generation_bytes(
                 local(), Load(1, n_runs=1, n_rows=t, longest_row=t, prefill_tokens=t), kernels=kernels
             ).cache,
@@ -343,7 +344,9 @@ def test_saves(home, is_repeated, is_staged, way):
 
 
 def tp_firsts(layout):
-    return {rank for rank in layout.ranks if layout.strategy.coordinates(layout.ranks.index(rank))[2] == 0}
+    """Ranks of the first replica that gather what their tensor-parallel group shares."""
+    places = {rank: layout.strategy.coordinates(layout.ranks.index(rank)) for rank in layout.ranks}
+    return {rank for rank, (_, dp_rank, tp_rank) in places.items() if not dp_rank and not tp_rank}
 
 
 def test_the_last_save_of_a_cpu_needs_no_copies():
@@ -358,7 +361,7 @@ def test_a_save_brings_one_role_back_at_a_time():
     away = CallHooks(after=(Offload("a", place("d1")), Offload("b", place("d1"))))
     plan = plan_memory(roles, [call(INFERENCE, of="a", hooks=away)], saves=Saves(is_staged=False))
     usage = plan.calls[SAVE][0]
-    assert (usage.parameters, usage.host) == (N_BYTES, N_BYTES + 2 * N_BYTES)
+    assert (usage.parameters, usage.host) == (N_BYTES, N_BYTES + 2 * N_BYTES + TABLE)  # which leaves as the last
     frozen = {name: replace(one, is_changed=False) for name, one in roles.items()}
     assert plan_memory(frozen, [call(INFERENCE, of="a", hooks=away)], saves=Saves()).calls[SAVE][0].parameters == 0
 

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from realrl.config.policy_options import PPOOptions
 from realrl.config.schema import GenerationConfig
 from realrl.mesh.notation import parse_allocation
 from realrl.plan.hooks import CallHooks, Offload
 from realrl.plan.memory.buffers import CALL_ROW_BYTES, PASS_ROW_BYTES
 from realrl.plan.memory.cuts import CutModel
-from realrl.plan.memory.formulas.blocks import backward_of_block, forward_of_block, kept_by_block
+from realrl.plan.memory.formulas.blocks import (
+    backward_of_block,
+    expert_matrix,
+    forward_of_block,
+    kept_by_block,
+    padding_of_attention,
+)
+from realrl.plan.memory.formulas.ends import backward_of_head, scalar_floats
 from realrl.plan.memory.formulas.generation import generation_bytes
 from realrl.plan.memory.formulas.local import Kernels, local_shape
-from realrl.plan.memory.formulas.passes import forward_bytes, training_bytes
-from realrl.plan.memory.load import Load, load_of
+from realrl.plan.memory.formulas.passes import forward_bytes, inference_activations, training_bytes
+from realrl.plan.memory.load import Load, RowLengths, load_of
 from realrl.plan.memory.model import plan_memory
 from realrl.plan.memory.moves import lacking
 from realrl.plan.memory.optimizer import reduction_bytes
@@ -21,7 +29,7 @@ from realrl.plan.memory.plan import SAVE
 from realrl.plan.memory.saving import Saves
 from realrl.plan.parameters.shards import ModelShard, whole_shard
 from realrl.plan.parameters.specs import DTYPE_BYTES
-from realrl.shape import LoRA
+from realrl.shape import LoRA, MoEConfig
 from tests.plan.memory.examples import (
     GENERATE,
     INFERENCE,
@@ -30,6 +38,7 @@ from tests.plan.memory.examples import (
     N_BYTES,
     NODE,
     ROWS,
+    TABLE,
     TRAIN,
     VECTORS,
     call,
@@ -61,9 +70,9 @@ def test_a_second_gradient_of_the_embedding():
     """It is made before it is added to that of the head, or of an earlier micro-batch."""
     table = 64 * 32 * 4
     once = training().embedding
-    assert training(replace(MODEL, tied_embeddings=True)).embedding == once + table
+    assert training(replace(MODEL, tied_embeddings=True)).embedding == once + 2 * table  # that, and the sum
     assert training(load=replace(LOAD, n_mbs=2)).embedding == once + table
-    assert training(replace(MODEL, tied_embeddings=True), load=replace(LOAD, n_mbs=2)).embedding == once + 2 * table
+    assert training(replace(MODEL, tied_embeddings=True), load=replace(LOAD, n_mbs=2)).embedding == once + 3 * table
     adapters = 4 * 2 * (32 + 32) * 4
     assert training(replace(MODEL, lora=LoRA(2, 2.0, ("q",)), tied_embeddings=True)).embedding == once + adapters
 
@@ -90,7 +99,7 @@ def test_messages_of_a_pipeline_wait_for_each_other():
     ]
     message = 64 * 32 * 4
     assert [n - sizes[0][0] for n in sizes[0]] == [0, message, 3 * message, 4 * message, 4 * message]
-    assert [n - sizes[1][0] for n in sizes[1]] == [0, message, message, message, message]
+    assert [n - sizes[1][0] for n in sizes[1]] == [0] * 5
 
 
 def test_gradients_that_tensor_ranks_add_up():
@@ -136,11 +145,116 @@ def test_large_slices_of_a_move_arrive_in_their_place():
 
 
 def test_a_last_save_leaves_what_came_back_for_it():
-    roles = {"actor": role(), "ema": role(is_trained=False, is_changed=True, is_averaged=True)}
+    roles = {"actor": role(), "ema": role(is_trained=False, is_changed=True)}
     calls = [call(INFERENCE, name="inf", of="ema", hooks=CallHooks(after=(Offload("ema", place("d1")),))), call(TRAIN)]
     kept, copied = (
         plan_memory(roles, calls, saves=Saves(is_staged=False, is_repeated=is_repeated)).calls[SAVE][0]
         for is_repeated in (False, True)
     )
-    assert kept.host == 2 * N_BYTES
-    assert copied.host == 2 * N_BYTES + 2 * N_BYTES  # with the actor's moments
+    assert kept.host == N_BYTES
+    assert copied.host == N_BYTES + 2 * N_BYTES + TABLE  # with the actor's moments, and a tensor on its way
+
+
+def test_sequences_of_different_lengths_are_padded_in_attention():
+    generation = GenerationConfig(max_new_tokens=4, min_new_tokens=4)
+
+    def loads(rows, **changes):
+        made = mfc(INFERENCE, n_seqs=3, input_keys=("input_ids",))
+        return load_of(made, place("d1"), rows, generation=replace_settings(generation, changes), n_responses=1)
+
+    even, uneven = RowLengths([9] * 3, [9] * 3, [9] * 3), ROWS
+    assert (loads(even).n_padded, loads(uneven).n_padded) == (0, 3 * 13)
+    assert loads(even, min_new_tokens=1).n_padded == 3 * 13  # some responses may end early
+    found = padding_of_attention(local(), loads(uneven), Kernels())
+    assert found == 3 * 13 / (5 + 3 + 9 + 3 * 4)
+    assert padding_of_attention(local(), loads(even), Kernels()) == 0
+    half = local_shape(replace(MODEL, dtype="bfloat16"), whole_shard(MODEL), sp=False, element_bytes=2)
+    assert padding_of_attention(half, loads(uneven), Kernels()) == 0  # whose kernel reads the tokens in their place
+    narrow = replace(half, hidden=1, inner=1, queries=32, keys=16)  # attention alone counts
+    on_cpu = Kernels(float_attention=True, fused_norms=True)
+    plain, padded = (forward_of_block(narrow, 0, on_cpu, padding) for padding in (0.0, 1.5))
+    assert plain == 64 * 2 + 64 * 4 + 32 * 4 + 2 * 2 + 2 * 4 * 2  # and two tables, and the input with its norm
+    assert padded - plain == 1.5 * (64 + 2 * 32) * 4 - (64 + 32) * 4  # results of all groups are joined
+
+
+def replace_settings(generation, changes):
+    return GenerationConfig(**{**generation.model_dump(), **changes})
+
+
+def test_norms_of_half_precision_compute_on_copies_in_float32():
+    narrow = replace(local(), inner=1, queries=1, keys=1, n_heads=1, n_kv_heads=1)
+    half = replace(narrow, element_bytes=2)
+    assert (
+        forward_of_block(half, 0, Kernels(fused_norms=False)) == 2 * 32 * 2 + 3 * 32 * 4 + 2 * 4 * 2
+    )  # and two tables
+    assert forward_of_block(half, 0, Kernels()) < forward_of_block(narrow, 0, Kernels())
+
+
+def test_prompts_computed_once_need_copies_for_one_sample_at_a_time():
+    load = Load(8, 8 * 4 * 20, n_sequences=4, longest_row=20, n_prompt=15, n_again=8 * 3 * 15, n_tail=5, n_samples=8)
+    model = replace(MODEL, hidden_size=512)  # whose prompts are worth it
+    wide = replace(local(model), hidden=1, inner=1, element_bytes=2)
+    kernels = Kernels(shares_prompts=True, float_attention=True)
+    found = inference_activations(wide, load, n_again=load.n_again, kernels=kernels)
+    n_tokens, mask = load.n_tokens - load.n_again, 2 * 5 * 20
+    copies = 2 * 16 * 4 * 20 + 3 * 32 * 4 * 5
+    assert found == n_tokens * (2 * (2 + 8 + 64 + 2 * 32) + 4 * 64) + 4 * (copies + mask)
+    several = inference_activations(wide, replace(load, n_padded=8 * 4 * 21), n_again=load.n_again, kernels=kernels)
+    assert several - found == 4 * (7 * mask + 64 * 4 * 5)  # a mask for each pair of lengths, and padded responses
+
+
+def test_answers_are_further_sequences_that_a_policy_learns():
+    rows = RowLengths([5, 3], [5, 3], [5, 3], answers=[7, 2])
+    actor = mfc(TRAIN, n_seqs=2, interface_impl="ppo_actor", input_keys=("input_ids", "metadata"))
+    generation = GenerationConfig(max_new_tokens=4, min_new_tokens=4)
+    plain, learning = (
+        load_of(actor, place("d1"), rows, generation=generation, n_responses=2, algorithm=PPOOptions(ptx_coef=weight))
+        for weight in (0.0, 0.5)
+    )
+    assert learning.n_tokens - plain.n_tokens == 5 + 7 + 3 + 2
+    assert learning.n_scored - plain.n_scored == 7 + 2
+    assert (learning.n_sequences, learning.longest_row, learning.n_tail) == (3, 12, 7)
+
+
+def test_a_loss_without_entropies_keeps_one_copy_of_logits_backward():
+    scored = Load(1, 64, 64)
+    one, two = (
+        backward_of_head(local(), replace(scored, trains_entropy=trains), Kernels()) for trains in (False, True)
+    )
+    assert two - one == 64 * 64 * 4
+    adapted = local(replace(MODEL, lora=LoRA(2, 2.0, ("q",))))
+    summed = replace(scored, n_mbs=2)
+    assert backward_of_head(local(), summed, Kernels()) - backward_of_head(adapted, summed, Kernels()) == TABLE
+
+
+def test_scalar_heads_convert_all_tokens():
+    half = replace(local(replace(MODEL, head="value")), element_bytes=2, vocabulary=0)
+    assert scalar_floats(half, Load(1, 64)) == 64 * 32 * 4
+    assert scalar_floats(replace(half, element_bytes=4), Load(1, 64)) == 0
+
+
+def test_the_gradient_of_one_expert_goes_into_that_of_all():
+    experts = replace(MODEL, moe=MoEConfig(n_experts=4, top_k=2, intermediate_size=24))
+    more = replace(experts, moe=replace(experts.moe, n_experts=8))
+    one, two = (training(model, load=replace(LOAD, n_mbs=2)) for model in (experts, more))
+    assert expert_matrix(local(experts)) == expert_matrix(local(more)) == 24 * 32
+    assert two.last - one.last == 4 * 24 * 32 * 4 + 4 * 4 * LOAD.n_tokens * 4  # experts, and the router's numbers
+
+
+def test_a_buffer_of_gradients_may_be_there_while_they_go_to_the_host():
+    few = replace(LOAD, n_tokens=1, n_scored=1)
+    usages = [
+        plan_memory(
+            {"actor": role("d2", offloads_optimizer=True)}, [call(TRAIN, "d2", load=few)], kernels=Kernels(on_host=True)
+        ).calls["call"][0]
+    ]
+    assert [(usage.gradients, usage.host) for usage in usages] == [(2 * N_BYTES, 3 * N_BYTES + N_BYTES)]
+
+
+def test_a_last_save_copies_only_what_is_merged_and_on_the_first_replica():
+    adapted = replace(MODEL, lora=LoRA(2, 2.0, ("q",)))
+    saves = Saves(is_staged=False, is_repeated=False)
+    plan = plan_memory({"actor": role("d2", model=adapted, is_changed=True)}, [call(TRAIN, "d2")], saves=saves)
+    first, second = (plan.calls[SAVE][rank] for rank in (0, 1))
+    assert (first.host, second.host) == (4 * 32 * 32 * 4, 0)  # of four blocks
+    assert (first.copies, second.copies) == (32 * 32 * 4, 0)

@@ -31,7 +31,7 @@ CONFIG = DecoderConfig(
         {},
         {"tied_embeddings": True},
         {"attention_bias": True, "o_bias": True, "mlp_bias": True},
-        {"qk_norm": True, "gated_mlp": False},
+        {"qk_norm": "head", "gated_mlp": False},
         {"norm": "layer", "learned_positions": True, "tied_embeddings": False},
         {"head": "value", "tied_embeddings": True},
         {"head": "reward", "attention_bias": True},
@@ -51,7 +51,7 @@ def test_specs_are_the_parameters_of_the_decoder(changes: dict[str, Any]) -> Non
 
 
 def test_slices_follow_heads_rows_and_columns() -> None:
-    config = replace(CONFIG, attention_bias=True, o_bias=True, mlp_bias=True, qk_norm=True)
+    config = replace(CONFIG, attention_bias=True, o_bias=True, mlp_bias=True, qk_norm="head")
     specs = parameter_specs(replace(config, learned_positions=True, max_positions=9))
     layout = parameter_layout(specs, ParallelStrategy(tp=2), (7, 5))
     slices = layout.slices_of(5)

@@ -23,7 +23,7 @@ SHAPE = DecoderConfig(
     intermediate_size=9,
     attention_bias=True,
     o_bias=True,
-    qk_norm=True,
+    qk_norm="head",
     max_positions=16,
 )
 MODELS = {
@@ -32,7 +32,7 @@ MODELS = {
     "one KV head": replace(SHAPE, n_kv_heads=1),
     "experts": replace(SHAPE, moe=MoEConfig(4, 2, 6, dense_layers=(0,))),
     "adapters": replace(SHAPE, lora=LoRA(2, 4.0, ("q", "v", "o", "down"))),
-    "value head": replace(SHAPE, head="value", learned_positions=True, norm="layer", qk_norm=False),
+    "value head": replace(SHAPE, head="value", learned_positions=True, norm="layer", qk_norm=None),
 }
 STRATEGIES = [
     ParallelStrategy(dp, tp, pp) for dp, tp, pp in [(1, 1, 1), (2, 2, 1), (1, 4, 1), (1, 1, 2), (1, 2, 3), (1, 1, 5)]

@@ -6,22 +6,42 @@ from realrl.plan.memory.buffers import (
     FLOAT32,
 )
 from realrl.plan.memory.formulas.local import Kernels, LocalShape
+from realrl.plan.memory.load import Load
+from realrl.plan.samples.prefixes import CALL_COST
 
 
-def kept_by_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
-    """Return the bytes per token that a block keeps for its backward pass; see `training_activations`."""
+def kept_by_block(local: LocalShape, layer: int, kernels: Kernels, padding: float = 0.0) -> float:
+    """Return the bytes per token that a block keeps for its backward pass; see `training_activations`.
+
+    Args:
+        padding: see `padding_of_attention`.
+    """
     h, b, model = local.hidden, local.element_bytes, local.model
     is_fused = kernels.fused_norms or model.norm_bias  # LayerNorm has a kernel of its own everywhere
     n_floats = 2 if model.lora is None else 1  # the result before its product with a weight that is trained
-    norms = 2 * local.row_share * (h * (b if is_fused else n_floats * FLOAT32) + FLOAT32)
+    n_norms = 4 if model.norm_place == "both" else 2
+    norms = n_norms * local.row_share * (h * (b if is_fused else n_floats * FLOAT32) + FLOAT32)
     attention_bytes = FLOAT32 if kernels.float_attention else b
-    attention = (2 * local.queries + 2 * local.keys) * attention_bytes + local.n_heads * FLOAT32
+    attention = max(1.0, padding) * ((2 * local.queries + 2 * local.keys) * attention_bytes + local.n_heads * FLOAT32)
     if kernels.joins_attention(model):
         attention += local.queries * b  # the result of all groups, joined or rounded, which the output projection keeps
     if model.qk_norm:
-        attention += (local.queries + local.keys) * (b if kernels.fused_norms else b + FLOAT32)
+        attention += (local.queries + local.keys) * (b if kernels.fused_norms else n_floats * FLOAT32)
+        attention += (local.n_heads + local.n_kv_heads) * FLOAT32
     adapters = 0 if model.lora is None else model.lora.rank * len(model.lora.targets)
     return norms + 2 * h * b + attention + (_kept_by_mlp(local, layer) + adapters) * b
+
+
+def scores_of_block(local: LocalShape, load: Load) -> tuple[int, int]:
+    """Return the bytes per token of attention scores that a block keeps, and of those that pass through it.
+
+    Both are 0 where a kernel holds no more scores than it works on. Bounded scores are there as they are, bounded,
+    hidden and as weights; the backward pass reads bounds and weights.
+    """
+    if not local.model.keeps_scores:
+        return 0, 0
+    n_bytes = local.n_heads * load.longest_row * FLOAT32
+    return 2 * n_bytes, 4 * n_bytes
 
 
 def _kept_by_mlp(local: LocalShape, layer: int) -> float:
@@ -45,18 +65,70 @@ def backward_of_block(local: LocalShape, layer: int) -> float:
     return (held + moe.top_k * max(2 * h, h + inner, 2 * inner)) * local.element_bytes
 
 
-def forward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
-    """Return the largest bytes per token inside of a block without gradient: in attention or in the MLP."""
-    h, q, k, b = local.hidden, local.queries, local.keys, local.element_bytes
-    moe, inner = local.model.moe, local.experts_inner(layer)
-    adapted = 0 if local.model.lora is None else local.inner  # the adapter's part, beside the layer's and their sum
-    width = 3 * local.inner + adapted
+def forward_of_block(
+    local: LocalShape, layer: int, kernels: Kernels, padding: float = 0.0, *, attending: float = 1.0
+) -> float:
+    """Return the largest bytes per token inside of a block without gradient: in attention or in the MLP.
+
+    Args:
+        padding: see `padding_of_attention`.
+        attending: share of the tokens that attend first; the others do in `forward_of_forks`.
+    """
+    h, b, rows = local.hidden, local.element_bytes, local.row_share * local.hidden
+    model = local.model
+    moe, inner = model.moe, local.experts_inner(layer)
+    adapted = 0 if model.lora is None else local.inner  # the adapter's part, beside the layer's and their sum
+    scattered = h + rows if local.row_share < 1 else 0  # sums on their way to other ranks, and those that come
+    biased = h if model.mlp_bias and local.tp_size > 1 else 0  # the sum of all ranks, before and after its bias
+    width = max((3 if model.gated_mlp else 2) * local.inner + adapted, 2 * local.inner + h + biased + scattered)
     if moe is not None and inner:
         width = h + moe.top_k * max(2 * h + 3 * inner, 3 * h + inner) + 4 * moe.n_experts
-    attention = 2 * h * b + (5 * q + 3 * k) * (FLOAT32 if kernels.float_attention else b)
-    gathered = h * b if local.row_share < 1 else 0  # rows come from other ranks, or their sums go there
-    beside = 2 * local.model.head_dim * b + gathered + _held_by_collectives(local) * b
-    return max(attention, (3 * h + width) * b) + beside
+    attention = 2 * rows * b + _forward_of_attention(local, kernels, padding, attending)
+    norm = 2 * rows * b  # the input of the block and its own, of which it makes copies in float32, and two products
+    if not kernels.fused_norms and not model.norm_bias:
+        norm += rows * FLOAT32 * (3 if b < FLOAT32 else 2)
+    return max(attention, norm, (3 * rows + width) * b) + _beside_block(local)
+
+
+def forward_of_forks(local: LocalShape, kernels: Kernels) -> float:
+    """Return the largest bytes per token of attention to common prompts, beside those of one sample's."""
+    q, k, b = local.queries, local.keys, local.element_bytes
+    converted = (q + 2 * k) * FLOAT32 if kernels.float_attention and b < FLOAT32 else 0
+    return 2 * local.row_share * local.hidden * b + (q + 2 * k) * b + converted + 2 * q * b + _beside_block(local)
+
+
+def _beside_block(local: LocalShape) -> float:
+    """Return bytes per token of the rotation's table, rows that come from other ranks, and sums that are held."""
+    gathered = local.hidden if local.row_share < 1 else 0
+    return (2 * local.model.head_dim + gathered + _held_by_collectives(local)) * local.element_bytes
+
+
+def padding_of_attention(local: LocalShape, load: Load, kernels: Kernels) -> float:
+    """Return the rows that attention pads sequences to, over their tokens; 0 where it reads tokens in their place.
+
+    A sequence joins a group of shorter ones as long as that wastes less than `CALL_COST`, see
+    `realrl.model.layers.attention`.
+    """
+    if not load.n_padded or not kernels.joins_attention(local.model):
+        return 0.0
+    wasted = CALL_COST // (14 * max(1, local.queries) * max(1, load.n_prompt))  # by each sequence
+    n_sequences = load.n_padded // max(1, load.longest_row)
+    return max(1.0, min(load.n_padded, load.n_tokens + n_sequences * wasted) / max(1, load.n_tokens))
+
+
+def _forward_of_attention(local: LocalShape, kernels: Kernels, padding: float, attending: float) -> float:
+    """Return the largest bytes per token of queries, keys, values and results: while they are rotated or attend."""
+    q, k, b = local.queries, local.keys, local.element_bytes
+    wide = FLOAT32 if kernels.float_attention else b
+    copied = q + 2 * k if padding or wide > b else 0  # all three, padded or in another dtype
+    rows = max(1.0, padding)
+    moments = [rows * (copied + q) * wide]  # attending
+    if padding:
+        moments += [rows * (copied + 2 * q) * wide, (rows + 1) * q * wide]  # groups joined, and without padding
+    if wide > b:
+        moments.append(((rows + 1 if padding else 1) * wide + b) * q)
+    attends = (q + 2 * k) * b + attending * max(moments)
+    return max(attends, (4 * q + 2 * k) * b, (2 * q + 5 * k) * b)
 
 
 def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels) -> float:
@@ -87,6 +159,11 @@ def converted_bytes(local: LocalShape) -> int:
     widths = {"q": local.queries, "k": local.keys, "v": local.keys, "o": local.queries}
     n_elements = sum(h + widths.get(name, local.inner) for name in model.lora.targets)
     return n_bytes + len(local.layers) * model.lora.rank * n_elements * local.element_bytes
+
+
+def expert_matrix(local: LocalShape) -> int:
+    """Return the elements of a matrix of one expert, whose gradient goes into that of all; 0 without experts."""
+    return max(map(local.experts_inner, local.layers), default=0) * local.hidden
 
 
 def matrices(local: LocalShape) -> list[int]:

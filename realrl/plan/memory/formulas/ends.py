@@ -14,16 +14,29 @@ from realrl.plan.memory.formulas.local import Kernels, LocalShape
 from realrl.plan.memory.load import Load
 
 
-def kept_by_ends(local: LocalShape, n_tokens: int, n_scored: int, kernels: Kernels) -> float:
-    """Return bytes kept by final norm and head: hidden states, the scored ones, and logits that fit into one chunk."""
+def kept_by_ends(local: LocalShape, load: Load, n_tokens: int, kernels: Kernels) -> float:
+    """Return bytes kept by final norm and head: hidden states, the scored ones, and logits that fit into one chunk.
+
+    Args:
+        n_tokens: tokens of the largest micro-batch that are computed.
+    """
     if not local.has_head:
         return 0.0
     h, b = local.hidden, local.element_bytes
-    norm = 2 * h * b if kernels.fused_norms or local.model.norm_bias else 2 * h * b + h * FLOAT32
+    rows = local.row_share * h  # those of the norm's input; its result has all
+    norm = rows * b + h * b
+    if not kernels.fused_norms and not local.model.norm_bias:  # the input in float32, and its product with the weight
+        norm = rows * FLOAT32 * (2 if local.model.lora is None else 1) + h * b
     if not local.vocabulary:
-        return n_tokens * (norm + (h * FLOAT32 if b < FLOAT32 else 0))
+        return n_tokens * norm + scalar_floats(local, load)
+    n_scored = load.n_scored
     n_logits = n_scored * local.vocabulary
     return n_tokens * norm + n_scored * h * b + (n_logits * b if n_logits <= LOGITS_CHUNK else 0)
+
+
+def scalar_floats(local: LocalShape, load: Load) -> int:
+    """Return the bytes of all tokens' hidden states in float32, in which a scalar head computes."""
+    return load.n_tokens * local.hidden * FLOAT32 if local.element_bytes < FLOAT32 else 0
 
 
 def backward_of_last_norm(local: LocalShape, kernels: Kernels) -> float:
@@ -44,9 +57,15 @@ def backward_of_head(local: LocalShape, load: Load, kernels: Kernels) -> float:
     is_whole = chunk == n_scored * local.vocabulary
     logits = chunk * b * (1 if is_whole else 2) + product_floats(chunk, kernels)
     weights = (weight * b if accumulates or b < FLOAT32 else 0) + (0 if is_whole else weight * FLOAT32)
-    return (
-        logits + weights + n_scored * local.hidden * b + softmax_floats(chunk, kernels, with_entropy=load.with_entropy)
+    weights += 2 * (load.n_scorings - 1) * weight * b  # a further product's gradient, and the sum
+    weights = weights if local.model.lora is None else 0
+    floats = softmax_floats(chunk, kernels, with_entropy=load.trains_entropy)
+    backward = logits + weights + n_scored * local.hidden * b + floats
+    # before it, logits that are not kept beside their softmax
+    forward = (0 if is_whole else chunk * b) + max(
+        softmax_floats(chunk, kernels, with_entropy=load.with_entropy), product_floats(chunk, kernels)
     )
+    return max(backward, forward)
 
 
 def logits_chunk(n_scored: int, vocabulary: int) -> int:

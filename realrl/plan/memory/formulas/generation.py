@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from realrl.plan.memory.buffers import (
     FLOAT32,
 )
-from realrl.plan.memory.formulas.blocks import generation_of_block
+from realrl.plan.memory.formulas.blocks import generation_of_block, scores_of_block
 from realrl.plan.memory.formulas.local import Kernels, LocalShape
 from realrl.plan.memory.load import Load
 
@@ -33,7 +33,8 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> Gene
     b, n_rows = kernels.generation_bytes or local.element_bytes, load.n_rows
     layer = n_rows * local.keys * load.longest_row * b
     n_decoded = max(load.prefill_tokens, n_rows)
-    moments = [n_decoded * generation_of_block(local, i, b, kernels) for i in local.layers]
+    _, scores = scores_of_block(local, load)
+    moments = [n_decoded * (generation_of_block(local, i, b, kernels) + scores) for i in local.layers]
     waiting = 2 * len(local.layers) * local.keys * load.n_waiting
     if local.vocabulary:
         whole = n_rows * local.model.vocab_size

@@ -54,7 +54,8 @@ class Kernels:
 
     def fuses_attention(self, model: DecoderConfig) -> bool:
         """Return True if the kernel of `fused_heads` takes this model's heads."""
-        return self.fused_heads is not None and model.head_dim % self.fused_heads == 0
+        is_whole = self.fused_heads is not None and model.head_dim % self.fused_heads == 0
+        return is_whole and model.has_plain_attention
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,13 @@ from realrl.plan.memory.buffers import (
 from realrl.plan.memory.formulas.blocks import (
     backward_of_block,
     converted_bytes,
+    expert_matrix,
     forward_of_block,
+    forward_of_forks,
     kept_by_block,
     matrices,
+    padding_of_attention,
+    scores_of_block,
 )
 from realrl.plan.memory.formulas.ends import (
     backward_of_head,
@@ -26,6 +30,7 @@ from realrl.plan.memory.formulas.ends import (
     kept_by_ends,
     logits_chunk,
     product_floats,
+    scalar_floats,
     softmax_floats,
 )
 from realrl.plan.memory.formulas.local import Kernels, LocalShape, own_units
@@ -35,12 +40,12 @@ from realrl.plan.memory.load import Load
 def forward_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
     """Return the bytes of a call without gradient, with the rows that it computes on."""
     n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
-    computed = inference_activations(local, n_tokens=load.n_tokens - n_again, n_scored=load.n_scored, kernels=kernels)
-    again = unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=1, kernels=kernels)
-    n_received = 0 if local.has_embedding else min(2, load.n_mbs)  # one is computed on while the next one comes
-    n_sent = 0 if local.has_head else min(PIPELINE_PENDING if local.has_embedding else 2, load.n_mbs - 1)
+    computed = inference_activations(local, load, n_again=n_again, kernels=kernels)
+    # a stage waits for a message together with those that it has sent before; the first one waits for none
+    n_received = 1 if not local.has_embedding and len(local.layers) > 1 else 0  # or it is the input of the only block
+    n_sent = min(PIPELINE_PENDING, load.n_mbs - 1) if local.has_embedding and not local.has_head else 0
     messages = (n_received + n_sent) * _message_bytes(local, load.n_tokens - n_again)
-    return computed + again + messages + ROW_BYTES * load.n_held + converted_bytes(local)
+    return computed + messages + ROW_BYTES * load.n_held + converted_bytes(local)
 
 
 @dataclass(frozen=True)
@@ -75,29 +80,38 @@ def training_bytes(
     head, block, other = training_activations(
         local, load, n_tokens=n_tokens, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels
     )
-    of_block, of_all = (
-        unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=n, kernels=kernels)
-        for n in (1, 1 if checkpointing else n_in_flight * len(local.layers))
+    masks = math.ceil(mask_bytes(local, load, n_again, kernels))
+    n_kept = 0 if checkpointing else len(local.layers)
+    of_block, of_other, of_all = (
+        n * masks
+        + unshared_activations(local, n_tokens=load.n_tokens, n_again=n_again, n_blocks=n_blocks, kernels=kernels)
+        for n, n_blocks in ((1, 1), (1, n_kept), (n_in_flight, max(1, n_in_flight * n_kept)))
     )
     # from each neighbour something comes, to the one before a gradient goes; outputs stay as long as their micro-batch
     n_messages = (0 if local.has_embedding else 2) + (0 if local.has_head else 1 + n_in_flight)
     beside = n_messages * _message_bytes(local, n_tokens) + rows
-    others = (n_in_flight - 1) * other  # micro-batches whose backward passes come later
+    others = (n_in_flight - 1) * (other + of_other)  # micro-batches whose backward passes come later
+    padding = padding_of_attention(local, load, kernels)
     last = max(
-        (kept_by_block(local, layer, kernels) + backward_of_block(local, layer) for layer in local.layers), default=0.0
+        (kept_by_block(local, layer, kernels, padding) + backward_of_block(local, layer) for layer in local.layers),
+        default=0.0,
     )
+    last += sum(scores_of_block(local, load)) if local.layers else 0.0
     is_trained, is_summed = local.model.lora is None, accumulates or b < FLOAT32
     new = max(matrices(local)) * b if is_trained and is_summed else 0  # a matrix's gradient, until it is added
+    new += expert_matrix(local) * b if is_trained else 0
     is_tied = local.model.tied_embeddings and local.has_embedding
     waiting = local.vocabulary * h * b if is_trained and is_summed and is_tied else 0  # the head's gradient
     embedding = own_units(local.model.vocab_size, local.tp_rank, local.tp_size) * h * b
     is_second = is_trained and (is_summed or local.model.tied_embeddings)  # beside the head's, or an earlier one
+    is_joined = is_trained and is_tied and local.vocabulary > 0  # the sum of both has memory of its own
     return TrainingBytes(
         head=head + of_all + beside,
         block=block + of_all + beside + new + waiting,
         gradients=FLOAT32 * (local.vocabulary * h + sum(matrices(local))),
         last=math.ceil(n_tokens * last) + of_block + beside + new + waiting + others,
-        embedding=(2 * n_tokens * h * b + beside + others + waiting + is_second * embedding) * local.has_embedding,
+        embedding=(2 * n_tokens * h * b + beside + others + waiting + (is_second + is_joined) * embedding)
+        * local.has_embedding,
         rows=rows,
     )
 
@@ -125,31 +139,71 @@ def training_activations(
         n_in_flight: micro-batches that this stage holds.
         checkpointing: blocks are computed again in the backward pass.
     """
-    blocks = [kept_by_block(local, layer, kernels) for layer in local.layers]
-    transient = max((backward_of_block(local, layer) for layer in local.layers), default=0.0)
+    padding = padding_of_attention(local, load, kernels)
+    kept_scores, passing_scores = scores_of_block(local, load)
+    blocks = [kept_by_block(local, layer, kernels, padding) + kept_scores for layer in local.layers]
+    transient = max((backward_of_block(local, layer) for layer in local.layers), default=0.0) + passing_scores
     if checkpointing:
         kept = n_tokens * len(local.layers) * local.hidden * local.row_share * local.element_bytes
         again = max(blocks, default=0.0)
     else:
         kept, again = n_tokens * sum(blocks), 0.0
     kept += n_tokens * 2 * local.model.head_dim * local.element_bytes  # the rotation's table
-    ends = kept_by_ends(local, n_tokens, load.n_scored, kernels)
+    ends = kept_by_ends(local, load, n_tokens, kernels)
     at_head = ends + backward_of_head(local, load, kernels)
     one, kept = math.ceil(kept + ends), n_in_flight * kept + (n_in_flight - 1) * ends
     at_head = max(at_head, n_tokens * backward_of_last_norm(local, kernels))
     return math.ceil(kept + at_head), math.ceil(kept + n_tokens * (again + transient)), one
 
 
-def inference_activations(local: LocalShape, *, n_tokens: int, n_scored: int, kernels: Kernels) -> int:
-    """Return the bytes of a forward pass without gradient at its largest: inside of a block, or at the logits."""
-    b, h = local.element_bytes, local.hidden
+def inference_activations(local: LocalShape, load: Load, *, n_again: int, kernels: Kernels) -> int:
+    """Return the bytes of a forward pass without gradient at its largest: inside of a block, or at the logits.
+
+    Args:
+        n_again: tokens of the largest micro-batch that are not computed.
+    """
+    b, h, n_tokens, n_scored = local.element_bytes, local.hidden, load.n_tokens - n_again, load.n_scored
     product = product_floats(n_tokens * local.inner, kernels)
-    moments = [n_tokens * forward_of_block(local, layer, kernels) + product for layer in local.layers]
-    if local.vocabulary:
-        logits = logits_chunk(n_scored, local.vocabulary)
-        head = 2 * n_tokens * h * b + n_scored * h * b + logits * b
-        moments.append(head + max(softmax_floats(logits, kernels, with_entropy=False), product_floats(logits, kernels)))
+    padding = padding_of_attention(local, load, kernels)
+    n_prompts = n_again / max(1, load.n_sequences - 1)
+    attending = n_prompts / max(1, n_tokens) if n_again else 1.0
+    _, passing = scores_of_block(local, load)
+    moments = [
+        n_tokens * (forward_of_block(local, layer, kernels, padding, attending=attending) + passing) + product
+        for layer in local.layers
+    ]
+    if n_again:
+        moments.append(n_tokens * forward_of_forks(local, kernels) + _fork_bytes(local, load, kernels))
+    masks = mask_bytes(local, load, n_again, kernels)
+    moments = [moment + masks for moment in moments]
+    if local.has_head:
+        head = 2 * n_tokens * h * b + (load.n_tokens * h * b if n_again else 0)
+        if local.vocabulary:
+            logits = logits_chunk(n_scored, local.vocabulary)
+            head += n_scored * h * b + logits * b
+            head += max(softmax_floats(logits, kernels, with_entropy=False), product_floats(logits, kernels))
+        else:
+            head += scalar_floats(local, load)
+        moments.append(head)
     return math.ceil(max(moments, default=0.0))
+
+
+def _fork_bytes(local: LocalShape, load: Load, kernels: Kernels) -> float:
+    """Return the bytes of one sample's attention to a common prompt: copies of its queries, keys and values, and the
+    result before and after its order changes, with the padding of its responses."""
+    wide = FLOAT32 if kernels.float_attention else local.element_bytes
+    whole, tails = load.n_sequences * load.longest_row, load.n_sequences * load.n_tail
+    padded = tails * (local.queries + 2 * local.keys) if load.n_padded else 0.0
+    return wide * (padded + 2 * local.keys * whole + 3 * local.queries * tails)
+
+
+def mask_bytes(local: LocalShape, load: Load, n_again: int, kernels: Kernels) -> float:
+    """Return the bytes of masks for common prompts, which all blocks share: one for each pair of lengths."""
+    if not n_again:
+        return 0.0
+    wide = FLOAT32 if kernels.float_attention else local.element_bytes
+    n_groups = local.n_heads / max(1, local.n_kv_heads)
+    return (load.n_samples if load.n_padded else 1) * wide * n_groups * load.n_tail * load.longest_row
 
 
 def unshared_activations(local: LocalShape, *, n_tokens: int, n_again: int, n_blocks: int, kernels: Kernels) -> int:

@@ -1,0 +1,157 @@
+"""Annealing: random changes of a good plan, of one call or of several together, while worse plans are taken for a time.
+
+    best plan ──► chain of changes, hot ──► cool, where only better plans are taken ──► best plan ──► next chain
+
+A chain may pass plans that lack memory, at a price, to reach those behind them: where devices are nearly full, a call
+can be quicker only after another one keeps less. It proves nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+
+from realrl.mesh.device_mesh import Cluster, ParallelStrategy
+from realrl.search.bound import undominated
+from realrl.search.fast import Placed, Span, relation
+from realrl.search.problem import Problem
+from realrl.search.runners import Plan
+from realrl.search.space import Choice
+from realrl.search.walk import State
+
+_HOT = 0.1, 0.3, 0.02  # shares of a period by which plans may be worse in the beginning of a chain; of one chain each
+_COOLED = 0.01  # share of that which is left at the end
+_N_CHAINS = 9
+_PROPOSALS_PER_CALL = 500  # of a chain
+_TOGETHER = (0.2, 0.0), (0.1, 0.1), (0.0, 0.2), (0.0, 0.0)  # shares of proposals for groups and pairs, by chain
+_LACKING = 2.0  # periods that a plan is worse by, if it lacks a whole device's memory
+_LIKE_THE_LAST = 0.7  # of calls that move together, the share that takes the last one's strategy if it can
+_TIGHTER = 0.99  # of the bytes of a plan that was not accepted may be used from then on
+_TICK = 100  # proposals between two reports
+
+
+class Annealing:
+    """Chains of changes to plans of one problem.
+
+    Args:
+        seed: decides what is proposed.
+
+    Attributes:
+        n_evaluated: proposals so far.
+    """
+
+    def __init__(self, problem: Problem, *, seed: int) -> None:
+        self.n_evaluated = 0
+        self._model, self._pins = problem.model, problem.pins
+        self._calls = range(len(problem.choices))
+        self._choices: list[dict[int, list[Choice]]] = [{} for _ in self._calls]
+        for call in self._calls:
+            for choice in undominated(problem.model, call, problem.choices[call]):
+                self._choices[call].setdefault(choice.n_devices, []).append(choice)
+        roles: dict[int, list[int]] = {}
+        for call, home in enumerate(problem.model.flow.homes):
+            roles.setdefault(home if home >= 0 else ~call, []).append(call)
+        self._roles = [*roles.values()]
+        self._random = random.Random(seed)
+        self._capacity = problem.model.capacity
+
+    def run(self, plan: Plan) -> Iterator[State]:
+        """Yield better and better plans that are accepted with their periods, and (None, inf) in between.
+
+        Args:
+            plan: fits; its chains and those from what they find are the same under one seed.
+        """
+        for number in range(_N_CHAINS):
+            hot, together = _HOT[number % len(_HOT)], _TOGETHER[number % len(_TOGETHER)]
+            for better, period in self._chain(plan, hot, together):
+                if better is not None:
+                    plan = better
+                yield better, period
+
+    def _chain(self, plan: Plan, hot: float, together: tuple[float, float]) -> Iterator[State]:
+        model, rng, n_proposals = self._model, self._random, _PROPOSALS_PER_CALL * len(plan)
+        first = least = score = model.period(plan)
+        for number in range(n_proposals):
+            if number % _TICK == 0:
+                yield None, math.inf
+            temperature = first * hot * _COOLED ** (number / n_proposals)
+            limit = score - temperature * math.log(1.0 - rng.random())  # a plan is taken up to this score
+            proposal = self._proposal(plan, together)
+            self.n_evaluated += 1
+            need = model.need(proposal)
+            extra = first * _LACKING * max(0.0, need / self._capacity - 1.0) if need > self._capacity else 0.0
+            if extra > limit or model.period(proposal, moves=False, limit=limit - extra) + extra > limit:
+                continue
+            period = model.period(proposal, limit=limit - extra)
+            if period + extra > limit:
+                continue
+            plan, score = proposal, period + extra
+            if not extra and period < least:
+                if model.accepts(plan):
+                    least = period
+                    yield plan, period
+                else:
+                    self._capacity = _TIGHTER * need
+
+    def _proposal(self, plan: Plan, together: tuple[float, float]) -> Plan:
+        """Return a plan with other places and choices for one call, for a group that belongs together, or for two."""
+        groups, pairs = together
+        while True:
+            kind = self._random.random()
+            if kind < groups:
+                changed = self._moved(self._group(plan))
+            else:
+                n_calls = 2 if kind < groups + pairs and len(plan) > 1 else 1
+                changed = {}
+                for call in self._random.sample(self._calls, n_calls):
+                    changed |= self._moved([call])
+            proposal = tuple([changed.get(call, placed) for call, placed in enumerate(plan)])
+            if changed and self._is_legal(proposal, changed):
+                return proposal
+
+    def _group(self, plan: Plan) -> Sequence[int]:
+        """Return the calls of a role, those that share a mesh, or some of these."""
+        rng = self._random
+        if rng.random() < 0.5:
+            return rng.choice(self._roles)
+        span = rng.choice(plan).span
+        group = [call for call, placed in enumerate(plan) if placed.span == span]
+        return rng.sample(group, rng.randint(2, len(group))) if len(group) > 2 and rng.random() < 0.5 else group
+
+    def _moved(self, group: Sequence[int]) -> dict[int, Placed]:
+        """Return the calls of a group on a random mesh; nothing if one of them has no choice of its size."""
+        rng, cluster = self._random, self._model.cluster
+        size = rng.choice(sorted(self._choices[group[0]]))
+        pins = [pin.mesh.ranks[0] for call in group if (pin := self._pins.get(call)) is not None and pin.mesh]
+        if any(size not in self._choices[call] for call in group) or len(set(pins)) > 1:
+            return {}
+        start = pins[0] if pins else random_start(cluster, size, rng)
+        strategy: ParallelStrategy | None = None
+        found = {}
+        for call in group:
+            choices = self._choices[call][size]
+            alike = [choice for choice in choices if choice.strategy == strategy]
+            choice = rng.choice(alike if alike and rng.random() < _LIKE_THE_LAST else choices)
+            found[call], strategy = Placed((start, start + size), choice), choice.strategy
+        return found
+
+    def _is_legal(self, plan: Plan, changed: dict[int, Placed]) -> bool:
+        node = self._model.cluster.n_devices_per_node
+        spans = {plan[call].span for call in changed}
+        others = {placed.span for placed in plan}
+        return all(nests(span, other, node) for span in spans for other in others if span != other)
+
+
+def random_start(cluster: Cluster, size: int, rng: random.Random) -> int:
+    """Return the first rank of a random mesh of so many devices."""
+    node = cluster.n_devices_per_node
+    if size >= node:
+        return node * rng.randrange(cluster.n_nodes - size // node + 1)
+    return node * rng.randrange(cluster.n_nodes) + size * rng.randrange(node // size)
+
+
+def nests(one: Span, other: Span, node: int) -> bool:
+    """Return True if two meshes share no devices, or one is a part of the other that a mesh may be."""
+    is_apart = one[1] <= other[0] or other[1] <= one[0]
+    return is_apart or relation(one, other, node) in ("same", "inside", "around")
