@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from realrl.doctor import machine_checks
 from realrl.experiment import pieces, registry
 
 LONG = {"e2e", "ranks", "rewards", "processes"}  # folders whose tests start processes
@@ -46,3 +47,9 @@ def own_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one test's algorithms register is not there for the next one, whose own may have the same names."""
     for module in (registry, pieces):
         monkeypatch.setattr(module, "_registered", dict(module._registered))
+
+
+@pytest.fixture(autouse=True)
+def nobody_else_takes_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What doctor says of other work on this machine would depend on the tests that run at the same time."""
+    monkeypatch.setattr(machine_checks, "cores_of_others", lambda: 0.0)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-from realrl.errors import Error
+from realrl.errors import Error, UsageError
+from realrl.experiment.loading import failed_in
 
 
 class Status(Enum):
@@ -42,11 +43,13 @@ class Check:
     Attributes:
         run: returns the findings about its subject; an `Error` that it raises is a problem.
         needs: names of checks that must find no problem before this one runs.
+        reads: True if it reads models, rows or rewards.
     """
 
     name: str
     run: Callable[[Any], Iterable[Finding]]
     needs: tuple[str, ...] = ()
+    reads: bool = False
 
 
 def run_checks(
@@ -74,9 +77,33 @@ def run_checks(
         except Error as error:
             found = [Finding(Status.PROBLEM, error.message, error.remedy or "")]
         except Exception as error:  # noqa: BLE001 - a file that breaks one check must not hide the others
+            own = failed_in(error)
             message = f"this check failed with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             remedy = "Look at the files that it reads; if nothing is wrong with them, report it as a bug in realrl."
-            found = [Finding(Status.PROBLEM, message, remedy)]
+            found = [
+                Finding(
+                    Status.PROBLEM,
+                    " ".join(own.message.split())[:300] if own else message,
+                    own.remedy or "" if own else remedy,
+                )
+            ]
         if any(finding.status is Status.PROBLEM for finding in found):
             broken.add(check.name)
         yield from (replace(finding, check=check.name) for finding in found)
+
+
+def refuse(findings: Iterable[Finding]) -> None:
+    """Raise an error if there is a problem among the findings.
+
+    Raises:
+        UsageError: lists all problems, each with its remedy.
+    """
+    problems = list({one.message: one for one in findings if one.status is Status.PROBLEM}.values())
+    if len(problems) == 1:
+        raise UsageError(problems[0].message, remedy=problems[0].remedy or None)
+    if problems:
+        lines = [
+            line for one in problems for line in (f"{one.check}: {one.message}", f"  {one.remedy}" * bool(one.remedy))
+        ]
+        listed = "\n".join(f"  {line}" for line in lines if line)
+        raise UsageError(f"{len(problems)} things stand in the way of this run:\n{listed}")

@@ -18,15 +18,18 @@ from realrl.config.compose import compose
 from realrl.cpu.loader import why_not
 from realrl.cpu.machine import has_bf16_kernels
 from realrl.data.tokenizer import load_tokenizer
-from realrl.doctor import Finding, RunUnderCheck, Status, data_checks, examine, machine_checks, model_checks
+from realrl.doctor import data_checks, logprob_checks, machine_checks, model_checks, reward_checks
 from realrl.doctor import memory as doctor_memory
-from realrl.doctor.findings import Check, run_checks
+from realrl.doctor.findings import Check, Finding, Status, run_checks
+from realrl.doctor.report import examine
+from realrl.doctor.run_under_check import RunUnderCheck
 from realrl.engine.decoder_engine import DecoderEngine
 from realrl.errors import AssetError
 from realrl.experiment.discovery import config_dir, load_experiment
 from realrl.experiment.planning import plan_run
 from realrl.experiment.states import longest_rows
 from realrl.plan.memory.connections import CONNECTION, CUDA_CONTEXT, RING_CHANNELS
+from realrl.runtime.processes.machine import Accelerators
 from realrl.shape import tiny_config
 from tests.helpers.assets import edit_json, make_model_folder, write_rows
 
@@ -115,7 +118,14 @@ def test_an_error_is_a_problem_and_what_needs_it_is_not_run() -> None:
 
 def test_a_healthy_run() -> None:
     report = examine(prepared("ppo", "launcher=inline"))
-    assert {f.check for f in report.findings} >= {"memory", "rewards", "log-probabilities", "disk", "start"}
+    assert {f.check for f in report.findings} >= {
+        "memory",
+        "rewards",
+        "log-probabilities",
+        "disk",
+        "steps",
+        "checkpoint",
+    }
     assert {f.status for f in report.findings} == {Status.OK}, report.findings
     assert report.memory is not None
     assert not report.has_problem
@@ -233,8 +243,8 @@ def test_memory_of_a_container_is_limited(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "limit").write_text("max\n")
     assert doctor_memory.machine_memory() > 1_000_000
     assert doctor_memory.free_memory(torch.device("cuda", 1), lambda device: 10 + device.index) == 11
-    monkeypatch.setattr(model_checks, "free_memory", lambda device: 1000)
-    finding = only(model_checks.check_logprobs(two))
+    monkeypatch.setattr(logprob_checks, "free_memory", lambda device: 1000)
+    finding = only(logprob_checks.check_logprobs(two))
     assert finding.status is Status.SKIPPED
     assert "1.0 kB are free" in finding.message
 
@@ -249,20 +259,25 @@ def test_a_tokenizer_that_changes_text(folder: Path) -> None:
     assert "comes back as 'the quick" in finding.message
 
 
-def test_stop_tokens_of_the_model_that_do_not_stop(folder: Path) -> None:
+def test_keys_that_contradict_each_other_are_named(folder: Path) -> None:
+    edit_json(folder / "config.json", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    fit, *findings = model_checks.check_models(prepared("ppo", *model_keys(folder)))
+    assert fit.status is Status.OK
+    assert all(finding.status is Status.WARNING for finding in findings)
+    assert "rope_scaling and rope_parameters differ: rope_scaling is read" in findings[0].message
+
+
+def test_stop_tokens_of_tokenizer_and_model(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 258]}))
     finding = only(data_checks.check_stop_tokens(prepared("ppo", *model_keys(folder))))
-    assert finding.status is Status.WARNING
-    assert "258 (<|user|>) too" in finding.message
-    assert finding.remedy == "Set generation.stop_ids=[258]."
-    finding = only(data_checks.check_stop_tokens(prepared("ppo", *model_keys(folder), "generation.stop_ids=[258]")))
     assert finding.status is Status.OK
+    assert "258 (<|user|>)" in finding.message
     finding = only(data_checks.check_stop_tokens(prepared("ppo", "generation.stop_ids=[300]")))
     assert finding.status is Status.PROBLEM
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", "null", '{"eos_token_id": "x"}', '{"eos_token_id": [null, 1.5]}'])
-def test_a_file_that_only_the_doctor_reads_does_not_stop_it(folder: Path, text: str) -> None:
+def test_a_generation_config_that_names_no_token_is_not_read(folder: Path, text: str) -> None:
     (folder / "generation_config.json").write_text(text)
     assert only(data_checks.check_stop_tokens(prepared("ppo", *model_keys(folder)))).status is Status.OK
 
@@ -275,7 +290,8 @@ def test_a_check_that_breaks_does_not_hide_the_others() -> None:
         return [Finding(Status.OK, "well")]
 
     broken, well = run_checks([Check("breaks", breaks), Check("works", works)], None)
-    assert (broken.status, broken.message) == (Status.PROBLEM, "this check failed with ZeroDivisionError: by nothing")
+    assert (broken.status, broken.message) == (Status.PROBLEM, "ZeroDivisionError: by nothing")
+    assert "test_doctor.py:" in broken.remedy
     assert well.status is Status.OK
 
 
@@ -320,7 +336,7 @@ def test_datasets_that_are_too_small_or_mostly_dropped(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a" * n} for n in (3, 4, 99, 99, 99)])
     few = prepared("ppo", f"dataset.path={path}", "n_seqs=4")
     finding = only(data_checks.check_dataset(few))
-    assert (finding.status, "a step needs 4 rows" in finding.message) == (Status.PROBLEM, True)
+    assert (finding.status, "each row comes up to 2 times in it" in finding.message) == (Status.WARNING, True)
     finding = only(
         data_checks.check_dataset(prepared("ppo", f"dataset.path={path}", "n_seqs=2", "algorithm.n_minibatches=1"))
     )
@@ -329,7 +345,7 @@ def test_datasets_that_are_too_small_or_mostly_dropped(tmp_path: Path) -> None:
     assert longest_rows(few.config, few.kind).prompts == [32]
     held_out = prepared("ppo", "eval.every_steps=1")
     starts = [finding.message.partition(":")[0] for finding in data_checks.check_dataset(held_out)]
-    assert starts == ["tiny", "eval.path"]
+    assert starts == ["dataset.path=tiny", "eval.path=tiny"]
 
 
 def test_histograms() -> None:
@@ -343,8 +359,8 @@ def test_histograms() -> None:
 def test_lengths_beyond_the_positions() -> None:
     finding = data_checks.check_lengths(prepared("ppo", "generation.max_new_tokens=2000"))
     assert {f.status for f in finding} == {Status.PROBLEM, Status.WARNING}
-    assert "actor has 1024 positions" in finding[0].message
-    assert "critic has 1024 positions, beyond which it was not trained" in finding[1].message
+    assert "role 'actor' has 1024 positions" in finding[0].message
+    assert "role 'critic' has 1024 positions, beyond which it was not trained" in finding[1].message
 
 
 def test_vocabularies(folder: Path) -> None:
@@ -365,7 +381,7 @@ def with_reward(tmp_path: Path, name: str, *overrides: str) -> RunUnderCheck:
 
 
 def test_rewards_are_called(tmp_path: Path) -> None:
-    finding = only(model_checks.check_rewards(with_reward(tmp_path, "good")))
+    finding = only(reward_checks.check_rewards(with_reward(tmp_path, "good")))
     assert finding.status is Status.OK
     assert "for 3 placeholder responses" in finding.message
 
@@ -381,22 +397,22 @@ def test_rewards_are_called(tmp_path: Path) -> None:
 )
 def test_rewards_that_fail(tmp_path: Path, name: str, message: str) -> None:
     subject = with_reward(tmp_path, name, "algorithm.reward_timeout_s=0.3")
-    finding = only(list(run_checks((Check("rewards", model_checks.check_rewards),), subject)))
+    finding = only(list(run_checks((Check("rewards", reward_checks.check_rewards),), subject)))
     assert finding.status is Status.PROBLEM
     assert message in finding.message
 
 
 def test_rewards_that_may_fail(tmp_path: Path) -> None:
-    finding = only(model_checks.check_rewards(with_reward(tmp_path, "wrong", "algorithm.reward_on_failure=zero")))
+    finding = only(reward_checks.check_rewards(with_reward(tmp_path, "wrong", "algorithm.reward_on_failure=zero")))
     assert finding.status is Status.WARNING
     assert "failed for 3 of 3" in finding.message
 
 
 def test_experiments_without_functions() -> None:
-    assert "no call" in only(model_checks.check_rewards(prepared("dpo"))).message
-    assert "no call" in only(model_checks.check_rewards(prepared("dapo", "algorithm.reward_function=null"))).message
-    assert "nothing is generated" in only(model_checks.check_logprobs(prepared("dpo"))).message
-    assert only(model_checks.check_logprobs(prepared(loads_models=False))).status is Status.SKIPPED
+    assert "no call" in only(reward_checks.check_rewards(prepared("dpo"))).message
+    assert "no call" in only(reward_checks.check_rewards(prepared("dapo", "algorithm.reward_function=null"))).message
+    assert "nothing is generated" in only(logprob_checks.check_logprobs(prepared("dpo"))).message
+    assert only(logprob_checks.check_logprobs(prepared(loads_models=False))).status is Status.SKIPPED
 
 
 def test_generation_and_training_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,18 +422,18 @@ def test_generation_and_training_that_disagree(monkeypatch: pytest.MonkeyPatch) 
         return forward(self, *args, **kwargs) + 0.01
 
     monkeypatch.setattr(DecoderEngine, "forward", shifted)
-    finding = only(model_checks.check_logprobs(prepared()))
+    finding = only(logprob_checks.check_logprobs(prepared()))
     assert finding.status is Status.WARNING
     assert "at most 0.01 nats" in finding.message
     monkeypatch.setattr(DecoderEngine, "forward", lambda *a, **k: forward(*a, **k) * float("nan"))
-    assert only(model_checks.check_logprobs(prepared())).status is Status.WARNING
+    assert only(logprob_checks.check_logprobs(prepared())).status is Status.WARNING
 
 
 @pytest.mark.parametrize(
     "overrides", [["precision=bf16"], ["generation.temperature=0.5"], ["models.actor.lora.rank=4"]]
 )
 def test_generation_and_training_agree(overrides: list[str]) -> None:
-    assert only(model_checks.check_logprobs(prepared("ppo", *overrides))).status is Status.OK
+    assert only(logprob_checks.check_logprobs(prepared("ppo", *overrides))).status is Status.OK
 
 
 # ---------------------------------------------------------------- the machine
@@ -431,6 +447,15 @@ def test_ports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.status is Status.PROBLEM
     assert f"cluster.master_port={port}: " in finding.message
     assert only(machine_checks.check_port(prepared("ppo", f"cluster.master_port={port}"))).status is Status.OK
+
+
+def test_other_work_on_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert only(machine_checks.check_load(prepared())).status is Status.OK
+    monkeypatch.setattr(machine_checks, "available_cores", lambda: 8)
+    monkeypatch.setattr(machine_checks, "cores_of_others", lambda: 3.0)
+    finding = only(machine_checks.check_load(prepared()))
+    assert (finding.status, finding.message) == (Status.WARNING, "other work takes 3.0 of 8 cores now")
+    assert only(machine_checks.check_load(prepared("ppo", "cluster.device=cuda"))).status is Status.OK
 
 
 def test_disk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,7 +481,7 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_devices() -> None:
     assert only(machine_checks.check_devices(prepared("ppo", "cluster.n_devices_per_node=4"))).status is Status.OK
     nodes = only(machine_checks.check_devices(prepared("ppo", "cluster.n_nodes=2")))
-    assert (nodes.status, "2 nodes" in nodes.message) == (Status.PROBLEM, True)
+    assert (nodes.status, "n_nodes=2, but this version" in nodes.message) == (Status.PROBLEM, True)
     elsewhere = prepared("ppo", "cluster.n_nodes=2", device_memory_bytes=80 * 10**9)
     assert only(machine_checks.check_devices(elsewhere)).status is Status.WARNING
     if not torch.cuda.is_available():
@@ -471,8 +496,7 @@ def test_workers_that_share_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert finding.status is Status.OK
     assert "goes through host memory (cluster.shares_devices, for tests)" in finding.message
     shared = prepared("ppo", *four, "cluster.device=cuda", device_memory_bytes=80 * 10**9)
-    monkeypatch.setattr(machine_checks.devices, "device_count", lambda: 1)
-    monkeypatch.setattr(machine_checks.devices, "resolve_device", lambda kind, local_rank=0: torch.device("cuda", 0))
+    shared.__dict__["found"] = Accelerators(1, (9, 0))
     finding = only(machine_checks.check_devices(shared))
     assert finding.message.startswith("4 workers share 1 of type cuda; ")
     cuda, given = torch.device("cuda"), 80 * 10**9
@@ -521,14 +545,14 @@ def test_a_plan_for_devices_that_are_not_here() -> None:
 
 def test_what_a_run_refuses_at_its_start_is_a_problem(tmp_path: Path) -> None:
     report = examine(prepared("sft", f"run_dir={tmp_path}/run", f"resume={tmp_path}", loads_models=False))
-    start = next(f for f in report.findings if f.check == "start")
-    assert start.status is Status.PROBLEM
+    found = next(f for f in report.findings if f.check == "checkpoint")
+    assert found.status is Status.PROBLEM
 
 
 def test_a_checkpoint_that_a_resumed_run_could_not_use_is_told(tmp_path: Path) -> None:
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (tmp_path / "run/checkpoints/latest").symlink_to("step_9")
-    [finding] = machine_checks.check_start(prepared("sft", f"run_dir={tmp_path}/run", "resume=auto"))
+    [finding] = model_checks.check_checkpoint(prepared("sft", f"run_dir={tmp_path}/run", "resume=auto"))
     assert finding.status is Status.WARNING
     assert "latest points to step_9, which is not there" in finding.message
 
@@ -536,6 +560,8 @@ def test_a_checkpoint_that_a_resumed_run_could_not_use_is_told(tmp_path: Path) -
 def test_placeholders_have_what_a_call_reads() -> None:
     subject = prepared("self_play")
     calls = {mfc.name: mfc for mfc in subject.plan.mfcs}
-    made = model_checks._placeholders(subject, calls["opponent_rew_inf"])
+    made = reward_checks._placeholders(subject, calls["opponent_rew_inf"])
     assert set(made.keys) == {"input_ids", "prompt_mask", "metadata"}
-    assert len(made) == 3
+    n_responses = subject.config.generation.n_responses
+    assert [len(one) for one in made.seqlens["input_ids"]] == [n_responses]
+    assert len(reward_checks._placeholders(prepared("ppo"), calls["rew_inf"])) == 3
