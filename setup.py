@@ -53,7 +53,14 @@ setup(
     package_dir={"realrl_experiments": "experiments", "realrl_configs": "configs"},
     package_data={
         "realrl_configs": ["**/*.yaml"],
-        "realrl": ["py.typed", "cpu/kernels/*.cpp", "cpu/kernels/*.h", "draw/page.html", "planner/page/page.html"],
+        "realrl": [
+            "py.typed",
+            "cpu/kernels/*.cpp",
+            "cpu/kernels/*.h",
+            "draw/page/*",
+            "planner/page/page.html",
+            "report/page.*",
+        ],
     },
     install_requires=CORE,
     extras_require=EXTRAS,

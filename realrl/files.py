@@ -29,13 +29,18 @@ def open_output(path: str | Path, *, append: bool = False) -> FileIO:
     return file
 
 
+def open_input(path: str | Path) -> FileIO:
+    """Open a regular file for reading. Raises as `read_input` does."""
+    return FileIO(_open(path, os.O_RDONLY), "rb")
+
+
 def read_input(path: str | Path, *, most_bytes: int = -1) -> bytes:
     """Return what a regular file holds, no more than its first `most_bytes` if these are given.
 
     Raises:
         OSError: as for `open_output`, and if there is no such file.
     """
-    with FileIO(_open(path, os.O_RDONLY), "rb") as file:
+    with open_input(path) as file:
         return file.read(most_bytes)
 
 

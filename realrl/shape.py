@@ -9,6 +9,8 @@ from typing import Literal
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 HeadKind = Literal["lm", "value", "reward"]
 NormKind = Literal["rms", "layer"]
+NormPlace = Literal["before", "after", "both"]
+QKNorm = Literal["head", "all"]
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -59,6 +61,10 @@ class MoEConfig:
         normalise_top_k: the weights of a token's experts add up to 1.
         aux_loss_coef: weight of the load-balancing loss in training; 0 leaves it out.
         dense_layers: the layers that have a plain MLP instead, in order.
+        biases: router and experts have biases.
+        limit: experts compute ``g sigmoid(gain g) (u + 1)`` with their gate g at most this and their up u within plus
+            and minus this; None for SwiGLU.
+        gain: see `limit`.
     """
 
     n_experts: int
@@ -67,12 +73,17 @@ class MoEConfig:
     normalise_top_k: bool = True
     aux_loss_coef: float = 0.0
     dense_layers: tuple[int, ...] = ()
+    biases: bool = False
+    limit: float | None = None
+    gain: float = 1.0
 
     def __post_init__(self) -> None:
         if min(self.n_experts, self.top_k, self.intermediate_size) < 1:
             raise ValueError("every size of the experts must be at least 1")
         if self.top_k > self.n_experts:
             raise ValueError(f"a token cannot use {self.top_k} of {self.n_experts} experts")
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(f"the limit of experts must be above 0, not {self.limit}")
         if not self.aux_loss_coef >= 0:
             raise ValueError(f"the load-balancing loss has the coefficient {self.aux_loss_coef}, it must be 0 or more")
 
@@ -101,7 +112,7 @@ class LoRA:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A pre-norm decoder. The defaults describe a llama: RMSNorm, rotary positions, grouped KV heads, SwiGLU.
+    """A decoder. The defaults describe a llama: RMSNorm, rotary positions, grouped KV heads, SwiGLU.
 
     Attributes:
         lora: low-rank adapters beside some layers; None for a model without. No checkpoint format knows it.
@@ -115,15 +126,25 @@ class DecoderConfig:
         norm_offset: norms multiply by 1 + weight.
         activation: activation of the MLP; "gelu_tanh" is GELU's tanh approximation.
         gated_mlp: down(activation(gate(x)) * up(x)); otherwise down(activation(up(x))).
-        qk_norm: queries and keys are normalised head by head, before they are rotated.
+        norm_place: place of a block's norms: before attention and MLP, after them (before their results are added to
+            the input), or both.
+        qk_norm: queries and keys are normalised before they are rotated, head by head or over all heads together; None
+            for no such norm.
+        score_size: scores of attention are divided by its square root; None for `head_dim`.
+        score_softcap, logit_softcap: bound c of attention scores and of logits x, which become c tanh(x / c); None for
+            no bound.
+        sinks: each head has a learned score that takes its share of the softmax and adds nothing.
+        local_rope_theta: base of rotary positions, not scaled, in layers with a window; None for that of all layers.
+        rotary_dim: dims of a head that are rotated, the first ones; None for all.
         embedding_scale: factor on embeddings.
         learned_positions: embeddings of `max_positions` positions are added to those of the tokens; none are rotated.
         sliding_window: tokens that a token sees, itself included; None for all earlier ones.
         windowed_layers: the layers with a window, in order; None for all of them.
-        moe: experts in the place of the MLP; None for a dense model. They are gated, without biases.
+        moe: experts in the place of the MLP; None for a dense model. They are gated.
         head: "lm" gives logits over the vocabulary; "value" and "reward" give one number per token.
         tied_embeddings: the language-model head shares the embedding's weight; ignored by the other heads.
-        bos_token_id, eos_token_ids, pad_token_id: carried from and to checkpoints; not used here.
+        eos_token_ids: tokens that end a response, beside the tokenizer's own.
+        bos_token_id, pad_token_id: carried from and to checkpoints; not used here.
         dtype: dtype of parameters and activations.
     """
 
@@ -152,13 +173,20 @@ class DecoderConfig:
     norm_offset: bool = False
     activation: Activation = "silu"
     gated_mlp: bool = True
-    qk_norm: bool = False
+    qk_norm: QKNorm | None = None
     embedding_scale: float = 1.0
     learned_positions: bool = False
     sliding_window: int | None = None
     windowed_layers: tuple[int, ...] | None = None
     moe: MoEConfig | None = None
     lora: LoRA | None = None
+    norm_place: NormPlace = "before"
+    score_size: int | None = None
+    score_softcap: float | None = None
+    logit_softcap: float | None = None
+    local_rope_theta: float | None = None
+    rotary_dim: int | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         sizes = (self.vocab_size, self.hidden_size, self.n_layers, self.n_heads, self.n_kv_heads, self.head_dim)
@@ -166,8 +194,14 @@ class DecoderConfig:
             raise ValueError("every size must be at least 1")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"{self.n_heads} attention heads cannot share {self.n_kv_heads} KV heads evenly")
-        if self.head_dim % 2 and not self.learned_positions:
-            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
+        if self.rope_dim % 2 and not self.learned_positions:
+            raise ValueError(f"rotary positions need an even head_dim, not {self.rope_dim}")
+        if not 0 < self.rope_dim <= self.head_dim:
+            raise ValueError(f"{self.rope_dim} of the {self.head_dim} dims of a head cannot be rotated")
+        if any(value is not None and not value > 0 for value in (self.score_size, self.score_softcap)):
+            raise ValueError("score_size and score_softcap must be above 0")
+        if self.logit_softcap is not None and not self.logit_softcap > 0:
+            raise ValueError(f"logit_softcap must be above 0, not {self.logit_softcap}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1, not {self.sliding_window}")
         if any(not 0 <= layer < self.n_layers for layer in self.windowed_layers or ()):
@@ -185,6 +219,26 @@ class DecoderConfig:
         return self.head != "lm"
 
     @property
+    def rope_dim(self) -> int:
+        """Dims of a head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def query_factor(self) -> float:
+        """Factor on queries whose scores are then divided by the square root of `head_dim`."""
+        return 1.0 if self.score_size is None else math.sqrt(self.head_dim / self.score_size)
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """True if attention is a softmax of scaled products of heads that are rotated as a whole, or not at all."""
+        return not self.keeps_scores and self.rope_dim == self.head_dim
+
+    @property
+    def keeps_scores(self) -> bool:
+        """True if attention has all scores at once: no fused kernel bounds them or knows sinks."""
+        return self.score_softcap is not None or self.sinks
+
+    @property
     def norm_bias(self) -> bool:
         """True if norms have biases."""
         return self.norm == "layer"
@@ -192,6 +246,10 @@ class DecoderConfig:
     def experts_of(self, layer_index: int) -> MoEConfig | None:
         """Return the experts in the place of a layer's MLP; None for a plain one."""
         return None if self.moe is None or layer_index in self.moe.dense_layers else self.moe
+
+    def has_local_rope(self, layer_index: int) -> bool:
+        """Return True if a layer's rotary positions have the base `local_rope_theta`."""
+        return self.local_rope_theta is not None and self.window_of(layer_index) is not None
 
     def window_of(self, layer_index: int) -> int | None:
         """Return how many tokens, itself included, a token sees in a layer; None for all earlier ones."""

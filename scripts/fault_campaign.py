@@ -1,6 +1,6 @@
-"""Kill and stop processes of runs at many moments: they must finish by themselves with the weights of a quiet run.
+"""Kill, stop and interrupt runs at many moments: they must finish with the weights of a quiet run.
 
-    python scripts/fault_campaign.py [--kills 30] [--pauses 0] [--per-run 6] [--seed 0]
+    python scripts/fault_campaign.py [--kills 30] [--pauses 0] [--interrupts 0] [--per-run 6] [--seed 0]
                                      [--what ppo|grpo|supervisor|mixed] [key=value ...]
 
 Each run has several faults. For every fault a victim and a kind of moment are drawn: generation, transfer of rows,
@@ -18,6 +18,10 @@ Pauses (SIGSTOP) are drawn over the same processes, and the whole run. A short o
 pause of the whole run, or of its supervisor, takes twice `cluster.worker_timeout_s`, and changes nothing either. Any
 other process stays frozen: a worker or master is found and killed, and the run started again; a reward process is
 replaced.
+
+Interruptions are SIGINT or SIGTERM to the process that the user started, or SIGTERM to all, as job schedulers send it.
+The run must finish its step, save it and end with 130 or 143; the same command with resume=auto continues. With
+`--kills 0 --interrupts 20` only every other step is saved anyway.
 
 Further settings of the runs may follow: `allocation.overlap=true allocation.offload_frozen=true` has parameters under
 way while calls compute.
@@ -60,10 +64,15 @@ LIMIT_S = 600.0  # time in which a run must continue after a fault
 TIMEOUT_S = 12.0  # cluster.worker_timeout_s: a worker starts within it on a busy machine
 SHORT_S = 2.0
 KILL, SHORT, LONG = "kill", "short pause", "long pause"
+INTERRUPTS = {
+    "SIGINT": ("SIGINT", "supervisor"),
+    "SIGTERM": ("SIGTERM", "supervisor"),
+    "SIGTERM all": ("SIGTERM", "all"),
+}
 ALL = "all"
 END_LIMIT_S = 30.0  # time in which all processes must end after the death of their supervisor
 MARK = "REALRL_CAMPAIGN"
-BY_HAND = "\nrestart by hand: the supervisor was killed;\n"
+BY_HAND = "\nrestart by hand: the supervisor has ended;\n"
 SLOW_REWARD = """
 import time
 
@@ -178,7 +187,7 @@ class Fault:
     def restarts(self) -> bool:
         """True if the run is started again, by itself or by hand."""
         survivors = REWARDS if self.kind == KILL else (*REWARDS, "supervisor", ALL)
-        return self.kind != SHORT and self.victim not in survivors
+        return self.kind in INTERRUPTS or (self.kind != SHORT and self.victim not in survivors)
 
     def __str__(self) -> str:
         return (
@@ -215,7 +224,7 @@ class Run:
             )
 
     def continue_by_hand(self) -> float | None:
-        """Wait for all processes to end after the death of the supervisor, then continue the run.
+        """Wait for all processes to end after the supervisor, then continue the run.
 
         Returns the seconds until they had ended; None if some did not.
         """
@@ -279,8 +288,8 @@ class Run:
 
     def strike(self, fault: Fault) -> None:
         """Kill or stop the victim; let it go on after a pause that ends."""
-        if fault.kind == KILL:
-            self._signal(fault, signal.SIGKILL)
+        if fault.kind == KILL or fault.kind in INTERRUPTS:
+            self._signal(fault, signal.Signals[INTERRUPTS.get(fault.kind, ("SIGKILL",))[0]])
             return
         self._signal(fault, signal.SIGSTOP)
         if fault.kind == SHORT or fault.victim in ("supervisor", ALL):
@@ -352,12 +361,18 @@ def strike(run: Run, fault: Fault, armed_after: int) -> None:
 def wait_for_progress(run: Run, fault: Fault, n_attempts: int) -> None:
     """Wait until the attempt after the fault has done the step of the fault, or the run is over."""
     start_s, is_past = time.monotonic(), False
-    if fault.victim == "supervisor" and fault.kind == KILL:
+    if fault.kind in INTERRUPTS:
+        exit_code = run.process.wait(LIMIT_S)
+        fault.told = f"ended with {exit_code} after {time.monotonic() - start_s:.1f} s; "
+        if exit_code != 128 + signal.Signals[INTERRUPTS[fault.kind][0]]:
+            fault.outcome = "lost its step"
+            return
+    if fault.kind in INTERRUPTS or (fault.victim == "supervisor" and fault.kind == KILL):
         ended_s = run.continue_by_hand()
         if ended_s is None:
             fault.outcome = "left processes"
             return
-        fault.told = f"all processes ended within {ended_s:.1f} s; "
+        fault.told += f"all processes ended within {ended_s:.1f} s; "
     n_expected = n_attempts + fault.restarts
     while not is_past and not run.is_over and time.monotonic() < start_s + LIMIT_S:
         time.sleep(0.05)
@@ -385,6 +400,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--pauses", type=int, default=0)
+    parser.add_argument("--interrupts", type=int, default=0)
     parser.add_argument("--per-run", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--what", choices=SCENARIOS, default="ppo")
@@ -415,6 +431,11 @@ def campaign(folder: Path, options: argparse.Namespace) -> int:
     pauses = [*scenario.targets, *((ALL, moment) for moment in MOMENTS)] * 2
     faults = [Fault(KILL, *target) for target in draw(scenario.targets, options.kills)]
     faults += [Fault((SHORT, LONG)[n % 2], *target) for n, target in enumerate(draw(pauses, options.pauses))]
+    names = [list(INTERRUPTS)[n % len(INTERRUPTS)] for n in range(options.interrupts)]
+    moments = draw([("", moment) for moment in MOMENTS], options.interrupts)
+    faults += [Fault(name, INTERRUPTS[name][1], moment) for name, (_, moment) in zip(names, moments)]
+    if not options.kills and not options.pauses:
+        overrides.insert(0, "save.every_steps=2")
     random.shuffle(faults)
     n_steps = STEPS_PER_FAULT * options.per_run + 2
     overrides.append(f"steps={n_steps}")
@@ -435,7 +456,7 @@ def campaign(folder: Path, options: argparse.Namespace) -> int:
             is_good &= hurt(number, run, n_steps, faults[first : first + options.per_run], expected)
         finally:
             run.clean_up()
-    for kind in (KILL, SHORT, LONG):
+    for kind in (KILL, SHORT, LONG, *INTERRUPTS):
         those = [fault for fault in faults if fault.kind == kind]
         if those:
             went_on, struck = (sum(x) for x in zip(*((f.outcome == "went on", f.wanted in f.seen) for f in those)))
@@ -474,7 +495,7 @@ def hurt(number: int, run: Run, n_steps: int, faults: Sequence[Fault], expected:
     bad = f"exit code {exit_code}, different: {different}, processes left: {left}"
     told = "bit-equal to the quiet run" if is_equal else bad
     n_restarts, n_expected = len(run.attempts) - 1, sum(fault.restarts for fault in faults)
-    print(f"{number:>3} ended by itself, {len(steps)} rows of metrics, {n_restarts} restarts: {told}", flush=True)
+    print(f"{number:>3} ended, {len(steps)} rows of metrics, {n_restarts} restarts: {told}", flush=True)
     if exit_code != 0:
         print(run.errors[-4000:], flush=True)
     return is_equal and n_restarts == n_expected

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -40,6 +41,7 @@ from quickstart_pace import (
 
 N_SAMPLES_SHOWN = 6
 LIMIT_MIN = 20.0
+_KEYPRESS_S = 0.5  # a second signal within less counts as the same
 FULL_STEPS = max(RUNGS)
 
 
@@ -102,6 +104,8 @@ def run_lines(command: Sequence[str], goes_on: Callable[[str], bool]) -> int | N
                 if not is_stopped and not goes_on(line):
                     is_stopped = True
                     process.terminate()
+                    time.sleep(_KEYPRESS_S)
+                    process.terminate()  # do not wait for the step
         except BaseException:
             process.terminate()
             for line in process.stdout:  # it ends in order
@@ -149,6 +153,9 @@ class Pacer:
             self._choose("ppo", n_done=None)
         while True:
             n_steps = self._n_steps(stage)
+            if _saved_step(run_dir) >= n_steps:
+                print(f"as many steps as there is time for were done before: {_saved_step(run_dir)}")
+                return 0
             shorter = [] if n_steps == self._n_steps(stage, self._full) else [f"steps={n_steps}"]
             if stage == "rw" and n_steps in LEARNING_RATES:
                 shorter.append(f"models.reward.optimizer.lr={LEARNING_RATES[n_steps]:g}")
@@ -156,6 +163,7 @@ class Pacer:
             exit_code = self._run([sys.executable, "-m", "realrl", *command], lambda line: self._goes_on(stage, line))
             if exit_code is not None:
                 return exit_code
+            shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)  # of a run with other lengths
 
     def prompts(self, n_done: int | None) -> int:
         """Choose how many prompts the evaluation ends with, and tell it if they are fewer, or the end is late.
@@ -261,8 +269,15 @@ def step_times(run_dir: Path) -> list[float]:
 
 def _is_complete(run_dir: Path) -> bool:
     """True if the last step of a training stage is saved."""
-    manifest, config = run_dir / "checkpoints/latest/state/manifest.json", run_dir / "config.json"
-    return manifest.exists() and json.loads(manifest.read_text())["step"] == json.loads(config.read_text())["steps"]
+    config = run_dir / "config.json"
+    return config.exists() and _saved_step(run_dir) == json.loads(config.read_text())["steps"]
+
+
+def _saved_step(run_dir: Path) -> int:
+    """The step of the newest checkpoint of a training stage; 0 if there is none."""
+    manifest = run_dir / "checkpoints/latest/state/manifest.json"
+    step: int = json.loads(manifest.read_text())["step"] if manifest.exists() else 0
+    return step
 
 
 def _evaluate(out: Path, n_prompts: Callable[[int | None], int], n_pairs: int) -> None:

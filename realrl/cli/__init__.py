@@ -27,6 +27,8 @@ COMMANDS = {
     "simulate": "realrl.cli.commands:simulate",
     "plan": "realrl.cli.commands:find_plan",
     "profile": "realrl.cli.commands:profile",
+    "report": "realrl.cli.report:report",
+    "watch": "realrl.cli.report:watch",
     "list": "realrl.cli.commands:list_experiments",
     "graph": "realrl.cli.commands:graph",
     "config": "realrl.cli.commands:config",
@@ -44,6 +46,8 @@ commands:
   simulate NAME [key=value ...] the time of a step and what bounds it; starts nothing
   plan NAME [--hardware NAME]   where each call should run on given machines, and how; --out FILE
   profile NAME [--out FILE]     measure this machine for an experiment's models: a hardware file for predictions
+  report RUN [RUN ...]          a page about runs: curves, samples, times, settings
+  watch RUN [RUN ...]           the same page while runs go on, on this machine only
   list                          the registered experiments
   graph NAME [--out FILE]       the calls and what flows between them, as text or as a picture
   config NAME [key=value ...]   every key, its value and what it accepts

@@ -12,21 +12,22 @@ from typing import TYPE_CHECKING, NoReturn
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
-from realrl.cli.machines import memory_of, settled_for
+from realrl.cli.launch import decide_overlap, foresee_overlap, plan_of, refuse_unnamed, start
+from realrl.cli.machines import memory_of, settle
 from realrl.cli.plan import EXAMPLES as PLAN_EXAMPLES
-from realrl.cli.plan import PLAN_FILE, file_of_plan, plan_now, plan_run_command
 from realrl.cli.plan import add_options as add_plan_options
+from realrl.cli.plan import file_of_plan, plan_run_command
 from realrl.cli.plan_questions import settle_explain
-from realrl.cli.plan_view import print_plan
+from realrl.cli.plan_view import print_graph
 from realrl.cli.simulate import add_options, read_recording, simulate_run
-from realrl.cli.unused import check_used
+from realrl.cli.sweep import add_options as add_sweep_options
+from realrl.cli.sweep import sweep
 from realrl.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from realrl.config.schema import RunConfig
     from realrl.experiment.declaration import Experiment
     from realrl.experiment.run_plan import RunPlan
-    from realrl.plan.hooks import Overlap
     from realrl.sched.master.master_plan import MasterPlan
 
 RUN_EXAMPLES = """\
@@ -38,8 +39,10 @@ examples:
   realrl run ppo 'generation.stop_ids=[2,3]'             a list; quote what the shell would read
   realrl run ppo cluster.n_devices_per_node=2 allocation.calls.rew_inf=d1@0:1   one call on device 1 of node 0
   realrl run ppo run_dir=runs/a resume=auto              continue after an interruption
+  realrl run ppo preset=tiny lr=1e-4,1e-3 seed=1,2 --sweep     four runs, a table and a report of all
 
-exit codes: 0 done, 1 the run failed, 2 wrong input and nothing was started, 130 interrupted
+exit codes: 0 done, 1 the run failed, 2 wrong input and nothing was started, 130 interrupted (Ctrl-C: the step under way
+is finished and saved, and how to continue is told; a second one stops at once)
 """
 GRAPH_EXAMPLES = """\
 examples:
@@ -111,10 +114,27 @@ def run(arguments: Sequence[str]) -> int:
     """``realrl run``: train, or show the plan."""
     parser = _parser("run", "Train as an experiment declares.", RUN_EXAMPLES)
     _add_dry_run(parser)
+    add_sweep_options(parser)
     options = _parse(parser, arguments)
     if options.help:
         return _help(parser, options)
-    return _start(*_load(parser, options), options)
+    if options.sweep or options.jobs is not None:
+        return _sweep(parser, options)
+    return start(*_load(parser, options), options)
+
+
+def _sweep(parser: _Parser, options: argparse.Namespace) -> int:
+    """Run every combination of values, after a check of all of them."""
+    experiment = _named(parser, options)
+    name, *overrides = options.arguments
+
+    def check(words: Sequence[str]) -> RunConfig:
+        config = _compose(experiment, [name, *words])
+        if config.allocation.mode != "auto":  # else each run finds a plan of its own
+            plan_of(experiment, config, words)
+        return config
+
+    return sweep(name, overrides, check, options)
 
 
 def gen(arguments: Sequence[str]) -> int:
@@ -137,7 +157,7 @@ def gen(arguments: Sequence[str]) -> int:
     if options.out is not None:
         save = config.save.model_copy(update={"generations_path": options.out})
         config = config.model_copy(update={"save": save})
-    return _start(experiment, config, options)
+    return start(experiment, config, options)
 
 
 def evaluate(arguments: Sequence[str]) -> int:
@@ -149,71 +169,12 @@ def evaluate(arguments: Sequence[str]) -> int:
         return _help(parser, options)
     experiment, config = _load(parser, options)
     only = config.eval.model_copy(update={"only": True})
-    return _start(experiment, config.model_copy(update={"eval": only}), options)
+    return start(experiment, config.model_copy(update={"eval": only}), options)
 
 
 def _add_dry_run(parser: _Parser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="resolve, check and print the plan; start nothing")
     parser.add_argument("--hardware", metavar="NAME", help="with --dry-run: the machine, in the place of this one")
-
-
-def _start(experiment: Experiment, config: RunConfig, options: argparse.Namespace) -> int:
-    """Check the paths, then run, or check the models and show the plan."""
-    from realrl.config.paths import check_paths
-    from realrl.data.assets.store import cache_dir
-    from realrl.runtime.processes.machine import accelerators, on_machine
-
-    if options.hardware is not None:
-        if not options.dry_run:
-            raise UsageError("--hardware: a run takes the machine that it is on", remedy="Add --dry-run.")
-        config = settled_for(config, options.hardware)
-    files = dict[str, bytes]()
-    if config.allocation.mode == "auto":
-        config, text = plan_now(experiment, config, options.arguments[1:])
-        files |= {PLAN_FILE: text.encode()} if text else {}
-    settled, notes = on_machine(config, accelerators())
-    plan = _plan(experiment, settled, options)
-    check_paths(config, cache_dir=cache_dir().absolute())
-    if options.dry_run:
-        from realrl.experiment.planning import check_models_fit
-        from realrl.runtime.checkpoints.resume import find_beginning, refuse_mixing
-
-        refuse_mixing(config)
-        check_models_fit(plan)
-        print_plan(plan, find_beginning(plan)[0], notes=notes, overlap=_foresee_overlap(plan))
-        return 0
-    from realrl.runtime.processes.start import start_run
-
-    return start_run(experiment, config, decide=_decide_overlap, files=files)
-
-
-def _decide_overlap(plan: RunPlan) -> Overlap:
-    """Decide which parameters come early or stay; torch is imported only where some could."""
-    from realrl.plan.hooks import NO_OVERLAP
-
-    if not plan.may_overlap:
-        return NO_OVERLAP
-    from realrl.doctor.memory import decide_overlap
-
-    return decide_overlap(plan)
-
-
-def _foresee_overlap(plan: RunPlan) -> Overlap:
-    """Return the decision of a run on this machine; none without its devices, or if a model cannot be read."""
-    from dataclasses import replace
-
-    from realrl.plan.hooks import NO_OVERLAP
-    from realrl.runtime.processes.machine import accelerators, check_devices, on_machine
-
-    if not plan.may_overlap:
-        return NO_OVERLAP
-    found = accelerators()
-    config, _ = on_machine(plan.config, found)
-    try:
-        check_devices(config, found)
-        return _decide_overlap(replace(plan, config=config))
-    except UsageError:
-        return NO_OVERLAP
 
 
 def doctor(arguments: Sequence[str]) -> int:
@@ -228,13 +189,16 @@ def doctor(arguments: Sequence[str]) -> int:
         return _help(parser, options)
     if options.device_memory is not None and not 0 < options.device_memory < math.inf:
         raise UsageError(f"--device-memory {options.device_memory:g} is no size", remedy="Give it in 1e9 bytes.")
-    from realrl.doctor import RunUnderCheck, examine
+    from realrl.doctor.report import examine
+    from realrl.doctor.run_under_check import RunUnderCheck
 
     experiment, config = _load(parser, options)
-    plan = _plan(experiment, settled_for(config, options.hardware), options)
+    config, _ = settle(config, options.hardware)
+    plan = plan_of(experiment, config, options.arguments[1:])
+    refuse_unnamed(experiment, config, options.arguments[1:])
 
     def recompose(more: Sequence[str]) -> RunConfig:
-        return settled_for(_compose(experiment, [*options.arguments, *more]), options.hardware)
+        return settle(_compose(experiment, [*options.arguments, *more]), options.hardware)[0]
 
     memory = None if options.device_memory is None else int(options.device_memory * 1e9)
     if options.hardware is not None:
@@ -293,10 +257,10 @@ def _plan_of_master(
     from realrl.runtime.checkpoints.resume import make_master_plan
     from realrl.runtime.checkpoints.store import CHECKPOINTS, checkpoint_store
 
-    plan = _plan(experiment, config, options)
+    plan = plan_of(experiment, config, options.arguments[1:])
     check_models_fit(plan)
     store = checkpoint_store(plan, Path(config.run_dir) / CHECKPOINTS)
-    return plan, make_master_plan(plan, store, None, overlap=_decide_overlap(plan))
+    return plan, make_master_plan(plan, store, None, overlap=decide_overlap(plan))
 
 
 def profile(arguments: Sequence[str]) -> int:
@@ -321,7 +285,7 @@ def profile(arguments: Sequence[str]) -> int:
         fit_again(options.found, options.out, options.hardware)
         return 0
     found = accelerators()
-    plan = _plan(experiment, on_machine(config, found)[0], options)
+    plan = plan_of(experiment, on_machine(config, found)[0], options.arguments[1:])
     settings = Settings(options.seconds, options.hardware)
     return profile_machine(plan, options.out, settings, found, measurements=options.measurements)
 
@@ -349,13 +313,13 @@ def graph(arguments: Sequence[str]) -> int:
     if options.help:
         parser.print_help()
         return 0
-    plan = _plan(*_load(parser, options), options)
+    plan = plan_of(*_load(parser, options), options.arguments[1:])
     if options.out is None:
-        _print_graph(plan)
+        print_graph(plan)
     else:
         from realrl.draw.picture import write_picture
 
-        notes = _foresee_overlap(plan).notes
+        notes = foresee_overlap(plan).notes
         path = write_picture(
             options.out,
             plan.graph,
@@ -376,32 +340,6 @@ def config(arguments: Sequence[str]) -> int:
         return 0
     print_config(*_load(parser, options))
     return 0
-
-
-def _print_graph(plan: RunPlan) -> None:
-    """Print the calls in the order in which data reaches them, each with its inputs, outputs and waits."""
-    from realrl.graph.build import dataset_keys, producers, readers, topological_calls, version_edges
-
-    graph = plan.graph
-    producer = producers(graph)
-    print(f"{plan.experiment.name}: {plan.experiment.description}\n")
-    print("dataset")
-    for key in dataset_keys(graph):
-        print(f"    -> {key}: {', '.join(readers(graph, key))}")
-    waits = version_edges(graph)
-    for mfc in topological_calls(graph):
-        print(f"\n{mfc.name}  [{mfc.model} {mfc.interface_type.value}, {mfc.n_seqs} samples]")
-        sources: dict[str, list[str]] = {}
-        for key in mfc.input_keys:
-            sources.setdefault(producer.get(key, "dataset"), []).append(key)
-        for source, keys in sources.items():
-            print(f"    <- {source}: {', '.join(keys)}")
-        for key in mfc.output_keys:
-            print(f"    -> {key}: {', '.join(readers(graph, key)) or 'read by no call'}")
-        for edge in waits:
-            if edge.after == mfc.name:
-                when = "the step before" if edge.lag == 1 else f"{edge.lag} steps before"
-                print(f"    .. waits for {edge.before} of {when}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -439,6 +377,11 @@ def _parse(parser: _Parser, arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _load(parser: _Parser, options: argparse.Namespace) -> tuple[Experiment, RunConfig]:
+    experiment = _named(parser, options)
+    return experiment, _compose(experiment, options.arguments)
+
+
+def _named(parser: _Parser, options: argparse.Namespace) -> Experiment:
     from realrl.experiment.discovery import experiment_names, load_experiment
 
     if not options.arguments:
@@ -446,29 +389,13 @@ def _load(parser: _Parser, options: argparse.Namespace) -> tuple[Experiment, Run
     name = options.arguments[0]
     if "=" in name:
         raise UsageError(f"the experiment comes before '{name}'", remedy=f"Write: {parser.prog} NAME {name}")
-    experiment = load_experiment(name)
-    return experiment, _compose(experiment, options.arguments)
-
-
-def _plan(experiment: Experiment, config: RunConfig, options: argparse.Namespace) -> RunPlan:
-    """Return calls, graph and allocations; refuse keys that this experiment would ignore.
-
-    Raises:
-        UsageError: see `plan_run`.
-    """
-    from realrl.experiment.planning import plan_run
-
-    if config.allocation.mode == "auto":
-        config, _ = plan_now(experiment, config, options.arguments[1:])
-    plan = plan_run(config, experiment)
-    check_used(options.arguments[1:], plan)
-    return plan
+    return load_experiment(name)
 
 
 def _compose(experiment: Experiment, arguments: Sequence[str]) -> RunConfig:
     """Compose the configuration of an experiment from the user's name for it and overrides."""
     from realrl.config.compose import compose
-    from realrl.data.assets.store import cache_dir
+    from realrl.data.assets.store import cache_dir, hub_dir
     from realrl.experiment.discovery import config_dir, stable_reference
     from realrl.experiment.loading import staying
 
@@ -484,6 +411,7 @@ def _compose(experiment: Experiment, arguments: Sequence[str]) -> RunConfig:
             reference=stable_reference(arguments[0]),
             config_dir=config_dir(),
             cache_dir=cache_dir().absolute(),
+            hub_dir=hub_dir(),
             plan=None if plan is None else plan.layer,
         )
     if plan is not None:

@@ -14,7 +14,7 @@ from realrl.files import write_output
 from realrl.sched.story import ranks_text
 
 if TYPE_CHECKING:
-    from realrl.doctor import Report
+    from realrl.doctor.report import Report
     from realrl.experiment.run_plan import RunPlan
     from realrl.plan.memory.load import Load
     from realrl.plan.memory.plan import Usage

@@ -45,6 +45,23 @@ def settled_for(config: RunConfig, hardware: str | None) -> RunConfig:
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"hardware": like})})
 
 
+def settle(config: RunConfig, hardware: str | None) -> tuple[RunConfig, tuple[str, ...]]:
+    """Return the configuration of a run as it would start here, or on the machine of --hardware, and notes to the user.
+
+    Raises:
+        ConfigError: there is no such machine, or its devices are of another kind.
+    """
+    from realrl.runtime.processes.machine import accelerators, on_machine
+
+    if hardware is not None:
+        return settled_for(config, hardware), ()
+    if config.cluster.hardware:
+        from realrl.profiler.hardware_files import named_hardware
+
+        named_hardware(config.cluster.hardware, option="cluster.hardware")
+    return on_machine(config, accelerators())
+
+
 def memory_of(config: RunConfig) -> int | None:
     """Return the bytes of a device, where they are not those of its hardware file.
 

@@ -31,6 +31,7 @@ from realrl.config.keys import (
     sections,
 )
 from realrl.config.overrides import Edit, parse_overrides
+from realrl.config.paths import with_hub_names
 from realrl.config.problems import Problem, raise_problems, subject_of
 from realrl.config.schema import ModelConfigSection, RunConfig
 from realrl.config.validate import validate
@@ -46,6 +47,7 @@ def compose(
     reference: str | None = None,
     config_dir: Path | None = None,
     cache_dir: Path | None = None,
+    hub_dir: Path | None = None,
     plan: Mapping[str, object] | None = None,
 ) -> RunConfig:
     """Resolve the configuration of one run.
@@ -56,6 +58,7 @@ def compose(
         reference: name by which another process finds the experiment; its own name by default.
         config_dir: folder of the YAML groups preset, cluster, allocation and model; without it there are none.
         cache_dir: value of ``${cache_dir}`` in YAML.
+        hub_dir: cache in which names of the Hub are looked up; None leaves them as they are.
         plan: settings of the file that the override ``plan=FILE`` names, nested like the configuration.
 
     Raises:
@@ -87,7 +90,8 @@ def compose(
 
     config = check(experiment.roles)
     roles = experiment.roles_for(config)
-    return config if roles == experiment.roles else check(roles)
+    config = config if roles == experiment.roles else check(roles)
+    return config if hub_dir is None else with_hub_names(config, hub_dir)
 
 
 @dataclass

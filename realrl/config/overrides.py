@@ -1,7 +1,11 @@
-"""Parsing of ``key=value`` in Hydra's override grammar, and of ``models.*.key=value`` for every role."""
+"""Parsing of ``key=value`` in Hydra's override grammar, and of ``models.*.key=value`` for every role.
+
+``lr=value`` is short for ``models.*.optimizer.lr=value``.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +13,11 @@ from dataclasses import dataclass
 from realrl.config.problems import Problem, subject_of
 from realrl.config.schema import REASONING_TASKS
 from realrl.config.secrets import masked, masked_argument
+from realrl.errors import UsageError
 
 _STAR = re.compile(r"^([+~]*models\.)\*(?=[.=]|$)")
 _STAND_IN = "every_role"  # the grammar has no star in keys
+SHORT_KEYS = {"lr": "models.*.optimizer.lr"}
 
 
 @dataclass(frozen=True)
@@ -65,24 +71,26 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Edit], list[Problem]
         if not equals and not argument.startswith("~"):
             problems.append(Problem(shown, f"not an override; write it as {argument}=VALUE"))
             continue
-        # these hold characters that the grammar wants to be quoted
-        if raw.startswith(REASONING_TASKS) or not (raw.isascii() or raw.startswith(("'", '"', "[", "{"))):
-            argument = f"{key}='" + raw.replace("'", "\\'") + "'"
         try:
-            parsed: Override = parser.parse_override(_STAR.sub(rf"\g<1>{_STAND_IN}", argument))
+            parsed: Override = parser.parse_override(_for_parser(argument))
         except (HydraException, ValueError, RecursionError):
             problems.append(Problem(shown, _why_malformed(key, shown.partition("=")[2])))
             continue
         path = parsed.key_or_group
         if _STAR.match(argument):
             path = path.replace(_STAND_IN, "*", 1)
+        path = SHORT_KEYS.get(path, path)
         if not path:
             problems.append(Problem(shown, "the key is missing; write KEY=VALUE"))
         elif parsed.package is not None:
             problems.append(Problem(shown, "packages (@) cannot be chosen; write KEY=VALUE"))
         elif parsed.is_sweep_override():
             problems.append(
-                Problem(shown, f"several values, but this is one run; a list is {key}=[a,b], a text {key}='\"a,b\"'")
+                Problem(
+                    shown,
+                    f"several values, but this is one run; --sweep makes a run of each, a list is {key}=[a,b], "
+                    f"a text {key}='\"a,b\"'",
+                )
             )
         else:
             edits.append(
@@ -94,6 +102,44 @@ def parse_overrides(arguments: Sequence[str]) -> tuple[list[Edit], list[Problem]
                 )
             )
     return edits, problems
+
+
+def several_values(argument: str, most: int) -> list[str]:
+    """Return the values that an override gives one after the other, as they would be typed; empty if it gives one.
+
+    Args:
+        most: no more values than this are made.
+
+    Raises:
+        UsageError: the values cannot be listed.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    key, _, raw = argument.partition("=")
+    try:
+        parsed = OverridesParser.create().parse_override(_for_parser(argument))
+        if not parsed.is_sweep_override():
+            return []
+        if parsed.is_interval_sweep():
+            raise HydraException("an interval has no values of its own")
+        values = list(itertools.islice(parsed.sweep_string_iterator(), most))
+    except (HydraException, ValueError, TypeError, RecursionError, ZeroDivisionError) as error:
+        if "=" in argument and any(word in raw for word in ("choice(", "range(", "interval(", "glob(")):
+            message = f"{masked_argument(argument)}: no values to sweep"
+            raise UsageError(message, remedy=f"Write {key}=a,b,c, or {key}=range(1,4).") from error
+        return []  # composition tells what is wrong with it
+    typed = [value.strip() for value in raw.split(",")]
+    is_plain = len(typed) == len(values) and not re.search(r"[()\[\]{}'\"]", raw)
+    return typed if is_plain else values
+
+
+def _for_parser(argument: str) -> str:
+    """Return an override as the parser takes it: with quotes around what it wants to be quoted, and no star."""
+    key, _, raw = argument.partition("=")
+    if raw.startswith(REASONING_TASKS) or not (raw.isascii() or raw.startswith(("'", '"', "[", "{"))):
+        argument = f"{key}='" + raw.replace("'", "\\'") + "'"
+    return _STAR.sub(rf"\g<1>{_STAND_IN}", argument)
 
 
 def _why_malformed(key: str, raw: str) -> str:

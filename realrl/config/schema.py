@@ -29,6 +29,10 @@ def rare(default: Any, description: str, **limits: Any) -> Any:
     return Field(default, description=description, json_schema_extra={"advanced": True}, **limits)
 
 
+_DEFAULT_INTERVAL_S = 600.0  # of checkpoints
+_LEAST_PAUSES = 30  # by default they are so many times further apart than what they take
+
+
 class Section(BaseModel):
     """Base of all configuration sections: frozen, and a key that is not declared is an error."""
 
@@ -59,7 +63,12 @@ class OptimizerConfig(Section):
     eps: float = rare(1e-5, "AdamW's denominator term", gt=0)
     weight_decay: float = key(0.05, "decoupled weight decay; norms and biases have none", ge=0)
     schedule: Literal["constant", "linear", "cosine"] = key("cosine", "how the learning rate falls after the warm-up")
-    warmup_fraction: float = rare(0.02, "share of all optimizer steps spent warming up", ge=0, lt=1)
+    schedule_steps: int | None = rare(
+        None,
+        "steps over which warm-up and schedule go; null: those of the run, so that steps=10 is no part of steps=40",
+        ge=1,
+    )
+    warmup_fraction: float = rare(0.02, "share of the schedule spent warming up", ge=0, lt=1)
     min_lr_fraction: float = rare(0.0, "final learning rate as a share of the peak", ge=0, le=1)
     clip_grad_norm: float = key(1.0, "gradients are clipped to this global norm", gt=0)
     zero_stage: int | None = rare(
@@ -99,18 +108,74 @@ class ModelConfigSection(Section):
     lora: LoRAConfig = LoRAConfig()
 
 
+class FieldNames(Section):
+    """Names that a file has for the fields of a row; null: the name of the key. "a.b" is field b of the object a."""
+
+    prompt: str | None = rare(None, "what the file calls the prompt", min_length=1)
+    messages: str | None = rare(None, "what the file calls whole conversations", min_length=1)
+    answer: str | None = rare(None, "what the file calls the answer", min_length=1)
+    chosen: str | None = rare(None, "what the file calls the better answer of a pair", min_length=1)
+    rejected: str | None = rare(None, "what the file calls the worse answer of a pair", min_length=1)
+    label: str | None = rare(None, "what the file calls true for good answers, false for bad ones", min_length=1)
+    id: str | None = rare(None, "what the file calls the name of a row", min_length=1)
+    complete: str | None = rare(None, "what the file calls false for answers that are cut off", min_length=1)
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Field -> its name, for those that have another one."""
+        return {field: name for field, name in self.model_dump().items() if name is not None}
+
+
+class DatasetFile(Section):
+    """One of several files of samples."""
+
+    path: str = Field(description="as dataset.path, of this file alone", min_length=1)
+    weight: float | None = key(
+        None,
+        "share of the samples, relative to the other files' weights; null for all of them: every row once an epoch",
+        gt=0,
+    )
+    fields: FieldNames = FieldNames()
+
+
 class DatasetConfig(Section):
     """Source of samples."""
 
     path: str = key(
         BUILT_IN,
-        "JSON, JSONL or parquet file, 'tiny' for the built-in toy task, or reasoning_gym:<task>?size=500",
+        "JSON, JSONL or parquet file, a folder or pattern of them, a data set of the Hub that is in the local cache, "
+        "'tiny' for the built-in toy task, or reasoning_gym:<task>?size=500",
         min_length=1,
     )
+    files: dict[str, DatasetFile] = key(
+        {}, "several files in the place of path: dataset.files.<name>=FILE, dataset.files.<name>.weight=2"
+    )
+    fields: FieldNames = FieldNames()
     max_prompt_tokens: int = key(256, "samples with longer prompts are dropped and counted", ge=1)
     max_answer_tokens: int = key(256, "samples with longer answers are dropped and counted", ge=1)
     chat_template: bool = key(False, "wrap prompts in the tokenizer's chat template")
     shuffle: bool = rare(True, "draw samples in a new order each epoch, made from the seed")
+
+    @property
+    def sources(self) -> dict[str, DatasetFile]:
+        """The files by name, each with all names of its fields; a single one is called ""."""
+        files = self.files or {"": DatasetFile(path=self.path)}
+        return {
+            name: file.model_copy(update={"fields": self.fields.model_copy(update=file.fields.given)})
+            for name, file in files.items()
+        }
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """Configuration key -> path of every source."""
+        if not self.files:
+            return {"dataset.path": self.path}
+        return {f"dataset.files.{name}.path": file.path for name, file in self.files.items()}
+
+    @property
+    def described(self) -> str:
+        """The paths, for messages."""
+        return ", ".join(self.paths.values())
 
 
 class GenerationConfig(Section):
@@ -123,7 +188,7 @@ class GenerationConfig(Section):
     top_k: int = key(0, "sample among the k likeliest tokens; 0 means all", ge=0)
     top_p: float = key(1.0, "sample among the likeliest tokens of this total probability", gt=0, le=1)
     stop_ids: tuple[Annotated[int, Field(ge=0)], ...] = rare(
-        (), "token ids that end a response, besides the tokenizer's EOS"
+        (), "token ids that end a response, besides the EOS of tokenizer and model"
     )
     max_batch_size: int = rare(64, "responses that are decoded together on one worker", ge=1)
 
@@ -234,8 +299,11 @@ class SaveConfig(Section):
 
     every_steps: int = key(0, "write a checkpoint every so many steps; 0 means only at the end", ge=0)
     every_epochs: int = rare(0, "write one after every so many passes over the dataset", ge=0)
-    every_s: float = rare(
-        0.0, "write one after the step in which so many seconds have passed since the last; 0 means never", ge=0
+    every_s: float | None = rare(
+        None,
+        "write one after the step in which so many seconds have passed since the last; 0 means never; null: 600, or 30 "
+        "times what the last one took, if neither every_steps nor every_epochs is set and at_end is",
+        ge=0,
     )
     keep: int = rare(2, "checkpoints that stay on disk; older ones are deleted", ge=1)
     keep_best: str = rare("", "a metric, such as eval/reward: the checkpoint of the step where it was best stays too")
@@ -246,6 +314,32 @@ class SaveConfig(Section):
         4, "prompts of a step whose responses go to generations.jsonl; 0 for none, null for all", ge=0
     )
     generations_path: str = rare("", "file of the responses; empty: generations.jsonl in run_dir")
+
+    @property
+    def is_clocked_by_default(self) -> bool:
+        """True if nobody set when checkpoints on the way are written, so that the clock asks for them."""
+        return self.every_s is None and self.at_end and not self.every_steps and not self.every_epochs
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between checkpoints that the clock asks for, apart from what they cost; 0 for none."""
+        return self.interval_after(0.0)
+
+    def interval_after(self, took_s: float) -> float:
+        """Return `interval_s` after a checkpoint that took so many seconds; the default one grows with that."""
+        if not self.is_clocked_by_default:
+            return self.every_s or 0.0
+        return max(_DEFAULT_INTERVAL_S, _LEAST_PAUSES * took_s)
+
+    @property
+    def is_regular(self) -> bool:
+        """True if checkpoints are written before the last step, too."""
+        return bool(self.every_steps or self.every_epochs or self.interval_s)
+
+    @property
+    def writes(self) -> bool:
+        """True if a run that trains is saved at all; an interrupted one is then saved too."""
+        return self.at_end or self.is_regular
 
 
 class EvalConfig(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from realrl.config.keys import Declared, known_keys
@@ -22,6 +23,16 @@ def shown_config(config: RunConfig) -> dict[str, Any]:
     """Return the configuration as JSON values for people to read, without its secrets."""
     shown: dict[str, Any] = masked(config.model_dump(mode="json"))
     return shown
+
+
+def flattened(values: object, prefix: str = "") -> dict[str, Any]:
+    """Return dotted path -> value of nested mappings; an empty mapping has no path."""
+    if not isinstance(values, Mapping):
+        return {prefix: values}
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flattened(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat
 
 
 def experiment_reference(data: bytes) -> str:

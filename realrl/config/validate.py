@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from realrl.config.keys import Declared, Key
 from realrl.config.problems import Problem, subject_of
-from realrl.config.schema import MAX_DEVICES, CallConfig, RunConfig
+from realrl.config.schema import BUILT_IN, MAX_DEVICES, CallConfig, DatasetConfig, RunConfig
 from realrl.config.secrets import without_secrets
 from realrl.errors import did_you_mean
 
@@ -72,6 +72,7 @@ def cross_check(config: RunConfig) -> list[Problem]:
     if config.save.keep_best.startswith("eval/") and not config.eval.is_on:
         text = "the run is not evaluated; set eval.every_steps, or name a metric of training"
         problems.append(Problem(f"save.keep_best={config.save.keep_best}", text))
+    problems += _data_problems(config.dataset)
     n_minibatches = getattr(config.algorithm, "n_minibatches", 1)
     if config.n_seqs % n_minibatches:
         problems.append(
@@ -81,6 +82,23 @@ def cross_check(config: RunConfig) -> list[Problem]:
                 f"such as {max(1, config.n_seqs // n_minibatches) * n_minibatches}",
             )
         )
+    return problems
+
+
+def _data_problems(dataset: DatasetConfig) -> list[Problem]:
+    """Return contradictions between a path, several files and their weights."""
+    problems: list[Problem] = []
+    if dataset.files and dataset.path != BUILT_IN:
+        text = f"dataset.files names {', '.join(dataset.files)} too; give one or several"
+        text += " (~dataset.path takes back what a preset says)"
+        problems.append(Problem(f"dataset.path={dataset.path}", text))
+    weighted = [name for name, file in dataset.files.items() if file.weight is not None]
+    for name, file in dataset.files.items():
+        if not name.isidentifier():
+            problems.append(Problem(f"dataset.files.{name}", "a name has letters, digits and _ only"))
+        if weighted and file.weight is None:
+            text = f"has no weight, and {weighted[0]} has one; give it to all files or to none"
+            problems.append(Problem(f"dataset.files.{name}", text))
     return problems
 
 

@@ -8,13 +8,13 @@ the operations of a step: `linear`, `norm`, `attention`, whole `layers`, a `samp
          └────────── CompiledKernels   AVX2, AVX-512 or a matrix unit: kernels/*.cpp ──► loader ──► operations
 """
 
-from realrl.cpu.attention import CacheAttention, attend_grouped, repeats_heads
+from realrl.cpu.attention import CacheAttention, attend_grouped, plain_attention, repeats_heads
 from realrl.cpu.cache import CacheShape, KVCache, NewTokens, SavedRow
 from realrl.cpu.choice import choose_kernels
 from realrl.cpu.loader import describe
 from realrl.cpu.machine import attention_dtype
 from realrl.cpu.products import linear, matmul
-from realrl.cpu.reference import Rope, activate, rotate, window_mask
+from realrl.cpu.reference import Rope, ScoreTerms, activate, attend_by_scores, rotate, softcap, window_mask
 from realrl.cpu.sampler import InvalidLogitsError, SampledTokens, SamplingOp
 from realrl.cpu.torch_kernels import LayerOps, LayersOp, LinearWeights, TorchKernels
 
@@ -31,15 +31,19 @@ __all__ = [
     "SampledTokens",
     "SamplingOp",
     "SavedRow",
+    "ScoreTerms",
     "TorchKernels",
     "activate",
+    "attend_by_scores",
     "attend_grouped",
     "attention_dtype",
     "choose_kernels",
     "describe",
     "linear",
     "matmul",
+    "plain_attention",
     "repeats_heads",
     "rotate",
+    "softcap",
     "window_mask",
 ]

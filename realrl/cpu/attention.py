@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from realrl.cpu.cache import KVCache, NewTokens
-from realrl.cpu.reference import Rope, rotate, window_mask
+from realrl.cpu.reference import Rope, ScoreTerms, attend_by_scores, rotate, window_mask
 
 
 class CacheAttention:
@@ -23,11 +23,20 @@ class CacheAttention:
     def __init__(self, cache: KVCache, tokens: NewTokens) -> None:
         self.cache, self.tokens = cache, tokens
 
-    def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        *,
+        rope: Rope,
+        window: int | None = None,
+        terms: ScoreTerms | None = None,
+    ) -> torch.Tensor:
         """Attention [T, N D] of tokens with queries, keys and values qkv [T, (N + 2 K) D], not rotated yet.
 
         Args:
             window: number of tokens, itself included, that each one sees; None for all earlier ones.
+            terms: treatment of the scores; None for plain ones.
         """
         raise NotImplementedError
 
@@ -45,16 +54,28 @@ class PrefillAttention(CacheAttention):
         self._padded = (tokens.slots - tokens.slots[0]) * self._longest + tokens.positions
         self._masks: dict[int, torch.Tensor] = {}  # by window
 
-    def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        *,
+        rope: Rope,
+        window: int | None = None,
+        terms: ScoreTerms | None = None,
+    ) -> torch.Tensor:
         q, k, v = _rotated(qkv, rope, self.cache.layer(layer_index)[0])
         self.cache.write(layer_index, self.tokens, k, v)
-        mask = None
-        if window is not None and window < self._longest:
+        mask, n = None, self._longest
+        if terms is not None or (window is not None and window < n):
+            window = n if window is None else window
             if window not in self._masks:
-                self._masks[window] = window_mask(self._longest, window, q.device)
+                self._masks[window] = window_mask(n, window, q.device)
             mask = self._masks[window]
         q, k, v = (self._pad(x) for x in (q, k, v))
-        out = attend_grouped(q, k, v, mask, repeats=repeats_heads(q.device))
+        if terms is None or mask is None:
+            out = attend_grouped(q, k, v, mask, repeats=repeats_heads(q.device))
+        else:
+            out = attend_by_scores(q, k, v, ~mask, terms)
         out = out.transpose(1, 2).reshape(self._n_rows * self._longest, -1)
         return out if self._is_even else out[self._padded]
 
@@ -73,7 +94,15 @@ class DecodeAttention(CacheAttention):
         self._n_rows = len(tokens.positions)
         self._masks: dict[int | None, torch.Tensor] = {}  # by window
 
-    def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        *,
+        rope: Rope,
+        window: int | None = None,
+        terms: ScoreTerms | None = None,
+    ) -> torch.Tensor:
         q, k, v = _rotated(qkv, rope, self.cache.layer(layer_index)[0])
         self.cache.write(layer_index, self.tokens, k, v)
         keys, values = self.cache.view(layer_index, self._n_rows)
@@ -81,8 +110,13 @@ class DecodeAttention(CacheAttention):
         queries = q.reshape(len(keys), -1, q.shape[-1])  # [B * K, N / K, D]
         if window not in self._masks:
             self._masks[window] = self._mask(window, queries, capacity=keys.shape[1])
-        scores = decode_scores(queries, keys, self._masks[window])
-        return torch.bmm(torch.softmax(scores, dim=-1).to(values.dtype), values).view(len(q), -1)
+        mask = self._masks[window]
+        if terms is None:
+            weights = torch.softmax(decode_scores(queries, keys, mask), dim=-1)
+        else:
+            sinks = None if terms.sinks is None else terms.sinks.repeat(len(q)).view(len(queries), -1, 1)
+            weights = terms.weights(decode_scores(queries, keys, torch.zeros_like(mask)), mask < 0, sinks)
+        return torch.bmm(weights.to(values.dtype), values).view(len(q), -1)
 
     def _mask(self, window: int | None, queries: torch.Tensor, *, capacity: int) -> torch.Tensor:
         """The mask [B * K, N / K, C]: 0 where a row's new token sees, -inf elsewhere."""
@@ -95,6 +129,11 @@ class DecodeAttention(CacheAttention):
         mask = torch.zeros(is_hidden.shape, dtype=dtype, device=lengths.device).masked_fill_(is_hidden, -torch.inf)
         n_groups = len(queries) // self._n_rows
         return mask.repeat_interleave(n_groups, 0)[:, None].expand(-1, queries.shape[1], -1).contiguous()
+
+
+def plain_attention(cache: KVCache, tokens: NewTokens) -> CacheAttention:
+    """Make the attention of new tokens by torch's operations; the cache has room for them, and no garbage."""
+    return PrefillAttention(cache, tokens) if tokens.seqlens else DecodeAttention(cache, tokens)
 
 
 def repeats_heads(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from realrl.config.schema import GenerationConfig
 from realrl.cpu.attention import CacheAttention
 from realrl.cpu.cache import KVCache, NewTokens
 from realrl.cpu.operations import HEAD_MULTIPLE, RMSNorm, TiledLinear, attend, rms_norm, sample, tiled_layers
-from realrl.cpu.reference import Rope
+from realrl.cpu.reference import Rope, ScoreTerms
 from realrl.cpu.sampler import InvalidLogitsError, SampledTokens, SamplingOp, keeps_all
 from realrl.cpu.torch_kernels import (
     LayerOps,
@@ -96,7 +96,16 @@ class CompiledKernels(TorchKernels):
 class CompiledAttention(CacheAttention):
     """Attention in one pass."""
 
-    def attend(self, layer_index: int, qkv: torch.Tensor, *, rope: Rope, window: int | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        layer_index: int,
+        qkv: torch.Tensor,
+        *,
+        rope: Rope,
+        window: int | None = None,
+        terms: ScoreTerms | None = None,
+    ) -> torch.Tensor:
+        assert terms is None, "the kernel has plain scores only"
         keys, values = self.cache.layer(layer_index)
         return attend(qkv, keys, values, self.tokens, rope=rope, window=window, scale=keys.shape[-1] ** -0.5)
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from realrl.config.schema import GenerationConfig
-from realrl.cpu.attention import CacheAttention, DecodeAttention, PrefillAttention
+from realrl.cpu.attention import CacheAttention, plain_attention
 from realrl.cpu.cache import KVCache, NewTokens
 from realrl.cpu.machine import HAS_ONEDNN, has_bf16_kernels
 from realrl.cpu.reference import Rope, activate
@@ -148,7 +148,7 @@ class TorchKernels:
 
     def attention(self, cache: KVCache, tokens: NewTokens) -> CacheAttention:
         """Make the attention of new tokens in all layers; the cache has room for them."""
-        return PrefillAttention(cache, tokens) if tokens.seqlens else DecodeAttention(cache, tokens)
+        return plain_attention(cache, tokens)
 
     def layers(self, layers: Sequence[LayerOps], *, n_kv_heads: int, head_dim: int) -> LayersOp | None:
         """Make one operation of whole layers, with attention and residuals; None if layers are called one by one."""

@@ -1,6 +1,7 @@
 """One self-contained page: the picture, and the details of each call after a click.
 
-`page.html` is the page without them: its frame, its own style, and the script that handles clicks.
+`page/page.html` is the page without them: its frame, its own style, and the script that handles clicks. Other pages of
+realrl share its head, and among each other `page/base.css` and `page/base.js`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _HEAD = """\
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
-content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'<!--CONNECT-->">
 <title><!--TITLE--></title>"""
 
 
@@ -42,15 +43,28 @@ def render_html(drawing: Drawing, graph: nx.DiGraph, allocations: Mapping[str, P
         "PICTURE": document(drawing, "", interactive=True),
         "DETAILS": details,
     }
-    return filled(files("realrl.draw").joinpath("page.html").read_text(encoding="utf-8"), parts)
+    return filled(_resource("page.html"), parts)
 
 
-def filled(page: str, parts: Mapping[str, str]) -> str:
-    """Return a page with the parts in their places, such as ``<!--TITLE-->``, and a head by which it loads nothing."""
-    for name, content in {"HEAD": _HEAD, **parts}.items():
-        before, _, after = page.partition(f"<!--{name}-->")
-        page = before + content + after
+def filled(page: str, parts: Mapping[str, str], *, connects: bool = False) -> str:
+    """Return a page with the parts in their places, such as ``<!--TITLE-->``.
+
+    Its head forbids it to load anything. ``BASE`` and ``SCRIPT`` are style and script that pages share.
+
+    Args:
+        connects: the page may ask the server that it came from for more.
+    """
+    connect = "; connect-src 'self'" if connects else ""
+    shared = {"HEAD": _HEAD, "CONNECT": connect, "BASE": _resource("base.css"), "SCRIPT": _resource("base.js")}
+    for name, content in {**shared, **parts}.items():
+        before, place, after = page.partition(f"<!--{name}-->")
+        if place:
+            page = before + content + after
     return page
+
+
+def _resource(name: str) -> str:
+    return files("realrl.draw").joinpath("page", name).read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------- details

@@ -218,6 +218,9 @@ class DecoderEngine:
         """See `Engine`; raises CallError if the role has no language-model head."""
         if self.decoder.config.is_scalar:
             raise CallError(f"role {self.role!r} gives scores and cannot generate", remedy='Declare it with head="lm".')
+        config = self.decoder.config  # its files may name ends that the tokenizer does not, or that nothing can sample
+        ends = [end for end in config.eos_token_ids if 0 <= end < config.vocab_size]
+        generation = generation.model_copy(update={"stop_ids": (*generation.stop_ids, *ends)})
         request = GenerateRequest(prompts.samples("prompt_ids"), prompts.ids, generation, seed, step, eos_id)
         with self.whole_parameters():
             return generate(self.decoder, request, parallel=self._parallel)

@@ -83,13 +83,13 @@ def held_out_data(config: RunConfig) -> DatasetConfig:
         ConfigError: no file is given, and the dataset is not the toy task.
     """
     path = config.eval.path
-    if not path and config.dataset.path != BUILT_IN:
+    if not path and (config.dataset.files or config.dataset.path != BUILT_IN):
         raise ConfigError(
-            f"there is nothing to evaluate on: eval.path is empty, and dataset.path={config.dataset.path} is what is "
-            "trained on",
+            f"there is nothing to evaluate on: eval.path is empty, and dataset.path={config.dataset.described} is what "
+            "is trained on",
             remedy="Give eval.path=FILE with rows of the same kind that are not trained on.",
         )
-    return config.dataset.model_copy(update={"path": path or BUILT_IN, "shuffle": False})
+    return config.dataset.model_copy(update={"path": path or BUILT_IN, "files": {}, "shuffle": False})
 
 
 def eval_generation(config: RunConfig) -> GenerationConfig:

@@ -50,7 +50,9 @@ def staying() -> Iterator[None]:
 @contextlib.contextmanager
 def importing(what: str) -> Iterator[None]:
     """Say once that an import takes long, because code of users may never come to its end."""
-    told = threading.Timer(SLOW_IMPORT_S, lambda: print(f"still importing {what} ...", file=sys.stderr, flush=True))
+    told = threading.Timer(
+        SLOW_IMPORT_S, lambda: print(f"realrl: still importing {what} ...", file=sys.stderr, flush=True)
+    )
     told.daemon = True
     told.start()
     try:
@@ -165,20 +167,24 @@ def _signature(arguments: ast.arguments) -> inspect.Signature:
 
 
 def check_reward_signature(signature: inspect.Signature, name: str) -> None:
-    """Refuse a function that cannot be called with a prompt, a response and perhaps a row.
+    """Refuse a function that cannot be called with a prompt, a response and perhaps a row and the messages.
 
     Raises:
-        TypeError: it takes too few or too many arguments, or needs an option.
+        TypeError: it takes too few or too many arguments, takes the response first, or needs an option.
     """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = list(signature.parameters.values())
     named = [p for p in parameters if p.kind in positional]
-    required = [p for p in named if p.default is p.empty]
+    given = ("messages", "row", "metadata")
+    required = [p for p in named[:3] if p.default is p.empty]
+    required += [p for p in named[3:] if p.default is p.empty and p.name not in given]
     takes_more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    missing = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    missing = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in given]
     if len(required) > 3 or (len(named) < 2 and not takes_more):
         bare = signature.replace(parameters=[p.replace(default=p.empty) for p in parameters])  # defaults may be secret
-        raise TypeError(f"{name!r} must take (prompt, response) or (prompt, response, row), not {bare}")
+        raise TypeError(f"{name!r} must take (prompt, response), and perhaps row and messages, not {bare}")
+    if any(p.name.startswith("prompt") for p in named[1:2]):
+        raise TypeError(f"{name!r} gets the prompt first: name its parameters (prompt, response), in this order")
     if missing:
         raise TypeError(f"{name!r} needs the option {missing[0]!r}")
 

@@ -10,7 +10,7 @@ from realrl.data.tiny import VOCAB_SIZE
 from realrl.errors import ConfigError
 from realrl.experiment.declaration import Role
 from realrl.experiment.run_plan import RunPlan
-from realrl.model.files.config_file import read_config, read_model_config
+from realrl.model.files.config_file import read_config, read_model_config, read_notes
 from realrl.plan.parameters.adapters import resolve_targets
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.shape import DecoderConfig, DType, LoRA, tiny_config
@@ -73,9 +73,9 @@ def role_configs(plan: RunPlan) -> dict[str, DecoderConfig]:
     return {name: config for name, config in configs.items() if config is not None}
 
 
-def notes_of_heads(plan: RunPlan) -> tuple[str, ...]:
-    """Return a note to the user for each trained head that no checkpoint holds."""
-    notes = []
+def notes_of_models(plan: RunPlan) -> tuple[str, ...]:
+    """Return a note to the user for each trained head that no checkpoint holds, and for keys that contradict others."""
+    notes = notes_of_files(plan)
     for name, role in plan.roles.items():
         path = plan.config.models[name].path
         makes_head = role.trainable and role.head in ("value", "reward") and path != BUILT_IN
@@ -85,3 +85,13 @@ def notes_of_heads(plan: RunPlan) -> tuple[str, ...]:
                 "small random numbers"
             )
     return tuple(notes)
+
+
+def notes_of_files(plan: RunPlan) -> list[str]:
+    """Return a note for each contradiction in the files of a model, once for each folder."""
+    folders: dict[str, str] = {}
+    for name, role in plan.roles.items():
+        path = plan.config.models[name].path
+        if role.head != "none" and path != BUILT_IN:
+            folders.setdefault(path, f"models.{name}.path={path}")
+    return [f"{named}: {note}" for path, named in folders.items() for note in read_notes(path)]

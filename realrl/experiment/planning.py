@@ -94,7 +94,7 @@ def first_steps(config: RunConfig, n: int) -> RunConfig:
 def _with_room(plan: RunPlan, place: Callable[[Mapping[str, Cut]], RunPlan]) -> RunPlan:
     """Return the plan with models cut for the memory of the devices, where that is known and the mode leaves it open.
 
-    A model that cannot be read is not cut: `check_inputs` refuses it before anything starts.
+    A model that cannot be read is not cut: the preflight refuses it before anything starts.
     """
     config = plan.config
     if config.cluster.device_memory_gb is None or config.allocation.mode not in SIZED_MODES:
@@ -134,7 +134,7 @@ def _with_rank_orders(
     """Return the allocations, with an order of the mesh's ranks for calls that get shards from another layout.
 
     Homes keep the plain order, so that a checkpoint does not depend on how other calls run. A model that cannot be read
-    or cut has no order: `check_inputs` refuses it before anything starts.
+    or cut has no order: the preflight refuses it before anything starts.
     """
     homes, ordered = role_homes(graph, allocations), dict(allocations)
     for mfc in calls(graph):

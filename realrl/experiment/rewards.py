@@ -92,6 +92,15 @@ def reward_parts(options: RewardOptions) -> dict[str, RewardPart]:
     return parts
 
 
+def functions_of(interface: InterfaceRef) -> list[str]:
+    """Return the names of the functions that an interface of `reward_calls` runs; none for other interfaces."""
+    if interface.name not in ("function_reward", "weighted_rewards"):
+        return []
+    parts = interface.args.get("parts", {SHORT_FORM: interface.args})
+    named = [part.get("function", "") for part in parts.values()]
+    return [function for function in named if function not in (REWARD_MODEL, OVERLONG)]
+
+
 def _has_model(parts: Mapping[str, RewardPart]) -> bool:
     return any(part.function == REWARD_MODEL for part in parts.values())
 

@@ -62,7 +62,12 @@ def _call_state(plan: RunPlan, mfc: MFCDef, rows: RowLengths) -> CallState:
     allocation = plan.allocation_of(mfc.name)
     generation = eval_generation(plan.config) if plan.is_evaluating(mfc.name) else plan.config.generation
     load = load_of(
-        mfc, allocation, rows, generation=generation, n_responses=responses_of(plan, mfc, generation.n_responses)
+        mfc,
+        allocation,
+        rows,
+        generation=generation,
+        n_responses=responses_of(plan, mfc, generation.n_responses),
+        algorithm=plan.config.algorithm,
     )
     return CallState(mfc.name, mfc.role, mfc.interface_type, allocation, plan.hooks_of(mfc.name), load)
 
@@ -90,7 +95,8 @@ def longest_rows(config: RunConfig, kind: DatasetKind) -> RowLengths:
     """Return the largest numbers of tokens that the configuration allows for a row of the dataset."""
     n_sequences = 2 if kind in (DatasetKind.PREFERENCE_PAIR, DatasetKind.UNPAIRED) else 1
     n_tokens = config.dataset.max_prompt_tokens + config.dataset.max_answer_tokens
-    return RowLengths([config.dataset.max_prompt_tokens], [n_sequences * n_tokens], [n_tokens], n_sequences)
+    answers = [config.dataset.max_answer_tokens] if kind is DatasetKind.PROMPT else []
+    return RowLengths([config.dataset.max_prompt_tokens], [n_sequences * n_tokens], [n_tokens], n_sequences, answers)
 
 
 def memory_model(plan: RunPlan, kernels: Kernels, *, on_cpu: bool) -> MemoryModel:

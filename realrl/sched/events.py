@@ -59,7 +59,8 @@ class WorkerSilent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Interrupted(msgspec.Struct, frozen=True, tag=True):
-    """The user ends the run (Ctrl-C, SIGTERM). A second such event ends it without waiting for the workers."""
+    """The user ends the run (Ctrl-C, SIGTERM): the step under way is finished and saved. A second such event does not
+    wait for that."""
 
     reason: str
 
@@ -193,11 +194,15 @@ class SampleContents(msgspec.Struct, frozen=True):
     Attributes:
         versions: call that produced a key of the sample -> version of the role that the call read.
         columns: name -> this sample's entries, as in `SamplesRead`.
+        notes: name -> one number per sequence, as in `CallDone`.
+        row: JSON object of the other fields of the dataset's row, if they were read.
     """
 
     id: str
     versions: Mapping[str, int]
     columns: Mapping[str, tuple[float | bool | str, ...]]
+    notes: Mapping[str, tuple[float, ...]] = {}
+    row: str = "{}"
 
 
 class ReportSamples(msgspec.Struct, frozen=True, tag=True):
@@ -220,6 +225,12 @@ class ReportEvaluation(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     metrics: Mapping[str, float]
+
+
+class AnnounceStop(msgspec.Struct, frozen=True, tag=True):
+    """The run was interrupted: it ends when `step`, and an evaluation that is due after it, is finished and saved."""
+
+    step: int
 
 
 class OpenCheckpoint(msgspec.Struct, frozen=True, tag=True):
@@ -272,6 +283,7 @@ Instruction = (
     | ReportSamples
     | BeginEvaluation
     | ReportEvaluation
+    | AnnounceStop
     | OpenCheckpoint
     | CommitCheckpoint
     | Finish

@@ -159,6 +159,7 @@ class ReadSamples(msgspec.Struct, frozen=True, tag=True):
         texts: prefix of keys -> samples; `<prefix>input_ids` is decoded, split by `<prefix>prompt_mask`.
         roles: prefix of keys -> role whose tokenizer decodes.
         keys: keys with one number per sequence or per sample -> samples.
+        rows: samples whose other fields of the dataset's row are read too.
     """
 
     seq: int
@@ -166,6 +167,7 @@ class ReadSamples(msgspec.Struct, frozen=True, tag=True):
     texts: Mapping[str, tuple[str, ...]]
     roles: Mapping[str, str]
     keys: Mapping[str, tuple[str, ...]]
+    rows: tuple[str, ...] = ()
 
 
 class FreeSamples(msgspec.Struct, frozen=True, tag=True):
@@ -184,6 +186,8 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
         directory: a temporary folder, which the master renames.
         rows: key -> samples of later steps whose rows belong to the checkpoint too.
         is_last: no step of the run is left, so that nothing changes the state while it is written.
+        waits: the rank executes no other request before its files are written, which spares the copy of what is in host
+            memory.
     """
 
     seq: int
@@ -191,6 +195,7 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
     directory: str
     rows: Mapping[str, tuple[str, ...]] = {}
     is_last: bool = False
+    waits: bool = False
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -258,7 +263,8 @@ class CallDone(msgspec.Struct, frozen=True, tag=True):
 
     `metrics` are already reduced over the mesh: all ranks report the same numbers. `sums` (name -> total and count) and
     `maxima` are of this rank's samples alone; ranks that hold the same samples report the same. `bytes_received` counts
-    rows. `waited_s` is how long the call waited for parameters that came back from host memory.
+    rows. `waited_s` is how long the call waited for parameters that came back from host memory. `notes` are numbers of
+    responses for the file of responses: name -> sample -> one per sequence.
     """
 
     rank: int
@@ -274,6 +280,7 @@ class CallDone(msgspec.Struct, frozen=True, tag=True):
     sums: Mapping[str, tuple[float, float]] = {}
     maxima: Mapping[str, float] = {}
     waited_s: float = 0.0
+    notes: Mapping[str, Mapping[str, tuple[float, ...]]] = {}
 
 
 class RowsMoved(msgspec.Struct, frozen=True, tag=True):
@@ -312,7 +319,10 @@ class SamplesRead(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         columns: name -> sample -> one entry per sequence, or one in all for a key of the sample. Names are the
             keys asked for, and for each prefix ``<prefix>prompt`` and ``<prefix>response`` (text, without special
-            tokens) and ``<prefix>response_tokens`` (a number).
+            tokens), ``<prefix>prompt_tokens`` and ``<prefix>response_tokens`` (numbers of tokens that were given and
+            generated). Where something was put in between generated tokens, ``<prefix>turns`` (JSON) tells all texts
+            after the prompt, each with true if it was given.
+        rows: sample -> JSON object of the other fields of its row.
     """
 
     rank: int
@@ -320,6 +330,7 @@ class SamplesRead(msgspec.Struct, frozen=True, tag=True):
     step: int
     columns: Mapping[str, Mapping[str, tuple[float | bool | str, ...]]]
     spans: tuple[Span, ...] = ()
+    rows: Mapping[str, str] = {}
 
 
 class SamplesFreed(msgspec.Struct, frozen=True, tag=True):

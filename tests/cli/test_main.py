@@ -199,6 +199,7 @@ def test_dry_run_counts_bytes_between_nodes(capsys: pytest.CaptureFixture[str]) 
     overrides = (
         "cluster.n_nodes=2",
         "cluster.n_devices_per_node=2",
+        "--hardware=two_cores",
         "allocation=t4",
         "allocation.calls.actor_gen=d4@0-1",
     )
@@ -238,7 +239,7 @@ def test_quickstart_needs_its_assets_and_says_how_to_get_them(
     reviews.mkdir()
     for file in ("reviews_pairs_train.jsonl", "reviews_prompts_train.jsonl"):
         (reviews / file).write_text("{}\n")
-    code, out, err = call(capsys, "run", name, "preset=quickstart", "--dry-run")
+    code, out, err = call(capsys, "run", name, "preset=quickstart", "--dry-run", "--hardware", "two_cores")
     assert (code, err) == (0, "")
     assert str(model) in out
 
@@ -360,11 +361,11 @@ def test_config_lists_what_holds_for_each_call(capsys: pytest.CaptureFixture[str
         ),
         (["run", "ppo", "allocation=d2"], ["d2"]),
         (
-            ["run", "ppo", "--dry-run", "cluster=eight_workers", "allocation=p8"],
+            ["run", "ppo", "preset=tiny", "--dry-run", "cluster=eight_workers", "allocation=p8"],
             ["pp=8 does not fit a model of 4 layers", "allocation.calls.actor_gen=d2t1p4@0:0-7"],
         ),
         (
-            ["run", "ppo", "cluster=eight_workers", "allocation=t8"],
+            ["run", "ppo", "preset=tiny", "cluster=eight_workers", "allocation=t8"],
             ["tp=8 does not fit", "4 attention heads", "d2t4p1"],
         ),
         (["run", "ppo", "allocation.offload=[reff]"], ["there is no role 'reff'", "Did you mean 'ref'?"]),
@@ -401,7 +402,7 @@ def test_run_hands_over_experiment_and_configuration(
     started = []
     start_with(monkeypatch, lambda experiment, config, **_: started.append((experiment, config)) or 7)
     (workplace / "my_cli_start.py").write_text(USER_FILE)
-    assert call(capsys, "run", "./my_cli_start.py", "steps=3")[0] == 7
+    assert call(capsys, "run", "./my_cli_start.py", "preset=tiny", "steps=3")[0] == 7
     ((experiment, config),) = started
     assert experiment.name == "mine"
     assert config.steps == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from realrl.config.compose import compose
-from realrl.config.schema import RunConfig
+from realrl.config.schema import RunConfig, SaveConfig
 from realrl.errors import ConfigError
 from realrl.experiment.declaration import Role
 from tests.config.declared import Options, experiment
@@ -78,6 +78,8 @@ def test_the_wildcard_on_the_command_line() -> None:
     assert (config.models["actor"].optimizer.lr, config.models["ref"].optimizer.lr) == (1e-3, 1e-5)
     assert (config.models["actor"].backend, config.models["ref"].backend) == ("megatron", "native")
     assert {model.path for model in config.models.values()} == {"2024"}
+    config = compose(demo, ["lr=1e-3"])
+    assert config.models["actor"].optimizer.lr == 1e-3
     config = compose(demo, ["models.*.path=/b", "models.actor.path=/c"])
     assert config.models["ref"].path == "/c", "it follows the actor, as it does under a wildcard of YAML"
     config = compose(demo, ["models.*.optimizer={lr: 1e-3, weight_decay: 0.5}", "~models.*.optimizer.lr"])
@@ -273,3 +275,26 @@ def test_limits_of_the_machines_and_their_silence() -> None:
 def test_text_outside_of_ascii_needs_no_quotes() -> None:
     assert compose(experiment(), ["run_dir=прогон/é"]).run_dir == "прогон/é"
     assert compose(experiment(), ["run_dir='прогон x'"]).run_dir == "прогон x"
+
+
+@pytest.mark.parametrize(
+    ("settings", "interval_s", "writes"),
+    [
+        ({}, 600.0, True),
+        ({"every_steps": 3}, 0.0, True),
+        ({"every_epochs": 1}, 0.0, True),
+        ({"every_s": 5.0}, 5.0, True),
+        ({"every_s": 0.0}, 0.0, True),
+        ({"at_end": False}, 0.0, False),
+        ({"at_end": False, "every_s": 5.0}, 5.0, True),
+        ({"at_end": False, "every_steps": 1}, 0.0, True),
+    ],
+)
+def test_the_clock_saves_unless_something_else_is_said(
+    settings: dict[str, float], interval_s: float, writes: bool
+) -> None:
+    save = SaveConfig(**settings)  # type: ignore[arg-type]
+    assert (save.interval_s, save.writes) == (interval_s, writes)
+    assert save.is_clocked_by_default == (not settings)
+    assert save.interval_after(20.0) == interval_s
+    assert save.interval_after(100.0) == (interval_s if settings else 3000.0)

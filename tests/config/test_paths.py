@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from realrl.config.compose import compose
-from realrl.config.paths import check_paths
-from realrl.errors import AssetError, ConfigError, DataError
+from realrl.config.paths import check_paths, find_data_files
+from realrl.errors import AssetError, ConfigError, DataError, UsageError
+from realrl.experiment.discovery import load_experiment
 from tests.config.declared import experiment
 
 LONG = 300 * "x"  # no file system takes such a name
@@ -50,7 +52,7 @@ def test_what_is_there_passes(tmp_path: Path) -> None:
             DataError,
             r"dataset\.path=nowhere\.jsonl: there is no such file\n  Give a JSON",
         ),
-        ("dataset.path=empty", DataError, r"dataset\.path=empty: is a folder, not a file"),
+        ("dataset.path=empty", DataError, r"dataset\.path: empty holds no file with one of the suffixes"),
         ("dataset.path=cache/a.jsonl", AssetError, r"no such file\n  run: python scripts/fetch_assets\.py"),
         (
             "resume=nowhere",
@@ -75,3 +77,107 @@ def test_a_folder_without_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere, so ask for a refusal
     with pytest.raises(ConfigError, match=r"run_dir=out: no permission to write in '.*'; give another folder"):
         check("run_dir=out")
+
+
+# ---------------------------------------------------------------- folders, patterns, names of the Hub
+
+
+def make(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "path", "expected"),
+    [
+        (("b.jsonl", "a.jsonl", "README.md", "dataset_infos.json"), "", ["a.jsonl", "b.jsonl"]),
+        (("data/train-00001.parquet", "data/train-00000.parquet", "data/test-0.parquet"), "",
+         ["data/train-00000.parquet", "data/train-00001.parquet"]),
+        (("data/train-0.parquet", "data/test-0.parquet"), "/data/test*", ["data/test-0.parquet"]),
+        (("train/0.jsonl", "test/0.jsonl"), "", ["train/0.jsonl"]),
+        (("x/a.jsonl", "y/b.json"), "/*/*.json*", ["x/a.jsonl", "y/b.json"]),
+        (("constraint.jsonl", "one.jsonl"), "", ["constraint.jsonl", "one.jsonl"]),
+    ],
+)  # fmt: skip
+def test_files_of_folders_and_patterns(tmp_path: Path, files: tuple[str, ...], path: str, expected: list[str]) -> None:
+    make(tmp_path, *files)
+    assert find_data_files(f"{tmp_path}{path}") == [str(tmp_path / name) for name in expected]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (("readme.txt",), "holds no file with one of the suffixes .jsonl, .json, .parquet"),
+        (("main/train-0.parquet", "socratic/train-0.parquet"), "holds files in several folders or formats: "),
+        (("a.jsonl", "a.parquet"), "Name one of them, or all under dataset.files."),
+    ],
+)
+def test_folders_that_leave_a_choice(tmp_path: Path, files: tuple[str, ...], message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(message)):
+        find_data_files(str(make(tmp_path, *files)))
+
+
+def test_a_folder_of_too_many_files_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realrl.config.paths._MOST_ENTRIES", 2)
+    with pytest.raises(DataError, match="holds more than 2 files and folders"):
+        find_data_files(str(make(tmp_path, "a.jsonl", "b.jsonl", "c.jsonl")))
+
+
+def hub_with(folder: Path) -> Path:
+    """A cache of huggingface_hub, as it lays one out."""
+    make(folder / "models--org--m", "refs/main", "snapshots/c1/config.json", "snapshots/c2/config.json")
+    make(
+        folder / "datasets--org--d",
+        "refs/main",
+        "snapshots/c3/main/train-0.parquet",
+        "snapshots/c3/main/test-0.parquet",
+    )
+    (folder / "models--org--m/refs/main").write_text("c1")
+    (folder / "datasets--org--d/refs/main").write_text("c3\n")
+    return folder
+
+
+def test_names_stand_for_what_the_cache_of_the_hub_holds(tmp_path: Path) -> None:
+    hub = hub_with(tmp_path)
+    overrides = [
+        "models.actor.path=org/m",
+        "models.ref.path=org/m@c2",
+        "dataset.path=org/d",
+        "eval.path=org/d/main/test",
+    ]
+    config = compose(
+        load_experiment("ppo"), [*overrides, "eval.path=org/d/main/test", "eval.every_steps=1"], hub_dir=hub
+    )
+    assert config.models["actor"].path == str(hub / "models--org--m/snapshots/c1")
+    assert config.models["ref"].path == str(hub / "models--org--m/snapshots/c2")
+    [train], [test] = find_data_files(config.dataset.path), find_data_files(config.eval.path)
+    assert (Path(train).name, Path(test).name) == ("train-0.parquet", "test-0.parquet")
+    check_paths(config, cache_dir=tmp_path / "cache")
+    files = compose(load_experiment("ppo"), ["dataset.files.a=org/d/main/test-0.parquet"], hub_dir=hub).dataset.files
+    assert files["a"].path == str(hub / "datasets--org--d/snapshots/c3/main/test-0.parquet")
+
+
+def test_what_is_on_disk_or_not_in_the_cache_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(make(tmp_path, "org/m/config.json"))
+    hub = hub_with(tmp_path / "hub")
+    paths = ["models.actor.path=org/m", "models.ref.path=org/other", "dataset.path=org/other"]
+    config = compose(load_experiment("ppo"), paths, hub_dir=hub)
+    assert (config.models["actor"].path, config.models["ref"].path) == ("org/m", "org/other")
+    assert config.dataset.path == "org/other"
+
+
+@pytest.mark.parametrize(
+    ("override", "command"),
+    [
+        ("models.actor.path=org/m", "run 'hf download org/m' first"),
+        ("models.actor.path=org/m@v2", "run 'hf download org/m --revision v2' first"),
+        ("dataset.path=org/d/main", "run 'hf download --repo-type dataset org/d' first"),
+    ],
+)
+def test_a_name_that_is_not_in_the_cache_says_how_to_fetch_it(tmp_path: Path, override: str, command: str) -> None:
+    config = compose(load_experiment("ppo"), [override], hub_dir=tmp_path)
+    with pytest.raises(UsageError, match="no such name in the local cache of huggingface_hub") as caught:
+        check_paths(config, cache_dir=tmp_path / "cache")
+    assert f"Nothing is downloaded by name: {command}" in str(caught.value)

@@ -10,6 +10,7 @@ from pydantic import Field
 from realrl.config.compose import compose
 from realrl.config.schema import RunConfig, Section
 from realrl.errors import ConfigError
+from realrl.experiment.discovery import load_experiment
 from tests.config.declared import Options, experiment
 
 
@@ -28,7 +29,7 @@ def errors(*overrides: str, config_dir: Path | None = None) -> str:
         ("stesp=3", "stesp=3: unknown key. Did you mean 'steps'?"),
         ("max_new_tokens=3", "max_new_tokens=3: unknown key. Did you mean 'generation.max_new_tokens'?"),
         ("generation.temprature=1", "Did you mean 'generation.temperature'?"),
-        ("lr=1", "Did you mean 'models.actor.optimizer.lr'?"),
+        ("warmup_fraction=0", "Did you mean 'models.actor.optimizer.warmup_fraction'?"),
         ("zzzzzz=1", "zzzzzz=1: unknown key.\n"),
         ("experiment=ppo", "experiment=ppo: unknown key."),
         ("models.actr.path=x", "no role 'actr'; the roles are actor, ref. Did you mean 'actor'?"),
@@ -98,7 +99,7 @@ def errors(*overrides: str, config_dir: Path | None = None) -> str:
         ("track=[a", "track=[a: a bracket is not closed"),
         ("run_dir=a&b", "run_dir=a&b: not a valid value; quote text with special characters: run_dir='\"a&b\"'"),
         ("run_dir=~/x", "run_dir=~/x: the shell did not expand ~; write the whole path, or $HOME"),
-        ("steps=1,2", "steps=1,2: several values, but this is one run; a list is steps=[a,b]"),
+        ("steps=1,2", "steps=1,2: several values, but this is one run; --sweep makes a run of each"),
         ("a@b=c", "a@b=c: packages (@) cannot be chosen; write KEY=VALUE"),
         ("run_dir=${nope}", "run_dir=${nope}: Interpolation key 'nope' not found"),
         ("generation.stop_ids=['${nope}']", "Interpolation key 'nope' not found"),
@@ -170,3 +171,22 @@ def test_python_code_is_checked_as_the_command_line_is() -> None:
         RunConfig.model_validate({"experiment": "demo", "stepz": 3})
     with pytest.raises(ValueError, match="greater than 0"):
         Options(beta=0.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["dataset.path=a.jsonl", "dataset.files.b=b.jsonl"], "dataset.path=a.jsonl: dataset.files names b too"),
+        (["dataset.files.a=a.jsonl", "dataset.files.b={path: b.jsonl, weight: 2}"],
+         "dataset.files.a: has no weight, and b has one; give it to all files or to none"),
+        (["dataset.files={a-b: x.jsonl}"], "dataset.files.a-b: a name has letters, digits and _ only"),
+        (["dataset.files.a.weight=2"], "dataset.files.a.path: has no default; give it"),
+        (["dataset.files.a={path: x.jsonl, weight: 0}"], "dataset.files.a.weight=0: must be a number > 0"),
+        (["dataset.fields.promt=x"], "dataset.fields.promt=x: unknown key. Did you mean 'dataset.fields.prompt'"),
+        (["dataset.files.a={path: x.jsonl, fields: {promt: x}}"], "dataset.files.a.fields.promt"),
+    ],
+)  # fmt: skip
+def test_contradictions_about_data(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(load_experiment("sft"), overrides)
+    assert message in str(caught.value)

@@ -1,19 +1,22 @@
-"""The table of keys in docs/configuration.md, from the schema. Run as a module, it rewrites the document."""
+"""Tables in docs/configuration.md: keys, and fields of rows. Run as a module, it rewrites the document."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from realrl.config.keys import Key, base_values, entry_keys, known_keys
+from realrl.data.kinds import DatasetKind
 from realrl.experiment.declaration import Experiment
-from realrl.experiment.discovery import load_experiment
+from realrl.experiment.discovery import experiment_names, load_experiment
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENT = ROOT / "docs" / "configuration.md"
 MARKER = "<!-- keys -->\n"
+FIELDS = re.compile(r"(<!-- fields -->\n).*?(<!-- end -->)", re.DOTALL)
 ALGORITHMS = ("ppo", "rw", "sft")
 
 
@@ -58,10 +61,25 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def document_with(tables: str) -> str:
-    """The document with these tables below the marker."""
-    return DOCUMENT.read_text(encoding="utf-8").partition(MARKER)[0] + MARKER + tables
+def field_table() -> str:
+    """A line for each kind of dataset: the experiments that read it, and the forms of its rows."""
+    names: dict[DatasetKind, list[str]] = {}
+    for name in experiment_names():
+        names.setdefault(load_experiment(name).dataset, []).append(f"`{name}`")
+    rows = ["| experiment | a row holds |", "|---|---|"]
+    for kind in DatasetKind:
+        forms = "; or ".join(", ".join(f"`{field}`" for field in form) for form in kind.forms)
+        rows.append(f"| {', '.join(names.get(kind, []))} | {forms} |")
+    return "\n".join(rows) + "\n"
+
+
+def document_with(tables: str, fields: str) -> str:
+    """The document with the tables of keys below their marker, and that of fields between its own."""
+    text = DOCUMENT.read_text(encoding="utf-8").partition(MARKER)[0]
+    text, n_found = FIELDS.subn(lambda found: found[1] + fields + found[2], text)
+    assert n_found == 1
+    return text + MARKER + tables
 
 
 if __name__ == "__main__":
-    DOCUMENT.write_text(document_with(key_tables()), encoding="utf-8")
+    DOCUMENT.write_text(document_with(key_tables(), field_table()), encoding="utf-8")

@@ -6,22 +6,21 @@ import importlib
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from realrl.cli import main
 from realrl.config.keys import key_of, known_keys, sections
+from realrl.config.overrides import SHORT_KEYS
 from realrl.experiment.discovery import list_experiments
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, commands, inline_code, links, name_of
-from tests.docs.tables import document_with, key_tables
+from tests.docs.tables import document_with, field_table, key_tables
+from tests.helpers.assets import make_model_folder
 
 FOLDERS = "(?:realrl|experiments|configs|scripts|tests|docs)"
 NOT_KEYS = {"key", "log_return_value", "max_staleness", "pp", "tp"}  # fields of calls, sizes
-LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 16,
-    "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
-}  # fmt: skip
 EVERY_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 
 
@@ -76,29 +75,43 @@ def test_keys_exist(document: Path) -> None:
     alone = re.findall(r"(?<![\w./<\"'-])([a-z_]+)=[\w./\[{<-]", " ".join(inline_code(document)))
     alone = [key for key in alone if key not in NOT_KEYS]
     for path in [*in_sections, *alone]:
-        path = re.sub(r"models\.(<role>|\*)", "models.actor", path).rstrip(".").removesuffix(".<call>")
+        path = re.sub(r"models\.(<role>|\*)", "models.actor", SHORT_KEYS.get(path, path))
+        path = path.rstrip(".").removesuffix(".<call>")
         is_option = f"algorithm.{path}" in keys
         assert path == "models.actor" or key_of(path, keys) or path in sections(keys) or is_option, path
 
 
 def test_the_table_of_keys_is_that_of_the_schema() -> None:
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert written == document_with(key_tables()), "run: python -m tests.docs.tables"
+    assert written == document_with(key_tables(), field_table()), "run: python -m tests.docs.tables"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("models") / "model")
 
 
 @pytest.fixture
-def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def newcomer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the files that the documents' commands speak of."""
-    for model in ("my_model", "my_teacher", "runs/teacher/checkpoints/latest/actor"):
-        (tmp_path / model).mkdir(parents=True)
-        (tmp_path / model / "config.json").write_text(json.dumps(LLAMA))
+    for folder in ("my_model", "my_teacher", "runs/teacher/checkpoints/latest/actor"):
+        shutil.copytree(model, tmp_path / folder)
     (tmp_path / "my_data.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}))
     (tmp_path / "my_pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
-    (tmp_path / "my_labels.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b", "label": True}))
+    labels = [{"prompt": "a", "answer": "b", "label": True}, {"prompt": "c", "answer": "d", "label": False}]
+    (tmp_path / "my_labels.jsonl").write_text("\n".join(map(json.dumps, labels)))
+    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    rows = {"questions": {"question": "a", "meta": {"gold": "b"}}, "talks": {"conversations": talk}}
+    rows |= {name: {"prompt": "a", "answer": "b"} for name in ("math", "code")}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
     (tmp_path / "my_rewards.py").write_text("def score(prompt, response):\n    return 0.0\n")
     [example] = blocks(ROOT / "README.md", "python")
     (tmp_path / "my_algorithm.py").write_text(example)
     (tmp_path / "docs").mkdir()
+    for run in ("runs/mine", "runs/other", "runs/sweep/0"):
+        (tmp_path / run).mkdir(parents=True)
+        (tmp_path / run / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -110,7 +123,7 @@ def test_commands_are_accepted(document: Path, newcomer: Path, capsys: pytest.Ca
             continue
         starts = arguments[0] in ("run", "eval", "gen")
         dry = [*arguments, "--dry-run"] if starts and "--dry-run" not in arguments else arguments
-        if "--against" in arguments:  # a run that was not made here
+        if "--against" in arguments or arguments[0] == "watch":  # a run that was not made here; no end but Ctrl-C
             continue
         if "my_algorithm" in arguments:  # CONTRIBUTING speaks of a registered one
             continue

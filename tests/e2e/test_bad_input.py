@@ -237,12 +237,17 @@ def test_numbers_that_explode_name_role_and_step(call: Call) -> None:
 
 
 def test_a_reward_function_that_raises_shows_its_line(call: Call, workplace: Path) -> None:
-    (workplace / "rewards.py").write_text("def f(prompt, response):\n    raise ValueError('no reward today')\n")
-    code, _, err = call(*PPO, INLINE, "algorithm.reward_function=rewards.py:f")
+    raises = "raise ValueError('no reward today')"
+    (workplace / "rewards.py").write_text(f"def f(prompt, response):\n    {raises}\n")
+    outcome = call(*PPO, INLINE, "algorithm.reward_function=rewards.py:f")
+    assert_refused(outcome, "with placeholder responses, rew_inf", "no reward today", 'rewards.py", line 2, in f')
+    tolerates = f"def f(prompt, response):\n    if response.startswith('This'): return 0.0\n    {raises}\n"
+    (workplace / "others.py").write_text(tolerates)
+    code, _, err = call(*PPO, INLINE, "algorithm.reward_function=others.py:f")
     assert code == 1
     assert "rew_inf of role 'reward' at step 1, sample '1/" in err
     assert "ValueError: no reward today" in err
-    assert 'rewards.py", line 2, in f' in err
+    assert 'others.py", line 3, in f' in err
 
 
 @pytest.mark.parametrize("more", ["--dry-run", INLINE])
@@ -251,7 +256,7 @@ def test_a_reward_function_that_is_not_there(call: Call, workplace: Path, more: 
     outcome = call(*PPO, more, "algorithm.reward_function=rewards.py:scor")
     assert_refused(outcome, "'rewards.py' has no 'scor'", "Did you mean 'score'?")
     outcome = call(*PPO, more, "algorithm.reward_function=rewards.py:score")
-    assert_refused(outcome, "must take (prompt, response) or (prompt, response, row), not (prompt)")
+    assert_refused(outcome, "must take (prompt, response), and perhaps row and messages, not (prompt)")
 
 
 def test_an_experiment_cannot_choose_the_exit_code(call: Call, workplace: Path) -> None:
@@ -268,7 +273,8 @@ def test_a_cost_needs_a_function(call: Call) -> None:
 
 
 def test_a_reward_function_that_hangs(call: Call, workplace: Path) -> None:
-    (workplace / "rewards.py").write_text("import time\n\ndef f(prompt, response):\n    time.sleep(1000)\n")
+    waits = "time.sleep(1000 * (not response.startswith('This')))"
+    (workplace / "rewards.py").write_text(f"import time\n\ndef f(prompt, response):\n    {waits}\n    return 0.0\n")
     code, _, err = call(*PPO, "algorithm.reward_function=rewards.py:f", "algorithm.reward_timeout_s=0.5")
     assert code == 1
     assert "sample '1/" in err

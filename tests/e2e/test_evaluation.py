@@ -159,7 +159,7 @@ def test_a_resumed_run_repeats_no_response(plain: Path, tmp_path: Path) -> None:
         (("eval", "grpo", "n_seqs=1", "cluster.n_devices_per_node=2"), ("fewer than its 2 data-parallel ranks",)),
         (("gen", "grpo"), ("experiment 'grpo' trains, and 'realrl gen' does not", "realrl run")),
         (("gen", TOY_REWARD, "algorithm.reward_on_failure=drop"), ("every prompt of the file is answered",)),
-        (("gen", "--out", "no/such/folder.jsonl"), ("there is no folder",)),
+        (("gen", "preset=tiny", "--out", "no/such/folder.jsonl"), ("there is no folder",)),
     ],
 )
 def test_bad_input(

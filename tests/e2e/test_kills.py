@@ -47,7 +47,7 @@ def test_killed(start: Callable[..., LiveRun], who: str, moment: str) -> None:
     else:
         assert exit_code == 1
         name = f"the master process ({pid})" if who == "master" else who
-        assert run.errors.startswith(f"error: {name} ")
+        assert run.errors.startswith(f"realrl: error: {name} ")
         assert "killed by SIGKILL" in run.errors
         assert "Was the machine out of memory?" in run.errors
         assert "Traceback" not in run.errors
@@ -71,9 +71,41 @@ def test_interrupted(start: Callable[..., LiveRun], signum: signal.Signals, mome
     run.wait_for(moment)
     os.killpg(run.process.pid, signum)  # as a terminal does: to all but the workers, which have groups of their own
     assert run.end() == 128 + signum
-    assert run.errors == f"interrupted by {signum.name}: everything was stopped\n"
-    if moment == "saving":
-        assert_continues(run)
+    if moment == "start":
+        assert run.errors == f"realrl: interrupted by {signum.name}: everything was stopped\n"
+        return
+    step = read_metrics(run.run_dir)[-1]["step"]
+    assert f"{signum.name}: step {step} is finished and saved, then the run stops" in run.output
+    told, then = run.errors.splitlines()
+    assert told == f"realrl: interrupted by {signum.name} after step {step} of 100000"
+    assert then.startswith(f"realrl: continue after step {step} with: realrl run ppo preset=tiny ")
+    assert (run.checkpoints / "latest").resolve().name == f"step_{step}"
+    assert_continues(run)
+
+
+@pytest.mark.slow
+def test_a_job_scheduler_signals_every_process(start: Callable[..., LiveRun]) -> None:
+    run = start("save.every_steps=0")
+    run.wait_for("step")
+    for pid in run.processes():
+        os.kill(pid, signal.SIGTERM)
+    assert run.end() == 128 + signal.SIGTERM
+    step = read_metrics(run.run_dir)[-1]["step"]
+    assert run.errors.startswith(f"realrl: interrupted by SIGTERM after step {step} of 100000\n")
+    assert_continues(run)
+
+
+@pytest.mark.slow
+def test_two_signals_leave_what_was_saved(start: Callable[..., LiveRun]) -> None:
+    run = start("save.every_steps=1")
+    run.wait_for("saving")
+    for _ in range(2):
+        os.kill(run.process.pid, signal.SIGINT)
+        time.sleep(0.4)  # nobody presses twice within one keypress
+    assert run.end() == 130
+    if "stopped at once after SIGINT" in run.errors:  # else the step was done within the keypress
+        assert "continue after step" in run.errors.splitlines()[-1]
+    assert_continues(run)
 
 
 DYING_CRITIC = """
@@ -114,7 +146,9 @@ def test_a_death_in_the_middle_of_a_reallocation(start: Callable[..., LiveRun], 
     overrides = ("allocation.calls.critic_inf=d1@0:0", "algorithm.reward_function=realrl.data.tiny:toy_reward")
     run = start(*overrides, "save.every_steps=0", experiment=str(file))
     assert run.end() == 1
-    assert run.errors.startswith("error: worker 1 ended (killed by SIGKILL) in the hooks before call 'critic_inf' of")
+    assert run.errors.startswith(
+        "realrl: error: worker 1 ended (killed by SIGKILL) in the hooks before call 'critic_inf' of"
+    )
     assert "step 2" in run.errors
     assert "waiting for it: worker 0 (critic_inf)" in run.errors
     assert "Traceback" not in run.errors
@@ -159,7 +193,7 @@ def test_a_death_while_others_wait_in_a_collective(start: Callable[..., LiveRun]
     time.sleep(1.0)  # worker 0 gets as far as it can alone
     os.kill(run.pid("worker 1"), signal.SIGKILL)
     assert run.end() == 1
-    assert run.errors.startswith("error: worker 1 ended (killed by SIGKILL) ")
+    assert run.errors.startswith("realrl: error: worker 1 ended (killed by SIGKILL) ")
     assert "Traceback" not in run.errors
 
 
@@ -169,5 +203,5 @@ def test_a_worker_that_hangs_is_reported_with_its_stack(start: Callable[..., Liv
     run.wait_for("step")
     os.kill(run.pid("worker 1"), signal.SIGSTOP)
     assert run.end() == 1
-    assert run.errors.startswith("error: worker 1 gave no sign of life for ")
+    assert run.errors.startswith("realrl: error: worker 1 gave no sign of life for ")
     assert "cluster.worker_timeout_s" in run.errors

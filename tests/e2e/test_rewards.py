@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from realrl import cli
-from tests.helpers.assets import write_rows
+from tests.helpers.assets import make_model_folder, write_rows
 from tests.helpers.runs import SMALL, read_metrics, run_here
 
 REWARDS = """
@@ -57,7 +57,10 @@ def test_several_rewards_add_up_and_are_logged(workplace: Path, capfd: pytest.Ca
 def test_a_model_and_a_function_in_one_graph(workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     parts = ("algorithm.reward_function=null", "algorithm.rewards={judge: reward_model, bonus: 'rewards.py:bonus'}")
     overrides = ("launcher=inline", "dataset.path=data.jsonl", "run_dir=run")
-    assert cli.main(["run", "ppo", *SMALL, "steps=1", *overrides, *parts]) == 0
+    assert cli.main(["run", "ppo", *SMALL, "steps=1", *overrides, *parts]) == 2
+    assert "models.reward.path=tiny is a model of random numbers, for the toy task alone" in capfd.readouterr().err
+    judge = make_model_folder(workplace / "judge", "reward")
+    assert cli.main(["run", "ppo", *SMALL, "steps=1", *overrides, *parts, f"models.reward.path={judge}"]) == 0
     [metrics] = read_metrics(workplace / "run")
     total = metrics["reward/judge/mean"] + metrics["reward/bonus/mean"]
     assert metrics["reward/mean"] == pytest.approx(total, rel=1e-5)

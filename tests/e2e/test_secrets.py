@@ -74,7 +74,7 @@ def test_a_secret_reaches_its_function_and_no_file_or_argument(workplace: Path, 
 
 def test_a_failing_function_tells_no_secret(workplace: Path) -> None:
     code, said = run_judged("algorithm.rewards.judge.options.say=true")
-    assert code == 1
+    assert code == 2
     assert "the service refused ***" in said
     assert SECRET not in said
     assert SECRET.encode() not in contents(workplace / "run")

@@ -31,11 +31,13 @@ STEPS = ("steps=2", "save.every_steps=0")
 WAITS = """
 import os, time
 
-def score(prompt_ids, response_ids):
+def score(prompt, response):
+    if "This is a placeholder response.".startswith(response[:3] or "-"):  # the check before a run
+        return 0.0
     open({held!r}, "a").close()
     while not os.path.exists({free!r}):
         time.sleep(0.01)
-    return float(len(set(response_ids)))
+    return float(len(set(response)))
 """
 
 

@@ -307,6 +307,19 @@ def test_generate_returns_responses_of_each_prompt() -> None:
     assert all(1 <= len(tokens) <= 4 for tokens in result.responses)
 
 
+def test_ends_that_the_files_of_a_model_name_end_responses() -> None:
+    batch, generation = make_batch(3).remap({"input_ids": "prompt_ids"}), GenerationConfig(max_new_tokens=8)
+    engine = make_engine()
+    free = engine.generate(batch, generation, seed=1, step=1, eos_id=2).responses
+    end = int(free[0][1])
+    engine.decoder.config = replace(engine.decoder.config, eos_token_ids=(end, -1, 10**6))
+    result = engine.generate(batch, generation, seed=1, step=1, eos_id=2)
+    for tokens, whole in zip(result.responses, free, strict=True):
+        stops = (whole == end).nonzero().flatten().tolist()
+        assert torch.equal(tokens, whole[: stops[0] + 1] if stops else whole)
+    assert not result.truncated[0]
+
+
 def test_all_reduce_alone_copies() -> None:
     x = torch.ones(3)
     assert torch.equal(make_engine().all_reduce(x), x)

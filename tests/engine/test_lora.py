@@ -130,7 +130,7 @@ def test_results_are_those_of_the_merged_model(head: HeadKind) -> None:
     [
         {},
         {"norm": "layer", "activation": "gelu_tanh", "gated_mlp": False, "learned_positions": True},
-        {"qk_norm": True},
+        {"qk_norm": "head"},
     ],
     ids=["llama", "gpt2", "qwen3"],
 )

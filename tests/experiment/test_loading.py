@@ -110,6 +110,7 @@ def test_a_name_that_a_file_may_bind(tmp_path: Path, source: str) -> None:
     [
         ("a, b", None), ("a, b, row", None), ("*args", None), ("a, b, c=1, *, d=2, **e", None), ("a, /, b", None),
         ("", "must take"), ("a", "must take"), ("a, b, c, d", "must take"), ("a, b, *, c", "needs the option 'c'"),
+        ("response, prompt", "gets the prompt first"),
     ],
 )  # fmt: skip
 def test_a_signature_is_read_without_running_the_file(tmp_path: Path, arguments: str, message: str | None) -> None:
@@ -139,7 +140,7 @@ def test_a_long_import_is_told_once(
     monkeypatch.setattr(loading, "SLOW_IMPORT_S", 0.05)
     assert load_object(f"{name}:score") is len
     told = tmp_path / name if name.endswith(".py") else name
-    assert capfd.readouterr().err == f"still importing {told} ...\n"
+    assert capfd.readouterr().err == f"realrl: still importing {told} ...\n"
     assert load_experiment("ppo").name == "ppo"
     assert capfd.readouterr().err == ""
 
@@ -158,7 +159,7 @@ def test_an_import_without_end_is_told_and_ctrl_c_names_its_line(tmp_path: Path)
     command = subprocess.Popen([sys.executable, "-c", FOREVER], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
     try:
         assert command.stderr is not None
-        assert command.stderr.readline() == f"still importing {tmp_path / 'mine.py'} ...\n"
+        assert command.stderr.readline() == f"realrl: still importing {tmp_path / 'mine.py'} ...\n"
         command.send_signal(signal.SIGINT)
         assert command.wait(60) == 130
         told, _, line = command.stderr.read().rpartition(":")

@@ -14,7 +14,7 @@ from realrl.config.schema import ModelConfigSection, RunConfig
 from realrl.errors import AllocationError, AssetError, ConfigError, GraphError
 from realrl.experiment.declaration import Experiment, Role
 from realrl.experiment.discovery import load_experiment
-from realrl.experiment.models import notes_of_heads, role_configs
+from realrl.experiment.models import notes_of_models, role_configs
 from realrl.experiment.planning import check_models_fit, plan_run
 from realrl.graph.mfc import MFCDef
 from realrl.plan.groups import GroupKind
@@ -191,7 +191,7 @@ def test_a_head_that_no_checkpoint_holds_is_noted(tmp_path: Path) -> None:
     def notes(**paths: Path) -> tuple[str, ...]:
         run = config(ppo)
         models = run.models | {role: ModelConfigSection(path=str(path)) for role, path in paths.items()}
-        return notes_of_heads(plan_run(run.model_copy(update={"models": models}), ppo))
+        return notes_of_models(plan_run(run.model_copy(update={"models": models}), ppo))
 
     [note] = notes(actor=lm, critic=lm, reward=scalar)
     assert note.startswith(f"models.critic.path={lm} is a language model: the value head of role 'critic'")

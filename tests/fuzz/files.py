@@ -16,12 +16,14 @@ import pyarrow as pa
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from realrl.model.families import FAMILIES
 from tests.fuzz.command import Command
 from tests.fuzz.mutations import damaged, spoilt, texts, to_json, values
 from tests.helpers.assets import make_model_folder
 from tests.helpers.families import ONE_EACH, hf_config
 
-INLINE = ("launcher=inline", "steps=2", "n_seqs=4", "generation.max_new_tokens=8")
+LENGTHS = ("dataset.max_prompt_tokens=64", "generation.max_new_tokens=8")
+INLINE = ("preset=tiny", "launcher=inline", "steps=2", "n_seqs=4", *LENGTHS)
 ROWS: dict[str, list[dict[str, Any]]] = {
     "ppo": [{"prompt": f"hello {i}", "id": f"r{i}", "field": [i, {"a": None}]} for i in range(6)],
     "sft": [{"prompt": f"hello {i}", "answer": "world", "complete": True} for i in range(6)],
@@ -31,6 +33,18 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "kto": [{"prompt": [{"role": "user", "content": f"hello {i}"}], "answer": "yes", "label": True} for i in range(6)],
 }
+
+
+ASKED, SAID = {"role": "user", "content": "hello"}, {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}
+TALK = [{"role": "system", "content": "be"}, ASKED, SAID, ASKED, {**SAID, "content": None, "tool_calls": [{"a": 1}]},
+        {"role": "tool", "content": "3"}, SAID]  # fmt: skip
+TALKS: dict[str, list[dict[str, Any]]] = {
+    "ppo": [{"messages": TALK, "more": {"a": [1, {"b": None}]}} for _ in range(6)],
+    "sft": [{"messages": [{"from": "human", "value": f"hello {i}"}, {"from": "gpt", "value": "x"}]} for i in range(6)],
+    "dpo": [{"prompt": "hello", "chosen": TALK, "rejected": [*TALK[:-1], {**SAID, "content": "no"}]} for _ in range(6)],
+    "kto": [{"messages": TALK[:5], "label": True}, {"messages": TALK, "label": False}, *ROWS["kto"]],
+}
+NAMED = ("dataset.fields.prompt=question", "dataset.fields.answer=meta.gold")
 
 
 @cache
@@ -44,7 +58,7 @@ def _read(name: str) -> Any:
 
 
 def _run(experiment: str, *arguments: str, looks: tuple[str, ...] = ()) -> tuple[str, ...]:
-    lengths = INLINE if experiment == "ppo" else INLINE[:3]
+    lengths = INLINE if experiment == "ppo" else INLINE[:5]
     return (*(looks or ("run",)), experiment, *lengths, *arguments)
 
 
@@ -61,7 +75,7 @@ def _with_model(changed: Mapping[str, bytes], *more: str, gone: tuple[str, ...] 
 def json_datasets(draw: st.DrawFn) -> Command:
     """JSON Lines and JSON files."""
     name = draw(st.sampled_from(sorted(ROWS)))
-    rows = draw(spoilt(ROWS[name]))
+    rows = draw(spoilt(draw(st.sampled_from([ROWS, TALKS]))[name]))
     is_lines = draw(st.booleans()) and isinstance(rows, list)
     content = b"\n".join(map(to_json, rows)) if is_lines else to_json(rows)
     if draw(st.integers(0, 3)) == 0:
@@ -72,7 +86,26 @@ def json_datasets(draw: st.DrawFn) -> Command:
         else draw(st.sampled_from(["data.json", "data.JSON", "data.jsonl", "data.txt", "é.json"]))
     )
     more = draw(st.sampled_from([(), (), ("dataset.chat_template=true",), ("dataset.max_prompt_tokens=3",)]))
-    return Command(_run(name, f"dataset.path={file}", *more), {file: content})
+    if draw(st.integers(0, 3)):
+        return Command(_run(name, f"dataset.path={file}", *more), {file: content})
+    return Command(_run(name, *draw(sources(file)), *more), {file: content, "parts/1.jsonl": content})
+
+
+@st.composite
+def sources(draw: st.DrawFn, file: str) -> list[str]:
+    """Settings that name several files, folders or patterns, with weights and names of fields."""
+    places = st.sampled_from([file, "parts", "parts/*.jsonl", ".", "**", "*", "/", "/dev/*", "org/data", "[", "tiny"])
+    names = st.sampled_from(["question", "prompt", "messages", "meta.gold", ".", "a..b"]) | texts
+    found = [f"dataset.files.{name}={quoted(draw(places))}" for name in ("a", "b")[: draw(st.integers(1, 2))]]
+    found += [f"dataset.files.a.weight={w}" for w in draw(st.sampled_from([[], [1], [0], [1e-300], [1e300], ["x"]]))]
+    found += ["dataset.files.b.weight=2"] if len(found) > 2 and draw(st.booleans()) else []
+    fields = st.sampled_from(["prompt", "messages", "answer", "id", "chosen", "label", "complete", "no"])
+    return found + [f"dataset.fields.{draw(fields)}={quoted(draw(names))}" for _ in range(draw(st.integers(0, 2)))]
+
+
+def quoted(text: str) -> str:
+    """A text in the grammar of the command line."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 @st.composite
@@ -116,9 +149,8 @@ def parquet_datasets(draw: st.DrawFn) -> Command:
 @cache
 def _configs() -> list[dict[str, Any]]:
     made = [json.loads(hf_config(case, vocab_size=260).to_json_string(use_diff=False)) for case in ONE_EACH]
-    named = {"mixtral": "MixtralForCausalLM", "gpt2": "GPT2LMHeadModel", "qwen3_moe": "Qwen3MoeForCausalLM"}
     for config in made:
-        config["architectures"] = [named.get(config["model_type"], config["model_type"].title() + "ForCausalLM")]
+        config["architectures"] = [FAMILIES[config["model_type"]].lm_architecture]
     return [_read("config.json"), *made]
 
 
@@ -228,7 +260,7 @@ def checkpoint() -> dict[str, bytes]:
     from realrl import cli
 
     folder = Path(mkdtemp()) / "run"
-    assert cli.main(["run", "sft", "launcher=inline", "steps=1", "n_seqs=4", f"run_dir={folder}"]) == 0
+    assert cli.main(["run", "sft", "preset=tiny", "launcher=inline", "steps=1", "n_seqs=4", f"run_dir={folder}"]) == 0
     root = folder / "checkpoints" / "step_1"
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
@@ -279,6 +311,24 @@ def whole() -> list[Command]:
         _with_model({}),
         _with_model(template, "dataset.chat_template=true"),
         Command(_run("ppo", "dataset.path=data.jsonl"), rows),
+        Command(
+            _run(
+                "sft",
+                "dataset.files.a=named.jsonl",
+                "dataset.files.a.weight=2",
+                "dataset.files.b=talks.jsonl",
+                "dataset.files.b.weight=1",
+                *(name.replace("fields", "files.a.fields") for name in NAMED),
+            ),
+            {
+                "named.jsonl": b"\n".join([to_json({"question": "q", "meta": {"gold": "x"}})] * 6),
+                "talks.jsonl": b"\n".join(map(to_json, TALKS["sft"])),
+            },
+        ),
+        *(
+            Command(_run(name, "dataset.path=d.jsonl"), {"d.jsonl": b"\n".join(map(to_json, rows))})
+            for name, rows in TALKS.items()
+        ),
         Command(_run("ppo", "dataset.path=data.parquet"), {"data.parquet": table.getvalue()}),
         _continued(checkpoint()),
     ]

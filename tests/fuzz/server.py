@@ -27,13 +27,13 @@ import torch._dynamo
 import transformers.models.auto
 
 import realrl.data.datasets
-import realrl.doctor
+import realrl.doctor.report
 import realrl.model.files.hf
 import realrl.runtime.processes.start as start
 from realrl import cli
 from tests.fuzz.command import MAX_CPU_S, MAX_GROWTH_BYTES, MAX_WAIT_S
 
-IMPORTED = (pyarrow.parquet, torch._dynamo, transformers.models.auto, realrl.data.datasets, realrl.doctor)
+IMPORTED = (pyarrow.parquet, torch._dynamo, transformers.models.auto, realrl.data.datasets, realrl.doctor.report)
 
 
 def serve() -> None:

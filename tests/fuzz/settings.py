@@ -13,7 +13,7 @@ from tests.fuzz.command import Command
 from tests.fuzz.mutations import NASTY_TEXTS, numbers, spoilt, texts, values
 
 LOOKING = (("graph",), ("config",), ("run", "--dry-run"), ("run", "launcher=inline", "steps=2"), ("eval", "--dry-run"))
-SMALL = ("n_seqs=8", "generation.max_new_tokens=8")
+SMALL = ("preset=tiny", "n_seqs=8", "generation.max_new_tokens=8")
 
 
 @cache
@@ -308,7 +308,7 @@ def experiments(draw: st.DrawFn) -> Command:
         content = draw(junk)
     command = draw(st.sampled_from(LOOKING))
     file = draw(st.sampled_from(["./mine.py", "mine.py", "./mine.py", "./my mine.py", "./é.py", "deep/er/mine.py"]))
-    return Command((command[0], file, *command[1:], *SMALL[:1]), {file: content})
+    return Command((command[0], file, *command[1:], *SMALL[:2]), {file: content})
 
 
 REWARDS = [

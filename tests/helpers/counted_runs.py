@@ -82,9 +82,10 @@ def count_run(plan: RunPlan) -> list[Counted]:
     Raises:
         RuntimeError: the run failed; with the end of the workers' logs.
     """
-    dataset = load_dataset(plan.config.dataset, plan.experiment.dataset, role_tokenizer(plan))
+    tokenizer = role_tokenizer(plan)
+    dataset = load_dataset(plan.config.dataset, plan.experiment.dataset, tokenizer)
     device = torch.device("cpu")
-    planned = memory_plan(plan, role_configs(plan), row_lengths(dataset), device=device)
+    planned = memory_plan(plan, role_configs(plan), row_lengths(dataset, tokenizer), device=device)
     counts = _run(plan.config)
     return [
         Counted(rank, call, n_bytes, planned.calls[call][rank])

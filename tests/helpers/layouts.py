@@ -58,7 +58,7 @@ def shapes(draw: st.DrawFn) -> DecoderConfig:
     n_kv_heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
     n_heads = n_kv_heads * draw(st.integers(1, 12 // n_kv_heads))
     n_layers, is_gated = draw(st.integers(1, 6)), draw(st.booleans())
-    norm, qk_norm = draw(st.sampled_from([("rms", False), ("rms", True), ("layer", False)]))
+    norm, qk_norm = draw(st.sampled_from([("rms", None), ("rms", "head"), ("rms", "all"), ("layer", None)]))
     mixtures = [EXPERTS, replace(EXPERTS, dense_layers=(0,))] if n_layers > 1 else [EXPERTS]
     return make_shape(
         n_layers=n_layers,

@@ -35,7 +35,7 @@ CONFIGS = {
         o_bias=False,
         mlp_bias=False,
         family="qwen3_moe",
-        qk_norm=True,
+        qk_norm="head",
         moe=MoEConfig(6, 2, 13, normalise_top_k=False, aux_loss_coef=0.1, dense_layers=(1,)),
     ),
 }

@@ -43,7 +43,7 @@ CONFIGS = {
     "untied": UNTIED,
     "tied": replace(UNTIED, tied_embeddings=True, attention_bias=False, o_bias=False, mlp_bias=False),
     "value": replace(UNTIED, head="value"),
-    "experts": replace(UNTIED, qk_norm=True, moe=MoEConfig(5, 2, 14, aux_loss_coef=0.3, dense_layers=(1,))),
+    "experts": replace(UNTIED, qk_norm="head", moe=MoEConfig(5, 2, 14, aux_loss_coef=0.3, dense_layers=(1,))),
 }
 
 

@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 # tp divides no vocabulary and no MLP; biases, fewer KV heads than tensor ranks, tied and scalar heads all occur
 MODELS = (
     DecoderConfig(37, 24, 5, 6, 6, 4, 31, tied_embeddings=True, attention_bias=True),
-    DecoderConfig(29, 12, 4, 6, 1, 2, 17, mlp_bias=True, o_bias=True, qk_norm=True, gated_mlp=False),
+    DecoderConfig(29, 12, 4, 6, 1, 2, 17, mlp_bias=True, o_bias=True, qk_norm="head", gated_mlp=False),
     DecoderConfig(
         *(23, 16, 4, 4, 2, 4, 19),
         head="value",
@@ -38,7 +38,7 @@ MODELS = (
         max_positions=13,
         lora=LoRA(3, 6.0, ("q", "v", "o", "up")),
     ),
-    DecoderConfig(31, 12, 4, 4, 2, 4, 17, qk_norm=True, moe=MoEConfig(3, 1, 13, dense_layers=(2,))),
+    DecoderConfig(31, 12, 4, 4, 2, 4, 17, qk_norm="head", moe=MoEConfig(3, 1, 13, dense_layers=(2,))),
 )
 
 

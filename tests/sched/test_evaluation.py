@@ -11,10 +11,12 @@ import pytest
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Cluster
 from realrl.sched.events import (
+    AnnounceStop,
     BeginEvaluation,
     CheckpointCommitted,
     CommitCheckpoint,
     Finish,
+    Interrupted,
     ReportEvaluation,
     ReportSamples,
     ReportStep,
@@ -22,7 +24,7 @@ from realrl.sched.events import (
     Start,
     WorkerLost,
 )
-from realrl.sched.master.master_state import MasterState
+from realrl.sched.master.master_state import MasterState, RunPhase
 from realrl.sched.master.saving import EvaluationTimes
 from realrl.sched.messages import (
     CallDone,
@@ -73,7 +75,7 @@ def eval_track(allocations, config):
 class Workers:
     """Ranks that answer in a random order; a reward depends on the sample alone."""
 
-    def __init__(self, plan, seed, rows=ROWS):
+    def __init__(self, plan, seed, rows=ROWS, interrupt_at=0):
         self.plan, self.random, self.rows = plan.main, random.Random(seed), rows
         self.master = MasterState(plan)
         self.calls = {call.name: call for track in (plan.main, plan.evaluation) if track for call in track.calls}
@@ -83,19 +85,25 @@ class Workers:
         self.reports, self.loads, self.taken, self.evaluating = [], [], Counter(), None
         self.n_trained = 0
         self.commits = deque()
+        self.interrupt_at, self.stop = interrupt_at, None  # number of an event; what is announced then
 
     def run(self):
         for event in (Start(b"run"), *(Hello(rank, rank, "") for rank in range(self.plan.n_ranks))):
             self.feed(event)
+        n_events = 0
         while not self.master.is_over:
+            n_events += 1
+            if n_events >= self.interrupt_at > 0 and self.master.phase is RunPhase.RUNNING and self.stop is None:
+                self.was_evaluating = self.evaluating
+                self.feed(Interrupted("SIGINT"))
             ranks = [rank for rank, inbox in enumerate(self.inbox) if inbox]
             choice = self.random.choice([*ranks, *([-1] if self.commits else [])])
             if choice < 0:
                 self.feed(CheckpointCommitted(self.commits.popleft()))
             else:
                 self.feed(self.answer(choice, self.inbox[choice].popleft()))
-        assert self.reports[-1] == Finish()
-        assert not any(self.store), "samples were never freed"
+        assert self.reports[-1] == Finish("" if self.stop is None else "SIGINT")
+        assert self.stop is not None or not any(self.store), "samples were never freed"
         self.check_order()
         return self
 
@@ -106,6 +114,8 @@ class Workers:
             if isinstance(instruction, Send):
                 self.send(instruction.rank, instruction.request)
                 continue
+            if isinstance(instruction, AnnounceStop):
+                self.stop = instruction.step
             if isinstance(instruction, CommitCheckpoint):
                 self.commits.append(instruction.step)
             if isinstance(instruction, BeginEvaluation):
@@ -181,7 +191,7 @@ def reward(sample_id):
     return (sum(sample_id.encode()) % 10) / 10
 
 
-def run(seed, *, evaluated=True, **settings):
+def run(seed, *, evaluated=True, interrupt_at=0, **settings):
     mfcs = ppo(4, max_staleness=settings.pop("max_staleness", 0))
     allocations = on_all(mfcs, CLUSTER)
     plan = make_plan(
@@ -190,7 +200,25 @@ def run(seed, *, evaluated=True, **settings):
     )  # fmt: skip
     if evaluated:
         plan = dataclasses.replace(plan, evaluation=eval_track(allocations, plan.main.config))
-    return Workers(plan, seed).run()
+    return Workers(plan, seed, interrupt_at=interrupt_at).run()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_an_interrupted_run_ends_with_the_step_that_is_being_evaluated(max_staleness: int) -> None:
+    found = set()
+    for interrupt_at in range(1, 200, 9):
+        done = run(interrupt_at, max_staleness=max_staleness, save_at_end=True, interrupt_at=interrupt_at)
+        if done.stop is None:
+            continue
+        steps = [report for report in done.reports if isinstance(report, ReportStep)]
+        saved = [report.step for report in done.reports if isinstance(report, CommitCheckpoint)]
+        assert (steps[-1].step, saved) == (done.stop, [done.stop])
+        assert ("eval/reward/mean" in steps[-1].metrics) == (done.stop in (2, 4))
+        if done.was_evaluating:
+            assert done.stop == done.was_evaluating
+        found.add((done.stop, done.was_evaluating))
+    assert {(1, 0), (2, 2), (4, 4)} <= found
+    assert len(found) > 4
 
 
 @pytest.mark.parametrize("seed", range(12))

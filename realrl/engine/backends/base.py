@@ -135,9 +135,9 @@ def learning_rate(config: OptimizerConfig, n_taken: int, n_total: int) -> float:
     return config.lr * (config.min_lr_fraction + (1.0 - config.min_lr_fraction) * decayed)
 
 
-def decays(parameter: torch.Tensor) -> bool:
-    """True if weight decay applies: to matrices, not to biases and the weights of norms."""
-    return parameter.dim() >= 2
+def decays(name: str, parameter: torch.Tensor) -> bool:
+    """True if weight decay applies: to matrices, not to biases (those of experts are one matrix) and norms' weights."""
+    return parameter.dim() >= 2 and not name.endswith("bias")
 
 
 def move(tensor: torch.Tensor, value: torch.Tensor, eta: float) -> None:

@@ -67,8 +67,8 @@ def make_engine(
         trained: the decoder's parameters with gradient, by name.
         config: rates and decay of the first step; `zero_stage`, `offload`.
     """
-    matrices = [p for p in trained.values() if decays(p)]
-    vectors = [p for p in trained.values() if not decays(p)]
+    matrices = [p for name, p in trained.items() if decays(name, p)]
+    vectors = [p for name, p in trained.items() if not decays(name, p)]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True

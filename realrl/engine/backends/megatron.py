@@ -311,9 +311,8 @@ class MegatronBackend:
 
     def _make_optimizer(self) -> DistributedOptimizer:
         config, dtype = self.config, self._trained.compute_dtype
-        parameters = list(self._named.values())
-        matrices = [p for p in parameters if decays(p)]
-        vectors = [p for p in parameters if not decays(p)]
+        matrices = [p for name, p in self._named.items() if decays(name, p)]
+        vectors = [p for name, p in self._named.items() if not decays(name, p)]
         adamw = torch.optim.AdamW(
             [{"params": matrices, "wd_mult": 1.0, **_ONE_KIND}, {"params": vectors, "wd_mult": 0.0, **_ONE_KIND}],
             lr=config.lr,

@@ -62,9 +62,12 @@ class NativeBackend:
         self._masters.attach()
         self._n_stepped = 0
         self._grad_norm = 0.0
-        named = [(t, p) for t, p in zip(self._masters.tensors, self._trained.parameters, strict=True) if t.numel()]
-        matrices, vectors = [t for t, p in named if decays(p)], [t for t, p in named if not decays(p)]
-        self._adamw = AdamW([(matrices, config.weight_decay), (vectors, 0.0)], config)
+        groups: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        named = zip(self._trained.names, self._trained.parameters, self._masters.tensors, strict=True)
+        for name, parameter, master in named:
+            if master.numel():
+                groups[decays(name, parameter)].append(master)
+        self._adamw = AdamW([(groups[True], config.weight_decay), (groups[False], 0.0)], config)
         self._masters.detach()
 
     @property

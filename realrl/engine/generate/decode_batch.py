@@ -69,7 +69,7 @@ class DecodeBatch:
         self._slots = SlotTable(self._prompt_lengths.tolist(), n_responses=generation.n_responses, max_rows=max_rows)
         max_tokens = int(self._prompt_lengths.max()) + generation.max_new_tokens - 1  # the last token is never read
         shape = CacheShape(network.n_layers, max_rows, network.n_kv_heads, network.config.head_dim, max_tokens)
-        grows = not network.kernels.attends(shape.head_dim)
+        grows = not network.fuses_attention
         self._cache = KVCache(shape, dtype=network.dtype, device=device, grows=grows)
         self._held: dict[int, tuple[SavedRow, torch.Tensor | None]] = {}
         sample_words = np.array([hash_words(i) for i in request.sample_ids], dtype=np.uint64)
@@ -199,7 +199,7 @@ class DecodeBatch:
         tokens = NewTokens.of_prompts(lengths.tolist(), first_row=entries[0].slot, device=self._device)
         if x is None:
             x = torch.cat([self._request.prompts[sample].to(self._device) for sample in samples])
-        hidden = self._network.hidden(x, self._network.kernels.attention(self._cache, tokens))
+        hidden = self._network.hidden(x, self._network.attention(self._cache, tokens))
         if not self._network.has_head:
             return hidden
         ends = torch.from_numpy(lengths.cumsum() - 1).to(self._device)
@@ -214,7 +214,7 @@ class DecodeBatch:
         if x is None:
             x = torch.from_numpy(self._responses.newest(rows)).to(self._device)
         tokens = NewTokens(torch.from_numpy(lengths).to(self._device))
-        hidden = network.hidden(x, network.kernels.attention(self._cache, tokens))
+        hidden = network.hidden(x, network.attention(self._cache, tokens))
         return network.logits(hidden) if network.has_head else hidden
 
 

@@ -11,14 +11,25 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from realrl.cpu import CacheAttention, LayerOps, LayersOp, LinearWeights, Rope, TorchKernels
+from realrl.cpu import (
+    CacheAttention,
+    KVCache,
+    LayerOps,
+    LayersOp,
+    LinearWeights,
+    NewTokens,
+    Rope,
+    TorchKernels,
+    plain_attention,
+    softcap,
+)
 from realrl.engine.groups import ALONE, Communicator
 from realrl.model.decoder import MLP, Block, Decoder
 from realrl.model.layers.heads import LMHead
 from realrl.model.layers.linear import effective_weight
 from realrl.model.layers.moe import MoE, mix_experts, route
-from realrl.model.layers.norm import Norm
-from realrl.model.layers.rope import inverse_frequencies, make_rope
+from realrl.model.layers.norm import Norm, QKNorm, mean_square
+from realrl.model.layers.rope import all_frequencies, make_ropes
 
 
 class FusedNetwork:
@@ -41,14 +52,28 @@ class FusedNetwork:
         self.kernels = kernels
         self.dtype = kernels.dtype
         self._tp = tp
-        self._inv_freq = inverse_frequencies(decoder.config, decoder.device)
+        self._frequencies = all_frequencies(decoder.config, decoder.device)
         self._embed = None if decoder.embedding is None else decoder.embed
-        self._blocks = [_FusedBlock(i, block, kernels, tp) for i, block in enumerate(decoder.blocks)]
+        has_local_rope = decoder.config.has_local_rope
+        self._blocks = [
+            _FusedBlock(i, block, kernels, tp, rope_index=has_local_rope(block.layer_index))
+            for i, block in enumerate(decoder.blocks)
+        ]
         self._whole = self._all_together()
         self._head = (
             None if head is None else kernels.linear([LinearWeights(head.weight.to(self.dtype))], norm=decoder.norm)
         )
         self._gather_logits = decoder.parallel.gather_logits
+
+    @property
+    def fuses_attention(self) -> bool:
+        """True if the kernels attend in one pass, which reads the filled part of the cache only."""
+        return self.config.has_plain_attention and self.kernels.attends(self.config.head_dim)
+
+    def attention(self, cache: KVCache, tokens: NewTokens) -> CacheAttention:
+        """Make the attention of new tokens in all layers; the cache has room for them."""
+        make = self.kernels.attention if self.fuses_attention else plain_attention
+        return make(cache, tokens)
 
     @property
     def has_head(self) -> bool:
@@ -68,7 +93,8 @@ class FusedNetwork:
     def _all_together(self) -> LayersOp | None:
         """Make one operation of all blocks; None if the kernels have none, or blocks must exchange activations."""
         layers = [block.parts for block in self._blocks if block.parts is not None]
-        if len(layers) < len(self._blocks) or self._tp.n_ranks > 1:
+        config, is_alone = self.config, self._tp.n_ranks == 1
+        if len(layers) < len(self._blocks) or not is_alone or not config.has_plain_attention or config.local_rope_theta:
             return None
         return self.kernels.layers(layers, n_kv_heads=self.n_kv_heads, head_dim=self.config.head_dim)
 
@@ -82,41 +108,51 @@ class FusedNetwork:
         positions = attention.tokens.positions
         if self._embed is not None:
             x = self._tp.all_reduce_(self._embed(x, positions).to(self.dtype))
-        rope = make_rope(self.config, self._inv_freq, positions, x.dtype)
+        ropes = make_ropes(self.config, self._frequencies, positions, x.dtype)
         if self._whole is not None:
-            return self._whole(x, *attention.cache.layers, attention.tokens, rope)
+            return self._whole(x, *attention.cache.layers, attention.tokens, ropes[0])
         for block in self._blocks:
-            x = block(x, rope, attention)
+            x = block(x, ropes[block.rope_index], attention)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits [T, V] of the whole vocabulary from the last layer's hidden states, on every rank of `tp`."""
         assert self._head is not None, "only the last pipeline stage has logits"
-        return self._gather_logits(self._head(hidden, None), self.config.vocab_size)
+        logits = softcap(self._head(hidden, None), self.config.logit_softcap)
+        return self._gather_logits(logits, self.config.vocab_size)
 
 
 class _Reduced:
-    """A layer cut by columns and summed over ranks; only the first rank adds the bias and the residual."""
+    """A layer cut by columns and summed over ranks; only the first rank adds the bias and the residual.
 
-    def __init__(self, layer: nn.Linear, kernels: TorchKernels, tp: Communicator) -> None:
+    A norm stands between the sum and the residual, which then is added on every rank.
+    """
+
+    def __init__(self, layer: nn.Linear, norm: Norm | None, kernels: TorchKernels, tp: Communicator) -> None:
         weights = _weights(layer, kernels.dtype)
         self.linear = kernels.linear([replace(weights, bias=None) if tp.rank else weights])
+        self.norm = None if norm is None else kernels.norm(norm)
         self._tp = tp
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if self.norm is not None:
+            return residual + self.norm(self._tp.all_reduce_(self.linear(x, None)))
         return self._tp.all_reduce_(self.linear(x, None if self._tp.rank else residual))
 
 
 class _FusedMLP:
-    """A dense MLP, the norm before it and the residual."""
+    """A dense MLP, the norms before and after it and the residual."""
 
-    def __init__(self, mlp: MLP, norm: Norm, kernels: TorchKernels, tp: Communicator) -> None:
+    def __init__(
+        self, mlp: MLP, norms: tuple[Norm | None, Norm | None], kernels: TorchKernels, tp: Communicator
+    ) -> None:
+        norm, after = norms
         up = _weights(mlp.up, kernels.dtype)
         if mlp.gate is None:
             self.inner = kernels.activated(up, mlp.activation, norm)
         else:
             self.inner = kernels.gated(_weights(mlp.gate, kernels.dtype), up, mlp.activation, norm)
-        self.down = _Reduced(mlp.down, kernels, tp)
+        self.down = _Reduced(mlp.down, after, kernels, tp)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.inner(x), x)
@@ -138,43 +174,50 @@ class _FusedExperts:
         self._norm = norm
         self._config = moe.config
         self._router = moe.router.weight.to(dtype)
+        self._router_bias = None if moe.router.bias is None else moe.router.bias.to(dtype)
+        self._terms = moe.terms(tp.rank, dtype)
         self._gate, self._up, self._down = (w.to(dtype) for w in (moe.experts.gate, moe.experts.up, moe.experts.down))
         self._tp = tp
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Compute ``x + experts(norm(x))``, [T, H]."""
         normed = self._norm(x)
-        y = mix_experts(normed, route(normed, self._router, self._config), self._gate, self._up, self._down)
+        routing = route(normed, self._router, self._config, bias=self._router_bias)
+        y = mix_experts(normed, routing, self._gate, self._up, self._down, terms=self._terms)
         if self._tp.rank == 0:
             y += x
         return self._tp.all_reduce_(y)
 
 
 class _FusedBlock:
-    def __init__(self, index: int, block: Block, kernels: TorchKernels, tp: Communicator) -> None:
+    def __init__(self, index: int, block: Block, kernels: TorchKernels, tp: Communicator, *, rope_index: bool) -> None:
         attention, dtype = block.attention, kernels.dtype
+        self.rope_index = rope_index
         self._index = index
-        self._head_dim, self._window = attention.head_dim, attention.window
+        self._head_dim, self._window, self._terms = attention.head_dim, attention.window, attention.terms
+        self._query_factor = attention.query_factor
         self._n_heads = attention.q.out_features // attention.head_dim
         self.n_kv_heads = attention.k.out_features // attention.head_dim
         self._q_norm, self._k_norm = (
-            None if norm is None else norm.frozen(dtype) for norm in (attention.q_norm, attention.k_norm)
+            None if norm is None else _HeadsNorm(norm, dtype, tp) for norm in (attention.q_norm, attention.k_norm)
         )
         self._qkv = kernels.linear(
             [_weights(layer, dtype) for layer in (attention.q, attention.k, attention.v)], norm=block.attention_norm
         )
-        self._o = _Reduced(attention.o, kernels, tp)
+        self._o = _Reduced(attention.o, block.attention_post_norm, kernels, tp)
         mlp, norm = block.mlp, block.mlp_norm
-        self._mlp: _FusedMLP | _FusedExperts = (
-            _FusedExperts(mlp, kernels.norm(norm), dtype, tp)
-            if isinstance(mlp, MoE)
-            else _FusedMLP(mlp, norm, kernels, tp)
-        )
+        self._mlp: _FusedMLP | _FusedExperts
+        if isinstance(mlp, MoE):
+            assert norm is not None, "a norm stands before experts, and none after them"
+            self._mlp = _FusedExperts(mlp, kernels.norm(norm), dtype, tp)
+        else:
+            self._mlp = _FusedMLP(mlp, (norm, block.mlp_post_norm), kernels, tp)
 
     @property
     def parts(self) -> LayerOps | None:
-        """The block's products and window; None if it has experts, or norms of queries and keys."""
-        if self._q_norm is not None or not isinstance(self._mlp, _FusedMLP):
+        """The block's products and window; None if it has experts, or does more than norms, products and attention."""
+        is_plain = self._q_norm is None and self._o.norm is None and self._query_factor == 1.0
+        if not is_plain or not isinstance(self._mlp, _FusedMLP):
             return None
         return LayerOps(self._qkv, self._o.linear, self._mlp.inner, self._mlp.down.linear, self._window)
 
@@ -184,7 +227,27 @@ class _FusedBlock:
             heads = qkv.unflatten(-1, (-1, self._head_dim))
             q, k, v = heads.split((self._n_heads, self.n_kv_heads, self.n_kv_heads), dim=1)
             qkv = torch.cat((self._q_norm(q), self._k_norm(k), v), dim=1).flatten(1)
-        return self._mlp(self._o(attention.attend(self._index, qkv, rope=rope, window=self._window), x))
+        if self._query_factor != 1.0:
+            qkv[:, : self._n_heads * self._head_dim] *= self._query_factor
+        attended = attention.attend(self._index, qkv, rope=rope, window=self._window, terms=self._terms)
+        return self._mlp(self._o(attended, x))
+
+
+class _HeadsNorm:
+    """Norm of queries or keys [T, heads, D]; see `QKNorm`."""
+
+    def __init__(self, norm: QKNorm, dtype: torch.dtype, tp: Communicator) -> None:
+        self._norm = norm.frozen(dtype)
+        self._is_joint = norm.is_joint
+        self._tp = tp
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._is_joint:
+            return self._norm(x)
+        flat = x.flatten(1)
+        if self._tp.n_ranks == 1:
+            return self._norm(flat).view_as(x)
+        return self._norm.by(self._tp.all_reduce_(mean_square(flat) / self._tp.n_ranks), flat).view_as(x)
 
 
 def _weights(layer: nn.Linear, dtype: torch.dtype) -> LinearWeights:

@@ -52,10 +52,9 @@ class DecoderOutput:
         head, rows = self._language_head(), self._rows(mask)
         return lm_logprobs(
             self._hidden.index_select(0, rows),
-            head.weight,
+            head,
             tokens,
             temperature=temperature,
-            vocab_start=head.vocab_start,
             parallel=self._parallel,
         )[0]
 
@@ -63,7 +62,7 @@ class DecoderOutput:
         head, hidden = self._language_head(), self._hidden.index_select(0, self._rows(mask))
         return top_logprobs(
             hidden,
-            head.weight,
+            head,
             min(k, self._vocab_size),
             temperature=temperature,
             vocab_size=self._vocab_size,
@@ -84,11 +83,10 @@ class DecoderOutput:
         head, rows = self._language_head(), self._rows(mask)
         logprobs, entropy = lm_logprobs(
             self._hidden.index_select(0, rows),
-            head.weight,
+            head,
             self._input_ids[rows + 1],
             temperature=temperature,
             with_entropy=with_entropy,
-            vocab_start=head.vocab_start,
             parallel=self._parallel,
         )
         if mask is None:

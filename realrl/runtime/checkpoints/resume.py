@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from realrl.plan.hooks import NO_OVERLAP, Overlap
 from realrl.runtime.checkpoints.store import (
     CHECKPOINTS,
     CheckpointStore,
+    Manifest,
     Resume,
     checkpoint_store,
     find_resume,
     load_manifest,
+    schedules_of,
 )
 from realrl.runtime.output.metrics import FILE_NAME as METRICS_FILE
 from realrl.sched.master.master_plan import STEP_PLACEHOLDER, MasterPlan, plan_master
@@ -61,7 +64,20 @@ def find_beginning(plan: RunPlan) -> tuple[Resume, MasterPlan]:
     """
     store = checkpoint_store(plan, Path(plan.config.run_dir) / CHECKPOINTS)
     found = find_resume(plan.config.resume, store)
-    return found, make_master_plan(plan, store, found.folder)
+    notes = () if found.folder is None else _schedule_notes(plan, load_manifest(found.folder))
+    return replace(found, notes=(*found.notes, *notes)), make_master_plan(plan, store, found.folder)
+
+
+def _schedule_notes(plan: RunPlan, manifest: Manifest) -> Iterator[str]:
+    """Tell of roles whose learning rate goes on as another schedule has it than that of the steps done before."""
+    for role, n_steps in schedules_of(plan).items():
+        before, optimizer = manifest.schedules.get(role, n_steps), plan.config.models[role].optimizer
+        is_warming_up = manifest.step < optimizer.warmup_fraction * max(before, n_steps)
+        if before != n_steps and (is_warming_up or optimizer.schedule != "constant"):
+            yield (
+                f"the learning rate of role '{role}' followed a schedule of {before} steps, and goes on as one of "
+                f"{n_steps} has it from step {manifest.step + 1} on; models.{role}.optimizer.schedule_steps sets it"
+            )
 
 
 def newest(store: CheckpointStore, first: Resume) -> Resume:

@@ -84,6 +84,10 @@ class HostCopies:
             self._stage = None
             devices.release_pinned()
 
+    def forget(self) -> None:
+        """Free the copies, after they were written."""
+        self._memory.clear()
+
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` as it is now, complete on return."""
         owns_memory = tensor.untyped_storage().nbytes() == tensor.nbytes  # a view would keep its whole bucket

@@ -58,6 +58,7 @@ class Manifest(msgspec.Struct, frozen=True):
         is_last: True if the run that wrote it had no step left.
         score: this step's value of the metric that `save.keep_best` names, if any.
         files: path inside the checkpoint -> file, for all files but the manifest.
+        schedules: trained role -> steps over which its learning-rate schedule goes.
     """
 
     experiment: str
@@ -70,6 +71,7 @@ class Manifest(msgspec.Struct, frozen=True):
     is_last: bool
     score: float | None
     files: dict[str, SavedFile]
+    schedules: dict[str, int] = {}
     manifest_version: int = MANIFEST_VERSION
 
 
@@ -107,6 +109,7 @@ class CheckpointStore:
     Attributes:
         n_seqs: samples per step.
         best: "max" or "min" also keeps the checkpoint with the best score; None does not.
+        schedules: see `Manifest`.
         attempt: mark in the names of unfinished checkpoints, which no other attempt of the run has: a worker of an
             ended attempt that still writes then writes elsewhere.
     """
@@ -116,6 +119,7 @@ class CheckpointStore:
     experiment: str
     n_seqs: int = 0
     best: Literal["max", "min"] | None = None
+    schedules: Mapping[str, int] = field(default_factory=dict)
     attempt: str = field(default_factory=lambda: secrets.token_hex(4))
 
     def partial(self, step: int | str) -> Path:
@@ -155,6 +159,7 @@ class CheckpointStore:
                 is_last=saved.is_last,
                 score=score,
                 files=files,
+                schedules=dict(self.schedules),
             )
             (partial / MANIFEST).write_text(_encode(manifest), encoding="utf-8")
             seal(partial / MANIFEST)
@@ -282,7 +287,13 @@ class CheckpointStore:
 def checkpoint_store(plan: RunPlan, root: Path) -> CheckpointStore:
     save = plan.config.save
     best = save.best_is if save.keep_best else None
-    return CheckpointStore(root, save.keep, plan.experiment.name, plan.samples_per_step, best)
+    return CheckpointStore(root, save.keep, plan.experiment.name, plan.samples_per_step, best, schedules_of(plan))
+
+
+def schedules_of(plan: RunPlan) -> dict[str, int]:
+    """Return trained role -> steps over which its learning-rate schedule goes, unless epochs end the run before."""
+    models = plan.config.models
+    return {m.role: models[m.role].optimizer.schedule_steps or plan.config.steps for m in plan.mfcs if m.is_train}
 
 
 def _delete(folder: Path) -> None:

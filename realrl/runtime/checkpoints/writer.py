@@ -1,7 +1,7 @@
 """A worker's share of checkpoints: copied to host memory between two requests, then written by a background thread.
 
 SaveCheckpoint ─► wait for the writer ─► copy: roles, rows ─► the next request
-                                            │
+                                            │                      ▲ if the request waits
                                             └─► writer: files, digests, fsync ─► CheckpointSaved
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
+import msgspec
 import torch
 
 from realrl.data.rows import SampleStore
@@ -53,7 +54,7 @@ class CheckpointWriter:
         if self._writing is not None:
             wait([self._writing])
         copied_s = time.time()
-        self._copies.begin(nothing_changes=request.is_last)
+        self._copies.begin(nothing_changes=request.is_last or request.waits)
         roles = copy_roles(self._plan, self._roles, self._rank, self._copies)
         rows = RoleCopy("", states={sample_file(self._rank): rows_state(self._store, request.rows)})
         self._copies.end()
@@ -64,6 +65,9 @@ class CheckpointWriter:
         }  # fmt: skip
         span = Span("checkpoint", "save", start_s, end_s, args)
         self._writing = self._thread.submit(self._write, request, [*roles, rows] if request.rows else roles, span)
+        if request.waits:
+            wait([self._writing])
+            self._copies.forget()
         return self._writing
 
     def close(self) -> None:
@@ -77,4 +81,6 @@ class CheckpointWriter:
             files = {str(path.relative_to(folder)): seal(path) for path in paths}
         except OSError as err:
             raise checkpoint_store(self._plan, folder.parent).save_failed(err, request.step) from None
+        if request.waits:
+            span = msgspec.structs.replace(span, end_s=time.time())
         return CheckpointSaved(self._rank, request.seq, request.step, (span,), files, self._saved_roles)

@@ -21,8 +21,8 @@ class Launcher(Protocol):
     def poll(self) -> list[tuple[int, int]]:
         """``(rank, exit code)`` of workers that ended since the last call; negative exit codes are signals."""
 
-    def stop(self, grace_s: float = 2.0) -> None:
-        """End all workers: ask, wait up to `grace_s`, then kill; reaps everything. May be called twice."""
+    def stop(self) -> None:
+        """End all workers at once; reaps everything. May be called twice."""
 
     def dump_stack(self, rank: int) -> None:
         """Make worker `rank` write the stacks of its threads to its log, if it can still be reached.

@@ -38,7 +38,7 @@ class InlineLauncher:
         """Return nothing: a worker cannot end before its master here."""
         return []
 
-    def stop(self, grace_s: float = 2.0) -> None:
+    def stop(self) -> None:
         for server in self._servers:
             server.close()
         self._servers.clear()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -67,11 +66,13 @@ class LocalLauncher:
                 ended.append((rank, exit_code))
         return ended
 
-    def stop(self, grace_s: float = 2.0) -> None:
-        for signum, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, None)):
-            self._signal_all(signum)
-            self._wait(patience_s)
+    def stop(self) -> None:
         for process in self._processes.values():
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes.values():
+            process.wait()
             if process.stdin is not None:
                 process.stdin.close()
         if self._processes:
@@ -115,16 +116,3 @@ class LocalLauncher:
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError):  # dead already, as `poll` will tell
             os.write(stdin.fileno(), framed(admission))
-
-    def _signal_all(self, signum: signal.Signals) -> None:
-        for process in self._processes.values():
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signum)
-
-    def _wait(self, patience_s: float | None) -> None:
-        deadline_s = None if patience_s is None else time.monotonic() + patience_s
-        for process in self._processes.values():
-            left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(left_s)

@@ -3,11 +3,12 @@
     transport ──reply──►┐                        ┌──► transport   Send
     launcher  ──death──►├─► MasterState.handle ──┼──► disk        OpenCheckpoint, CommitCheckpoint
     clock     ──silence►┘    (all the policy)    ├──► sinks       ReportStart, ReportStep
-              ──save───►┘                        │
+              ──save───►┤                        │
+    signals   ──stop───►┘                        │
                                                  └──► exit code   Finish, Abort
 
-The loop handles replies as they come and looks at the launcher and the clock every `_POLL_S` seconds. A signal ends it
-by an exception; the session around it stops the workers.
+The loop handles replies as they come and looks at the launcher, the clock and signals every `_POLL_S` seconds. Before
+the first step, and in a run that is not saved, a signal is an exception, upon which the session stops the workers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -30,11 +32,13 @@ from realrl.runtime.output import failure_report as report
 from realrl.runtime.output.evaluation_file import FILE_NAME as EVALUATION_FILE
 from realrl.runtime.output.evaluation_file import evaluation_line, evaluation_table, write_evaluation
 from realrl.runtime.output.generations import FILE_NAME as GENERATIONS_FILE
-from realrl.runtime.output.generations import GenerationsFile
+from realrl.runtime.output.generations import GenerationsFile, files_of
+from realrl.runtime.processes.load import CoreWaits
 from realrl.runtime.processes.recovery import write_failure
 from realrl.runtime.processes.session import Session
 from realrl.sched.events import (
     Abort,
+    AnnounceStop,
     BeginEvaluation,
     CheckpointCommitted,
     CheckpointFailed,
@@ -42,6 +46,7 @@ from realrl.sched.events import (
     Event,
     Finish,
     Instruction,
+    Interrupted,
     OpenCheckpoint,
     RankSpan,
     ReportEvaluation,
@@ -61,6 +66,7 @@ from realrl.sched.silence import Silences
 _POLL_S = 0.2
 _STACK_DUMP_S = 0.5
 _DEATH_NOTICE_S = 2.0
+_MUCH_WAITING = 0.2  # share of the time
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +90,7 @@ class MasterWorker:
             Path(plan.config.save.generations_path or session.run_dir / GENERATIONS_FILE),
             state.plan.main.readout,
             last_step=state.plan.main.first_step - 1,
+            files=files_of(plan.config),
         )
         self._silences = Silences[int](math.inf, (), now_s=time.monotonic())  # of no worker until they start
         self._activity: dict[int, str] = {}
@@ -93,7 +100,12 @@ class MasterWorker:
         self._eval_started_s: float | None = None
         self._started_s = self._step_started_s = time.monotonic()
         self._next_save_s: float | None = None  # time at which the clock asks for a checkpoint
+        self._opened_s = self._save_took_s = 0.0  # begin of the last checkpoint, and the time that one took
+        self._stop_step: int | None = None  # the last one of an interrupted run
+        self._is_stopping = False
         self._scores: dict[int, float | None] = {}  # step -> value of the metric save.keep_best
+        self._pids: dict[int, int] = {}  # rank -> process
+        self._core_waits = CoreWaits()
 
     def run(self, start: Start) -> int:
         """Run to the end; returns the exit code."""
@@ -119,8 +131,12 @@ class MasterWorker:
         return self._exit_code
 
     def _look_around(self, *, has_heard_all: bool) -> None:
-        """Turn deaths and silence of workers, and the time of a checkpoint, into events; tell that the master lives."""
+        """Turn signals, deaths and silence of workers, and the time of a checkpoint, into events; tell that we live."""
         self._session.beat()
+        received = self._session.signals.received
+        if received is not None and not self._is_stopping:
+            self._is_stopping = True
+            self._dispatch(Interrupted(signal.Signals(received).name))
         for lost in self._deaths():
             self._dispatch(lost)
         if self._next_save_s is not None and time.monotonic() > self._next_save_s:
@@ -140,6 +156,7 @@ class MasterWorker:
         elif isinstance(reply, CallDone):
             self._session.progress.activity(reply.rank, "idle")
         elif isinstance(reply, Hello):
+            self._pids[reply.rank] = reply.pid
             self._session.progress.phase(f"worker {reply.rank} is up (process {reply.pid})")
 
     def _dispatch(self, event: Event) -> None:
@@ -166,6 +183,13 @@ class MasterWorker:
                 self._begin_evaluation(instruction)
             case ReportEvaluation():
                 self._report_evaluation(instruction)
+            case AnnounceStop(step):
+                self._stop_step = step
+                name = signal.Signals(self._session.signals.received or signal.SIGINT).name
+                told = (
+                    f"{name}: step {step} is finished and saved, then the run stops; a second signal stops it at once"
+                )
+                self._session.progress.phase(told)
             case OpenCheckpoint(step):
                 return self._open_checkpoint(step)
             case CommitCheckpoint():
@@ -210,7 +234,10 @@ class MasterWorker:
         what = "eval " if config.eval.only else ""
         title = f"{what}{self._plan.experiment.name}" + (f" preset={config.preset}" if config.preset else "")
         self._step_started_s = time.monotonic()
+        self._core_waits.since_last(self._pids.values())
         self._plan_next_save()
+        if self.state.plan.save.writes:
+            self._session.signals.wait_for_step()
         self._last_step = instruction.last_step
         self._session.progress.started(title, instruction.last_step, str(self._session.run_dir), instruction.notes)
 
@@ -220,6 +247,8 @@ class MasterWorker:
         step_s, self._step_started_s = now_s - self._step_started_s - eval_s, now_s
         metrics = {**instruction.metrics, "time_s/step": step_s, **({"time_s/eval": eval_s} if eval_s else {})}
         metrics["perf/tokens_per_s"] = metrics.get("n_tokens", 0.0) / step_s
+        core_wait = self._core_waits.since_last(self._pids.values())
+        metrics |= {} if core_wait is None else {"perf/core_wait": core_wait}
         self._write_spans(instruction.spans)
         self._scores[instruction.step] = self._score(metrics)
         self._session.metrics.write(instruction.step, instruction.epoch, metrics)
@@ -253,7 +282,7 @@ class MasterWorker:
         self._session.progress.phase(f"eval {evaluation_line(instruction.metrics)}  {eval_s:.1f} s")
 
     def _plan_next_save(self) -> None:
-        every_s = self._plan.config.save.every_s
+        every_s = self.state.plan.save.interval_after(self._save_took_s)
         self._next_save_s = time.monotonic() + every_s if every_s else None
 
     def _score(self, metrics: Mapping[str, float]) -> float | None:
@@ -263,6 +292,7 @@ class MasterWorker:
 
     def _open_checkpoint(self, step: int) -> Event | None:
         self._plan_next_save()
+        self._opened_s = time.monotonic()
         try:
             self._checkpoints.open_partial(step)
         except OSError as err:
@@ -276,6 +306,9 @@ class MasterWorker:
             folder = self._checkpoints.commit(instruction, score)
         except CheckpointError as err:
             return CheckpointFailed(instruction.step, str(err))
+        self._save_took_s = time.monotonic() - self._opened_s
+        if self.state.plan.save.is_clocked_by_default:
+            self._plan_next_save()
         if best and score is None:
             self._session.progress.phase(f"step {instruction.step} has no metric '{best}': it cannot be the best one")
         self._session.progress.phase(f"checkpoint of step {instruction.step} saved in {folder}")
@@ -296,11 +329,20 @@ class MasterWorker:
             summary["responses"] = str(self._generations.path)
         if latest is not None:
             summary["checkpoint"] = str(latest)
+        if self._core_waits.share > _MUCH_WAITING:
+            told = f"workers waited {self._core_waits.share:.0%} of the time for a core, which others had"
+            self._session.progress.phase(told)
         self._session.progress.finished(summary)
         self._exit_code = 0
+        if instruction.interrupted:
+            told = f"realrl: interrupted by {instruction.interrupted} after step {self._steps_text()}"
+            self._session.progress.failed(told)
+            self._exit_code = 128 + signal.Signals[instruction.interrupted]
 
     def _steps_text(self) -> str:
         config = self._plan.config
+        if self._stop_step is not None and self._stop_step < self._last_step:
+            return f"{self._stop_step} of {self._last_step}"
         ended = f" of {config.steps}, where epochs={config.epochs} ended" if self._last_step < config.steps else ""
         return f"{self._last_step}{ended if any(mfc.is_train for mfc in self._plan.mfcs) else ''}"
 

@@ -50,7 +50,7 @@ def write_evaluation(path: Path, plan: RunPlan, metrics: Mapping[str, float]) ->
     found: dict[str, Any] = {
         "experiment": plan.experiment.name,
         "models": {role: config.models[role].path for role in plan.roles},
-        "data": config.eval.path or config.dataset.path,
+        "data": config.eval.path or config.dataset.described,
         "n_samples": int(metrics.get("eval/n_samples", 0)),
         "metrics": {
             name: {"value": _finite(value), "stderr": None if error is None else _finite(error)}

@@ -124,7 +124,8 @@ def render(failure: FailureReport, *, max_lines: int = MAX_LINES) -> str:
     """The report as plain text of at most `max_lines` lines; the traceback or log is cut from above to fit."""
     has_body = bool(failure.traceback) or failure.quotes_log
     head = _wrapped(
-        f"error: {failure.headline}".splitlines(), _MAX_MESSAGE_LINES if has_body else max_lines - _MAX_FOOT_LINES
+        f"realrl: error: {failure.headline}".splitlines(),
+        _MAX_MESSAGE_LINES if has_body else max_lines - _MAX_FOOT_LINES,
     )
     head += _wrapped([f"  {line}" for line in failure.message.splitlines()], _MAX_MESSAGE_LINES)
     unnamed = [sample_id for sample_id in failure.sample_ids if repr(sample_id) not in failure.headline]

@@ -24,6 +24,7 @@ from realrl.runtime.launchers.local import STACK_SIGNAL
 from realrl.runtime.output.logs import logging_to
 from realrl.runtime.processes.lifeline import RUN_ID, die_with_parent, kill_leftovers, read_framed, take_stdin
 from realrl.runtime.processes.session import decode_start, load_dotted, run_session
+from realrl.runtime.processes.signals import ORPHANED
 from realrl.runtime.transport.base import WorkerTransport
 from realrl.runtime.transport.zmq import (
     Admission,
@@ -72,6 +73,7 @@ def worker_main(rank: int, host: str) -> int:
     admission = msgspec.msgpack.decode(read_framed(lifeline), type=Admission)
     die_with_parent(lifeline, death_signal=signal.SIGKILL, on_parent_gone=_kill_own_group)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the master decides what a Ctrl-C means
+    outlive_sigterm()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     faulthandler.enable()
     faulthandler.register(STACK_SIGNAL)
@@ -115,6 +117,16 @@ def _execute(loop: WorkerLoop, transport: WorkerTransport, request: Request) -> 
         transport.send(loop.failure(request, error))
 
 
+def outlive_sigterm() -> None:
+    """Leave SIGTERM to the master, which finishes its step: job schedulers send it to every process of a run.
+
+    Children do not inherit that: whoever starts them may rely on ending them so.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not SIG_IGN, which programs that are started would inherit
+    signal.siginterrupt(signal.SIGTERM, False)
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
 def _beat(supervisor: socket.socket) -> None:
     """Tell the supervisor that the master lives; one that is stopped itself, or gone, does not block it."""
     with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
@@ -122,9 +134,9 @@ def _beat(supervisor: socket.socket) -> None:
 
 
 def _stop_orphaned_master(run_id: str) -> None:
-    """Stop in order, as on a signal; if that takes too long, at once."""
+    """Stop without waiting for the step under way; if that takes too long, kill everything."""
     _log.error("the process that supervised this run is gone; stopping")
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), ORPHANED)
     time.sleep(_ORPHAN_GRACE_S)
     kill_leftovers(RUN_ID, run_id)
     os._exit(1)

@@ -13,10 +13,9 @@ import secrets
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import msgspec
@@ -33,12 +32,12 @@ from realrl.runtime.output.progress import Progress, make_progress
 from realrl.runtime.output.trace import FILE_NAME as TRACE_FILE
 from realrl.runtime.output.trace import TraceWriter
 from realrl.runtime.processes.lifeline import framed, socket_folder
+from realrl.runtime.processes.signals import SignalReceived, Signals
 from realrl.runtime.transport.base import MasterTransport
 from realrl.runtime.transport.inproc import InprocKeyValues, InprocMaster
 from realrl.runtime.transport.zmq import Admission, RunKeys, ZmqKeyValueServer, ZmqMaster, endpoint_beside
 
 DEFAULT_PROGRAM = "realrl.runtime.master.master_worker:run_master"
-_STOP_GRACE_S = 2.0
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +80,7 @@ class Session:
         admission: argument of `launcher.start`.
         resume_from, overlap: see `SessionStart`.
         beat: tells the supervisor that the master lives; to be called several times a second.
+        signals: what the user sent to end the run.
     """
 
     run: bytes
@@ -94,54 +94,13 @@ class Session:
     resume_from: str = ""
     overlap: Overlap = NO_OVERLAP
     beat: Callable[[], None] = lambda: None
-
-
-class SignalReceived(BaseException):
-    """A signal asked the master to stop in order; raised once, in the main thread.
-
-    Not an `Exception`, so that no handler of ordinary errors swallows it.
-    """
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(signum).name}")
-        self.signum = signum
-
-    @property
-    def exit_code(self) -> int:
-        """The shell's convention: 130 for Ctrl-C."""
-        return 128 + self.signum
-
-
-def catch_signals() -> Callable[[], None]:
-    """Raise `SignalReceived` at the first SIGINT, SIGTERM or SIGHUP, and ignore the rest: shutdown is under way.
-
-    Signals that were held back while the process started are let in.
-
-    Returns:
-        A function that ignores signals from now on.
-    """
-    signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
-        signals.append(signal.SIGHUP)
-
-    def ignore() -> None:
-        for signum in signals:
-            signal.signal(signum, lambda *_: None)  # not SIG_IGN, which processes that are started would inherit
-
-    def raise_first(signum: int, frame: FrameType | None) -> None:
-        ignore()
-        raise SignalReceived(signum)
-
-    for signum in signals:
-        signal.signal(signum, raise_first)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    return ignore
+    signals: Signals = field(default_factory=Signals)
 
 
 def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] = lambda: None) -> int:
     """Run `start.program` to its end and return the exit code of the run.
 
-    Takes over SIGINT, SIGTERM and SIGHUP for good, so it belongs in the main thread.
+    Takes over signals for good (see `Signals`), so it belongs in the main thread.
 
     Args:
         inline: run the workers in this thread instead of starting processes.
@@ -152,20 +111,21 @@ def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] =
     with contextlib.ExitStack() as stack:
         progress = make_progress(live=False if inline else None)
         stack.callback(progress.close)
+        signals = Signals(counts=inline)
         try:
-            ignore_signals = catch_signals()  # a signal that was held back until now is raised here
+            signals.catch()  # a signal that was held back until now is raised here
             stack.enter_context(_open_log(log))
-            with _open_session(start, inline=inline, progress=progress, beat=beat) as session:
+            with _open_session(start, inline=inline, progress=progress, beat=beat, signals=signals) as session:
                 for note in start.notes:
                     progress.phase(note)
                 try:
                     program: Callable[[Session], int] = load_dotted(start.program)
                     return program(session)
                 finally:
-                    ignore_signals()
+                    signals.ignore()
         except (SignalReceived, KeyboardInterrupt) as interrupt:
             signum = interrupt.signum if isinstance(interrupt, SignalReceived) else signal.SIGINT
-            progress.failed(f"{SignalReceived(signum)}: everything was stopped")
+            progress.failed(f"realrl: {SignalReceived(signum)}: everything was stopped")
             return SignalReceived(signum).exit_code
         except Error as error:
             if error.exit_code == UsageError.exit_code:
@@ -195,7 +155,7 @@ def _open_log(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open_session(
-    start: SessionStart, *, inline: bool, progress: Progress, beat: Callable[[], None]
+    start: SessionStart, *, inline: bool, progress: Progress, beat: Callable[[], None], signals: Signals
 ) -> Iterator[Session]:
     run_dir = Path(start.run_dir)
     with contextlib.ExitStack() as stack:
@@ -220,7 +180,7 @@ def _open_session(
             admission = msgspec.msgpack.encode(Admission(transport.address, store.address, keys.for_workers))
             launcher = LocalLauncher(run_dir, start.run_id, host=start.host, environments=start.environments)
         stack.callback(transport.close)
-        stack.callback(launcher.stop, _STOP_GRACE_S)
+        stack.callback(launcher.stop)
         yield Session(
             start.run,
             run_dir,
@@ -233,6 +193,7 @@ def _open_session(
             resume_from=start.resume_from,
             overlap=start.overlap,
             beat=beat,
+            signals=signals,
         )
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 from realrl.config.schema import RunConfig
+from realrl.config.secrets import masked_argument
 from realrl.config.serialize import dump_config, shown_config
 from realrl.errors import ConfigError
 from realrl.experiment.declaration import Experiment
@@ -20,54 +20,90 @@ from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.files import write_output
 from realrl.plan.hooks import NO_OVERLAP, Overlap
-from realrl.runtime.checkpoints.resume import newest, refuse_mixing
-from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store
-from realrl.runtime.processes.machine import accelerators, check_devices, on_machine, worker_environments
-from realrl.runtime.processes.preflight import check_inputs
+from realrl.runtime.checkpoints.resume import newest
+from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store, load_manifest
+from realrl.runtime.launchers.base import available_cores
+from realrl.runtime.processes.load import cores_of_others, waiting_variables
+from realrl.runtime.processes.machine import Accelerators, accelerators, on_machine, worker_environments
 from realrl.runtime.processes.recovery import Recover
+from realrl.runtime.processes.run_folder import locked, make_checkpoints, make_new_folder
 from realrl.runtime.processes.session import SessionStart
 from realrl.runtime.processes.supervise import run_inline, run_supervised
 
 CONFIG_FILE = "config.json"
-LOCK_FILE = ".lock"
-_OWNER_ONLY = 0o700  # rows of the dataset and what users set may be nobody else's
+_SIGNAL_RECEIVED = 128  # exit codes from here on are those of signals
 
 
 def start_run(
     experiment: Experiment,
     config: RunConfig,
     *,
+    check: Callable[[RunPlan], Resume],
     decide: Callable[[RunPlan], Overlap] = lambda _: NO_OVERLAP,
     files: Mapping[str, bytes] | None = None,
+    command: Sequence[str] = (),
 ) -> int:
-    """Check what can be checked, make the run folder, run to the end; returns the exit code.
+    """Lock the run folder, check the run, run to the end; returns the exit code.
 
     Args:
+        check: refusal of a plan that cannot run, with a `UsageError`; it returns the starting point. Where `run_dir` is
+            given, no other run is at work there meanwhile.
         decide: decision, for a plan that passed the checks, about parameters that come early or stay.
         files: name -> content of further files of the run folder.
+        command: the words that started the run, for the user to continue it after an interruption.
 
     Raises:
         UsageError: the configuration, the graph, the allocation, a model, the dataset or the checkpoint to resume from
             is unusable, or another run is using the folder; nothing started.
     """
-    if config.cluster.n_nodes > 1:
-        raise ConfigError(
-            f"cluster.n_nodes={config.cluster.n_nodes}, but this version starts workers on one machine only",
-            remedy="Use cluster.n_nodes=1; --dry-run and realrl graph show plans for more nodes.",
-        )
     found = accelerators()
     config, notes = on_machine(config, found)
-    check_devices(config, found)
     plan = plan_run(config, experiment)
-    environments, written = worker_environments(plan, found, os.environ), files or {}
+    environments, crowd_notes = _worker_environments(plan, found)
+    notes, written = (*notes, *crowd_notes), files or {}
     if config.run_dir:
-        with _locked(Path(config.run_dir).absolute()) as (run_dir, lock):
-            refuse_mixing(config)  # reads the folder, so no other run may be at work there
-            return _run(plan, run_dir, _noting(check_inputs(plan), notes), lock, environments, decide(plan), written)
-    refuse_mixing(config)
-    resume = _noting(check_inputs(plan), notes)
-    with _locked(_make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
-        return _run(plan, run_dir, resume, lock, environments, decide(plan), written)
+        with locked(Path(config.run_dir).absolute()) as (run_dir, lock):
+            code = _run(plan, run_dir, _noting(check(plan), notes), lock, environments, decide(plan), written)
+            return _told(code, plan, run_dir, command)
+    resume = _noting(check(plan), notes)
+    with locked(make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
+        code = _run(plan, run_dir, resume, lock, environments, decide(plan), written)
+        return _told(code, plan, run_dir, command)
+
+
+def _worker_environments(plan: RunPlan, found: Accelerators) -> tuple[tuple[dict[str, str], ...], tuple[str, ...]]:
+    """Return the environment variables of each worker, and notes to the user about other work on its cores."""
+    environments = worker_environments(plan, found, os.environ)
+    if plan.config.cluster.device != "cpu" or plan.config.launcher == "inline":
+        return environments, ()
+    n_busy, n_cores = cores_of_others(), available_cores()
+    waiting = waiting_variables(n_busy, n_cores, os.environ)
+    if not waiting:
+        return environments, ()
+    told = f"other work takes {n_busy:.1f} of {n_cores} cores: threads of workers sleep while they wait for each other"
+    return tuple({**own, **waiting} for own in environments), (told,)
+
+
+def _told(exit_code: int, plan: RunPlan, run_dir: Path, command: Sequence[str]) -> int:
+    """Tell the user how to go on with a run that a signal ended; returns its exit code."""
+    newest = checkpoint_store(plan, run_dir / CHECKPOINTS).latest()
+    if exit_code < _SIGNAL_RECEIVED or newest is None:
+        return exit_code
+    if load_manifest(newest).is_last:
+        told = f"the last step was complete: {newest}"
+    elif command:
+        words = [masked_argument(word) for word in command if not word.lstrip("+").startswith("resume=")]
+        if not any(word.lstrip("+").startswith("run_dir=") for word in words):
+            near = run_dir.is_relative_to(Path.cwd())
+            words.append(f"run_dir={run_dir.relative_to(Path.cwd()) if near else run_dir}")
+        told = f"continue after {newest.name.replace('_', ' ')} with: {shlex.join([*words, 'resume=auto'])}"
+    else:
+        told = (
+            f"continue after {newest.name.replace('_', ' ')} with the same settings, run_dir={run_dir} and resume=auto"
+        )
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"realrl: {told}", file=sys.stderr, flush=True)
+    return exit_code
 
 
 def _noting(resume: Resume, notes: tuple[str, ...]) -> Resume:
@@ -86,8 +122,8 @@ def _run(
 ) -> int:
     """Run in a locked folder, after the checks."""
     config, save = plan.config, plan.config.save
-    if plan.changed_roles and (save.at_end or save.every_steps or save.every_epochs or save.every_s):
-        _check_checkpoints(run_dir / CHECKPOINTS)
+    if plan.changed_roles and save.writes:
+        make_checkpoints(run_dir / CHECKPOINTS)
     changes: dict[str, object] = {"run_dir": str(run_dir)}
     if config.save.generations_path:
         path = str(Path(config.save.generations_path).absolute())
@@ -111,102 +147,6 @@ def _run(
     store = checkpoint_store(plan, run_dir / CHECKPOINTS)
     recover = Recover(config.recover.retries, lambda: newest(store, resume), config.cluster.worker_timeout_s)
     return run_supervised(start, recover, inherited=(lock,))
-
-
-def _make_new_folder(base: Path) -> Path:
-    """A folder named after the time, and after a number when another run started in the same second."""
-    name = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    for suffix in ("", *(f"_{i}" for i in range(1, 1000))):
-        with contextlib.suppress(FileExistsError):
-            return _make_folder(base / (name + suffix), exist_ok=False)
-    raise ConfigError(f"{base} holds a thousand runs of this second", remedy="Choose a folder with run_dir=PATH.")
-
-
-def _make_folder(folder: Path, *, exist_ok: bool) -> Path:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(_OWNER_ONLY, exist_ok=exist_ok)
-    except OSError as err:
-        if isinstance(err, FileExistsError) and not exist_ok:
-            raise
-        raise ConfigError(
-            f"run_dir={folder} cannot be made: {err.strerror}", remedy="Choose another folder with run_dir=PATH."
-        ) from err
-    return folder
-
-
-def _check_checkpoints(folder: Path) -> None:
-    """Make the folder now: the first checkpoint may be days away."""
-    try:
-        folder.mkdir(exist_ok=True)
-        reason = "" if os.access(folder, os.W_OK | os.X_OK) else "no permission to write there"
-    except OSError as err:
-        reason = err.strerror or str(err)
-    if reason:
-        raise ConfigError(
-            f"{folder} cannot hold checkpoints: {reason}",
-            remedy="Move it away, or choose another folder with run_dir=PATH.",
-        )
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Make the folder, and lock it against other runs; gives folder and lock.
-
-    The system takes the lock back when the last process that holds it has ended: this one, or its master. A run that is
-    refused leaves no folder behind that was not there before.
-
-    Raises:
-        ConfigError: another run holds the lock, or there cannot be one.
-    """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    lock = _lock(folder)
-    try:
-        yield folder, lock
-    finally:
-        with contextlib.suppress(OSError):
-            (folder / LOCK_FILE).unlink()
-            for path in made:
-                path.rmdir()  # unless something is in it
-        fcntl.flock(lock, fcntl.LOCK_UN)  # also for copies that user code may have forked
-        os.close(lock)
-
-
-def _lock(folder: Path) -> int:
-    """Make the folder and lock its lock file; returns its descriptor."""
-    path, lock = folder / LOCK_FILE, -1
-    while True:
-        _make_folder(folder, exist_ok=True)
-        try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), path.stat()):
-                os.ftruncate(lock, 0)
-                os.write(lock, b"%d\n" % os.getpid())
-                return lock
-            os.close(lock)
-        except FileNotFoundError:  # a run that ended meanwhile has removed the file or the folder
-            continue
-        except BlockingIOError:
-            raise ConfigError(
-                f"another run is going on in run_dir={folder}: process {_read_holder(lock)}",
-                remedy="Wait for its end, or choose another folder.",
-            ) from None
-        except OSError as err:
-            raise ConfigError(
-                f"run_dir={folder} cannot be locked against other runs: {err.strerror}",
-                remedy="Choose another folder with run_dir=PATH, on a writable file system that has locks.",
-            ) from err
-
-
-def _read_holder(lock: int) -> str:
-    """The process that holds the lock, which may be about to write it down; closes the descriptor."""
-    for _ in range(100):
-        if holder := os.pread(lock, 32, 0).strip():
-            break
-        time.sleep(0.01)
-    os.close(lock)
-    return holder.decode() or "unknown"
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -3,7 +3,7 @@
 realrl run ──supervises──► master ──LocalLauncher──► worker 0, worker 1, ...
    │ stdin, a socket: start message and lifeline;       │ stdin pipe: lifeline
    │                  the master's signs of life back
-   ├ Ctrl-C, SIGTERM, SIGHUP: the first is passed on, a second one kills everything
+   ├ Ctrl-C, SIGTERM, SIGHUP: the first is passed on, and ends the run after its step; a second one kills everything
    └ Ctrl-Z: everything stops, and goes on with this process
 """
 
@@ -31,6 +31,7 @@ from realrl.runtime.output.logs import log_path
 from realrl.runtime.processes.lifeline import RUN_ID, find_leftovers, kill_leftovers, socket_folder
 from realrl.runtime.processes.recovery import Recover, describe_end, describe_restart, forget_failure
 from realrl.runtime.processes.session import SessionStart, encode_start, run_session
+from realrl.runtime.processes.signals import ORPHANED, SAME_KEYPRESS_S
 from realrl.sched.master.recovery import GiveUp, Recovery
 from realrl.sched.silence import Silences
 
@@ -38,7 +39,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 0.2
 _MASTER_SLACK_S = 5.0  # beyond its limit: it kills workers at the end
 _MASTER_START_S = 60.0  # limit before its first sign of life: it imports, perhaps on a busy machine
-_SAME_KEYPRESS_S = 0.3  # a wrapper may pass on the Ctrl-C that the terminal has delivered already
 
 
 def run_supervised(start: SessionStart, recover: Recover | None = None, *, inherited: Collection[int] = ()) -> int:
@@ -57,8 +57,8 @@ def run_supervised(start: SessionStart, recover: Recover | None = None, *, inher
 
 
 def run_inline(start: SessionStart) -> int:
-    """Run master and workers in this process and thread; Ctrl-C and SIGTERM stop it in order."""
-    previous = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+    """Run master and workers in this process and thread; a second Ctrl-C or SIGTERM does not wait for the step."""
+    previous = {signum: signal.getsignal(signum) for signum in (*_SIGNALS, ORPHANED)}
     try:
         return run_session(start, inline=True)
     finally:
@@ -152,7 +152,7 @@ class _Supervisor:
         decision = self._recovery.handle(ended)
         if isinstance(decision, GiveUp):
             if decision.why:
-                print(decision.why, file=sys.stderr, flush=True)
+                print(f"realrl: {decision.why}", file=sys.stderr, flush=True)
             return exit_code
         try:
             resume = self._recover.find_checkpoint()
@@ -160,7 +160,7 @@ class _Supervisor:
                 print(f"the last step was complete: {resume.folder}", flush=True)
                 return 0
         except Error as error:
-            print(f"the run cannot be started again: {error}", file=sys.stderr, flush=True)
+            print(f"realrl: error: the run cannot be started again: {error}", file=sys.stderr, flush=True)
             return exit_code
         told = describe_restart(decision, self._recover.retries, resume, ended.step)
         folder = "" if resume.folder is None else str(resume.folder)
@@ -191,7 +191,7 @@ class _Supervisor:
         if self._received is None:
             self._received, self._received_at_s = signum, now_s
             self._pass_on(signum)
-        elif now_s - self._received_at_s > _SAME_KEYPRESS_S:
+        elif now_s - self._received_at_s > SAME_KEYPRESS_S:
             self._pass_on(signal.SIGKILL)
 
     def _on_stop(self, signum: int, frame: FrameType | None) -> None:
@@ -213,7 +213,7 @@ class _Supervisor:
         _restore_cursor()
         if self._received is not None:
             name = signal.Signals(self._received).name
-            print(f"stopped at once after {name}", file=sys.stderr)
+            print(f"realrl: stopped at once after {name}", file=sys.stderr)
             return
         log = log_path(self._run_dir, None)
         died = report.master_died(master.pid, exit_code, silent_s=self._silent_s, log=log)

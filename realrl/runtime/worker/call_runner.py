@@ -6,10 +6,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
-from realrl.algo.api import CallContext, MetricSums, MicroBatching
+from realrl.algo.api import CallContext, MetricSums, MicroBatching, SampleNotes
 from realrl.algo.checks import check_metrics, check_output, check_recorded, explain
 from realrl.data.rows import SampleStore, decode_rows
 from realrl.data.sample import SequenceSample
@@ -24,6 +25,7 @@ from realrl.plan.samples.transfer import RowTransfer
 from realrl.runtime.transport.base import SampleClient
 from realrl.runtime.worker.roles import HostedRole
 from realrl.sched.messages import CallDone, MoveRows, RowsMoved, RunCall, SampleMeta, Span
+from realrl.sched.track.readout import TOKENS
 from realrl.sched.track.scores import WEIGHT
 
 _WAIT_WORTH_TELLING_S = 0.001
@@ -84,12 +86,12 @@ class CallRunner:
         call_start_s = time.time()
         minibatches = request.minibatches if hosted.has_weights else (request.keeps,)
         ids = tuple(dict.fromkeys(sample_id for minibatch in minibatches for sample_id in minibatch))
-        output, metrics, recorded = None, dict[str, float](), MetricSums()
+        output, metrics, recorded, notes = None, dict[str, float](), MetricSums(), SampleNotes()
         args: Args = {"step": request.step, "dispatch": request.dispatch_id, "role": mfc.role, "samples": len(ids)}
         with self._parameters_of(mfc, is_at_home):
             if ids:
                 batch = self._store.get(ids, mfc.input_keys, device=self._device).remap(mfc.input_key_remap)
-                context = self._context(mfc, request.step, minibatches, recorded)
+                context = replace(self._context(mfc, request.step, minibatches, recorded), notes=notes)
                 output, metrics, counts = self._call(mfc, batch, request, context)
                 args |= counts
         if hosted.has_weights and not is_at_home:
@@ -115,7 +117,15 @@ class CallRunner:
             sums=recorded.sums,
             maxima=recorded.maxima,
             waited_s=call_start_s - pulled_s,
+            notes=self._wanted(mfc, notes),
         )
+
+    def _wanted(self, mfc: MFCDef, notes: SampleNotes) -> dict[str, dict[str, tuple[float, ...]]]:
+        """Return the notes with the prefix of the call's keys, if responses are written to a file."""
+        if self._plan.config.save.n_generations == 0 or self._plan.is_evaluating(mfc.name):
+            return {}
+        prefix = next((key.removesuffix(TOKENS) for key in mfc.input_keys if key.endswith(TOKENS)), "")
+        return {prefix + name: values for name, values in notes.values.items()}
 
     def move_rows(self, request: MoveRows) -> RowsMoved:
         """Send rows that others lack for a call, and receive rows that this rank lacks."""

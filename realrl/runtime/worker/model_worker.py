@@ -34,7 +34,7 @@ from realrl.errors import RunError
 from realrl.experiment.backends import needs_library_groups
 from realrl.experiment.discovery import load_run
 from realrl.experiment.evaluation import held_out_data
-from realrl.experiment.models import notes_of_heads, role_configs
+from realrl.experiment.models import notes_of_models, role_configs
 from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.plan.groups import GroupKind
@@ -138,13 +138,13 @@ class ModelWorker:
             return SamplesLoaded(self.rank, request.seq, meta, spans, restored)
         if isinstance(request, ReadSamples):
             wait = self._wait_span(start_s)
-            columns = read_samples(self.store, request, self._tokenizer)
+            columns, rows = read_samples(self.store, request, self._tokenizer)
             n_samples = len({i for ids in (*request.texts.values(), *request.keys.values()) for i in ids})
             spans = (
                 *wait,
                 Span("read", "read", start_s, time.time(), {"step": request.step, "samples": n_samples}),
             )
-            return SamplesRead(self.rank, request.seq, request.step, columns, spans)
+            return SamplesRead(self.rank, request.seq, request.step, columns, spans, rows)
         if isinstance(request, FreeSamples):
             self.store.free(request.ids)
             return SamplesFreed(self.rank, request.seq)
@@ -191,7 +191,7 @@ class ModelWorker:
         n_dropped, notes = 0, tuple[str, ...]()
         if self.rank == plan.dataset_rank:
             row_ids, n_dropped, notes = self._open_datasets(plan)
-            notes += notes_of_heads(plan) if resume_from is None else ()
+            notes += notes_of_models(plan) if resume_from is None else ()
         held_out_ids = () if self._held_out is None else self._held_out.row_ids
         content = "" if self._dataset is None else self._dataset.digest
         spans = (Span("initialize", "init", start_s, time.time()),)

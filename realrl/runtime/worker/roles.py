@@ -50,6 +50,7 @@ class HostedRole:
             parameters; a call elsewhere gets a copy.
         offloader: mover of the parameters to host memory and back; None on a rank outside the home.
         is_changed: True if a call or hook changes the parameters, so that a checkpoint must hold them.
+        schedule_steps: steps over which the learning-rate schedule goes; None: those of the run.
         visiting: call outside the home -> parameters that were brought for it, by name.
     """
 
@@ -61,6 +62,7 @@ class HostedRole:
     offloader: Offloader | None = None
     is_changed: bool = False
     calls_per_step: int = 1
+    schedule_steps: int | None = None
     algorithm: Any = None
     visiting: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     _shared: dict[str, list[torch.Tensor]] = field(default_factory=dict, repr=False)
@@ -101,8 +103,8 @@ class HostedRole:
         return engine.decoder
 
     def set_schedule_end(self, n_steps: int) -> None:
-        """Make the learning-rate schedule end with the run's last step."""
-        engine = self.home_engine
+        """Make the learning-rate schedule end with the run's last step, unless `schedule_steps` says where."""
+        engine, n_steps = self.home_engine, self.schedule_steps or n_steps
         if n_steps == self._n_steps or engine is None:
             return
         self._n_steps = n_steps
@@ -242,6 +244,7 @@ def build_roles(
             calls=calls,
             is_changed=name in plan.changed_roles,
             calls_per_step=plan.samples_per_step // trains[0].n_seqs if trains else 1,
+            schedule_steps=plan.config.models[name].optimizer.schedule_steps,
             algorithm=plan.config.algorithm,
         )
         engine = hosted[name].home_engine

@@ -1,19 +1,23 @@
-"""Readable contents of samples in a worker's store: decoded text and single numbers."""
+"""Readable contents of samples in a worker's store: decoded text, single numbers, and fields of the dataset's row."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from realrl.data.conversations import split_turns
 from realrl.data.rows import SampleStore
 from realrl.sched.messages import ReadSamples
-from realrl.sched.track.readout import MASK, TOKENS
+from realrl.sched.track.readout import MASK, ROW, TOKENS
 
 Columns = dict[str, dict[str, tuple[float | bool | str, ...]]]
 
 
-def read_samples(store: SampleStore, request: ReadSamples, tokenizer: Callable[[str], Any]) -> Columns:
-    """Read the columns of `SamplesRead`.
+def read_samples(
+    store: SampleStore, request: ReadSamples, tokenizer: Callable[[str], Any]
+) -> tuple[Columns, dict[str, str]]:
+    """Read the columns and rows of `SamplesRead`.
 
     Args:
         tokenizer: function from a role to its tokenizer.
@@ -23,20 +27,33 @@ def read_samples(store: SampleStore, request: ReadSamples, tokenizer: Callable[[
         columns.update(_text(store, prefix, ids, tokenizer(request.roles[prefix])))
     for key, ids in request.keys.items():
         columns[key] = _numbers(store, key, ids)
-    return columns
+    if not request.rows:
+        return columns, {}
+    packed = store.get(request.rows, (ROW,)).samples(ROW)
+    return columns, {i: bytes(row.tolist()).decode() for i, row in zip(request.rows, packed, strict=True)}
 
 
 def _text(store: SampleStore, prefix: str, ids: Sequence[str], tokenizer: Any) -> Columns:
     batch = store.get(ids, (prefix + TOKENS, prefix + MASK))
-    columns: dict[str, dict[str, list[Any]]] = {name: {} for name in ("prompt", "response", "response_tokens")}
+    columns: dict[str, dict[str, list[Any]]] = {}
+
+    def decoded(tokens: list[int]) -> str:
+        text: str = tokenizer.decode(tokens, skip_special_tokens=True)
+        return text.encode(errors="backslashreplace").decode()
+
     rows = zip(ids, batch.sequences(prefix + TOKENS), batch.sequences(prefix + MASK), strict=True)
     for sample_id, sequences, masks in rows:
-        for tokens, mask in zip(sequences, masks, strict=True):
-            parts = {"prompt": tokens[mask].tolist(), "response": tokens[~mask].tolist()}
-            for name, part in parts.items():
-                text = tokenizer.decode(part, skip_special_tokens=True)
-                columns[name].setdefault(sample_id, []).append(text.encode(errors="backslashreplace").decode())
-            columns["response_tokens"].setdefault(sample_id, []).append(float(len(parts["response"])))
+        split = [split_turns(t.tolist(), m.tolist()) for t, m in zip(sequences, masks, strict=True)]
+        found: dict[str, list[Any]] = {
+            "prompt": [decoded(prompt) for prompt, _ in split],
+            "response": [decoded([token for run, _ in turns for token in run]) for _, turns in split],
+            "prompt_tokens": [float(mask.sum()) for mask in masks],
+            "response_tokens": [float((~mask).sum()) for mask in masks],
+        }
+        if any(len(turns) > 1 for _, turns in split):
+            found["turns"] = [json.dumps([(decoded(run), is_given) for run, is_given in turns]) for _, turns in split]
+        for name, values in found.items():
+            columns.setdefault(name, {})[sample_id] = values
     return {prefix + name: _frozen(values) for name, values in columns.items()}
 
 

@@ -47,8 +47,7 @@ class Farewell:
             Fatal: the run was interrupted before.
         """
         if self.interrupted:
-            message = f"interrupted twice: {reason}; workers that had not left yet were stopped"
-            raise Fatal(Failure(kind=FailureKind.INTERRUPTED, message=message, exit_code=_INTERRUPTED_EXIT_CODE))
+            raise interrupted_twice(reason)
         self.interrupted = reason
 
     def take_leave(self, reply: Goodbye) -> None:
@@ -73,3 +72,9 @@ class Farewell:
     def _leave(self, rank: int) -> None:
         self._staying.discard(rank)
         self._left.add(rank)
+
+
+def interrupted_twice(reason: str) -> Fatal:
+    """Return the end of a run whose user does not wait for an orderly one."""
+    message = f"interrupted twice: {reason}; workers that had not left yet were stopped"
+    return Fatal(Failure(kind=FailureKind.INTERRUPTED, message=message, exit_code=_INTERRUPTED_EXIT_CODE))

@@ -5,7 +5,7 @@
         ┌───────────────────────────────────────────────┘
         └─► samples through calls, step after step; evaluations; checkpoints        `Run`, with its tracks
                    │
-                   ▼ last step, or interrupted
+                   ▼ last step; when interrupted, the step under way, or none if no step is saved
                Shutdown ──► Goodbye from every rank ──► Finish                      `Farewell`
 
     a failure anywhere: Abort
@@ -39,7 +39,7 @@ from realrl.sched.events import (
     WorkerSilent,
 )
 from realrl.sched.master import diagnosis
-from realrl.sched.master.closing import Farewell
+from realrl.sched.master.closing import Farewell, interrupted_twice
 from realrl.sched.master.master_plan import MasterPlan
 from realrl.sched.master.run import Run, nobody_asked
 from realrl.sched.master.workers import Workers
@@ -81,8 +81,9 @@ NEXT_RUN_PHASES = {
         RunPhase.ABORTED,  # a worker failed, was lost or fell silent; or the dataset is too small
     },
     RunPhase.RUNNING: {
-        RunPhase.CLOSING,  # the last step is complete and every checkpoint in place; or interrupted
-        RunPhase.ABORTED,  # a worker failed, was lost or fell silent; or a checkpoint could not be written
+        RunPhase.CLOSING,  # the last step is complete and every checkpoint in place
+        RunPhase.FINISHED,  # the same in an interrupted run, where workers are still busy with later steps
+        RunPhase.ABORTED,  # a worker failed, was lost or fell silent; a checkpoint failed; or interrupted twice
     },
     RunPhase.CLOSING: {
         RunPhase.FINISHED,  # every worker said Goodbye (when interrupted: or was lost)
@@ -106,6 +107,7 @@ class MasterState:
         self._stories = Stories(call.name for call in (*plan.main.calls, *evaluating))
         self._workers = Workers(plan.main.n_ranks, plan.main.dataset_rank, self._stories)
         self._run: Run | None = None  # from RUNNING on
+        self._interrupted = ""  # the reason, from then on
         self._handle: Callable[[Event], list[Instruction]] = self._start_up  # of the phase
 
     def handle(self, event: Event) -> list[Instruction]:
@@ -231,14 +233,25 @@ class MasterState:
             case Ready() | SamplesFreed() | Goodbye():
                 self._workers.answered(event)
                 return []
-            case Interrupted() | CheckpointFailed() | WorkerFailed() | WorkerLost() | WorkerSilent():
+            case CheckpointFailed() | WorkerFailed() | WorkerLost() | WorkerSilent():
                 return self._on_trouble(event)
-        instructions = run.handle(event)
+            case Interrupted(reason) if self._interrupted:
+                raise interrupted_twice(reason)
+            case Interrupted(reason) if not self.plan.save.writes:
+                return self._close(reason)
+            case Interrupted(reason):
+                self._interrupted = reason
+                instructions = run.stop()
+            case _:
+                instructions = run.handle(event)
         if run.is_complete:
-            instructions += [*run.conclude(), *self._close("")]
+            instructions += [*run.conclude(), *self._close(self._interrupted)]
         return instructions
 
     def _close(self, interrupted: str) -> list[Instruction]:
+        if interrupted and self.dispatches:  # of later steps, which nobody will see
+            self._enter(RunPhase.FINISHED, f"interrupted: {interrupted}")
+            return [Finish(interrupted, self._workers.take_spans())]
         self._enter(RunPhase.CLOSING, f"interrupted: {interrupted}" if interrupted else "the last step is complete")
         farewell = Farewell(self._workers, interrupted)
         self._handle = partial(self._wind_up, farewell)

@@ -14,6 +14,7 @@ import msgspec
 
 from realrl.errors import InvalidTransitionError
 from realrl.sched.events import (
+    AnnounceStop,
     BeginEvaluation,
     CheckpointCommitted,
     CommitCheckpoint,
@@ -82,6 +83,7 @@ class Run:
         self._evaluation: Evaluation | None = None  # under way
         self._held_back: ReportStep | None = None  # waits for the evaluation of its step
         self._contents: list[SampleContents] = []  # of a run that only evaluates
+        self._stop_step: int | None = None  # the last one of an interrupted run
 
     @property
     def is_complete(self) -> bool:
@@ -120,7 +122,8 @@ class Run:
         """
         match event:
             case SaveIntervalPassed():
-                self._checkpoints.want(self.main.scheduler.step_to_save)
+                if self._stop_step is None:  # else the last step is saved anyway
+                    self._checkpoints.want(self.main.scheduler.step_to_save)
                 return []
             case CheckpointCommitted():
                 self.add_committed(event)
@@ -132,6 +135,19 @@ class Run:
             return [*self.main.handle(event, request), *self._report_samples(), *self._advance()]
         assert self._evaluation is not None
         return [*self._evaluation.handle(event, request), *self._go_on_evaluating(self._evaluation)]
+
+    def stop(self) -> list[Instruction]:
+        """Let the run end with the step under way, and save that.
+
+        It is the oldest one that is not reported, or a later one if that has begun to change parameters.
+        """
+        scheduler = self.main.scheduler
+        step = scheduler.step_to_save if self._held_back is None else self._held_back.step
+        self._stop_step = step = min(step, scheduler.last_step)
+        self._checkpoints.want(step)
+        scheduler.stop_after(step)
+        self._stories.note(f"the run is to end after step {step}")
+        return [AnnounceStop(step), *self._advance()]
 
     def conclude(self) -> list[Instruction]:
         """Return the report that follows when everything is done."""
@@ -232,8 +248,9 @@ class Run:
         scheduler.wake()
         directory = self._plan.checkpoint_directory.replace(STEP_PLACEHOLDER, str(step))
         is_last = step == scheduler.last_step
+        waits = step == self._stop_step or self._plan.save.is_clocked_by_default
         asks = self._workers.ask_all(
-            lambda rank, seq: SaveCheckpoint(seq, step, directory, rows.get(rank, {}), is_last)
+            lambda rank, seq: SaveCheckpoint(seq, step, directory, rows.get(rank, {}), is_last, waits)
         )
         return [OpenCheckpoint(step, directory), *asks]
 

@@ -58,12 +58,12 @@ class CheckpointTracker:
         self._at_end = at_end
         self._ends_epoch = ends_epoch
         self._next = first_step  # the oldest step that is neither saved nor passed by
-        self._wanted = 0  # the latest step that the clock asked for
+        self._wanted = 0  # the latest step that `want` asked for
         self._held: tuple[int, frozenset[int]] | None = None  # a step that is due, and the dispatches it waits for
         self._saves: dict[int, Save] = {}  # by step
 
     def want(self, step: int) -> None:
-        """Note that the clock asks for a checkpoint of `step`, which is not complete."""
+        """Note that the clock, or the end of an interrupted run, asks for a checkpoint of `step`, still unreported."""
         self._wanted = max(self._wanted, step)
 
     def is_due(self, step: int) -> bool:

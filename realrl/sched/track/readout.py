@@ -24,7 +24,7 @@ from realrl.sched.samples.buffer import SampleBuffer
 if TYPE_CHECKING:
     import networkx as nx
 
-TOKENS, MASK = "input_ids", "prompt_mask"
+TOKENS, MASK, ROW = "input_ids", "prompt_mask", "metadata"
 
 Texts = dict[str, tuple[str, ...]]  # prefix of keys -> samples
 Keys = dict[str, tuple[str, ...]]  # key -> samples
@@ -39,12 +39,14 @@ class Readout:
         calls: prefix of keys -> call that generates them.
         every_steps: samples are read in steps that are a multiple of this.
         n_samples: number of a step's first samples that are read; None for all.
+        is_written: they go to a file, with other fields of their rows and what calls noted of them.
     """
 
     roles: Mapping[str, str] = field(default_factory=dict)
     calls: Mapping[str, str] = field(default_factory=dict)
     every_steps: int = 1
     n_samples: int | None = None
+    is_written: bool = False
 
 
 NO_READOUT = Readout(n_samples=0)
@@ -57,6 +59,7 @@ class SampleReader:
         self.readout = readout
         self._pending: dict[tuple[int, int], int] = {}  # (rank, seq) of a request -> step
         self._contents: dict[int, dict[str, _Contents]] = {}  # by step
+        self._notes: dict[str, dict[str, tuple[float, ...]]] = {}  # of living samples, by name
         self._closed: list[int] = []  # complete steps that are not reported
 
     @property
@@ -81,7 +84,20 @@ class SampleReader:
     def expect(self, step: int, indices: Mapping[str, int], versions: Mapping[str, Mapping[str, int]]) -> None:
         """Note that these samples of a step are being read."""
         contents = self._contents.setdefault(step, {})
-        contents.update({i: _Contents(index, dict(versions[i])) for i, index in indices.items()})
+        contents.update(
+            {i: _Contents(index, dict(versions[i]), self._notes.get(i, {})) for i, index in indices.items()}
+        )
+
+    def note(self, notes: Mapping[str, Mapping[str, tuple[float, ...]]]) -> None:
+        """Take in what a call noted of living samples: name -> sample -> numbers."""
+        for name, values in notes.items() if self.readout.is_written else ():
+            for sample_id, row in values.items():
+                self._notes.setdefault(sample_id, {})[name] = row
+
+    def forget(self, ids: Sequence[str]) -> None:
+        """Note that samples are freed."""
+        for sample_id in ids:
+            self._notes.pop(sample_id, None)
 
     def asked(self, step: int, rank: int, seq: int) -> None:
         """Note a request that went out."""
@@ -93,6 +109,8 @@ class SampleReader:
         for name, values in reply.columns.items():
             for sample_id, row in values.items():
                 contents[sample_id].columns[name] = row
+        for sample_id, row_fields in reply.rows.items():
+            contents[sample_id].row = row_fields
 
     def close(self, step: int) -> None:
         """Note that the step is complete: no further sample of it will be read."""
@@ -105,7 +123,7 @@ class SampleReader:
         while self._closed and self._closed[0] not in self._pending.values():
             step = self._closed.pop(0)
             found = sorted(self._contents.pop(step).items(), key=lambda item: item[1].index)
-            ready.append((step, tuple([SampleContents(i, c.versions, c.sorted_columns()) for i, c in found])))
+            ready.append((step, tuple([c.of_sample(i) for i, c in found])))
         return ready
 
 
@@ -113,19 +131,25 @@ class SampleReader:
 class _Contents:
     index: int
     versions: dict[str, int]
+    notes: Mapping[str, tuple[float, ...]]
     columns: dict[str, tuple[float | bool | str, ...]] = field(default_factory=dict)
+    row: str = "{}"
 
-    def sorted_columns(self) -> dict[str, tuple[float | bool | str, ...]]:
-        return dict(sorted(self.columns.items()))
+    def of_sample(self, sample_id: str) -> SampleContents:
+        return SampleContents(sample_id, self.versions, dict(sorted(self.columns.items())), self.notes, self.row)
 
 
-def plan_reads(buffer: SampleBuffer, readout: Readout, ids: Sequence[str]) -> dict[int, tuple[Texts, Keys]]:
-    """Return rank -> texts and keys to ask it for; every row is asked for once, from the lowest rank that can answer.
+def plan_reads(
+    buffer: SampleBuffer, readout: Readout, ids: Sequence[str]
+) -> dict[int, tuple[Texts, Keys, tuple[str, ...]]]:
+    """Return rank -> texts and keys to ask it for, and samples whose row of the dataset it tells.
 
-    Numbers come from the rank that decodes the text, if it holds them.
+    Everything is asked for once, from the lowest rank that can answer; numbers and rows come from the rank that decodes
+    the text, if it holds them.
     """
     texts: dict[int, dict[str, list[str]]] = {}
     keys: dict[int, dict[str, list[str]]] = {}
+    rows: dict[int, list[str]] = {}
     number_keys = buffer.number_keys()
     for sample_id in ids:
         asked: set[int] = set()
@@ -138,20 +162,29 @@ def plan_reads(buffer: SampleBuffer, readout: Readout, ids: Sequence[str]) -> di
             ranks = buffer.holders(key, sample_id)
             if ranks:
                 keys.setdefault(min(ranks & asked or ranks), {}).setdefault(key, []).append(sample_id)
-    return {rank: (_frozen(texts.get(rank, {})), _frozen(keys.get(rank, {}))) for rank in sorted({*texts, *keys})}
+        ranks = buffer.holders(ROW, sample_id) if readout.is_written else frozenset[int]()
+        if ranks:
+            rows.setdefault(min(ranks & asked or ranks), []).append(sample_id)
+    return {
+        rank: (_frozen(texts.get(rank, {})), _frozen(keys.get(rank, {})), tuple(rows.get(rank, ())))
+        for rank in sorted({*texts, *keys, *rows})
+    }
 
 
-def plan_readout(graph: nx.DiGraph, save: SaveConfig | None) -> Readout:
+def plan_readout(graph: nx.DiGraph, save: SaveConfig, *, is_held_out: bool = False, is_written: bool = True) -> Readout:
     """Return the readout for ``generations.jsonl``, which is empty where no call generates or none is wanted.
 
-    Without `save` it is the readout of an evaluation: all samples.
+    Args:
+        is_held_out: an evaluation reads all samples, whatever `save` says.
+        is_written: False for an evaluation that writes no file.
     """
     roles, calls = generating(graph)
-    if save is None:
-        return Readout(roles, calls)
-    if save.n_generations == 0:
+    is_written &= save.n_generations != 0
+    if is_held_out:
+        return Readout(roles, calls, is_written=is_written)
+    if not roles or not is_written:
         return NO_READOUT
-    return Readout(roles, calls, save.generations_every_steps, save.n_generations) if roles else NO_READOUT
+    return Readout(roles, calls, save.generations_every_steps, save.n_generations, is_written)
 
 
 def generating(graph: nx.DiGraph) -> tuple[dict[str, str], dict[str, str]]:

@@ -32,11 +32,12 @@ def release(
     places = {i: divmod(place, plan.step_size) for i, place in buffer.places(trained).items()}
     for read_step, wanted in reader.select(places, plan.first_step).items():
         reader.expect(read_step, wanted, {sample_id: buffer.versions(sample_id) for sample_id in wanted})
-        for rank, (texts, keys) in plan_reads(buffer, reader.readout, list(wanted)).items():
+        for rank, (texts, keys, rows) in plan_reads(buffer, reader.readout, list(wanted)).items():
             seq = outbox.next_seq(rank)
             roles = {prefix: reader.readout.roles[prefix] for prefix in texts}
             reader.asked(read_step, rank, seq)
-            instructions.append(outbox.send(rank, ReadSamples(seq, read_step, texts, roles, keys), plan.owner))
+            instructions.append(outbox.send(rank, ReadSamples(seq, read_step, texts, roles, keys, rows), plan.owner))
+    reader.forget(ids)
     for rank, freed in buffer.free(ids).items():
         instructions.append(outbox.send(rank, FreeSamples(outbox.next_seq(rank), freed), plan.owner))
     return instructions

@@ -139,6 +139,7 @@ class Scheduler:
         self._has_completed = False  # a dispatch was completed since a step was last found complete or not
         self._has_news = True  # something changed that may let a call start
         self._lacking_devices: list[tuple[str, int]] = []  # call that had all else, and how deep its queues may be
+        self._stop_step: int | None = None
 
     @property
     def last_step(self) -> int:
@@ -147,8 +148,8 @@ class Scheduler:
 
     @property
     def is_done(self) -> bool:
-        """True if every step of the run is complete."""
-        return self.step > self.last_step
+        """True if every step of the run is complete, or the one that it was told to stop after."""
+        return self.step > (self.last_step if self._stop_step is None else self._stop_step)
 
     @property
     def n_living_samples(self) -> int:
@@ -163,6 +164,21 @@ class Scheduler:
     def n_consumed(self, step: int) -> int:
         """Return how many samples this run takes from the dataset up to `step`, which must have all of them."""
         return self._loader.n_consumed(step)
+
+    def stop_after(self, step: int) -> None:
+        """Let the track end after `step`, as if a checkpoint of it held everything later back for good.
+
+        Until parameters change for the last time, calls of later steps go on where they read older ones.
+        """
+        self._stop_step = step
+        self.wake()
+
+    def _has_stopped(self) -> bool:
+        """Return True if no call of a later step than the last one has to start any more."""
+        stop, calls = self._stop_step, enumerate(self._calls)
+        return stop is not None and all(
+            self._waits.begun_step(position) >= stop for position, call in calls if call.changes_parameters
+        )
 
     # ------------------------------------------------------------ for checkpoints
 
@@ -332,10 +348,13 @@ class Scheduler:
 
     def _startable(self) -> Iterator[tuple[int, bool, int]]:
         """Yield (step, True if hooks stay within the mesh, position) of every call that lacks at most devices."""
+        has_stopped = self._has_stopped()
         for position in range(len(self._calls)):
             is_waiting = self._phases[position] is CallPhase.WAITING
             if is_waiting and self._waits.lack(position) is None and self._visits.blocked(position) is None:
-                yield self._waits.next_step(position), not self._needs_others[position], position
+                step = self._waits.next_step(position)
+                if self._stop_step is None or step <= self._stop_step or not has_stopped:
+                    yield step, not self._needs_others[position], position
 
     def _start(self, position: int) -> Dispatch:
         """Take a batch of a call and occupy its devices; its requests are still to be sent."""

@@ -16,7 +16,7 @@ Columns = Mapping[str, Values]
 WEIGHT, JUDGED = "eval_weight", "eval_"  # graph keys of the weight, and prefix of the metrics, of `evaluate`
 MAX_EXPONENT = 700.0
 _NAMES = {"rewards": "reward", "costs": "cost", "response_tokens": "response_length"}
-_TEXTS = ("prompt", "response")
+_UNSCORED = ("prompt", "response", "prompt_tokens", "turns")
 
 
 def score(samples: Sequence[Columns], *, pass_threshold: float) -> dict[str, float]:
@@ -69,7 +69,7 @@ def mean_and_error(values: Sequence[float], weights: Sequence[float] | None = No
 def _responses(samples: Sequence[Columns], threshold: float) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name in samples[0]:
-        if name not in _TEXTS:
+        if name not in _UNSCORED:
             means = [_mean(columns[name]) for columns in samples]
             metrics |= _named(f"eval/{_NAMES.get(name, name)}/mean", mean_and_error(means))
     if "rewards" not in samples[0]:

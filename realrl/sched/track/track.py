@@ -107,6 +107,7 @@ class Track:
             )
         if isinstance(reply, CallDone):
             assert isinstance(request, RunCall)
+            self.reader.note(reply.notes)
             return self.scheduler.handle_call_done(reply, request)
         assert isinstance(request, MoveRows | RunHooks)
         return self.scheduler.handle_part_done(reply, request)

@@ -13,6 +13,7 @@ from realrl.graph.build import dataset_keys
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.hooks import NO_OVERLAP, CallHooks, Overlap, Realloc
 from realrl.plan.samples.cursor import CursorState, DatasetCursor
+from realrl.plan.samples.mixture import plan_mixture
 from realrl.sched.calls import ScheduledCall, schedule_calls
 from realrl.sched.outbox import Owner
 from realrl.sched.samples.in_flight import InFlight
@@ -242,7 +243,10 @@ class TrackPlan:
         if self.is_held_out:
             return DatasetCursor(row_ids[: self.config.eval.n_seqs], seed=seed, shuffle=False, name=HELD_OUT)
         start = None if self.resume is None else self.resume.cursor
-        return DatasetCursor(row_ids, seed=seed, shuffle=self.config.dataset.shuffle, start=start, content=content)
+        dataset = self.config.dataset
+        weights = {name: file.weight for name, file in dataset.files.items() if file.weight is not None}
+        parts = plan_mixture(row_ids, weights) if weights else ()
+        return DatasetCursor(row_ids, seed=seed, shuffle=dataset.shuffle, start=start, content=content, parts=parts)
 
 
 def plan_track(
@@ -278,4 +282,5 @@ def plan_track(
         owner=owner,
         resume=resume,
     )
-    return replace(plan, readout=plan_readout(graph, None if plan.is_held_out else config.save))
+    readout = plan_readout(graph, config.save, is_held_out=plan.is_held_out, is_written=owner is Owner.MAIN)
+    return replace(plan, readout=readout)

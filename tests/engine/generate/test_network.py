@@ -24,14 +24,13 @@ def make_model(**changes):
 
 
 def make_cache(network, *, n_rows, max_tokens):
-    kernels, head_dim = network.kernels, network.config.head_dim
-    shape = CacheShape(network.n_layers, n_rows, network.n_kv_heads, head_dim, max_tokens)
-    return KVCache(shape, dtype=network.dtype, device=CPU, grows=not kernels.attends(head_dim))
+    shape = CacheShape(network.n_layers, n_rows, network.n_kv_heads, network.config.head_dim, max_tokens)
+    return KVCache(shape, dtype=network.dtype, device=CPU, grows=not network.fuses_attention)
 
 
 def prefill(network, tokens, cache, seqlens, *, first_row=0):
     entering = NewTokens.of_prompts(seqlens, first_row=first_row, device=CPU)
-    return network.hidden(tokens, network.kernels.attention(cache, entering))
+    return network.hidden(tokens, network.attention(cache, entering))
 
 
 def packed_logits(decoder, sequences):
@@ -53,9 +52,14 @@ def packed_logits(decoder, sequences):
         {"attention_bias": True, "o_bias": True, "mlp_bias": True},
         {"activation": "gelu_tanh", "norm_offset": True, "embedding_scale": 3.0},
         {"activation": "gelu_tanh", "gated_mlp": False, "mlp_bias": True, "norm": "layer", "learned_positions": True},
-        {"qk_norm": True, "sliding_window": 3, "windowed_layers": (1, 3)},
+        {"qk_norm": "head", "sliding_window": 3, "windowed_layers": (1, 3)},
         {"sliding_window": 1, "n_kv_heads": 4},
         {"rope_scaling": RopeScaling("yarn", 8.0, original_max_positions=4)},
+        {"norm_place": "both", "score_softcap": 0.4, "logit_softcap": 0.1, "sliding_window": 2, "score_size": 9},
+        {"norm_place": "both", "sliding_window": 3, "windowed_layers": (0, 2), "local_rope_theta": 50.0},
+        {"norm_place": "after", "qk_norm": "all", "attention_bias": True},
+        {"rotary_dim": 4},
+        {"score_size": 3},
     ],
     ids=str,
 )
@@ -77,7 +81,7 @@ def test_prefill_and_decode_give_the_decoders_logits(changes, kernels):
         for offset in range(3):  # the rows keep their different lengths
             lengths = torch.tensor(prompt_lengths) + offset
             cache.reserve(int(lengths.max()) + 1)
-            attention = kernels.attention(cache, NewTokens(lengths))
+            attention = network.attention(cache, NewTokens(lengths))
             tokens = torch.stack([sequence[n] for sequence, n in zip(sequences, lengths, strict=True)])
             logits = network.logits(network.hidden(tokens, attention))
             wanted = torch.stack([whole[n] for whole, n in zip(expected, lengths, strict=True)])

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from realrl.config.schema import ClusterConfig, SaveConfig
+from realrl.config.schema import ClusterConfig, DatasetConfig, EvalConfig, SaveConfig
 from realrl.errors import TransportError
 from realrl.runtime.checkpoints.store import CheckpointStore
 from realrl.runtime.master import master_worker
 from realrl.runtime.master.master_worker import MasterWorker
 from realrl.runtime.processes.recovery import describe_end
+from realrl.runtime.processes.signals import Signals
 from realrl.sched.events import (
     Abort,
     Event,
@@ -97,9 +98,13 @@ def run_to_the_end(
         run_dir=folder,
         progress=SimpleNamespace(phase=lambda text: None, failed=reports.append, activity=lambda rank, text: None),
         beat=lambda: None,
+        signals=Signals(),
     )
     state = ScriptedState()
-    config = SimpleNamespace(launcher="local", save=SaveConfig(), cluster=ClusterConfig(worker_timeout_s=timeout_s))
+    cluster = ClusterConfig(worker_timeout_s=timeout_s)
+    config = SimpleNamespace(
+        launcher="local", save=SaveConfig(), cluster=cluster, dataset=DatasetConfig(), eval=EvalConfig()
+    )
     plan = SimpleNamespace(n_workers=2, config=config)
     master = MasterWorker(plan, state, session, CheckpointStore(folder, keep=1, experiment="ppo"))  # type: ignore[arg-type]
     assert master.run(Start(run=b"", resume_from="")) == 1
@@ -121,7 +126,7 @@ def test_a_connection_that_is_gone_is_told_as_the_death_behind_it(
 ) -> None:
     state, reports = run_to_the_end(GoneTransport(), Launcher(ended), tmp_path, monkeypatch)
     assert state.events[1:] == [lost]
-    assert reports == ["error: a worker is gone"]
+    assert reports == ["realrl: error: a worker is gone"]
 
 
 LOST = WorkerLost(1, -9, "killed by SIGKILL")

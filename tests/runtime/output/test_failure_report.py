@@ -32,7 +32,7 @@ def test_the_report_of_a_failed_worker_tells_everything_on_one_screen() -> None:
     text = str(failed())
     lines = text.splitlines()
     assert lines[:2] == [
-        "error: worker 3 failed in call 'rew_inf' of step 12: ValueError: output has a NaN",
+        "realrl: error: worker 3 failed in call 'rew_inf' of step 12: ValueError: output has a NaN",
         "  samples: 0/17, 0/18",
     ]
     assert lines[-2:] == [
@@ -86,7 +86,7 @@ def test_a_dead_worker_is_named_with_its_signal_and_last_words(
     lost = WorkerLost(1, exit_code, report.signal_name(exit_code))
     call = RunCall(4, 0, "actor_gen", 2, (("0/1",),), ())
     text = str(report.from_failure(diagnosis.worker_lost(lost, (), call), log=log))
-    assert text.startswith(f"error: worker 1 ended ({expected[0]}) in call 'actor_gen' of step 2\n")
+    assert text.startswith(f"realrl: error: worker 1 ended ({expected[0]}) in call 'actor_gen' of step 2\n")
     for part in (*expected, "line 999", str(log)):
         assert part in text
     assert len(text.splitlines()) <= report.MAX_LINES
@@ -98,14 +98,14 @@ def test_a_silent_worker_is_named_with_its_call_and_its_stack(tmp_path: Path) ->
     silent = WorkerSilent(2, "critic_train", 125.4)
     call = RunCall(4, 0, "critic_train", 9, (("0/1",),), ())
     text = str(report.from_failure(diagnosis.worker_silent(silent, (), call), log=log))
-    assert text.startswith("error: worker 2 gave no sign of life for 125 s in call 'critic_train' of step 9")
+    assert text.startswith("realrl: error: worker 2 gave no sign of life for 125 s in call 'critic_train' of step 9")
     assert "most recent call first" in text
     assert "cluster.worker_timeout_s" in text
 
 
 def test_a_users_mistake_has_no_traceback_and_exit_code_2() -> None:
     failure = report.from_error(ConfigError("steps must be positive, not -1", remedy="Write steps=1 or more."))
-    assert str(failure) == "error: steps must be positive, not -1\n  remedy: Write steps=1 or more."
+    assert str(failure) == "realrl: error: steps must be positive, not -1\n  remedy: Write steps=1 or more."
     assert failure.exit_code == 2
 
 
@@ -120,7 +120,7 @@ def test_a_bug_shows_its_traceback() -> None:
         {}["missing"]
     except KeyError as error:
         text = str(report.from_bug(error))
-    assert text.startswith("error: realrl itself failed: KeyError")
+    assert text.startswith("realrl: error: realrl itself failed: KeyError")
     assert "test_failure_report.py" in text
     assert "report it" in text
 
@@ -138,7 +138,7 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
 def test_a_message_of_several_lines_keeps_them() -> None:
     failure = report.FailureReport(headline="the reward function raised\n  line 2 of your file\nZeroDivisionError")
     assert report.render(failure).splitlines() == [
-        "error: the reward function raised",
+        "realrl: error: the reward function raised",
         "  line 2 of your file",
         "ZeroDivisionError",
     ]

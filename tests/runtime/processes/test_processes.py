@@ -324,7 +324,7 @@ def test_a_second_signal_kills_at_once(start: Callable[..., Run], second: signal
             "raise",
             "FakeHost",
             2,
-            ["error: the reward is broken", "Mend it."],
+            ["realrl: error: the reward is broken", "Mend it."],
         ),
         ("exit", "FakeHost", 1, ["SystemExit", "sys.exit(3)"]),
         ("tensor", "FakeHost", 1, ["TransportError", "a CallDone message cannot be encoded"]),
@@ -336,7 +336,7 @@ def test_user_code_that_fails_is_reported(
 ) -> None:
     run = start("failing_calls", run=call, host=host)
     assert run.wait() == exit_code
-    assert run.output().startswith("error: ")
+    assert run.output().startswith("realrl: error: ")
     assert "waiting for it: worker 1 (actor_train)" in run.output()
     assert len(run.output().splitlines()) <= 24
     for text in expected:

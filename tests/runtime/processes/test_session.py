@@ -18,11 +18,11 @@ from realrl.runtime.processes.lifeline import socket_folder
 from realrl.runtime.processes.session import (
     Session,
     SessionStart,
-    SignalReceived,
     decode_start,
     encode_start,
     load_dotted,
 )
+from realrl.runtime.processes.signals import SignalReceived
 from realrl.runtime.processes.supervise import run_inline
 from realrl.sched.messages import Goodbye, Hello, Shutdown
 
@@ -66,7 +66,7 @@ def test_an_error_becomes_a_report_and_its_exit_code(
     run: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run(refuse) == 2
-    assert capsys.readouterr().err == "error: steps must be positive\n"
+    assert capsys.readouterr().err == "realrl: error: steps must be positive\n"
     assert "steps must be positive" in (tmp_path / "run" / "logs" / "master.log").read_text()
 
 

@@ -9,6 +9,7 @@ from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStr
 from realrl.plan.samples.cursor import DatasetCursor
 from realrl.sched.events import (
     Abort,
+    AnnounceStop,
     CheckpointCommitted,
     CommitCheckpoint,
     FailureKind,
@@ -145,7 +146,7 @@ def ready_with(plan, n_rows):
         (
             ppo_plan(resume=ResumePoint(1, DatasetCursor(("x",), seed=7, shuffle=True).state(4))),
             5,
-            "the checkpoint was made with another dataset: the rows differ, or their tokens\n"
+            "the checkpoint was made with another dataset: the rows differ, their tokens, or the weights of files\n"
             "  resume with the dataset of the first run, or start a new run with resume=never",
         ),
         (ppo_plan(), 0, "the dataset has no usable row\n  check dataset.path and dataset.max_prompt_tokens"),
@@ -483,24 +484,29 @@ def test_worker_that_comes_after_the_interruption_is_sent_away():
 
 
 def test_second_interruption_does_not_wait():
-    master = both_in_call(ppo_plan()).master
-    assert [request for _, request in sent(master.handle(Interrupted("SIGINT")), Shutdown)]
+    master = both_in_call(ppo_plan(save_at_end=True)).master
+    assert AnnounceStop(1) in master.handle(Interrupted("SIGINT"))
     failure = abort_of(master.handle(Interrupted("SIGINT")))
     assert (failure.kind, failure.exit_code) == (FailureKind.INTERRUPTED, 130)
 
 
+def test_a_run_that_is_not_saved_does_not_finish_its_step():
+    master = both_in_call(ppo_plan()).master
+    assert master.handle(Interrupted("SIGINT")) == [Finish("SIGINT")]
+
+
 def test_checkpoint_that_all_ranks_saved_is_committed_even_when_interrupted():
-    simulation = Simulation(ppo_plan(save_every_steps=1), seed=3, n_rows=9)
+    simulation = Simulation(ppo_plan(n_steps=1, save_at_end=True), seed=3, n_rows=9)
     until(simulation, lambda: simulation.commits)
     simulation.feed(Interrupted("SIGINT"))
-    commits = list(simulation.commits)
+    [step] = simulation.commits
     simulation.commits.clear()
     for _ in range(500):
         if any(r.inbox or r.replies for r in simulation.ranks):
             simulation.act()
     assert simulation.end is None, "the checkpoint is not in place yet"
-    for step in [*commits, *simulation.commits]:
-        simulation.feed(CheckpointCommitted(step))
+    simulation.feed(CheckpointCommitted(step))
+    simulation.run()
     assert simulation.end.interrupted == "SIGINT"
 
 

@@ -20,7 +20,7 @@ class Held:
         self._held = held
 
     def number_keys(self) -> list[str]:
-        return sorted(key for key in self._held if key not in TOKENS)
+        return sorted(key for key in self._held if key not in (*TOKENS, "metadata"))
 
     def holders(self, key: str, sample_id: str) -> frozenset[int]:
         return frozenset(self._held.get(key, {}).get(sample_id, ()))
@@ -34,11 +34,41 @@ def test_every_row_is_asked_of_one_rank_that_has_it() -> None:
         truncated={"a": {1}, "b": {3}},
     )
     assert plan_reads(held, Readout({"": "actor"}, {"": "gen"}), ["a", "b"]) == {
-        1: ({}, {"truncated": ("a",)}),
-        2: ({"": ("a",)}, {"rewards": ("a",)}),
-        3: ({"": ("b",)}, {"truncated": ("b",)}),
-        4: ({}, {"rewards": ("b",)}),
+        1: ({}, {"truncated": ("a",)}, ()),
+        2: ({"": ("a",)}, {"rewards": ("a",)}, ()),
+        3: ({"": ("b",)}, {"truncated": ("b",)}, ()),
+        4: ({}, {"rewards": ("b",)}, ()),
     }
+
+
+def test_rows_are_read_where_responses_are_written() -> None:
+    tokens = {"a": {1}, "b": {2}}
+    held = Held(input_ids=tokens, prompt_mask=tokens, metadata={"a": {0, 1}, "b": {0}})
+    readout = Readout({"": "actor"}, {"": "gen"}, is_written=True)
+    assert plan_reads(held, readout, ["a", "b"]) == {
+        0: ({}, {}, ("b",)), 1: ({"": ("a",)}, {}, ("a",)), 2: ({"": ("b",)}, {}, ()),
+    }  # fmt: skip
+
+
+def test_notes_stay_with_their_sample_until_it_is_read_or_freed() -> None:
+    reader = SampleReader(Readout(is_written=True))
+    reader.note({"advantage": {"a": (1.0, 2.0), "b": (3.0,), "c": (4.0,)}})
+    reader.note({"reward_parts/x": {"a": (0.5, 0.25)}})
+    reader.forget(["b"])
+    reader.expect(1, {"a": 0, "b": 1}, {"a": {}, "b": {}})
+    reader.forget(["a"])
+    reader.asked(1, 0, seq=1)
+    reader.add(SamplesRead(0, 1, 1, {}, rows={"b": '{"n":1}'}))
+    reader.close(1)
+    assert reader.take() == [
+        (1, (SampleContents("a", {}, {}, {"advantage": (1.0, 2.0), "reward_parts/x": (0.5, 0.25)}),
+             SampleContents("b", {}, {}, {}, '{"n":1}'))),
+    ]  # fmt: skip
+    silent = SampleReader(Readout())
+    silent.note({"advantage": {"a": (1.0,)}})
+    silent.expect(1, {"a": 0}, {"a": {}})
+    silent.close(1)
+    assert silent.take() == [(1, (SampleContents("a", {}, {}),))]
 
 
 def test_the_first_samples_of_every_second_step_are_wanted() -> None:

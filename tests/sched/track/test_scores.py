@@ -39,8 +39,20 @@ def test_the_error_of_a_ratio_is_that_of_its_linearisation() -> None:
 
 def test_responses_to_one_prompt_count_as_one_sample() -> None:
     samples = [
-        {"rewards": (1.0, 0.0), "truncated": (True, False), "response_tokens": (3.0, 5.0), "prompt": ("a", "a")},
-        {"rewards": (0.5, 0.0), "truncated": (False, False), "response_tokens": (1.0, 1.0), "prompt": ("b", "b")},
+        {
+            "rewards": (1.0, 0.0),
+            "truncated": (True, False),
+            "response_tokens": (3.0, 5.0),
+            "prompt": ("a", "a"),
+            "prompt_tokens": (1.0, 1.0),
+        },
+        {
+            "rewards": (0.5, 0.0),
+            "truncated": (False, False),
+            "response_tokens": (1.0, 1.0),
+            "prompt": ("b", "b"),
+            "prompt_tokens": (1.0, 1.0),
+        },
     ]
     metrics = score(samples, pass_threshold=0.5)
     assert metrics["eval/reward/mean"] == pytest.approx(0.375)

@@ -1,0 +1,1 @@
+"""Pages about runs that were done, or are going on: curves, samples, times, settings."""
