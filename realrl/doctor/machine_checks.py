@@ -98,7 +98,7 @@ def check_disk(run: RunUnderCheck) -> list[Finding]:
 
 def check_load(run: RunUnderCheck) -> list[Finding]:
     """Check that workers on the CPU have its cores for themselves."""
-    if run.config.cluster.device != "cpu":
+    if run.config.cluster.device == "cuda":
         return [Finding(Status.OK, "workers compute on GPUs")]
     n_busy, n_cores = cores_of_others(), available_cores()
     message = f"other work takes {n_busy:.1f} of {n_cores} cores now"

@@ -68,7 +68,7 @@ class RunUnderCheck:
         """Names of checks that only the machine itself could make -> the reason."""
         if not self.is_elsewhere:
             return {}
-        found = dict.fromkeys(("packages", "devices", "disk", "port"), "only the machine itself could tell")
+        found = dict.fromkeys(("packages", "devices", "disk", "load", "port"), "only the machine itself could tell")
         folders = {self.config.models[name].path for name in self.plan.roles} - {BUILT_IN}
         bare = sorted(path for path in folders if not any(Path(path).glob("*.safetensors*")))
         if bare:
