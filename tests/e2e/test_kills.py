@@ -5,6 +5,7 @@ A run that was hurt continues from its last checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -81,6 +82,19 @@ def test_interrupted(start: Callable[..., LiveRun], signum: signal.Signals, mome
     assert then.startswith(f"realrl: continue after step {step} with: realrl run ppo preset=tiny ")
     assert (run.checkpoints / "latest").resolve().name == f"step_{step}"
     assert_continues(run)
+
+
+def test_a_master_that_ends_is_not_killed_by_repeated_signals(start: Callable[..., LiveRun]) -> None:
+    run = start()
+    run.wait_for("start")
+    master = run.pid("master")
+    os.killpg(run.process.pid, signal.SIGINT)
+    with contextlib.suppress(ProcessLookupError):
+        while run.process.poll() is None:  # also while the master's interpreter shuts down
+            os.kill(master, signal.SIGINT)
+            time.sleep(0.001)
+    assert run.end() == 128 + signal.SIGINT
+    assert run.errors == "realrl: interrupted by SIGINT: everything was stopped\n"
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from realrl.runtime.launchers.local import STACK_SIGNAL
 from realrl.runtime.output.logs import logging_to
 from realrl.runtime.processes.lifeline import RUN_ID, die_with_parent, kill_leftovers, read_framed, take_stdin
 from realrl.runtime.processes.session import decode_start, load_dotted, run_session
-from realrl.runtime.processes.signals import ORPHANED
+from realrl.runtime.processes.signals import ORPHANED, ignore_from_now_on
 from realrl.runtime.transport.base import WorkerTransport
 from realrl.runtime.transport.zmq import (
     Admission,
@@ -64,7 +64,10 @@ def master_main() -> int:
     start = decode_start(read_framed(lifeline))
     # SIGCONT wakes a stopped master, whose thread then finds that its supervisor is gone.
     die_with_parent(lifeline, death_signal=signal.SIGCONT, on_parent_gone=partial(_stop_orphaned_master, start.run_id))
-    return run_session(start, inline=False, beat=partial(_beat, socket.socket(fileno=os.dup(lifeline))))
+    try:
+        return run_session(start, inline=False, beat=partial(_beat, socket.socket(fileno=os.dup(lifeline))))
+    finally:
+        ignore_from_now_on()
 
 
 def worker_main(rank: int, host: str) -> int:

@@ -34,6 +34,16 @@ class SignalReceived(BaseException):
         return 128 + self.signum
 
 
+def ignore_from_now_on() -> None:
+    """Ignore the signals that end a run until this process has exited.
+
+    The interpreter gives a handler of Python's up while it shuts down: a signal that the supervisor passes on at that
+    moment would kill a process that has ended the run in order.
+    """
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, ORPHANED):
+        signal.signal(signum, signal.SIG_IGN)
+
+
 @dataclass
 class Signals:
     """The signals of one session.
