@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from realrl.algo.phases import Phases
 from realrl.config.schema import GenerationConfig
 from realrl.data.sample import SequenceSample
 from realrl.graph.mfc import ModelName
@@ -226,6 +227,7 @@ class CallContext:
         metrics: the interface adds sums for the log to it.
         notes: the interface may add numbers of single responses to it.
         n_passes: passes over the batch that `minibatches` make; each holds every sample of this rank once.
+        phases: the interface may tell the trace what it spends its time on: ``with ctx.phases.phase("search"): ...``.
     """
 
     call: str
@@ -238,6 +240,7 @@ class CallContext:
     metrics: MetricSums = field(default_factory=MetricSums)
     n_passes: int = 1
     notes: SampleNotes = field(default_factory=SampleNotes)
+    phases: Phases = field(default_factory=Phases)
 
     @property
     def single_passes(self) -> tuple[CallContext, ...]:

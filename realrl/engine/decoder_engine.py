@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from realrl.algo.api import ForwardOutput, GenerationResult, LossFn, LossOutput, MicroBatching, TrainResult
+from realrl.algo.phases import Phases
 from realrl.config.schema import BackendName, GenerationConfig, OptimizerConfig
 from realrl.data.sample import SequenceSample
 from realrl.engine.backends import TrainingBackend, make_backend
@@ -59,6 +60,9 @@ class DecoderEngine:
         compute_dtype: dtype of computation; masters and gradients are float32 either way.
         backend: name of the training backend of a trained decoder.
 
+    Attributes:
+        phases: recorder of what the calls spend their time on; records nothing until another one is set.
+
     Raises:
         ConfigError: the backend's package is not installed.
         ValueError: the decoder's shard belongs to another place.
@@ -77,6 +81,7 @@ class DecoderEngine:
     ) -> None:
         self.decoder = decoder
         self.role = role
+        self.phases = Phases()
         self._parallel = parallel = Parallel() if parallel is None else parallel
         shard = decoder.shard
         built_for = (shard.has_embedding, shard.has_head, shard.tp_rank, shard.tp_size)
@@ -156,11 +161,12 @@ class DecoderEngine:
             n_passes = int(self.all_reduce(torch.tensor([len(work)]), "max"))
             work += [(micro_batches[0].select(micro_batches[0].ids[:1]), nothing_of)] * (n_passes - len(work))
         self._run(one_f_one_b, work, balance=None if balance is None else (balance, len(micro_batches)))
-        stats = self._reduce_stats(losses, normaliser)
-        if balance is not None:
-            stats |= balance.stats()
         loss_scale = optimizer.loss_scale
-        grad_norm = optimizer.reduce()
+        with self.phases.phase("gradient reduction"):
+            stats = self._reduce_stats(losses, normaliser)
+            if balance is not None:
+                stats |= balance.stats()
+            grad_norm = optimizer.reduce()
         if not math.isfinite(grad_norm) and loss_scale is None:
             raise CallError(
                 f"the gradient of role {self.role!r} is not finite: its norm is {grad_norm}",
@@ -168,11 +174,12 @@ class DecoderEngine:
             )
         lr = optimizer.lr
         stepped = skip_step is None or not skip_step(stats)
-        if stepped:
-            optimizer.step()
-            stepped = not optimizer.overflowed
-        else:
-            optimizer.skip()
+        with self.phases.phase("optimizer"):
+            if stepped:
+                optimizer.step()
+                stepped = not optimizer.overflowed
+            else:
+                optimizer.skip()
         if loss_scale is not None:
             stats |= {"loss_scale": loss_scale, "overflow_fraction": float(optimizer.overflowed)}
         return TrainResult(stats=stats, grad_norm=grad_norm, lr=lr, stepped=stepped)
@@ -223,7 +230,7 @@ class DecoderEngine:
         generation = generation.model_copy(update={"stop_ids": (*generation.stop_ids, *ends)})
         request = GenerateRequest(prompts.samples("prompt_ids"), prompts.ids, generation, seed, step, eos_id)
         with self.whole_parameters():
-            return generate(self.decoder, request, parallel=self._parallel)
+            return generate(self.decoder, request, parallel=self._parallel, phases=self.phases)
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return self._parallel.dp.all_reduce_(tensor.detach().to(self.device, copy=True), op)
@@ -350,18 +357,21 @@ class DecoderEngine:
         micro_batches = [micro_batch for micro_batch, _ in work]
         self._check_lengths(micro_batches)
         pp_rank, is_last = self._parallel.pp_rank, self._parallel.is_last_stage
+        phases, head_phase = self.phases, "head" if schedule is inference else "head, loss"
         packings = [Packing(micro_batch, self.decoder.config) for micro_batch in micro_batches]
 
         def compute(step: Step, received: torch.Tensor | None) -> torch.Tensor | None:
             (micro_batch, finish), packing = work[step.micro_batch], packings[step.micro_batch]
             input_ids, seqlens = micro_batch[TOKENS], micro_batch.flat_seqlens(TOKENS)
-            x = packing.input_ids if received is None else received
-            part = balance[0].of(seqlens) if balance is not None and step.micro_batch < balance[1] else None
-            x = self.decoder.forward_stage(x, packing.positions, packing.attention(), balance=part)
+            with phases.phase("forward", len(input_ids)):
+                x = packing.input_ids if received is None else received
+                part = balance[0].of(seqlens) if balance is not None and step.micro_batch < balance[1] else None
+                x = self.decoder.forward_stage(x, packing.positions, packing.attention(), balance=part)
             if not is_last:
                 return x
-            hidden = packing.expand(x)
-            return finish(DecoderOutput(self.decoder, hidden, input_ids, seqlens, role=self.role), micro_batch)
+            with phases.phase(head_phase):
+                hidden = packing.expand(x)
+                return finish(DecoderOutput(self.decoder, hidden, input_ids, seqlens, role=self.role), micro_batch)
 
         def received(step: Step) -> tuple[tuple[int, ...], torch.dtype]:
             n_rows = self.decoder.parallel.n_local_rows(packings[step.micro_batch].n_rows)
@@ -373,7 +383,7 @@ class DecoderEngine:
             run = optimizer.run
             chunk = Chunk(lambda step, x: run(lambda: compute(step, x)), received, optimizer.backward)
         steps = schedule(self._parallel.strategy.pp, len(work))[pp_rank]
-        run_stage(steps, {pp_rank: chunk}, self._parallel.pp, device=self.device)
+        run_stage(steps, {pp_rank: chunk}, self._parallel.pp, device=self.device, phases=phases)
 
     def _check_lengths(self, micro_batches: Sequence[SequenceSample]) -> None:
         config = self.decoder.config

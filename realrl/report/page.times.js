@@ -74,9 +74,10 @@ function lastSteps(last, plan) {
   const svg = make('svg', { class: 'plot', viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: 'group', 'aria-label': 'timeline' }, box);
   make('rect', { x: left, y: 0, width: width - left, height }, make('clipPath', { id: 'window' }, svg));
   const marks = make('g', {}, svg), bars = make('g', {}, make('g', { 'clip-path': 'url(#window)' }, svg)), names = make('g', { 'pointer-events': 'none' }, svg);
-  const shape = { call: [1, 3, 20], realloc: [1, 8, 10], offload: [1, 8, 10], travel: [1, 6, 14], transfer: [1, 9, 8], wait: [1, 12, 2.5] };
+  const inside = [...new Set(last.works.filter(work => work[1] === 'phase').map(work => work[0]))];
+  const shape = { call: [1, 3, 20], phase: [1, 18, 5], master: [1, 9, 8], reward: [1, 9, 8], realloc: [1, 8, 10], offload: [1, 8, 10], travel: [1, 6, 14], transfer: [1, 9, 8], wait: [1, 12, 2.5] };
   const label = work => work[1] === 'wait' ? 'waiting' : work[1] === 'call' ? `${work[0]}: ${work[2]}` : work[0];
-  const css = work => work[1] === 'call' ? cssOf(work[0], plan, own) : work[1] === 'realloc' || work[1] === 'offload' || work[1] === 'travel' ? 'r0 hook' : under(PLAIN, work[1]) || 'rows';
+  const css = work => work[1] === 'call' ? cssOf(work[0], plan, own) : work[1] === 'realloc' || work[1] === 'offload' || work[1] === 'travel' ? 'r0 hook' : work[1] === 'phase' ? `inside${inside.indexOf(work[0]) % 6}` : under(PLAIN, work[1]) || 'rows';
   last.tracks.forEach(([name, flat], number) => {
     const text = make('text', { x: left - 10, y: top + number * row + 16, 'text-anchor': 'end', class: 'muted' }, svg, name.length > 15 ? name.slice(0, 14) + '…' : name);
     make('title', {}, text, name);

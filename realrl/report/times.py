@@ -5,11 +5,10 @@ Of a long trace, the end alone is read.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +27,8 @@ _LABELS = {
     "read": "responses for files",
     "save": "checkpoint",
 }
-_KINDS = {*_LABELS, "call", "travel", "init", "wait"}
+_PHASE = "phase_s/"  # before the name of a phase, in the arguments of a call
+_NOT_DRAWN = {"init", "step"}
 _WAITING = "waiting"
 _HEAD_BYTES = 1_000_000
 _MOST_STEPS, _MOST_TRACKS, _MOST_ATTEMPTS = 3, 64, 32
@@ -137,12 +137,14 @@ def time_use(trace: Trace) -> dict[str, Any] | None:
             [trace.tracks.get(track, f"worker {track}"), [round(spent[track][key], 6) for key in keys]]
             for track in sorted(spent)
         ],
-        "phases": _phases(trace, calls),
+        "phases": _phases(calls),
     }
 
 
 def last_steps(trace: Trace, most_bars: int) -> dict[str, Any] | None:
     """Return what each track did in the last steps, at most three and so many that not too many bars are needed.
+
+    Phases of calls are left out where there are too many in a single step.
 
     Returns:
         ``seconds``, ``steps``, ``works`` (name, kind and role of each activity), ``tracks`` (name, and flat triples of
@@ -157,10 +159,10 @@ def last_steps(trace: Trace, most_bars: int) -> dict[str, Any] | None:
             ends[step] = max(ends.get(step, bar.end_s), bar.end_s)
     if not begins:
         return None
-    for n in range(_MOST_STEPS, 0, -1):
+    for left_out, n in product((_NOT_DRAWN, {*_NOT_DRAWN, "phase"}), range(_MOST_STEPS, 0, -1)):
         steps = sorted(begins)[-n:]
         begin_s, end_s = min(begins[step] for step in steps), max(ends[step] for step in steps)
-        bars = [bar for bar in trace.bars if bar.end_s > begin_s and bar.begin_s < end_s and bar.kind != "init"]
+        bars = [bar for bar in trace.bars if bar.end_s > begin_s and bar.begin_s < end_s and bar.kind not in left_out]
         if len(bars) <= most_bars:
             break
     if end_s <= begin_s:
@@ -212,7 +214,7 @@ def _track_names(lines: Iterable[bytes]) -> Iterator[tuple[int, str]]:
 
 def _track_order(track: int) -> tuple[bool, int, int]:
     """Workers come first, each with its other tracks below it; then everything else."""
-    is_master = track == ABOVE_WORKERS
+    is_master = ABOVE_WORKERS <= track < 2 * ABOVE_WORKERS
     return is_master, track % ABOVE_WORKERS, track
 
 
@@ -224,17 +226,13 @@ def _step(bar: Bar) -> int | None:
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def _phases(trace: Trace, calls: Sequence[Bar]) -> dict[str, dict[str, float]]:
-    """Return call -> kind of work inside of it -> seconds on all workers, from bars that lie in those of calls."""
-    of_track: dict[int, list[Bar]] = defaultdict(list)
-    for call in calls:
-        of_track[call.track].append(call)
-    begins = {track: [call.begin_s for call in own] for track, own in of_track.items()}
+def _phases(calls: Iterable[Bar]) -> dict[str, dict[str, float]]:
+    """Return call -> phase inside of it -> seconds on all workers; what is in no phase is "other"."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for bar in trace.bars:
-        if bar.kind in _KINDS or bar.track not in begins:
-            continue
-        at = bisect_right(begins[bar.track], bar.begin_s) - 1
-        if at >= 0 and bar.end_s <= of_track[bar.track][at].end_s + 1e-5:
-            found[of_track[bar.track][at].name][bar.name] += bar.end_s - bar.begin_s
+    for call in calls:
+        named = {key.removeprefix(_PHASE): finite(s) or 0.0 for key, s in call.args.items() if key.startswith(_PHASE)}
+        for name, seconds in named.items():
+            found[call.name][name] += seconds
+        if named:
+            found[call.name]["other"] += max(0.0, call.end_s - call.begin_s - sum(named.values()))
     return {call: {name: round(s, 6) for name, s in phases.items()} for call, phases in found.items()}

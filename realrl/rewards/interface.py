@@ -93,7 +93,8 @@ class WeightedRewards(ModelInterface):
         dropped: set[str] = set()
         if responses.owners and self._functions:
             try:
-                values |= self._run(responses, dropped, model, ctx)
+                with ctx.phases.phase("reward functions"):
+                    values |= self._run(responses, dropped, model, ctx)
             except RunError:
                 self._pool.close()
                 raise
@@ -133,6 +134,9 @@ class WeightedRewards(ModelInterface):
         n_failed = dict.fromkeys(values, 0)
         for outcome in self._pool.score(requests):
             part, owned = self._functions[requests[outcome.index].part], scored[outcome.index]
+            if outcome.work is not None:
+                process, begin_s, end_s = outcome.work
+                ctx.phases.beside(part.function.rpartition(":")[2], begin_s, end_s, process=process)
             if outcome.failure is None:
                 values[part.name][list(owned)] = torch.tensor(list(outcome.rewards), dtype=torch.float64)
                 continue

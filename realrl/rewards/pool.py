@@ -55,11 +55,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The rewards of request number `index`, one for each of its responses, or the failure as text."""
+    """The rewards of request number `index`, one for each of its responses, or the failure as text.
+
+    `work` is the number of the process that ran the function, and when (seconds since the epoch) it began and ended.
+    """
 
     index: int
     rewards: Sequence[float] = ()
     failure: str | None = None
+    work: tuple[int, float, float] | None = None
 
 
 class InProcessPool:
@@ -343,7 +347,8 @@ def _limit_s(specs: Sequence[FunctionSpec], traits: Sequence[Traits], request: R
 
 def _outcome(index: int, result: Mapping[str, Any], limit_s: float) -> Outcome:
     late = f"did not answer within {limit_s:g} s" if result.get("timeout") else None
-    return Outcome(index, result.get("rewards", ()), late or result.get("error"))
+    work = (result["process"], *result["work_s"]) if "work_s" in result else None
+    return Outcome(index, result.get("rewards", ()), late or result.get("error"), work)
 
 
 def _complain(function: str, index: int, limit_s: float) -> None:

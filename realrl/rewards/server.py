@@ -17,7 +17,8 @@ First line: ``{"functions": [{"function", "reads", "options", "timeout_s"}], "co
 "search_path"}``, the last one being where the owner finds modules.
 Requests: ``{"id", "part", "prompt", "response", "row", "messages"}``; `part` is the function's number. First reply:
 ``{"ready": true, "functions": [traits]}`` or ``{"failed": text, "part"}``; then ``{"id", "rewards"}``,
-``{"id", "error"}`` or ``{"id", "timeout": true}`` for each request. The functions' own output goes to stderr.
+``{"id", "error"}`` or ``{"id", "timeout": true}`` for each request, with the ``process`` that ran it and its begin and
+end (``work_s``, since the epoch) unless that was lost. The functions' own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -95,9 +96,10 @@ def _work(functions: Sequence[RewardFunction], timeouts_s: Sequence[float], requ
     for lines in read_lines(requests_fd):
         for line in lines:
             request = json.loads(line)
+            begin_s = time.time()
             outcome = functions[request["part"]].evaluate(request)
             sys.stdout.flush()
-            write_line(results_fd, {"id": request["id"], **outcome})
+            write_line(results_fd, {"id": request["id"], "work_s": [begin_s, time.time()], **outcome})
     os._exit(0)
 
 
@@ -112,13 +114,14 @@ async def _work_async(
 
     async def serve(request: Mapping[str, Any]) -> None:
         function, timeout_s = functions[request["part"]], timeouts_s[request["part"]]
+        begin_s = time.time()
         if function.traits.is_async:
             limit_s = time_limit_s(timeout_s, request, is_group=function.traits.is_group)
             outcome = await function.evaluate_async(request, limit_s)
         else:
             outcome = function.evaluate(request)
         sys.stdout.flush()
-        write_line(results_fd, {"id": request["id"], **outcome})
+        write_line(results_fd, {"id": request["id"], "work_s": [begin_s, time.time()], **outcome})
 
     def receive() -> None:
         lines = next(requests, None)
@@ -154,9 +157,12 @@ class Job:
 
 
 class Worker:
-    """One forked process and the requests it works on."""
+    """One forked process and the requests it works on; an ended one leaves its number to the next."""
 
-    def __init__(self, functions: Sequence[RewardFunction], timeouts_s: Sequence[float], inherited: set[int]) -> None:
+    def __init__(
+        self, number: int, functions: Sequence[RewardFunction], timeouts_s: Sequence[float], inherited: set[int]
+    ) -> None:
+        self.number = number
         request_read, self.request_fd = os.pipe()
         self.result_fd, result_write = os.pipe()
         self.pid = os.fork()
@@ -290,7 +296,8 @@ class Server:
             worker = min(free, key=lambda w: len(w.jobs), default=None)
             if len(self._workers) < self._concurrency and (worker is None or worker.jobs):
                 inherited = {self._requests_fd, self._replies_fd}.union(*(w.fds for w in self._workers))
-                worker = Worker(self._functions, self._timeouts_s, inherited)
+                number = min(set(range(self._concurrency)) - {w.number for w in self._workers})
+                worker = Worker(number, self._functions, self._timeouts_s, inherited)
                 self._workers.append(worker)
             if worker is None:
                 return
@@ -306,7 +313,7 @@ class Server:
         for line in lines:
             result = json.loads(line)
             if worker.jobs.pop(result["id"], None) is not None:
-                write_line(self._replies_fd, result)
+                write_line(self._replies_fd, {**result, "process": worker.number})
 
     def _give_up(self, worker: Worker, outcome: Mapping[str, Any], *, is_final: bool) -> None:
         """Answer the only job of an ended worker; several jobs, or one to be tried again, queue to run alone."""

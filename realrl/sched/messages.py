@@ -216,7 +216,8 @@ class Span(msgspec.Struct, frozen=True):
     """A stretch of one worker's time for the trace; seconds since the epoch of the host's clock."""
 
     name: str
-    kind: str  # "call" | "transfer" | "realloc" | "travel" | "offload" | "wait" | "load" | "read" | "save" | "init"
+    kind: str  # "call" | "transfer" | "realloc" | "travel" | "offload" | "wait" | "load" | "read" | "save" | "init",
+    # "phase" of a call, "reward" of a process beside the worker
     start_s: float
     end_s: float
     args: Mapping[str, str | int | float] = {}

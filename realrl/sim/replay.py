@@ -24,12 +24,13 @@ from realrl.sim.samples import tracks_of
 
 _MASTER_AND_ABOVE = 1_000_000  # numbers of tracks that are no worker's own
 _US = 1e-6
+_INSIDE = {"phase", "reward"}  # of calls, which last as long as they did
 
 _Key = tuple[str, int]  # call, step
 
 
 def read_trace(text: str) -> tuple[RankSpan, ...]:
-    """Return the spans of workers in a ``trace.json``, also of one that a killed run left unfinished."""
+    """Return what workers did in a ``trace.json``, also in one that a killed run left unfinished."""
     found = []
     for line in text.splitlines():
         if not line.startswith("{"):
@@ -38,7 +39,7 @@ def read_trace(text: str) -> tuple[RankSpan, ...]:
             event = json.loads(line.removesuffix(","))
         except json.JSONDecodeError:  # the last line of a killed run
             break
-        if event.get("ph") == "X" and event["tid"] < _MASTER_AND_ABOVE:
+        if event.get("ph") == "X" and event["tid"] < _MASTER_AND_ABOVE and event["cat"] not in _INSIDE:
             begin_s = event["ts"] * _US
             span = Span(event["name"], event["cat"], begin_s, begin_s + event["dur"] * _US, event.get("args", {}))
             found.append(RankSpan(event["tid"], span))

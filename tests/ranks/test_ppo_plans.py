@@ -104,6 +104,23 @@ def test_the_trace_shows_what_moves(tensor: Path) -> None:
     assert {event["tid"] for event in events if event["name"] == "critic to critic_inf"} == {0, 1}
 
 
+def test_phases_lie_in_their_calls(tensor: Path) -> None:
+    events = [event for event in load_trace(tensor / "trace.json") if event.get("ph") == "X"]
+    found: dict[str, list[str]] = {}
+    for call in (event for event in events if event["cat"] == "call" and event["tid"] == 0):
+        end = call["ts"] + call["dur"]
+        inside = [e for e in events if e["cat"] == "phase" and e["tid"] == 0 and call["ts"] <= e["ts"] <= end]
+        assert all(event["ts"] + event["dur"] <= end + 2 for event in inside)  # rounded
+        found.setdefault(call["name"], [event["name"] for event in inside])
+        summed = {name.removeprefix("phase_s/") for name in call["args"] if name.startswith("phase_s/")}
+        assert summed == {event["name"] for event in inside}
+    assert found["actor_gen"][:2] == ["prepare weights", "prefill"]
+    assert set(found["actor_gen"][2:]) == {"decode"}
+    assert {"forward", "wait for other stages"} == set(found["ref_inf"]), "a first stage has no head"
+    assert found["actor_train"][:5] == ["forward", "head, loss", "backward", "gradient reduction", "optimizer"]
+    assert {"step", "master"} <= {event["cat"] for event in events}
+
+
 def test_a_sharded_checkpoint_holds_whole_models(single: Path, tensor: Path) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -13,7 +13,7 @@ def spans(n_steps, workers=2, first=1):
         at = 4.0 * (step - first)
         args = {"step": step, "dispatch": step, "role": "actor"}
         for worker in range(workers):
-            found.append((worker, "actor_gen", "call", at, at + 1, args))
+            found.append((worker, "actor_gen", "call", at, at + 1, {**args, "phase_s/decode": 0.75}))
             found.append((worker, "decode", "phase", at + 0.25, at + 1, {}))
             found.append((worker, "transfer for actor_train", "transfer", at + 1, at + 1.5, args))
         found.append((0, "actor_train", "call", at + 1.5, at + 3.5, args))
@@ -33,7 +33,7 @@ def test_shares_of_each_worker(tmp_path):
         ("worker 0", [10, 20, 5, 4.5]),
         ("worker 1", [10, 0, 5, 24.5]),
     ]
-    assert use["phases"] == {"actor_gen": {"decode": pytest.approx(15)}}
+    assert use["phases"] == {"actor_gen": {"decode": pytest.approx(15), "other": pytest.approx(5)}}
     for _, seconds in use["workers"]:
         assert sum(seconds) == pytest.approx(use["seconds"])
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from realrl.algo.api import GenerationResult
+from realrl.algo.phases import Phases
 from realrl.cpu import choose_kernels
 from realrl.engine.generate.decode_batch import DecodeBatch
 from realrl.engine.generate.network import FusedNetwork
@@ -18,7 +19,9 @@ from realrl.model.decoder import Decoder
 from realrl.plan.samples.slot_table import divide_prompts, rows_at_a_time
 
 
-def generate(decoder: Decoder, request: GenerateRequest, *, parallel: Parallel | None = None) -> GenerationResult:
+def generate(
+    decoder: Decoder, request: GenerateRequest, *, parallel: Parallel | None = None, phases: Phases | None = None
+) -> GenerationResult:
     """Sample `n_responses` responses for each prompt of a request.
 
     The tokens depend on the weights, the prompt and (seed, step, sample id, response index) only: not on the other
@@ -28,6 +31,7 @@ def generate(decoder: Decoder, request: GenerateRequest, *, parallel: Parallel |
     Args:
         decoder: this rank's layers of a language model.
         parallel: the ranks that hold the rest. All ranks of a pipeline make the same calls.
+        phases: recorder of prefills and decode steps.
 
     Returns:
         Tensors on the CPU, outside of inference mode; the same on every rank.
@@ -39,15 +43,16 @@ def generate(decoder: Decoder, request: GenerateRequest, *, parallel: Parallel |
     """
     request.check(decoder.config)
     parallel = Parallel() if parallel is None else parallel
+    phases = Phases() if phases is None else phases
     n_shares = min(parallel.strategy.pp, request.generation.max_batch_size)
     shares = divide_prompts([len(prompt) for prompt in request.prompts], n_shares)
     with torch.inference_mode():
-        batches = _decode(decoder, request, shares, parallel) if shares else []
+        batches = _decode(decoder, request, shares, parallel, phases) if shares else []
     return _join(shares, [batch.collect() for batch in batches], request.generation.n_responses)
 
 
 def _decode(
-    decoder: Decoder, request: GenerateRequest, shares: Sequence[Sequence[int]], parallel: Parallel
+    decoder: Decoder, request: GenerateRequest, shares: Sequence[Sequence[int]], parallel: Parallel, phases: Phases
 ) -> list[DecodeBatch]:
     generation, device = request.generation, decoder.device
     max_rows = rows_at_a_time(
@@ -56,9 +61,10 @@ def _decode(
         n_responses=generation.n_responses,
         max_batch_size=generation.max_batch_size,
     )
-    network = FusedNetwork(decoder, choose_kernels(device, decoder.dtype, n_rows=max_rows), tp=parallel.tp)
+    with phases.phase("prepare weights"):
+        network = FusedNetwork(decoder, choose_kernels(device, decoder.dtype, n_rows=max_rows), tp=parallel.tp)
     batches = [DecodeBatch(network, _part(request, share), max_rows=max_rows, device=device) for share in shares]
-    run_batches(batches, network, parallel, device)
+    run_batches(batches, network, parallel, device, phases)
     return batches
 
 

@@ -19,11 +19,13 @@ Invariants:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import count
 
 import torch
 
+from realrl.algo.phases import Phases
 from realrl.cpu import InvalidLogitsError, SampledTokens
 from realrl.engine.generate.decode_batch import DecodeBatch, PendingStep
 from realrl.engine.generate.network import FusedNetwork
@@ -34,7 +36,7 @@ _FIELDS = 3  # token, log-probability, policy log-probability
 
 
 def run_batches(
-    batches: Sequence[DecodeBatch], network: FusedNetwork, parallel: Parallel, device: torch.device
+    batches: Sequence[DecodeBatch], network: FusedNetwork, parallel: Parallel, device: torch.device, phases: Phases
 ) -> None:
     """Generate all responses: this rank's part.
 
@@ -43,6 +45,7 @@ def run_batches(
         network: this rank's layers.
         parallel: this rank's place.
         device: device of the messages.
+        phases: recorder of the ticks, neighbours of one kind as one phase.
 
     Raises:
         CallError: logits are not finite; raised on every rank alike.
@@ -56,6 +59,7 @@ def run_batches(
         return None if batch is None or batch.pending is None else (batch, batch.pending)
 
     hidden: torch.Tensor | None = None  # from the stage before, for the step that this stage computes next
+    now_s = time.time()
     for tick in count():
         if all(batch.is_done for batch in batches):
             return
@@ -88,6 +92,15 @@ def run_batches(
         parallel.pp.exchange(sends, receives).wait()
         if finishing is not None:
             _finish(*finishing, packet)
+        name, n_tokens = _phase_of(None if computing is None else computing[1])
+        now_s = phases.add(name, now_s, n_tokens, goes_on=True)
+
+
+def _phase_of(step: PendingStep | None) -> tuple[str, int]:
+    """Return the name of a tick that computes a step, or none, and the number of its tokens."""
+    if step is None:
+        return "wait for other stages", 0
+    return ("decode", len(step.rows)) if step.admission is None else ("prefill", step.n_tokens)
 
 
 def _sample(

@@ -16,6 +16,7 @@ from itertools import groupby
 
 import torch
 
+from realrl.algo.phases import Phases
 from realrl.engine.groups import Communicator, Pending
 from realrl.plan.memory.buffers import PIPELINE_PENDING
 from realrl.plan.pipeline import Computation, Step, StepKind
@@ -48,7 +49,12 @@ class Chunk:
 
 
 def run_stage(
-    steps: Sequence[Step], chunks: Mapping[int, Chunk], stages: Communicator, *, device: torch.device
+    steps: Sequence[Step],
+    chunks: Mapping[int, Chunk],
+    stages: Communicator,
+    *,
+    device: torch.device,
+    phases: Phases | None = None,
 ) -> None:
     """Execute the steps in order.
 
@@ -59,8 +65,9 @@ def run_stage(
         chunks: every chunk number of the list.
         stages: the pipeline; its ranks are the stages of the schedule.
         device: where received tensors are put.
+        phases: recorder of backward passes, and of the waiting for other stages.
     """
-    run = _Run(steps, chunks, stages, device)
+    run = _Run(steps, chunks, stages, device, Phases() if phases is None else phases)
     for is_message, group in groupby(steps, key=lambda step: step.kind.is_message):
         if is_message:
             run.post(list(group))
@@ -74,11 +81,17 @@ class _Run:
     """State of one `run_stage`."""
 
     def __init__(
-        self, steps: Sequence[Step], chunks: Mapping[int, Chunk], stages: Communicator, device: torch.device
+        self,
+        steps: Sequence[Step],
+        chunks: Mapping[int, Chunk],
+        stages: Communicator,
+        device: torch.device,
+        phases: Phases,
     ) -> None:
         self._chunks = chunks
         self._stages = stages
         self._device = device
+        self._phases = phases
         backwards = [step for step in steps if step.kind is StepKind.BACKWARD]
         self._trained = {step.computation[1:] for step in backwards}
         self._last_backward = {step.chunk: step for step in backwards}
@@ -137,7 +150,8 @@ class _Run:
     def _backward(self, step: Step) -> None:
         gradient = self._take(step)
         received, output = self._saved.pop(step.computation[1:])
-        self._chunks[step.chunk].backward(output, gradient, step is self._last_backward[step.chunk])
+        with self._phases.phase("backward"):
+            self._chunks[step.chunk].backward(output, gradient, step is self._last_backward[step.chunk])
         if received is not None:
             self._hand_on(step, torch.zeros_like(received) if received.grad is None else received.grad)
 
@@ -161,7 +175,8 @@ class _Run:
         return tensor
 
     def _wait_for_oldest(self) -> None:
-        self._pending.popleft().wait()
+        with self._phases.phase("wait for other stages"):
+            self._pending.popleft().wait()
         self._n_waited += 1
 
     def _hand_on(self, step: Step, made: torch.Tensor) -> None:

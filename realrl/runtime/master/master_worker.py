@@ -19,7 +19,7 @@ import math
 import signal
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from realrl.errors import CheckpointError, TransportError, did_you_mean
@@ -28,6 +28,7 @@ from realrl.experiment.planning import plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.runtime.checkpoints.resume import make_master_plan
 from realrl.runtime.checkpoints.store import CHECKPOINTS, CheckpointStore, checkpoint_store
+from realrl.runtime.master.timeline import Timeline
 from realrl.runtime.output import failure_report as report
 from realrl.runtime.output.evaluation_file import FILE_NAME as EVALUATION_FILE
 from realrl.runtime.output.evaluation_file import evaluation_line, evaluation_table, write_evaluation
@@ -48,7 +49,6 @@ from realrl.sched.events import (
     Instruction,
     Interrupted,
     OpenCheckpoint,
-    RankSpan,
     ReportEvaluation,
     ReportSamples,
     ReportStart,
@@ -106,6 +106,7 @@ class MasterWorker:
         self._scores: dict[int, float | None] = {}  # step -> value of the metric save.keep_best
         self._pids: dict[int, int] = {}  # rank -> process
         self._core_waits = CoreWaits()
+        self._timeline = Timeline(session.trace)
 
     def run(self, start: Start) -> int:
         """Run to the end; returns the exit code."""
@@ -155,6 +156,7 @@ class MasterWorker:
             self._session.progress.activity(reply.rank, reply.activity)
         elif isinstance(reply, CallDone):
             self._session.progress.activity(reply.rank, "idle")
+            self._timeline.memory(reply.rank, reply.memory_gb)
         elif isinstance(reply, Hello):
             self._pids[reply.rank] = reply.pid
             self._session.progress.phase(f"worker {reply.rank} is up (process {reply.pid})")
@@ -162,11 +164,12 @@ class MasterWorker:
     def _dispatch(self, event: Event) -> None:
         """Hand one event to the state and perform its instructions, which may cause further events."""
         events = deque([event])
-        while events and self._exit_code is None:
-            for instruction in self.state.handle(events.popleft()):
-                caused = self._perform(instruction)
-                if caused is not None:
-                    events.append(caused)
+        with self._timeline.scheduling():
+            while events and self._exit_code is None:
+                for instruction in self.state.handle(events.popleft()):
+                    caused = self._perform(instruction)
+                    if caused is not None:
+                        events.append(caused)
 
     def _perform(self, instruction: Instruction) -> Event | None:
         match instruction:
@@ -178,7 +181,8 @@ class MasterWorker:
                 self._report_step(instruction)
             case ReportSamples():
                 if self._plan.config.save.n_generations != 0:  # an evaluation reads them anyway
-                    self._generations.write(instruction)
+                    with self._timeline.writing("write responses"):
+                        self._generations.write(instruction)
             case BeginEvaluation():
                 self._begin_evaluation(instruction)
             case ReportEvaluation():
@@ -239,6 +243,7 @@ class MasterWorker:
         if self.state.plan.save.writes:
             self._session.signals.wait_for_step()
         self._last_step = instruction.last_step
+        self._timeline.ends("start")
         self._session.progress.started(title, instruction.last_step, str(self._session.run_dir), instruction.notes)
 
     def _report_step(self, instruction: ReportStep) -> None:
@@ -249,9 +254,13 @@ class MasterWorker:
         metrics["perf/tokens_per_s"] = metrics.get("n_tokens", 0.0) / step_s
         core_wait = self._core_waits.since_last(self._pids.values())
         metrics |= {} if core_wait is None else {"perf/core_wait": core_wait}
-        self._write_spans(instruction.spans)
         self._scores[instruction.step] = self._score(metrics)
-        self._session.metrics.write(instruction.step, instruction.epoch, metrics)
+        if eval_s:
+            self._timeline.took("evaluation", eval_s)
+        self._timeline.ends(f"step {instruction.step}", instruction.step)
+        with self._timeline.writing("write metrics and trace"):
+            self._session.metrics.write(instruction.step, instruction.epoch, metrics)
+            self._timeline.write(instruction.spans, instruction.step, metrics)
         self._session.progress.step_done(instruction.step, instruction.epoch, metrics)
         if eval_s:
             self._session.progress.phase(f"eval {evaluation_line(metrics)}  {eval_s:.1f} s")
@@ -273,6 +282,7 @@ class MasterWorker:
     def _report_evaluation(self, instruction: ReportEvaluation) -> None:
         now_s = time.monotonic()
         eval_s = self._end_evaluation(now_s)
+        self._timeline.ends("evaluation")
         if self._plan.config.eval.only:
             write_evaluation(self._session.run_dir / EVALUATION_FILE, self._plan, instruction.metrics)
             self._results = evaluation_table(instruction.metrics)
@@ -303,7 +313,8 @@ class MasterWorker:
         score, best = self._scores.get(instruction.step), self._plan.config.save.keep_best
         self._scores = {step: score for step, score in self._scores.items() if step > instruction.step}
         try:
-            folder = self._checkpoints.commit(instruction, score)
+            with self._timeline.writing("commit checkpoint"):
+                folder = self._checkpoints.commit(instruction, score)
         except CheckpointError as err:
             return CheckpointFailed(instruction.step, str(err))
         self._save_took_s = time.monotonic() - self._opened_s
@@ -315,7 +326,7 @@ class MasterWorker:
         return CheckpointCommitted(instruction.step)
 
     def _finish(self, instruction: Finish) -> None:
-        self._write_spans(instruction.spans)
+        self._timeline.write(instruction.spans)
         run_dir = self._session.run_dir
         latest = self._checkpoints.latest()
         results = {**self._results, "results": str(run_dir / EVALUATION_FILE)} if self._results else {}
@@ -353,13 +364,9 @@ class MasterWorker:
         self._checkpoints.discard_unfinished()  # on a full disk, that makes room for the rest
         _log.error("%s", text)
         self._session.progress.failed(text)
-        self._write_spans(instruction.spans)
+        self._timeline.write(instruction.spans)
         write_failure(self._session.run_dir, failure)
         self._exit_code = failure.exit_code
-
-    def _write_spans(self, spans: Iterable[RankSpan]) -> None:
-        for item in spans:
-            self._session.trace.spans(item.rank, [item.span])
 
 
 def run_master(session: Session) -> int:

@@ -1,7 +1,8 @@
 """``trace.json``: timeline of all workers, for https://ui.perfetto.dev or chrome://tracing.
 
 The Trace Event Format (JSON array form) may stay without its closing bracket, so the file of a killed run still loads;
-`close` makes it valid JSON. One process, one track per worker (tid = rank) and one for the master, above them.
+`close` makes it valid JSON. One process, one track per worker (tid = rank), above them the steps and the master, below
+a worker parameters that travel meanwhile, and each of its reward processes. Phases lie inside of their call's bar.
 Times are microseconds since the start of the run.
 """
 
@@ -21,7 +22,9 @@ from realrl.sched.messages import Span
 
 FILE_NAME = "trace.json"
 MASTER_TID = 1_000_000
+STEPS_TID = 1_500_000  # the master's too: its other bars may begin in one step and end in the next
 TRAVEL_TID = 2_000_000  # plus the worker's rank: parameters that travel while the worker computes
+REWARD_TID = 3_000_000  # plus the rank, plus as much as `MASTER_TID` times the number of the worker's reward process
 _PID = 0
 
 _log = logging.getLogger(__name__)
@@ -58,7 +61,12 @@ class TraceWriter:
         events: list[dict[str, Any]] = []
         for span in spans:
             tid = MASTER_TID if rank is None else rank
-            tid += TRAVEL_TID if span.kind == "travel" else 0
+            if span.kind == "step":
+                tid = STEPS_TID
+            elif span.kind == "travel":
+                tid += TRAVEL_TID
+            elif span.kind == "reward":
+                tid += REWARD_TID + MASTER_TID * int(span.args.get("process", 0))
             events += self._track_name(tid)
             event = {
                 "name": span.name,
@@ -95,12 +103,17 @@ class TraceWriter:
         if tid in self._named:
             return []
         self._named.add(tid)
-        is_master = tid == MASTER_TID
-        rank = tid % MASTER_TID
-        name = "master" if is_master else f"worker {rank}{', parameters' if tid >= TRAVEL_TID else ''}"
+        number, rank = divmod(tid, MASTER_TID)
+        name, order = f"worker {rank}", rank
+        if tid in (MASTER_TID, STEPS_TID):
+            name, order = ("master", -1) if tid == MASTER_TID else ("steps", -2)
+        elif tid >= REWARD_TID:
+            name += f", rewards {number - REWARD_TID // MASTER_TID}"
+        elif tid >= TRAVEL_TID:
+            name += ", parameters"
         return [
             self._metadata("thread_name", tid, {"name": name}),
-            self._metadata("thread_sort_index", tid, {"sort_index": -1 if is_master else rank}),
+            self._metadata("thread_sort_index", tid, {"sort_index": order}),
         ]
 
     @staticmethod

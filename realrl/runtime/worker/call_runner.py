@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -12,6 +12,7 @@ import torch
 
 from realrl.algo.api import CallContext, MetricSums, MicroBatching, SampleNotes
 from realrl.algo.checks import check_metrics, check_output, check_recorded, explain
+from realrl.algo.phases import MOST_OF_A_CALL, CallPhases, Phases
 from realrl.data.rows import SampleStore, decode_rows
 from realrl.data.sample import SequenceSample
 from realrl.engine import device as devices
@@ -67,6 +68,9 @@ class CallRunner:
         self._client = client
         self._peers = peers
         self._device = device
+        self._phases = Phases(MOST_OF_A_CALL)
+        for hosted in roles.values():
+            hosted.record(self._phases)
 
     def run(self, request: RunCall) -> CallDone:
         """Execute this rank's part of the call and keep its output in the store."""
@@ -102,7 +106,10 @@ class CallRunner:
         end_s = time.time()
         if call_start_s - pulled_s > _WAIT_WORTH_TELLING_S:
             args["waited_s"] = call_start_s - pulled_s
+        phases = self._phases.take(request.step)
+        args |= {f"phase_s/{name}": round(seconds, 6) for name, seconds in phases.seconds.items()}
         spans.append(Span(mfc.name, "call", call_start_s, end_s, args))
+        spans += _inside(phases)
         return CallDone(
             rank=self.rank,
             seq=request.seq,
@@ -167,6 +174,7 @@ class CallRunner:
             generation=eval_generation(config) if is_evaluating else config.generation,
             algorithm=config.algorithm,
             metrics=recorded,
+            phases=self._phases,
         )
 
     def _call(
@@ -248,6 +256,16 @@ def _args_of(request: RunCall | MoveRows, transfers: Iterable[RowTransfer], n_by
     """Return the trace's arguments of rows that moved."""
     keys = ", ".join(sorted({transfer.key for transfer in transfers}))
     return {"keys": keys, "bytes": n_bytes, "step": request.step, "dispatch": request.dispatch_id}
+
+
+def _inside(phases: CallPhases) -> Iterator[Span]:
+    """Yield spans of a call's phases, and of the processes that served it."""
+    for phase in phases.phases:
+        args: Args = {"tokens": phase.n_tokens} if phase.n_tokens else {}
+        yield Span(phase.name, "phase", phase.begin_s, phase.end_s, args)
+    for work in phases.work:
+        args = {"process": work.process, "responses": work.count}
+        yield Span(work.name, "reward", work.begin_s, work.end_s, args)
 
 
 def _counts(mfc: MFCDef, batch: SequenceSample, result: SequenceSample | None = None) -> dict[str, int]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from realrl.algo.api import Engine, Model, ModelInterface
+from realrl.algo.phases import Phases
 from realrl.algo.resolve import resolve_interface
 from realrl.config.schema import BUILT_IN
 from realrl.data.tokenizer import load_tokenizer
@@ -101,6 +102,12 @@ class HostedRole:
         engine = self.models[allocation].engine
         assert isinstance(engine, DecoderEngine)
         return engine.decoder
+
+    def record(self, phases: Phases) -> None:
+        """Let the engines tell a recorder what they spend their time on."""
+        for model in self.models.values():
+            if isinstance(model.engine, DecoderEngine):
+                model.engine.phases = phases
 
     def set_schedule_end(self, n_steps: int) -> None:
         """Make the learning-rate schedule end with the run's last step, unless `schedule_steps` says where."""

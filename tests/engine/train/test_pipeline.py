@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from realrl.algo.phases import Phases
 from realrl.engine.groups import ALONE
 from realrl.engine.train.pipeline import Chunk, _Run, run_stage
 from realrl.plan.pipeline import Step, generation
@@ -35,7 +36,7 @@ def test_a_loss_without_gradient_trains_nothing() -> None:
 
 def test_inference_keeps_nothing() -> None:
     toy = Toy(2)
-    run = _Run(inference_of_chunks(1, 3, 2)[0], toy.chunks([0, 1]), ALONE, CPU)
+    run = _Run(inference_of_chunks(1, 3, 2)[0], toy.chunks([0, 1]), ALONE, CPU, Phases())
     with torch.no_grad():
         for step in inference_of_chunks(1, 3, 2)[0]:
             run.compute(step)

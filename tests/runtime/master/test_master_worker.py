@@ -96,6 +96,7 @@ def run_to_the_end(
         launcher=launcher,
         admission=b"",
         run_dir=folder,
+        trace=SimpleNamespace(spans=lambda rank, spans: None),
         progress=SimpleNamespace(phase=lambda text: None, failed=reports.append, activity=lambda rank, text: None),
         beat=lambda: None,
         signals=Signals(),

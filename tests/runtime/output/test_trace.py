@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from realrl.runtime.output.trace import MASTER_TID, TraceWriter
+from realrl.runtime.output.trace import MASTER_TID, STEPS_TID, TraceWriter
 from realrl.sched.messages import Span
 from tests.helpers.traces import load_trace
 
@@ -47,6 +47,33 @@ def test_a_killed_runs_trace_still_loads(tmp_path: Path) -> None:
     assert load_trace(path) == whole
     path.write_text(text[:-7])  # a last event cut short is dropped
     assert load_trace(path) == whole[:-1]
+
+
+def test_everything_has_a_track_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with_phase = [CALL, Span("decode", "phase", 100.6, 101.0, {"tokens": 5})]
+    trace = TraceWriter(path, start_s=100.0)
+    trace.spans(2, [*with_phase, Span("actor to ref", "travel", 100.0, 101.0)])
+    trace.spans(2, [Span("score", "reward", 100.0, 101.0, {"process": n}) for n in (0, 1)])
+    trace.spans(None, [Span("schedule", "master", 100.0, 100.1), Span("step 1", "step", 100.0, 102.0)])
+    trace.close()
+    events = load_trace(path)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    places = {event["name"]: names[event["tid"]] for event in events if event["ph"] == "X"}
+    assert places == {
+        "score": "worker 2, rewards 1",
+        "actor_gen": "worker 2",
+        "decode": "worker 2",
+        "actor to ref": "worker 2, parameters",
+        "schedule": "master",
+        "step 1": "steps",
+    }
+    assert [names[event["tid"]] for event in events if event.get("cat") == "reward"] == [
+        "worker 2, rewards 0",
+        "worker 2, rewards 1",
+    ]
+    order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
+    assert sorted(order, key=lambda tid: order[tid])[:2] == [STEPS_TID, MASTER_TID]
 
 
 def test_an_earlier_trace_is_kept(tmp_path: Path) -> None:
