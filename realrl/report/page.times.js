@@ -79,7 +79,7 @@ function lastSteps(last, plan) {
   const label = work => work[1] === 'wait' ? 'waiting' : work[1] === 'call' ? `${work[0]}: ${work[2]}` : work[0];
   const css = work => work[1] === 'call' ? cssOf(work[0], plan, own) : work[1] === 'realloc' || work[1] === 'offload' || work[1] === 'travel' ? 'r0 hook' : work[1] === 'phase' ? `inside${inside.indexOf(work[0]) % 6}` : under(PLAIN, work[1]) || 'rows';
   last.tracks.forEach(([name, flat], number) => {
-    const text = make('text', { x: left - 10, y: top + number * row + 16, 'text-anchor': 'end', class: 'muted' }, svg, name.length > 15 ? name.slice(0, 14) + '…' : name);
+    const text = make('text', { x: left - 10, y: top + number * row + 16, 'text-anchor': 'end', class: 'muted' }, svg, name.replace(/^worker \d+, /, ''));
     make('title', {}, text, name);
     const order = [];
     for (let i = 0; i < flat.length; i += 3) order.push(flat.slice(i, i + 3));

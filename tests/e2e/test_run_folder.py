@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from realrl import cli
+from tests.helpers.assets import make_model_folder, write_rows
 from tests.helpers.runs import SMALL, assert_same_numbers, read_metrics, run_ppo
 from tests.helpers.traces import load_trace
 
@@ -83,3 +84,18 @@ def test_a_stopped_run_continues_exactly(straight, tmp_path: Path) -> None:
 def test_a_used_folder_is_not_overwritten(split_run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "ppo", *SMALL, f"run_dir={split_run}"]) == 2
     assert "holds the results of an earlier run" in capfd.readouterr().err
+
+
+def test_how_a_model_is_sampled_stays_with_it_also_after_a_resume(tmp_path: Path) -> None:
+    model, run_dir = make_model_folder(tmp_path / "model"), tmp_path / "run"
+    sampling = '{"do_sample": true, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 5]}'
+    (model / "generation_config.json").write_text(sampling)
+    (model / "special_tokens_map.json").write_text("{}")
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "a", "response": "b"}])
+    settings = [f"models.actor.path={model}", f"dataset.path={rows}", "n_seqs=1", "launcher=inline"]
+    for steps in (1, 2):
+        assert cli.main(["run", "sft", *settings, f"steps={steps}", f"run_dir={run_dir}", "resume=auto"]) == 0
+        saved = run_dir / "checkpoints" / f"step_{steps}" / "actor"
+        assert (saved / "generation_config.json").read_text() == sampling
+        assert (saved / "special_tokens_map.json").read_text() == "{}"
+        (model / "generation_config.json").unlink(missing_ok=True)

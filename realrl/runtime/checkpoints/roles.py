@@ -25,6 +25,7 @@ from realrl.engine.parameters.gather_parameters import WriteModel
 from realrl.errors import AssetError
 from realrl.experiment.run_plan import RunPlan
 from realrl.mesh.device_mesh import ParallelStrategy
+from realrl.model.files.companions import write_companions
 from realrl.plan.memory.buffers import SAVE_STAGE
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.restore import Coordinate, SavedSlice, coordinates, plan_restore
@@ -113,12 +114,14 @@ class RoleCopy:
     Attributes:
         model: writes the share of the model's files; None if the rank writes none.
         tokenizer: written beside the model; None on all ranks but one.
+        companions: other files beside the model, unless the tokenizer writes them.
         states: path inside the checkpoint -> nested state.
     """
 
     name: str
     model: WriteModel | None = None
     tokenizer: Any = None
+    companions: Mapping[str, bytes] = field(default_factory=dict)
     states: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> list[Path]:
@@ -130,6 +133,7 @@ class RoleCopy:
         files = [] if self.model is None else self.model(folder / self.name)
         if self.tokenizer is not None:
             _save_tokenizer(self.tokenizer, folder / self.name)
+            write_companions(self.companions, folder / self.name)
         for path, state in self.states.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             save_state(folder / path, state)
@@ -177,7 +181,8 @@ def _copy_role(name: str, hosted: HostedRole, rank: int, copies: HostCopies, is_
     states: dict[str, Mapping[str, Any]] = {role_file(name): common} if is_speaker else {}
     if optimizer:
         states[optimizer_file(name, (pp_rank, tp_rank))] = optimizer
-    return RoleCopy(name, model, hosted.tokenizer if is_speaker and hosted.is_changed else None, states)
+    tokenizer = hosted.tokenizer if is_speaker and hosted.is_changed else None
+    return RoleCopy(name, model, tokenizer, hosted.companions, states)
 
 
 # ---------------------------------------------------------------- restoring

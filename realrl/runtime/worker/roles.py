@@ -31,6 +31,7 @@ from realrl.graph.mfc import MFCDef, ModelName
 from realrl.mesh.device_mesh import Allocation
 from realrl.model.decoder import Decoder
 from realrl.model.dtypes import torch_dtype
+from realrl.model.files.companions import read_companions
 from realrl.model.files.hf import load_model
 from realrl.model.init import random_model
 from realrl.model.lora import add_adapters
@@ -52,6 +53,7 @@ class HostedRole:
         offloader: mover of the parameters to host memory and back; None on a rank outside the home.
         is_changed: True if a call or hook changes the parameters, so that a checkpoint must hold them.
         schedule_steps: steps over which the learning-rate schedule goes; None: those of the run.
+        companions: files beside the weights that checkpoints keep, by name; on the home's first rank alone.
         visiting: call outside the home -> parameters that were brought for it, by name.
     """
 
@@ -65,6 +67,7 @@ class HostedRole:
     calls_per_step: int = 1
     schedule_steps: int | None = None
     algorithm: Any = None
+    companions: Mapping[str, bytes] = field(default_factory=dict)
     visiting: dict[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     _shared: dict[str, list[torch.Tensor]] = field(default_factory=dict, repr=False)
     _n_steps: int = field(default=0, repr=False)
@@ -253,6 +256,7 @@ def build_roles(
             calls_per_step=plan.samples_per_step // trains[0].n_seqs if trains else 1,
             schedule_steps=plan.config.models[name].optimizer.schedule_steps,
             algorithm=plan.config.algorithm,
+            companions=builder.companions(rank),
         )
         engine = hosted[name].home_engine
         if engine is not None:
@@ -307,6 +311,17 @@ class _Builder:
             compute_dtype=torch_dtype(DTYPES[self._plan.config.precision]),
             backend=self._section.backend,
         )
+
+    def companions(self, rank: int) -> dict[str, bytes]:
+        """Read the files that checkpoints keep beside the weights, on the home's first rank."""
+        home = self._plan.home_of(self._name)
+        if self._config is None or home is None or rank != home.ranks[0] or self._section.path == BUILT_IN:
+            return {}
+        if self._name not in self._plan.changed_roles:
+            return {}
+        folders = [Path(self._section.path).expanduser()]
+        folders += [] if self._resume_from is None else [self._resume_from / self._name]
+        return read_companions(folders, generates=not self._config.is_scalar)
 
     def _load(self, config: DecoderConfig, allocation: Allocation, rank: int, parallel: TensorParallel) -> Decoder:
         role, run = self._plan.roles[self._name], self._plan.config
