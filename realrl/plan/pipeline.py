@@ -173,24 +173,58 @@ def _in_groups(n_micro_batches: int, chunks: Sequence[int], size: int) -> Iterat
                 yield micro_batch, chunk
 
 
-@lru_cache(maxsize=1024)
-def held_forwards(n_stages: int, n_micro_batches: int, vpp: int, stage: int) -> frozenset[tuple[int, ...]]:
-    """Return the sets of forwards whose activations a training stage holds while it computes a backward.
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What a training stage holds while it computes a backward.
 
-    Returns:
-        For each backward of `interleaved`, its own included: for each of the stage's chunks the number of its forwards
-        that wait for their backward, and last the place of the chunk that computes.
+    Attributes:
+        held: for each of its chunks, the forwards whose backward is not done yet; this one's is among them.
+        place: place of the computing chunk among the stage's.
+        n_received: messages that have come, or may come, for later computations.
     """
-    held = [0] * vpp
-    found = set()
-    for step in orders_of(n_stages, n_micro_batches, vpp, trains=True)[stage]:
+
+    held: tuple[int, ...]
+    place: int
+    n_received: int = 0
+
+    def covers(self, other: InFlight) -> bool:
+        """Return True if the stage holds all that it holds in the other state, while it computes the same."""
+        ours, theirs = (*self.held, self.n_received), (*other.held, other.n_received)
+        return self.place == other.place and all(a >= b for a, b in zip(ours, theirs, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def in_flight(n_stages: int, n_micro_batches: int, vpp: int, stage: int) -> tuple[InFlight, ...]:
+    """Return the states of a stage in `interleaved` of which none is covered by another one.
+
+    With one chunk that is a single state, in which `n_received` does not count.
+    """
+    if vpp == 1:
+        return (InFlight((min(n_stages - stage, n_micro_batches),), 0),)
+    held, n_received, found = [0] * vpp, 0, dict[InFlight, None]()
+    for step in interleaved(n_stages, n_micro_batches, vpp)[stage]:
         place = step.chunk // n_stages
+        if step.kind.is_message:
+            n_received += step.kind.is_receive
+            continue
+        n_received -= step.other is not None  # chunks that feed each other are never on one stage
         if step.kind is StepKind.FORWARD:
             held[place] += 1
         else:
-            found.add((*held, place))
+            found[InFlight(tuple(held), place, n_received)] = None
             held[place] -= 1
-    return frozenset(found)
+    return tuple(state for state in found if not any(other != state and other.covers(state) for other in found))
+
+
+@lru_cache(maxsize=4096)
+def most_received(n_stages: int, n_micro_batches: int, vpp: int, stage: int) -> int:
+    """Return how many messages have come to a stage for later computations, at most, in `inference`."""
+    now = most = 0
+    for step in inference(n_stages, n_micro_batches, vpp)[stage]:
+        now += step.kind.is_receive
+        now -= not step.kind.is_message and step.other is not None
+        most = max(most, now)
+    return most
 
 
 @lru_cache(maxsize=64)
