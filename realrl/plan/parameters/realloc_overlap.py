@@ -121,7 +121,8 @@ def _bytes_in_stages(sizes: UnitSizes, source: Stages, target: Stages) -> Matrix
     ends = (sizes.ends @ in_both.reshape(len(_ENDS), -1)).reshape(-1, len(source), len(target))
     of_chunks = sizes.blocks[:, end] - sizes.blocks[:, start]
     of_stages = of_chunks.reshape(len(of_chunks), len(source), len(source[0]), len(target), len(target[0]))
-    return of_stages.sum(axis=(2, 4)) + ends
+    found: Matrix = of_stages.sum(axis=(2, 4)) + ends
+    return found
 
 
 @lru_cache(maxsize=1024)
