@@ -113,9 +113,9 @@ def request_of(
         UsageError: the machine, the lengths or the run cannot be used.
     """
     from realrl.planner.modelled import hardware_for
-    from realrl.planner.request import Request
+    from realrl.planner.request import Request, with_pinned_stages
 
-    config = settled_for(config, hardware)
+    config = with_pinned_stages(settled_for(config, hardware))
     machine = hardware_for(config, hardware)
     given = frozenset(_given_keys(experiment, arguments))
     return Request(experiment, config, machine, lengths, given, kernels_here, worker_memory(config, machine))

@@ -239,6 +239,11 @@ class CallConfig(Section):
         min_length=1,
     )
     max_staleness: int | None = rare(None, "the call runs so many train_steps ahead of the training of its role", ge=0)
+    virtual_stages: int | None = rare(
+        None,
+        "chunks of blocks on each pipeline stage of a train_step (interleaved 1F1B); null: as its strategy says, or 1",
+        ge=1,
+    )
 
 
 class ClusterConfig(Section):

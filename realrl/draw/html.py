@@ -119,7 +119,7 @@ def _produced(graph: nx.DiGraph, key: str) -> str:
 
 def _batch(mfc: MFCDef) -> Iterator[str]:
     yield f"n_seqs = {mfc.n_seqs}"
-    for field in ("min_n_seqs", "n_mbs", "max_tokens_per_mb"):
+    for field in ("min_n_seqs", "n_mbs", "max_tokens_per_mb", "virtual_stages"):
         value = getattr(mfc, field)
         if value is not None:
             yield f"{field} = {value}"

@@ -203,6 +203,8 @@ def _notes(mfc: MFCDef, largest: int) -> tuple[str, ...]:
         batch.append("equal counts")
     if mfc.may_drop:
         batch.append("may drop samples")
+    if mfc.virtual_stages is not None and mfc.virtual_stages > 1:
+        batch.append(f"{mfc.virtual_stages} virtual stages")
     return (
         *((" · ".join(batch),) if batch else ()),
         *((mfc.protocol,) if mfc.protocol != DEFAULT_PROTOCOL else ()),

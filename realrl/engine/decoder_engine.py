@@ -40,7 +40,7 @@ from realrl.model.decoder import Decoder
 from realrl.model.dtypes import dtype_name
 from realrl.model.lora import without_adapters
 from realrl.plan.parameters.adapters import is_trained
-from realrl.plan.pipeline import Schedule, Step, inference, one_f_one_b
+from realrl.plan.pipeline import Schedule, Step, inference, interleaved
 from realrl.plan.samples.partition import default_n_mbs
 
 Work = tuple[SequenceSample, Callable[[DecoderOutput, SequenceSample], torch.Tensor | None]]
@@ -84,8 +84,9 @@ class DecoderEngine:
         self.phases = Phases()
         self._parallel = parallel = Parallel() if parallel is None else parallel
         shard = decoder.shard
-        built_for = (shard.has_embedding, shard.has_head, shard.tp_rank, shard.tp_size)
-        if built_for != (parallel.is_first_stage, parallel.is_last_stage, parallel.tp_rank, parallel.tp.n_ranks):
+        built_for = (shard.has_embedding, shard.has_head, shard.tp_rank, shard.tp_size, len(shard.chunks))
+        place = (parallel.is_first_stage, parallel.is_last_stage, parallel.tp_rank, parallel.tp.n_ranks)
+        if built_for != (*place, parallel.strategy.vpp):
             raise ValueError(f"role {role!r} has {shard} on rank {parallel.mesh_rank} of {parallel.strategy}")
         self._optimizer: TrainingBackend | None = None
         self._averages: AveragedParameters | None = None
@@ -160,7 +161,7 @@ class DecoderEngine:
         if optimizer.needs_equal_passes:  # ranks with fewer micro-batches send one sample through again, for nothing
             n_passes = int(self.all_reduce(torch.tensor([len(work)]), "max"))
             work += [(micro_batches[0].select(micro_batches[0].ids[:1]), nothing_of)] * (n_passes - len(work))
-        self._run(one_f_one_b, work, balance=None if balance is None else (balance, len(micro_batches)))
+        self._run(interleaved, work, balance=None if balance is None else (balance, len(micro_batches)))
         loss_scale = optimizer.loss_scale
         with self.phases.phase("gradient reduction"):
             stats = self._reduce_stats(losses, normaliser)
@@ -344,46 +345,69 @@ class DecoderEngine:
 
     def _run(
         self,
-        schedule: Callable[[int, int], Schedule],
+        schedule: Callable[[int, int, int], Schedule],
         work: Sequence[Work],
         *,
         balance: tuple[MinibatchBalance, int] | None = None,
     ) -> None:
-        """Send micro-batches through the pipeline, and call each one's function on the last stage.
+        """Send micro-batches through the pipeline, and call each one's function behind the last chunk.
 
         Args:
+            schedule: makes the lists for so many stages, micro-batches and chunks per stage.
             balance: the load-balancing loss, and the number of micro-batches, from the first, that have it.
+        """
+        strategy = self._parallel.strategy
+        chunks = self._chunks(work, balance, trains=schedule is not inference)
+        steps = schedule(strategy.pp, len(work), strategy.vpp)[self._parallel.pp_rank]
+        run_stage(steps, chunks, self._parallel.pp, device=self.device, phases=self.phases)
+
+    def _chunks(
+        self, work: Sequence[Work], balance: tuple[MinibatchBalance, int] | None = None, *, trains: bool
+    ) -> dict[int, Chunk]:
+        """Return the callbacks of this rank's chunks, by their number in the model.
+
+        Args:
+            balance: see `_run`.
+            trains: False in a forward pass alone, whose last chunk computes no loss.
         """
         micro_batches = [micro_batch for micro_batch, _ in work]
         self._check_lengths(micro_batches)
-        pp_rank, is_last = self._parallel.pp_rank, self._parallel.is_last_stage
-        phases, head_phase = self.phases, "head" if schedule is inference else "head, loss"
         packings = [Packing(micro_batch, self.decoder.config) for micro_batch in micro_batches]
-
-        def compute(step: Step, received: torch.Tensor | None) -> torch.Tensor | None:
-            (micro_batch, finish), packing = work[step.micro_batch], packings[step.micro_batch]
-            input_ids, seqlens = micro_batch[TOKENS], micro_batch.flat_seqlens(TOKENS)
-            with phases.phase("forward", len(input_ids)):
-                x = packing.input_ids if received is None else received
-                part = balance[0].of(seqlens) if balance is not None and step.micro_batch < balance[1] else None
-                x = self.decoder.forward_stage(x, packing.positions, packing.attention(), balance=part)
-            if not is_last:
-                return x
-            with phases.phase(head_phase):
-                hidden = packing.expand(x)
-                return finish(DecoderOutput(self.decoder, hidden, input_ids, seqlens, role=self.role), micro_batch)
+        optimizer, has_head, last = self._optimizer, self._parallel.is_last_stage, len(self.decoder.shard.chunks) - 1
+        phases, head_phase = self.phases, "head, loss" if trains else "head"
 
         def received(step: Step) -> tuple[tuple[int, ...], torch.dtype]:
             n_rows = self.decoder.parallel.n_local_rows(packings[step.micro_batch].n_rows)
             return (n_rows, self.decoder.config.hidden_size), self.decoder.dtype
 
-        chunk = Chunk(compute, received)
-        optimizer = self._optimizer
-        if optimizer is not None:
-            run = optimizer.run
-            chunk = Chunk(lambda step, x: run(lambda: compute(step, x)), received, optimizer.backward)
-        steps = schedule(self._parallel.strategy.pp, len(work))[pp_rank]
-        run_stage(steps, {pp_rank: chunk}, self._parallel.pp, device=self.device, phases=phases)
+        def chunk_at(place: int) -> Chunk:
+            def compute(step: Step, received: torch.Tensor | None) -> torch.Tensor | None:
+                (micro_batch, finish), packing = work[step.micro_batch], packings[step.micro_batch]
+                input_ids, seqlens = micro_batch[TOKENS], micro_batch.flat_seqlens(TOKENS)
+                with phases.phase("forward", len(input_ids) if place == 0 else 0):
+                    x = packing.input_ids if received is None else received
+                    part = balance[0].of(seqlens) if balance is not None and step.micro_batch < balance[1] else None
+                    attention = packing.attention()
+                    x = self.decoder.forward_stage(x, packing.positions, attention, balance=part, chunk=place)
+                if not has_head or place != last:
+                    return x
+                with phases.phase(head_phase):
+                    hidden = packing.expand(x)
+                    return finish(DecoderOutput(self.decoder, hidden, input_ids, seqlens, role=self.role), micro_batch)
+
+            if optimizer is None:
+                return Chunk(compute, received)
+            run, backward = optimizer.run, optimizer.backward
+            # the first chunk of a stage comes last in the backward pass
+            return Chunk(
+                lambda step, x: run(lambda: compute(step, x)),
+                received,
+                lambda output, gradient, is_last: backward(output, gradient, is_last and place == 0),
+            )
+
+        return {
+            place * self._parallel.strategy.pp + self._parallel.pp_rank: chunk_at(place) for place in range(last + 1)
+        }
 
     def _check_lengths(self, micro_batches: Sequence[SequenceSample]) -> None:
         config = self.decoder.config

@@ -113,6 +113,8 @@ def why_not(key: str, mfc: MFCDef, changed_roles: Collection[str], roles: Mappin
         return "a train_step has the newest parameters; give it to the calls that read the role"
     if key == "max_staleness" and changed_roles.isdisjoint(mfc.read_roles):
         return f"role '{mfc.role}' is never trained, so that the call cannot run ahead of its training"
+    if key == "virtual_stages" and not mfc.is_train:
+        return "the call is no train_step; on the train_step's mesh, in its strategy, it has the same virtual stages"
     return ""
 
 

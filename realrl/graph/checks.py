@@ -157,7 +157,19 @@ def _check_train(mfc: MFCDef) -> None:
                 remedy="Only a train_step passes over its batch several times; leave n_passes out.",
                 call=mfc.name,
             )
+        if mfc.virtual_stages is not None:
+            raise GraphError(
+                f"call '{mfc.name}' is {_ARTICLE[mfc.interface_type]} and has virtual_stages={mfc.virtual_stages}",
+                remedy="Give them to the train_step of its role; other calls follow.",
+                call=mfc.name,
+            )
         return
+    if mfc.virtual_stages is not None and mfc.virtual_stages < 1:
+        raise GraphError(
+            f"call '{mfc.name}' has virtual_stages={mfc.virtual_stages}",
+            remedy="Use virtual_stages=1 or more.",
+            call=mfc.name,
+        )
     if mfc.model.replica_id != 0:
         raise GraphError(
             f"call '{mfc.name}' trains replica '{mfc.model}'",

@@ -95,6 +95,7 @@ class MFCDef:
             other call gets its `n_seqs` survivors. Calls that feed it may therefore run on any number of samples, also
             on fewer than their mesh has data-parallel ranks, so their interfaces must not use `Engine.all_reduce`.
         pre_hooks, post_hooks: hooks before and after the call, on the homes of the roles that they name.
+        virtual_stages: chunks of blocks on each pipeline stage of a train_step; None for as many as its strategy says.
         protocol: name of a protocol of `realrl.plan.protocols`, which divides samples over the ranks of the mesh and
             chooses the keepers of the output.
 
@@ -122,6 +123,7 @@ class MFCDef:
     post_hooks: tuple[Hook, ...] = ()
     protocol: str = DEFAULT_PROTOCOL
     may_drop: bool = False
+    virtual_stages: int | None = None
 
     @property
     def model(self) -> ModelName:

@@ -113,19 +113,28 @@ class DeviceMesh:
 class ParallelStrategy:
     """Data, tensor and pipeline parallel sizes; `sp` switches sequence parallelism. Prints as ``d4t1p2``.
 
+    With `vpp` virtual stages, every pipeline stage has that many chunks of neighbouring blocks, and the sizes print as
+    ``d4t1p2v3``.
+
     Raises:
-        AllocationError: a size is not positive.
+        AllocationError: a size is not positive, or a single stage has virtual ones.
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     sp: bool = False
+    vpp: int = 1
 
     def __post_init__(self) -> None:
-        for field, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)):
+        for field, value in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp), ("vpp", self.vpp)):
             if value < 1:
                 raise AllocationError(f"a parallel strategy has {field}={value}", remedy=f"Use {field}=1 or more.")
+        if self.vpp > 1 and self.pp == 1:
+            raise AllocationError(
+                f"strategy {self} has {self.vpp} virtual stages, but no pipeline: pp is 1",
+                remedy="Leave them out, or use two pipeline stages or more.",
+            )
 
     @property
     def n_devices(self) -> int:
@@ -142,7 +151,7 @@ class ParallelStrategy:
         return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
 
     def __str__(self) -> str:
-        return f"d{self.dp}t{self.tp}p{self.pp}" + ("s" if self.sp else "")
+        return f"d{self.dp}t{self.tp}p{self.pp}" + (f"v{self.vpp}" if self.vpp > 1 else "") + ("s" if self.sp else "")
 
 
 @dataclass(frozen=True)

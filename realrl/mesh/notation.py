@@ -1,7 +1,7 @@
 """Strategies and allocations as text.
 
 strategy    = size { size } [ "s" ]              d4t1p2   t2d2   d8s      missing sizes are 1; s = sequence parallel
-size        = ("d" | "t" | "p") number           each letter at most once, in any order
+size        = ("d" | "t" | "p" | "v") number     each letter at most once, in any order; v = virtual stages of each p
 mesh        = node ":" device [ "-" device ]     0:0-7    0:3             devices of one node
             | node [ "-" node ]                  0-1      2               whole nodes
 allocation  = strategy "@" mesh                  d4t1p2@0:0-7             d16@0-1
@@ -14,14 +14,15 @@ import re
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import Allocation, Cluster, DeviceMesh, ParallelStrategy, nearest_mesh
 
-_SIZE = re.compile(r"([dtp])(\d{1,9})", re.ASCII)
+_SIZE = re.compile(r"([dtpv])(\d{1,9})", re.ASCII)
 _MESH = re.compile(r"(\d{1,9})(?P<on_node>:(\d{1,9}))?(-(\d{1,9}))?", re.ASCII)
 _GRAMMAR = "Write a strategy like d4t1p2: data, tensor and pipeline parallel sizes, each at most once."
 _MESH_GRAMMAR = "Write a mesh like 0:0-7 (node 0, devices 0 to 7), 0:3 (one device) or 0-1 (whole nodes)."
 
 
 def parse_strategy(text: str) -> ParallelStrategy:
-    """Read ``"d4t1p2"``: letters d, t, p in any order, each at most once, a missing one is 1; a last ``s`` sets `sp`.
+    """Read ``"d4t1p2"``: letters d, t, p and v in any order, each at most once, a missing one is 1; a last ``s`` sets
+    `sp`.
 
     Raises:
         AllocationError: the text is no strategy; the message shows where it stops being one.
@@ -40,7 +41,8 @@ def parse_strategy(text: str) -> ParallelStrategy:
     if not sizes or rest not in ("", "s"):
         where = f" at {rest!r}" if sizes else ""
         raise AllocationError(f"'{text}' is not a parallel strategy{where}", remedy=_GRAMMAR)
-    return ParallelStrategy(sizes.get("d", 1), sizes.get("t", 1), sizes.get("p", 1), sp=rest == "s")
+    d, t, p, v = (sizes.get(letter, 1) for letter in "dtpv")
+    return ParallelStrategy(d, t, p, sp=rest == "s", vpp=v)
 
 
 def parse_mesh(text: str, cluster: Cluster) -> DeviceMesh:

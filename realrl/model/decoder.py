@@ -180,7 +180,7 @@ def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
 
 
 class Blocks(nn.Module):
-    """Consecutive blocks, named by their index in the whole model: the first need not be 0."""
+    """The blocks of a shard, named by their index in the whole model: the first need not be 0."""
 
     def __init__(self, build: Builder, parallel: TensorParallel) -> None:
         super().__init__()
@@ -192,6 +192,10 @@ class Blocks(nn.Module):
 
     def __len__(self) -> int:
         return len(self._modules)
+
+    def of(self, chunk: range) -> list[Block]:
+        """Return the blocks of a chunk."""
+        return [block for block in self if block.layer_index in chunk]
 
     def __getitem__(self, layer_index: int) -> Block:
         return self.get_submodule(str(layer_index))  # type: ignore[return-value]
@@ -295,6 +299,7 @@ class Decoder(nn.Module):
         """
         assert self.shard.has_embedding, "a later pipeline stage takes hidden states"
         assert self.shard.has_head, "an earlier pipeline stage has no final hidden states"
+        assert len(self.shard.chunks) == 1, "between chunks are those of other pipeline stages"
         return self.forward_stage(input_ids, positions, attention)
 
     def forward_stage(
@@ -304,27 +309,31 @@ class Decoder(nn.Module):
         attention: AttentionOp,
         *,
         balance: LoadBalance | None = None,
+        chunk: int = 0,
     ) -> torch.Tensor:
-        """Compute the layers of this shard.
+        """Compute the layers of this shard, or of one of its chunks.
+
+        The embedding belongs to the first chunk, final norm and head to the last.
 
         Args:
-            x: int64 [T], the tokens, where the embedding is; elsewhere the result of the stage before, [rows, H] with
+            x: int64 [T], the tokens, where the embedding is; elsewhere the result of the chunk before, [rows, H] with
                 ``parallel.n_local_rows(T)`` rows.
             positions: integers [T], each token's position in its own sequence.
             attention: decides which tokens see which.
             balance: auxiliary loss of the experts in training; its gradient joins the backward pass in here.
+            chunk: place among the chunks of this shard.
 
         Returns:
-            [rows, H] for the next stage. Where the head is, final hidden states [T, H] as `forward` returns them, on
+            [rows, H] for the next chunk. Where the head is, final hidden states [T, H] as `forward` returns them, on
             every rank of the group; their gradient may differ from rank to rank.
         """
         assert self.parallel.tp_size == self.shard.tp_size, "a shard computes only with the ranks that hold the others"
         n_rows = len(positions)
-        if self.embedding is not None:
+        if self.embedding is not None and chunk == 0:
             x = self.parallel.leave(self.embed(x, positions))
         ropes = make_ropes(self.config, None, positions, x.dtype)
         recompute = self.activation_checkpointing and torch.is_grad_enabled()
-        for block in self.blocks:
+        for block in self.blocks.of(self.shard.chunks[chunk]):
             rope = ropes[self.config.has_local_rope(block.layer_index)]
             if recompute:
                 x = checkpoint(
@@ -332,7 +341,7 @@ class Decoder(nn.Module):
                 )
             else:
                 x = block(x, rope, attention, n_rows, balance)
-        if self.norm is None:
+        if self.norm is None or chunk + 1 < len(self.shard.chunks):
             return x
         x = self.norm(x)
         # each rank has a part of the logits and so of this gradient, but computes a scalar head's gradient in full

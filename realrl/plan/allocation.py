@@ -9,8 +9,11 @@ Invariants of `plan_allocations`:
 - the strategy's sizes multiply to the number of devices of the mesh, and the mesh is inside the cluster;
 - each slice that the call's protocol makes of a batch, minibatch or streamed piece has a sample (`check_n_seqs`);
 - two meshes are disjoint, or one contains the other (`check_meshes`);
+- a train_step with `virtual_stages` has them in its strategy, and so has every call of its role that would else differ
+  from it in nothing but these: it computes where the parameters live;
 - ranks that must have the same samples get them (`check_protocols`), and hooks have parameters at both ends;
-- where the shapes of models are known, tp divides heads and pp leaves every stage a layer (`check_shapes`).
+- where the shapes of models are known, tp divides heads and pp leaves every chunk of a stage a layer
+  (`check_shapes`).
 A refusal names the call, the rule and the nearest allocation that is legal.
 
 Partial overlaps are refused although nothing would deadlock. Inside a node any two legal meshes nest or are disjoint;
@@ -24,6 +27,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from realrl.config.schema import AllocationConfig
@@ -84,9 +88,38 @@ def plan_allocations(
                 plan[name] = parse_allocation(text, cluster)
             else:
                 plan[name] = Allocation(plan[name].mesh, parse_strategy(text))
-    plan = {name: plan[name] for name in names}
+    plan = with_virtual_stages(graph, {name: plan[name] for name in names})
     weightless = [role for role, head in (heads or {}).items() if head == "none"]
     check_supported(graph, plan, weightless=weightless)
+    return plan
+
+
+def with_virtual_stages(graph: nx.DiGraph, allocations: Mapping[str, Allocation]) -> dict[str, Allocation]:
+    """Return allocations with the virtual stages that the graph's calls ask for.
+
+    Raises:
+        AllocationError: a call with virtual stages has no pipeline, or a strategy with others.
+    """
+    plan = dict(allocations)
+    for mfc in calls(graph):
+        v, strategy = mfc.virtual_stages, plan[mfc.name].strategy
+        if v is None or v == strategy.vpp:
+            continue
+        where = f"call '{mfc.name}' has virtual_stages={v}, but runs on {plan[mfc.name]}"
+        if strategy.vpp > 1:
+            raise AllocationError(f"{where}", remedy="Say it in one place, or the same in both.", call=mfc.name)
+        if strategy.pp == 1:
+            raise AllocationError(
+                f"{where}, which is no pipeline",
+                remedy=f"Use allocation.mode=pipeline, or allocation.calls.{mfc.name}=STRATEGY@MESH with p2 or more.",
+                call=mfc.name,
+            )
+        plan[mfc.name] = replace(plan[mfc.name], strategy=replace(strategy, vpp=v))
+    homes = role_homes(graph, plan)
+    for mfc in calls(graph):
+        home, own = homes[mfc.role], plan[mfc.name]
+        if own == replace(home, strategy=replace(home.strategy, vpp=1)):
+            plan[mfc.name] = home
     return plan
 
 
@@ -210,11 +243,13 @@ def check_shapes(graph: nx.DiGraph, allocations: Mapping[str, Allocation], shape
         if mfc.role not in shapes:
             continue
         specs, allocation = parameter_specs(shapes[mfc.role]), allocations[mfc.name]
+        strategy = allocation.strategy
         try:
-            check_tp(specs, allocation.strategy.tp)
-            stage_layers(shapes[mfc.role], allocation.strategy.pp)
+            check_tp(specs, strategy.tp)
+            stage_layers(shapes[mfc.role], strategy.pp, strategy.vpp)
         except AllocationError as err:
-            nearest = _nearest_cut(specs, mfc, allocation)
+            is_cut_too_often = strategy.vpp > 1 and _can_cut(specs, replace(strategy, vpp=1))
+            nearest = None if is_cut_too_often else _nearest_cut(specs, mfc, allocation)
             use = err.remedy if nearest is None else f"The nearest legal one: allocation.calls.{mfc.name}={nearest}."
             raise AllocationError(
                 f"call '{mfc.name}' of role '{mfc.role}' runs on {allocation}, but {err.message}",
@@ -228,10 +263,18 @@ def check_cut(specs: Sequence[ParameterSpec], strategy: ParallelStrategy) -> Non
     """Check that a strategy can cut a model.
 
     Raises:
-        AllocationError: tp does not divide the heads, or pp exceeds the layers.
+        AllocationError: tp does not divide the heads, or there are more stages or chunks than layers.
     """
     check_tp(specs, strategy.tp)
-    stages_of(specs, strategy.pp)
+    stages_of(specs, strategy.pp, strategy.vpp)
+
+
+def _can_cut(specs: Sequence[ParameterSpec], strategy: ParallelStrategy) -> bool:
+    try:
+        check_cut(specs, strategy)
+    except AllocationError:
+        return False
+    return True
 
 
 def _nests(a: DeviceMesh, b: DeviceMesh) -> bool:
@@ -246,9 +289,7 @@ def _nearest_cut(specs: Sequence[ParameterSpec], mfc: MFCDef, allocation: Alloca
         if n % (tp * pp) or n // (tp * pp) > min(pieces_of(mfc).values()):
             continue
         strategy = ParallelStrategy(n // (tp * pp), tp, pp, wanted.sp and tp > 1)
-        try:
-            check_cut(specs, strategy)
-        except AllocationError:
+        if not _can_cut(specs, strategy):
             continue
         changes = abs(tp - wanted.tp), abs(pp - wanted.pp)
         legal.append((sum(map(bool, changes)), sum(changes), strategy.tp, strategy))

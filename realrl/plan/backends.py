@@ -140,6 +140,11 @@ def check_backend(role: TrainedRole) -> None:
             "buffers of its own, which must stay",
             remedy=f"Take '{role.name}' out of allocation.offload, or use {key}.backend=native.",
         )
+    if role.backend != "native" and role.strategy.vpp > 1:
+        raise ConfigError(
+            f"role '{role.name}' is trained on {role.strategy}, but {key}.backend={role.backend} has no virtual stages",
+            remedy=f"Leave out virtual_stages of its train_step, or use {key}.backend=native.",
+        )
     if role.backend == "deepspeed":
         _check_deepspeed(role, key)
 

@@ -13,6 +13,10 @@ Invariants:
 - No deadlock, even where every send blocks until its receive is posted and a stage goes on only when its whole batch
   of messages is through.
 - `one_f_one_b`: stage s holds the activations of at most n_stages - s micro-batches.
+- `interleaved`: stage s has the chunks s, s + n_stages, ...; with v > 1 of them it holds the activations of at most
+  2 (n_stages - s - 1) + (v - 1) n_stages + 1 forwards of a chunk. Where n_stages divides the number of micro-batches,
+  free messages and equal chunks leave each stage idle for n_stages - 1 forwards and backwards of a chunk, v times less
+  than `one_f_one_b`.
 
 Why placing messages by time excludes deadlock: `place_messages` runs the computations on a clock. A message that is
 computed at T joins the sender's batch at T, and the receiver's batch before its first computation that starts at T or
@@ -115,29 +119,112 @@ def default_cost(step: Step) -> float:
 # ---------------------------------------------------------------- schedules
 
 
-@lru_cache(maxsize=256)
 def one_f_one_b(n_stages: int, n_micro_batches: int) -> Schedule:
     """One chunk per stage; after warming up, each stage alternates a forward and a backward (PipeDream-flush,
     Narayanan et al. 2021, "Memory-efficient pipeline-parallel DNN training")."""
-    _check(n_stages=n_stages, n_micro_batches=n_micro_batches)
-    return place_messages(orders_of(n_stages, n_micro_batches, trains=True))
+    return interleaved(n_stages, n_micro_batches, 1)
 
 
 @lru_cache(maxsize=256)
-def inference(n_stages: int, n_micro_batches: int) -> Schedule:
-    """Forward only."""
-    _check(n_stages=n_stages, n_micro_batches=n_micro_batches)
-    return place_messages(orders_of(n_stages, n_micro_batches, trains=False))
+def interleaved(n_stages: int, n_micro_batches: int, vpp: int) -> Schedule:
+    """Several chunks per stage: smaller bubbles, more messages; 1F1B with one chunk (Narayanan et al. 2021, "Efficient
+    large-scale language model training on GPU clusters using Megatron-LM", section 2.2).
+
+    Args:
+        n_micro_batches: any number, not only multiples of `n_stages`; these have the smallest bubbles.
+        vpp: chunks of each stage.
+    """
+    return place_messages(orders_of(n_stages, n_micro_batches, vpp, trains=True))
 
 
-def orders_of(n_stages: int, n_micro_batches: int, *, trains: bool) -> list[list[Step]]:
-    """Return the computations of each stage of `one_f_one_b`, or of `inference`, without messages."""
+@lru_cache(maxsize=256)
+def inference(n_stages: int, n_micro_batches: int, vpp: int = 1) -> Schedule:
+    """Forward only, with `vpp` chunks per stage."""
+    return place_messages(orders_of(n_stages, n_micro_batches, vpp, trains=False))
+
+
+def orders_of(n_stages: int, n_micro_batches: int, vpp: int = 1, *, trains: bool) -> list[list[Step]]:
+    """Return the computations of each stage of `interleaved`, or of `inference`, without messages.
+
+    Micro-batches go through a stage's chunks in groups of `n_stages`. The last group is filled up for ordering, and the
+    fillers are left out again: with a smaller group, forwards and backwards in turn would wait for each other.
+    """
+    _check(n_stages=n_stages, n_micro_batches=n_micro_batches, vpp=vpp)
+    n_chunks, n_filled = n_stages * vpp, -(-n_micro_batches // n_stages) * n_stages
     orders = []
     for stage in range(n_stages):
-        forwards = [forward_step(i, stage) for i in range(n_micro_batches)]
-        backwards = [backward_step(i, stage, n_stages) for i in range(n_micro_batches)] if trains else []
-        orders.append(alternate(forwards, backwards, n_warm_up=n_stages - 1 - stage) if trains else forwards)
+        chunks = range(stage, n_chunks, n_stages)
+        order = [forward_step(i, chunk) for i, chunk in _in_groups(n_filled, chunks, n_stages)]
+        if trains:
+            backwards = [backward_step(i, chunk, n_chunks) for i, chunk in _in_groups(n_filled, chunks[::-1], n_stages)]
+            n_warm_up = n_stages - 1 - stage
+            order = alternate(
+                order, backwards, n_warm_up=n_warm_up if vpp == 1 else 2 * n_warm_up + (vpp - 1) * n_stages
+            )
+        orders.append([step for step in order if step.micro_batch < n_micro_batches])
     return orders
+
+
+def _in_groups(n_micro_batches: int, chunks: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
+    """Yield (micro_batch, chunk): groups of micro-batches, each through all chunks before the next group."""
+    for first in range(0, n_micro_batches, size):
+        for chunk in chunks:
+            for micro_batch in range(first, first + size):
+                yield micro_batch, chunk
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What a training stage holds while it computes a backward.
+
+    Attributes:
+        held: for each of its chunks, the forwards whose backward is not done yet; this one's is among them.
+        place: place of the computing chunk among the stage's.
+        n_received: messages that have come, or may come, for later computations.
+    """
+
+    held: tuple[int, ...]
+    place: int
+    n_received: int = 0
+
+    def covers(self, other: InFlight) -> bool:
+        """Return True if the stage holds all that it holds in the other state, while it computes the same."""
+        ours, theirs = (*self.held, self.n_received), (*other.held, other.n_received)
+        return self.place == other.place and all(a >= b for a, b in zip(ours, theirs, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def in_flight(n_stages: int, n_micro_batches: int, vpp: int, stage: int) -> tuple[InFlight, ...]:
+    """Return the states of a stage in `interleaved` of which none is covered by another one.
+
+    With one chunk that is a single state, in which `n_received` does not count.
+    """
+    if vpp == 1:
+        return (InFlight((min(n_stages - stage, n_micro_batches),), 0),)
+    held, n_received, found = [0] * vpp, 0, dict[InFlight, None]()
+    for step in interleaved(n_stages, n_micro_batches, vpp)[stage]:
+        place = step.chunk // n_stages
+        if step.kind.is_message:
+            n_received += step.kind.is_receive
+            continue
+        n_received -= step.other is not None  # chunks that feed each other are never on one stage
+        if step.kind is StepKind.FORWARD:
+            held[place] += 1
+        else:
+            found[InFlight(tuple(held), place, n_received)] = None
+            held[place] -= 1
+    return tuple(state for state in found if not any(other != state and other.covers(state) for other in found))
+
+
+@lru_cache(maxsize=4096)
+def most_received(n_stages: int, n_micro_batches: int, vpp: int, stage: int) -> int:
+    """Return how many messages have come to a stage for later computations, at most, in `inference`."""
+    now = most = 0
+    for step in inference(n_stages, n_micro_batches, vpp)[stage]:
+        now += step.kind.is_receive
+        now -= not step.kind.is_message and step.other is not None
+        most = max(most, now)
+    return most
 
 
 @lru_cache(maxsize=64)

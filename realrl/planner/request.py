@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from realrl.config.schema import RunConfig
-from realrl.errors import AllocationError, did_you_mean
+from realrl.errors import AllocationError, ConfigError, did_you_mean
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.models import role_configs
 from realrl.experiment.planning import check_models_fit, plan_run
@@ -21,8 +21,8 @@ from realrl.experiment.states import (
     role_states,
 )
 from realrl.graph.build import home_calls, topological_calls
-from realrl.mesh.device_mesh import Allocation, Cluster
-from realrl.mesh.notation import parse_allocation
+from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy
+from realrl.mesh.notation import parse_allocation, parse_strategy
 from realrl.plan.backends import zero_stage_of
 from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.memory.load import RowLengths
@@ -35,6 +35,33 @@ from realrl.search.prices import CostPrices, Workload
 from realrl.search.space import Choice, Pin, RoleSpace, mesh_at, pin_from
 from realrl.shape import DecoderConfig
 from realrl.sim.hardware import Hardware
+
+
+def with_pinned_stages(config: RunConfig) -> RunConfig:
+    """Return a configuration whose virtual stages are part of the strategies that the user has pinned.
+
+    A plan chooses no virtual stages, since the strategies that it compares have one chunk a stage.
+
+    Raises:
+        ConfigError: a call has virtual stages, and no pinned pipeline.
+    """
+    calls, pins = dict(config.calls), dict(config.allocation.calls)
+    for name, own in config.calls.items():
+        v, (text, at, mesh) = own.virtual_stages, pins.get(name, "").partition("@")
+        if v is None:
+            continue
+        calls[name] = own.model_copy(update={"virtual_stages": None})
+        strategy = parse_strategy(text) if text else ParallelStrategy()
+        if v == strategy.vpp:
+            continue
+        if strategy.pp == 1 or strategy.vpp > 1:
+            raise ConfigError(
+                f"calls.{name}.virtual_stages={v}: a plan chooses no virtual stages",
+                remedy=f"Leave it out, or give the call a pipeline: allocation.calls.{name}=d1p2v{v}.",
+            )
+        pins[name] = f"{replace(strategy, vpp=v)}{at}{mesh}"
+    allocation = config.allocation.model_copy(update={"calls": pins})
+    return config.model_copy(update={"calls": calls, "allocation": allocation})
 
 
 @dataclass(frozen=True, eq=False)

@@ -353,6 +353,7 @@ class SavedRole(msgspec.Struct, frozen=True):
         dp, tp, pp: degrees of the layout; each (pp, tp) coordinate has a file of optimizer state.
         model: digest of the names and shapes of its parameters.
         given: digest of parameters that the checkpoint needs but lacks: a frozen role's, or those below adapters.
+        vpp: virtual stages of each pipeline stage.
     """
 
     dp: int
@@ -360,6 +361,7 @@ class SavedRole(msgspec.Struct, frozen=True):
     pp: int
     model: str
     given: str = ""
+    vpp: int = 1
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, tag=True):

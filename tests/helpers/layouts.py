@@ -97,7 +97,8 @@ def strategies(draw: st.DrawFn, shape: DecoderConfig, max_ranks: int = MAX_RANKS
     """Draw any legal strategy of a model for up to `max_ranks` ranks."""
     tp = draw(st.sampled_from(legal_tps(parameter_specs(shape), min(12, max_ranks))))
     pp = draw(st.integers(1, min(shape.n_layers, max_ranks // tp)))
-    return ParallelStrategy(dp=draw(st.integers(1, max_ranks // (tp * pp))), tp=tp, pp=pp)
+    vpp = draw(st.integers(1, shape.n_layers // pp)) if pp > 1 else 1
+    return ParallelStrategy(dp=draw(st.integers(1, max_ranks // (tp * pp))), tp=tp, pp=pp, vpp=vpp)
 
 
 def whole_parameters(specs: tuple[ParameterSpec, ...]) -> dict[str, Array]:

@@ -52,11 +52,16 @@ def whole_model(config: DecoderConfig) -> Decoder:
 
 
 def stages_of(
-    whole: Decoder, *, pp: int = 1, parallel: TensorParallel = UNSHARDED, activation_checkpointing: bool = False
+    whole: Decoder,
+    *,
+    pp: int = 1,
+    vpp: int = 1,
+    parallel: TensorParallel = UNSHARDED,
+    activation_checkpointing: bool = False,
 ) -> list[Decoder]:
     """Make one tensor rank's shard of each pipeline stage, with parameters of its own."""
     config = whole.config
-    strategy = ParallelStrategy(pp=pp, tp=parallel.tp_size)
+    strategy = ParallelStrategy(pp=pp, tp=parallel.tp_size, vpp=vpp)
     stages = []
     for pp_rank in range(pp):
         mesh_rank = strategy.mesh_rank(pp_rank=pp_rank, dp_rank=0, tp_rank=parallel.tp_rank)
@@ -79,8 +84,9 @@ def run_stages(stages: Sequence[Decoder], vocab_size: int) -> DecoderOutput:
     positions = torch.cat([torch.arange(n) for n in SEQLENS])
     attention = PackedAttention(SEQLENS)
     x = input_ids
-    for stage in stages:
-        x = stage.forward_stage(x, positions, attention)
+    for chunk in range(len(stages[0].shard.chunks)):
+        for stage in stages:
+            x = stage.forward_stage(x, positions, attention, chunk=chunk)
     return DecoderOutput(stages[-1], x, input_ids, SEQLENS, role="tested")
 
 

@@ -73,7 +73,7 @@ def test_stages_hold_every_parameter_under_its_global_name_once(config: DecoderC
         names.remove("embedding.weight")
         names.reverse()
     assert names == [name for name, _ in whole.named_parameters()]
-    assert [len(stage.blocks) for stage in stages] == [len(layers) for layers in stage_layers(config, 3)]
+    assert [len(stage.blocks) for stage in stages] == [len(layers) for (layers,) in stage_layers(config, 3)]
     assert stages[1].embedding is stages[1].head is stages[0].norm is None
 
 
@@ -197,10 +197,17 @@ def test_stages_saved_one_by_one_are_read_by_transformers(
         tensors = (
             (name, p) for name, p in stages[pp_rank].named_shards() if pp_rank == 0 or name != "embedding.weight"
         )
-        save_stage(whole.config, tmp_path, tensors, pp_rank=pp_rank, pp_size=3, max_shard_bytes=20_000)
+        save_stage(
+            whole.config,
+            tmp_path,
+            tensors,
+            pp_rank=pp_rank,
+            stages=stage_layers(whole.config, 3),
+            max_shard_bytes=20_000,
+        )
     with pytest.raises(FileNotFoundError):
         (tmp_path / "config.json").stat()
-    save_index(whole.config, tmp_path, pp_size=3, max_shard_bytes=20_000)
+    save_index(whole.config, tmp_path, stages=stage_layers(whole.config, 3), max_shard_bytes=20_000)
     theirs = (
         transformers.AutoModelForSequenceClassification if config.is_scalar else transformers.AutoModelForCausalLM
     ).from_pretrained(tmp_path, dtype="auto")

@@ -17,11 +17,12 @@ from realrl.plan.pipeline import (
     forward_step,
     generation,
     inference,
+    interleaved,
     one_f_one_b,
     place_messages,
 )
 from tests.plan.pipeline_simulator import DeadlockError, Timeline, simulate
-from tests.plan.schedules import inference_of_chunks, interleaved, random_orders
+from tests.plan.schedules import random_orders
 
 STAGES = st.integers(1, 8)
 MICRO_BATCHES = st.integers(1, 14)
@@ -92,7 +93,7 @@ def test_interleaved(n_stages: int, n_micro_batches: int, n_chunks: int) -> None
 
 @given(STAGES, MICRO_BATCHES, CHUNKS)
 def test_inference(n_stages: int, n_micro_batches: int, n_chunks: int) -> None:
-    schedule = inference_of_chunks(n_stages, n_micro_batches, n_chunks)
+    schedule = inference(n_stages, n_micro_batches, n_chunks)
     timeline = assert_invariants(schedule, n_micro_batches=n_micro_batches, n_chunks=n_stages * n_chunks, n_rounds=1)
     if n_chunks == 1:
         assert schedule == inference(n_stages, n_micro_batches)

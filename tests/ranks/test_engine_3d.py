@@ -175,7 +175,8 @@ def reference(case: Case) -> dict[str, Any]:
     return outcome(replace(case, strategy=ParallelStrategy()), Parallel())
 
 
-def check(world_size: int, cases: list[Case], timeout_s: float = 110.0) -> None:
+def check(world_size: int, cases: list[Case], timeout_s: float = 110.0) -> list[list[dict[str, Any]]]:
+    """Compare every case with one process that holds everything; returns the outcomes of each rank."""
     by_rank = run_ranks(world_size, _outcomes, cases, joined=False, timeout_s=timeout_s)
     for index, case in enumerate(cases):
         expected = reference(replace(case, strategy=ParallelStrategy(), micro_batching=MicroBatching()))
@@ -196,6 +197,7 @@ def check(world_size: int, cases: list[Case], timeout_s: float = 110.0) -> None:
             assert (same == got["forward"]).all()
         together = np.concatenate([forwards[dp_rank] for dp_rank in sorted(forwards)])
         np.testing.assert_allclose(together, expected["forward"], rtol=1e-5, atol=2e-5, err_msg=str(case))
+    return by_rank
 
 
 CUTS = [MicroBatching(), MicroBatching(n_mbs=1), MicroBatching(n_mbs=3), MicroBatching(max_tokens_per_mb=40)]
@@ -211,6 +213,44 @@ def test_every_layout_of_up_to_four_ranks(world_size: int) -> None:
     ]
     assert len({case.strategy for case in cases}) == {2: 4, 4: 9}[world_size]
     check(world_size, cases)
+
+
+P2, P2V2 = ParallelStrategy(pp=2), ParallelStrategy(pp=2, vpp=2)
+
+
+def test_virtual_stages() -> None:
+    """Gradients are those of the same stages without them, to the last bit: each sum has its terms in one order.
+
+    So are the losses; the norm adds up the squares of other parts.
+    """
+    cases = [
+        Case("tied", P2V2, MicroBatching(n_mbs=4)),
+        Case("untied", P2V2, MicroBatching(n_mbs=3), activation_checkpointing=True),
+        Case("experts", P2V2, MicroBatching(n_mbs=5)),
+        Case("value", ParallelStrategy(pp=2, vpp=3), MicroBatching(max_tokens_per_mb=40), n_layers=7),
+    ]
+    plain = [replace(case, strategy=P2) for case in cases]
+    by_rank = check(2, [*cases, *plain])
+    for i, case in enumerate(cases):
+        gradients: list[dict[str, Any]] = [{}, {}]
+        for outcomes in by_rank:
+            for found, got in zip(gradients, (outcomes[i], outcomes[len(cases) + i]), strict=True):
+                found.update({name: g for name, g in got["slices"].items() if name.startswith("grad")})
+        assert by_rank[0][i]["result"].stats == by_rank[0][len(cases) + i]["result"].stats
+        assert gradients[0].keys() == gradients[1].keys()
+        for name, gradient in gradients[0].items():
+            np.testing.assert_array_equal(gradient, gradients[1][name], err_msg=f"{case} {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vpp", [2, 3])
+def test_virtual_stages_of_four_ranks(vpp: int) -> None:
+    layouts = [
+        ParallelStrategy(2, 1, 2, vpp=vpp),
+        ParallelStrategy(1, 2, 2, True, vpp),
+        ParallelStrategy(pp=4, vpp=vpp),
+    ]
+    check(4, [Case(m, s, c, n_layers=4 * vpp + 1) for s in layouts for m, c in zip(CONFIGS, CUTS, strict=True)])
 
 
 def test_beginnings_that_are_computed_once() -> None:

@@ -67,7 +67,8 @@ def place(rank: int, strategy: ParallelStrategy, meeting: KeyValueClient) -> Par
 
 def shard(whole: Decoder, parallel: Parallel) -> Decoder:
     group = TensorParallelGroup(parallel.tp, sp=parallel.strategy.sp)
-    return stages_of(whole, pp=parallel.strategy.pp, parallel=group)[parallel.pp_rank]
+    strategy = parallel.strategy
+    return stages_of(whole, pp=strategy.pp, vpp=strategy.vpp, parallel=group)[parallel.pp_rank]
 
 
 def as_lists(result: GenerationResult) -> tuple[list[list[int]], list[list[float]], list[list[float]], list[bool]]:
@@ -96,17 +97,26 @@ def _generate_sharded(
         ("biases", ParallelStrategy(tp=2, sp=True)),
         pytest.param("one KV head", ParallelStrategy(tp=4), marks=pytest.mark.slow),
         ("tied", ParallelStrategy(pp=2)),
+        ("five layers", ParallelStrategy(pp=2, vpp=2)),
         pytest.param("biases", ParallelStrategy(pp=3), marks=pytest.mark.slow),
         pytest.param("tied", ParallelStrategy(tp=2, pp=2), marks=pytest.mark.slow),
         ("experts", ParallelStrategy(tp=2, pp=2)),
         pytest.param("experts", ParallelStrategy(tp=4), marks=pytest.mark.slow),
+        pytest.param("five of experts", ParallelStrategy(tp=2, pp=2, vpp=2), marks=pytest.mark.slow),
+        pytest.param("seven layers", ParallelStrategy(pp=3, vpp=2), marks=pytest.mark.slow),
         pytest.param("two KV heads", ParallelStrategy(dp=2, tp=4), marks=pytest.mark.slow),
         pytest.param("one KV head", ParallelStrategy(tp=2, pp=3, sp=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_tokens_equal_those_of_one_process_on_every_rank(model: str, strategy: ParallelStrategy) -> None:
-    config = {**CONFIGS, "two KV heads": replace(CONFIGS["tied"], n_kv_heads=2)}[model]
+    others = {
+        "two KV heads": replace(CONFIGS["tied"], n_kv_heads=2),
+        "five layers": replace(CONFIGS["biases"], n_layers=5),
+        "five of experts": replace(CONFIGS["experts"], n_layers=5),
+        "seven layers": replace(CONFIGS["tied"], n_layers=7),
+    }
+    config = {**CONFIGS, **others}[model]
     whole = whole_model(config)
     expected = {name: as_lists(generate(whole, Parallel(), generation)) for name, generation in OPTIONS.items()}
     expected["two samples"] = as_lists(generate(whole, Parallel(), OPTIONS["sampled"], 2))

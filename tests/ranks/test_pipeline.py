@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from realrl.engine.groups import ALONE, Communicator
 from realrl.engine.train.pipeline import Chunk, run_stage
-from realrl.plan.pipeline import Schedule, Step, generation, inference, one_f_one_b, place_messages
+from realrl.plan.pipeline import Schedule, Step, generation, inference, interleaved, one_f_one_b, place_messages
 from tests.helpers.ranks import run_ranks
 from tests.helpers.toy_pipeline import Toy
-from tests.plan.schedules import interleaved, random_orders
+from tests.plan.schedules import random_orders
 
 CPU = torch.device("cpu")
 N_MICRO_BATCHES = (5, 3)

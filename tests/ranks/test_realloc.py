@@ -60,7 +60,7 @@ def random_layout(specs: tuple[ParameterSpec, ...], world_size: int, rng: random
         n_ranks = rng.randint(1, world_size)
         tp = rng.choice([n for n in range(1, n_ranks + 1) if n_ranks % n == 0])
         pp = rng.choice([n for n in range(1, n_ranks // tp + 1) if n_ranks // tp % n == 0])
-        strategy = ParallelStrategy(n_ranks // tp // pp, tp, pp)
+        strategy = ParallelStrategy(n_ranks // tp // pp, tp, pp, vpp=rng.choice([1, 2]) if pp > 1 else 1)
         try:
             return parameter_layout(specs, strategy, rng.sample(range(world_size), n_ranks))
         except AllocationError:

@@ -3,7 +3,7 @@
 All stages of a pipeline begin and finish a step alike, and compute it one after the other:
 
     begin    admit -> prefill prompts, copy them for their other responses; otherwise decode one token for every row
-    compute  this stage's layers
+    compute  this stage's layers, chunk by chunk
     finish   record the tokens that the last stage sampled, retire finished rows
 
 Shapes: B rows in this step, T tokens in this step, H hidden, V vocabulary.
@@ -11,7 +11,7 @@ Shapes: B rows in this step, T tokens in this step, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,16 +95,17 @@ class DecodeBatch:
         n_tokens = sum(int(self._prompt_lengths[entry.row.sample]) for entry in admission.prefills)
         self.pending = PendingStep(admission, rows[admission.entries[0].slot :], n_tokens)
 
-    def compute(self, step: PendingStep, x: torch.Tensor | None) -> torch.Tensor:
-        """Compute this stage's layers.
+    def compute(self, step: PendingStep, x: torch.Tensor | None, chunk: int = 0) -> torch.Tensor:
+        """Compute the layers of one of this stage's chunks.
 
         Args:
-            x: [T, H] from the stage before; None on the first stage, and for a step without tokens.
+            x: [T, H] from the chunk before; None for the first chunk of the model, and for a step without tokens.
+            chunk: place among this stage's chunks, which come in order.
 
         Returns:
-            [T, H] for the next stage; on the last one logits [B, V].
+            [T, H] for the next chunk; of the last one logits [B, V].
         """
-        return self._decode(x) if step.admission is None else self._enter(step.admission, x)
+        return self._decode(x, chunk) if step.admission is None else self._enter(step.admission, x, chunk)
 
     def sample(self, step: PendingStep, logits: torch.Tensor) -> SampledTokens:
         """Sample one token for each row of the step.
@@ -158,22 +159,43 @@ class DecodeBatch:
         n_responses = self._request.generation.n_responses
         return np.array([row.sample * n_responses + row.response for row in self._slots.rows], dtype=np.int64)
 
-    def _enter(self, admission: Admission, x: torch.Tensor | None) -> torch.Tensor:
-        """Fill the cache for the entering rows; returns hidden states [T, H], or logits [B, V] where the head is."""
+    def _enter(self, admission: Admission, x: torch.Tensor | None, chunk: int) -> torch.Tensor:
+        """Fill the cache for the entering rows; returns hidden states [T, H], or logits [B, V] where the head is.
+
+        Rows are copied when the last chunk has filled its layers.
+        """
         slot_of: dict[int, int] = {}
         computed: list[torch.Tensor] = []
         start = 0
         lengths = [int(self._prompt_lengths[entry.row.sample]) for entry in admission.prefills]
         for part in prefill_chunks(lengths):
-            chunk, n_tokens = admission.prefills[part.start : part.stop], sum(lengths[part.start : part.stop])
-            computed.append(self._prefill(chunk, None if x is None else x[start : start + n_tokens]))
-            slot_of.update({entry.row.sample: entry.slot for entry in chunk})
+            entries, n_tokens = admission.prefills[part.start : part.stop], sum(lengths[part.start : part.stop])
+            computed.append(self._prefill(entries, None if x is None else x[start : start + n_tokens], chunk))
+            slot_of.update({entry.row.sample: entry.slot for entry in entries})
             start += n_tokens
+        has_head = self._network.has_head(chunk)
         logits_of: dict[int, torch.Tensor] = {}
-        if self._network.has_head:
+        if has_head:
             logits_of = {sample: logits for sample, (_, logits) in self._held.items() if logits is not None}
             rows = (row for logits in computed for row in logits)
             logits_of.update(zip((entry.row.sample for entry in admission.prefills), rows, strict=True))
+        if chunk == self._network.n_chunks - 1:
+            self._copy_rows(admission, slot_of, logits_of)
+        if has_head:
+            return torch.stack([logits_of[entry.row.sample] for entry in admission.entries])
+        if not computed:
+            return torch.empty(0, self._network.config.hidden_size, dtype=self._network.dtype, device=self._device)
+        return computed[0] if len(computed) == 1 else torch.cat(computed)
+
+    def _copy_rows(
+        self, admission: Admission, slot_of: Mapping[int, int], logits_of: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Copy prompts to the rows of their other responses, and keep what later ones need.
+
+        Args:
+            slot_of: sample -> slot, of the prompts that were computed.
+            logits_of: sample -> logits [V] that follow its prompt, where the head is.
+        """
         for entry in admission.copies:
             sample = entry.row.sample
             if sample in slot_of:
@@ -185,13 +207,8 @@ class DecodeBatch:
         if admission.hold is not None:
             saved = self._cache.save(slot_of[admission.hold], int(self._prompt_lengths[admission.hold]))
             self._held[admission.hold] = (saved, logits_of.get(admission.hold))
-        if self._network.has_head:
-            return torch.stack([logits_of[entry.row.sample] for entry in admission.entries])
-        if not computed:
-            return torch.empty(0, self._network.config.hidden_size, dtype=self._network.dtype, device=self._device)
-        return computed[0] if len(computed) == 1 else torch.cat(computed)
 
-    def _prefill(self, entries: Sequence[Entry], x: torch.Tensor | None) -> torch.Tensor:
+    def _prefill(self, entries: Sequence[Entry], x: torch.Tensor | None, chunk: int) -> torch.Tensor:
         """Compute prompts into their slots; returns hidden states, or the logits [B, V] that follow the prompts."""
         samples = [entry.row.sample for entry in entries]
         lengths = self._prompt_lengths[samples]
@@ -199,13 +216,13 @@ class DecodeBatch:
         tokens = NewTokens.of_prompts(lengths.tolist(), first_row=entries[0].slot, device=self._device)
         if x is None:
             x = torch.cat([self._request.prompts[sample].to(self._device) for sample in samples])
-        hidden = self._network.hidden(x, self._network.attention(self._cache, tokens))
-        if not self._network.has_head:
+        hidden = self._network.hidden(x, self._network.attention(self._cache, tokens), chunk)
+        if not self._network.has_head(chunk):
             return hidden
         ends = torch.from_numpy(lengths.cumsum() - 1).to(self._device)
         return self._network.logits(hidden[ends])
 
-    def _decode(self, x: torch.Tensor | None) -> torch.Tensor:
+    def _decode(self, x: torch.Tensor | None, chunk: int) -> torch.Tensor:
         """Feed every row its newest token; returns hidden states, or the logits [B, V] that follow."""
         network, rows = self._network, self._row_indices()
         n_generated = self._responses.n_tokens[rows]
@@ -214,8 +231,8 @@ class DecodeBatch:
         if x is None:
             x = torch.from_numpy(self._responses.newest(rows)).to(self._device)
         tokens = NewTokens(torch.from_numpy(lengths).to(self._device))
-        hidden = network.hidden(x, network.attention(self._cache, tokens))
-        return network.logits(hidden) if network.has_head else hidden
+        hidden = network.hidden(x, network.attention(self._cache, tokens), chunk)
+        return network.logits(hidden) if network.has_head(chunk) else hidden
 
 
 class Responses:

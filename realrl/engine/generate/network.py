@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -59,7 +60,9 @@ class FusedNetwork:
             _FusedBlock(i, block, kernels, tp, rope_index=has_local_rope(block.layer_index))
             for i, block in enumerate(decoder.blocks)
         ]
-        self._whole = self._all_together()
+        ends = [*accumulate(map(len, decoder.shard.chunks), initial=0)]
+        self._chunks = [slice(*span) for span in pairwise(ends)]
+        self._whole = [self._all_together(chunk) for chunk in self._chunks]
         self._head = (
             None if head is None else kernels.linear([LinearWeights(head.weight.to(self.dtype))], norm=decoder.norm)
         )
@@ -75,10 +78,14 @@ class FusedNetwork:
         make = self.kernels.attention if self.fuses_attention else plain_attention
         return make(cache, tokens)
 
+    def has_head(self, chunk: int = 0) -> bool:
+        """Return True if the head, and so logits, come behind a chunk."""
+        return self._head is not None and chunk == self.n_chunks - 1
+
     @property
-    def has_head(self) -> bool:
-        """True if this stage has the head, and so logits."""
-        return self._head is not None
+    def n_chunks(self) -> int:
+        """The number of this rank's chunks of neighbouring blocks."""
+        return len(self._chunks)
 
     @property
     def n_layers(self) -> int:
@@ -90,28 +97,32 @@ class FusedNetwork:
         """The number of this rank's KV heads."""
         return self._blocks[0].n_kv_heads
 
-    def _all_together(self) -> LayersOp | None:
-        """Make one operation of all blocks; None if the kernels have none, or blocks must exchange activations."""
-        layers = [block.parts for block in self._blocks if block.parts is not None]
+    def _all_together(self, chunk: slice) -> LayersOp | None:
+        """Make one operation of a chunk; None if the kernels have none, or blocks must exchange activations."""
+        blocks = self._blocks[chunk]
+        layers = [block.parts for block in blocks if block.parts is not None]
         config, is_alone = self.config, self._tp.n_ranks == 1
-        if len(layers) < len(self._blocks) or not is_alone or not config.has_plain_attention or config.local_rope_theta:
+        if len(layers) < len(blocks) or not is_alone or not config.has_plain_attention or config.local_rope_theta:
             return None
         return self.kernels.layers(layers, n_kv_heads=self.n_kv_heads, head_dim=self.config.head_dim)
 
-    def hidden(self, x: torch.Tensor, attention: CacheAttention) -> torch.Tensor:
-        """Compute hidden states [T, H] after this rank's layers, not normalised.
+    def hidden(self, x: torch.Tensor, attention: CacheAttention, chunk: int = 0) -> torch.Tensor:
+        """Compute hidden states [T, H] after the layers of one of this rank's chunks, not normalised.
 
         Args:
-            x: int64 [T], the tokens, where the embedding is; elsewhere the hidden states of the stage before.
-            attention: attention that counts layers from 0 on every stage.
+            x: int64 [T], the tokens, where the embedding is; elsewhere the hidden states of the chunk before.
+            attention: attention that counts the layers of all chunks from 0 on every stage.
+            chunk: place among this rank's chunks.
         """
-        positions = attention.tokens.positions
-        if self._embed is not None:
+        positions, blocks = attention.tokens.positions, self._chunks[chunk]
+        if self._embed is not None and chunk == 0:
             x = self._tp.all_reduce_(self._embed(x, positions).to(self.dtype))
         ropes = make_ropes(self.config, self._frequencies, positions, x.dtype)
-        if self._whole is not None:
-            return self._whole(x, *attention.cache.layers, attention.tokens, ropes[0])
-        for block in self._blocks:
+        whole = self._whole[chunk]
+        if whole is not None:
+            keys, values = attention.cache.layers
+            return whole(x, keys[blocks], values[blocks], attention.tokens, ropes[0])
+        for block in self._blocks[blocks]:
             x = block(x, ropes[block.rope_index], attention)
         return x
 

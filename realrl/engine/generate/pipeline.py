@@ -11,7 +11,11 @@ r + P - 1, in time for the run's next step:
     stage 2               run 0 run 1 run 2
                             └ tokens of run 0 to all stages
 
+With V virtual stages a step goes V times through the stages, chunk after chunk: run r begins one at ticks r, r + P V,
+r + 2 P V, ..., and stage s computes its chunk number j of it j P + s ticks later.
+
 Invariants:
+- a stage computes one chunk of one run in a tick, at most;
 - every rank begins and finishes every step at the same tick, with the same tokens: all know at all times the rows that
   exist, and so the shape of every message;
 - all messages of a tick are posted together before any is waited for, so no order of them can deadlock.
@@ -51,40 +55,48 @@ def run_batches(
         CallError: logits are not finite; raised on every rank alike.
     """
     stage, n_stages = parallel.pp_rank, parallel.strategy.pp
-    slots = [*batches, *[None] * (n_stages - len(batches))]  # by the tick that begins their steps, modulo stages
+    n_chunks = n_stages * parallel.strategy.vpp
+    slots = [*batches, *[None] * (n_chunks - len(batches))]  # by the tick that begins their steps, modulo chunks
 
     def pending_at(start: int) -> tuple[DecodeBatch, PendingStep] | None:
         """The batch and its step that began at tick `start`; None if there is none."""
-        batch = slots[start % n_stages]
+        batch = slots[start % n_chunks]
         return None if batch is None or batch.pending is None else (batch, batch.pending)
 
-    hidden: torch.Tensor | None = None  # from the stage before, for the step that this stage computes next
+    def work_at(tick: int) -> tuple[int, DecodeBatch, PendingStep] | None:
+        """The chunk of this stage that computes at a tick, the batch and its step; None if there is none."""
+        for chunk in range(stage, n_chunks, n_stages):
+            if (found := pending_at(tick - chunk)) is not None:
+                return chunk, *found
+        return None
+
+    hidden: torch.Tensor | None = None  # from the chunk before, for the step that this stage computes next
     now_s = time.time()
     for tick in count():
         if all(batch.is_done for batch in batches):
             return
-        starting = slots[tick % n_stages]
+        starting = slots[tick % n_chunks]
         if starting is not None and not starting.is_done:
             starting.begin()
-        computing, finishing = pending_at(tick - stage), pending_at(tick - n_stages + 1)
+        computing, finishing = work_at(tick), pending_at(tick - n_chunks + 1)
         sends: list[tuple[int, torch.Tensor]] = []
         receives: list[tuple[int, torch.Tensor]] = []
         computed = None
         if computing is not None:
-            batch, step = computing
-            computed = batch.compute(step, hidden)
-            if stage < n_stages - 1 and step.n_tokens:
-                sends.append((stage + 1, computed.contiguous()))
-        coming = pending_at(tick - stage + 1) if stage else None
+            chunk, batch, step = computing
+            computed = batch.compute(step, hidden, chunk // n_stages)
+            if chunk < n_chunks - 1 and step.n_tokens:
+                sends.append(((stage + 1) % n_stages, computed.contiguous()))
+        coming = work_at(tick + 1)
         hidden = None
-        if coming is not None and coming[1].n_tokens:
-            hidden = torch.empty(coming[1].n_tokens, network.config.hidden_size, dtype=network.dtype, device=device)
-            receives.append((stage - 1, hidden))
+        if coming is not None and coming[0] > 0 and coming[2].n_tokens:
+            hidden = torch.empty(coming[2].n_tokens, network.config.hidden_size, dtype=network.dtype, device=device)
+            receives.append(((stage - 1) % n_stages, hidden))
         packet = torch.empty(0)
         if finishing is not None:
             packet = torch.empty(1 + _FIELDS * len(finishing[1].rows), dtype=torch.float64, device=device)
             if stage == n_stages - 1:
-                assert computed is not None, "the last stage computes what finishes"
+                assert computed is not None, "the last chunk computes what finishes"
                 _sample(*finishing, computed, packet, parallel.tp)
                 sends += [(peer, packet) for peer in range(stage)]
             else:
@@ -92,7 +104,7 @@ def run_batches(
         parallel.pp.exchange(sends, receives).wait()
         if finishing is not None:
             _finish(*finishing, packet)
-        name, n_tokens = _phase_of(None if computing is None else computing[1])
+        name, n_tokens = _phase_of(None if computing is None else computing[2])
         now_s = phases.add(name, now_s, n_tokens, goes_on=True)
 
 

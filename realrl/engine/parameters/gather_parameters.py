@@ -16,8 +16,8 @@ from realrl.model.files.hf import save_index, save_stage
 from realrl.model.lora import merged_shards, trained_parameters
 from realrl.plan.parameters.adapters import is_trained
 from realrl.plan.parameters.decoder_specs import parameter_specs
-from realrl.plan.parameters.specs import Layer, ParameterSpec, Slice, slice_of
-from realrl.plan.parameters.stages import stage_layers
+from realrl.plan.parameters.specs import ParameterSpec, Slice, slice_of
+from realrl.plan.parameters.stages import stage_layers, stage_of_layers
 
 Copy = Callable[[str, torch.Tensor], torch.Tensor]
 """``copy(name, tensor)``: a copy in host memory."""
@@ -60,12 +60,13 @@ def copy_sharded(
         del whole  # or it would stay while the next one is gathered
     if tp.rank != 0:
         return None
-    config, adapted, pp_rank, pp_size = replace(decoder.config, lora=None), decoder.config, pp.rank, pp.n_ranks
+    config, adapted, pp_rank = replace(decoder.config, lora=None), decoder.config, pp.rank
+    stages = stage_layers(config, pp.n_ranks, len(decoder.shard.chunks))
 
     def write(folder: Path) -> list[Path]:
-        files = save_stage(config, folder, tensors, pp_rank=pp_rank, pp_size=pp_size)
+        files = save_stage(config, folder, tensors, pp_rank=pp_rank, stages=stages)
         if pp_rank == 0:
-            save_index(config, folder, pp_size=pp_size)
+            save_index(config, folder, stages=stages)
             if kept:
                 save_adapters(adapted, folder / "adapter", kept)
         return files
@@ -98,9 +99,7 @@ def gather_trained(decoder: Decoder, *, tp: Communicator, pp: Communicator) -> d
     mine = {name: whole.float() for name, whole in _gather_all(decoder, trained_parameters(decoder), tp)}
     if tp.rank != 0:
         return {}
-    stage_of: dict[Layer, int] = {"embedding": 0, "head": pp.n_ranks - 1}
-    for stage, layers in enumerate(stage_layers(decoder.config, pp.n_ranks)):
-        stage_of |= dict.fromkeys(layers, stage)
+    stage_of = stage_of_layers(stage_layers(decoder.config, pp.n_ranks, len(decoder.shard.chunks)))
     gathered: dict[str, torch.Tensor] = {}
     for spec in parameter_specs(decoder.config):
         if not is_trained(decoder.config, spec.name):

@@ -24,8 +24,7 @@ from realrl.model.init import init_parameter
 from realrl.model.lora import merged_shards
 from realrl.model.parallel import UNSHARDED, TensorParallel
 from realrl.plan.parameters.shards import ModelShard
-from realrl.plan.parameters.specs import Layer
-from realrl.plan.parameters.stages import stage_layers
+from realrl.plan.parameters.stages import Stages, stage_layers, stage_of_layers
 from realrl.shape import DecoderConfig, HeadKind
 
 _N_PIECES, _PIECE_BYTES = 256, 1 << 12
@@ -177,7 +176,7 @@ def save_stage(
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     pp_rank: int = 0,
-    pp_size: int = 1,
+    stages: Stages | None = None,
     max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> list[Path]:
     """Write the tensor files of one pipeline stage, holding one tensor and its parts at a time.
@@ -189,6 +188,7 @@ def save_stage(
         config: the whole model.
         tensors: (name, whole tensor of ``config.dtype``) of each parameter of the stage, in the order of the model;
             a tied head is the first stage's embedding and comes from there only.
+        stages: chunks of each stage; one stage has all blocks by default.
 
     Returns:
         Paths of the files.
@@ -199,7 +199,7 @@ def save_stage(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     assembly = Assembly(family_of(config), config)
-    files = [file for file in _plan_files(assembly, config, pp_size, max_shard_bytes) if file.pp_rank == pp_rank]
+    files = [file for file in _plan_files(assembly, config, stages, max_shard_bytes) if file.pp_rank == pp_rank]
     assembled = assembly.assemble([tensor for file in files for tensor in file.tensors], iter(tensors))
     for file in files:
         shapes = {tensor.name: assembly.shape_of(tensor) for tensor in file.tensors}
@@ -208,7 +208,11 @@ def save_stage(
 
 
 def save_index(
-    config: DecoderConfig, folder: str | Path, *, pp_size: int = 1, max_shard_bytes: int = _MAX_SHARD_BYTES
+    config: DecoderConfig,
+    folder: str | Path,
+    *,
+    stages: Stages | None = None,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> None:
     """Write `config.json` and, when there are several tensor files, their index; called once all stages are written.
 
@@ -219,7 +223,7 @@ def save_index(
     """
     folder = Path(folder)
     assembly = Assembly(family_of(config), config)
-    files = _plan_files(assembly, config, pp_size, max_shard_bytes)
+    files = _plan_files(assembly, config, stages, max_shard_bytes)
     if len(files) > 1:
         index = {
             "metadata": {"total_size": sum(map(assembly.num_bytes_of, assembly.tensors))},
@@ -243,11 +247,11 @@ class _PlannedFile:
     tensors: tuple[StoredTensor, ...]
 
 
-def _plan_files(assembly: Assembly, config: DecoderConfig, pp_size: int, max_shard_bytes: int) -> list[_PlannedFile]:
-    """Distribute the tensors over files: those of one stage, in order, until a file is full."""
-    stage_of: dict[Layer, int] = {"embedding": 0, "head": pp_size - 1}
-    for rank, layers in enumerate(stage_layers(config, pp_size)):
-        stage_of |= dict.fromkeys(layers, rank)
+def _plan_files(
+    assembly: Assembly, config: DecoderConfig, stages: Stages | None, max_shard_bytes: int
+) -> list[_PlannedFile]:
+    """Distribute the tensors over files: those of one chunk, in order, until a file is full."""
+    stage_of = stage_of_layers(stages or stage_layers(config, 1))
     parts: list[tuple[int, list[StoredTensor]]] = []
     filled_bytes = 0
     for tensor in assembly.tensors:

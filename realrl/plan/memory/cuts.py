@@ -26,7 +26,7 @@ from realrl.plan.parameters.realloc_overlap import Overlap, overlap_of, unit_siz
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.plan.parameters.shards import ModelShard, check_tp, shard_at
 from realrl.plan.parameters.specs import ParameterSpec, units_of
-from realrl.plan.parameters.stages import stages_of
+from realrl.plan.parameters.stages import Stages, stages_of
 from realrl.shape import DecoderConfig
 
 
@@ -102,11 +102,11 @@ class Cut:
     """A model cut by a strategy.
 
     Attributes:
-        stages: blocks of each stage.
+        stages: chunks of each stage.
         kinds: kind of each part; the part of pp_rank and tp_rank has the number ``pp_rank * tp + tp_rank``.
     """
 
-    stages: tuple[range, ...]
+    stages: Stages
     kinds: tuple[PartKind, ...]
 
 
@@ -124,8 +124,8 @@ class CutModel:
         self._n_units = sorted(own | {*self._sizes.n_units.tolist()})
         self._dense = set(range(model.n_layers) if model.moe is None else model.moe.dense_layers)
         self._kinds: dict[tuple[object, ...], PartKind] = {}
-        self._cuts: dict[tuple[int, int], Cut] = {}
-        self._overlaps: dict[tuple[int, int, int, int], Overlap] = {}
+        self._cuts: dict[tuple[int, int, int], Cut] = {}
+        self._overlaps: dict[tuple[int, ...], Overlap] = {}
         self.kept: dict[object, dict[Any, Any]] = {}
 
     def cut(self, strategy: ParallelStrategy) -> Cut:
@@ -134,24 +134,24 @@ class CutModel:
         Raises:
             AllocationError: tp or pp does not fit the model.
         """
-        key = strategy.tp, strategy.pp
+        key = strategy.tp, strategy.pp, strategy.vpp
         if key not in self._cuts:
             check_tp(self.specs, strategy.tp)
-            stages = stages_of(self.specs, strategy.pp)
+            stages = stages_of(self.specs, strategy.pp, strategy.vpp)
             self._cuts[key] = Cut(stages, tuple(self._kinds_of(stages, strategy)))
         return self._cuts[key]
 
     def overlap(self, source: ParallelStrategy, target: ParallelStrategy) -> Overlap:
         """Return the bytes that parts of two strategies have in common."""
-        key = source.tp, source.pp, target.tp, target.pp
+        key = source.tp, source.pp, source.vpp, target.tp, target.pp, target.vpp
         if key not in self._overlaps:
             cuts = ((self.cut(strategy).stages, strategy.tp) for strategy in (source, target))
             self._overlaps[key] = overlap_of(self._sizes, *cuts)
         return self._overlaps[key]
 
-    def _kinds_of(self, stages: tuple[range, ...], strategy: ParallelStrategy) -> Iterator[PartKind]:
-        for pp_rank, layers in enumerate(stages):
-            blocks = tuple(layer in self._dense for layer in layers)
+    def _kinds_of(self, stages: Stages, strategy: ParallelStrategy) -> Iterator[PartKind]:
+        for pp_rank, chunks in enumerate(stages):
+            blocks = tuple(tuple(layer in self._dense for layer in chunk) for chunk in chunks)
             for tp_rank in range(strategy.tp):
                 shard = shard_at(stages, strategy, pp_rank, tp_rank)
                 spans = (units_of(n_units, tp_rank, strategy.tp) for n_units in self._n_units)

@@ -79,7 +79,11 @@ class Moves:
             layouts = (
                 parameter_layout(model.specs, end.strategy, [rank - first for rank in end.ranks]) for end in ends
             )
-            of_portions = model.model, stop > size, *((end.strategy.tp, end.strategy.pp) for end in ends)
+            of_portions = (
+                model.model,
+                stop > size,
+                *((end.strategy.tp, end.strategy.pp, end.strategy.vpp) for end in ends),
+            )
             plan = plan_realloc(*layouts, node_of=lambda rank: rank // size, portions=self._portions.get(of_portions))
             self._portions[of_portions] = plan.portions
             found = [(plan.bytes_sent(rank), plan.bytes_from_other_nodes(rank)) for rank in range(stop)]

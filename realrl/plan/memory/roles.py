@@ -21,13 +21,14 @@ from realrl.plan.memory.cuts import CutModel, PartKind
 from realrl.plan.memory.formulas.blocks import converted_bytes
 from realrl.plan.memory.formulas.generation import generation_bytes
 from realrl.plan.memory.formulas.local import Kernels, local_shape
-from realrl.plan.memory.formulas.passes import TrainingBytes, forward_bytes, training_bytes
+from realrl.plan.memory.formulas.passes import TrainingBytes, forward_bytes, stage_training_bytes
 from realrl.plan.memory.load import Load
 from realrl.plan.memory.optimizer import OptimizerSharing, optimizer_bytes, reduction_bytes
 from realrl.plan.memory.plan import RoleState, Usage
 from realrl.plan.memory.saving import Saves, averaging_masters, gathered_state, state_copies
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.plan.parameters.specs import DTYPE_BYTES
+from realrl.plan.pipeline import InFlight, in_flight, most_received
 
 _fields_of = attrgetter(*(part.name for part in fields(Usage)))
 _NO_SAVES = Saves(is_staged=False, is_repeated=False)
@@ -72,6 +73,19 @@ class Kept:
         """Usage during all calls while the parameters are in host memory."""
         held = self.gradients + self.buffers if self.holds_gradients else 0
         return Usage(optimizer=self.optimizer, gradients=held, host=self.host + self.parameters)
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """What a stage holds of other micro-batches than the one that it computes.
+
+    Attributes:
+        states: of a train_step, see `in_flight`.
+        n_waiting: messages for later computations, with several chunks on each stage.
+    """
+
+    states: tuple[InFlight, ...] = ()
+    n_waiting: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,14 +160,14 @@ class RoleBytes:
         """
         key = strategy, kind, load
         if key not in self._computed:
-            found: dict[tuple[PartKind, int], Usage] = {}
+            found: dict[tuple[PartKind, object], Usage] = {}
             parts = []
             for number, part in enumerate(self.model.cut(strategy).kinds):
-                n_in_flight = min(strategy.pp - number // strategy.tp, load.n_mbs)
-                if (part, n_in_flight) not in found:
+                pipeline = self._pipeline_of(number // strategy.tp, strategy, kind, load)
+                if (part, pipeline) not in found:
                     kept = self.kept(strategy).parts[number] if kind is InterfaceType.TRAIN_STEP else None
-                    found[part, n_in_flight] = self._computed_by(part, strategy, kind, load, (n_in_flight, kept))
-                parts.append(found[part, n_in_flight])
+                    found[part, pipeline] = self._computed_by(part, strategy, kind, load, (pipeline, kept))
+                parts.append(found[part, pipeline])
             self._computed[key] = columns(parts)
         return self._computed[key]
 
@@ -168,9 +182,17 @@ class RoleBytes:
         found = []
         for part, number in {part: n for n, part in reversed([*enumerate(self.model.cut(strategy).kinds)])}.items():
             kept = self._kept_of(part, strategy)
-            in_flight = min(strategy.pp - number // strategy.tp, load.n_mbs), kept
-            found.append((kept.resident, self._computed_by(part, strategy, kind, load, in_flight)))
+            pipeline = self._pipeline_of(number // strategy.tp, strategy, kind, load)
+            found.append((kept.resident, self._computed_by(part, strategy, kind, load, (pipeline, kept))))
         return max(found, key=lambda one: one[0].total + one[1].total)
+
+    def _pipeline_of(self, stage: int, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> _Pipeline:
+        """Return what a stage holds of other micro-batches while it computes one."""
+        sizes = strategy.pp, load.n_mbs, strategy.vpp, stage
+        if kind is InterfaceType.TRAIN_STEP:
+            return _Pipeline(in_flight(*sizes))
+        waits = kind is InterfaceType.INFERENCE and strategy.vpp > 1
+        return _Pipeline(n_waiting=most_received(*sizes) if waits else 0)
 
     def _kept_of(self, kind: PartKind, strategy: ParallelStrategy) -> Kept:
         key = kind, strategy.dp, strategy.tp > 1 or strategy.pp > 1, strategy.sp
@@ -233,40 +255,47 @@ class RoleBytes:
         strategy: ParallelStrategy,
         kind: InterfaceType,
         load: Load,
-        training: tuple[int, Kept | None],
+        held: tuple[_Pipeline, Kept | None],
     ) -> Usage:
-        """Return the usage of a call on one part; in `training`, micro-batches in flight and the state."""
+        """Return the usage of a call on one part, which holds other micro-batches and, in training, the state."""
         model, kernels = self.role.model, self._kernels
+        pipeline, kept = held
         local = local_shape(model, part.shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])
         if kind is InterfaceType.GENERATE:
             made = generation_bytes(local, load, kernels=kernels)
             activations = made.activations + ROW_BYTES * load.n_held + converted_bytes(local)
             return Usage(copies=made.weights, cache=made.cache, activations=activations)
         if kind is InterfaceType.INFERENCE:
-            return Usage(activations=forward_bytes(local, load, kernels=kernels))
-        n_in_flight, kept = training
+            return Usage(activations=forward_bytes(local, load, kernels=kernels, n_waiting=pipeline.n_waiting))
         assert kept is not None
+        chunks = [
+            local_shape(model, shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])
+            for shard in part.shard.by_chunk
+        ]
         checkpointing = self.role.checkpoints_activations
-        taken = training_bytes(local, load, n_in_flight=n_in_flight, checkpointing=checkpointing, kernels=kernels)
+        taken = stage_training_bytes(chunks, load, pipeline.states, checkpointing=checkpointing, kernels=kernels)
         is_last = local.has_embedding and not model.tied_embeddings  # the embedding's gradient comes after all others
-        moments = _moments(kept, taken, load, dp=strategy.dp, without=kept.largest if is_last else 0)
+        without = kept.largest if is_last else 0
+        adds_up = load.n_mbs > 1 or len(chunks) > 1  # an earlier chunk begins when a later one has its gradients
+        moments = _moments(kept, taken, adds_up=adds_up, dp=strategy.dp, without=without)
         if kernels.on_host:
             return max(moments, key=lambda usage: usage.total + usage.host)
         return replace(max(moments, key=lambda usage: usage.total), host=kept.host_gradients)
 
 
-def _moments(kept: Kept, taken: TrainingBytes, load: Load, *, dp: int, without: int) -> tuple[Usage, ...]:
+def _moments(kept: Kept, taken: TrainingBytes, *, adds_up: bool, dp: int, without: int) -> tuple[Usage, ...]:
     """Return the usages of a train_step at the moments of which one takes the most.
 
     With one micro-batch, gradients come as activations go, and the first moment has those of one parameter only.
 
     Args:
+        adds_up: gradients of other passes are there already.
         without: bytes of gradients that are not there in the block which the backward pass reaches last.
     """
     gathered, buffers = kept.gathered, kept.buffers
     all_gradients = 0 if kept.holds_gradients else kept.gradients + buffers
     early, first = kept.largest + buffers, taken.gradients + buffers
-    if load.n_mbs > 1:
+    if adds_up:
         early = first = all_gradients
     flat = reduction_bytes(kept.gradients, kept.largest, dp=dp, partial=kept.partial)
     early = min(early, all_gradients)

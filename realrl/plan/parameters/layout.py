@@ -1,13 +1,14 @@
 """Layouts: the slices of parameters that each rank holds.
 
 A strategy splits the blocks over pipeline stages and most parameters over tensor ranks; data-parallel ranks hold the
-same.
+same. With vpp virtual stages, a stage holds vpp chunks of neighbouring blocks, which are no neighbours of each other.
 
 Invariants:
 - tp_rank r of tp holds the units [r * n // tp, (r + 1) * n // tp); where tp exceeds the number of KV heads, KV head
   r * n // tp, which tp / n ranks then share;
 - the slices of the tensor ranks of a stage cover every parameter of the stage, and overlap in shared KV heads only;
-- the stages are contiguous, not empty, cover all blocks, and no other split has a cheaper dearest stage;
+- the pp * vpp chunks are contiguous, not empty, cover all blocks, and no other split has a cheaper dearest chunk; chunk
+  k is on stage k mod pp, so that with vpp = 1 the stages are the chunks;
 - the embedding is on the first stage, the final norm and the head on the last; a tied embedding is on both;
 - every rank of a layout has one coordinate (pp, dp, tp), and every coordinate one rank.
 """
@@ -23,7 +24,7 @@ from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy, nearest_strategy
 from realrl.plan.parameters.shards import ModelShard, check_tp, shard_at
 from realrl.plan.parameters.specs import Layer, ParameterSpec, Slice, slice_of, units_of
-from realrl.plan.parameters.stages import stages_of
+from realrl.plan.parameters.stages import Stages, stage_of_layers, stages_of
 
 
 def parameter_layout(
@@ -33,7 +34,7 @@ def parameter_layout(
 
     Args:
         specs: from `parameter_specs`.
-        strategy: dp, tp and pp; `sp` changes nothing here.
+        strategy: dp, tp, pp and vpp; `sp` changes nothing here.
         ranks: global ranks in mesh order (pp, dp, tp with tp fastest); any distinct numbers in any order.
 
     Raises:
@@ -49,7 +50,7 @@ class ParameterLayout:
     specs: tuple[ParameterSpec, ...]
     strategy: ParallelStrategy
     ranks: tuple[int, ...]
-    stages: tuple[range, ...] = field(init=False, repr=False, compare=False)
+    stages: Stages = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         n_ranks, n_needed = len(self.ranks), self.strategy.n_devices
@@ -66,7 +67,7 @@ class ParameterLayout:
                 remedy="Give each coordinate a rank of its own.",
             )
         check_tp(self.specs, self.strategy.tp)
-        object.__setattr__(self, "stages", stages_of(self.specs, self.strategy.pp))
+        object.__setattr__(self, "stages", stages_of(self.specs, self.strategy.pp, self.strategy.vpp))
 
     def by_layer(self) -> tuple[ParameterLayout, ...]:
         """Return the same layout of each layer's parameters alone, in the order of the model."""
@@ -96,10 +97,7 @@ class ParameterLayout:
     @cached_property
     def stage_of(self) -> Mapping[Layer, int]:
         """Layer -> pp_rank that holds it."""
-        stage_of: dict[Layer, int] = {"embedding": 0, "head": self.strategy.pp - 1}
-        for stage, layers in enumerate(self.stages):
-            stage_of.update(dict.fromkeys(layers, stage))
-        return stage_of
+        return stage_of_layers(self.stages)
 
     @cached_property
     def _unit_bytes(self) -> tuple[dict[int, int], ...]:

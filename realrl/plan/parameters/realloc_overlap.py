@@ -22,6 +22,7 @@ import numpy as np
 from realrl.plan.parameters.layout import ParameterLayout
 from realrl.plan.parameters.realloc_portions import Matrix
 from realrl.plan.parameters.specs import Layer, ParameterSpec
+from realrl.plan.parameters.stages import Stages
 
 _ENDS: tuple[tuple[Layer, ...], ...] = (("embedding",), ("head",), ("embedding", "head"))
 
@@ -70,15 +71,15 @@ def unit_sizes(specs: Sequence[ParameterSpec], n_blocks: int) -> UnitSizes:
     return UnitSizes(np.array(numbers), blocks.cumsum(axis=1), ends)
 
 
-def overlap_of(sizes: UnitSizes, source: tuple[Sequence[range], int], target: tuple[Sequence[range], int]) -> Overlap:
+def overlap_of(sizes: UnitSizes, source: tuple[Stages, int], target: tuple[Stages, int]) -> Overlap:
     """Return the bytes that the parts of two cuts have in common.
 
     Args:
         sizes: from `unit_sizes`.
-        source, target: blocks of each stage, and the number of tensor ranks.
+        source, target: chunks of each stage, and the number of tensor ranks.
     """
     (source_stages, source_tp), (target_stages, target_tp) = source, target
-    everything = [range(sizes.blocks.shape[1] - 1)]
+    everything = ((range(sizes.blocks.shape[1] - 1),),)
     first, stop = _spans(sizes, source_tp)
     other_first, other_stop = _spans(sizes, target_tp)
     n_needed = (other_stop - other_first)[:, None]
@@ -92,7 +93,7 @@ def overlap_of(sizes: UnitSizes, source: tuple[Sequence[range], int], target: tu
 
 def overlap_of_layouts(source: ParameterLayout, target: ParameterLayout) -> Overlap:
     """Return the bytes that the parts of two layouts of one model have in common."""
-    sizes = unit_sizes(source.specs, source.stages[-1].stop)
+    sizes = unit_sizes(source.specs, source.stages[-1][-1].stop)
     return overlap_of(sizes, (source.stages, source.strategy.tp), (target.stages, target.strategy.tp))
 
 
@@ -109,16 +110,19 @@ def _spans(sizes: UnitSizes, tp: int) -> tuple[Matrix, Matrix]:
     return start, np.maximum((ranks + 1) * n_units // tp, start + 1)
 
 
-def _bytes_in_stages(sizes: UnitSizes, source: Sequence[range], target: Sequence[range]) -> Matrix:
+def _bytes_in_stages(sizes: UnitSizes, source: Stages, target: Stages) -> Matrix:
     """Return [numbers of units, source stages, target stages]: bytes of units in the layers of both stages."""
     (first, stop), (other_first, other_stop) = (
-        np.array([(stage.start, stage.stop) for stage in stages]).T for stages in (source, target)
+        np.array([(chunk.start, chunk.stop) for chunks in stages for chunk in chunks]).T for stages in (source, target)
     )
     start = np.maximum(first[:, None], other_first)
     end = np.maximum(np.minimum(stop[:, None], other_stop), start)
     in_both = _in_ends(len(source))[:, :, None] * _in_ends(len(target))[:, None]
-    ends = sizes.ends @ in_both.reshape(len(_ENDS), -1)
-    return sizes.blocks[:, end] - sizes.blocks[:, start] + ends.reshape(-1, *start.shape)
+    ends = (sizes.ends @ in_both.reshape(len(_ENDS), -1)).reshape(-1, len(source), len(target))
+    of_chunks = sizes.blocks[:, end] - sizes.blocks[:, start]
+    of_stages = of_chunks.reshape(len(of_chunks), len(source), len(source[0]), len(target), len(target[0]))
+    found: Matrix = of_stages.sum(axis=(2, 4)) + ends
+    return found
 
 
 @lru_cache(maxsize=1024)

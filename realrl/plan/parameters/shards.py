@@ -1,15 +1,17 @@
-"""The part of a model that a rank holds: blocks of a pipeline stage, and a tensor-parallel slice of them."""
+"""The part of a model that a rank holds: chunks of blocks of a pipeline stage, and a tensor-parallel slice of them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
 
 from realrl.errors import AllocationError
 from realrl.mesh.device_mesh import ParallelStrategy
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.specs import Layer, ParameterSpec, Unit, units_of
-from realrl.plan.parameters.stages import stage_layers
+from realrl.plan.parameters.stages import Stages, stage_layers
 from realrl.shape import DecoderConfig
 
 _UNITS: tuple[Unit, ...] = ("head", "kv_head", "row")
@@ -17,19 +19,47 @@ _UNITS: tuple[Unit, ...] = ("head", "kv_head", "row")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShard:
-    """The part of a model that one rank builds: its blocks, and its tensor-parallel slice of them."""
+    """The part of a model that one rank builds: its blocks, and its tensor-parallel slice of them.
 
-    layers: range
+    Attributes:
+        chunks: its blocks, in runs of neighbours; one run unless its stage has virtual stages.
+        has_embedding: True if the embedding comes before the first chunk.
+        has_head: True if final norm and head come after the last chunk.
+        tp_rank, tp_size: which of how many slices.
+    """
+
+    chunks: tuple[range, ...]
     has_embedding: bool
     has_head: bool
     tp_rank: int = 0
     tp_size: int = 1
 
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of its blocks, ascending."""
+        return tuple(chain.from_iterable(self.chunks))
+
+    @property
+    def by_chunk(self) -> tuple[ModelShard, ...]:
+        """Each chunk as a shard of its own."""
+        last = len(self.chunks) - 1
+        return tuple(
+            replace(
+                self,
+                chunks=(chunk,),
+                has_embedding=self.has_embedding and i == 0,
+                has_head=self.has_head and i == last,
+            )
+            for i, chunk in enumerate(self.chunks)
+        )
+
     def has(self, layer: Layer) -> bool:
         """Return True if the shard contains a layer."""
         if layer == "embedding":
             return self.has_embedding
-        return self.has_head if layer == "head" else layer in self.layers
+        if layer == "head":
+            return self.has_head
+        return any(layer in chunk for chunk in self.chunks)
 
     def holds(self, spec: ParameterSpec) -> bool:
         """Return True if the shard contains a parameter, or a slice of it."""
@@ -90,18 +120,18 @@ def shard_of(config: DecoderConfig, strategy: ParallelStrategy, mesh_rank: int) 
     """
     check_tp(parameter_specs(config), strategy.tp)
     pp_rank, _, tp_rank = strategy.coordinates(mesh_rank)
-    return shard_at(stage_layers(config, strategy.pp), strategy, pp_rank, tp_rank)
+    return shard_at(stage_layers(config, strategy.pp, strategy.vpp), strategy, pp_rank, tp_rank)
 
 
 def whole_shard(config: DecoderConfig) -> ModelShard:
     """Return the shard of a single rank that holds a whole model."""
-    return ModelShard(layers=range(config.n_layers), has_embedding=True, has_head=True)
+    return ModelShard(chunks=(range(config.n_layers),), has_embedding=True, has_head=True)
 
 
-def shard_at(stages: Sequence[range], strategy: ParallelStrategy, pp_rank: int, tp_rank: int) -> ModelShard:
-    """Return the part of a model that belongs to a coordinate, given the blocks of each stage."""
+def shard_at(stages: Stages, strategy: ParallelStrategy, pp_rank: int, tp_rank: int) -> ModelShard:
+    """Return the part of a model that belongs to a coordinate, given the chunks of each stage."""
     return ModelShard(
-        layers=stages[pp_rank],
+        chunks=stages[pp_rank],
         has_embedding=pp_rank == 0,
         has_head=pp_rank == strategy.pp - 1,
         tp_rank=tp_rank,

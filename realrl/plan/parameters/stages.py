@@ -1,9 +1,11 @@
-"""Splitting blocks over pipeline stages.
+"""Splitting blocks over pipeline stages, and over the chunks of virtual stages.
+
+The blocks are cut into chunks 0, 1, ..., pp * vpp - 1; chunk k is on stage k mod pp. With vpp = 1 a stage is one chunk.
 
 Invariants:
-- the stages are contiguous, not empty, and cover all blocks;
-- no other such split has a cheaper dearest stage;
-- among those, none has a smaller sum of squared costs: no more even stages.
+- the chunks are contiguous, not empty, and cover all blocks;
+- no other such split has a cheaper dearest chunk;
+- among those, none has a smaller sum of squared costs: no more even chunks.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from itertools import accumulate
 from realrl.errors import AllocationError
 from realrl.plan.parameters.adapters import is_adapter
 from realrl.plan.parameters.decoder_specs import parameter_specs
-from realrl.plan.parameters.specs import ParameterSpec
+from realrl.plan.parameters.specs import Layer, ParameterSpec
 from realrl.shape import DecoderConfig
+
+Stages = tuple[tuple[range, ...], ...]
+"""For each pipeline stage its chunks of blocks, in the order in which they compute; all have equally many."""
 
 
 def split_by_cost(blocks: Sequence[int], head: int, n_stages: int) -> tuple[range, ...]:
@@ -60,22 +65,26 @@ def split_by_cost(blocks: Sequence[int], head: int, n_stages: int) -> tuple[rang
 
 
 @lru_cache(maxsize=512)
-def stage_layers(config: DecoderConfig, pp: int) -> tuple[range, ...]:
-    """Return the blocks of each pipeline stage; see `stages_of`."""
-    return stages_of(parameter_specs(config), pp)
+def stage_layers(config: DecoderConfig, pp: int, vpp: int = 1) -> Stages:
+    """Return the chunks of each pipeline stage; see `stages_of`."""
+    return stages_of(parameter_specs(config), pp, vpp)
 
 
-def stages_of(specs: Sequence[ParameterSpec], pp: int) -> tuple[range, ...]:
-    """Split the blocks over stages so that the dearest stage is as cheap as possible.
+def stage_of_layers(stages: Stages) -> dict[Layer, int]:
+    """Return layer -> stage that has it; the embedding is on the first one, the head on the last."""
+    stage_of: dict[Layer, int] = {"embedding": 0, "head": len(stages) - 1}
+    for stage, chunks in enumerate(stages):
+        for chunk in chunks:
+            stage_of |= dict.fromkeys(chunk, stage)
+    return stage_of
 
-    The cost of a block, and of the head on the last stage, is the size of the matrices that a token meets; among
-    experts only those that compute it count. Looking up the embedding is free, and so are adapters: a model has the
-    same stages with them and without. Among equal splits the one with the most even stages is taken.
+
+def stages_of(specs: Sequence[ParameterSpec], pp: int, vpp: int = 1) -> Stages:
+    """Split the blocks over the chunks of `pp` stages with `vpp` chunks each, the dearest as cheap as possible.
 
     Raises:
-        AllocationError: there are more stages than blocks, or none.
+        AllocationError: there are more chunks than blocks, or none.
     """
-    specs = [spec for spec in specs if not is_adapter(spec.name)]
     n_layers = 1 + max(spec.layer for spec in specs if isinstance(spec.layer, int))
     if not 1 <= pp <= n_layers:
         raise AllocationError(
@@ -83,24 +92,47 @@ def stages_of(specs: Sequence[ParameterSpec], pp: int) -> tuple[range, ...]:
             "every pipeline stage needs a layer",
             remedy=f"The nearest legal pp is {min(max(pp, 1), n_layers)}.",
         )
+    if pp * vpp > n_layers:
+        most = n_layers // pp
+        raise AllocationError(
+            f"{vpp} virtual stages do not fit a model of {n_layers} layers on pp={pp}: each of the {pp * vpp} chunks "
+            "needs a layer",
+            remedy=f"The most that fit is {most}." if most > 1 else "Leave them out, or use fewer pipeline stages.",
+        )
+    chunks = chunks_of(specs, pp * vpp)
+    return tuple(chunks[stage::pp] for stage in range(pp))
+
+
+def chunks_of(specs: Sequence[ParameterSpec], n_chunks: int) -> tuple[range, ...]:
+    """Split the blocks into chunks so that the dearest one is as cheap as possible.
+
+    The cost of a block, and of the head on the last chunk, is the size of the matrices that a token meets; among
+    experts only those that compute it count. Looking up the embedding is free, and so are adapters: a model has the
+    same chunks with them and without. Among equal splits the one with the most even chunks is taken.
+
+    Args:
+        n_chunks: at least 1, and at most the number of blocks.
+    """
+    specs = [spec for spec in specs if not is_adapter(spec.name)]
+    n_layers = 1 + max(spec.layer for spec in specs if isinstance(spec.layer, int))
     blocks = [0] * n_layers
     for spec in specs:
         if isinstance(spec.layer, int) and len(spec.shape) > 1:
             blocks[spec.layer] += spec.n_elements_per_token
     head = sum(spec.n_elements for spec in specs if "head" in spec.layers and len(spec.shape) > 1)
-    if pp > 1 and len(set(blocks)) > 1:
-        return split_by_cost(blocks, head, pp)
+    if n_chunks > 1 and len(set(blocks)) > 1:
+        return split_by_cost(blocks, head, n_chunks)
     block = blocks[0]
 
     def sizes(n_last: int) -> list[int]:
-        share, extra = divmod(n_layers - n_last, pp - 1)
-        return [share + (stage >= pp - 1 - extra) for stage in range(pp - 1)] + [n_last]
+        share, extra = divmod(n_layers - n_last, n_chunks - 1)
+        return [share + (stage >= n_chunks - 1 - extra) for stage in range(n_chunks - 1)] + [n_last]
 
     def cost(n_last: int) -> tuple[int, int]:
         costs = [size * block for size in sizes(n_last)]
         costs[-1] += head
         return max(costs), sum(c * c for c in costs)
 
-    best = sizes(min(range(1, n_layers - pp + 2), key=cost)) if pp > 1 else [n_layers]
-    ends = [sum(best[:stage]) for stage in range(pp + 1)]
-    return tuple(range(ends[stage], ends[stage + 1]) for stage in range(pp))
+    best = sizes(min(range(1, n_layers - n_chunks + 2), key=cost)) if n_chunks > 1 else [n_layers]
+    ends = [sum(best[:stage]) for stage in range(n_chunks + 1)]
+    return tuple(range(ends[stage], ends[stage + 1]) for stage in range(n_chunks))

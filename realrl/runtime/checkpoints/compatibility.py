@@ -29,7 +29,8 @@ def saved_roles(plan: RunPlan, rank: int) -> dict[str, SavedRole]:
         home = plan.home_of(name)
         if home is not None and rank == home.ranks[0]:
             s = home.strategy
-            found[name] = SavedRole(s.dp, s.tp, s.pp, model_digest(parameter_specs(config)), _given(plan, name, config))
+            digest, given = model_digest(parameter_specs(config)), _given(plan, name, config)
+            found[name] = SavedRole(s.dp, s.tp, s.pp, digest, given, s.vpp)
     return found
 
 

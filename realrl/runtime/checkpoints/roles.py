@@ -223,7 +223,7 @@ class _OptimizerReader:
     def __init__(self, folder: Path, role: str, saved: SavedRole, config: DecoderConfig) -> None:
         self._folder = folder
         self._role = role
-        self._saved = ParallelStrategy(saved.dp, saved.tp, saved.pp)
+        self._saved = ParallelStrategy(saved.dp, saved.tp, saved.pp, vpp=saved.vpp)
         self._specs = parameter_specs(config)
 
     def read(self, strategy: ParallelStrategy, coordinate: Coordinate) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 
 from realrl.config.schema import GenerationConfig
 from realrl.graph.mfc import InterfaceType
@@ -27,7 +27,7 @@ from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import HookTime, MoveRows, RunCall
 from realrl.shape import DecoderConfig, DType
 from realrl.sim.costs.collectives import FREE, LinearCost, Route, all_gather, all_reduce, route_of, send
-from realrl.sim.costs.flops import StageWork, first_alike, stage_work
+from realrl.sim.costs.flops import StageWork, chunk_work, first_alike, stage_work
 from realrl.sim.costs.generation import Prompt, StageDecoding, replica_seconds, together_seconds
 from realrl.sim.costs.moves import (
     RowBytes,
@@ -295,7 +295,8 @@ class _Computing:
             model = decoding_model(model, kernels)
         self._works = [stage_work(model, strategy, stage) for stage in range(strategy.pp)]
         self._links = [free.of(_links_of(allocation, stage, hardware)) for stage in range(strategy.pp)]
-        self._free, self._run = free, busiest_stage if free.waits else run_passes
+        self._free = free
+        self._run = partial(busiest_stage if free.waits else run_passes, n_stages=strategy.pp)
         self._shares_prefixes = hardware.device.kind == "cpu" or role.model.dtype == "float32"
         training = None
         self._end_s = self._begin_s = 0.0
@@ -315,7 +316,11 @@ class _Computing:
                 self._end_s += max(ends)
         elif role.zero_stage == 3 and role.is_trained and allocation == role.home:
             self._begin_s = max(link.gather(work.n_trained * work.element_bytes) for work, link in self._stages)
-        self._passes = passes_of(self._works, self._links, hardware, training)
+        chunks, n_chunks = self._works, strategy.pp * strategy.vpp
+        if strategy.vpp > 1:
+            chunks = [chunk_work(model, strategy, chunk) for chunk in range(n_chunks)]
+        self._chunk_links = [self._links[chunk % strategy.pp] for chunk in range(n_chunks)]
+        self._passes = passes_of(chunks, self._chunk_links, hardware, training)
         if kind is InterfaceType.GENERATE:
             self._begin_s += packing_seconds(role.model, strategy, kernels, hardware.device.generating)
 
@@ -344,7 +349,9 @@ class _Computing:
             ([place % n_minibatches for place in part.places], part.columns, part.load)
             for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp)
         ]
-        return self._begin_s + train_seconds(cut, n_minibatches, self._passes, self._links, self._end_s, self._run)
+        return self._begin_s + train_seconds(
+            cut, n_minibatches, self._passes, self._chunk_links, self._end_s, self._run
+        )
 
     def inferring(
         self, call: ScheduledCall, shares: Sequence[tuple[str, ...]], sizes: Mapping[str, SampleSizes]
@@ -356,7 +363,7 @@ class _Computing:
         told = 3 * math.ceil(math.log2(self._strategy.pp)) * self._links[0].forward.latency_s
         told += self._hardware.device.size_s
         for part in micro_batches(tokens, shares, call.mfc, n_stages=self._strategy.pp):
-            found = self._run(part.load, *self._passes, self._links)
+            found = self._run(part.load, *self._passes, self._chunk_links)
             for place, s in zip(part.places, found[part.columns].tolist(), strict=True):
                 seconds[place] += s + told
         return seconds
@@ -385,9 +392,14 @@ class _Computing:
 
     @cached_property
     def _decoding(self) -> tuple[StageDecoding, ...]:
+        n = self._strategy.vpp  # messages of each stage in a step; its chunks are taken for equal ones
         made = {
             (id(work), link): StageDecoding(
-                work, self._hardware.device, link.tensor, link.forward, self._generation.max_batch_size
+                work,
+                self._hardware.device,
+                link.tensor,
+                LinearCost(n * link.forward.latency_s, n * link.forward.s_per_byte),
+                self._generation.max_batch_size,
             )
             for work, link in self._stages
         }
@@ -436,7 +448,7 @@ def decoding_model(model: DecoderConfig, kernels: Kernels) -> DecoderConfig:
 def packing_seconds(model: DecoderConfig, strategy: ParallelStrategy, kernels: Kernels, device: Device) -> float:
     """Return the seconds of joining or packing matrices before generation, on the slowest stage."""
     found = []
-    for stage in set(first_alike(model, strategy.pp)):
+    for stage in set(first_alike(model, strategy.pp, strategy.vpp)):
         mesh_rank = strategy.mesh_rank(pp_rank=stage, dp_rank=0, tp_rank=strategy.tp - 1)
         shard = shard_of(model, strategy, mesh_rank)
         local = local_shape(model, shard, sp=strategy.sp, element_bytes=DTYPE_BYTES[model.dtype])

@@ -131,16 +131,28 @@ def stage_work(model: DecoderConfig, strategy: ParallelStrategy, stage: int) -> 
     Raises:
         AllocationError: tp or pp does not fit the model.
     """
-    return _stage_work(model, replace(strategy, dp=1), first_alike(model, strategy.pp)[stage])
+    return _stage_work(model, replace(strategy, dp=1), first_alike(model, strategy.pp, strategy.vpp)[stage])
+
+
+def chunk_work(model: DecoderConfig, strategy: ParallelStrategy, chunk: int) -> StageWork:
+    """Return the work of one chunk, which is that of a stage where there are as many stages as chunks.
+
+    Raises:
+        AllocationError: tp or pp does not fit the model.
+    """
+    return stage_work(model, replace(strategy, pp=strategy.pp * strategy.vpp, vpp=1), chunk)
 
 
 @lru_cache(maxsize=512)
-def first_alike(model: DecoderConfig, pp: int) -> tuple[int, ...]:
+def first_alike(model: DecoderConfig, pp: int, vpp: int = 1) -> tuple[int, ...]:
     """Return for each stage the first one that has equal work."""
-    stages = stage_layers(model, pp)
     kinds = [
-        (stage == 0, stage == pp - 1, [(model.window_of(layer), model.experts_of(layer) is None) for layer in layers])
-        for stage, layers in enumerate(stages)
+        (
+            stage == 0,
+            stage == pp - 1,
+            [[(model.window_of(layer), model.experts_of(layer) is None) for layer in chunk] for chunk in chunks],
+        )
+        for stage, chunks in enumerate(stage_layers(model, pp, vpp))
     ]
     return tuple([kinds.index(kind) for kind in kinds])
 

@@ -124,13 +124,13 @@ class _Order:
     """The computations of a pipeline in levels: those of a level depend on earlier levels only.
 
     Attributes:
-        stages, micro_batches, is_backward: of each computation.
+        chunks, micro_batches, is_backward: of each computation.
         levels: for each level its computations, which are neighbours, those before them on their stages, and those that
             feed them; one more than the last computation stands for none.
-        crosses: 1.0 where what feeds a computation comes from another stage.
+        crosses: 1.0 where something feeds a computation; that is always on another stage.
     """
 
-    stages: Indices
+    chunks: Indices
     micro_batches: Indices
     is_backward: npt.NDArray[np.bool_]
     levels: tuple[tuple[slice, Indices, Indices], ...]
@@ -138,19 +138,19 @@ class _Order:
 
 
 @lru_cache(maxsize=256)
-def _order_of(n_stages: int, n_micro_batches: int) -> _Order:
-    lists = orders_of(n_stages, n_micro_batches, trains=True)
+def _order_of(n_stages: int, n_micro_batches: int, vpp: int, *, trains: bool) -> _Order:
+    lists = orders_of(n_stages, n_micro_batches, vpp, trains=trains)
     place: dict[Computation, int] = {}
     for steps in lists:
         for step in steps:
             place[step.computation] = len(place)
     none = len(place)
     before, feeds = np.full(none, none), np.full(none, none)
-    stages, micro_batches, is_backward = np.zeros(none, int), np.zeros(none, int), np.zeros(none, bool)
-    for stage, steps in enumerate(lists):
+    chunks, micro_batches, is_backward = np.zeros(none, int), np.zeros(none, int), np.zeros(none, bool)
+    for steps in lists:
         for i, step in enumerate(steps):
             at = place[step.computation]
-            stages[at], micro_batches[at] = stage, step.micro_batch
+            chunks[at], micro_batches[at] = step.chunk, step.micro_batch
             is_backward[at] = step.kind is StepKind.BACKWARD
             before[at] = place[steps[i - 1].computation] if i else none
             feeds[at] = none if step.source is None else place[step.source]
@@ -169,38 +169,44 @@ def _order_of(n_stages: int, n_micro_batches: int) -> _Order:
     by_level = np.argsort(level[:none], kind="stable")
     new = np.append(np.empty(none, int), none)
     new[by_level] = np.arange(none)
-    stages, micro_batches, is_backward = stages[by_level], micro_batches[by_level], is_backward[by_level]
+    chunks, micro_batches, is_backward = chunks[by_level], micro_batches[by_level], is_backward[by_level]
     before, feeds = new[before[by_level]], new[feeds[by_level]]
     edges = np.searchsorted(level[:none][by_level], np.arange(1, level.max() + 2)).tolist()
     parts = [(slice(a, b), before[a:b], feeds[a:b]) for a, b in pairwise(edges)]
-    crosses = np.where(feeds == none, 0.0, (stages != np.append(stages, -1)[feeds]).astype(float))
-    return _Order(stages, micro_batches, is_backward, tuple(parts), crosses)
+    crosses = np.where(feeds == none, 0.0, 1.0)
+    return _Order(chunks, micro_batches, is_backward, tuple(parts), crosses)
 
 
 def pipeline_seconds(
-    forwards: Sequence[Array], backwards: Sequence[Array] | None, messages: Sequence[Array] | None = None
+    forwards: Sequence[Array],
+    backwards: Sequence[Array] | None,
+    messages: Sequence[Array] | None = None,
+    *,
+    n_stages: int | None = None,
 ) -> Array:
-    """Return the seconds of pipelines, from the first pass to the end of the last.
+    """Return the seconds of pipelines, from the first pass to the end of the last, in the engine's own order.
 
     Args:
-        forwards: for each stage [micro-batches, pipelines], seconds of a forward pass.
-        backwards: the same of backward passes, in the order of 1F1B; None: there are none.
-        messages: for each stage but the last [micro-batches, pipelines], seconds of a message to the next, and of one
+        forwards: for each chunk [micro-batches, pipelines], seconds of a forward pass.
+        backwards: the same of backward passes, in the order of (interleaved) 1F1B; None: there are none.
+        messages: for each chunk but the last [micro-batches, pipelines], seconds of a message to the next, and of one
             back; None: they are free.
+        n_stages: stages that share the chunks out in turn; as many as chunks by default.
     """
-    n_stages, (n_micro_batches, n_pipelines) = len(forwards), forwards[0].shape
-    if n_stages == 1:
+    n_chunks, (n_micro_batches, n_pipelines) = len(forwards), forwards[0].shape
+    n_stages = n_stages or n_chunks
+    if n_chunks == 1:
         total: Array = forwards[0].sum(axis=0)
         return total if backwards is None else total + backwards[0].sum(axis=0)
-    if backwards is None:
+    if backwards is None and n_stages == n_chunks:
         return _forward_seconds(forwards, messages)
-    order = _order_of(n_stages, n_micro_batches)
-    costs = np.stack([np.stack(forwards), np.stack(backwards)])
-    cost = costs[order.is_backward.astype(int), order.stages, order.micro_batches]
+    order = _order_of(n_stages, n_micro_batches, n_chunks // n_stages, trains=backwards is not None)
+    costs = np.stack([np.stack(passes) for passes in (forwards, backwards) if passes is not None])
+    cost = costs[order.is_backward.astype(int), order.chunks, order.micro_batches]
     arrival = np.zeros_like(cost)
     if messages is not None:
-        way = np.stack(messages)  # between the stages i and i + 1
-        link = np.where(order.is_backward, order.stages, order.stages - 1).clip(0, n_stages - 2)
+        way = np.stack(messages)  # between the chunks i and i + 1
+        link = np.where(order.is_backward, order.chunks, order.chunks - 1).clip(0, n_chunks - 2)
         arrival = way[link, order.micro_batches] * order.crosses[:, None]
     ends = np.zeros((len(cost) + 1, n_pipelines))
     for members, before, feeds in order.levels:

@@ -100,7 +100,7 @@ class Free:
 NOTHING_FREE = Free()
 
 Run = Callable[[Load, Sequence[PassCost], Sequence[PassCost], Sequence[StageLinks]], Array]
-"""Seconds of pipelines: `run_passes`, or `busiest_stage`."""
+"""Seconds of pipelines: `run_passes`, or `busiest_stage`, with the costs and links of each chunk."""
 
 
 def passes_of(
@@ -135,19 +135,27 @@ def passes_of(
 
 
 def run_passes(
-    load: Load, forwards: Sequence[PassCost], backwards: Sequence[PassCost], links: Sequence[StageLinks]
+    load: Load,
+    forwards: Sequence[PassCost],
+    backwards: Sequence[PassCost],
+    links: Sequence[StageLinks],
+    n_stages: int | None = None,
 ) -> Array:
     """Return the seconds of pipelines of micro-batches.
 
     Args:
         load: arrays [micro-batches, pipelines].
+        forwards: costs of each chunk of the model.
         backwards: empty in inference.
+        links: those of each chunk's stage.
+        n_stages: stages that share the chunks out; as many as chunks by default.
     """
     messages = [
         link.forward.latency_s + link.forward.s_per_byte * cost.work.message_bytes * load.tokens
         for link, cost in zip(links[:-1], forwards[:-1], strict=True)
     ]
-    return pipeline_seconds(_each(forwards, load), _each(backwards, load) if backwards else None, messages)
+    each = _each(backwards, load) if backwards else None
+    return pipeline_seconds(_each(forwards, load), each, messages, n_stages=n_stages)
 
 
 def _each(costs: Sequence[PassCost], load: Load) -> list[Array]:
@@ -157,12 +165,18 @@ def _each(costs: Sequence[PassCost], load: Load) -> list[Array]:
 
 
 def busiest_stage(
-    load: Load, forwards: Sequence[PassCost], backwards: Sequence[PassCost], links: Sequence[StageLinks]
+    load: Load,
+    forwards: Sequence[PassCost],
+    backwards: Sequence[PassCost],
+    links: Sequence[StageLinks],
+    n_stages: int | None = None,
 ) -> Array:
     """Return the seconds of the stage of each pipeline that has the most work, as if it waited for no other."""
-    stages = [forward(load).sum(axis=0) for forward in forwards]
-    for place, backward in enumerate(backwards):
-        stages[place] = stages[place] + backward(load).sum(axis=0)
+    n_stages = n_stages or len(forwards)
+    stages = np.zeros((n_stages, load.tokens.shape[1]))
+    for costs in (forwards, backwards):
+        for chunk, cost in enumerate(costs):
+            stages[chunk % n_stages] += cost(load).sum(axis=0)
     most: Array = np.max(stages, axis=0)
     return most
 

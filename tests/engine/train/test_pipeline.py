@@ -7,9 +7,8 @@ import torch
 from realrl.algo.phases import Phases
 from realrl.engine.groups import ALONE
 from realrl.engine.train.pipeline import Chunk, _Run, run_stage
-from realrl.plan.pipeline import Step, generation
+from realrl.plan.pipeline import Step, generation, inference, interleaved
 from tests.helpers.toy_pipeline import Toy
-from tests.plan.schedules import inference_of_chunks, interleaved
 
 CPU = torch.device("cpu")
 
@@ -36,9 +35,9 @@ def test_a_loss_without_gradient_trains_nothing() -> None:
 
 def test_inference_keeps_nothing() -> None:
     toy = Toy(2)
-    run = _Run(inference_of_chunks(1, 3, 2)[0], toy.chunks([0, 1]), ALONE, CPU, Phases())
+    run = _Run(inference(1, 3, 2)[0], toy.chunks([0, 1]), ALONE, CPU, Phases())
     with torch.no_grad():
-        for step in inference_of_chunks(1, 3, 2)[0]:
+        for step in inference(1, 3, 2)[0]:
             run.compute(step)
     assert not run._saved
     assert not run._outbox

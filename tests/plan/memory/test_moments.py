@@ -78,7 +78,7 @@ def test_a_second_gradient_of_the_embedding():
 
 
 def test_micro_batches_in_flight_are_there_until_their_own_backward_pass():
-    first = ModelShard(layers=range(2), has_embedding=True, has_head=False)
+    first = ModelShard(chunks=(range(2),), has_embedding=True, has_head=False)
     load = replace(LOAD, n_mbs=4)
     one, three = (training(load=load, n_in_flight=n, shard=first) for n in (1, 3))
     kept = 2 * 64 * 2 * kept_by_block(local(), 0, Kernels())
@@ -89,7 +89,7 @@ def test_micro_batches_in_flight_are_there_until_their_own_backward_pass():
 def test_messages_of_a_pipeline_wait_for_each_other():
     first, last = (
         local_shape(
-            MODEL, ModelShard(layers=range(2), has_embedding=n == 0, has_head=n == 1), sp=False, element_bytes=4
+            MODEL, ModelShard(chunks=(range(2),), has_embedding=n == 0, has_head=n == 1), sp=False, element_bytes=4
         )
         for n in (0, 1)
     )
@@ -112,7 +112,7 @@ def test_gradients_that_tensor_ranks_add_up():
 
 
 def test_tensors_that_collectives_may_hold():
-    shard = ModelShard(layers=range(4), has_embedding=True, has_head=True, tp_rank=0, tp_size=2)
+    shard = ModelShard(chunks=(range(4),), has_embedding=True, has_head=True, tp_rank=0, tp_size=2)
     half = local_shape(replace(MODEL, head="value"), shard, sp=False, element_bytes=4)
     alone = replace(half, tp_size=1)
     for n_bytes in (backward_of_block, lambda *args: forward_of_block(*args, Kernels())):

@@ -16,7 +16,7 @@ from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.plan.parameters.layout import parameter_layout
 from realrl.plan.parameters.shards import check_tp, shard_of, whole_shard
 from realrl.plan.parameters.specs import slice_of, units_of
-from realrl.plan.parameters.stages import stage_layers, stages_of
+from realrl.plan.parameters.stages import stage_layers, stage_of_layers, stages_of
 from realrl.shape import DecoderConfig
 from tests.plan.parameters.micro_dp import micro_dp_groups
 
@@ -122,8 +122,12 @@ def test_tensor_ranks_cover_every_parameter_of_their_stage(
     )
     specs = parameter_specs(config)
     legal = [tp for tp in range(1, 13) if n_heads % tp == 0 and (n_kv_heads % tp == 0 or tp % n_kv_heads == 0)]
+    pp = data.draw(st.integers(1, n_layers))
     strategy = ParallelStrategy(
-        dp=data.draw(st.integers(1, 2)), tp=data.draw(st.sampled_from(legal)), pp=data.draw(st.integers(1, n_layers))
+        dp=data.draw(st.integers(1, 2)),
+        tp=data.draw(st.sampled_from(legal)),
+        pp=pp,
+        vpp=data.draw(st.integers(1, n_layers // pp)) if pp > 1 else 1,
     )
     ranks = data.draw(st.permutations(range(100, 100 + strategy.n_devices)))
     layout = parameter_layout(specs, strategy, ranks)
@@ -131,14 +135,14 @@ def test_tensor_ranks_cover_every_parameter_of_their_stage(
     for pp_rank, dp_rank in itertools.product(range(strategy.pp), range(strategy.dp)):
         stage = range(strategy.n_devices)[(pp_rank * strategy.dp + dp_rank) * strategy.tp :][: strategy.tp]
         held = [layout.slices_of(ranks[mesh_rank]) for mesh_rank in stage]
-        layers = set(layout.stages[pp_rank]) | ({"embedding"} if pp_rank == 0 else set())
+        layers = set(itertools.chain(*layout.stages[pp_rank])) | ({"embedding"} if pp_rank == 0 else set())
         layers |= {"head"} if pp_rank == strategy.pp - 1 else set()
         expected = [spec for spec in specs if layers & set(spec.layers)]
         assert {tuple(slices) for slices in held} == {tuple(spec.name for spec in expected)}
         for mesh_rank, slices in zip(stage, held, strict=True):
             shard = shard_of(config, strategy, mesh_rank)
             assert layout.shard_of(ranks[mesh_rank]) == shard
-            assert shard.layers == layout.stages[pp_rank]
+            assert shard.chunks == layout.stages[pp_rank]
             sizes = [np.prod([b - a for a, b in place]) * 4 for place in slices.values()]
             assert layout.num_bytes_of(ranks[mesh_rank]) == sum(sizes)
         for spec in expected:
@@ -151,39 +155,72 @@ def test_tensor_ranks_cover_every_parameter_of_their_stage(
             assert (count == times).all()
 
 
-@given(n_layers=st.integers(1, 12), pp=st.integers(1, 12), vocab_size=st.integers(1, 400), is_lm=st.booleans())
-def test_no_split_has_a_cheaper_dearest_stage(n_layers: int, pp: int, vocab_size: int, is_lm: bool) -> None:
+@given(
+    n_layers=st.integers(1, 12),
+    pp=st.integers(1, 12),
+    vpp=st.integers(1, 4),
+    vocab_size=st.integers(1, 400),
+    is_lm=st.booleans(),
+)
+def test_no_split_has_a_cheaper_dearest_chunk(n_layers: int, pp: int, vpp: int, vocab_size: int, is_lm: bool) -> None:
     config = replace(CONFIG, n_layers=n_layers, vocab_size=vocab_size, head="lm" if is_lm else "value")
     specs = parameter_specs(config)
-    if pp > n_layers:
-        with pytest.raises(AllocationError, match=f"pp={pp} does not fit"):
-            stage_layers(config, pp)
+    if pp * vpp > n_layers:
+        what = f"pp={pp} does not fit" if pp > n_layers else f"{vpp} virtual stages do not fit .* on pp={pp}"
+        with pytest.raises(AllocationError, match=what):
+            stage_layers(config, pp, vpp)
         return
-    stages = stage_layers(config, pp)
-    assert stages == stages_of(specs, pp)
-    assert [layer for stage in stages for layer in stage] == list(range(n_layers))
-    assert all(stages)
+    stages, n_chunks = stage_layers(config, pp, vpp), pp * vpp
+    assert stages == stages_of(specs, pp, vpp)
+    chunks = [stages[k % pp][k // pp] for k in range(n_chunks)]
+    assert {len(stage) for stage in stages} == {vpp}
+    assert [layer for chunk in chunks for layer in chunk] == list(range(n_layers))
+    assert all(chunks)
+    ends: dict[object, int] = {"embedding": 0, "head": pp - 1}
+    assert stage_of_layers(stages) == ends | {layer: k % pp for k, chunk in enumerate(chunks) for layer in chunk}
     block = sum(spec.n_elements for spec in specs if spec.layer == 0 and len(spec.shape) == 2)
     head = vocab_size * 8 if is_lm else 8
 
     def dearest(sizes: list[int]) -> int:
-        return max(size * block + head * (i == pp - 1) for i, size in enumerate(sizes))
+        return max(size * block + head * (i == n_chunks - 1) for i, size in enumerate(sizes))
 
-    cuts = itertools.combinations(range(1, n_layers), pp - 1)
+    cuts = itertools.combinations(range(1, n_layers), n_chunks - 1)
     best = min(dearest([b - a for a, b in itertools.pairwise((0, *cut, n_layers))]) for cut in cuts)
-    assert dearest([len(stage) for stage in stages]) == best
+    assert dearest([len(chunk) for chunk in chunks]) == best
+
+
+def test_more_virtual_stages_than_layers() -> None:
+    with pytest.raises(AllocationError, match="3 virtual stages do not fit a model of 5 layers on pp=2") as caught:
+        stage_layers(CONFIG, 2, 3)
+    assert caught.value.remedy == "The most that fit is 2."
+    with pytest.raises(AllocationError, match="each of the 6 chunks needs a layer") as caught:
+        stage_layers(CONFIG, 3, 2)
+    assert caught.value.remedy == "Leave them out, or use fewer pipeline stages."
 
 
 def test_a_large_head_gets_fewer_blocks_beside_it() -> None:
     config = replace(CONFIG, n_layers=8, vocab_size=4096)
-    assert [len(stage) for stage in stage_layers(config, 4)] == [2, 2, 3, 1]
-    assert [len(stage) for stage in stage_layers(replace(config, vocab_size=13), 4)] == [2, 2, 2, 2]
+    assert [len(chunk) for (chunk,) in stage_layers(config, 4)] == [2, 2, 3, 1]
+    assert [len(chunk) for (chunk,) in stage_layers(replace(config, vocab_size=13), 4)] == [2, 2, 2, 2]
+    assert [[*map(len, chunks)] for chunks in stage_layers(config, 2, 2)] == [[2, 3], [2, 1]]
+
+
+def test_chunks_of_a_shard() -> None:
+    """Of five layers; the embedding comes before the first chunk of the model, the head behind the last."""
+    first, last = (shard_of(CONFIG, ParallelStrategy(pp=2, vpp=2), stage) for stage in (0, 1))
+    assert (first.layers, last.layers) == ((0, 2, 3), (1, 4))
+    assert [(shard.layers, shard.has_embedding, shard.has_head) for shard in (*first.by_chunk, *last.by_chunk)] == [
+        ((0,), True, False),
+        ((2, 3), False, False),
+        ((1,), False, False),
+        ((4,), False, True),
+    ]
 
 
 def test_the_whole_model_is_one_shard() -> None:
     shard = whole_shard(CONFIG)
     assert shard == shard_of(CONFIG, ParallelStrategy(dp=3), 2)
-    assert (shard.tp_rank, shard.tp_size, shard.layers) == (0, 1, range(5))
+    assert (shard.tp_rank, shard.tp_size, shard.chunks) == (0, 1, (range(5),))
     assert shard.has_embedding
     assert shard.has_head
 

@@ -40,9 +40,9 @@ def test_experts_that_compute_no_token_cost_nothing() -> None:
     """Of a hundred experts of 10 inner units two compute a token: they are cheaper than a plain MLP of 150 units."""
     experts = replace(EXPERTS, n_experts=100, intermediate_size=10, dense_layers=(0, 1))
     specs = parameter_specs(make_shape(n_layers=6, vocab_size=1, intermediate_size=150, moe=experts))
-    assert stages_of(specs, 2) == (range(2), range(2, 6))
+    assert stages_of(specs, 2) == ((range(2),), (range(2, 6),))
     specs = parameter_specs(make_shape(n_layers=6, vocab_size=1, moe=replace(experts, dense_layers=())))
-    assert stages_of(specs, 2) == (range(3), range(3, 6))
+    assert stages_of(specs, 2) == ((range(3),), (range(3, 6),))
 
 
 def test_experts_are_cut_between_inner_units_and_the_router_is_not() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.mesh.device_mesh import ParallelStrategy
-from realrl.plan.pipeline import inference, one_f_one_b
+from realrl.plan.pipeline import inference, interleaved
 from realrl.shape import LoRA
 from realrl.sim.costs.collectives import FREE, LinearCost
 from realrl.sim.costs.flops import LOGIT_BYTES, attended, stage_work
@@ -103,19 +103,31 @@ def test_the_bubble_of_equal_stages(n_stages, n_mbs, forward, backward):
     assert pipeline_seconds(forwards, None) == pytest.approx((n_mbs + n_stages - 1) * forward)
 
 
-@given(n_stages=st.integers(1, 5), n_mbs=st.integers(1, 6), trains=st.booleans(), data=st.data())
-def test_pipelines_are_those_of_the_schedule(n_stages, n_mbs, trains, data):
+@given(n_stages=st.integers(1, 5), vpp=st.integers(1, 3), n_mbs=st.integers(1, 6), trains=st.booleans(), data=st.data())
+def test_pipelines_are_those_of_the_schedule(n_stages, vpp, n_mbs, trains, data):
     """The engine's lists, run by the simulator of the schedules' own tests, take as long."""
-    times = st.lists(st.floats(0.5, 4), min_size=n_stages * n_mbs, max_size=n_stages * n_mbs)
-    forward, backward = (np.array(data.draw(times)).reshape(n_stages, n_mbs) for _ in range(2))
+    vpp = vpp if n_stages > 1 else 1
+    n_chunks = n_stages * vpp
+    times = st.lists(st.floats(0.5, 4), min_size=n_chunks * n_mbs, max_size=n_chunks * n_mbs)
+    forward, backward = (np.array(data.draw(times)).reshape(n_chunks, n_mbs) for _ in range(2))
 
     def cost(step):
         table = backward if step.kind.value == "backward" else forward
         return 0.0 if step.kind.is_message else float(table[step.chunk, step.micro_batch])
 
-    found = pipeline_seconds([row[:, None] for row in forward], [row[:, None] for row in backward] if trains else None)
-    timeline = simulate((one_f_one_b if trains else inference)(n_stages, n_mbs), cost, eager=True)
+    forwards, backwards = ([row[:, None] for row in table] for table in (forward, backward))
+    found = pipeline_seconds(forwards, backwards if trains else None, n_stages=n_stages)
+    timeline = simulate((interleaved if trains else inference)(n_stages, n_mbs, vpp), cost, eager=True)
     assert found[0] == pytest.approx(timeline.duration)
+
+
+@given(st.integers(2, 6), st.integers(1, 4), st.integers(1, 4))
+def test_virtual_stages_divide_the_bubble(n_stages, vpp, n_groups):
+    """Of equal chunks, where the stages divide the micro-batches."""
+    n_mbs = n_groups * n_stages
+    forwards, backwards = ([np.full((n_mbs, 1), s / vpp)] * (n_stages * vpp) for s in (1.0, 2.0))
+    found = pipeline_seconds(forwards, backwards, n_stages=n_stages)[0]
+    assert found == pytest.approx(3 * (n_mbs + (n_stages - 1) / vpp))
 
 
 def test_messages_make_pipelines_longer():

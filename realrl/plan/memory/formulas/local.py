@@ -75,7 +75,7 @@ class LocalShape:
     """
 
     model: DecoderConfig
-    layers: range
+    layers: tuple[int, ...]
     hidden: int
     n_heads: int
     n_kv_heads: int

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from functools import lru_cache
+from typing import TypedDict
 
 from realrl.plan.memory.buffers import (
     CALL_ROW_BYTES,
@@ -35,15 +37,29 @@ from realrl.plan.memory.formulas.ends import (
 )
 from realrl.plan.memory.formulas.local import Kernels, LocalShape, own_units
 from realrl.plan.memory.load import Load
+from realrl.plan.pipeline import InFlight
 
 
-def forward_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> int:
-    """Return the bytes of a call without gradient, with the rows that it computes on."""
+class Settings(TypedDict):
+    """Settings of training that decide how many bytes its passes take."""
+
+    checkpointing: bool
+    kernels: Kernels
+
+
+def forward_bytes(local: LocalShape, load: Load, *, kernels: Kernels, n_waiting: int = 0) -> int:
+    """Return the bytes of a call without gradient, with the rows that it computes on.
+
+    Args:
+        n_waiting: with several chunks on each stage, messages that wait for later computations, at most.
+    """
     n_again = load.repeated(local.hidden) if kernels.computes_once(local.model) else 0
     computed = inference_activations(local, load, n_again=n_again, kernels=kernels)
     # a stage waits for a message together with those that it has sent before; the first one waits for none
     n_received = 1 if not local.has_embedding and len(local.layers) > 1 else 0  # or it is the input of the only block
     n_sent = min(PIPELINE_PENDING, load.n_mbs - 1) if local.has_embedding and not local.has_head else 0
+    if n_waiting:
+        n_received, n_sent = n_waiting, PIPELINE_PENDING
     messages = (n_received + n_sent) * _message_bytes(local, load.n_tokens - n_again)
     return computed + messages + ROW_BYTES * load.n_held + converted_bytes(local)
 
@@ -114,6 +130,47 @@ def training_bytes(
         * local.has_embedding,
         rows=rows,
     )
+
+
+def stage_training_bytes(
+    chunks: Sequence[LocalShape], load: Load, states: Sequence[InFlight], *, checkpointing: bool, kernels: Kernels
+) -> TrainingBytes:
+    """Return the most bytes that a train_step takes on a stage of several chunks at the moments of its passes.
+
+    Args:
+        chunks: the chunks of the rank.
+        states: what the stage holds in its backward passes.
+    """
+    settings: Settings = {"checkpointing": checkpointing, "kernels": kernels}
+    if len(chunks) == 1:
+        return training_bytes(chunks[0], load, n_in_flight=states[0].held[0], **settings)
+    waiting = [_waiting_bytes(chunk, load, **settings) for chunk in chunks]
+    n_again = load.repeated(chunks[0].hidden) if kernels.computes_once(chunks[0].model) else 0
+    message = _message_bytes(chunks[0], load.n_tokens - n_again)
+    moments = []
+    for state in states:
+        own = training_bytes(chunks[state.place], load, n_in_flight=state.held[state.place], **settings)
+        others = sum(n * waiting[i] for i, n in enumerate(state.held) if i != state.place)
+        others += state.n_received * message
+        moments.append(
+            TrainingBytes(
+                own.head + others,
+                own.block + others,
+                own.gradients,
+                own.last + others,
+                own.embedding + others if own.embedding else 0,
+                own.rows,
+            )
+        )
+    return TrainingBytes(*(max(column) for column in zip(*map(astuple, moments), strict=True)))
+
+
+def _waiting_bytes(local: LocalShape, load: Load, *, checkpointing: bool, kernels: Kernels) -> int:
+    """Return the bytes of a micro-batch between its passes through one chunk, its output included."""
+    one, two = (
+        training_bytes(local, load, n_in_flight=n, checkpointing=checkpointing, kernels=kernels).last for n in (1, 2)
+    )
+    return two - one
 
 
 def training_activations(
