@@ -127,7 +127,7 @@ class PlainProgress:
         """Do nothing: a log file would drown in it."""
 
     def step_done(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        parts = [f"step {step}/{self._n_steps}", *_metric_texts(metrics)]
+        parts = [f"step {step}/{self._n_steps}", *metric_texts(metrics)]
         if self._pace is not None:
             self._pace.step_done(step, now_s=time.monotonic())
             left_s = self._pace.left_s()
@@ -305,7 +305,8 @@ class _Quiet(io.TextIOBase):
                 self._stream = None
 
 
-def _metric_texts(metrics: Mapping[str, float]) -> list[str]:
+def metric_texts(metrics: Mapping[str, float]) -> list[str]:
+    """Return the headline metrics, the throughput and the seconds of a step in words."""
     names = {name: name.removesuffix("/mean") if _PARTS.fullmatch(name) else name for name in headline_metrics(metrics)}
     texts = [f"{shown} {_number(metrics[name])}" for name, shown in names.items()]
     if _THROUGHPUT in metrics:
