@@ -23,7 +23,6 @@ from typing import Any
 
 import msgspec
 
-from realrl import __version__
 from realrl.errors import Error, TransportError, UsageError
 from realrl.plan.hooks import NO_OVERLAP, Overlap
 from realrl.runtime.launchers.base import Launcher
@@ -120,8 +119,7 @@ def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] =
         try:
             signals.catch()  # a signal that was held back until now is raised here
             stack.enter_context(_open_log(log))
-            versions = __version__, version("torch"), platform.python_version()
-            _log.info("realrl %s, torch %s, Python %s, process %d", *versions, os.getpid())
+            _log.info("Python %s, torch %s, process %d", platform.python_version(), version("torch"), os.getpid())
             with _open_session(start, inline=inline, progress=progress, beat=beat, signals=signals) as session:
                 for note in start.notes:
                     progress.phase(note)
