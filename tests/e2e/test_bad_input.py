@@ -193,7 +193,7 @@ def test_long_prompts_are_dropped_and_counted_and_epochs_end_the_run(call: Call,
     file = write_rows(workplace / "data.jsonl", [*PROMPTS, {"prompt": "x" * 99}])
     code, out, _ = call(*PPO, INLINE, f"dataset.path={file}", "epochs=1", "steps=50")
     assert code == 0
-    assert "note: 1 of 25 prompts longer than 32 tokens was dropped" in out
+    assert "realrl: note: 1 of 25 prompts longer than 32 tokens was dropped" in out
     assert "steps: 3 of 50, where epochs=1 ended" in out
 
 

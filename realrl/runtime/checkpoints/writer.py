@@ -7,6 +7,7 @@ SaveCheckpoint ─► wait for the writer ─► copy: roles, rows ─► the ne
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,6 +25,8 @@ from realrl.runtime.checkpoints.samples import rows_state
 from realrl.runtime.checkpoints.store import checkpoint_store, sample_file, seal
 from realrl.runtime.worker.roles import HostedRole
 from realrl.sched.messages import CheckpointSaved, Reply, SaveCheckpoint, Span
+
+_log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
@@ -79,6 +82,7 @@ class CheckpointWriter:
         try:
             paths = [path for copy in copies for path in copy.write(folder)]
             files = {str(path.relative_to(folder)): seal(path) for path in paths}
+            _log.info("step %d: %d files of the checkpoint are written", request.step, len(files))
         except OSError as err:
             raise checkpoint_store(self._plan, folder.parent).save_failed(err, request.step) from None
         if request.waits:

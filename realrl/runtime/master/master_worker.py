@@ -14,7 +14,6 @@ the first step, and in a run that is not saved, a signal is an exception, upon w
 from __future__ import annotations
 
 import gc
-import logging
 import math
 import signal
 import time
@@ -67,8 +66,6 @@ _POLL_S = 0.2
 _STACK_DUMP_S = 0.5
 _DEATH_NOTICE_S = 2.0
 _MUCH_WAITING = 0.2  # share of the time
-
-_log = logging.getLogger(__name__)
 
 
 class MasterWorker:
@@ -362,7 +359,6 @@ class MasterWorker:
         log = None if failure.rank is None else self._session.launcher.log_path(failure.rank)
         text = report.render(report.from_failure(failure, log=log))
         self._checkpoints.discard_unfinished()  # on a full disk, that makes room for the rest
-        _log.error("%s", text)
         self._session.progress.failed(text)
         self._timeline.write(instruction.spans)
         write_failure(self._session.run_dir, failure)

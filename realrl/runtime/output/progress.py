@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
 import time
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _FIRST = ("reward/mean", "kl/mean")
 _QUALITY = ("loss", "accuracy", "reward", "margin")  # last part of a metric's name
+_PARTS = re.compile(r"reward/[^/]+/mean")  # rewards of several, before their weights
+_MAX_PARTS = 6
 _COUNTERS = ("version/", "time_s/", "eval/")  # a name of a role or call follows, or a metric with a line of its own
 _THROUGHPUT = "perf/tokens_per_s"
 _MAX_HEADLINES = 4
@@ -59,14 +62,15 @@ def make_progress(*, live: bool | None = None, out: TextIO | None = None, err: T
 def headline_metrics(metrics: Mapping[str, float]) -> list[str]:
     """Names of the few metrics that show if training works, most telling first.
 
-    These are reward and KL if the algorithm has them, else metrics named loss, accuracy, reward or margin. Nonzero
-    shares of responses whose reward function failed come last.
+    These are reward, its parts and KL if the algorithm has them, else metrics named loss, accuracy, reward or margin.
+    Nonzero shares of responses whose reward function failed come last.
     """
     failed = sorted(name for name, value in metrics.items() if name.endswith("/failed") and value > 0)
     chosen = [name for name in _FIRST if name in metrics]
     if not chosen:
         chosen = sorted((name for name in metrics if _quality(name)), key=_quality)
-    return chosen[:_MAX_HEADLINES] + failed
+    parts = [name for name in metrics if name not in chosen and _PARTS.fullmatch(name)][:_MAX_PARTS]
+    return [*chosen[:1], *parts, *chosen[1:_MAX_HEADLINES], *failed]
 
 
 def _quality(name: str) -> int:
@@ -112,7 +116,7 @@ class PlainProgress:
         self._pace = Pace(n_steps, now_s=time.monotonic())
         self._out.line(f"{title}: {n_steps} steps, run folder {run_dir}")
         for note in notes:
-            self._out.line(f"note: {note}")
+            self._out.line(f"realrl: note: {note}")
 
     def phase(self, text: str) -> None:
         if text != self._last_phase:
@@ -123,7 +127,7 @@ class PlainProgress:
         """Do nothing: a log file would drown in it."""
 
     def step_done(self, step: int, epoch: int, metrics: Mapping[str, float]) -> None:
-        parts = [f"step {step}/{self._n_steps}", *_metric_texts(metrics)]
+        parts = [f"step {step}/{self._n_steps}", *metric_texts(metrics)]
         if self._pace is not None:
             self._pace.step_done(step, now_s=time.monotonic())
             left_s = self._pace.left_s()
@@ -174,7 +178,7 @@ class LiveProgress:
             self._pace = Pace(n_steps, now_s=time.monotonic())
         self._open()
         for note in notes:
-            self._console.print(f"note: {note}", markup=False)
+            self._console.print(f"realrl: note: {note}", markup=False)
 
     def phase(self, text: str) -> None:
         with self._lock:
@@ -301,8 +305,10 @@ class _Quiet(io.TextIOBase):
                 self._stream = None
 
 
-def _metric_texts(metrics: Mapping[str, float]) -> list[str]:
-    texts = [f"{name} {_number(metrics[name])}" for name in headline_metrics(metrics)]
+def metric_texts(metrics: Mapping[str, float]) -> list[str]:
+    """Return the headline metrics, the throughput and the seconds of a step in words."""
+    names = {name: name.removesuffix("/mean") if _PARTS.fullmatch(name) else name for name in headline_metrics(metrics)}
+    texts = [f"{shown} {_number(metrics[name])}" for name, shown in names.items()]
     if _THROUGHPUT in metrics:
         texts.append(f"tokens/s {metrics[_THROUGHPUT]:,.0f}")
     if "time_s/step" in metrics:

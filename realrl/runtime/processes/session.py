@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
+import platform
 import secrets
 import shutil
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from realrl.runtime.launchers.base import Launcher
 from realrl.runtime.launchers.inline import InlineLauncher
 from realrl.runtime.launchers.local import DEFAULT_HOST, LocalLauncher
 from realrl.runtime.output import failure_report as report
+from realrl.runtime.output.logged_progress import LoggedProgress
 from realrl.runtime.output.logs import log_path, logging_to
 from realrl.runtime.output.metrics import MetricsSink, open_sinks
 from realrl.runtime.output.progress import Progress, make_progress
@@ -109,12 +113,13 @@ def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] =
     run_dir = Path(start.run_dir)
     log = log_path(run_dir, None)
     with contextlib.ExitStack() as stack:
-        progress = make_progress(live=False if inline else None)
+        progress = LoggedProgress(make_progress(live=False if inline else None))
         stack.callback(progress.close)
         signals = Signals(counts=inline)
         try:
             signals.catch()  # a signal that was held back until now is raised here
             stack.enter_context(_open_log(log))
+            _log.info("Python %s, torch %s, process %d", platform.python_version(), version("torch"), os.getpid())
             with _open_session(start, inline=inline, progress=progress, beat=beat, signals=signals) as session:
                 for note in start.notes:
                     progress.phase(note)
@@ -128,9 +133,7 @@ def run_session(start: SessionStart, *, inline: bool, beat: Callable[[], None] =
             progress.failed(f"realrl: {SignalReceived(signum)}: everything was stopped")
             return SignalReceived(signum).exit_code
         except Error as error:
-            if error.exit_code == UsageError.exit_code:
-                _log.error("refused: %s", error)
-            else:
+            if error.exit_code != UsageError.exit_code:
                 _log.exception("the run failed")
             progress.failed(report.render(report.from_error(error, log=log)))
             return error.exit_code

@@ -88,7 +88,8 @@ class WorkerLoop:
         Raises:
             InvalidTransitionError: the request is out of sequence.
         """
-        if not self._state.begin(request, now_s=time.monotonic()):
+        begin_s = time.monotonic()
+        if not self._state.begin(request, now_s=begin_s):
             return []
         try:
             replies = self._handle(request)
@@ -99,6 +100,7 @@ class WorkerLoop:
             self._state.fail(now_s=time.monotonic())
         else:
             self._state.finish(now_s=time.monotonic())
+        _log.debug("request %d (%s) took %.3f s", request.seq, describe(request), time.monotonic() - begin_s)
         return replies
 
     def fetch(self, key: str, ids: Sequence[str]) -> bytes:

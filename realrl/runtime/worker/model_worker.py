@@ -16,6 +16,7 @@ from another thread.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -71,6 +72,8 @@ from realrl.sched.messages import (
 )
 
 _WAIT_WORTH_TRACING_S = 0.001
+
+_log = logging.getLogger(__name__)
 
 
 class ModelWorker:
@@ -187,17 +190,28 @@ class ModelWorker:
             plan, self._roles, self.store, world=world, client=self._client, peers=request.peers, device=device
         )
         self._hooks = HookRunner(plan, self._roles, reallocs=Reallocs(plan, configs), world=world, device=device)
+        self._log_start(device)
         row_ids: tuple[str, ...] = ()
         n_dropped, notes = 0, tuple[str, ...]()
         if self.rank == plan.dataset_rank:
             row_ids, n_dropped, notes = self._open_datasets(plan)
             notes += notes_of_models(plan) if resume_from is None else ()
+            _log.info("dataset: %d rows, %d dropped", len(row_ids), n_dropped)
         held_out_ids = () if self._held_out is None else self._held_out.row_ids
         content = "" if self._dataset is None else self._dataset.digest
         spans = (Span("initialize", "init", start_s, time.time()),)
         return Ready(
             self.rank, request.seq, tuple(row_ids), n_dropped, tuple(notes), spans, tuple(held_out_ids), content
         )
+
+    def _log_start(self, device: torch.device) -> None:
+        n_threads = torch.get_num_threads()
+        _log.info("worker %d: %s, %s, %d threads", self.rank, device, devices.device_name(device), n_threads)
+        for name, hosted in self._roles.items():
+            engine = hosted.home_engine
+            n_here = 0 if engine is None else sum(p.numel() for _, p in engine.decoder.named_shards())
+            home = "no weights" if hosted.home is None else f"lives in {hosted.home}, {n_here:,} parameters here"
+            _log.info("role %s: %s; calls %s", name, home, ", ".join(call.name for call in hosted.calls))
 
     def _open_datasets(self, plan: RunPlan) -> tuple[tuple[str, ...], int, tuple[str, ...]]:
         """Load the datasets; returns row ids, number of dropped rows and notes of the run's own one."""

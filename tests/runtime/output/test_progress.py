@@ -48,13 +48,19 @@ def test_plain_text_is_one_line_for_each_thing() -> None:
     lines = out.getvalue().splitlines()
     assert lines[:3] == [
         "realrl ppo: 3 steps, run folder runs/ppo/1",
-        "note: 3 prompts were dropped [too long]",
+        "realrl: note: 3 prompts were dropped [too long]",
         "waiting for 2 workers",
     ]
     assert lines[3].startswith("step 1/3  reward/mean 0.5  kl/mean 0.0123  tokens/s 1,234  2.5 s  left ")
     assert lines[5] == "reward: 0.1 -> 0.5"
     assert len(lines) == 6
     assert "\x1b" not in out.getvalue()
+
+
+def test_parts_of_a_reward_stand_behind_it() -> None:
+    out = io.StringIO()
+    PlainProgress(out, io.StringIO()).step_done(1, 0, {"reward/letters/mean": 1.0, "reward/mean": 2.5, "kl/mean": 0.1})
+    assert out.getvalue() == "step 1/0  reward/mean 2.5  reward/letters 1  kl/mean 0.1\n"
 
 
 def test_the_live_display_shows_steps_metrics_and_workers() -> None:
@@ -64,7 +70,7 @@ def test_the_live_display_shows_steps_metrics_and_workers() -> None:
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.getvalue())
     for part in (
         "realrl ppo",
-        "note: 3 prompts were dropped [too long]",
+        "realrl: note: 3 prompts were dropped [too long]",
         "step 2/3",
         "reward/mean",
         "kl/mean",
@@ -124,6 +130,10 @@ def test_the_kind_follows_the_stream() -> None:
         (
             {"reward/failed": 0.25, "reward/rule/failed": 0.0, "reward/mean": 0.5},
             ["reward/mean", "reward/failed"],
+        ),
+        (
+            {"reward/letters/mean": 1.0, "reward/length/mean": 0.5, "reward/mean": 2.5, "kl/mean": 0.1},
+            ["reward/mean", "reward/letters/mean", "reward/length/mean", "kl/mean"],
         ),
         ({}, []),
     ],
