@@ -33,7 +33,7 @@ def test_other_settings(words: tuple[str, ...], tmp_path: Path) -> None:
 
 def test_checkpoints_are_read_in_other_layouts(start: Callable[..., LiveRun], tmp_path: Path) -> None:
     """A killed run with virtual stages goes on for a step without, for one with them again, and on one worker."""
-    steps = ("models.*.optimizer.schedule=constant",)
+    steps = ("models.*.optimizer.schedule=constant", "models.*.optimizer.warmup_fraction=0")
     killed = start(*VIRTUAL, *steps)
     killed.wait_for("saving")
     os.kill(killed.pid("worker 1"), signal.SIGKILL)
