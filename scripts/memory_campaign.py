@@ -110,9 +110,26 @@ def draw_case(seed: int, number: int, folder: Path, backends: Sequence[str]) -> 
         except UsageError as error:
             refusal = str(error)
             continue
+        plan, virtual = with_virtual_stages(random.Random(f"{seed}/{number}/virtual stages"), plan, overrides)
+        overrides += virtual
         words = " ".join(word for word in overrides if word not in fixed and str(folder) not in word)
         return Case(number, plan, f"{experiment.name} {model_type} n_seqs={sizes['n_seqs']} {words}")
     raise RuntimeError(f"case {number}: no plan of {_MOST_DRAWS} can run; the last one: {refusal}")
+
+
+def with_virtual_stages(rng: random.Random, plan: RunPlan, overrides: Sequence[str]) -> tuple[RunPlan, list[str]]:
+    """Give half of the train steps with pipelines two virtual stages, if these fit; return the plan and overrides."""
+    words = [
+        f"calls.{mfc.name}.virtual_stages=2"
+        for mfc in plan.mfcs
+        if mfc.is_train and plan.allocations[mfc.name].strategy.pp > 1 and rng.random() < 0.5
+    ]
+    try:
+        changed = plan_run(compose(plan.experiment, [*overrides, *words]), plan.experiment)
+        check_models_fit(changed)
+    except UsageError:
+        return plan, []
+    return changed, words
 
 
 def draw_model(rng: random.Random, model_type: str) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def with_virtual_stages(graph: nx.DiGraph, allocations: Mapping[str, Allocation]
             continue
         where = f"call '{mfc.name}' has virtual_stages={v}, but runs on {plan[mfc.name]}"
         if strategy.vpp > 1:
-            raise AllocationError(f"{where}", remedy="Say it in one place, or the same in both.", call=mfc.name)
+            raise AllocationError(where, remedy="Say it in one place, or the same in both.", call=mfc.name)
         if strategy.pp == 1:
             raise AllocationError(
                 f"{where}, which is no pipeline",

@@ -296,7 +296,16 @@ def test_config_lists_what_holds_for_each_call(capsys: pytest.CaptureFixture[str
     assert keys["calls.<call>.n_mbs"] == ["actor_train: 4", "a whole number >= 1 or null"]
     assert keys["calls.<call>.balanced_dp"] == ["null", "true or false or null"]
     names, *rows = [line.split() for line in table.splitlines() if line]
-    assert names == ["call", "n_mbs", "max_tokens_per_mb", "min_n_seqs", "balanced_dp", "protocol", "max_staleness"]
+    assert names == [
+        "call",
+        "n_mbs",
+        "max_tokens_per_mb",
+        "min_n_seqs",
+        "balanced_dp",
+        "protocol",
+        "max_staleness",
+        "virtual_stages",
+    ]
     assert rows == [
         ["actor_gen", "null", "null", "8", "false", "3D_PROTO", "1"],
         ["actor_inf", "null", "null", "8", "false", "3D_PROTO", "0"],

@@ -180,8 +180,11 @@ def test_html_tells_about_each_call():
 def test_html_tells_about_hooks_counts_and_remaps():
     mfcs = seventeen()
     mfcs[5] = replace(mfcs[5], input_key_remap={"input_ids": "ids"}, balanced_dp=True, max_tokens_per_mb=512)
+    train = next(i for i, mfc in enumerate(mfcs) if mfc.name == "actor_train")
+    mfcs[train] = replace(mfcs[train], virtual_stages=2)
     found = {entry["name"]: dict(entry["rows"]) for entry in details(page(build_graph(mfcs, ["prompt_ids"]))).values()}
     assert found["actor_train"]["after"] == ["→ teacher, eta 0.05"]
+    assert "virtual_stages = 2" in found["actor_train"]["batch"]
     assert found["harmless_inf"]["reads"] == ["input_ids (as ids) from actor_gen"]
     assert found["harmless_inf"]["batch"] == [
         "n_seqs = 128",
@@ -194,11 +197,18 @@ def test_html_tells_about_hooks_counts_and_remaps():
 
 def test_cards_say_what_is_special_about_a_batch():
     changes = {"ref_inf": {"n_mbs": 4, "balanced_dp": True}, "actor_train": {"max_tokens_per_mb": 512}}
+    changes |= {"critic_train": {"virtual_stages": 3}}
     changes |= {"critic_inf": {"n_mbs": 1}, "actor_gen": {"min_n_seqs": 8, "protocol": "DP_PROTO"}}
     shown = texts(
         svg_of(build_graph([replace(mfc, **changes.get(mfc.name, {})) for mfc in ppo()], DATASET_KEYS["ppo"]))
     )
-    for note in ("4 micro-batches · equal counts", "micro-batches of 512 tokens", "streams from 8", "DP_PROTO"):
+    for note in (
+        "4 micro-batches · equal counts",
+        "micro-batches of 512 tokens",
+        "streams from 8",
+        "DP_PROTO",
+        "3 virtual stages",
+    ):
         assert any(note in text for text in shown), note
     assert not any("1 micro-batch" in text for text in shown)
 

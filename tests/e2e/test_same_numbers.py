@@ -10,6 +10,7 @@ import pytest
 from tests.helpers.runs import assert_same_numbers, run_ppo
 
 TWO = "cluster.n_devices_per_node=2"
+VIRTUAL = (TWO, "allocation=pipeline", "calls.actor_train.virtual_stages=2", "allocation.calls.critic_inf=d2")
 STREAMED = ("calls.critic_inf.min_n_seqs=2", "calls.actor_gen.balanced_dp=true", "calls.ref_inf.protocol=ALL_TO_ALL")
 
 
@@ -25,6 +26,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory):
         ("launcher=inline", "n_mbs=3"),
         ("launcher=inline", "max_tokens_per_mb=40"),
         pytest.param((TWO,), marks=pytest.mark.slow),
+        VIRTUAL,
         ("launcher=inline", "calls.actor_train.n_mbs=2", "calls.ref_inf.max_tokens_per_mb=40"),
         pytest.param((TWO, *STREAMED), marks=pytest.mark.slow),  # by default, the passes below are over such a plan
     ],

@@ -11,11 +11,11 @@ import pytest
 from realrl.config.compose import compose
 from realrl.config.schema import CallConfig, RunConfig
 from realrl.config.serialize import dump_config, load_config
-from realrl.errors import AllocationError, ConfigError
+from realrl.errors import AllocationError, ConfigError, GraphError
 from realrl.experiment.call_settings import KEYS, configured_calls
 from realrl.experiment.declaration import Experiment
-from realrl.experiment.discovery import load_experiment
-from realrl.experiment.planning import plan_run
+from realrl.experiment.discovery import config_dir, load_experiment
+from realrl.experiment.planning import check_models_fit, plan_run
 from realrl.experiment.run_plan import RunPlan
 from realrl.graph.build import lead_waits
 from realrl.graph.mfc import MFCDef
@@ -25,7 +25,7 @@ FUNCTION = "algorithm.reward_function=realrl.data.tiny:toy_reward"
 
 def plan(name: str, *overrides: str) -> RunPlan:
     experiment = load_experiment(name)
-    return plan_run(compose(experiment, overrides), experiment)
+    return plan_run(compose(experiment, overrides, config_dir=config_dir()), experiment)
 
 
 def values(planned: RunPlan, key: str) -> dict[str, object]:
@@ -214,6 +214,10 @@ def test_an_evaluation_refuses_what_training_refuses(mode: str) -> None:
             [FUNCTION, "calls.rew_inf.n_mbs=2"],
             "calls.rew_inf.n_mbs=2: has no effect: role 'reward' has no weights, so that there is nothing to cut into ",
         ),
+        (
+            ["calls.actor_gen.virtual_stages=2"],
+            "calls.actor_gen.virtual_stages=2: has no effect: the call is no train_step; on the train_step's mesh",
+        ),
         ([FUNCTION, "calls.rew_inf.max_tokens_per_mb=2"], "calls.rew_inf.max_tokens_per_mb=2: has no effect: role 're"),
         (
             ["calls.ref_inf.protocol=ONE_TO_ALL", "calls.ref_inf.balanced_dp=true"],
@@ -263,6 +267,59 @@ def test_what_does_not_fit_the_mesh() -> None:
         plan("ppo", *two, "calls.ref_inf.protocol=DP_PROTO")
     with pytest.raises(AllocationError, match=r"call 'ref_inf' has min_n_seqs=1, fewer than its 2 data-parallel ranks"):
         plan("ppo", two[0], "calls.ref_inf.min_n_seqs=1")
+
+
+PIPELINE = ("cluster.n_devices_per_node=2", "allocation=pipeline")
+
+
+def test_virtual_stages_are_a_part_of_where_the_role_lives() -> None:
+    """A call of the role that differs in nothing else has them too; in another layout its parameters move."""
+    planned = plan("ppo", *PIPELINE, "calls.actor_train.virtual_stages=2", "allocation.calls.critic_inf=d2")
+    texts = {name: str(allocation.strategy) for name, allocation in planned.allocations.items()}
+    assert texts["actor_train"] == texts["actor_gen"] == "d1t1p2v2"
+    assert texts["ref_inf"] == texts["critic_train"] == "d1t1p2"
+    assert not planned.hooks["actor_gen"].before
+    assert (
+        plan("ppo", *PIPELINE, "calls.actor_train.virtual_stages=1").allocations == plan("ppo", *PIPELINE).allocations
+    )
+    other = plan("ppo", *PIPELINE, "allocation.calls.actor_train=p2v2", "allocation.calls.actor_gen=p2v3")
+    assert str(other.allocations["actor_gen"].strategy) == "d1t1p2v3"
+    assert len(other.hooks["actor_gen"].before) == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["cluster.n_devices_per_node=2"],
+            "call 'actor_train' has virtual_stages=2, but runs on d2t1p1@0:0-1, which is ",
+        ),
+        ([*PIPELINE, "allocation.calls.actor_train=p2v3"], "virtual_stages=2, but runs on d1t1p2v3@0:0-1"),
+    ],
+)
+def test_virtual_stages_that_the_strategy_cannot_have(overrides: list[str], message: str) -> None:
+    with pytest.raises(AllocationError) as caught:
+        plan("ppo", *overrides, "calls.actor_train.virtual_stages=2")
+    assert message in str(caught.value)
+
+
+def test_virtual_stages_of_a_model_with_too_few_layers() -> None:
+    planned = plan("ppo", *PIPELINE, "preset=tiny", "calls.actor_train.virtual_stages=3")
+    with pytest.raises(AllocationError, match="3 virtual stages do not fit a model of 4 layers on pp=2") as caught:
+        check_models_fit(planned)
+    assert caught.value.remedy == "The most that fit is 2."
+    with pytest.raises(ConfigError, match=r"models\.actor\.backend=deepspeed has no virtual stages"):
+        check_models_fit(plan("ppo", *PIPELINE, "calls.actor_train.virtual_stages=2", "models.actor.backend=deepspeed"))
+
+
+def test_virtual_stages_of_an_algorithm() -> None:
+    for name, v, message in (
+        ("sft", 0, "call 'actor_train' has virtual_stages=0"),
+        ("ppo", 2, "call 'actor_gen' is a generate and has virtual_stages=2"),
+    ):
+        experiment = declaring(name, virtual_stages=v)
+        with pytest.raises(GraphError, match=message):
+            plan_run(compose(experiment), experiment)
 
 
 def test_a_plan_of_calls_without_settings_is_the_declared_one() -> None:

@@ -18,6 +18,8 @@ CLUSTER = Cluster(2, 8)
         ("p2d4", ParallelStrategy(4, 1, 2)),
         ("t8s", ParallelStrategy(1, 8, 1, sp=True)),
         ("d16", ParallelStrategy(16)),
+        ("p2v3", ParallelStrategy(pp=2, vpp=3)),
+        ("d2t2p4v2s", ParallelStrategy(2, 2, 4, sp=True, vpp=2)),
     ],
 )
 def test_strategies(text, strategy):
@@ -45,7 +47,8 @@ def allocations(draw):
     tp = draw(st.sampled_from([d for d in range(1, mesh.n_devices + 1) if mesh.n_devices % d == 0]))
     rest = mesh.n_devices // tp
     pp = draw(st.sampled_from([d for d in range(1, rest + 1) if rest % d == 0]))
-    return Allocation(mesh, ParallelStrategy(rest // pp, tp, pp, sp=draw(st.booleans())))
+    vpp = draw(st.integers(1, 3)) if pp > 1 else 1
+    return Allocation(mesh, ParallelStrategy(rest // pp, tp, pp, sp=draw(st.booleans()), vpp=vpp))
 
 
 @given(allocations())
@@ -55,12 +58,12 @@ def test_round_trip(allocation):
     assert str(parse_allocation(text, allocation.mesh.cluster)) == text
 
 
-@given(st.permutations(["d2", "t3", "p4"]), st.booleans())
+@given(st.permutations(["d2", "t3", "p4", "v5"]), st.booleans())
 def test_any_order_of_letters(parts, sp):
-    assert parse_strategy("".join(parts) + "s" * sp) == ParallelStrategy(2, 3, 4, sp=sp)
+    assert parse_strategy("".join(parts) + "s" * sp) == ParallelStrategy(2, 3, 4, sp=sp, vpp=5)
 
 
-@given(st.text("dtps@:-0123456789 x", max_size=12))
+@given(st.text("dtpvs@:-0123456789 x", max_size=12))
 def test_any_text_is_read_or_refused(text):
     try:
         allocation = parse_allocation(text, CLUSTER)
@@ -82,6 +85,8 @@ def test_any_text_is_read_or_refused(text):
         ("d4 t2", r"at ' t2'"),
         ("D4", r"'D4' is not a parallel strategy"),
         ("d-1", r"not a parallel strategy"),
+        ("p2v0", r"gives 'v' the size 0"),
+        ("d2v2", r"strategy d2t1p1v2 has 2 virtual stages, but no pipeline: pp is 1"),
     ],
 )
 def test_strategy_refusals(text, message):

@@ -30,6 +30,7 @@ def test_the_stage_that_nobody_asks_for() -> None:
         replace(DEEPSPEED, zero_stage=3, offload=True, precision="fp16"),
         replace(DEEPSPEED, zero_stage=2, strategy=PIPELINE, precision="bf16"),
         replace(DEEPSPEED, zero_stage=2, has_adapters=True),
+        replace(ROLE, strategy=replace(PIPELINE, vpp=2), has_adapters=True),
     ],
 )
 def test_what_is_accepted(role: TrainedRole) -> None:
@@ -58,6 +59,14 @@ def test_what_is_accepted(role: TrainedRole) -> None:
         (replace(DEEPSPEED, zero_stage=0, offload=True), "deepspeed offloads with ZeRO only", "zero_stage=1"),
         (replace(DEEPSPEED, has_adapters=True, precision="bf16"), "adapters are float32", "precision=fp32"),
         (replace(DEEPSPEED, precision="fp16", strategy=PIPELINE), "scales the loss on one stage only", "megatron"),
+        *(
+            (
+                replace(ROLE, backend=backend, strategy=replace(PIPELINE, vpp=2)),
+                f"role 'actor' is trained on d1t1p2v2, but models.actor.backend={backend} has no virtual stages",
+                "backend=native",
+            )
+            for backend in ("megatron", "deepspeed")
+        ),
     ],
 )
 def test_what_is_refused(role: TrainedRole, message: str, remedy: str) -> None:

@@ -10,14 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realrl.plan.pipeline import (
+    InFlight,
     Schedule,
     Step,
     StepKind,
     backward_step,
     forward_step,
     generation,
+    in_flight,
     inference,
     interleaved,
+    most_received,
     one_f_one_b,
     place_messages,
 )
@@ -124,6 +127,47 @@ def test_messages_of_two_models_in_any_possible_order(n_stages: int, n_first: in
     schedule = place_messages(orders, costs.__getitem__)
     assert [[s for s in steps if not s.kind.is_message] for steps in schedule] == orders
     simulate(schedule, lambda _: random.random())
+
+
+# ---------------------------------------------------------------- what stages hold
+
+
+@given(STAGES, MICRO_BATCHES, CHUNKS)
+def test_what_a_stage_holds(n_stages: int, n_micro_batches: int, vpp: int) -> None:
+    """The states cover all that a walk along the list finds, and nothing more than one of them found."""
+    schedule = interleaved(n_stages, n_micro_batches, vpp)
+    for stage, steps in enumerate(schedule):
+        if n_stages == 1:  # its chunks feed each other without messages
+            continue
+        states = in_flight(n_stages, n_micro_batches, vpp, stage)
+        found = []
+        for i, step in enumerate(steps):
+            if step.kind is not StepKind.BACKWARD:
+                continue
+            before, held = steps[: i + 1], Counter[int]()
+            for other in before[:-1]:
+                place = other.chunk // n_stages
+                held[place] += (other.kind is StepKind.FORWARD) - (other.kind is StepKind.BACKWARD)
+            used = {other.computation for other in before if not other.kind.is_message}
+            waiting = sum(other.kind.is_receive and other.computation not in used for other in before)
+            found.append(InFlight(tuple(held[c] for c in range(vpp)), step.chunk // n_stages, waiting))
+        assert sum(max(states, key=lambda state: sum(state.held)).held) == max(sum(one.held) for one in found)
+        if vpp == 1:
+            assert states == (InFlight((min(n_stages - stage, n_micro_batches),), 0),)
+            continue
+        assert set(states) <= set(found)
+        assert all(any(state.covers(one) for state in states) for one in found)
+        timeline = simulate(schedule, eager=True)
+        assert max(sum(state.held) for state in states) <= timeline.peak_in_flight(stage)
+
+
+@given(st.integers(2, 8), MICRO_BATCHES, CHUNKS)
+def test_messages_that_wait(n_stages: int, n_micro_batches: int, vpp: int) -> None:
+    most = [most_received(n_stages, n_micro_batches, vpp, stage) for stage in range(n_stages)]
+    if vpp == 1:
+        assert most == [0] + [1] * (n_stages - 1)
+    else:
+        assert all(1 <= n <= n_stages * vpp for n in most)
 
 
 # ---------------------------------------------------------------- lists that are wrong

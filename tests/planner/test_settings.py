@@ -3,9 +3,10 @@
 import pytest
 
 from realrl.config.compose import compose
-from realrl.errors import AllocationError
+from realrl.errors import AllocationError, ConfigError
 from realrl.experiment.discovery import config_dir, load_experiment
 from realrl.experiment.planning import plan_run
+from realrl.planner.request import with_pinned_stages
 from realrl.planner.settings import PlanSettings
 
 PLACES = {
@@ -53,6 +54,23 @@ def test_applied_settings_are_those_that_a_plan_file_would_bring():
     plan = plan_run(applied, load_experiment("ppo"))
     assert {name: str(a) for name, a in plan.allocations.items()}["actor_gen"] == "d2t2p1@0:0-3"
     assert next(mfc.n_mbs for mfc in plan.mfcs if mfc.name == "actor_train") == 2
+
+
+def test_virtual_stages_belong_to_pinned_strategies():
+    """A plan chooses none by itself."""
+    key = "calls.actor_train.virtual_stages=2"
+    for pin, wanted in (("d1p2", "d1t1p2v2"), ("p2v2@0:0-1", "p2v2@0:0-1"), ("d2p2@0:0-3", "d2t1p2v2@0:0-3")):
+        config = with_pinned_stages(composed(key, "calls.actor_train.n_mbs=3", f"allocation.calls.actor_train={pin}"))
+        assert config.allocation.calls == {"actor_train": wanted}
+        assert config.calls["actor_train"].virtual_stages is None
+        assert config.calls["actor_train"].n_mbs == 3
+    assert with_pinned_stages(composed("calls.actor_train.virtual_stages=1")).allocation.calls == {}
+    for pins in ((), ("allocation.calls.actor_train=d2",), ("allocation.calls.actor_train=p2v3",)):
+        with pytest.raises(
+            ConfigError, match=r"calls\.actor_train\.virtual_stages=2: a plan chooses no virtual"
+        ) as caught:
+            with_pinned_stages(composed(key, *pins))
+        assert "allocation.calls.actor_train=d1p2v2" in caught.value.remedy
 
 
 def test_the_command_line_wins_over_a_plan():

@@ -275,7 +275,8 @@ def test_every_layout_and_cut(world_size: int, model: str) -> None:
 
 D2P2 = Case("tied", ParallelStrategy(2, 1, 2), MicroBatching(n_mbs=3))
 T2P2 = Case("tied", ParallelStrategy(1, 2, 2, sp=True), MicroBatching(n_mbs=3))
-BF16 = [replace(case, dtype=torch.bfloat16) for case in (D2P2, T2P2)]
+D2P2V2 = replace(D2P2, strategy=ParallelStrategy(2, 1, 2, vpp=2))
+BF16 = [replace(case, dtype=torch.bfloat16) for case in (D2P2, T2P2, D2P2V2)]
 
 
 def train(case: Case, engine: DecoderEngine, parallel: Parallel, n: int, loss: LossFn = masked_nll) -> TrainResult:

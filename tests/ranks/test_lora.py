@@ -43,6 +43,7 @@ TWO = [
     ("untied", TP2),
     ("value", replace(TP2, sp=True)),
     ("tied", ParallelStrategy(pp=2)),
+    ("untied", ParallelStrategy(pp=2, vpp=2)),
     ("value", ParallelStrategy(2)),
 ]
 FOUR = [
@@ -51,6 +52,7 @@ FOUR = [
     ("value", TP4),
     ("tied", ParallelStrategy(tp=2, pp=2, sp=True)),
     ("value", ParallelStrategy(tp=2, pp=2)),
+    ("value", ParallelStrategy(2, 1, 2, vpp=2)),
     ("untied", ParallelStrategy(2, 2)),
     ("untied", ParallelStrategy(2, 1, 2)),
 ]

@@ -221,9 +221,32 @@ def check_two_devices(cases: list[Case]) -> None:
             assert_close(case, rank, peak)
 
 
+DEEPER = replace(SMALLER, n_layers=6)
+VIRTUAL = [
+    Case(kind, DEEPER, ParallelStrategy(pp=2, vpp=vpp), n_seqs=n_seqs, n_mbs=n_mbs, checkpointing=checkpointing)
+    for vpp in (2, 3)
+    for kind, n_seqs, n_mbs, checkpointing in (
+        (TRAIN, 8, None, False),
+        (TRAIN, 8, 1, False),
+        (TRAIN, 8, 2, False),
+        (TRAIN, 16, 8, False),
+        (TRAIN, 8, 4, True),
+        (INFERENCE, 8, None, False),
+        (INFERENCE, 16, 8, False),
+        (GENERATE, 8, None, False),
+    )
+]
+
+
 def test_training_on_two_devices() -> None:
     sharded_optimizer = Case(TRAIN, SMALLER, STRATEGIES[0], n_seqs=8, zero_stage=1)
-    check_two_devices([sharded_optimizer, *(c for c in SPREAD if c.kind is TRAIN and c.strategy.dp == 1)])
+    more = [sharded_optimizer, VIRTUAL[0]]
+    check_two_devices([*more, *(c for c in SPREAD if c.kind is TRAIN and c.strategy.dp == 1)])
+
+
+@pytest.mark.slow
+def test_virtual_stages_on_two_devices() -> None:
+    check_two_devices(VIRTUAL)
 
 
 @pytest.mark.slow

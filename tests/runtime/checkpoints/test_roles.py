@@ -21,7 +21,7 @@ from realrl.sched.messages import SavedRole
 from realrl.shape import DecoderConfig, LoRA, MoEConfig
 from tests.helpers.live_memory import LiveMemory
 
-PLAIN = DecoderConfig(11, 8, 3, 4, 2, 2, 9)
+PLAIN = DecoderConfig(11, 8, 5, 4, 2, 2, 9)
 MODELS = {
     "grouped KV heads": PLAIN,
     "tied": replace(PLAIN, tied_embeddings=True),
@@ -29,6 +29,7 @@ MODELS = {
     "adapters": replace(PLAIN, lora=LoRA(2, 4.0, ("q", "o", "down"))),
 }
 STRATEGIES = [ParallelStrategy(*sizes) for sizes in ((1, 1, 1), (2, 4, 1), (1, 1, 3), (1, 2, 2))]
+STRATEGIES.append(ParallelStrategy(tp=2, pp=2, vpp=2))
 
 
 def trained(config: DecoderConfig) -> list[Any]:
@@ -58,7 +59,7 @@ def test_every_layout_reads_every_other(model: str, tmp_path: Path) -> None:
         (folder / "state").mkdir(parents=True)
         for at in coordinates(saved):
             save_state(folder / optimizer_file("actor", at), state_of(config, saved, at))
-        role = SavedRole(saved.dp, saved.tp, saved.pp, model_digest(parameter_specs(config)))
+        role = SavedRole(saved.dp, saved.tp, saved.pp, model_digest(parameter_specs(config)), vpp=saved.vpp)
         reader = _OptimizerReader(folder, "actor", role, config)
         for target in STRATEGIES:
             for at in coordinates(target):

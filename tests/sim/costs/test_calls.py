@@ -60,7 +60,7 @@ def seconds(scheduled, model=None, sizes=SIZES, **changes):
     return model_of(scheduled, model, **changes).call(scheduled, requests(scheduled, sizes=sizes), sizes)
 
 
-@pytest.mark.parametrize("text", ["d8", "d4t2", "d2t2p2", "d1t4p2s", "d2p4"])
+@pytest.mark.parametrize("text", ["d8", "d4t2", "d2t2p2", "d1t4p2s", "d2p4", "d4p2v2"])
 @pytest.mark.parametrize("kind", [GENERATE, INFERENCE, TRAIN])
 def test_ranks_of_a_group_take_equally_long(kind, text):
     scheduled = call(kind, text)
@@ -96,6 +96,18 @@ def test_answers_do_not_depend_on_earlier_questions():
 def test_training_takes_longer_than_inference_and_more_minibatches_longer_than_one():
     one, many = (max(seconds(call(TRAIN, n_minibatches=n), llama(n_layers=2)).values()) for n in (1, 2))
     assert max(seconds(call(INFERENCE), llama(n_layers=2)).values()) < one < many
+
+
+def test_virtual_stages_shorten_training_where_bubbles_are_larger_than_messages():
+    """And where passes are long enough for their constants not to matter."""
+    long = {i: SampleSizes((2000,), (2000,)) for i in IDS}
+    machines = replace(A100, device=replace(A100.device, pass_s=0.0))
+    train, generate = (
+        [max(seconds(call(kind, text), llama(), sizes=long, machines=machines).values()) for text in ("d1p8", "d1p8v4")]
+        for kind in (TRAIN, GENERATE)
+    )
+    assert train[1] < train[0]
+    assert generate[0] < generate[1]  # every token goes four times through all stages
 
 
 def test_checkpointing_and_offloaded_optimizers_take_longer():
