@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from realrl.config.policy_options import PPOOptions as PPOOptions
     from realrl.config.schema import RunConfig as RunConfig
     from realrl.config.schema import Section as Section
+    from realrl.config.schema import key as key
     from realrl.data.kinds import DatasetKind as DatasetKind
     from realrl.data.sample import SequenceSample as SequenceSample
     from realrl.experiment.declaration import Experiment as Experiment
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from realrl.graph.mfc import OffloadHook as OffloadHook
     from realrl.graph.mfc import ParamReallocHook as ParamReallocHook
     from realrl.plan.protocols import register_protocol as register_protocol
+    from realrl.python.result import RunResult as RunResult
+    from realrl.python.result import load as load
+    from realrl.python.run import run as run
     from realrl.runtime.master.master_worker import MasterWorker as MasterWorker
     from realrl.runtime.worker.model_worker import ModelWorker as ModelWorker
     from realrl.sched.messages import KeySchema as KeySchema
@@ -73,13 +77,17 @@ _HOMES = {
     "Role": "realrl.experiment.declaration",
     "Rollout": "realrl.algo.policy.rollout",
     "RunConfig": "realrl.config.schema",
+    "RunResult": "realrl.python.result",
     "Section": "realrl.config.schema",
     "SequenceSample": "realrl.data.sample",
     "build_graph": "realrl.graph.build",
+    "key": "realrl.config.schema",
+    "load": "realrl.python.result",
     "register_interface": "realrl.experiment.registry",
     "register_piece": "realrl.experiment.pieces",
     "register_protocol": "realrl.plan.protocols",
     "response_mask": "realrl.algo.packed",
+    "run": "realrl.python.run",
     "to_transitions": "realrl.algo.packed",
     "train_minibatches": "realrl.algo.training",
     "whiten": "realrl.algo.normalise",

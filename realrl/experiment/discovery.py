@@ -20,6 +20,7 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import experiment_reference, load_config
 from realrl.errors import ConfigError, did_you_mean
 from realrl.experiment.declaration import Experiment, check_declaration
+from realrl.experiment.given import EXPERIMENT_PREFIX, given_experiment
 from realrl.experiment.loading import execute_module, find_working_directory, import_failed, importing, staying
 
 ATTRIBUTE = "EXPERIMENT"
@@ -39,6 +40,8 @@ def load_experiment(reference: str) -> Experiment:
     Raises:
         ConfigError: there is no such experiment, its module cannot be imported, or declares none.
     """
+    if reference.startswith(EXPERIMENT_PREFIX):
+        return checked_experiment(given_experiment(reference), reference)
     with staying():
         if _is_file(reference):
             return _declared(_import_file(Path(reference)), reference)
@@ -52,6 +55,29 @@ def load_experiment(reference: str) -> Experiment:
 def stable_reference(reference: str) -> str:
     """Return the reference for use by another process: files by their absolute path."""
     return str(Path(reference).resolve()) if _is_file(reference) else reference
+
+
+def reference_of(experiment: Experiment) -> str | None:
+    """Return the name, file or module by which another process finds an experiment; None if it cannot."""
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__dict__", {}).get(ATTRIBUTE) is not experiment:
+            continue
+        package, _, last = name.rpartition(".")
+        if package == PACKAGE:
+            return last
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and os.path.isfile(file):
+            return os.path.abspath(file)
+    return None
+
+
+def forget_file(reference: str) -> None:
+    """Let the next load of an experiment's file read it anew: it may have been changed since."""
+    path = os.path.realpath(reference)
+    if _is_file(reference):
+        for name in [n for n, m in list(sys.modules.items()) if getattr(m, "__file__", None) == path]:
+            if name != "__main__":
+                del sys.modules[name]
 
 
 def experiment_names() -> list[str]:
@@ -154,7 +180,15 @@ def _declared(module: ModuleType, reference: str) -> Experiment:
             f"'{reference}' declares no experiment: it has no attribute {ATTRIBUTE}.{near}",
             remedy=f"End it with {ATTRIBUTE} = realrl.Experiment(name=..., roles=..., mfcs=...).",
         )
-    experiment = getattr(module, ATTRIBUTE)
+    return checked_experiment(getattr(module, ATTRIBUTE), reference)
+
+
+def checked_experiment(experiment: object, reference: str) -> Experiment:
+    """Return an experiment whose fields have the types that they must have.
+
+    Raises:
+        ConfigError: it is none, or a field is impossible.
+    """
     if not isinstance(experiment, Experiment):
         raise ConfigError(f"{ATTRIBUTE} in '{reference}' is of type {type(experiment).__name__}, not realrl.Experiment")
     check_declaration(experiment, reference)
