@@ -1,7 +1,7 @@
 """Settings as Python has them, nested or with dotted keys, as words of the command line.
 
-    {"models": {"actor": {"path": "x"}}, "lr": 1e-4, "save.every_steps": 5}
-    models.actor.path='x'   lr=0.0001   save.every_steps=5
+    {"models": {"actor": {"path": "x y"}}, "lr": 1e-4, "save.every_steps": 5}
+    models.actor.path='x y'   lr=0.0001   save.every_steps=5
 
 Invariant: `realrl.config.overrides.parse_overrides` reads from a word the value that it was made of.
 """
@@ -17,6 +17,7 @@ from realrl.config.keys import Key, key_of, sections
 from realrl.errors import UsageError
 
 _NAME = re.compile(r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_][\w-]*", re.ASCII)
+_BARE = re.compile(r"(?!(?i:null|true|false|nan|inf)$)[A-Za-z_./][\w./@:-]*[\w/]", re.ASCII)  # texts without quotes
 _ROLE = re.compile(r"models(\.[^.]+)?")  # sections also under names that an experiment lacks, and for every role
 _BEFORE_QUOTE = re.compile(r"(\\*)('|$)")
 
@@ -32,7 +33,7 @@ def words_of(settings: Mapping[str, object] | Sequence[str], keys: Mapping[str, 
     """
     if isinstance(settings, Mapping):
         known = sections(keys)
-        return [f"{path}={_value(value, path)}" for path, value in _leaves("", settings, known, keys)]
+        return [f"{path}={_shown(value, path)}" for path, value in _leaves("", settings, known, keys)]
     if isinstance(settings, str) or not all(isinstance(word, str) for word in settings):
         raise UsageError(
             "overrides are neither a mapping nor a list of words",
@@ -60,6 +61,11 @@ def _is_entry(path: str, keys: Mapping[str, Key]) -> bool:
     """Return True if a path is a named section of a mapping, as ``algorithm.rewards.NAME`` is."""
     key = key_of(path, keys)
     return key is not None and bool(key.fields) and key.path != path
+
+
+def _shown(value: object, path: str) -> str:
+    """Return a value as people would type it."""
+    return value if isinstance(value, str) and _BARE.fullmatch(value) else _value(value, path)
 
 
 def _value(value: object, path: str) -> str:

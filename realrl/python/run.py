@@ -114,8 +114,12 @@ def _reference(experiment: str | PathLike[str] | Experiment, *, is_here: bool) -
     Raises:
         ConfigError: it is an object that they cannot import.
     """
-    if not isinstance(experiment, Experiment):
+    if isinstance(experiment, str | PathLike):
         return os.fspath(experiment)
+    if not isinstance(experiment, Experiment):
+        raise UsageError(
+            f"a {type(experiment).__name__} is no experiment", remedy="Give a name, a file, or a realrl.Experiment."
+        )
     found = reference_of(experiment)
     if found is not None and not (is_here and found.endswith(".py")):
         return found
@@ -155,11 +159,12 @@ def _function_name(function: FunctionType, key: str, *, is_here: bool) -> str:
     if is_here:
         return give_function(name, function)
     is_at_top = function.__qualname__ == name and name.isidentifier()
-    if is_at_top and function.__module__ in sys.modules and function.__module__ != "__main__":
+    if is_at_top and "." in function.__module__ and function.__module__ in sys.modules:
         return f"{function.__module__}:{name}"
     if is_at_top and file.endswith(".py") and os.path.isfile(file):
         return f"{os.path.abspath(file)}:{name}"
-    raise _not_importable(f"{key}: function {name}", f"write {key}='my_file.py:{name}'")
+    wanted = name if name.isidentifier() else "NAME"
+    raise _not_importable(f"{key}: function {name}", f"write {key}='my_file.py:{wanted}'")
 
 
 def _not_importable(what: str, how: str) -> ConfigError:

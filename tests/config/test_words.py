@@ -18,7 +18,10 @@ from realrl.experiment.discovery import load_experiment
 KEYS = known_keys(load_experiment("grpo"))
 TEXTS = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=20).filter(lambda text: "${" not in text)
 SPECIAL = ("null", "true", "false", "nan", "inf")
-PLAIN = st.one_of(TEXTS, st.booleans(), st.none(), st.integers(), st.floats(allow_nan=False, allow_infinity=False))
+PATHS = st.from_regex(r"(?a:[A-Za-z_./0-9][A-Za-z0-9_./@:-]{0,8})", fullmatch=True)
+PLAIN = st.one_of(
+    TEXTS, PATHS, st.booleans(), st.none(), st.integers(), st.floats(allow_nan=False, allow_infinity=False)
+)
 NESTED = st.one_of(
     PLAIN,
     st.lists(PLAIN, max_size=3),
@@ -48,7 +51,7 @@ def test_nested_and_dotted_keys() -> None:
         "models.*.optimizer.lr=0.001",
         "lr=0.25",
         "generation.stop_ids=[1,2]",
-        "cluster='two_workers'",
+        "cluster=two_workers",
     ]
 
 

@@ -20,14 +20,12 @@ from realrl.algo.packed import Actions, n_actions, response_mask
 from realrl.algo.policy.gae import batch_metrics
 from realrl.algo.policy.policy_losses import ActionBatch, PolicyLoss, kl_estimate
 from realrl.algo.policy.pretraining import ANSWER_WEIGHTS, with_answers
-from realrl.algo.policy.rollout import Rollout
+from realrl.algo.policy.rollout import Rollout, call_piece
 from realrl.algo.policy.rollout_interface import RolloutInterface
 from realrl.algo.training import train_minibatches
 from realrl.config.policy_options import DEFAULT_IMPORTANCE_CAP, PolicyOptions
 from realrl.config.schema import GenerationConfig
-from realrl.data.checks import SampleError
 from realrl.data.sample import SequenceSample
-from realrl.errors import CallError
 from realrl.experiment.pieces import advantage_weights, chosen_pieces, find_piece, training_keys
 from realrl.sched.messages import KeySchema, Per
 
@@ -190,7 +188,7 @@ def policy_objective(options: PolicyOptions, temperature: float) -> tuple[tuple[
 
         actions = ActionBatch(mb, logprobs[mask].float(), rows("old_logprobs"), rows(ADVANTAGES), logprobs_of)
         weights = rows(WEIGHTS) if WEIGHTS in mb else None
-        result: PolicyLoss = piece.load()(actions, options)
+        result: PolicyLoss = call_piece(piece, options.policy_loss, actions, options)
         losses = result.losses * rows(IMPORTANCE) if IMPORTANCE in mb else result.losses
         total = _weighted_sum(losses, weights)
         logratio = actions.logratio.detach()
@@ -222,7 +220,7 @@ def mixed_advantages(rollout: Rollout) -> torch.Tensor:
     options: PolicyOptions = rollout.options
     total: torch.Tensor | None = None
     for name, weight in advantage_weights(options).items():
-        part = _advantage(name, rollout)
+        part = call_piece(find_piece("advantage", name), name, rollout)
         if part.shape != rollout.mask.shape:
             raise ValueError(
                 f"algorithm.advantage={name} returned shape {tuple(part.shape)}, not one number for each of the "
@@ -237,20 +235,6 @@ def mixed_advantages(rollout: Rollout) -> torch.Tensor:
 def answer_means(actions: Actions, values: torch.Tensor) -> torch.Tensor:
     """float32 [S]: mean of `values` [T - S] over the actions of each response; 0 without any."""
     return actions.sums(values[actions.transition].float()) / actions.counts.clamp(min=1)
-
-
-def _advantage(name: str, rollout: Rollout) -> torch.Tensor:
-    piece = find_piece("advantage", name)
-    try:
-        result: torch.Tensor = piece.load()(rollout)
-    except SampleError as error:
-        if piece.reads or piece.reads_if:
-            raise
-        raise CallError(
-            f"algorithm.advantage={name} declares no key that it reads, and so gets none: {error}",
-            remedy="Decorate the function: @realrl.register_piece('advantage', 'NAME', reads=('rewards',)).",
-        ) from error
-    return result
 
 
 def weighted_minibatches(
