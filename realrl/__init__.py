@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from realrl.algo.api import CallContext as CallContext
     from realrl.algo.api import ForwardOutput as ForwardOutput
+    from realrl.algo.api import GenerationResult as GenerationResult
     from realrl.algo.api import LossOutput as LossOutput
     from realrl.algo.api import Model as Model
     from realrl.algo.api import ModelInterface as ModelInterface
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from realrl.algo.normalise import whiten as whiten
     from realrl.algo.packed import response_mask as response_mask
     from realrl.algo.packed import to_transitions as to_transitions
+    from realrl.algo.policy.actor import PolicyActor as PolicyActor
     from realrl.algo.policy.policy_losses import ActionBatch as ActionBatch
     from realrl.algo.policy.policy_losses import PolicyLoss as PolicyLoss
     from realrl.algo.policy.rollout import Rollout as Rollout
@@ -57,6 +59,7 @@ _HOMES = {
     "DatasetKind": "realrl.data.kinds",
     "Experiment": "realrl.experiment.declaration",
     "ForwardOutput": "realrl.algo.api",
+    "GenerationResult": "realrl.algo.api",
     "InterfaceRef": "realrl.graph.mfc",
     "InterfaceType": "realrl.graph.mfc",
     "KeySchema": "realrl.sched.messages",
@@ -72,6 +75,7 @@ _HOMES = {
     "ParamReallocHook": "realrl.graph.mfc",
     "PPOOptions": "realrl.config.policy_options",
     "Per": "realrl.sched.messages",
+    "PolicyActor": "realrl.algo.policy.actor",
     "PolicyLoss": "realrl.algo.policy.policy_losses",
     "PolicyOptions": "realrl.config.policy_options",
     "Role": "realrl.experiment.declaration",

@@ -15,7 +15,7 @@ from realrl.cli import main
 from realrl.config.keys import key_of, known_keys, sections
 from realrl.config.overrides import SHORT_KEYS
 from realrl.experiment.discovery import list_experiments
-from tests.docs.markdown import DOCUMENTS, ROOT, blocks, commands, inline_code, links, name_of
+from tests.docs.markdown import DOCUMENTS, ROOT, blocks, commands, files, inline_code, links, name_of
 from tests.docs.tables import document_with, field_table, key_tables
 from tests.helpers.assets import make_model_folder
 
@@ -108,6 +108,8 @@ def newcomer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     (tmp_path / "my_rewards.py").write_text("def score(prompt, response):\n    return 0.0\n")
     [example] = blocks(ROOT / "README.md", "python")
     (tmp_path / "my_algorithm.py").write_text(example)
+    for name, text in [*files(ROOT / "docs/write-your-own.md").items(), *files(ROOT / "docs/python.md").items()]:
+        (tmp_path / name).write_text(text)
     (tmp_path / "docs").mkdir()
     for run in ("runs/mine", "runs/other", "runs/sweep/0"):
         (tmp_path / run).mkdir(parents=True)

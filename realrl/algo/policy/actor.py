@@ -73,14 +73,15 @@ class PolicyActor(RolloutInterface):
         masks: list[list[torch.Tensor]] = []
         old: list[list[torch.Tensor]] = []
         behavior: list[list[torch.Tensor]] = []
+        given = result.given or [torch.zeros(len(r), dtype=torch.bool) for r in result.responses]
         for i, prompt in enumerate(prompts.samples("prompt_ids")):
-            mine = slice(i * n, (i + 1) * n)
-            responses = [r.to(prompt) for r in result.responses[mine]]
-            tokens.append([torch.cat([prompt, r]) for r in responses])
-            masks.append([_is_prompt(prompt, r) for r in responses])
-            before = torch.zeros(prompt.shape[0] - 1, dtype=torch.float32, device=prompt.device)
-            old.append([torch.cat([before, lp.to(before)]) for lp in result.policy_logprobs[mine]])
-            behavior.append([torch.cat([before, lp.to(before)]) for lp in result.logprobs[mine]])
+            mine = range(i * n, (i + 1) * n)
+            tokens.append([torch.cat([prompt, result.responses[j].to(prompt)]) for j in mine])
+            masks.append(
+                [torch.cat([torch.ones_like(prompt, dtype=torch.bool), given[j].to(prompt.device)]) for j in mine]
+            )
+            old.append([_per_transition(prompt, result.policy_logprobs[j], given[j]) for j in mine])
+            behavior.append([_per_transition(prompt, result.logprobs[j], given[j]) for j in mine])
         device = prompts["prompt_ids"].device
         flags = torch.tensor(result.truncated, dtype=torch.bool, device=device)
         return SequenceSample.from_lists(
@@ -310,5 +311,7 @@ def _weighted_sum(values: torch.Tensor, weights: torch.Tensor | None) -> torch.T
     return values.sum() if weights is None else (values * weights).sum()
 
 
-def _is_prompt(prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.ones_like(prompt, dtype=torch.bool), torch.zeros_like(response, dtype=torch.bool)])
+def _per_transition(prompt: torch.Tensor, logprobs: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """float32 [T - 1]: log-probabilities of generated tokens, and 0 for all others."""
+    before = torch.zeros(prompt.shape[0] - 1, dtype=torch.float32, device=prompt.device)
+    return torch.cat([before, logprobs.to(before).masked_fill(given.to(prompt.device), 0.0)])
