@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from realrl.cli import main
-from realrl.experiment.discovery import load_experiment
 from tests.docs.markdown import ROOT, commands, files
 from tests.helpers.runs import read_metrics
 
