@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from realrl.version import VERSION
+
 if TYPE_CHECKING:
     from realrl.algo.api import CallContext as CallContext
     from realrl.algo.api import ForwardOutput as ForwardOutput
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from realrl.sched.messages import KeySchema as KeySchema
     from realrl.sched.messages import Per as Per
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "ActionBatch": "realrl.algo.policy.policy_losses",

@@ -14,9 +14,9 @@ from os import _exit  # which stays itself while code of users runs
 from types import FrameType
 from typing import NoReturn
 
-from realrl import __version__
 from realrl.config.secrets import masked_argument
 from realrl.errors import MAX_TEXT_CHARS, Error, UsageError, did_you_mean, is_text, one_screen
+from realrl.version import VERSION
 
 INTERRUPTED = 130
 COMMANDS = {
@@ -136,7 +136,7 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name in ("version", "--version"):
-        print(f"realrl {__version__}")
+        print(f"realrl {VERSION}")
         return 0
     if name in COMMANDS:
         _require_working_directory()

@@ -39,7 +39,7 @@ def start(
     """
     from realrl.config.paths import check_paths
     from realrl.data.assets.store import cache_dir
-    from realrl.experiment.given import EXPERIMENT_PREFIX
+    from realrl.experiment.discovery import GIVEN
 
     overrides = options.arguments[1:]
     if options.hardware is not None and not options.dry_run:
@@ -60,7 +60,7 @@ def start(
     from realrl.runtime.processes.start import Watch, start_run
 
     check = partial(_checked, holds_lock=bool(config.run_dir))
-    can_be_typed = not options.arguments[0].startswith(EXPERIMENT_PREFIX)
+    can_be_typed = not options.arguments[0].startswith(GIVEN)
     watch = Watch(("realrl", "run", *options.arguments) if can_be_typed else (), opened)
     return start_run(experiment, config, check=check, decide=decide_overlap, files=files, watch=watch)
 

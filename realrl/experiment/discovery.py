@@ -20,13 +20,14 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import experiment_reference, load_config
 from realrl.errors import ConfigError, did_you_mean
 from realrl.experiment.declaration import Experiment, check_declaration
-from realrl.experiment.given import EXPERIMENT_PREFIX, given_experiment
 from realrl.experiment.loading import execute_module, find_working_directory, import_failed, importing, staying
 
 ATTRIBUTE = "EXPERIMENT"
+GIVEN = "given:"  # start of a reference to an object that only this process has
 PACKAGE = "realrl_experiments"
 CONFIG_PACKAGE = "realrl_configs"
 ROOT = Path(__file__).resolve().parent.parent.parent
+_given: dict[str, Experiment] = {}
 
 
 def load_experiment(reference: str) -> Experiment:
@@ -40,8 +41,8 @@ def load_experiment(reference: str) -> Experiment:
     Raises:
         ConfigError: there is no such experiment, its module cannot be imported, or declares none.
     """
-    if reference.startswith(EXPERIMENT_PREFIX):
-        return checked_experiment(given_experiment(reference), reference)
+    if reference.startswith(GIVEN):
+        return _given_experiment(reference.removeprefix(GIVEN))
     with staying():
         if _is_file(reference):
             return _declared(_import_file(Path(reference)), reference)
@@ -50,6 +51,26 @@ def load_experiment(reference: str) -> Experiment:
         if "." in reference and all(part.isidentifier() for part in reference.split(".")):
             return _declared(_import_module(reference, reference), reference)
     raise _unknown("experiment", reference)
+
+
+def give_experiment(experiment: Experiment) -> str:
+    """Keep an object, in the place of one of the same name, and return a reference that holds in this process alone.
+
+    Raises:
+        ConfigError: a field is impossible.
+    """
+    checked_experiment(experiment, experiment.name)
+    _given[experiment.name] = experiment
+    return GIVEN + experiment.name
+
+
+def _given_experiment(name: str) -> Experiment:
+    if name not in _given:
+        raise ConfigError(
+            f"experiment '{name}' was an object of a Python session that is over",
+            remedy="Save it as a file, such as ./my_algorithm.py, and name that.",
+        )
+    return _given[name]
 
 
 def stable_reference(reference: str) -> str:

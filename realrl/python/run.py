@@ -27,11 +27,11 @@ import msgspec
 import realrl.errors
 from realrl.errors import ConfigError, Error, RunError, UsageError
 from realrl.experiment.declaration import Experiment
-from realrl.experiment.discovery import checked_experiment, forget_file, reference_of
-from realrl.experiment.given import give_experiment, give_function
+from realrl.experiment.discovery import forget_file, give_experiment, reference_of
 from realrl.experiment.loading import failed_in
 from realrl.files import read_input
 from realrl.python.child import CALLED, Ended
+from realrl.python.given import give_function
 from realrl.python.result import RunResult
 from realrl.python.watcher import Watcher
 from realrl.runtime.output.logs import log_path
@@ -124,7 +124,7 @@ def _reference(experiment: str | PathLike[str] | Experiment, *, is_here: bool) -
     if found is not None and not (is_here and found.endswith(".py")):
         return found
     if is_here:
-        return give_experiment(experiment.name, checked_experiment(experiment, experiment.name))
+        return give_experiment(experiment)
     raise _not_importable(f"experiment '{experiment.name}'", "end it with EXPERIMENT = Experiment(...), and name that")
 
 

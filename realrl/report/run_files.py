@@ -19,7 +19,7 @@ import msgspec
 
 from realrl.config.secrets import masked
 from realrl.errors import ConfigError, UsageError, is_text
-from realrl.experiment.given import EXPERIMENT_PREFIX
+from realrl.experiment.discovery import GIVEN
 from realrl.files import open_input, read_input
 
 CONFIG, METRICS, GENERATIONS, TRACE = "config.json", "metrics.jsonl", "generations.jsonl", "trace.json"
@@ -59,7 +59,7 @@ class RunFolder:
     def experiment(self) -> str:
         """The experiment's name; that of its file for one of the user's own."""
         reference = str(self.settings.get("experiment", ""))
-        return Path(reference).stem if reference.endswith(".py") else reference.removeprefix(EXPERIMENT_PREFIX)
+        return Path(reference).stem if reference.endswith(".py") else reference.removeprefix(GIVEN)
 
     @property
     def last_step(self) -> int:

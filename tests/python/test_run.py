@@ -14,6 +14,8 @@ import pytest
 
 import realrl
 from realrl.errors import ConfigError, RunError, UsageError
+from realrl.experiment.discovery import load_experiment, reference_of
+from realrl.experiment.loading import load_object
 from tests.helpers.runs import read_metrics
 
 SFT: dict[str, Any] = {"preset": "tiny", "steps": 2, "n_seqs": 4}
@@ -59,8 +61,6 @@ def test_objects_run_inside_this_process(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_an_experiment_of_a_file_is_found_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from realrl.experiment.discovery import load_experiment, reference_of
-
     assert reference_of(load_experiment("grpo")) == "grpo"
     assert reference_of(cell()) is None
     monkeypatch.setattr(sys.modules[__name__], "EXPERIMENT", cell(), raising=False)
@@ -126,6 +126,13 @@ def test_a_run_that_fails(more: dict[str, Any], tmp_path: Path) -> None:
     result = realrl.run(file, {**settings, "resume": "auto"}, quiet=True, check=False)
     assert result.exit_code == 1
     assert "my own mistake" in result.state
+
+
+def test_objects_of_a_session_that_is_over() -> None:
+    with pytest.raises(ConfigError, match=r"experiment 'gone' was an object of a Python session that is over"):
+        load_experiment("given:gone")
+    with pytest.raises(ConfigError, match=r"'realrl.python.given' has no 'gone'"):
+        load_object("realrl.python.given:gone")
 
 
 def test_inline_needs_the_main_thread() -> None:
