@@ -20,7 +20,14 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import experiment_reference, load_config
 from realrl.errors import ConfigError, did_you_mean
 from realrl.experiment.declaration import Experiment, check_declaration
-from realrl.experiment.loading import execute_module, find_working_directory, import_failed, importing, staying
+from realrl.experiment.loading import (
+    OF_A_FILE,
+    execute_module,
+    find_working_directory,
+    import_failed,
+    importing,
+    staying,
+)
 
 ATTRIBUTE = "EXPERIMENT"
 GIVEN = "given:"  # start of a reference to an object that only this process has
@@ -92,13 +99,13 @@ def reference_of(experiment: Experiment) -> str | None:
     return None
 
 
-def forget_file(reference: str) -> None:
-    """Let the next load of an experiment's file read it anew: it may have been changed since."""
+def forget_files(reference: str) -> None:
+    """Let the next load of an experiment's file, and of files that a configuration names, read them anew."""
     path = os.path.realpath(reference)
-    if _is_file(reference):
-        for name in [n for n, m in list(sys.modules.items()) if getattr(m, "__file__", None) == path]:
-            if name != "__main__":
-                del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        is_experiment = _is_file(reference) and getattr(module, "__file__", None) == path and name != "__main__"
+        if is_experiment or name.startswith(OF_A_FILE):
+            del sys.modules[name]
 
 
 def experiment_names() -> list[str]:

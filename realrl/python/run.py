@@ -27,7 +27,7 @@ import msgspec
 import realrl.errors
 from realrl.errors import ConfigError, Error, RunError, UsageError
 from realrl.experiment.declaration import Experiment
-from realrl.experiment.discovery import forget_file, give_experiment, reference_of
+from realrl.experiment.discovery import forget_files, give_experiment, reference_of
 from realrl.experiment.loading import failed_in
 from realrl.files import read_input
 from realrl.python.child import CALLED, Ended
@@ -208,7 +208,7 @@ class _Here:
                 "launcher=inline handles signals, and this thread is not the main one",
                 remedy="Leave launcher=inline out, or call realrl.run from the main thread.",
             )
-        forget_file(reference)
+        forget_files(reference)
         folders: list[str] = []
         cls.is_running = True
         try:

@@ -72,6 +72,12 @@ def test_a_file_that_was_changed_is_read_anew(tmp_path: Path) -> None:
     file.write_text("from realrl_experiments.sft import EXPERIMENT\n")
     words = ["preset=tiny", "steps=1", "n_seqs=4", "launcher=inline", f"run_dir={tmp_path}/run"]
     assert realrl.run(file, words, quiet=True).state == "complete, 1 steps"
+    rewards = tmp_path / "rewards.py"
+    for n in (1, 2):
+        rewards.write_text(f"def score(prompt_ids, response_ids): return {n}.0\n")
+        settings = {**GRPO, **INLINE, "steps": 1, "run_dir": tmp_path / f"run{n}"}
+        settings["algorithm.reward_function"] = f"{rewards}:score"
+        assert realrl.run("grpo", settings, quiet=True).metrics[0]["reward/mean"] == n
     file.write_text("EXPERIMENT = None\n")
     with pytest.raises(ConfigError, match="is of type NoneType"):
         realrl.run(file, words)
