@@ -8,9 +8,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from realrl.version import VERSION
+
 if TYPE_CHECKING:
     from realrl.algo.api import CallContext as CallContext
     from realrl.algo.api import ForwardOutput as ForwardOutput
+    from realrl.algo.api import GenerationResult as GenerationResult
     from realrl.algo.api import LossOutput as LossOutput
     from realrl.algo.api import Model as Model
     from realrl.algo.api import ModelInterface as ModelInterface
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from realrl.algo.normalise import whiten as whiten
     from realrl.algo.packed import response_mask as response_mask
     from realrl.algo.packed import to_transitions as to_transitions
+    from realrl.algo.policy.actor import PolicyActor as PolicyActor
     from realrl.algo.policy.policy_losses import ActionBatch as ActionBatch
     from realrl.algo.policy.policy_losses import PolicyLoss as PolicyLoss
     from realrl.algo.policy.rollout import Rollout as Rollout
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from realrl.config.policy_options import PPOOptions as PPOOptions
     from realrl.config.schema import RunConfig as RunConfig
     from realrl.config.schema import Section as Section
+    from realrl.config.schema import key as key
     from realrl.data.kinds import DatasetKind as DatasetKind
     from realrl.data.sample import SequenceSample as SequenceSample
     from realrl.experiment.declaration import Experiment as Experiment
@@ -40,12 +45,15 @@ if TYPE_CHECKING:
     from realrl.graph.mfc import OffloadHook as OffloadHook
     from realrl.graph.mfc import ParamReallocHook as ParamReallocHook
     from realrl.plan.protocols import register_protocol as register_protocol
+    from realrl.python.result import RunResult as RunResult
+    from realrl.python.result import load as load
+    from realrl.python.run import run as run
     from realrl.runtime.master.master_worker import MasterWorker as MasterWorker
     from realrl.runtime.worker.model_worker import ModelWorker as ModelWorker
     from realrl.sched.messages import KeySchema as KeySchema
     from realrl.sched.messages import Per as Per
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _HOMES = {
     "ActionBatch": "realrl.algo.policy.policy_losses",
@@ -53,6 +61,7 @@ _HOMES = {
     "DatasetKind": "realrl.data.kinds",
     "Experiment": "realrl.experiment.declaration",
     "ForwardOutput": "realrl.algo.api",
+    "GenerationResult": "realrl.algo.api",
     "InterfaceRef": "realrl.graph.mfc",
     "InterfaceType": "realrl.graph.mfc",
     "KeySchema": "realrl.sched.messages",
@@ -68,18 +77,23 @@ _HOMES = {
     "ParamReallocHook": "realrl.graph.mfc",
     "PPOOptions": "realrl.config.policy_options",
     "Per": "realrl.sched.messages",
+    "PolicyActor": "realrl.algo.policy.actor",
     "PolicyLoss": "realrl.algo.policy.policy_losses",
     "PolicyOptions": "realrl.config.policy_options",
     "Role": "realrl.experiment.declaration",
     "Rollout": "realrl.algo.policy.rollout",
     "RunConfig": "realrl.config.schema",
+    "RunResult": "realrl.python.result",
     "Section": "realrl.config.schema",
     "SequenceSample": "realrl.data.sample",
     "build_graph": "realrl.graph.build",
+    "key": "realrl.config.schema",
+    "load": "realrl.python.result",
     "register_interface": "realrl.experiment.registry",
     "register_piece": "realrl.experiment.pieces",
     "register_protocol": "realrl.plan.protocols",
     "response_mask": "realrl.algo.packed",
+    "run": "realrl.python.run",
     "to_transitions": "realrl.algo.packed",
     "train_minibatches": "realrl.algo.training",
     "whiten": "realrl.algo.normalise",

@@ -151,12 +151,16 @@ class GenerationResult:
         logprobs: float32, of the distribution that was sampled from (temperature, top-k, top-p, minimum length).
         policy_logprobs: float32, of softmax(logits / temperature) alone, as training recomputes them.
         truncated: True where a response ended without a stop token.
+        given: bool per token of each response, True for tokens that were not generated but put in, such as the answer
+            of a tool: they are part of the prompt to what follows, nothing is learned of them, and their
+            log-probabilities are ignored. None if all tokens were generated.
     """
 
     responses: list[torch.Tensor]
     logprobs: list[torch.Tensor]
     policy_logprobs: list[torch.Tensor]
     truncated: list[bool]
+    given: list[torch.Tensor] | None = None
 
 
 @dataclass

@@ -154,7 +154,16 @@ def _check_lengths(
                 f"returned {key!r} with {list(lengths)} rows for sample {sample_id!r}, whose sequences have "
                 f"{list(token_lengths)} tokens: a key per {schema.per.value} needs {list(wanted)}",
                 sample_id,
+                _other_sequences(mfc, key) if len(lengths) != len(wanted) else None,
             )
+
+
+def _other_sequences(mfc: MFCDef, key: str) -> str:
+    """Return how a call gives other sequences than it got."""
+    renames = {old: new for old, new in mfc.output_key_remap.items() if old == "input_ids"} or {"input_ids": key}
+    return (
+        f"Other sequences than it got are returned as 'input_ids', renamed by output_key_remap={renames} in its MFCDef."
+    )
 
 
 def _expected(schema: KeySchema, token_lengths: Sequence[int]) -> tuple[int, ...]:
@@ -187,10 +196,12 @@ def _check_finite(ctx: CallContext, mfc: MFCDef, output: SequenceSample, key: st
     _fail(ctx, mfc, f"returned {key!r} = {value} in row {inside} of sample {sample_id!r}{others}", sample_id)
 
 
-def _fail(ctx: CallContext, mfc: MFCDef, what: str, sample_id: str | None = None) -> NoReturn:
+def _fail(
+    ctx: CallContext, mfc: MFCDef, what: str, sample_id: str | None = None, remedy: str | None = None
+) -> NoReturn:
     error = CallError(
         f"{_where(ctx, mfc)} {what}",
-        remedy=f"Look at its {mfc.interface_type.value} method and at the sample's inputs.",
+        remedy=remedy or f"Look at its {mfc.interface_type.value} method and at the sample's inputs.",
         call=mfc.name,
         step=ctx.step,
     )

@@ -14,9 +14,9 @@ from os import _exit  # which stays itself while code of users runs
 from types import FrameType
 from typing import NoReturn
 
-from realrl import __version__
 from realrl.config.secrets import masked_argument
 from realrl.errors import MAX_TEXT_CHARS, Error, UsageError, did_you_mean, is_text, one_screen
+from realrl.version import VERSION
 
 INTERRUPTED = 130
 COMMANDS = {
@@ -74,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 if the run failed, 2 if the input is wrong, 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    _open_closed_streams()
+    open_closed_streams()
     try:
-        with _leaving_on_ctrl_c():
+        with leaving_on_ctrl_c():
             return _dispatch(arguments)
     except KeyboardInterrupt:
         print("realrl: interrupted", file=sys.stderr)
@@ -111,7 +111,12 @@ def _unexpected(error: BaseException) -> int:
     return 1
 
 
-def _check_arguments(arguments: list[str]) -> None:
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Refuse arguments that are no text, or too long.
+
+    Raises:
+        UsageError: tells which.
+    """
     for number, argument in enumerate(arguments, start=1):
         if len(argument) > MAX_TEXT_CHARS:
             raise UsageError(
@@ -125,13 +130,13 @@ def _check_arguments(arguments: list[str]) -> None:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    _check_arguments(arguments)
+    check_arguments(arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
     name, *rest = arguments
     if name in ("version", "--version"):
-        print(f"realrl {__version__}")
+        print(f"realrl {VERSION}")
         return 0
     if name in COMMANDS:
         _require_working_directory()
@@ -144,7 +149,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _leaving_on_ctrl_c() -> Iterator[None]:
+def leaving_on_ctrl_c() -> Iterator[None]:
     """Leave at once on Ctrl-C: an exception in the middle of an import would come out of it as something else.
 
     Nothing is running yet; code that starts processes (`realrl.runtime.processes.supervise`) takes the signal over.
@@ -167,7 +172,7 @@ def _leave(signum: int, frame: FrameType | None) -> NoReturn:
     _exit(INTERRUPTED)
 
 
-def _open_closed_streams() -> None:
+def open_closed_streams() -> None:
     """Open streams that were closed at the start (``>&-``) on /dev/null, so that nothing is read or shown.
 
     Left closed, their numbers would go to the next files that are opened, and prints would end up in those. What

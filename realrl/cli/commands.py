@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from realrl.cli import check_arguments
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
@@ -121,6 +122,28 @@ def run(arguments: Sequence[str]) -> int:
     if options.sweep or options.jobs is not None:
         return _sweep(parser, options)
     return start(*_load(parser, options), options)
+
+
+def run_settings(reference: str, settings: Mapping[str, object] | Sequence[str], opened: Callable[[Path], None]) -> int:
+    """Do what ``realrl run`` does, with settings of Python; returns its exit code.
+
+    Args:
+        reference: name of an experiment.
+        settings: see `realrl.config.words`.
+        opened: gets the run folder.
+
+    Raises:
+        UsageError: the run is refused; nothing was started.
+    """
+    from realrl.config.keys import known_keys
+    from realrl.config.words import words_of
+    from realrl.experiment.discovery import load_experiment
+
+    experiment = load_experiment(reference)
+    arguments = [reference, *words_of(settings, known_keys(experiment))]
+    check_arguments(arguments)
+    options = argparse.Namespace(arguments=arguments, dry_run=False, hardware=None)
+    return start(experiment, _compose(experiment, arguments), options, opened)
 
 
 def _sweep(parser: _Parser, options: argparse.Namespace) -> int:

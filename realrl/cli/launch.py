@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from realrl.cli.machines import settle
@@ -25,14 +26,20 @@ if TYPE_CHECKING:
 _NAMING = ("preset", "plan", "model", "models", "dataset", "eval")  # sections of overrides that name models or data
 
 
-def start(experiment: Experiment, config: RunConfig, options: argparse.Namespace) -> int:
-    """Check the run, then start it, or show its plan.
+def start(
+    experiment: Experiment,
+    config: RunConfig,
+    options: argparse.Namespace,
+    opened: Callable[[Path], None] = lambda _: None,
+) -> int:
+    """Check the run, then start it, or show its plan; `opened` gets the run folder.
 
     Raises:
         UsageError: the run is refused; nothing was started.
     """
     from realrl.config.paths import check_paths
     from realrl.data.assets.store import cache_dir
+    from realrl.experiment.discovery import GIVEN
 
     overrides = options.arguments[1:]
     if options.hardware is not None and not options.dry_run:
@@ -50,11 +57,12 @@ def start(experiment: Experiment, config: RunConfig, options: argparse.Namespace
         resume = _checked(plan, is_elsewhere=options.hardware is not None)
         print_plan(plan, resume, notes=notes, overlap=foresee_overlap(plan))
         return 0
-    from realrl.runtime.processes.start import start_run
+    from realrl.runtime.processes.start import Watch, start_run
 
     check = partial(_checked, holds_lock=bool(config.run_dir))
-    command = ("realrl", "run", *options.arguments)
-    return start_run(experiment, config, check=check, decide=decide_overlap, files=files, command=command)
+    can_be_typed = not options.arguments[0].startswith(GIVEN)
+    watch = Watch(("realrl", "run", *options.arguments) if can_be_typed else (), opened)
+    return start_run(experiment, config, check=check, decide=decide_overlap, files=files, watch=watch)
 
 
 def plan_of(experiment: Experiment, config: RunConfig, overrides: Sequence[str]) -> RunPlan:

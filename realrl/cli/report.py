@@ -7,10 +7,14 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from realrl.cli.commands import _parse, _Parser, _parser
 from realrl.errors import ConfigError, UsageError
 from realrl.files import write_output
+
+if TYPE_CHECKING:
+    from realrl.report.run_files import RunFolder
 
 REPORT_EXAMPLES = """\
 examples:
@@ -27,36 +31,47 @@ examples:
 
 For a machine elsewhere: ssh -L 8000:127.0.0.1:8000 HOST, and open the address that is printed there.
 """
-_PAGE = "report.html"
+PAGE = "report.html"
 
 
 def report(arguments: Sequence[str]) -> int:
     """``realrl report``: write the page."""
     parser = _runs_parser("report", "Write a page about runs: curves, samples, times, settings.", REPORT_EXAMPLES)
-    parser.add_argument("--out", metavar="FILE", help=f"the page; default: {_PAGE}, in the run folder of a single run")
+    parser.add_argument("--out", metavar="FILE", help=f"the page; default: {PAGE}, in the run folder of a single run")
     options = _options(parser, arguments)
     if options.help:
         parser.print_help()
         return 0
-    from realrl.report.page import render_report
     from realrl.report.run_files import find_runs, read_run
 
     folders = find_runs(options.arguments)
-    out = Path(options.out) if options.out is not None else Path(_PAGE)
+    out = Path(options.out) if options.out is not None else Path(PAGE)
     if options.out is None and len(folders) == 1:
-        out = folders[0] / _PAGE
+        out = folders[0] / PAGE
     runs = [read_run(folder) for folder in folders]
+    n_bytes = write_page(runs, out)
+    for run in runs:
+        for note in run.notes:
+            print(f"{run.path}: {note}")
+    print(f"wrote {out} ({n_bytes / 1e3:,.0f} kB); open it in a browser")
+    return 0
+
+
+def write_page(runs: Sequence[RunFolder], out: Path) -> int:
+    """Write the page about runs, and return its size in bytes.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    from realrl.report.page import render_report
+
     content = render_report(runs).encode()
     try:
         write_output(out, content)
     except OSError as error:
         remedy = "Choose another file with --out."
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}", remedy=remedy) from error
-    for run in runs:
-        for note in run.notes:
-            print(f"{run.path}: {note}")
-    print(f"wrote {out} ({len(content) / 1e3:,.0f} kB); open it in a browser")
-    return 0
+    return len(content)
 
 
 def watch(arguments: Sequence[str]) -> int:

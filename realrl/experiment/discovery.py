@@ -20,12 +20,21 @@ from realrl.config.schema import RunConfig
 from realrl.config.serialize import experiment_reference, load_config
 from realrl.errors import ConfigError, did_you_mean
 from realrl.experiment.declaration import Experiment, check_declaration
-from realrl.experiment.loading import execute_module, find_working_directory, import_failed, importing, staying
+from realrl.experiment.loading import (
+    OF_A_FILE,
+    execute_module,
+    find_working_directory,
+    import_failed,
+    importing,
+    staying,
+)
 
 ATTRIBUTE = "EXPERIMENT"
+GIVEN = "given:"  # start of a reference to an object that only this process has
 PACKAGE = "realrl_experiments"
 CONFIG_PACKAGE = "realrl_configs"
 ROOT = Path(__file__).resolve().parent.parent.parent
+_given: dict[str, Experiment] = {}
 
 
 def load_experiment(reference: str) -> Experiment:
@@ -39,6 +48,8 @@ def load_experiment(reference: str) -> Experiment:
     Raises:
         ConfigError: there is no such experiment, its module cannot be imported, or declares none.
     """
+    if reference.startswith(GIVEN):
+        return _given_experiment(reference.removeprefix(GIVEN))
     with staying():
         if _is_file(reference):
             return _declared(_import_file(Path(reference)), reference)
@@ -49,9 +60,52 @@ def load_experiment(reference: str) -> Experiment:
     raise _unknown("experiment", reference)
 
 
+def give_experiment(experiment: Experiment) -> str:
+    """Keep an object, in the place of one of the same name, and return a reference that holds in this process alone.
+
+    Raises:
+        ConfigError: a field is impossible.
+    """
+    checked_experiment(experiment, experiment.name)
+    _given[experiment.name] = experiment
+    return GIVEN + experiment.name
+
+
+def _given_experiment(name: str) -> Experiment:
+    if name not in _given:
+        raise ConfigError(
+            f"experiment '{name}' was an object of a Python session that is over",
+            remedy="Save it as a file, such as ./my_algorithm.py, and name that.",
+        )
+    return _given[name]
+
+
 def stable_reference(reference: str) -> str:
     """Return the reference for use by another process: files by their absolute path."""
     return str(Path(reference).resolve()) if _is_file(reference) else reference
+
+
+def reference_of(experiment: Experiment) -> str | None:
+    """Return the name, file or module by which another process finds an experiment; None if it cannot."""
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__dict__", {}).get(ATTRIBUTE) is not experiment:
+            continue
+        package, _, last = name.rpartition(".")
+        if package == PACKAGE:
+            return last
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str) and file.endswith(".py") and os.path.isfile(file):
+            return os.path.abspath(file)
+    return None
+
+
+def forget_files(reference: str) -> None:
+    """Let the next load of an experiment's file, and of files that a configuration names, read them anew."""
+    path = os.path.realpath(reference)
+    for name, module in list(sys.modules.items()):
+        is_experiment = _is_file(reference) and getattr(module, "__file__", None) == path and name != "__main__"
+        if is_experiment or name.startswith(OF_A_FILE):
+            del sys.modules[name]
 
 
 def experiment_names() -> list[str]:
@@ -154,7 +208,15 @@ def _declared(module: ModuleType, reference: str) -> Experiment:
             f"'{reference}' declares no experiment: it has no attribute {ATTRIBUTE}.{near}",
             remedy=f"End it with {ATTRIBUTE} = realrl.Experiment(name=..., roles=..., mfcs=...).",
         )
-    experiment = getattr(module, ATTRIBUTE)
+    return checked_experiment(getattr(module, ATTRIBUTE), reference)
+
+
+def checked_experiment(experiment: object, reference: str) -> Experiment:
+    """Return an experiment whose fields have the types that they must have.
+
+    Raises:
+        ConfigError: it is none, or a field is impossible.
+    """
     if not isinstance(experiment, Experiment):
         raise ConfigError(f"{ATTRIBUTE} in '{reference}' is of type {type(experiment).__name__}, not realrl.Experiment")
     check_declaration(experiment, reference)

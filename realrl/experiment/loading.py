@@ -23,6 +23,7 @@ from typing import Any
 from realrl.errors import ConfigError, did_you_mean
 
 SLOW_IMPORT_S = 10.0
+OF_A_FILE = "realrl_user_"  # start of the names of modules that are files named by a configuration
 _NOT_OF_USERS = (
     "<",
     *(str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("realrl", "experiments")),
@@ -246,7 +247,7 @@ def _load_file(name: str, path: str) -> ModuleType:
     if not os.path.isfile(path):
         raise ConfigError(f"there is no file {path!r} (asked for as {name!r})")
     file = Path(path).resolve()
-    module_name = f"realrl_user_{file.stem}_{abs(hash(str(file))):x}"
+    module_name = f"{OF_A_FILE}{file.stem}_{abs(hash(str(file))):x}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, file)

@@ -19,6 +19,7 @@ import msgspec
 
 from realrl.config.secrets import masked
 from realrl.errors import ConfigError, UsageError, is_text
+from realrl.experiment.discovery import GIVEN
 from realrl.files import open_input, read_input
 
 CONFIG, METRICS, GENERATIONS, TRACE = "config.json", "metrics.jsonl", "generations.jsonl", "trace.json"
@@ -58,7 +59,7 @@ class RunFolder:
     def experiment(self) -> str:
         """The experiment's name; that of its file for one of the user's own."""
         reference = str(self.settings.get("experiment", ""))
-        return Path(reference).stem if reference.endswith(".py") else reference
+        return Path(reference).stem if reference.endswith(".py") else reference.removeprefix(GIVEN)
 
     @property
     def last_step(self) -> int:
@@ -94,7 +95,7 @@ def read_run(path: Path) -> RunFolder:
     config = _bytes(path / CONFIG, notes)
     settings = _object(config, path / CONFIG, notes) if config else {}
     rows = _metrics(path / METRICS, notes)
-    samples = list(json_lines(_samples_file(path, settings), notes, most_bytes=_SAMPLE_BYTES, is_optional=True))
+    samples = list(json_lines(samples_file(path, settings), notes, most_bytes=_SAMPLE_BYTES, is_optional=True))
     state, is_live = _state(path, settings, rows)
     return RunFolder(path, config, settings, rows, samples, state, is_live, notes)
 
@@ -252,7 +253,7 @@ def _metrics(path: Path, notes: list[str]) -> list[Row]:
     return [rows[step] for step in sorted(rows)]
 
 
-def _samples_file(path: Path, settings: Row) -> Path:
+def samples_file(path: Path, settings: Row) -> Path:
     """Return the file of responses: beside the metrics, unless the run was told another place."""
     save = settings.get("save")
     other = save.get("generations_path") if isinstance(save, dict) else None

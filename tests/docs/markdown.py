@@ -43,3 +43,14 @@ def first_column(document: Path, section: str) -> list[str]:
     text = document.read_text(encoding="utf-8").partition(f"## {section}\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`[^|]+`) \|", text, re.MULTILINE)
     return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def files(document: Path) -> dict[str, str]:
+    """Name -> content of the blocks of Python that are files: their first line is a comment with the name."""
+    named = [(re.match(r"# (\w+\.py)\n", text), text) for text in blocks(document, "python")]
+    return {name[1]: text for name, text in named if name is not None}
+
+
+def own_options(document: Path) -> list[str]:
+    """Options that the algorithms in a document declare."""
+    return re.findall(r"^    (\w+): .* = key\(", "\n".join(blocks(document, "python")), re.MULTILINE)

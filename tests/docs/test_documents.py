@@ -15,12 +15,22 @@ from realrl.cli import main
 from realrl.config.keys import key_of, known_keys, sections
 from realrl.config.overrides import SHORT_KEYS
 from realrl.experiment.discovery import list_experiments
-from tests.docs.markdown import DOCUMENTS, ROOT, blocks, commands, inline_code, links, name_of
+from tests.docs.markdown import DOCUMENTS, ROOT, blocks, commands, files, inline_code, links, name_of, own_options
 from tests.docs.tables import document_with, field_table, key_tables
 from tests.helpers.assets import make_model_folder
 
 FOLDERS = "(?:realrl|experiments|configs|scripts|tests|docs)"
-NOT_KEYS = {"key", "log_return_value", "max_staleness", "pp", "tp"}  # fields of calls, sizes
+NOT_KEYS = {
+    "check",
+    "key",
+    "log_return_value",
+    "max_staleness",
+    "may_drop",
+    "pp",
+    "quiet",
+    "tp",
+}  # fields of calls, sizes
+OWN_OPTIONS = {f"algorithm.{name}" for document in DOCUMENTS for name in own_options(document)}
 EVERY_DOCUMENT = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 
 
@@ -78,6 +88,7 @@ def test_keys_exist(document: Path) -> None:
         path = re.sub(r"models\.(<role>|\*)", "models.actor", SHORT_KEYS.get(path, path))
         path = path.rstrip(".").removesuffix(".<call>")
         is_option = f"algorithm.{path}" in keys
+        is_option |= path in OWN_OPTIONS or path == "algorithm.NAME"
         assert path == "models.actor" or key_of(path, keys) or path in sections(keys) or is_option, path
 
 
@@ -108,6 +119,8 @@ def newcomer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     (tmp_path / "my_rewards.py").write_text("def score(prompt, response):\n    return 0.0\n")
     [example] = blocks(ROOT / "README.md", "python")
     (tmp_path / "my_algorithm.py").write_text(example)
+    for name, text in [*files(ROOT / "docs/write-your-own.md").items(), *files(ROOT / "docs/python.md").items()]:
+        (tmp_path / name).write_text(text)
     (tmp_path / "docs").mkdir()
     for run in ("runs/mine", "runs/other", "runs/sweep/0"):
         (tmp_path / run).mkdir(parents=True)

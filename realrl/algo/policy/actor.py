@@ -20,14 +20,12 @@ from realrl.algo.packed import Actions, n_actions, response_mask
 from realrl.algo.policy.gae import batch_metrics
 from realrl.algo.policy.policy_losses import ActionBatch, PolicyLoss, kl_estimate
 from realrl.algo.policy.pretraining import ANSWER_WEIGHTS, with_answers
-from realrl.algo.policy.rollout import Rollout
+from realrl.algo.policy.rollout import Rollout, call_piece
 from realrl.algo.policy.rollout_interface import RolloutInterface
 from realrl.algo.training import train_minibatches
 from realrl.config.policy_options import DEFAULT_IMPORTANCE_CAP, PolicyOptions
 from realrl.config.schema import GenerationConfig
-from realrl.data.checks import SampleError
 from realrl.data.sample import SequenceSample
-from realrl.errors import CallError
 from realrl.experiment.pieces import advantage_weights, chosen_pieces, find_piece, training_keys
 from realrl.sched.messages import KeySchema, Per
 
@@ -75,14 +73,15 @@ class PolicyActor(RolloutInterface):
         masks: list[list[torch.Tensor]] = []
         old: list[list[torch.Tensor]] = []
         behavior: list[list[torch.Tensor]] = []
+        given = result.given or [torch.zeros(len(r), dtype=torch.bool) for r in result.responses]
         for i, prompt in enumerate(prompts.samples("prompt_ids")):
-            mine = slice(i * n, (i + 1) * n)
-            responses = [r.to(prompt) for r in result.responses[mine]]
-            tokens.append([torch.cat([prompt, r]) for r in responses])
-            masks.append([_is_prompt(prompt, r) for r in responses])
-            before = torch.zeros(prompt.shape[0] - 1, dtype=torch.float32, device=prompt.device)
-            old.append([torch.cat([before, lp.to(before)]) for lp in result.policy_logprobs[mine]])
-            behavior.append([torch.cat([before, lp.to(before)]) for lp in result.logprobs[mine]])
+            mine = range(i * n, (i + 1) * n)
+            tokens.append([torch.cat([prompt, result.responses[j].to(prompt)]) for j in mine])
+            masks.append(
+                [torch.cat([torch.ones_like(prompt, dtype=torch.bool), given[j].to(prompt.device)]) for j in mine]
+            )
+            old.append([_per_transition(prompt, result.policy_logprobs[j], given[j]) for j in mine])
+            behavior.append([_per_transition(prompt, result.logprobs[j], given[j]) for j in mine])
         device = prompts["prompt_ids"].device
         flags = torch.tensor(result.truncated, dtype=torch.bool, device=device)
         return SequenceSample.from_lists(
@@ -190,7 +189,7 @@ def policy_objective(options: PolicyOptions, temperature: float) -> tuple[tuple[
 
         actions = ActionBatch(mb, logprobs[mask].float(), rows("old_logprobs"), rows(ADVANTAGES), logprobs_of)
         weights = rows(WEIGHTS) if WEIGHTS in mb else None
-        result: PolicyLoss = piece.load()(actions, options)
+        result: PolicyLoss = call_piece(piece, options.policy_loss, actions, options)
         losses = result.losses * rows(IMPORTANCE) if IMPORTANCE in mb else result.losses
         total = _weighted_sum(losses, weights)
         logratio = actions.logratio.detach()
@@ -222,7 +221,7 @@ def mixed_advantages(rollout: Rollout) -> torch.Tensor:
     options: PolicyOptions = rollout.options
     total: torch.Tensor | None = None
     for name, weight in advantage_weights(options).items():
-        part = _advantage(name, rollout)
+        part = call_piece(find_piece("advantage", name), name, rollout)
         if part.shape != rollout.mask.shape:
             raise ValueError(
                 f"algorithm.advantage={name} returned shape {tuple(part.shape)}, not one number for each of the "
@@ -237,20 +236,6 @@ def mixed_advantages(rollout: Rollout) -> torch.Tensor:
 def answer_means(actions: Actions, values: torch.Tensor) -> torch.Tensor:
     """float32 [S]: mean of `values` [T - S] over the actions of each response; 0 without any."""
     return actions.sums(values[actions.transition].float()) / actions.counts.clamp(min=1)
-
-
-def _advantage(name: str, rollout: Rollout) -> torch.Tensor:
-    piece = find_piece("advantage", name)
-    try:
-        result: torch.Tensor = piece.load()(rollout)
-    except SampleError as error:
-        if piece.reads or piece.reads_if:
-            raise
-        raise CallError(
-            f"algorithm.advantage={name} declares no key that it reads, and so gets none: {error}",
-            remedy="Decorate the function: @realrl.register_piece('advantage', 'NAME', reads=('rewards',)).",
-        ) from error
-    return result
 
 
 def weighted_minibatches(
@@ -326,5 +311,7 @@ def _weighted_sum(values: torch.Tensor, weights: torch.Tensor | None) -> torch.T
     return values.sum() if weights is None else (values * weights).sum()
 
 
-def _is_prompt(prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    return torch.cat([torch.ones_like(prompt, dtype=torch.bool), torch.zeros_like(response, dtype=torch.bool)])
+def _per_transition(prompt: torch.Tensor, logprobs: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """float32 [T - 1]: log-probabilities of generated tokens, and 0 for all others."""
+    before = torch.zeros(prompt.shape[0] - 1, dtype=torch.float32, device=prompt.device)
+    return torch.cat([before, logprobs.to(before).masked_fill(given.to(prompt.device), 0.0)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from realrl.algo.api import CallContext, Model, ModelInterface
+from realrl.algo.policy.rollout import call_piece
 from realrl.config.policy_options import PolicyOptions
 from realrl.data.sample import SequenceSample
 from realrl.experiment.pieces import find_piece
@@ -25,15 +26,16 @@ class Filter(ModelInterface):
     """inference: the keys that the filter reads, with `rewards` -> `rewards` of the samples that stay."""
 
     def __init__(self, name: str) -> None:
-        self._filter = find_piece("filter", name).load()
+        self._name, self._filter = name, find_piece("filter", name)
 
     def inference(self, model: Model, batch: SequenceSample, ctx: CallContext) -> SequenceSample:
         """`rewards` of the samples that stay, in the order of `batch`.
 
         Raises:
             ValueError: the filter did not say yes or no to each sample.
+            CallError: it reads a key that it does not declare.
         """
-        keep = list(self._filter(batch, ctx.algorithm))
+        keep = list(call_piece(self._filter, self._name, batch, ctx.algorithm))
         if len(keep) != len(batch):
             raise ValueError(f"the filter decided on {len(keep)} of {len(batch)} samples")
         kept = [sample_id for sample_id, stays in zip(batch.ids, keep, strict=True) if stays]

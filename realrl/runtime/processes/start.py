@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from realrl.config.schema import RunConfig
@@ -34,6 +34,19 @@ CONFIG_FILE = "config.json"
 _SIGNAL_RECEIVED = 128  # exit codes from here on are those of signals
 
 
+@dataclass(frozen=True)
+class Watch:
+    """What whoever starts a run wants to hear of it, and to tell the user.
+
+    Attributes:
+        command: the words that started the run, for the user to continue it after an interruption.
+        opened: gets the run folder, before the run begins.
+    """
+
+    command: Sequence[str] = ()
+    opened: Callable[[Path], None] = lambda _: None
+
+
 def start_run(
     experiment: Experiment,
     config: RunConfig,
@@ -41,7 +54,7 @@ def start_run(
     check: Callable[[RunPlan], Resume],
     decide: Callable[[RunPlan], Overlap] = lambda _: NO_OVERLAP,
     files: Mapping[str, bytes] | None = None,
-    command: Sequence[str] = (),
+    watch: Watch | None = None,
 ) -> int:
     """Lock the run folder, check the run, run to the end; returns the exit code.
 
@@ -50,7 +63,7 @@ def start_run(
             given, no other run is at work there meanwhile.
         decide: decision, for a plan that passed the checks, about parameters that come early or stay.
         files: name -> content of further files of the run folder.
-        command: the words that started the run, for the user to continue it after an interruption.
+        watch: see `Watch`.
 
     Raises:
         UsageError: the configuration, the graph, the allocation, a model, the dataset or the checkpoint to resume from
@@ -60,15 +73,18 @@ def start_run(
     config, notes = on_machine(config, found)
     plan = plan_run(config, experiment)
     environments, crowd_notes = _worker_environments(plan, found)
-    notes, written = (*notes, *crowd_notes), files or {}
+    notes, written, watch = (*notes, *crowd_notes), files or {}, watch or Watch()
     if config.run_dir:
         with locked(Path(config.run_dir).absolute()) as (run_dir, lock):
-            code = _run(plan, run_dir, _noting(check(plan), notes), lock, environments, decide(plan), written)
-            return _told(code, plan, run_dir, command)
+            resume = _noting(check(plan), notes)
+            watch.opened(run_dir)
+            code = _run(plan, run_dir, resume, lock, environments, decide(plan), written)
+            return _told(code, plan, run_dir, watch.command)
     resume = _noting(check(plan), notes)
     with locked(make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
+        watch.opened(run_dir)
         code = _run(plan, run_dir, resume, lock, environments, decide(plan), written)
-        return _told(code, plan, run_dir, command)
+        return _told(code, plan, run_dir, watch.command)
 
 
 def _worker_environments(plan: RunPlan, found: Accelerators) -> tuple[tuple[dict[str, str], ...], tuple[str, ...]]:

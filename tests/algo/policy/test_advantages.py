@@ -25,10 +25,11 @@ from realrl.algo.policy.advantages import (
     versus,
 )
 from realrl.algo.policy.filters import Filter, equal_rewards
+from realrl.algo.policy.rollout import call_piece
 from realrl.config.policy_options import PolicyOptions, PPOOptions, SafeRLHFOptions
 from realrl.data.sample import SequenceSample
 from realrl.errors import CallError
-from realrl.experiment.pieces import find_piece
+from realrl.experiment.pieces import Piece, PieceKind, find_piece
 from tests.helpers.fake_engine import Bigram, FakeEngine, fake_context, fake_model
 from tests.helpers.policies import CASES, rollout_batch, rollout_of
 
@@ -296,6 +297,20 @@ def test_a_function_that_declares_no_keys_learns_how_to(tmp_path: Path) -> None:
     with pytest.raises(CallError, match=r"mine.py:plain declares no key that it reads, .*no key 'rewards'") as error:
         mixed_advantages(rollout_of(without, options))
     assert "@realrl.register_piece('advantage', 'NAME', reads=('rewards',))" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads", "told"),
+    [
+        ("policy_loss", (), "mine.py:f declares no key that it reads, and so gets none: no key 'laughs'"),
+        ("filter", ("rewards",), "mine.py:f declares no other key than rewards: no key 'laughs'"),
+    ],
+)
+def test_any_piece_that_reads_what_it_does_not_declare(kind: PieceKind, reads: tuple[str, ...], told: str) -> None:
+    batch = rollout_batch(3, vocab_size=N_TOKENS)
+    with pytest.raises(CallError, match=told) as error:
+        call_piece(Piece(kind, "f", lambda given: given["laughs"], reads), "mine.py:f", batch)
+    assert f"register_piece('{kind}', 'NAME', reads={(*reads, 'laughs')})" in str(error.value)
 
 
 @pytest.mark.parametrize("name", CASES)

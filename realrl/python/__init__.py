@@ -1,0 +1,1 @@
+"""Runs from Python: scripts and notebooks start them, wait for them and read what they wrote."""
