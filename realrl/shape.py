@@ -87,6 +87,11 @@ class MoEConfig:
         if not self.aux_loss_coef >= 0:
             raise ValueError(f"the load-balancing loss has the coefficient {self.aux_loss_coef}, it must be 0 or more")
 
+    @property
+    def has_terms(self) -> bool:
+        """True if experts compute more than SwiGLU of their matrices."""
+        return self.biases or self.limit is not None
+
 
 @dataclass(frozen=True)
 class LoRA:

@@ -60,9 +60,14 @@ MODELS: dict[str, dict[str, Any]] = {  # model_type -> what config.json has besi
     "qwen3": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": None},
     "gemma": {"tie_word_embeddings": True},
+    "gemma2": {"tie_word_embeddings": True, "sliding_window": 32, "query_pre_attn_scalar": 24},
+    "gemma3_text": {"tie_word_embeddings": True, "sliding_window": 32, "sliding_window_pattern": 2},
+    "olmo2": {},
+    "phi3": {"sliding_window": 48, "partial_rotary_factor": 0.75},
     "gpt2": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32},
 }
 _MOST_DRAWS = 200
 _SHOWN_ENDS = 5
@@ -169,7 +174,7 @@ def draw_data(rng: random.Random, kind: DatasetKind, file: Path) -> dict[str, in
     spread = rng.choice([0, 0, 4])
 
     def text(length: int) -> str:
-        return "".join(rng.choices(string.ascii_letters, k=length - rng.randint(0, spread)))
+        return "".join(rng.choices(string.ascii_letters, k=max(1, length - rng.randint(0, spread))))
 
     rows = []
     for i in range(sizes["n_seqs"]):

@@ -78,6 +78,11 @@ class Routing:
         """The number of experts of each token."""
         return self.weights.shape[1]
 
+    @property
+    def weights_by_slot(self) -> torch.Tensor:
+        """[T * k, 1]: `weights` in `order`."""
+        return self.weights.flatten().index_select(0, self.order)[:, None]
+
 
 class LoadBalance:
     """The auxiliary loss of one micro-batch: it pulls routers towards using all experts of a layer equally.
@@ -200,7 +205,7 @@ class MoE(nn.Module):
             tp_rank: the first rank alone adds what is whole on every rank.
             dtype: dtype of the biases; None for their own.
         """
-        if not self.config.biases and self.config.limit is None:
+        if not self.config.has_terms:
             return None
         gate, up, down = (
             None if bias is None else bias.to(bias.dtype if dtype is None else dtype)
@@ -243,12 +248,15 @@ class ExpertTerms:
     limit: float | None
     gain: float
 
-    def inner(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Inner units of gate and up, biases included."""
-        if self.limit is None:
-            return F.silu(gate) * up
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.gain * gate) * (up + 1)
+    def gated(self, gate: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """The gate's units as the activation takes them, [T * k, I]; `chosen` [T * k, E] has 1 for a slot's expert."""
+        gate = gate if self.gate_bias is None else gate + chosen @ self.gate_bias
+        return gate if self.limit is None else gate.clamp(max=self.limit)
+
+    def factor(self, up: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """What the activated gate is multiplied by, [T * k, I]."""
+        up = up if self.up_bias is None else up + chosen @ self.up_bias
+        return up if self.limit is None else up.clamp(-self.limit, self.limit) + 1
 
 
 def route(
@@ -306,20 +314,38 @@ def mix_experts(
         down: [E, H, I].
         terms: biases and another activation; None for neither.
     """
-    slots = _Dispatch.apply(x, routing)
-    weights = routing.weights.flatten().index_select(0, routing.order)[:, None]
-    gated, factor = grouped_linear(slots, gate, routing.groups), grouped_linear(slots, up, routing.groups)
+    groups = routing.groups
     if terms is None:
-        inner = F.silu(gated) * factor
-        return _Combine.apply(grouped_linear(inner * weights, down, routing.groups), routing)
+        inner = _weighted(_Dispatch.apply(x, routing), routing, gate, up)
+        return _Combine.apply(grouped_linear(inner, down, groups), routing)
     # a product with ones and zeros, whose gradient, unlike that of a selection, needs no atomic adds
     chosen = F.one_hot(routing.experts, len(gate)).to(x.dtype)
-    if terms.gate_bias is not None and terms.up_bias is not None:
-        gated, factor = gated + chosen @ terms.gate_bias, factor + chosen @ terms.up_bias
-    out = grouped_linear(terms.inner(gated, factor) * weights, down, routing.groups)
+    out = grouped_linear(_weighted(_Dispatch.apply(x, routing), routing, gate, up, (terms, chosen)), down, groups)
     if terms.down_bias is not None:
-        out = out + (chosen * weights) @ terms.down_bias
+        out = out + (chosen * routing.weights_by_slot) @ terms.down_bias
     return _Combine.apply(out, routing)
+
+
+def _weighted(
+    slots: torch.Tensor,
+    routing: Routing,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    beside: tuple[ExpertTerms, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Inner units of all slots times their weights, [T * k, I]; without gradients, nothing else is left of them.
+
+    Args:
+        slots: [T * k, H].
+        beside: what is computed beside SwiGLU, and [T * k, E] with 1 for the expert of a slot.
+    """
+    groups, weights = routing.groups, routing.weights_by_slot
+    if beside is None:
+        return F.silu(grouped_linear(slots, gate, groups)) * grouped_linear(slots, up, groups) * weights
+    terms, chosen = beside
+    gated = terms.gated(grouped_linear(slots, gate, groups), chosen)
+    factor = terms.factor(grouped_linear(slots, up, groups), chosen)
+    return (F.silu(gated) if terms.limit is None else gated * torch.sigmoid(terms.gain * gated)) * factor * weights
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:

@@ -127,7 +127,7 @@ def load_of(
         return _generation_load(n_seqs, rows, generation, n_responses, pp, n_held)
     if mfc.interface.name in _SINGLY and mfc.is_train:
         n, wholes = 1, list(rows.sequences)
-    n_mbs, per_mb, most = _micro_batches(mfc, n_seqs, wholes, pp)
+    n_mbs, per_mb, most = _micro_batches(mfc, n_seqs, wholes, pp, end)
     own = rows.prompts if n_responses else rows.sequences
     longest, shortest = (find(own, default=0) + find(behind) + bool(end) for find in (max, min))
     is_even = shortest == longest and (not n_responses or generation.min_new_tokens == new)
@@ -161,15 +161,16 @@ def load_of(
     )
 
 
-def _micro_batches(mfc: MFCDef, n_seqs: int, wholes: Sequence[int], pp: int) -> tuple[int, int, int]:
+def _micro_batches(mfc: MFCDef, n_seqs: int, wholes: Sequence[int], pp: int, end: int) -> tuple[int, int, int]:
     """Return their number, and the tokens and the most samples of the largest; a sample is never cut.
 
+    `end` tokens of a row are there unless the dataset's sequences end already, and more rows fit without them.
     A part of a balanced partition has the longest samples of an equal share at most, nor more than the mean and the
     longest sample.
     """
     n_tokens, longest, shortest = _largest(wholes, n_seqs), max(wholes, default=0), max(1, min(wholes, default=1))
     if mfc.max_tokens_per_mb is not None:
-        most = min(n_seqs, max(1, mfc.max_tokens_per_mb // shortest))
+        most = min(n_seqs, max(1, mfc.max_tokens_per_mb // max(1, shortest - end)))
         per_mb = min(n_tokens, _largest(wholes, most), max(mfc.max_tokens_per_mb, longest))
         return max(1, math.ceil(n_tokens / max(per_mb, 1))), per_mb, most
     n_mbs = max(1, min(mfc.n_mbs or default_n_mbs(pp, is_train=mfc.is_train), n_seqs))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from realrl.config.policy_options import PPOOptions
 from realrl.config.schema import GenerationConfig
+from realrl.graph.mfc import InterfaceRef
 from realrl.mesh.notation import parse_allocation
 from realrl.plan.hooks import CallHooks, Offload
 from realrl.plan.memory.buffers import CALL_ROW_BYTES, PASS_ROW_BYTES
@@ -14,8 +16,10 @@ from realrl.plan.memory.formulas.blocks import (
     backward_of_block,
     expert_matrix,
     forward_of_block,
+    generation_of_block,
     kept_by_block,
     padding_of_attention,
+    scores_of_block,
 )
 from realrl.plan.memory.formulas.ends import backward_of_head, scalar_floats
 from realrl.plan.memory.formulas.generation import generation_bytes
@@ -115,8 +119,58 @@ def test_tensors_that_collectives_may_hold():
     shard = ModelShard(chunks=(range(4),), has_embedding=True, has_head=True, tp_rank=0, tp_size=2)
     half = local_shape(replace(MODEL, head="value"), shard, sp=False, element_bytes=4)
     alone = replace(half, tp_size=1)
-    for n_bytes in (backward_of_block, lambda *args: forward_of_block(*args, Kernels())):
+    for n_bytes in (partial(backward_of_block, kernels=Kernels()), partial(forward_of_block, kernels=Kernels())):
         assert n_bytes(half, 0) == n_bytes(alone, 0) + 32 * 4
+
+
+def test_experts_hold_inner_units_or_results_and_those_with_terms_more():
+    plain = MoEConfig(n_experts=4, top_k=2, intermediate_size=48)
+    biased, capped = replace(plain, biases=True), replace(plain, limit=7.0)
+    inner, results, terms = (
+        forward_of_block(local(replace(MODEL, moe=moe)), 0, Kernels())
+        for moe in (plain, replace(plain, intermediate_size=1), biased)
+    )
+    assert inner - results == 2 * (32 + 3 * 48 - 2 * 32) * 4  # of each slot
+    assert terms - inner == 2 * (48 + 2 * 4) * 4  # and which expert a slot has
+    assert terms == forward_of_block(local(replace(MODEL, moe=capped)), 0, Kernels())
+    trained, frozen = (
+        kept_by_block(local(replace(MODEL, moe=biased, lora=lora)), 0, Kernels(fused_norms=True))
+        for lora in (None, LoRA(0, 1.0, ()))
+    )
+    assert trained - frozen == 2 * (32 + 48) * 4  # inputs of matrices that are not trained are not kept
+
+
+def test_scores_are_there_while_a_block_attends_and_not_with_its_mlp():
+    capped, sinks = replace(MODEL, score_softcap=50.0), replace(MODEL, sinks=True)
+    load = replace(LOAD, longest_row=1000)
+    a_head = local().n_heads * 1000 * 4
+    assert scores_of_block(local(), load) == (0, 0)
+    assert scores_of_block(local(sinks), load) == (a_head, 4 * a_head)
+    assert scores_of_block(local(capped), load, padding=1.5) == (1.5 * 2 * a_head, 1.5 * 4 * a_head)
+    few, many = (forward_of_block(local(sinks), 0, Kernels(), scores=scores) for scores in (1.0, 4.0 * a_head))
+    assert few == forward_of_block(local(sinks), 0, Kernels())
+    assert 4 * a_head < many < 4 * a_head + few
+
+
+def test_norms_behind_a_layer_and_of_heads():
+    half = replace(local(replace(MODEL, norm_place="both")), element_bytes=2, inner=1)
+    before = replace(half, model=MODEL)
+    assert backward_of_block(half, 0, Kernels(fused_norms=False)) == 2 * 32 * 2 + 5 * 32 * 4
+    assert backward_of_block(before, 0, Kernels(fused_norms=False)) == (2 * 32 + 2) * 2
+    usual, behind, of_heads, two_tables = (
+        generation_of_block(local(replace(MODEL, **changes)), 0, 4, Kernels(fused_heads=4))
+        for changes in ({}, {"norm_place": "after"}, {"qk_norm": "head"}, {"local_rope_theta": 1e4})
+    )
+    assert behind - usual == 32 * 4
+    assert of_heads - usual == (local().queries + 2 * local().keys) * 4
+    assert two_tables - usual == 2 * MODEL.head_dim * 4
+
+
+def test_rows_that_end_already_leave_room_for_more_in_a_micro_batch():
+    rows = RowLengths([4] * 8, [16] * 8, [8] * 8, n_sequences=2)
+    made = mfc(TRAIN, n_seqs=8, interface_impl=InterfaceRef("reward_model"), max_tokens_per_mb=32)
+    found = load_of(made, place("d1"), rows, generation=GenerationConfig(), n_responses=0)
+    assert (found.n_tokens, found.n_samples, found.longest_row) == (32, 2, 9)
 
 
 def test_prompts_that_wait_for_rows_and_drawing_from_logits():

@@ -32,16 +32,19 @@ def kept_by_block(local: LocalShape, layer: int, kernels: Kernels, padding: floa
     return norms + 2 * h * b + attention + (_kept_by_mlp(local, layer) + adapters) * b
 
 
-def scores_of_block(local: LocalShape, load: Load) -> tuple[int, int]:
-    """Return the bytes per token of attention scores that a block keeps, and of those that pass through it.
+def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tuple[float, float]:
+    """Return the bytes per token of attention scores that a block keeps, and of those that are there while it attends.
 
-    Both are 0 where a kernel holds no more scores than it works on. Bounded scores are there as they are, bounded,
-    hidden and as weights; the backward pass reads bounds and weights.
+    Both are 0 where a kernel holds no more scores than it works on. Scores are there as they are, bounded or hidden,
+    and as weights; the backward pass reads bounds and weights.
+
+    Args:
+        padding: see `padding_of_attention`.
     """
     if not local.model.keeps_scores:
-        return 0, 0
-    n_bytes = local.n_heads * load.longest_row * FLOAT32
-    return 2 * n_bytes, 4 * n_bytes
+        return 0.0, 0.0
+    n_bytes = max(1.0, padding) * local.n_heads * load.longest_row * FLOAT32
+    return (1 if local.model.score_softcap is None else 2) * n_bytes, 4 * n_bytes
 
 
 def _kept_by_mlp(local: LocalShape, layer: int) -> float:
@@ -50,29 +53,47 @@ def _kept_by_mlp(local: LocalShape, layer: int) -> float:
     if moe is None or not inner:
         return 4 * local.inner if local.model.gated_mlp else 2 * local.inner
     # a copy of the token per slot, and the weight of the expert applied to the inner units; the router's are small
-    return moe.top_k * (local.hidden + 5 * inner) + 4 * moe.n_experts
+    n_inner, chosen = (8, 3 * moe.n_experts) if moe.has_terms else (5, 0)
+    slot = n_inner * inner + chosen
+    slot += local.hidden if local.model.lora is None else -inner  # the inputs of matrices that are trained
+    return moe.top_k * slot + 4 * moe.n_experts
 
 
-def backward_of_block(local: LocalShape, layer: int) -> float:
-    """Return the largest bytes per token of tensors on their way through a block, in its MLP, beside those it keeps.
+def backward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
+    """Return the largest bytes per token of tensors on their way through a block, beside those it keeps.
 
-    Gradients of inner units are there with those of their product; slots of experts change their order both ways.
+    That is in its MLP, or in a norm behind it. Gradients of inner units are there with those of their product; slots of
+    experts change their order both ways.
     """
-    moe, inner, h = local.model.moe, local.experts_inner(layer), local.hidden
+    moe, inner, h, b = local.model.moe, local.experts_inner(layer), local.hidden, local.element_bytes
     held = 2 * h + _held_by_collectives(local)
-    if moe is None or not inner:
-        return (held + (2 if local.model.gated_mlp else 1) * local.inner) * local.element_bytes
-    return (held + moe.top_k * max(2 * h, h + inner, 2 * inner)) * local.element_bytes
+    if moe is not None and inner:
+        return (held + moe.top_k * max(2 * h, h + inner, (3 if moe.has_terms else 2) * inner)) * b
+    mlp = (held + (2 if local.model.gated_mlp else 1) * local.inner) * b
+    return mlp if local.model.norm_place == "before" else max(mlp, h * b + backward_of_norm(local, kernels))
+
+
+def backward_of_norm(local: LocalShape, kernels: Kernels) -> float:
+    """Return the bytes per token of a norm's gradients, and of what its parts make on their way to them."""
+    h, b = local.hidden, local.element_bytes
+    return 3 * h * b if kernels.fused_norms or local.model.norm_bias else h * b + 5 * h * FLOAT32
 
 
 def forward_of_block(
-    local: LocalShape, layer: int, kernels: Kernels, padding: float = 0.0, *, attending: float = 1.0
+    local: LocalShape,
+    layer: int,
+    kernels: Kernels,
+    padding: float = 0.0,
+    *,
+    attending: float = 1.0,
+    scores: float = 0.0,
 ) -> float:
     """Return the largest bytes per token inside of a block without gradient: in attention or in the MLP.
 
     Args:
         padding: see `padding_of_attention`.
         attending: share of the tokens that attend first; the others do in `forward_of_forks`.
+        scores: bytes of scores while it attends, see `scores_of_block`.
     """
     h, b, rows = local.hidden, local.element_bytes, local.row_share * local.hidden
     model = local.model
@@ -82,8 +103,8 @@ def forward_of_block(
     biased = h if model.mlp_bias and local.tp_size > 1 else 0  # the sum of all ranks, before and after its bias
     width = max((3 if model.gated_mlp else 2) * local.inner + adapted, 2 * local.inner + h + biased + scattered)
     if moe is not None and inner:
-        width = h + moe.top_k * max(2 * h + 3 * inner, 3 * h + inner) + 4 * moe.n_experts
-    attention = 2 * rows * b + _forward_of_attention(local, kernels, padding, attending)
+        width = h + _experts_forward(local, inner)
+    attention = 2 * rows * b + _forward_of_attention(local, kernels, padding, attending) + scores
     norm = 2 * rows * b  # the input of the block and its own, of which it makes copies in float32, and two products
     if not kernels.fused_norms and not model.norm_bias:
         norm += rows * FLOAT32 * (3 if b < FLOAT32 else 2)
@@ -100,7 +121,21 @@ def forward_of_forks(local: LocalShape, kernels: Kernels) -> float:
 def _beside_block(local: LocalShape) -> float:
     """Return bytes per token of the rotation's table, rows that come from other ranks, and sums that are held."""
     gathered = local.hidden if local.row_share < 1 else 0
-    return (2 * local.model.head_dim + gathered + _held_by_collectives(local)) * local.element_bytes
+    return (local.rotation + gathered + _held_by_collectives(local)) * local.element_bytes
+
+
+def _experts_forward(local: LocalShape, inner: int) -> float:
+    """Return the largest elements per token of all slots without gradient: inner units, results, or their sum.
+
+    An expert has one slot of a token at most, whose product is there beside all others.
+    """
+    moe, h = local.model.moe, local.hidden
+    assert moe is not None
+    a_slot = max(h + 3 * inner, 2 * h)
+    if moe.has_terms:
+        a_slot = max(h + 4 * inner, 3 * h) + 2 * moe.n_experts
+    places = 7 * FLOAT32 / local.element_bytes  # three int64 of a slot, and its weight
+    return moe.top_k * (a_slot + places) + h + 4 * moe.n_experts
 
 
 def padding_of_attention(local: LocalShape, load: Load, kernels: Kernels) -> float:
@@ -131,18 +166,22 @@ def _forward_of_attention(local: LocalShape, kernels: Kernels, padding: float, a
     return max(attends, (4 * q + 2 * k) * b, (2 * q + 5 * k) * b)
 
 
-def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels) -> float:
-    """Return the largest bytes per token inside of a block of generation: in the MLP, with attention's result."""
+def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels, scores: float = 0.0) -> float:
+    """Return the largest bytes per token inside of a block of generation: in the MLP, with attention's result.
+
+    Args:
+        scores: bytes of scores while it attends, see `scores_of_block`.
+    """
     moe, inner = local.model.moe, local.experts_inner(layer)
     width = (1 if kernels.fused_products else 4) * local.inner
     if moe is not None and inner:
-        width = local.hidden + moe.top_k * max(2 * local.hidden + 3 * inner, 3 * local.hidden + inner)
-        width += 4 * moe.n_experts
+        width = local.hidden + _experts_forward(local, inner)
     attention = (2 if kernels.fuses_attention(local.model) else 3) * (local.queries + local.keys)
-    if local.model.qk_norm:  # before the norms and after them
-        attention = max(attention, 2 * (local.queries + 2 * local.keys))
-    held = 3 * local.hidden + _held_by_collectives(local) + 2 * local.model.head_dim
-    return (held + width + attention) * b
+    if local.model.qk_norm:  # before the norms and after them, and the result
+        attention = max(attention, 3 * local.queries + 4 * local.keys)
+    n_hidden = 3 if local.model.norm_place == "before" else 4  # a sum before its norm and after it
+    held = n_hidden * local.hidden + _held_by_collectives(local) + local.rotation
+    return (held + attention) * b + max(width * b, scores)
 
 
 def _held_by_collectives(local: LocalShape) -> int:

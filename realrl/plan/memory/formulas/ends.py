@@ -10,6 +10,7 @@ from realrl.plan.memory.buffers import (
     LOGITS_CHUNK,
     PRODUCT_PIECE,
 )
+from realrl.plan.memory.formulas.blocks import backward_of_norm
 from realrl.plan.memory.formulas.local import Kernels, LocalShape
 from realrl.plan.memory.load import Load
 
@@ -43,8 +44,7 @@ def backward_of_last_norm(local: LocalShape, kernels: Kernels) -> float:
     """Return the bytes per token of the last norm's backward pass, when logits and their gradients are gone."""
     if not local.has_head:
         return 0.0
-    h, b, is_fused = local.hidden, local.element_bytes, kernels.fused_norms or local.model.norm_bias
-    return 4 * h * b if is_fused else 2 * h * b + 5 * h * FLOAT32
+    return local.hidden * local.element_bytes + backward_of_norm(local, kernels)
 
 
 def backward_of_head(local: LocalShape, load: Load, kernels: Kernels) -> float:

@@ -34,7 +34,7 @@ def generation_bytes(local: LocalShape, load: Load, *, kernels: Kernels) -> Gene
     layer = n_rows * local.keys * load.longest_row * b
     n_decoded = max(load.prefill_tokens, n_rows)
     _, scores = scores_of_block(local, load)
-    moments = [n_decoded * (generation_of_block(local, i, b, kernels) + scores) for i in local.layers]
+    moments = [n_decoded * generation_of_block(local, i, b, kernels, scores) for i in local.layers]
     waiting = 2 * len(local.layers) * local.keys * load.n_waiting
     if local.vocabulary:
         whole = n_rows * local.model.vocab_size

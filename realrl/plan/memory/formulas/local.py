@@ -90,6 +90,11 @@ class LocalShape:
     tp_rank: int
     tp_size: int
 
+    @property
+    def rotation(self) -> int:
+        """Elements per token of the rotation's tables: a cosine and a sine for each dimension of a head."""
+        return 2 * self.model.rope_dim * (1 if self.model.local_rope_theta is None else 2)
+
     def experts_inner(self, layer: int) -> int:
         """Return the inner size of one expert on this rank; 0 for a dense block."""
         moe = self.model.moe

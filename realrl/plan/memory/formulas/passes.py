@@ -108,11 +108,16 @@ def training_bytes(
     beside = n_messages * _message_bytes(local, n_tokens) + rows
     others = (n_in_flight - 1) * (other + of_other)  # micro-batches whose backward passes come later
     padding = padding_of_attention(local, load, kernels)
+    kept_scores, passing_scores = scores_of_block(local, load, padding)
     last = max(
-        (kept_by_block(local, layer, kernels, padding) + backward_of_block(local, layer) for layer in local.layers),
+        (
+            kept_by_block(local, layer, kernels, padding)
+            + kept_scores
+            + max(backward_of_block(local, layer, kernels), passing_scores)
+            for layer in local.layers
+        ),
         default=0.0,
     )
-    last += sum(scores_of_block(local, load)) if local.layers else 0.0
     is_trained, is_summed = local.model.lora is None, accumulates or b < FLOAT32
     new = max(matrices(local)) * b if is_trained and is_summed else 0  # a matrix's gradient, until it is added
     new += expert_matrix(local) * b if is_trained else 0
@@ -197,15 +202,16 @@ def training_activations(
         checkpointing: blocks are computed again in the backward pass.
     """
     padding = padding_of_attention(local, load, kernels)
-    kept_scores, passing_scores = scores_of_block(local, load)
+    kept_scores, passing_scores = scores_of_block(local, load, padding)
     blocks = [kept_by_block(local, layer, kernels, padding) + kept_scores for layer in local.layers]
-    transient = max((backward_of_block(local, layer) for layer in local.layers), default=0.0) + passing_scores
+    transient = max((backward_of_block(local, layer, kernels) for layer in local.layers), default=0.0)
+    transient = max(transient, passing_scores)
     if checkpointing:
         kept = n_tokens * len(local.layers) * local.hidden * local.row_share * local.element_bytes
         again = max(blocks, default=0.0)
     else:
         kept, again = n_tokens * sum(blocks), 0.0
-    kept += n_tokens * 2 * local.model.head_dim * local.element_bytes  # the rotation's table
+    kept += n_tokens * local.rotation * local.element_bytes  # the rotation's table
     ends = kept_by_ends(local, load, n_tokens, kernels)
     at_head = ends + backward_of_head(local, load, kernels)
     one, kept = math.ceil(kept + ends), n_in_flight * kept + (n_in_flight - 1) * ends
@@ -224,9 +230,9 @@ def inference_activations(local: LocalShape, load: Load, *, n_again: int, kernel
     padding = padding_of_attention(local, load, kernels)
     n_prompts = n_again / max(1, load.n_sequences - 1)
     attending = n_prompts / max(1, n_tokens) if n_again else 1.0
-    _, passing = scores_of_block(local, load)
+    _, scores = scores_of_block(local, load, padding)
     moments = [
-        n_tokens * (forward_of_block(local, layer, kernels, padding, attending=attending) + passing) + product
+        n_tokens * forward_of_block(local, layer, kernels, padding, attending=attending, scores=scores) + product
         for layer in local.layers
     ]
     if n_again:
