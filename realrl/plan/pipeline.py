@@ -31,6 +31,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
+from itertools import groupby
+
+from realrl.plan.memory.buffers import PIPELINE_PENDING
 
 
 class StepKind(Enum):
@@ -180,16 +183,16 @@ class InFlight:
     Attributes:
         held: for each of its chunks, the forwards whose backward is not done yet; this one's is among them.
         place: place of the computing chunk among the stage's.
-        n_received: messages that have come, or may come, for later computations.
+        n_messages: results that have come for later computations, and gradients whose sending nobody has waited for.
     """
 
     held: tuple[int, ...]
     place: int
-    n_received: int = 0
+    n_messages: int = 0
 
     def covers(self, other: InFlight) -> bool:
         """Return True if the stage holds all that it holds in the other state, while it computes the same."""
-        ours, theirs = (*self.held, self.n_received), (*other.held, other.n_received)
+        ours, theirs = (*self.held, self.n_messages), (*other.held, other.n_messages)
         return self.place == other.place and all(a >= b for a, b in zip(ours, theirs, strict=True))
 
 
@@ -197,22 +200,29 @@ class InFlight:
 def in_flight(n_stages: int, n_micro_batches: int, vpp: int, stage: int) -> tuple[InFlight, ...]:
     """Return the states of a stage in `interleaved` of which none is covered by another one.
 
-    With one chunk that is a single state, in which `n_received` does not count.
+    With one chunk that is a single state, in which `n_messages` does not count. Messages are waited for as
+    `realrl.engine.train.pipeline` does it.
     """
     if vpp == 1:
         return (InFlight((min(n_stages - stage, n_micro_batches),), 0),)
-    held, n_received, found = [0] * vpp, 0, dict[InFlight, None]()
-    for step in interleaved(n_stages, n_micro_batches, vpp)[stage]:
-        place = step.chunk // n_stages
-        if step.kind.is_message:
-            n_received += step.kind.is_receive
+    held, inbox, found = [0] * vpp, dict[Computation, int](), dict[InFlight, None]()
+    gradients: list[int] = []  # sent in each batch of messages
+    n_waited = 0  # batches
+    for is_message, group in groupby(interleaved(n_stages, n_micro_batches, vpp)[stage], lambda s: s.kind.is_message):
+        steps = list(group)
+        if is_message:
+            inbox.update({step.computation: len(gradients) for step in steps if step.kind.is_receive})
+            gradients.append(sum(step.kind is StepKind.SEND_BACKWARD for step in steps))
+            n_waited = max(n_waited, len(gradients) - PIPELINE_PENDING)
             continue
-        n_received -= step.other is not None  # chunks that feed each other are never on one stage
-        if step.kind is StepKind.FORWARD:
-            held[place] += 1
-        else:
-            found[InFlight(tuple(held), place, n_received)] = None
-            held[place] -= 1
+        for step in steps:
+            n_waited = max(n_waited, 1 + inbox.pop(step.computation, -1))
+            place = step.chunk // n_stages
+            if step.kind is StepKind.FORWARD:
+                held[place] += 1
+            else:
+                found[InFlight(tuple(held), place, len(inbox) + sum(gradients[n_waited:]))] = None
+                held[place] -= 1
     return tuple(state for state in found if not any(other != state and other.covers(state) for other in found))
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from realrl.plan.memory.buffers import PIPELINE_PENDING
 from realrl.plan.pipeline import (
     InFlight,
     Schedule,
@@ -140,7 +141,7 @@ def test_what_a_stage_holds(n_stages: int, n_micro_batches: int, vpp: int) -> No
         if n_stages == 1:  # its chunks feed each other without messages
             continue
         states = in_flight(n_stages, n_micro_batches, vpp, stage)
-        found = []
+        found: list[InFlight] = []
         for i, step in enumerate(steps):
             if step.kind is not StepKind.BACKWARD:
                 continue
@@ -155,8 +156,13 @@ def test_what_a_stage_holds(n_stages: int, n_micro_batches: int, vpp: int) -> No
         if vpp == 1:
             assert states == (InFlight((min(n_stages - stage, n_micro_batches),), 0),)
             continue
-        assert set(states) <= set(found)
+        assert {(state.held, state.place) for state in states} <= {(one.held, one.place) for one in found}
         assert all(any(state.covers(one) for state in states) for one in found)
+        # and gradients on their way: at most those of so many batches of messages, of two neighbours each
+        assert all(
+            any(state.n_messages - one.n_messages in range(2 * PIPELINE_PENDING + 1) for one in found)
+            for state in states
+        )
         timeline = simulate(schedule, eager=True)
         assert max(sum(state.held) for state in states) <= timeline.peak_in_flight(stage)
 

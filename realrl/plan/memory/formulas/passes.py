@@ -156,7 +156,7 @@ def stage_training_bytes(
     for state in states:
         own = training_bytes(chunks[state.place], load, n_in_flight=state.held[state.place], **settings)
         others = sum(n * waiting[i] for i, n in enumerate(state.held) if i != state.place)
-        others += state.n_received * message
+        others += state.n_messages * message
         moments.append(
             TrainingBytes(
                 own.head + others,
