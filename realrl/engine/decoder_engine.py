@@ -29,6 +29,7 @@ from realrl.engine.parallel import Parallel
 from realrl.engine.parameters.averages import AveragedParameters, load_masters
 from realrl.engine.parameters.gather_parameters import Copy, WriteModel, copy_sharded
 from realrl.engine.parameters.replicas import check_replicas
+from realrl.engine.train.duet import PipelineJob
 from realrl.engine.train.load_balance import MinibatchBalance
 from realrl.engine.train.microbatch import TOKENS, split_balanced, split_in_order
 from realrl.engine.train.outputs import DecoderOutput
@@ -82,6 +83,7 @@ class DecoderEngine:
         built_for = (shard.has_embedding, shard.has_head, shard.tp_rank, shard.tp_size)
         if built_for != (parallel.is_first_stage, parallel.is_last_stage, parallel.tp_rank, parallel.tp.n_ranks):
             raise ValueError(f"role {role!r} has {shard} on rank {parallel.mesh_rank} of {parallel.strategy}")
+        self.submit: Callable[[PipelineJob], None] | None = None  # runs pipelines of `train_batch` in another's list
         self._optimizer: TrainingBackend | None = None
         self._averages: AveragedParameters | None = None
         if optimizer is None:
@@ -372,8 +374,16 @@ class DecoderEngine:
         if optimizer is not None:
             run = optimizer.run
             chunk = Chunk(lambda step, x: run(lambda: compute(step, x)), received, optimizer.backward)
-        steps = schedule(self._parallel.strategy.pp, len(work))[pp_rank]
-        run_stage(steps, {pp_rank: chunk}, self._parallel.pp, device=self.device)
+        job = PipelineJob({pp_rank: chunk}, len(work))
+        if schedule is one_f_one_b and self.submit is not None:
+            self.submit(job)
+        else:
+            self.run_alone(job, schedule)
+
+    def run_alone(self, job: PipelineJob, schedule: Callable[[int, int], Schedule] = one_f_one_b) -> None:
+        """Run the pipeline of a job by itself."""
+        steps = schedule(self._parallel.strategy.pp, job.n_micro_batches)[self._parallel.pp_rank]
+        run_stage(steps, job.chunks, self._parallel.pp, device=self.device)
 
     def _check_lengths(self, micro_batches: Sequence[SequenceSample]) -> None:
         config = self.decoder.config

@@ -159,7 +159,7 @@ def check_places(fusion: Fusion, allocations: Mapping[str, Allocation]) -> None:
     text = _key(fusion.calls)
     if first.mesh != second.mesh:
         raise AllocationError(
-            f"{text}: '{fusion.first}' trains on {first} and '{fusion.second}' on {second}, which are different devices",
+            f"{text}: '{fusion.first}' trains on {first} and '{fusion.second}' on {second}, not on the same devices",
             remedy=f"Put both on one mesh: allocation.calls.{fusion.second}={first}.",
             call=fusion.second,
             mesh=str(second.mesh),
@@ -193,9 +193,9 @@ def check_trainers(fusion: Fusion, backends: Mapping[str, str]) -> None:
     for name in fusion.calls:
         if backends[name] != "native":
             raise ConfigError(
-                f"{_key(fusion.calls)}: call '{name}' trains with backend={backends[name]}, and only backend=native can "
-                "be fused",
-                remedy="Use it for both roles, or leave allocation.fuse out.",
+                f"{_key(fusion.calls)}: call '{name}' trains with backend={backends[name]}, which runs its own "
+                "pipeline",
+                remedy="Use backend=native for both roles, or leave allocation.fuse out.",
             )
 
 
@@ -220,9 +220,7 @@ def with_reversed_home(
         return dict(allocations)
     home, role = allocations[fusion.second], call(graph, fusion.second).role
     return {
-        mfc.name: reversed_stages(home)
-        if mfc.role == role and allocations[mfc.name] == home
-        else allocations[mfc.name]
+        mfc.name: reversed_stages(home) if mfc.role == role and allocations[mfc.name] == home else allocations[mfc.name]
         for mfc in calls(graph)
     }
 
