@@ -25,6 +25,7 @@ from realrl.data.sample import SequenceSample
 from realrl.engine.backends import TrainingBackend, make_backend
 from realrl.engine.backends.base import Keep, keep_itself, master_of, move
 from realrl.engine.generate import GenerateRequest, generate
+from realrl.engine.groups import Communicator
 from realrl.engine.parallel import Parallel
 from realrl.engine.parameters.averages import AveragedParameters, load_masters
 from realrl.engine.parameters.gather_parameters import Copy, WriteModel, copy_sharded
@@ -98,6 +99,11 @@ class DecoderEngine:
     @property
     def device(self) -> torch.device:
         return self.decoder.device
+
+    @property
+    def stages(self) -> Communicator:
+        """The pipeline that this rank is a stage of."""
+        return self._parallel.pp
 
     def kept_tensors(self) -> dict[str, torch.Tensor]:
         """The parameters by global name, and the masters of a frozen role: what goes to host memory and comes back."""

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from realrl.engine.decoder_engine import DecoderEngine
-from realrl.engine.groups import Communicator
 from realrl.engine.train.duet import Duet, PipelineJob
 from realrl.engine.train.pipeline import Chunk, run_stage
 from realrl.plan.fused_calls import FusedModels
@@ -24,14 +23,13 @@ class FusedEngines:
     """The engines of two roles that share their devices stage by stage, the second in reversed order.
 
     Args:
-        engines: the first and the second one.
-        stages: the first one's pipeline.
+        engines: the first and the second one. Devices have the numbers of the first one's stages.
         models: decides the order of computations.
     """
 
-    def __init__(self, engines: tuple[DecoderEngine, DecoderEngine], stages: Communicator, models: FusedModels) -> None:
+    def __init__(self, engines: tuple[DecoderEngine, DecoderEngine], models: FusedModels) -> None:
         self._engines = engines
-        self._stages = stages
+        self._stages = engines[0].stages
         self._models = models
 
     def run(self, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:

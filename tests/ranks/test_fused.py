@@ -139,7 +139,7 @@ def _train(rank: int, world_size: int, meeting: KeyValueClient, name: str) -> di
         done.append(step)
         compute(run, step)
 
-    pair = FusedEngines((engines[0], engines[1]), places[0].pp, models)
+    pair = FusedEngines((engines[0], engines[1]), models)
     with mock.patch.object(fused, "run_stage", noting), mock.patch.object(pipeline._Run, "compute", compute_noting):
         results = pair.run(lambda: work(0, engines[0]), lambda: work(1, engines[1]))
     own = [outcome(engine, result) for engine, result in zip(engines, results, strict=True)]
