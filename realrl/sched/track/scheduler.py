@@ -446,7 +446,8 @@ class Scheduler:
         told = self._lack_of(position)
         if told is None and position in self._partners:
             told = self._lack_of(self._partners[position])
-            told = None if told is None else f"{told}, for '{self._calls[position].partner}', which trains with it"
+            partner = self._calls[position].partner
+            told = None if told is None else f"'{partner}', which trains with it and waits for {told}"
         return f"waits for {told or 'devices'}"
 
     def _lack_of(self, position: int) -> str | None:
