@@ -300,6 +300,21 @@ class FusedModels:
         """Return the orders of a minibatch of each; equal in every process."""
         return fused_orders(self.instance(n_first, n_second))
 
+    def in_flight(self, n_first: int, n_second: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return for each device the largest numbers of micro-batches of both models that are kept there at once.
+
+        Of two moments, one with fewer or equally many of both is left out. A model without any counts as one with one.
+        """
+        found = []
+        for order in self.schedule(n_first, n_second).orders:
+            held, moments = [0, 0], set[tuple[int, int]]()
+            for task in order:
+                held[task.pipeline] += -1 if task.is_backward else 1
+                moments.add((max(1, held[0]), max(1, held[1])))
+            smaller = {m for m in moments if any(o != m and o[0] >= m[0] and o[1] >= m[1] for o in moments)}
+            found.append(tuple(sorted(moments - smaller)))
+        return tuple(found)
+
     def lists(self, n_first: int, n_second: int) -> Schedule:
         """Return the list of each device for the pipeline executor; its messages are posted one by one."""
         return _lists(self, n_first, n_second)

@@ -108,7 +108,7 @@ class RoleBytes:
         settings = (role.is_trained, role.is_changed, role.is_averaged, role.backend, role.zero_stage,
                     role.offloads_optimizer, self._saves)  # fmt: skip
         self._kept_kinds: dict[tuple[PartKind, int, bool, bool], Kept] = model.kept.setdefault(settings, {})
-        self._computed: dict[tuple[ParallelStrategy, InterfaceType, Load], Matrix] = {}
+        self._computed: dict[tuple[ParallelStrategy, InterfaceType, Load, tuple[int, ...] | None], Matrix] = {}
 
     @property
     def on_host(self) -> bool:
@@ -138,18 +138,24 @@ class RoleBytes:
             self._kept[strategy] = KeptParts(parts, parameters, held, gone, saving, merging, copied, block)
         return self._kept[strategy]
 
-    def computed(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> Matrix:
+    def computed(
+        self, strategy: ParallelStrategy, kind: InterfaceType, load: Load, in_flight: tuple[int, ...] | None = None
+    ) -> Matrix:
         """Return the usage of a call on each part, as columns: beside what roles keep, and what its hooks bring.
+
+        Args:
+            in_flight: micro-batches that each stage keeps; None: those of `one_f_one_b`.
 
         Raises:
             AllocationError: the strategy does not fit the model.
         """
-        key = strategy, kind, load
+        key = strategy, kind, load, in_flight
         if key not in self._computed:
             found: dict[tuple[PartKind, int], Usage] = {}
             parts = []
             for number, part in enumerate(self.model.cut(strategy).kinds):
-                n_in_flight = min(strategy.pp - number // strategy.tp, load.n_mbs)
+                stage = number // strategy.tp
+                n_in_flight = min(strategy.pp - stage if in_flight is None else in_flight[stage], load.n_mbs)
                 if (part, n_in_flight) not in found:
                     kept = self.kept(strategy).parts[number] if kind is InterfaceType.TRAIN_STEP else None
                     found[part, n_in_flight] = self._computed_by(part, strategy, kind, load, (n_in_flight, kept))
