@@ -66,7 +66,7 @@ def fusion_of(graph: nx.DiGraph, names: Sequence[str]) -> Fusion | None:
         names: value of `allocation.fuse`.
 
     Raises:
-        ConfigError: there are not two names of two train calls, of two roles, with equally large batches.
+        ConfigError: there are not two names of two train calls with equally large batches.
         AllocationError: one of them waits for the other.
     """
     if not names:
@@ -91,10 +91,6 @@ def fusion_of(graph: nx.DiGraph, names: Sequence[str]) -> Fusion | None:
     first, second = (call(graph, name) for name in names)
     if first.name == second.name:
         raise ConfigError(f"{text} names the same call twice", remedy="Name two different ones.")
-    if first.role == second.role:
-        raise ConfigError(
-            f"{text}: both calls train role '{first.role}', one after the other", remedy="Name calls of two roles."
-        )
     if first.n_seqs != second.n_seqs:
         raise ConfigError(
             f"{text}: '{first.name}' has n_seqs={first.n_seqs} and '{second.name}' n_seqs={second.n_seqs}, so they do "
