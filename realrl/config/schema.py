@@ -215,6 +215,9 @@ class AllocationConfig(Section):
     offload: tuple[str, ...] = key(
         (), "roles whose parameters go to host memory after their last call of a step, until they are needed"
     )
+    fuse: tuple[str, ...] = rare(
+        (), "two train_step calls that train at the same time on one mesh, and fill each other's pipeline bubbles"
+    )
     offload_frozen: bool = rare(False, "the same for every role that is not trained and shares devices with others")
     overlap: bool = rare(
         False, "parameters come while other calls compute, and stay for a call's next batch, where the memory allows it"

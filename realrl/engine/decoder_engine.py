@@ -26,10 +26,12 @@ from realrl.data.sample import SequenceSample
 from realrl.engine.backends import TrainingBackend, make_backend
 from realrl.engine.backends.base import Keep, keep_itself, master_of, move
 from realrl.engine.generate import GenerateRequest, generate
+from realrl.engine.groups import Communicator
 from realrl.engine.parallel import Parallel
 from realrl.engine.parameters.averages import AveragedParameters, load_masters
 from realrl.engine.parameters.gather_parameters import Copy, WriteModel, copy_sharded
 from realrl.engine.parameters.replicas import check_replicas
+from realrl.engine.train.duet import PipelineJob
 from realrl.engine.train.load_balance import MinibatchBalance
 from realrl.engine.train.microbatch import TOKENS, split_balanced, split_in_order
 from realrl.engine.train.outputs import DecoderOutput
@@ -88,6 +90,7 @@ class DecoderEngine:
         place = (parallel.is_first_stage, parallel.is_last_stage, parallel.tp_rank, parallel.tp.n_ranks)
         if built_for != (*place, parallel.strategy.vpp):
             raise ValueError(f"role {role!r} has {shard} on rank {parallel.mesh_rank} of {parallel.strategy}")
+        self.submit: Callable[[PipelineJob], None] | None = None  # runs pipelines of `train_batch` in another's list
         self._optimizer: TrainingBackend | None = None
         self._averages: AveragedParameters | None = None
         if optimizer is None:
@@ -102,6 +105,11 @@ class DecoderEngine:
     @property
     def device(self) -> torch.device:
         return self.decoder.device
+
+    @property
+    def stages(self) -> Communicator:
+        """The pipeline that this rank is a stage of."""
+        return self._parallel.pp
 
     def kept_tensors(self) -> dict[str, torch.Tensor]:
         """The parameters by global name, and the masters of a frozen role: what goes to host memory and comes back."""
@@ -356,10 +364,18 @@ class DecoderEngine:
             schedule: makes the lists for so many stages, micro-batches and chunks per stage.
             balance: the load-balancing loss, and the number of micro-batches, from the first, that have it.
         """
+        trains = schedule is not inference
+        job = PipelineJob(self._chunks(work, balance, trains=trains), len(work))
+        if trains and self.submit is not None:
+            self.submit(job)
+        else:
+            self.run_alone(job, schedule)
+
+    def run_alone(self, job: PipelineJob, schedule: Callable[[int, int, int], Schedule] = interleaved) -> None:
+        """Run the pipeline of a job by itself."""
         strategy = self._parallel.strategy
-        chunks = self._chunks(work, balance, trains=schedule is not inference)
-        steps = schedule(strategy.pp, len(work), strategy.vpp)[self._parallel.pp_rank]
-        run_stage(steps, chunks, self._parallel.pp, device=self.device, phases=self.phases)
+        steps = schedule(strategy.pp, job.n_micro_batches, strategy.vpp)[self._parallel.pp_rank]
+        run_stage(steps, job.chunks, self._parallel.pp, device=self.device, phases=self.phases)
 
     def _chunks(
         self, work: Sequence[Work], balance: tuple[MinibatchBalance, int] | None = None, *, trains: bool

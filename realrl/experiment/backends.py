@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from realrl.errors import ConfigError
 from realrl.experiment.run_plan import RunPlan
 from realrl.plan.backends import BACKENDS, TrainedRole, check_backend
+from realrl.plan.fused_calls import check_trainers
 from realrl.plan.hooks import Offload
 
 
@@ -32,6 +33,9 @@ def check_backends(plan: RunPlan) -> None:
             )
     for trained in trained_roles(plan):
         check_backend(trained)
+    if plan.fusion is not None:
+        backends = {mfc.name: plan.config.models[mfc.role].backend for mfc in plan.mfcs}
+        check_trainers(plan.fusion, backends)
 
 
 def check_installed(plan: RunPlan, is_there: Callable[[str], bool] | None = None) -> None:

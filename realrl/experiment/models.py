@@ -11,6 +11,7 @@ from realrl.errors import ConfigError
 from realrl.experiment.declaration import Role
 from realrl.experiment.run_plan import RunPlan
 from realrl.model.files.config_file import read_config, read_model_config, read_notes
+from realrl.plan.fused_calls import FusedModel, FusedModels
 from realrl.plan.parameters.adapters import resolve_targets
 from realrl.plan.parameters.decoder_specs import parameter_specs
 from realrl.shape import DecoderConfig, DType, LoRA, tiny_config
@@ -71,6 +72,27 @@ def role_configs(plan: RunPlan) -> dict[str, DecoderConfig]:
     """Return the models of all roles that have one."""
     configs = {name: role_config(plan.config, name, role) for name, role in plan.roles.items()}
     return {name: config for name, config in configs.items() if config is not None}
+
+
+def fused_models(plan: RunPlan, shapes: Mapping[str, DecoderConfig]) -> FusedModels:
+    """Return what decides the order of computations of a plan's fused calls.
+
+    Args:
+        plan: has a `fusion`.
+        shapes: role -> its model.
+    """
+    assert plan.fusion is not None
+    mfcs = {mfc.name: mfc for mfc in plan.mfcs}
+    first, second = (
+        FusedModel.of(
+            shapes[mfc.role],
+            plan.allocations[mfc.name].strategy.pp,
+            recomputes=plan.config.models[mfc.role].activation_checkpointing,
+            n_minibatches=mfc.n_minibatches,
+        )
+        for mfc in (mfcs[name] for name in plan.fusion.calls)
+    )
+    return FusedModels(first, second)
 
 
 def notes_of_models(plan: RunPlan) -> tuple[str, ...]:

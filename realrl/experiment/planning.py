@@ -22,6 +22,7 @@ from realrl.graph.build import build_graph, calls, dataset_keys, replace_calls, 
 from realrl.graph.mfc import MFCDef, OffloadHook
 from realrl.mesh.device_mesh import Allocation, Cluster
 from realrl.plan.allocation import check_shapes, plan_allocations
+from realrl.plan.fused_calls import check_places, fusion_of, with_reversed_home
 from realrl.plan.hooks import check_realloc_shapes, plan_hooks, role_homes
 from realrl.plan.modes import SIZED_MODES, Cut
 from realrl.plan.parameters.decoder_specs import parameter_specs
@@ -40,7 +41,8 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
         GraphError: the MFC list is not a valid graph, or names a role that the experiment does not declare.
         ConfigError: a setting of a call is impossible or without effect (see `call_settings`), a role to offload does
             not exist, or `max_staleness` is set where no call runs ahead; or an evaluation is wanted that cannot be.
-        AllocationError: a mesh or strategy does not fit the cluster or the call, or hooks contradict each other.
+        AllocationError: a mesh or strategy does not fit the cluster or the call, calls cannot be fused, or hooks
+            contradict each other.
     """
     config = with_precision(config)
     if config.eval.only:
@@ -60,14 +62,18 @@ def plan_run(config: RunConfig, experiment: Experiment) -> RunPlan:
     if not config.eval.only:
         check_leads(graph, config)
     cluster = Cluster(config.cluster.n_nodes, config.cluster.n_devices_per_node)
+    fusion = None if config.eval.only else fusion_of(graph, config.allocation.fuse)
 
     def place(cuts: Mapping[str, Cut]) -> RunPlan:
         heads = {name: role.head for name, role in roles.items()}
         allocations = plan_allocations(graph, config.allocation, cluster, heads=heads, cuts=cuts)
+        if fusion is not None:
+            check_places(fusion, allocations)
+        allocations = with_reversed_home(graph, allocations, fusion)
         allocations = _with_rank_orders(allocations, graph, config, roles)
         weightless = [name for name, head in heads.items() if head == "none"]
         hooks = plan_hooks(graph, allocations, weightless=weightless, offload_frozen=config.allocation.offload_frozen)
-        return RunPlan(config, experiment, calls(graph), graph, allocations, cluster, hooks)
+        return RunPlan(config, experiment, calls(graph), graph, allocations, cluster, hooks, fusion=fusion)
 
     plan = _with_room(place({}), place)
     if not config.eval.is_on or config.eval.only:
@@ -133,7 +139,7 @@ def _with_rank_orders(
 ) -> dict[str, Allocation]:
     """Return the allocations, with an order of the mesh's ranks for calls that get shards from another layout.
 
-    Homes keep the plain order, so that a checkpoint does not depend on how other calls run. A model that cannot be read
+    Homes keep their order, so that a checkpoint does not depend on how other calls run. A model that cannot be read
     or cut has no order: the preflight refuses it before anything starts.
     """
     homes, ordered = role_homes(graph, allocations), dict(allocations)

@@ -10,6 +10,7 @@ from realrl.config.schema import RunConfig
 from realrl.experiment.declaration import Experiment, Role
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, Cluster
+from realrl.plan.fused_calls import Fusion
 from realrl.plan.groups import ProcessGroup, process_groups
 from realrl.plan.hooks import CallHooks, Realloc
 
@@ -25,6 +26,7 @@ class RunPlan:
         allocations: call -> its allocation.
         hooks: call -> reallocs and offloads around it.
         evaluation: plan of the calls that evaluate a training run; None where it is not evaluated.
+        fusion: two calls that train at the same time on the same devices; None where none do.
     """
 
     config: RunConfig
@@ -35,6 +37,7 @@ class RunPlan:
     cluster: Cluster
     hooks: Mapping[str, CallHooks]
     evaluation: RunPlan | None = None
+    fusion: Fusion | None = None
 
     @property
     def roles(self) -> Mapping[str, Role]:

@@ -8,20 +8,22 @@ devices have room. All else stays as the user has set it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from realrl.config.schema import RunConfig
 from realrl.data.kinds import DatasetKind
 from realrl.errors import AllocationError
 from realrl.experiment.evaluation import eval_generation
-from realrl.experiment.models import role_configs
+from realrl.experiment.models import fused_models, role_configs
 from realrl.experiment.run_plan import RunPlan
 from realrl.graph.build import topological_calls
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.plan.backends import zero_stage_of
+from realrl.plan.fused_calls import Fusion
 from realrl.plan.memory.formulas.local import Kernels
 from realrl.plan.memory.load import RowLengths, load_of
-from realrl.plan.memory.plan import CallState, RoleState, show_bytes
+from realrl.plan.memory.plan import Beside, CallState, RoleState, show_bytes
 from realrl.plan.memory.saving import Saves
 from realrl.plan.modes import Cut
 from realrl.shape import DecoderConfig
@@ -55,7 +57,21 @@ def role_states(plan: RunPlan, models: Mapping[str, DecoderConfig]) -> dict[str,
 def call_states(plan: RunPlan, rows: RowLengths) -> list[CallState]:
     """Return all calls in the order of a step, those of an evaluation behind them."""
     graphs = [plan.graph] if plan.evaluation is None else [plan.graph, plan.evaluation.graph]
-    return [_call_state(plan, mfc, rows) for graph in graphs for mfc in topological_calls(graph)]
+    states = [_call_state(plan, mfc, rows) for graph in graphs for mfc in topological_calls(graph)]
+    return states if plan.fusion is None else _side_by_side(plan, plan.fusion, states)
+
+
+def _side_by_side(plan: RunPlan, fusion: Fusion, states: Sequence[CallState]) -> list[CallState]:
+    """Return the calls, of which the two that train together know each other."""
+    by_name = {state.name: state for state in states}
+    first, second = by_name[fusion.first], by_name[fusion.second]
+    pairs = fused_models(plan, role_configs(plan)).in_flight(first.load.n_mbs, second.load.n_mbs)
+    swapped = tuple(tuple((m, n) for n, m in moments) for moments in reversed(pairs))
+    beside = {
+        first.name: Beside(second.role, second.allocation, second.load, pairs),
+        second.name: Beside(first.role, first.allocation, first.load, swapped),
+    }
+    return [replace(state, beside=beside.get(state.name)) for state in states]
 
 
 def _call_state(plan: RunPlan, mfc: MFCDef, rows: RowLengths) -> CallState:

@@ -19,8 +19,10 @@ from realrl.graph.build import (
 )
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation
+from realrl.plan.fused_calls import Fusion
 from realrl.plan.hooks import CallHooks, plan_hooks
 from realrl.plan.protocols import CallLayout
+from realrl.sched.messages import Joins
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -32,6 +34,8 @@ class ScheduledCall:
 
     Attributes:
         mfc: the declaration.
+        partner: the call that trains at the same time on the same devices; empty for none.
+        joins: whether the call is the first or the second of such a pair.
         hooks: reallocs and offloads around every dispatch.
         waits_for: steps of other calls that must be finished first.
         leads: readers that must run ahead before this call changes their parameters.
@@ -46,6 +50,8 @@ class ScheduledCall:
     leads: tuple[LeadWait, ...] = ()
     feeds_drop: bool = False
     gates: tuple[str, ...] = ()
+    partner: str = ""
+    joins: Joins = ""
 
     @property
     def name(self) -> str:
@@ -86,6 +92,7 @@ def schedule_calls(
     allocations: Mapping[str, Allocation],
     *,
     hooks: Mapping[str, CallHooks] | None = None,
+    fusion: Fusion | None = None,
 ) -> tuple[ScheduledCall, ...]:
     """Return the calls of a graph, producers before consumers.
 
@@ -93,7 +100,11 @@ def schedule_calls(
         graph: from `build_graph`.
         allocations: call name -> mesh and strategy.
         hooks: from `plan_hooks`; None: for roles that all have parameters.
+        fusion: two calls that train at the same time.
     """
+    partners: dict[str, tuple[str, Joins]] = {}
+    if fusion is not None:
+        partners = {fusion.first: (fusion.second, "opens"), fusion.second: (fusion.first, "closes")}
     waits: dict[str, list[StepWait]] = {}
     for wait in (*version_edges(graph), *writer_waits(graph)):
         waits.setdefault(wait.after, []).append(wait)
@@ -108,6 +119,8 @@ def schedule_calls(
             leads=tuple(lead for lead in leads if lead.writer == mfc.name),
             feeds_drop=mfc.name in feeders,
             gates=gates[mfc.name],
+            partner=partners.get(mfc.name, ("", ""))[0],
+            joins=partners.get(mfc.name, ("", ""))[1],
         )
         for mfc in topological_calls(graph)
     )

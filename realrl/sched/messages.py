@@ -14,10 +14,13 @@ import msgspec
 
 from realrl.plan.samples.transfer import RowTransfer
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 HookTime = Literal["ahead of", "before", "after"]
 """Side of a call on which hooks run; ahead of it, its parameters set out while other calls compute."""
+
+Joins = Literal["", "opens", "closes"]
+"""Place of a call in a pair that runs together; empty: the call runs by itself."""
 
 
 class Per(Enum):
@@ -97,6 +100,8 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
         ranks of a dispatch keep every sample once; empty for a train_step. A call that may drop samples reports
         fewer: a sample that no rank reports is dropped.
         keeps_parameters: parameters that hooks brought stay for the call's next dispatch, which gets no such hooks.
+        joins: a call that opens a pair runs when the one that closes it comes, which is the rank's next request. Both
+            are answered then.
     """
 
     seq: int
@@ -109,6 +114,7 @@ class RunCall(msgspec.Struct, frozen=True, tag=True):
     keeps: tuple[str, ...] = ()
     spreads: tuple[RowTransfer, ...] = ()
     keeps_parameters: bool = False
+    joins: Joins = ""
 
 
 class MoveRows(msgspec.Struct, frozen=True, tag=True):

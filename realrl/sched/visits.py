@@ -93,6 +93,7 @@ class Visits:
     def setting_out(self, dispatch: Dispatch, under_way: Mapping[int, Dispatch]) -> Iterator[int]:
         """Yield the calls whose parameters can set out just before a call is sent; each must set out at once."""
         early = self._plan.overlap.early
+        beside = {dispatch.call.name, dispatch.call.partner} - {""}
         promised: dict[str, set[str]] = {}
         for other in under_way.values() if early else ():
             for key in () if other.call.mfc.may_drop else other.call.mfc.output_keys:
@@ -100,7 +101,7 @@ class Visits:
         running = {other.call.name for other in under_way.values()}
         for position, call in enumerate(self._calls):
             if (
-                dispatch.call.name in early.get(call.name, ())
+                beside <= set(early.get(call.name, ()))
                 and call.name not in running
                 and not self._extents[position].isdisjoint(dispatch.call.ranks)
                 and position not in self._staying

@@ -6,10 +6,11 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from realrl.config.schema import RunConfig, SaveConfig
-from realrl.errors import AllocationError, GraphError
+from realrl.errors import AllocationError, ConfigError, GraphError
 from realrl.graph.build import build_graph, dataset_keys
 from realrl.graph.mfc import InterfaceType, MFCDef, ModelName, OffloadHook, ParamReallocHook
 from realrl.mesh.device_mesh import Allocation, Cluster, ParallelStrategy, legal_meshes
+from realrl.plan.fused_calls import fusion_of
 from realrl.plan.hooks import Overlap, plan_hooks
 from realrl.plan.memory.overlap import can_come_early, can_stay
 from realrl.sched.calls import schedule_calls
@@ -45,10 +46,10 @@ def make_config(
 CONFIG_KEYS = ("n_steps", "epochs", "seed", "shuffle", "max_refill_rounds", "moves_rows")
 
 
-def make_track(mfcs, allocations, config, *, hooks=None, dataset_rank=0, **fields):
+def make_track(mfcs, allocations, config, *, hooks=None, fuse=(), dataset_rank=0, **fields):
     """A track from MFCs that read `prompt_ids`."""
     graph = build_graph(mfcs, ["prompt_ids"])
-    calls = schedule_calls(graph, allocations, hooks=hooks)
+    calls = schedule_calls(graph, allocations, hooks=hooks, fusion=fusion_of(graph, fuse))
     return TrackPlan(calls, dataset_keys(graph), config, dataset_rank, **fields)
 
 
@@ -103,10 +104,10 @@ def ppo(n_seqs=8, *, max_staleness=0, gen_n_seqs=None, min_n_seqs=None, n_miniba
 
 
 @st.composite
-def plans(draw, max_staleness=2, drops=False):
+def plans(draw, max_staleness=2, drops=False, fuses=False):
     """Any graph of one to six calls, on any meshes of up to four devices, with any limits, hooks and protocols.
 
-    With `drops` one or more calls drop samples, if the hooks allow it.
+    With `drops` one or more calls drop samples, if the hooks allow it. With `fuses` two calls train together.
     """
     cluster = draw(st.sampled_from([Cluster(1, 1), Cluster(1, 2), Cluster(1, 4), Cluster(2, 2)]))
     step_size = draw(st.sampled_from([4, 6, 8]))
@@ -124,9 +125,10 @@ def plans(draw, max_staleness=2, drops=False):
             )
         )  # fmt: skip
         keys.append(f"k{i}")
-    for role in draw(st.sets(st.sampled_from("abc"), max_size=2)):
+    shared = draw(st.sampled_from(divisors))
+    for role in draw(st.sets(st.sampled_from("abc"), min_size=2 * fuses, max_size=2)):
         reads = tuple(key for key in keys if draw(st.booleans())) or (keys[-1],)
-        n_seqs = draw(st.sampled_from(divisors))
+        n_seqs = shared if fuses else draw(st.sampled_from(divisors))
         n_minibatches = draw(st.integers(1, min(n_seqs, 3)))
         sizes = {"n_seqs": n_seqs, "n_minibatches": n_minibatches, "n_passes": draw(st.integers(1, 2))}
         mfcs.append(MFCDef(f"train_{role}", role, TRAIN, "x", reads, **sizes))
@@ -137,17 +139,25 @@ def plans(draw, max_staleness=2, drops=False):
         mesh = draw(st.sampled_from(list(legal_meshes(cluster))))
         smallest = min(mfc.n_seqs // mfc.n_minibatches, mfc.min_n_seqs or mfc.n_seqs)
         allocations[mfc.name] = Allocation(mesh, draw(st.sampled_from(strategies_of(mesh.n_devices, smallest))))
+    fuse = draw(st.permutations([mfc.name for mfc in mfcs if mfc.is_train])) if fuses else ()
+    if fuses:
+        smallest = min(mfc.n_seqs // mfc.n_minibatches for mfc in mfcs if mfc.is_train)
+        mesh = allocations[fuse[0]].mesh
+        allocations |= dict.fromkeys(
+            fuse, Allocation(mesh, draw(st.sampled_from(strategies_of(mesh.n_devices, smallest))))
+        )
     mfcs = draw(st.permutations([draw(with_protocol(mfc, allocations[mfc.name])) for mfc in mfcs]))
     try:
         hooks = plan_hooks(build_graph(mfcs, ["prompt_ids"]), allocations)
-    except AllocationError:  # it offloads what another call may be moving
+        fusion_of(build_graph(mfcs, ["prompt_ids"]), fuse)
+    except (AllocationError, ConfigError):  # it offloads what another call may be moving, or one waits for the other
         reject()
     return make_plan(
         mfcs, allocations, cluster, n_steps=draw(st.integers(1, 4)),
         dataset_rank=draw(st.integers(0, cluster.n_devices - 1)), shuffle=draw(st.booleans()),
         save_every_steps=draw(st.integers(0, 2)), save_at_end=draw(st.booleans()),
         checkpoint_directory="saves/.step_{step}.partial", moves_rows=draw(st.booleans()), max_refill_rounds=100,
-        overlap=draw(overlaps(mfcs, hooks)),
+        overlap=draw(overlaps(mfcs, hooks)), fuse=fuse,
     )  # fmt: skip
 
 

@@ -66,8 +66,10 @@ class Checks:
             self.check_waits_for_leads()
         for rank in range(self.plan.n_ranks):
             sent = [i.request for i in instructions if isinstance(i, Send) and i.rank == rank]
-            n_open = sum(isinstance(request, RunCall) for request in [*self.ranks[rank].inbox, *sent])
-            n_unseen = sum(isinstance(reply, CallDone) for reply in self.ranks[rank].replies)
+            runs = [request for request in [*self.ranks[rank].inbox, *sent] if isinstance(request, RunCall)]
+            done = [reply.call for reply in self.ranks[rank].replies if isinstance(reply, CallDone)]
+            n_open = sum(request.joins != "opens" for request in runs)  # a pair fills one place
+            n_unseen = sum(self.calls[name].joins != "opens" for name in done)
             assert n_open + n_unseen <= 2, "a device has a long queue"
 
     def check_waits_for_leads(self):
@@ -112,7 +114,9 @@ class Checks:
         parts = {}
         for rank in call.ranks:
             parts[rank] = next(
-                q for q in self.ranks[rank].inbox if isinstance(q, RunCall) and q.dispatch_id == request.dispatch_id
+                q
+                for q in (*self.ranks[rank].inbox, self.ranks[rank].opening)
+                if isinstance(q, RunCall) and q.dispatch_id == request.dispatch_id
             )
             assert (parts[rank].call, parts[rank].step) == (call.name, request.step)
             assert parts[rank].n_steps == self.start.last_step

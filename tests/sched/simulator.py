@@ -73,6 +73,7 @@ class Rank:
     offloaded: set = field(default_factory=set)
     positions: list = field(default_factory=list)  # of the parts that it was sent
     has_entered: bool = False
+    opening: RunCall | None = None  # of a pair, waits for the call that closes it
     is_dead: bool = False
 
 
@@ -225,7 +226,8 @@ class Simulation(Checks):
         head = r.inbox[0]
         if isinstance(head, RunHooks) and head.when == "ahead of":
             return True
-        return not isinstance(head, PARTS) or self.entered[part_of(head)].keys() == self.sent[part_of(head)].keys()
+        parts = [part_of(request) for request in (r.opening, head) if isinstance(request, PARTS)]
+        return all(self.entered[part].keys() == self.sent[part].keys() for part in parts)
 
     def work(self, rank):
         """The rank begins its oldest request, or ends the one that it began."""
@@ -233,18 +235,32 @@ class Simulation(Checks):
         request = r.inbox[0]
         if not r.has_entered:
             assert r.state.begin(request, now_s=float(len(self.events)))
+            if isinstance(request, RunCall) and request.joins == "opens":
+                assert r.opening is None, "a pair is opened twice"
+                r.opening = r.inbox.popleft()
+                r.state.finish(now_s=float(len(self.events)))
+                return
+            joins = request.joins if isinstance(request, RunCall) else ""
+            assert (r.opening is not None) == (joins == "closes"), "something came between the calls of a pair"
+            if r.opening is not None:
+                assert self.calls[request.call].partner == r.opening.call
+                assert request.step == r.opening.step
+                self.entered[part_of(r.opening)][rank] = dict(r.home)
+                self.enter_call(rank, r.opening)
             r.has_entered = True
             if isinstance(request, PARTS):
                 self.entered[part_of(request)][rank] = dict(r.home)
             if isinstance(request, RunCall):
                 self.enter_call(rank, request)
             return
+        opened = [] if r.opening is None else [self.end_request(rank, r.opening)]
+        r.opening = None
         reply = self.end_request(rank, request)
         r.state.finish(now_s=float(len(self.events)))
         r.state.validate()
         r.has_entered = False
         r.inbox.popleft()
-        r.replies.append(reply)
+        r.replies += [*opened, reply]
 
     def end_request(self, rank, request):
         r = self.ranks[rank]

@@ -9,7 +9,6 @@ output of a forward are kept until its backward, per (micro-batch, chunk, round)
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,7 +17,7 @@ import torch
 
 from realrl.algo.phases import Phases
 from realrl.engine.groups import Communicator, Pending
-from realrl.plan.memory.buffers import PIPELINE_PENDING
+from realrl.plan.memory.buffers import FUSED_PENDING, PIPELINE_PENDING
 from realrl.plan.pipeline import Computation, Step, StepKind
 
 Backward = Callable[[torch.Tensor | None, torch.Tensor | None, bool], None]
@@ -55,22 +54,29 @@ def run_stage(
     *,
     device: torch.device,
     phases: Phases | None = None,
+    batched: bool = True,
 ) -> None:
     """Execute the steps in order.
 
     A message without elements is not sent. Gradients accumulate in the parameters, as in autograd.
 
     Args:
-        steps: this stage's list of a schedule of `realrl.plan.pipeline`.
+        steps: this stage's list of a schedule of `realrl.plan.pipeline`, or of `realrl.plan.fusion.messages`.
         chunks: every chunk number of the list.
         stages: the pipeline; its ranks are the stages of the schedule.
         device: where received tensors are put.
         phases: recorder of backward passes, and of the waiting for other stages.
+        batched: True if neighbouring messages are one batch, as `realrl.plan.pipeline` places them; False if each is
+            posted by itself, as `realrl.plan.fusion.messages` wants it.
     """
-    run = _Run(steps, chunks, stages, device, Phases() if phases is None else phases)
+    limit = PIPELINE_PENDING if batched else FUSED_PENDING
+    run = _Run(steps, chunks, stages, device, limit=limit, phases=Phases() if phases is None else phases)
     for is_message, group in groupby(steps, key=lambda step: step.kind.is_message):
-        if is_message:
+        if is_message and batched:
             run.post(list(group))
+        elif is_message:
+            for step in group:
+                run.post([step])
         else:
             for step in group:
                 run.compute(step)
@@ -86,12 +92,15 @@ class _Run:
         chunks: Mapping[int, Chunk],
         stages: Communicator,
         device: torch.device,
+        *,
+        limit: int,
         phases: Phases,
     ) -> None:
         self._chunks = chunks
         self._stages = stages
         self._device = device
         self._phases = phases
+        self._limit = limit
         backwards = [step for step in steps if step.kind is StepKind.BACKWARD]
         self._trained = {step.computation[1:] for step in backwards}
         self._last_backward = {step.chunk: step for step in backwards}
@@ -99,8 +108,8 @@ class _Run:
         # results that a message or another computation takes
         self._wanted: set[Computation | None] = {step.computation for step in steps if step.kind.is_send}
         self._wanted |= {s.source for s in steps if not s.kind.is_message and s.computation not in received}
-        self._pending: deque[Pending] = deque()
-        self._n_waited = 0  # completed batches of messages
+        self._pending: dict[int, Pending] = {}  # by number of the batch, ascending
+        self._n_posted = 0
         self._inbox: dict[Computation, tuple[torch.Tensor, int]] = {}  # tensor, batch
         self._outbox: dict[Computation, torch.Tensor] = {}
         # input and output of a forward, for its backward
@@ -116,13 +125,14 @@ class _Run:
                 sends.append((step.peer, self._outbox.pop(step.computation)))
             else:
                 buffer = self._buffer(step)
-                self._inbox[step.computation] = (buffer, self._n_waited + len(self._pending))
+                self._inbox[step.computation] = (buffer, self._n_posted)
                 receives.append((step.peer, buffer))
-        if len(self._pending) >= PIPELINE_PENDING:  # waiting earlier than needed is always safe
-            self._wait_for_oldest()
-        self._pending.append(
-            self._stages.exchange([s for s in sends if s[1].numel()], [r for r in receives if r[1].numel()])
+        if len(self._pending) >= self._limit:  # waiting earlier than needed is always safe
+            self._wait_for(next(iter(self._pending)))
+        self._pending[self._n_posted] = self._stages.exchange(
+            [s for s in sends if s[1].numel()], [r for r in receives if r[1].numel()]
         )
+        self._n_posted += 1
 
     def compute(self, step: Step) -> None:
         """Run a forward or a backward; waits for its input."""
@@ -134,7 +144,7 @@ class _Run:
     def finish(self) -> None:
         """Wait for all messages."""
         while self._pending:
-            self._wait_for_oldest()
+            self._wait_for(next(iter(self._pending)))
 
     def _forward(self, step: Step) -> None:
         key = step.computation[1:]
@@ -170,14 +180,15 @@ class _Run:
         if step.computation not in self._inbox:
             return self._outbox.pop(step.source)
         tensor, batch = self._inbox.pop(step.computation)
-        while self._n_waited <= batch:
-            self._wait_for_oldest()
+        self._wait_for(batch)
         return tensor
 
-    def _wait_for_oldest(self) -> None:
-        with self._phases.phase("wait for other stages"):
-            self._pending.popleft().wait()
-        self._n_waited += 1
+    def _wait_for(self, batch: int) -> None:
+        """Wait until a batch is through, unless that was waited for already."""
+        pending = self._pending.pop(batch, None)
+        if pending is not None:
+            with self._phases.phase("wait for other stages"):
+                pending.wait()
 
     def _hand_on(self, step: Step, made: torch.Tensor) -> None:
         if step.computation in self._wanted:

@@ -24,4 +24,5 @@ REALLOC_BUCKET = 64 << 20  # bytes of one message of a reallocation
 SAVE_STAGE = 64 << 20  # bytes of each of the two pinned buffers through which a checkpoint leaves the device
 REALLOC_LARGE = 1 << 20  # bytes; smaller slices are copied into a message that they share
 PIPELINE_PENDING = 4  # batches of a pipeline's messages whose tensors are kept until they have gone
+FUSED_PENDING = 8  # the same for two pipelines in one list, whose messages go one by one
 REALLOC_ROUNDS = 2  # rounds under way: one travels while the other is packed or unpacked

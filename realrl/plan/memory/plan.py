@@ -49,8 +49,24 @@ class RoleState:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A call that trains at the same time as another one.
+
+    Attributes:
+        role, allocation, load: of this call.
+        in_flight: for each stage of the other call, the largest numbers of micro-batches that the other call and this
+            one keep there at once.
+    """
+
+    role: str
+    allocation: Allocation
+    load: Load
+    in_flight: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
 class CallState:
-    """One call: its allocation, its hooks and its load."""
+    """One call: its allocation, its hooks and its load, and the call that trains at the same time, if one does."""
 
     name: str
     role: str
@@ -58,6 +74,7 @@ class CallState:
     allocation: Allocation
     hooks: CallHooks
     load: Load
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True)

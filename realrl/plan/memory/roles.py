@@ -122,7 +122,7 @@ class RoleBytes:
         settings = (role.is_trained, role.is_changed, role.is_averaged, role.backend, role.zero_stage,
                     role.offloads_optimizer, self._saves)  # fmt: skip
         self._kept_kinds: dict[tuple[PartKind, int, bool, bool], Kept] = model.kept.setdefault(settings, {})
-        self._computed: dict[tuple[ParallelStrategy, InterfaceType, Load], Matrix] = {}
+        self._computed: dict[tuple[ParallelStrategy, InterfaceType, Load, tuple[int, ...] | None], Matrix] = {}
 
     @property
     def on_host(self) -> bool:
@@ -152,18 +152,23 @@ class RoleBytes:
             self._kept[strategy] = KeptParts(parts, parameters, held, gone, saving, merging, copied, block)
         return self._kept[strategy]
 
-    def computed(self, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> Matrix:
+    def computed(
+        self, strategy: ParallelStrategy, kind: InterfaceType, load: Load, in_flight: tuple[int, ...] | None = None
+    ) -> Matrix:
         """Return the usage of a call on each part, as columns: beside what roles keep, and what its hooks bring.
+
+        Args:
+            in_flight: micro-batches that each stage keeps; None: those of `one_f_one_b`.
 
         Raises:
             AllocationError: the strategy does not fit the model.
         """
-        key = strategy, kind, load
+        key = strategy, kind, load, in_flight
         if key not in self._computed:
             found: dict[tuple[PartKind, object], Usage] = {}
             parts = []
             for number, part in enumerate(self.model.cut(strategy).kinds):
-                pipeline = self._pipeline_of(number // strategy.tp, strategy, kind, load)
+                pipeline = self._pipeline_of(number // strategy.tp, strategy, kind, load, in_flight)
                 if (part, pipeline) not in found:
                     kept = self.kept(strategy).parts[number] if kind is InterfaceType.TRAIN_STEP else None
                     found[part, pipeline] = self._computed_by(part, strategy, kind, load, (pipeline, kept))
@@ -186,8 +191,21 @@ class RoleBytes:
             found.append((kept.resident, self._computed_by(part, strategy, kind, load, (pipeline, kept))))
         return max(found, key=lambda one: one[0].total + one[1].total)
 
-    def _pipeline_of(self, stage: int, strategy: ParallelStrategy, kind: InterfaceType, load: Load) -> _Pipeline:
-        """Return what a stage holds of other micro-batches while it computes one."""
+    def _pipeline_of(
+        self,
+        stage: int,
+        strategy: ParallelStrategy,
+        kind: InterfaceType,
+        load: Load,
+        kept: tuple[int, ...] | None = None,
+    ) -> _Pipeline:
+        """Return what a stage holds of other micro-batches while it computes one.
+
+        Args:
+            kept: micro-batches that each stage keeps, where another schedule than `interleaved` decides it.
+        """
+        if kept is not None:
+            return _Pipeline((InFlight((min(kept[stage], load.n_mbs),), 0),))
         sizes = strategy.pp, load.n_mbs, strategy.vpp, stage
         if kind is InterfaceType.TRAIN_STEP:
             return _Pipeline(in_flight(*sizes))

@@ -116,11 +116,9 @@ class Step:
         usages = self._larger(usages, self._resident(later[0])[:, ranks]) if later else usages.copy()
         own_total, received = (np.zeros(usages.shape[1], dtype=np.int64) for _ in range(2))
         if call.role in self._roles:
-            own, home = self._roles[call.role]
+            home = self._roles[call.role][1]
             assert call.kind is not InterfaceType.TRAIN_STEP or home == call.allocation, "a role is trained at home"
-            strategy = call.allocation.strategy
-            computed = own.computed(strategy, call.kind, call.load)[self._view]
-            computed = computed.take(parts_of(strategy), axis=1)
+            computed = self._computed(call)
             usages += computed
             own_total = computed[_TOTAL]
         room = 0
@@ -139,6 +137,26 @@ class Step:
             usages[_HOST] += self._copied[ranks]
         usages[_HOST] += np.maximum(self._leaving(call)[ranks] - own_total, 0)
         return ranks, usages, room
+
+    def _computed(self, call: CallState) -> Matrix:
+        """Return the usages of a call's computations on its ranks, with those of a call that trains beside it."""
+        own, strategy, beside = self._roles[call.role][0], call.allocation.strategy, call.beside
+        if beside is None:
+            computed = own.computed(strategy, call.kind, call.load)[self._view]
+            found: Matrix = computed.take(parts_of(strategy), axis=1)
+            return found
+        other, ranks = self._roles[beside.role][0], ranks_of(call.allocation)
+        together: Matrix | None = None
+        for moment in range(max(map(len, beside.in_flight))):
+            pairs = [moments[min(moment, len(moments) - 1)] for moments in beside.in_flight]
+            mine = own.computed(strategy, call.kind, call.load, tuple(n for n, _ in pairs))[self._view]
+            theirs = other.computed(strategy, call.kind, beside.load, tuple(n for _, n in reversed(pairs)))[self._view]
+            everywhere = np.zeros((self._n_rows, self.n_ranks), dtype=np.int64)
+            everywhere[:, ranks_of(beside.allocation)] = theirs.take(parts_of(strategy), axis=1)
+            now = mine.take(parts_of(strategy), axis=1) + everywhere[:, ranks]
+            together = now if together is None else self._larger(together, now)
+        assert together is not None
+        return together
 
     def _leaving(self, call: CallState) -> Matrix:
         """Return the bytes that each rank has in host memory before they leave its device, when the call is over."""

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,10 +16,12 @@ from realrl.algo.phases import MOST_OF_A_CALL, CallPhases, Phases
 from realrl.data.rows import SampleStore, decode_rows
 from realrl.data.sample import SequenceSample
 from realrl.engine import device as devices
+from realrl.engine.fused import FusedEngines
 from realrl.engine.groups import Communicator
 from realrl.engine.row_exchange import exchange_rows
 from realrl.errors import RunError
 from realrl.experiment.evaluation import eval_generation
+from realrl.experiment.models import fused_models
 from realrl.experiment.run_plan import RunPlan
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.plan.samples.transfer import RowTransfer
@@ -32,6 +34,31 @@ from realrl.sched.track.scores import WEIGHT
 _WAIT_WORTH_TELLING_S = 0.001
 
 Args = dict[str, str | int | float]
+
+
+@dataclass
+class _Started:
+    """A call whose rows and parameters are there; times are seconds since the epoch."""
+
+    request: RunCall
+    mfc: MFCDef
+    is_at_home: bool
+    spans: list[Span]
+    bytes_received: int
+    start_s: float
+    pulled_s: float
+    call_start_s: float
+
+
+@dataclass
+class _Result:
+    """What the interface of a call recorded and gave."""
+
+    recorded: MetricSums
+    notes: SampleNotes
+    output: SampleMeta | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    args: Args = field(default_factory=dict)
 
 
 class CallRunner:
@@ -68,12 +95,29 @@ class CallRunner:
         self._client = client
         self._peers = peers
         self._device = device
-        self._phases = Phases(MOST_OF_A_CALL)
-        for hosted in roles.values():
-            hosted.record(self._phases)
+        self._phases = {mfc.role: Phases(MOST_OF_A_CALL) for mfc in self._mfcs.values()}
+        for role, hosted in roles.items():
+            hosted.record(self._phases[role])
+        self._fused: FusedEngines | None = None
 
     def run(self, request: RunCall) -> CallDone:
         """Execute this rank's part of the call and keep its output in the store."""
+        started = self._prepare(request)
+        return self._finish(started, self._compute(started))
+
+    def run_pair(self, first: RunCall, second: RunCall) -> tuple[CallDone, CallDone]:
+        """Execute this rank's part of two calls that train at the same time, each as it would alone.
+
+        Both take from the start of the first until both are done.
+        """
+        one, other = self._prepare(first), self._prepare(second)
+        other.call_start_s = one.call_start_s
+        results = self._fused_engines().run(lambda: self._compute(one), lambda: self._compute(other))
+        done = [self._finish(started, result) for started, result in zip((one, other), results, strict=True)]
+        return done[0], done[1]
+
+    def _prepare(self, request: RunCall) -> _Started:
+        """Fetch rows and parameters."""
         mfc = self._mfcs[request.call]
         hosted, allocation = self._roles[mfc.role], self._plan.allocation_of(request.call)
         start_s = time.time()
@@ -87,28 +131,43 @@ class CallRunner:
             hosted.wait_resident()
         elif hosted.has_weights:
             hosted.decoder(allocation).set_parameters(hosted.visiting[mfc.name])
-        call_start_s = time.time()
-        minibatches = request.minibatches if hosted.has_weights else (request.keeps,)
+        return _Started(request, mfc, is_at_home, spans, bytes_received, start_s, pulled_s, time.time())
+
+    def _compute(self, started: _Started) -> _Result:
+        """Run the interface on the rows of a call."""
+        request, mfc = started.request, started.mfc
+        minibatches = request.minibatches if self._roles[mfc.role].has_weights else (request.keeps,)
         ids = tuple(dict.fromkeys(sample_id for minibatch in minibatches for sample_id in minibatch))
-        output, metrics, recorded, notes = None, dict[str, float](), MetricSums(), SampleNotes()
+        result = _Result(MetricSums(), SampleNotes())
         args: Args = {"step": request.step, "dispatch": request.dispatch_id, "role": mfc.role, "samples": len(ids)}
-        with self._parameters_of(mfc, is_at_home):
+        with self._parameters_of(mfc, started.is_at_home):
             if ids:
                 batch = self._store.get(ids, mfc.input_keys, device=self._device).remap(mfc.input_key_remap)
-                context = replace(self._context(mfc, request.step, minibatches, recorded), notes=notes)
-                output, metrics, counts = self._call(mfc, batch, request, context)
+                context = self._context(mfc, request.step, minibatches, result.recorded)
+                context = replace(context, notes=result.notes)
+                result.output, result.metrics, counts = self._call(mfc, batch, request, context)
                 args |= counts
-        if hosted.has_weights and not is_at_home:
-            hosted.decoder(allocation).release_parameters()
+        result.args = args
+        return result
+
+    def _finish(self, started: _Started, result: _Result) -> CallDone:
+        """Free what was brought for a call, and describe what it did."""
+        request, mfc, spans = started.request, started.mfc, started.spans
+        hosted = self._roles[mfc.role]
+        if hosted.has_weights and not started.is_at_home:
+            hosted.decoder(self._plan.allocation_of(mfc.name)).release_parameters()
             if not request.keeps_parameters:
                 hosted.send_home(mfc.name)
         devices.synchronize(self._device)
         end_s = time.time()
-        if call_start_s - pulled_s > _WAIT_WORTH_TELLING_S:
-            args["waited_s"] = call_start_s - pulled_s
-        phases = self._phases.take(request.step)
+        waited_s, args = started.call_start_s - started.pulled_s, result.args
+        if waited_s > _WAIT_WORTH_TELLING_S:
+            args["waited_s"] = waited_s
+        if self._plan.fusion is not None and mfc.name in self._plan.fusion:
+            args["fused"] = str(self._plan.fusion)
+        phases = self._phases[mfc.role].take(request.step)
         args |= {f"phase_s/{name}": round(seconds, 6) for name, seconds in phases.seconds.items()}
-        spans.append(Span(mfc.name, "call", call_start_s, end_s, args))
+        spans.append(Span(mfc.name, "call", started.call_start_s, end_s, args))
         spans += _inside(phases)
         return CallDone(
             rank=self.rank,
@@ -116,16 +175,28 @@ class CallRunner:
             dispatch_id=request.dispatch_id,
             call=mfc.name,
             step=request.step,
-            output=output,
-            metrics={**metrics, f"time_s/{mfc.name}": end_s - start_s},
+            output=result.output,
+            metrics={**result.metrics, f"time_s/{mfc.name}": end_s - started.start_s},
             spans=tuple(spans),
-            bytes_received=bytes_received,
+            bytes_received=started.bytes_received,
             memory_gb=devices.memory_gb(self._device),
-            sums=recorded.sums,
-            maxima=recorded.maxima,
-            waited_s=call_start_s - pulled_s,
-            notes=self._wanted(mfc, notes),
+            sums=result.recorded.sums,
+            maxima=result.recorded.maxima,
+            waited_s=waited_s,
+            notes=self._wanted(mfc, result.notes),
         )
+
+    def _fused_engines(self) -> FusedEngines:
+        """Return the engines of the two calls that train together on this rank."""
+        if self._fused is None:
+            assert self._plan.fusion is not None
+            mfcs = [self._mfcs[name] for name in self._plan.fusion.calls]
+            engines = [self._roles[mfc.role].home_engine for mfc in mfcs]
+            assert engines[0] is not None
+            assert engines[1] is not None
+            shapes = {mfc.role: engine.decoder.config for mfc, engine in zip(mfcs, engines, strict=True) if engine}
+            self._fused = FusedEngines((engines[0], engines[1]), fused_models(self._plan, shapes))
+        return self._fused
 
     def _wanted(self, mfc: MFCDef, notes: SampleNotes) -> dict[str, dict[str, tuple[float, ...]]]:
         """Return the notes with the prefix of the call's keys, if responses are written to a file."""
@@ -174,7 +245,7 @@ class CallRunner:
             generation=eval_generation(config) if is_evaluating else config.generation,
             algorithm=config.algorithm,
             metrics=recorded,
-            phases=self._phases,
+            phases=self._phases[mfc.role],
         )
 
     def _call(

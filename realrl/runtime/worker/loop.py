@@ -120,11 +120,12 @@ class WorkerLoop:
         """
         cause = error.__cause__ if isinstance(error, Error) else error
         part = request if isinstance(request, RunCall | RunHooks | MoveRows) else None
+        named = error.call if isinstance(error, Error) and isinstance(request, RunCall) else None  # of a pair
         asked = request if isinstance(request, SaveCheckpoint) else part
         return WorkerFailed(
             rank=self.rank,
             seq=request.seq,
-            call=None if part is None else part.call,
+            call=named or (None if part is None else part.call),
             step=None if asked is None else asked.step,
             error=type(error).__name__,
             message=_printable(str(error)),

@@ -100,17 +100,39 @@ class ModelWorker:
         self._writer: CheckpointWriter | None = None
         self._restored: RestoredSamples | None = None
         self._idle_since_s: float | None = None
+        self._opening: RunCall | None = None
 
     def fetch(self, key: str, ids: Sequence[str]) -> bytes:
         """Encode rows of one key for another worker; called from the server's thread."""
         return encode_rows(self.store.get(ids, [key]))
 
     def handle(self, request: Request) -> list[Reply | Future[Reply]]:
-        """Execute one request and return its reply, or a future for a checkpoint; exceptions pass through."""
+        """Execute one request and return its reply, or a future for a checkpoint; exceptions pass through.
+
+        A call that opens a pair is answered with the one that closes it.
+        """
         start_s = time.time()
-        reply = self._execute(request, start_s)
+        if isinstance(request, RunCall) and request.joins == "opens":
+            self._opening = request
+            return []
+        replies = self._run_pair(request, start_s) if self._opening else [self._execute(request, start_s)]
         self._idle_since_s = time.time()
-        return [reply]
+        return replies
+
+    def _run_pair(self, request: Request, start_s: float) -> list[Reply | Future[Reply]]:
+        """Run the call that waits, and the one that closes its pair, together."""
+        opening, self._opening = self._opening, None
+        assert opening is not None
+        assert self._runner is not None
+        if not isinstance(request, RunCall) or request.joins != "closes":
+            raise RunError(
+                f"worker {self.rank} received {type(request).__name__} before the call that trains with "
+                f"'{opening.call}'",
+                worker=self.rank,
+            )
+        wait = self._wait_span(start_s)
+        first, second = self._runner.run_pair(opening, request)
+        return [msgspec.structs.replace(first, spans=wait + first.spans), second]
 
     def _execute(self, request: Request, start_s: float) -> Reply | Future[Reply]:
         if isinstance(request, Initialize):

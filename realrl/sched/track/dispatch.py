@@ -5,12 +5,15 @@ same position of the global order of parts.
 
     AHEAD ─► ROWS ─► BEFORE ─► CALL ─► AFTER        only the parts that the dispatch needs
 
+Two calls that train together have a dispatch each. Their parts are sent at once: what comes before the calls, then CALL
+and CALL with nothing between them, then what follows.
+
 AHEAD is sent before the dispatch exists, while its samples are still being made (see `visits`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -193,6 +196,7 @@ class Dispatch:
                     keeps=work.keeps,
                     spreads=work.spreads,
                     keeps_parameters=self.keeps_parameters,
+                    joins=self.call.joins,
                 )
                 for rank, work in self.work.items()
             }
@@ -209,6 +213,16 @@ class Dispatch:
         if kind is PartKind.BEFORE:
             return {r: RunHooks(next_seq(r), self.id, name, step, "before") for r in self.call.hooks.before_ranks}
         return {r: RunHooks(next_seq(r), self.id, name, step, "after") for r in self.call.hooks.after_ranks}
+
+
+def units(dispatches: Sequence[Dispatch]) -> Iterator[list[Dispatch]]:
+    """Yield dispatches that start at the same moment one by one, those of a pair together."""
+    unit: list[Dispatch] = []
+    for dispatch in dispatches:
+        unit.append(dispatch)
+        if dispatch.call.joins != "opens":
+            yield unit
+            unit = []
 
 
 def _seconds(reply: CallDone) -> float:

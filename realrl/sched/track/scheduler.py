@@ -30,6 +30,8 @@ Policy:
       parameters do not change before it.
     - Work for later steps that was done before the run was resumed is not repeated (see `in_flight`).
     - Calls that may be stale run ahead by a fixed number of steps (see `waits`).
+    - Two calls that train together start together, or not at all, with all that each of them waits for. Nothing is
+      sent to a rank between them, and they fill one place of its queue.
     - Parameters come early, while other calls compute, and stay for the next batch, where the plan has room (see
       `visits`).
 """
@@ -59,7 +61,7 @@ from realrl.sched.samples.buffer import SampleBuffer
 from realrl.sched.samples.in_flight import FlightLog, InFlight
 from realrl.sched.story import Stories, ranks_text
 from realrl.sched.track.devices import MAX_QUEUED, DeviceLoad
-from realrl.sched.track.dispatch import Dispatch, Part, PartKind, plan_work
+from realrl.sched.track.dispatch import Dispatch, Part, PartKind, plan_work, units
 from realrl.sched.track.faults import check_all_produced, check_output
 from realrl.sched.track.loader import SampleLoader
 from realrl.sched.track.readout import SampleReader
@@ -136,6 +138,7 @@ class Scheduler:
         self._phases = [CallPhase.WAITING] * len(plan.calls)
         self._devices = DeviceLoad({call.name: call.extent for call in plan.calls}, plan.n_ranks)
         self._needs_others = [set(call.extent) != set(call.ranks) for call in plan.calls]
+        self._partners = {i: self._position[call.partner] for i, call in enumerate(plan.calls) if call.partner}
         self._has_completed = False  # a dispatch was completed since a step was last found complete or not
         self._has_news = True  # something changed that may let a call start
         self._lacking_devices: list[tuple[str, int]] = []  # call that had all else, and how deep its queues may be
@@ -203,7 +206,8 @@ class Scheduler:
     def handle_call_done(self, reply: CallDone, request: RunCall) -> list[Instruction]:
         """Note that one rank is done with its share of a call."""
         dispatch = self.dispatches[request.dispatch_id]
-        self._devices.remove(reply.rank)
+        if dispatch.call.joins != "opens":
+            self._devices.remove(reply.rank)
         dispatch.replies[reply.rank] = reply
         if reply.output is not None and reply.output.ids:
             check_output(dispatch, reply)
@@ -320,16 +324,17 @@ class Scheduler:
         started: list[Dispatch] = []
         self._lacking_devices = []
         for step, _, position in sorted(self._startable()):
-            call = self._calls[position]
+            together = [position, *self._partner_of(position)]
+            calls = [self._calls[p] for p in together]
             is_oldest = step == self.step
             max_depth = MAX_QUEUED - 1 if is_oldest else 0
-            is_reserved = any(self._devices.share_devices(call.name, other.name) for other in held_back)
-            if not is_reserved and self._devices.of_call(call.name) <= max_depth:
-                started.append(self._start(position))
+            is_reserved = any(self._devices.share_devices(c.name, other.name) for c in calls for other in held_back)
+            if not is_reserved and all(self._devices.of_call(c.name) <= max_depth for c in calls):
+                started += [self._start(p) for p in together]
                 continue
-            self._lacking_devices.append((call.name, max_depth))
+            self._lacking_devices += [(c.name, max_depth) for c in calls]
             if is_oldest:
-                held_back.append(call)
+                held_back += calls
         return started
 
     def _pass_known(self) -> list[Instruction] | None:
@@ -349,12 +354,21 @@ class Scheduler:
     def _startable(self) -> Iterator[tuple[int, bool, int]]:
         """Yield (step, True if hooks stay within the mesh, position) of every call that lacks at most devices."""
         has_stopped = self._has_stopped()
-        for position in range(len(self._calls)):
-            is_waiting = self._phases[position] is CallPhase.WAITING
-            if is_waiting and self._waits.lack(position) is None and self._visits.blocked(position) is None:
-                step = self._waits.next_step(position)
-                if self._stop_step is None or step <= self._stop_step or not has_stopped:
-                    yield step, not self._needs_others[position], position
+        for position, call in enumerate(self._calls):
+            together = [position, *self._partner_of(position)]
+            if call.joins == "closes" or not all(self._lacks_at_most_devices(p) for p in together):
+                continue
+            step = self._waits.next_step(position)
+            if self._stop_step is None or step <= self._stop_step or not has_stopped:
+                yield step, not any(self._needs_others[p] for p in together), position
+
+    def _partner_of(self, position: int) -> list[int]:
+        """Return the call that starts with another one, if there is one."""
+        return [self._partners[position]] if position in self._partners else []
+
+    def _lacks_at_most_devices(self, position: int) -> bool:
+        is_waiting = self._phases[position] is CallPhase.WAITING
+        return is_waiting and self._waits.lack(position) is None and self._visits.blocked(position) is None
 
     def _start(self, position: int) -> Dispatch:
         """Take a batch of a call and occupy its devices; its requests are still to be sent."""
@@ -373,7 +387,7 @@ class Scheduler:
         self.dispatches[dispatch.id] = dispatch
         self._versions.add_started(dispatch)
         self._visits.add_started(dispatch, position)
-        for rank in call.ranks:
+        for rank in call.ranks if call.joins != "opens" else ():  # a pair fills one place
             self._devices.add(rank)
         self._enter(position, CallPhase.RUNNING)
         self._note(
@@ -387,15 +401,17 @@ class Scheduler:
         """Send the first parts of dispatches that start at the same moment: short ones first, where devices differ."""
         first, then = list[tuple[Dispatch, PartKind]](), list[tuple[Dispatch, PartKind]]()
         taken: set[int] = set()
-        for dispatch in dispatches:
-            goes_first = taken.isdisjoint(dispatch.call.ranks)
-            taken |= set(dispatch.call.ranks)
-            for kind in dispatch.first_parts:
-                is_short = kind in (PartKind.ROWS, PartKind.BEFORE)
-                (first if is_short and goes_first else then).append((dispatch, kind))
+        for unit in units(dispatches):
+            goes_first = taken.isdisjoint(unit[0].call.ranks)
+            taken |= set(unit[0].call.ranks)
+            parts = [(dispatch, kind) for dispatch in unit for kind in dispatch.first_parts]
+            short = [part for part in parts if part[1] in (PartKind.ROWS, PartKind.BEFORE)]
+            (first if goes_first else then).extend(short)
+            for these in (PartKind.CALL, PartKind.AFTER):
+                then += [part for part in parts if part[1] is these]
         sent: list[Instruction] = []
         for dispatch, kind in (*first, *then):
-            if kind is PartKind.CALL:
+            if kind is PartKind.CALL and dispatch.call.joins != "closes":  # nothing comes between a pair
                 for position in self._visits.setting_out(dispatch, self.dispatches):
                     sent += self._set_out(position)
             sent += self._send_part(dispatch, kind)
@@ -427,9 +443,17 @@ class Scheduler:
         if self._phases[position] is CallPhase.RUNNING:
             dispatch = next(d for d in self.dispatches.values() if d.call.name == name)
             return dispatch.explain()
-        traveller = self._visits.blocked(position)
-        room = "devices" if traveller is None else f"'{traveller}', whose parameters are on their way"
-        return f"waits for {self._waits.lack(position) or room}"
+        told = self._lack_of(position)
+        if told is None and position in self._partners:
+            told = self._lack_of(self._partners[position])
+            partner = self._calls[position].partner
+            told = None if told is None else f"'{partner}', which trains with it and waits for {told}"
+        return f"waits for {told or 'devices'}"
+
+    def _lack_of(self, position: int) -> str | None:
+        """Return what a call waits for other than devices, or None."""
+        lack, traveller = self._waits.lack(position), self._visits.blocked(position)
+        return lack or (None if traveller is None else f"'{traveller}', whose parameters are on their way")
 
     def _enter(self, position: int, phase: CallPhase) -> None:
         call, old = self._calls[position], self._phases[position]
@@ -462,7 +486,7 @@ class Scheduler:
             parts = {(d.id, k): p for d in self.dispatches.values() for k, p in d.parts.items()}
             parts |= {(j.id, PartKind.AHEAD): j.part for j in self._visits.journeys.values()}
             known = {key for key, part in parts.items() if rank in part.pending}
-            n_calls = sum(isinstance(r, RunCall) for r in asked)
+            n_calls = sum(isinstance(r, RunCall) and r.joins != "opens" for r in asked)
             if found != known or len(found) != len(asked) or self._devices.of_rank(rank) != n_calls:
                 raise InvalidTransitionError(f"worker {rank} has open parts {found}, but {known} wait for it")
             positions = [parts[r.dispatch_id, PartKind.of(r)].position for r in asked]

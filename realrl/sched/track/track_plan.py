@@ -11,6 +11,7 @@ from realrl.config.schema import RunConfig
 from realrl.errors import ConfigError, DataError, GraphError
 from realrl.graph.build import dataset_keys
 from realrl.mesh.device_mesh import Allocation, Cluster
+from realrl.plan.fused_calls import fusion_of
 from realrl.plan.hooks import NO_OVERLAP, CallHooks, Overlap, Realloc
 from realrl.plan.samples.cursor import CursorState, DatasetCursor
 from realrl.plan.samples.mixture import plan_mixture
@@ -274,8 +275,10 @@ def plan_track(
         ConfigError: the resumed run is already at its last step.
         GraphError: the numbers of samples per call do not fit together.
     """
+    is_training = owner is Owner.MAIN and not config.eval.only
+    fusion = fusion_of(graph, config.allocation.fuse) if is_training else None
     plan = TrackPlan(
-        calls=schedule_calls(graph, allocations, hooks=hooks),
+        calls=schedule_calls(graph, allocations, hooks=hooks, fusion=fusion),
         dataset_keys=dataset_keys(graph),
         config=config,
         dataset_rank=dataset_rank,

@@ -1,0 +1,148 @@
+"""Hill-climbing over the rules of list scheduling, forwards and backwards in time.
+
+Invariants:
+    - what is found keeps the memory caps, and is never worse than 1F1B in series or greedy fusion that keeps them;
+    - the n-th evaluation is a function of problem, seed and the outcomes before it, so a search with a number of
+      evaluations always finds the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from realrl.plan.fusion.listing import (
+    N_WEIGHTS,
+    Rule,
+    backward_first,
+    evaluate,
+    greedy_words,
+    list_words,
+    peaks_of,
+    quotas_of,
+    serial_words,
+)
+from realrl.plan.fusion.problem import Problem, Words, flipped
+
+_RESTART_AFTER = 60  # evaluations without a better latency, times the number of pipelines
+_SEEDS = 1 << 62
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule of a problem: its words, latency in ticks, and the highest of the devices' peaks in units."""
+
+    words: Words
+    latency: int
+    peak: int
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """What is made small."""
+        return self.latency, self.peak
+
+    @classmethod
+    def of(cls, problem: Problem, words: Words) -> Found:
+        """Return words that are not cyclic with their latency and peak."""
+        latency = evaluate(problem, words)
+        assert latency is not None
+        return cls(words, latency, max(peaks_of(problem, words)))
+
+
+class Kernels:
+    """The inner loops of the search, in Python; a compiled twin does the same, only faster."""
+
+    def listed(self, problem: Problem, rule: Rule) -> tuple[int, Words] | None:
+        """Return latency and words of the list schedule of a rule; None where memory lets nothing go on."""
+        return list_words(problem, rule)
+
+
+def starts_of(problem: Problem) -> list[Found]:
+    """Return the schedules that need no search: 1F1B in series, and greedy fusion where the caps let it end."""
+    words = [serial_words(problem), greedy_words(problem)]
+    return [Found.of(problem, each) for each in words if each is not None]
+
+
+@dataclass
+class _Point:
+    """Where the climb stands: a rule, the direction of time, and the cost of what they gave."""
+
+    rule: Rule
+    is_reversed: bool
+    cost: tuple[float, float] = field(default=(float("inf"), float("inf")))
+
+
+class Climb:
+    """A climb that can go on for as long as there is time.
+
+    Attributes:
+        best: what was found so far.
+    """
+
+    def __init__(self, problem: Problem, kernels: Kernels, *, seed: int) -> None:
+        self._problem, self._kernels = problem, kernels
+        self._random = Random(seed)
+        self._point = _Point(Rule(backward_first(problem)), is_reversed=True)
+        self._n_idle = 0
+        self._n_done = 0
+        self.best = min(starts_of(problem), key=lambda found: found.cost)
+
+    def run(self, n_evaluations: int, *, enough: int = 0) -> Found:
+        """Go on for some evaluations, or until the latency is low enough; return the best so far."""
+        for _ in range(n_evaluations):
+            if self.best.latency <= enough:
+                break
+            self._step()
+        return self.best
+
+    def _step(self) -> None:
+        if self._n_idle > _RESTART_AFTER * self._problem.n_pipelines:
+            self._point, self._n_idle = self._restart(), 0
+        point = self._changed(self._point) if self._n_done else self._point
+        self._n_done += 1
+        cost = self._evaluate(point)
+        self._n_idle = 0 if cost < self._point.cost else self._n_idle + 1
+        if cost <= self._point.cost:
+            self._point = replace(point, cost=cost)
+
+    def _evaluate(self, point: _Point) -> tuple[float, float]:
+        problem = self._problem.reversed if point.is_reversed else self._problem
+        listed = self._kernels.listed(problem, point.rule)
+        if listed is None:
+            return float("inf"), float("inf")
+        latency, words = listed
+        peak = max(peaks_of(problem, words))
+        if (latency, peak) < self.best.cost:
+            self.best = Found(flipped(words) if point.is_reversed else words, latency, peak)
+        return latency, peak
+
+    def _restart(self) -> _Point:
+        draw = self._random
+        weights = [_bell(draw, 1.0) for _ in range(2 * N_WEIGHTS * self._problem.n_pipelines)]
+        noise = draw.choice((0.0, 0.0, 0.02, 0.1, 0.3))
+        return _Point(Rule(tuple(weights), noise, draw.randrange(_SEEDS), self._quotas()), draw.random() < 0.7)
+
+    def _quotas(self) -> tuple[int, ...] | None:
+        """Draw limits of micro-batches in flight, most often none."""
+        if self._random.random() < 0.7:
+            return None
+        more = [self._random.randrange(0, 4) for _ in range(self._problem.n_pipelines)]
+        own = [quotas_of(self._problem, p) for p in range(self._problem.n_pipelines)]
+        return tuple(max(of_stage) + more[p] for p, of_stage in zip(self._problem.pipeline, zip(*own), strict=True))
+
+    def _changed(self, point: _Point) -> _Point:
+        draw, weights = self._random, list(point.rule.weights)
+        kind = draw.random()
+        if kind < 0.15:
+            rule = replace(point.rule, seed=draw.randrange(_SEEDS), noise=draw.choice((0.0, 0.02, 0.1, 0.3)))
+            return _Point(rule, point.is_reversed)
+        n_changed = 1 if kind < 0.6 else draw.randrange(1, len(weights) + 1)
+        size = draw.choice((0.05, 0.2, 0.6, 1.5))
+        for _ in range(n_changed):
+            weights[draw.randrange(len(weights))] += _bell(draw, size)
+        return _Point(replace(point.rule, weights=tuple(weights)), point.is_reversed)
+
+
+def _bell(draw: Random, size: float) -> float:
+    """Draw from a bell curve around 0 of about this deviation, with sums and products only: equal on every machine."""
+    return size * 1.7 * (draw.random() + draw.random() + draw.random() + draw.random() - 2.0)
