@@ -319,13 +319,15 @@ def graph(arguments: Sequence[str]) -> int:
     else:
         from realrl.draw.picture import write_picture
 
-        notes = foresee_overlap(plan).notes
+        remarks = {call: f"parameters {note}" for call, note in foresee_overlap(plan).notes.items()}
+        if plan.fusion is not None:
+            remarks |= {call: f"together with {plan.fusion.partner_of(call)}" for call in plan.fusion.calls}
         path = write_picture(
             options.out,
             plan.graph,
             title=plan.experiment.name,
             allocations=plan.allocations,
-            remarks={call: f"parameters {note}" for call, note in notes.items()},
+            remarks=remarks,
         )
         print(f"wrote {path}")
     return 0
