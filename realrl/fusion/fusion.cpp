@@ -182,7 +182,7 @@ struct State {
     const Problem& problem;
     i64 limit;
     const i64* targets;
-    std::vector<i64> letter, first, task, device, before, after, held, start, over, over_at, head, tail, queue;
+    std::vector<i64> letter, first, task, device, before, after, held, start, over, over_at, head, tail, queue, backwards;
     i64 energy = 0;
 
     State(const Problem& p, const i64* words, i64 limit_, const i64* targets_) : problem(p), limit(limit_), targets(targets_) {
@@ -290,8 +290,12 @@ struct State {
     }
 
     void swap(i64 x, i64 y) {
+        queue.assign({y, x});
+        backwards.assign({x, y});
         shared(x, y, [&](i64 a, i64 b) {
             i64 p = before[a], n = after[b];
+            if (n >= 0) queue.push_back(task[n]);
+            if (p >= 0) backwards.push_back(task[p]);
             before[b] = p, after[b] = a, before[a] = b, after[a] = n;
             if (p < 0) start[device[a]] = b;
             else after[p] = b;
@@ -300,7 +304,6 @@ struct State {
             set_held(b, total - delta(x), false);
             set_held(a, total, false);
         });
-        queue.assign({y, x});
         auto push = [this](i64 t) { queue.push_back(t); };
         for (std::size_t at = 0; at < queue.size(); ++at) {
             i64 t = queue[at], value = 0;
@@ -310,7 +313,7 @@ struct State {
             head[t] = value;
             fed(t, push), neighbours(t, after, push);
         }
-        queue.assign({x, y});
+        queue.swap(backwards);
         for (std::size_t at = 0; at < queue.size(); ++at) {
             i64 t = queue[at], value = 0;
             auto longer = [&](i64 u) { value = std::max(value, tail[u] + duration(u)); };

@@ -177,9 +177,7 @@ def _print_proof(found: Fused) -> None:
     gap, jitter = found.schedule.latency / found.bound, slow_down(found.schedule)
     of_least = f"at most {gap:.3f} times the least possible" if gap > 1 + 1e-9 else "the least possible"
     print(f"the latency is {of_least}")
-    print(
-        f"if tasks take up to 20% less or more, it is {jitter.mean:.3f} times that on average, {jitter.worst:.3f} at worst"
-    )
+    print(f"if tasks take up to 20% less or more, it is {jitter.mean:.3f} times as long, at worst {jitter.worst:.3f}")
     ended = "was stopped" if found.was_stopped else "ended"
     print(f"the search {ended} after {found.n_rounds} rounds and {found.seconds:.1f} s")
 

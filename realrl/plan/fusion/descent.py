@@ -20,7 +20,7 @@ Invariants: the words stay those of an acyclic schedule within the latency limit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from realrl.plan.fusion.problem import Problem, Words
@@ -157,8 +157,11 @@ class State:
         return change
 
     def _swap(self, x: int, y: int) -> None:
+        heads, tails = [y, x], [x, y]  # and those around them, whose neighbours are others now
         for a, b in self._shared(x, y):
             p, n = self.before[a], self.after[b]
+            heads += self._tasks((n,))
+            tails += self._tasks((p,))
             self.before[b], self.after[b], self.before[a], self.after[a] = p, a, b, n
             if p == NONE:
                 self.start[self.device[a]] = b
@@ -169,8 +172,8 @@ class State:
             total = self.held[b]
             self._set_held(b, total - self._delta(x))
             self._set_held(a, total)
-        self._spread([y, x], self.head, is_head=True)
-        self._spread([x, y], self.tail, is_head=False)
+        self._spread(heads, self.head, is_head=True)
+        self._spread(tails, self.tail, is_head=False)
 
     # ------------------------------------------------------------ heads and tails
 
@@ -230,8 +233,8 @@ class State:
         slots = range(self.first[task], self.first[task + 1])
         return self._tasks(links[slot] for slot in slots if slot not in without)
 
-    def _tasks(self, slots: object) -> list[int]:
-        return [self.task[slot] for slot in slots if slot != NONE]  # type: ignore[attr-defined]
+    def _tasks(self, slots: Iterable[int]) -> list[int]:
+        return [self.task[slot] for slot in slots if slot != NONE]
 
     def _latest_end(self, tasks: Sequence[int]) -> int:
         return max((self.head[task] + self._duration(task) for task in tasks), default=0)
