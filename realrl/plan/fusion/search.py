@@ -26,9 +26,9 @@ from realrl.plan.fusion.listing import peaks_of
 from realrl.plan.fusion.problem import UNLIMITED, Problem, Words
 
 N_PROBES = 4  # of a round
-_CLIMB_TASKS = 600_000  # tasks that a climb schedules, counting each as often as it is
+_CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
 _MOVES = 2_000_000  # of a step of a descent
-_STEPS = 32  # of a descent, each with a target of its own
+_STEPS, _FAILURES = 32, 2  # of a descent, and those without success after which it ends
 _LOOSER = (1.0, 1.0625, 1.25, 1.5, 2.0, 4.0)  # caps to climb under, in peaks of 1F1B in series
 _POOL = 4
 _FRONT = 8  # caps that a front is looked for at
@@ -63,12 +63,10 @@ class Outcome:
     Attributes:
         found: schedules, the best of the climb and of the descent.
         last: words at which the descent stood, or None.
-        energy: how far these are from the targets.
     """
 
     found: tuple[Found, ...]
     last: Words | None = None
-    energy: int = 0
 
 
 def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
@@ -81,19 +79,19 @@ def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
         words = found[0].words
         if found[0].latency > probe.limit:
             return Outcome(tuple(found))
-    energy = 0
-    for step in range(_STEPS):  # each a little below what was reached, until one fails
+    n_failed = 0
+    for step in range(_STEPS):  # each aims a little below the peaks that it begins with
         pairs = zip(peaks_of(problem, words), probe.targets, strict=True)
         excess = max(peak - target for peak, target in pairs) - max(1, int(max(problem.activation) * probe.step))
         targets = tuple(target + max(0, excess) for target in probe.targets)
         settings = Settings(probe.limit, targets, probe.temperature, _MOVES, probe.seed + step)
         energy, words = kernels.descended(problem, words, settings)
-        if energy:
+        n_failed += energy > 0
+        if not energy:
+            found.append(Found.of(problem, words))
+        if n_failed == _FAILURES or (excess <= 0 and not energy):
             break
-        found.append(Found.of(problem, words))
-        if excess <= 0:
-            break
-    return Outcome(tuple(found), words if energy else None)
+    return Outcome(tuple(found), words)
 
 
 @dataclass
@@ -149,7 +147,7 @@ class Search:
             for found in outcome.found:
                 self._note(found)
             if probe.limit == self._limit and outcome.last is not None:
-                self._add(outcome.last, min((f.peak for f in outcome.found if f.latency <= self._limit), default=None))
+                self._add(outcome.last, max(peaks_of(self._problem, outcome.last)))
 
     def _note(self, found: Found) -> None:
         peaks = peaks_of(self._problem, found.words)
@@ -165,8 +163,8 @@ class Search:
         if found.cost < self.best.cost:
             self.best = found
 
-    def _add(self, words: Words, peak: int | None) -> None:
-        self._pool.append(_Start(words, max(peaks_of(self._problem, words)) if peak is None else peak))
+    def _add(self, words: Words, peak: int) -> None:
+        self._pool.append(_Start(words, peak))
         self._pool = sorted(self._pool, key=lambda start: start.peak)[:_POOL]
 
     def _probe(self, number: int) -> Probe:
@@ -190,10 +188,12 @@ class Search:
         return Probe(caps, targets, limit, seed, start, temperature, self._random.choice((0.1, 0.25, 0.5)))
 
     def _looser(self) -> tuple[int, ...]:
-        """Draw caps to climb under: those that hold, or looser ones."""
+        """Draw caps to climb under: those that hold or looser ones, and later some around the best peak."""
         factor = self._random.choice(_LOOSER)
-        caps = (max(min(cap, self._serial), int(factor * min(cap, self._serial))) for cap in self._problem.caps)
-        return tuple(caps)
+        if self.best.latency <= self.bound:
+            level = int(self.best.peak * self._random.choice((0.9, 1.0, 1.1)))
+            return tuple(max(min(cap, self._serial), min(cap, level)) for cap in self._problem.caps)
+        return tuple(int(factor * min(cap, self._serial)) for cap in self._problem.caps)
 
     def _front_probe(self, seed: int) -> Probe:
         """Look below a peak of the front, or between its best and the least peak at all."""
