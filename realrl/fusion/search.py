@@ -62,6 +62,7 @@ class Limits:
     Attributes:
         seconds: time that the search may take; a round that has begun is not broken off.
         n_rounds: rounds of probes; None: as many as there is time for.
+        clock: what counts the seconds.
         peak: memory that is enough on the fullest device, once the latency is the bound; None: the least possible.
     """
 
@@ -69,6 +70,7 @@ class Limits:
     n_rounds: int | None = None
     peak: float | None = None
     n_processes: int = 1
+    clock: Callable[[], float] = time.monotonic
 
 
 def find_schedule(
@@ -89,20 +91,21 @@ def find_schedule(
     """
     problem = problem_of(instance)
     search = Search(problem, seed=seed, pareto=pareto)
-    begin, n_rounds, was_stopped, latency_at = time.monotonic(), 0, False, 0.0
+    clock = limits.clock
+    begin, n_rounds, was_stopped, latency_at = clock(), 0, False, 0.0
     enough = None if limits.peak is None else int(limits.peak / problem.unit)
     loops, _ = kernels()
     with _helpers(problem, limits.n_processes - 1) as helpers:
         try:
             while not search.is_done and n_rounds != limits.n_rounds:
-                if time.monotonic() - begin >= limits.seconds:
+                if clock() - begin >= limits.seconds:
                     break
                 if enough is not None and search.best.latency <= search.bound and search.best.peak <= enough:
                     break
                 before, probes = search.best.latency, search.probes()
                 search.take(probes, _outcomes(problem, probes, loops, helpers))
                 n_rounds += 1
-                seconds = time.monotonic() - begin
+                seconds = clock() - begin
                 latency_at = seconds if search.best.latency < before else latency_at
                 latency, peak = problem.time(search.best.latency), problem.memory(search.best.peak)
                 report(Progress(seconds, latency, peak, problem.time(search.bound)))
@@ -114,7 +117,7 @@ def find_schedule(
         bound=problem.time(search.bound),
         least_peak=problem.memory(search.least_peak),
         front=tuple(schedules),
-        seconds=time.monotonic() - begin,
+        seconds=clock() - begin,
         seconds_to_latency=latency_at,
         n_rounds=n_rounds,
         was_stopped=was_stopped,

@@ -12,7 +12,6 @@ from realrl.plan.fusion.climb import Climb, Kernels
 from realrl.plan.fusion.descent import Settings
 from realrl.plan.fusion.listing import Rule, backward_first, evaluate, peaks_of
 from realrl.plan.fusion.problem import problem_of
-from realrl.plan.fusion.search import Search, carry_out
 from tests.plan.fusion.instances import random_instance, row
 
 
@@ -29,11 +28,11 @@ def random_rule(random: Random, n_pipelines: int) -> Rule:
     return Rule(weights, random.choice((0.0, 0.3)), random.randrange(1 << 62), random.choice((None, 0.0, 0.7)))
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(10))
 def test_list_schedules_and_descents_are_equal(compiled: CompiledKernels, seed: int) -> None:
     random = Random(seed)
     problem = problem_of(random_instance(random) if seed else row(1))
-    for _ in range(4):
+    for _ in range(2):
         rule = random_rule(random, problem.n_pipelines)
         ours, theirs = (loops.listed(problem, rule) for loops in (Kernels(), compiled))
         if ours is None or theirs is None:
@@ -43,7 +42,7 @@ def test_list_schedules_and_descents_are_equal(compiled: CompiledKernels, seed: 
         assert (theirs.latency, theirs.peak, theirs.words()) == (ours.latency, ours.peak, words)
         targets = tuple(peak * 2 // 3 for peak in peaks_of(problem, words))
         limit = ours.latency + random.choice((0, ours.latency // 20))
-        settings = Settings(limit, targets, max(problem.activation) // 3, 500, random.randrange(1 << 62))
+        settings = Settings(limit, targets, max(problem.activation) // 3, 200, random.randrange(1 << 62))
         found = compiled.descended(problem, words, settings)
         assert found == Kernels().descended(problem, words, settings)
         latency = evaluate(problem, found[1])
@@ -61,12 +60,9 @@ def test_a_rule_may_leave_pipelines_out(compiled: CompiledKernels) -> None:
     assert ours.latency == theirs.latency
 
 
-def test_climbs_and_probes_are_equal(compiled: CompiledKernels) -> None:
+def test_climbs_are_equal(compiled: CompiledKernels) -> None:
     problem = problem_of(row(1))
-    assert Climb(problem, Kernels(), seed=2).run(40) == Climb(problem, compiled, seed=2).run(40)
-    small = problem_of(random_instance(Random(3)))
-    probes = Search(small, seed=1).probes()
-    assert len({carry_out(small, probes[0], compiled), carry_out(small, probes[0], compiled)}) == 1
+    assert Climb(problem, Kernels(), seed=2).run(15) == Climb(problem, compiled, seed=2).run(15)
 
 
 def test_without_them_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

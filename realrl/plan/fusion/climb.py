@@ -1,14 +1,14 @@
 """Hill-climbing over the rules of list scheduling, forwards and backwards in time.
 
 Invariants:
-    - what is found keeps the memory caps, and is never worse than 1F1B in series or greedy fusion that keeps them;
+    - what is found keeps the memory caps, and is never worse than what the climb starts with;
     - the n-th evaluation is a function of problem, seed and the outcomes before it, so a search with a number of
       evaluations always finds the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import NamedTuple
@@ -92,21 +92,21 @@ class Climb:
     """A climb that can go on for as long as there is time.
 
     Attributes:
-        best: what was found so far.
+        best: what was found so far, the starts included; None if that is nothing.
     """
 
-    def __init__(self, problem: Problem, kernels: Kernels, *, seed: int) -> None:
+    def __init__(self, problem: Problem, kernels: Kernels, *, seed: int, starts: Sequence[Found] = ()) -> None:
         self._problem, self._kernels = problem, kernels
         self._random = Random(seed)
         self._point = _Point(Rule(backward_first(problem)), is_reversed=True)
         self._n_idle = 0
         self._n_done = 0
-        self.best = min(starts_of(problem), key=lambda found: found.cost)
+        self.best = min(starts, key=lambda found: found.cost, default=None)
 
-    def run(self, n_evaluations: int, *, enough: int = 0) -> Found:
+    def run(self, n_evaluations: int, *, enough: int = 0) -> Found | None:
         """Go on for some evaluations, or until the latency is low enough; return the best so far."""
         for _ in range(n_evaluations):
-            if self.best.latency <= enough:
+            if self.best is not None and self.best.latency <= enough:
                 break
             self._step()
         return self.best
@@ -127,7 +127,7 @@ class Climb:
         if listed is None:
             return float("inf"), float("inf")
         cost = listed.latency, listed.peak
-        if cost < self.best.cost:
+        if self.best is None or cost < self.best.cost:
             words = listed.words()
             self.best = Found(flipped(words) if point.is_reversed else words, *cost)
         return cost

@@ -27,10 +27,12 @@ from realrl.plan.fusion.problem import UNLIMITED, Problem, Words
 
 N_PROBES = 4  # of a round
 _CLIMB_TASKS = 400_000  # tasks that a climb schedules, counting each as often as it is
-_MOVES = 2_000_000  # of a step of a descent
+_CLIMB_STEPS = 4_000  # rules that a climb tries at most
+_MOVES, _MOVES_PER_TASK = 2_000_000, 5_000  # of a step of a descent, at most
 _STEPS, _FAILURES = 32, 2  # of a descent, and those without success after which it ends
 _LOOSER = (1.0, 1.0625, 1.25, 1.5, 2.0, 4.0)  # caps to climb under, in peaks of 1F1B in series
 _POOL = 4
+_LATENCY_ROUNDS = 8  # in which all probes look for the lowest latency alone
 _FRONT = 8  # caps that a front is looked for at
 
 
@@ -75,22 +77,28 @@ def carry_out(problem: Problem, probe: Probe, kernels: Kernels) -> Outcome:
     words = probe.start
     if words is None:
         climb = Climb(problem.with_caps(probe.caps), kernels, seed=probe.seed)
-        found.append(climb.run(max(8, _CLIMB_TASKS // problem.base[-1]), enough=probe.limit))
-        words = found[0].words
-        if found[0].latency > probe.limit:
+        best = climb.run(min(_CLIMB_STEPS, max(8, _CLIMB_TASKS // problem.base[-1])), enough=probe.limit)
+        if best is None:
+            return Outcome(())
+        found.append(best)
+        words = best.words
+        if best.latency > probe.limit:
             return Outcome(tuple(found))
-    n_failed = 0
+    lowest = None
+    n_failed, n_moves = 0, min(_MOVES, _MOVES_PER_TASK * problem.base[-1])
     for step in range(_STEPS):  # each aims a little below the peaks that it begins with
         pairs = zip(peaks_of(problem, words), probe.targets, strict=True)
         excess = max(peak - target for peak, target in pairs) - max(1, int(max(problem.activation) * probe.step))
         targets = tuple(target + max(0, excess) for target in probe.targets)
-        settings = Settings(probe.limit, targets, probe.temperature, _MOVES, probe.seed + step)
+        settings = Settings(probe.limit, targets, probe.temperature, n_moves, probe.seed + step)
         energy, words = kernels.descended(problem, words, settings)
         n_failed += energy > 0
-        if not energy:
-            found.append(Found.of(problem, words))
+        if not energy and (lowest is None or excess <= lowest[0]):
+            lowest = excess, words
         if n_failed == _FAILURES or (excess <= 0 and not energy):
             break
+    if lowest is not None:
+        found.append(Found.of(problem, lowest[1]))
     return Outcome(tuple(found), words)
 
 
@@ -172,7 +180,7 @@ class Search:
         seed = draw.randrange(1 << 62)
         if self._pareto and self._n_rounds % 2 == 0:
             return self._front_probe(seed)
-        if not is_lowest and number % 2 == 0:
+        if not is_lowest and (number % 2 == 0 or self._n_rounds <= _LATENCY_ROUNDS):
             return self._probe_for(self._looser(), self.bound, seed)
         if number == 1 or not self._pool:  # a fresh start at the best latency, or just below it where the caps bind
             step = 0 if is_lowest else draw.choice((0, max(1, (self.best.latency - self.bound) // 4)))

@@ -50,7 +50,7 @@ def test_bounds_and_series_of_the_published_rows(number: int) -> None:
     assert cut.latency < in_series.latency
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_instances(seed: int) -> None:
     instance = random_instance(Random(seed))
     assert_good(instance, fused_orders(instance))
@@ -97,7 +97,7 @@ def test_every_step_of_a_descent_keeps_heads_tails_memory_and_the_limit(seed: in
     limit = latency + random.choice((0, latency // 10))
     state = State(problem, words, Settings(limit, (0,) * problem.n_devices, max(problem.activation), 0, seed))
     n_made = 0
-    for number in range(400):
+    for number in range(150):
         if not state.move(number):
             continue
         n_made += 1
@@ -114,8 +114,9 @@ def test_a_descent_lowers_the_peak_at_the_same_latency() -> None:
     problem = problem_of(row(10))
     climb = Climb(problem, Kernels(), seed=1)
     found = climb.run(3)
+    assert found is not None
     targets = (found.peak * 9 // 10,) * problem.n_devices
-    energy, words = Kernels().descended(problem, found.words, Settings(found.latency, targets, 40, 20_000, 1))
+    energy, words = Kernels().descended(problem, found.words, Settings(found.latency, targets, 40, 5_000, 1))
     before = State(problem, found.words, Settings(found.latency, targets, 40, 0, 1)).energy
     assert energy < before
     assert evaluate(problem, words) is not None
