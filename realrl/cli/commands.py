@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, NoReturn
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
+from realrl.cli.fuse import EXAMPLES as FUSE_EXAMPLES
+from realrl.cli.fuse import add_options as add_fuse_options
+from realrl.cli.fuse import fuse_file, fuse_run
 from realrl.cli.launch import decide_overlap, foresee_overlap, plan_of, refuse_unnamed, start
 from realrl.cli.machines import memory_of, settle
 from realrl.cli.plan import EXAMPLES as PLAN_EXAMPLES
@@ -247,6 +250,25 @@ def find_plan(arguments: Sequence[str]) -> int:
         return 0
     experiment, config = _load(parser, options)
     return plan_run_command(experiment, config, options, options.arguments[1:])
+
+
+def fuse(arguments: Sequence[str]) -> int:
+    """``realrl fuse``: a schedule in which several models train on the same devices at once."""
+    parser = _parser("fuse", "Find a schedule in which models fill each other's pipeline bubbles.", FUSE_EXAMPLES)
+    parser.usage = "realrl fuse NAME|FILE.yaml [key=value ...] [options]"
+    add_fuse_options(parser)
+    options = _parse(parser, arguments)
+    if options.help:
+        parser.print_help()
+        return 0
+    if options.arguments and options.arguments[0].endswith((".yaml", ".yml")):
+        return fuse_file(options)
+    experiment, config = _load(parser, options)
+    return fuse_run(experiment, config, options, make_plan=partial(_plan_with, options.arguments[1:]))
+
+
+def _plan_with(words: Sequence[str], experiment: Experiment, config: RunConfig) -> RunPlan:
+    return plan_of(experiment, config, words)
 
 
 def _plan_of_master(
