@@ -54,6 +54,7 @@ class PlanSettings:
             models[role] = models[role].model_copy(update={**own, "optimizer": optimizer})
         for name, own in nested.get("calls", {}).items():
             calls[name] = calls.get(name, CallConfig()).model_copy(update=own)
-        places = {**nested["allocation"], "offload": self.offload, "fuse": self.fuse}
+        places = {**nested["allocation"], "offload": self.offload}
+        places |= {"fuse": self.fuse} if self.fuse else {}
         allocation = config.allocation.model_copy(update=places)
         return config.model_copy(update={"models": models, "calls": calls, "allocation": allocation})
