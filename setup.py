@@ -56,6 +56,8 @@ setup(
         "realrl": [
             "py.typed",
             "cpu/kernels/*.cpp",
+            "fusion/*.cpp",
+            "fusion/page/*",
             "cpu/kernels/*.h",
             "draw/page/*",
             "planner/page/page.html",

@@ -26,6 +26,7 @@ COMMANDS = {
     "doctor": "realrl.cli.commands:doctor",
     "simulate": "realrl.cli.commands:simulate",
     "plan": "realrl.cli.commands:find_plan",
+    "fuse": "realrl.cli.commands:fuse",
     "profile": "realrl.cli.commands:profile",
     "report": "realrl.cli.report:report",
     "watch": "realrl.cli.report:watch",
@@ -45,6 +46,7 @@ commands:
   doctor NAME [key=value ...]   what a run would need of every device, and what is wrong with it
   simulate NAME [key=value ...] the time of a step and what bounds it; starts nothing
   plan NAME [--hardware NAME]   where each call should run on given machines, and how; --out FILE
+  fuse NAME|FILE.yaml           a schedule in which models train on the same devices at once; --page FILE
   profile NAME [--out FILE]     measure this machine for an experiment's models: a hardware file for predictions
   report RUN [RUN ...]          a page about runs: curves, samples, times, settings
   watch RUN [RUN ...]           the same page while runs go on, on this machine only

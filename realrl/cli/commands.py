@@ -13,6 +13,9 @@ from realrl.cli import check_arguments
 from realrl.cli.config_view import print_config
 from realrl.cli.console import print_table
 from realrl.cli.doctor_view import print_report, write_report
+from realrl.cli.fuse import EXAMPLES as FUSE_EXAMPLES
+from realrl.cli.fuse import add_options as add_fuse_options
+from realrl.cli.fuse import fuse_file, fuse_run
 from realrl.cli.launch import decide_overlap, foresee_overlap, plan_of, refuse_unnamed, start
 from realrl.cli.machines import memory_of, settle
 from realrl.cli.plan import EXAMPLES as PLAN_EXAMPLES
@@ -272,6 +275,25 @@ def find_plan(arguments: Sequence[str]) -> int:
     return plan_run_command(experiment, config, options, options.arguments[1:])
 
 
+def fuse(arguments: Sequence[str]) -> int:
+    """``realrl fuse``: a schedule in which several models train on the same devices at once."""
+    parser = _parser("fuse", "Find a schedule in which models fill each other's pipeline bubbles.", FUSE_EXAMPLES)
+    parser.usage = "realrl fuse NAME|FILE.yaml [key=value ...] [options]"
+    add_fuse_options(parser)
+    options = _parse(parser, arguments)
+    if options.help:
+        parser.print_help()
+        return 0
+    if options.arguments and options.arguments[0].endswith((".yaml", ".yml")):
+        return fuse_file(options)
+    experiment, config = _load(parser, options)
+    return fuse_run(experiment, config, options, make_plan=partial(_plan_with, options.arguments[1:]))
+
+
+def _plan_with(words: Sequence[str], experiment: Experiment, config: RunConfig) -> RunPlan:
+    return plan_of(experiment, config, words)
+
+
 def _plan_of_master(
     options: argparse.Namespace, experiment: Experiment, config: RunConfig
 ) -> tuple[RunPlan, MasterPlan]:
@@ -342,13 +364,15 @@ def graph(arguments: Sequence[str]) -> int:
     else:
         from realrl.draw.picture import write_picture
 
-        notes = foresee_overlap(plan).notes
+        remarks = {call: f"parameters {note}" for call, note in foresee_overlap(plan).notes.items()}
+        if plan.fusion is not None:
+            remarks |= {call: f"together with {plan.fusion.partner_of(call)}" for call in plan.fusion.calls}
         path = write_picture(
             options.out,
             plan.graph,
             title=plan.experiment.name,
             allocations=plan.allocations,
-            remarks={call: f"parameters {note}" for call, note in notes.items()},
+            remarks=remarks,
         )
         print(f"wrote {path}")
     return 0

@@ -56,8 +56,10 @@ def _print_calls(plan: RunPlan) -> None:
             batches += f" of {mfc.max_tokens_per_mb}-token micro-batches"
         elif mfc.n_mbs is not None:
             batches += f" of {mfc.n_mbs} micro-batches"
+        if plan.fusion is not None and mfc.name in plan.fusion:
+            batches += f", with {plan.fusion.partner_of(mfc.name)}"
         what = (mfc.name, str(mfc.model), mfc.interface_type.value, mfc.interface.name, str(mfc.n_seqs))
-        rows.append((*what, _devices(allocation), str(allocation.strategy), batches.strip() or "-"))
+        rows.append((*what, _devices(allocation), str(allocation.strategy), batches.strip(" ,") or "-"))
     columns = ("call", "role", "type", "interface", "n_seqs", "devices", "strategy", "batches")
     print_table(columns, rows, title="Calls", folding=("interface", "batches"))
     _print_call_settings(plan)
@@ -211,6 +213,8 @@ def print_graph(plan: RunPlan) -> None:
             if edge.after == mfc.name:
                 when = "the step before" if edge.lag == 1 else f"{edge.lag} steps before"
                 print(f"    .. waits for {edge.before} of {when}")
+        if plan.fusion is not None and mfc.name in plan.fusion:
+            print(f"    .. trains at the same time as {plan.fusion.partner_of(mfc.name)}, on the same devices")
 
 
 def _count(number: int, noun: str) -> str:

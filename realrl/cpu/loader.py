@@ -7,20 +7,16 @@ wait for work actively while those of the other compute.
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import hashlib
 import logging
 import os
 import platform
 import re
-import shlex
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from realrl import compiler
+from realrl.compiler import Library, UnavailableError
 from realrl.data.assets.store import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -35,7 +31,6 @@ _BF16 = "avx512_bf16"
 _AMX = ("amx_tile", "amx_bf16")
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18
 _OPENMP_RUNTIME = re.compile(r"/lib(?:gomp|iomp5)[^/]*\.so[^/]*$")
-_COMPILE_SECONDS = 300
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
@@ -72,10 +67,6 @@ class Layer(ctypes.Structure):
         *((name, _long) for name in ("n_heads", "n_kv_heads", "head_dim", "window")),
         ("scale", _float),
     )
-
-
-class UnavailableError(Exception):
-    """There are no kernels here; the message gives the reason."""
 
 
 def why_not() -> str | None:
@@ -179,68 +170,18 @@ def build(folder: Path, features: Sequence[str]) -> Path:
     Raises:
         UnavailableError: no compiler, one that fails, or a folder that cannot be used.
     """
-    try:
-        command = shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or shutil.which("c++") or ""]
-    except ValueError as error:
-        raise UnavailableError(f"CXX={os.environ['CXX']!r} is not a command: {error}") from error
-    if not shutil.which(command[0]):
-        raise UnavailableError(f"there is no C++ compiler ({command[0] or 'g++'}); with one, generation is faster")
-    sources = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".cpp", ".h"))
-    flags = [*_FLAGS, *map(_option, features), *(["-DREALRL_TILES"] if _have_tiles(features) else [])]
-    name = _digest("\0".join((*command, *flags, *(path.read_text("utf-8") for path in sources))).encode())
-    try:
-        found = _find(folder, name)
-        if found is None:
-            folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / "lock", "w", encoding="utf-8") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a run compiles, the others wait for it
-                found = _find(folder, name) or _make(folder, name, command, flags)
-    except OSError as error:
-        raise UnavailableError(f"realrl's cannot be compiled: {error}") from error
-    return found
+    main = _FOLDER / _MAIN
+    others = sorted(path for path in _FOLDER.iterdir() if path.suffix in (".cpp", ".h") and path != main)
+    flags = (*_FLAGS, *map(_option, features), *(("-DREALRL_TILES",) if _have_tiles(features) else ()))
+    return compiler.build(
+        folder,
+        Library("kernels", (main, *others), flags, "the kernels of generation", "with one, generation is faster"),
+    )
 
 
 def _option(feature: str) -> str:
     """The compiler's option for a feature: avx512_bf16 is -mavx512bf16, amx_tile is -mamx-tile."""
     return "-m" + feature.replace("avx512_", "avx512").replace("_", "-")
-
-
-def _find(folder: Path, name: str) -> Path | None:
-    """Find the library by the digests of its sources and of itself: loading half a file would end the process."""
-    for path in folder.glob(f"kernels-{name}-*.so"):
-        if path.stem.rpartition("-")[2] == _digest(path.read_bytes()):
-            return path
-    return None
-
-
-def _make(folder: Path, name: str, command: list[str], flags: list[str]) -> Path:
-    logger.info("compiling the kernels of generation, once on this machine")
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        compiled = _compile(command, flags, Path(scratch))
-        return compiled.replace(folder / f"kernels-{name}-{_digest(compiled.read_bytes())}.so")
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _compile(command: list[str], flags: list[str], scratch: Path) -> Path:
-    compiled, linked = scratch / "kernels.o", scratch / "kernels.so"
-    for arguments in (
-        [*command, *flags, "-c", str(_FOLDER / _MAIN), "-o", str(compiled)],
-        # without -fopenmp: its functions shall come from the runtime that torch has loaded
-        [*command, "-shared", str(compiled), "-o", str(linked)],
-    ):
-        try:
-            done = subprocess.run(
-                arguments, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise UnavailableError(f"{command[0]} took longer than {_COMPILE_SECONDS} s") from error
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or [""]
-            raise UnavailableError(f"{command[0]} cannot compile realrl's: {lines[0]}")
-    return linked
 
 
 def _open(path: Path) -> ctypes.CDLL:

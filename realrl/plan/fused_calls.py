@@ -48,6 +48,10 @@ class Fusion:
     def calls(self) -> tuple[str, str]:
         return self.first, self.second
 
+    def partner_of(self, name: str) -> str:
+        """Return the other one of both calls."""
+        return self.second if name == self.first else self.first
+
     def __contains__(self, name: object) -> bool:
         return name in self.calls
 

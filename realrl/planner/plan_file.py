@@ -54,6 +54,7 @@ class _Places(_Part):
     mode: Literal["manual"]
     calls: dict[str, str]
     offload: list[str] = []
+    fuse: list[str] = []
 
 
 class _Settings(_Part):
@@ -176,6 +177,7 @@ def read_plan(path: str, *, source: str) -> PlanFile:
         _given({role: own.activation_checkpointing for role, own in models.items()}),
         _given({role: own.offload for role, own in optimizers.items()}),
         tuple(places.offload),
+        tuple(places.fuse),
     )
     return PlanFile(source, settings, found.holds_for.model_dump(), found.made)
 
@@ -264,6 +266,7 @@ def _check_settings(plan: PlanFile, calls: Collection[str], roles: Mapping[str, 
         ("settings.calls", settings.n_mbs, "call", calls),
         ("settings.models", of_models, "role that is trained", trained),
         ("settings.allocation.offload", settings.offload, "role", roles),
+        ("settings.allocation.fuse", settings.fuse, "call", calls),
     ):
         for name in names:
             if name not in known:

@@ -93,6 +93,12 @@ class Request:
         Raises:
             UsageError: the run is refused wherever its calls run.
         """
+        if self.config.allocation.fuse:
+            raise ConfigError(
+                f"allocation.fuse=[{','.join(self.config.allocation.fuse)}]: plans are searched with every call by "
+                "itself",
+                remedy="Leave it out, or allocation=auto; a plan's file takes it, as settings.allocation.fuse.",
+            )
         alone = self.config.allocation.model_copy(update={"mode": "d1@0:0", "calls": {}})
         plan = plan_run(self.config.model_copy(update={"allocation": alone}), self.experiment)
         check_models_fit(plan)

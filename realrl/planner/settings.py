@@ -19,6 +19,7 @@ class PlanSettings:
         zero_stage, checkpointing, offload_optimizer: trained role -> stage of ZeRO, blocks that are computed again in
             the backward pass, and an optimizer in host memory.
         offload: roles in host memory between their last call of a step and the next step.
+        fuse: two calls that train at the same time; the search names none, a file may.
     """
 
     allocations: Mapping[str, str]
@@ -27,10 +28,12 @@ class PlanSettings:
     checkpointing: Mapping[str, bool] = field(default_factory=dict)
     offload_optimizer: Mapping[str, bool] = field(default_factory=dict)
     offload: tuple[str, ...] = ()
+    fuse: tuple[str, ...] = ()
 
     def overrides(self) -> dict[str, Any]:
         """Return the settings, nested like the configuration."""
         places = {"mode": "manual", "calls": dict(self.allocations), "offload": list(self.offload)}
+        places |= {"fuse": list(self.fuse)} if self.fuse else {}
         found: dict[str, Any] = {"allocation": places}
         if self.n_mbs:
             found["calls"] = {call: {"n_mbs": number} for call, number in self.n_mbs.items()}
@@ -52,5 +55,6 @@ class PlanSettings:
         for name, own in nested.get("calls", {}).items():
             calls[name] = calls.get(name, CallConfig()).model_copy(update=own)
         places = {**nested["allocation"], "offload": self.offload}
+        places |= {"fuse": self.fuse} if self.fuse else {}
         allocation = config.allocation.model_copy(update=places)
         return config.model_copy(update={"models": models, "calls": calls, "allocation": allocation})

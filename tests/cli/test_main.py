@@ -269,6 +269,26 @@ def test_graph_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.index("\nactor_gen") < out.index("\nrew_inf") < out.index("\ncritic_train")
 
 
+def test_a_pair_is_shown(capsys: pytest.CaptureFixture[str], workplace: Path) -> None:
+    pair = ("cluster.n_devices_per_node=2", "allocation=pipeline", "allocation.fuse=[actor_train,critic_train]")
+    code, out, _ = call(capsys, "graph", "ppo", *pair)
+    assert code == 0
+    assert "    .. trains at the same time as critic_train, on the same devices\n" in out
+    assert "    .. trains at the same time as actor_train, on the same devices\n" in out
+    code, out, _ = call(capsys, "run", "ppo", "preset=tiny", *pair, "--dry-run")
+    assert code == 0
+    assert "4 minibatches, with critic_train" in out
+    call(capsys, "graph", "ppo", *pair, "--out", "pair.svg")
+    assert "together with critic_train" in (workplace / "pair.svg").read_text()
+
+
+def test_pairs_are_not_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = ("cluster.n_devices_per_node=2", "allocation.fuse=[actor_train,critic_train]")
+    code, _, err = call(capsys, "plan", "ppo", "preset=tiny", *pair)
+    assert code == 2
+    assert "allocation.fuse=[actor_train,critic_train]: plans are searched with every call by itself" in err
+
+
 @pytest.mark.parametrize("ending", ["svg", "mmd"])
 def test_graph_as_a_picture(capsys: pytest.CaptureFixture[str], workplace: Path, ending: str) -> None:
     code, out, err = call(capsys, "graph", "ppo", "--out", f"ppo.{ending}")

@@ -121,6 +121,7 @@ def newcomer(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     (tmp_path / "my_algorithm.py").write_text(example)
     for name, text in [*files(ROOT / "docs/write-your-own.md").items(), *files(ROOT / "docs/python.md").items()]:
         (tmp_path / name).write_text(text)
+    shutil.copytree(ROOT / "configs" / "fusion", tmp_path / "configs" / "fusion")
     (tmp_path / "docs").mkdir()
     for run in ("runs/mine", "runs/other", "runs/sweep/0"):
         (tmp_path / run).mkdir(parents=True)
@@ -136,6 +137,8 @@ def test_commands_are_accepted(document: Path, newcomer: Path, capsys: pytest.Ca
             continue
         starts = arguments[0] in ("run", "eval", "gen")
         dry = [*arguments, "--dry-run"] if starts and "--dry-run" not in arguments else arguments
+        if arguments[0] == "fuse":
+            dry = [*arguments, "--rounds", "0", "--processes", "1"]  # without a search
         if "--against" in arguments or arguments[0] == "watch":  # a run that was not made here; no end but Ctrl-C
             continue
         if "my_algorithm" in arguments:  # CONTRIBUTING speaks of a registered one

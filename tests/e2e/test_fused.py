@@ -51,7 +51,10 @@ def test_fused_calls_give_the_numbers_of_calls_one_after_the_other(tmp_path: Pat
             ours = load_file(fused / f"checkpoints/step_3/{role}" / file.name)
             assert all(ours[key].equal(tensor) for key, tensor in expected.items())
     for rank in range(2):
-        spans = {name: [e for e in load_trace(fused) if e["name"] == name and e.get("tid") == rank] for name in NAMES}
+        spans = {
+            name: [e for e in load_trace(fused / "trace.json") if e["name"] == name and e.get("tid") == rank]
+            for name in NAMES
+        }
         for one, other in zip(*spans.values(), strict=True):
             assert one["args"]["fused"] == other["args"]["fused"] == "actor_train + critic_train"
             assert abs(one["ts"] - other["ts"]) < 2  # both from the beginning to the end of the pair

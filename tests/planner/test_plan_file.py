@@ -1,6 +1,7 @@
 """Files of plans: written, read again, and refused for anything else."""
 
 import copy
+import dataclasses
 
 import pytest
 import yaml
@@ -147,6 +148,7 @@ def test_other_models_and_graphs(tmp_path):
             "settings.models has 'ref', and this run has no such role that is trained",
         ),
         (lambda s: s["allocation"].update(offload=["rf"]), "settings.allocation.offload has 'rf', and this run has no"),
+        (lambda s: s["allocation"].update(fuse=["actor_trian"]), "settings.allocation.fuse has 'actor_trian'"),
     ],
 )
 def test_settings_that_a_run_cannot_have_are_refused(tmp_path, change, told):
@@ -154,6 +156,16 @@ def test_settings_that_a_run_cannot_have_are_refused(tmp_path, change, told):
         check(written(tmp_path, change=lambda content: change(content["settings"])))
     assert refused.value.message.startswith(f"plan=plan.yaml: {told}")
     assert refused.value.remedy
+
+
+def test_a_pair_is_read_from_a_file(tmp_path):
+    def fuse(content):
+        content["settings"]["allocation"]["fuse"] = ["actor_train", "critic_train"]
+
+    plan = reading(written(tmp_path, change=fuse))
+    assert plan.settings == dataclasses.replace(SETTINGS, fuse=("actor_train", "critic_train"))
+    assert plan.layer["allocation"]["fuse"] == ["actor_train", "critic_train"]
+    assert plan.settings.applied(composed()).allocation.fuse == ("actor_train", "critic_train")
 
 
 def test_pins_are_compared_with_a_plan(tmp_path):

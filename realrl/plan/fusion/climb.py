@@ -1,18 +1,20 @@
 """Hill-climbing over the rules of list scheduling, forwards and backwards in time.
 
 Invariants:
-    - what is found keeps the memory caps, and is never worse than 1F1B in series or greedy fusion that keeps them;
+    - what is found keeps the memory caps, and is never worse than what the climb starts with;
     - the n-th evaluation is a function of problem, seed and the outcomes before it, so a search with a number of
       evaluations always finds the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import NamedTuple
 
+from realrl.plan.fusion.descent import Settings, descend
 from realrl.plan.fusion.listing import (
-    N_WEIGHTS,
     Rule,
     backward_first,
     evaluate,
@@ -26,6 +28,7 @@ from realrl.plan.fusion.problem import Problem, Words, flipped
 
 _RESTART_AFTER = 60  # evaluations without a better latency, times the number of pipelines
 _SEEDS = 1 << 62
+_PATIENCE = (None, 0.0, 0.5, 2.0)
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,25 @@ class Found:
         return cls(words, latency, max(peaks_of(problem, words)))
 
 
+class Listed(NamedTuple):
+    """Latency, peak and, when they are asked for, words of a list schedule."""
+
+    latency: int
+    peak: int
+    words: Callable[[], Words]
+
+
 class Kernels:
     """The inner loops of the search, in Python; a compiled twin does the same, only faster."""
 
-    def listed(self, problem: Problem, rule: Rule) -> tuple[int, Words] | None:
-        """Return latency and words of the list schedule of a rule; None where memory lets nothing go on."""
-        return list_words(problem, rule)
+    def listed(self, problem: Problem, rule: Rule) -> Listed | None:
+        """Return the list schedule of a rule; None where memory lets nothing go on."""
+        found = list_words(problem, rule)
+        return None if found is None else Listed(found[0], max(peaks_of(problem, found[1])), lambda: found[1])
+
+    def descended(self, problem: Problem, words: Words, settings: Settings) -> tuple[int, Words]:
+        """Return energy and words after a descent."""
+        return descend(problem, words, settings)
 
 
 def starts_of(problem: Problem) -> list[Found]:
@@ -76,21 +92,21 @@ class Climb:
     """A climb that can go on for as long as there is time.
 
     Attributes:
-        best: what was found so far.
+        best: what was found so far, the starts included; None if that is nothing.
     """
 
-    def __init__(self, problem: Problem, kernels: Kernels, *, seed: int) -> None:
+    def __init__(self, problem: Problem, kernels: Kernels, *, seed: int, starts: Sequence[Found] = ()) -> None:
         self._problem, self._kernels = problem, kernels
         self._random = Random(seed)
         self._point = _Point(Rule(backward_first(problem)), is_reversed=True)
         self._n_idle = 0
         self._n_done = 0
-        self.best = min(starts_of(problem), key=lambda found: found.cost)
+        self.best = min(starts, key=lambda found: found.cost, default=None)
 
-    def run(self, n_evaluations: int, *, enough: int = 0) -> Found:
+    def run(self, n_evaluations: int, *, enough: int = 0) -> Found | None:
         """Go on for some evaluations, or until the latency is low enough; return the best so far."""
         for _ in range(n_evaluations):
-            if self.best.latency <= enough:
+            if self.best is not None and self.best.latency <= enough:
                 break
             self._step()
         return self.best
@@ -110,17 +126,19 @@ class Climb:
         listed = self._kernels.listed(problem, point.rule)
         if listed is None:
             return float("inf"), float("inf")
-        latency, words = listed
-        peak = max(peaks_of(problem, words))
-        if (latency, peak) < self.best.cost:
-            self.best = Found(flipped(words) if point.is_reversed else words, latency, peak)
-        return latency, peak
+        cost = listed.latency, listed.peak
+        if self.best is None or cost < self.best.cost:
+            words = listed.words()
+            self.best = Found(flipped(words) if point.is_reversed else words, *cost)
+        return cost
 
     def _restart(self) -> _Point:
         draw = self._random
-        weights = [_bell(draw, 1.0) for _ in range(2 * N_WEIGHTS * self._problem.n_pipelines)]
+        size = draw.choice((0.3, 1.0))
+        weights = [w + _bell(draw, size) for w in backward_first(self._problem)]
         noise = draw.choice((0.0, 0.0, 0.02, 0.1, 0.3))
-        return _Point(Rule(tuple(weights), noise, draw.randrange(_SEEDS), self._quotas()), draw.random() < 0.7)
+        rule = Rule(tuple(weights), noise, draw.randrange(_SEEDS), draw.choice(_PATIENCE), self._quotas())
+        return _Point(rule, draw.random() < 0.7)
 
     def _quotas(self) -> tuple[int, ...] | None:
         """Draw limits of micro-batches in flight, most often none."""
@@ -136,6 +154,8 @@ class Climb:
         if kind < 0.15:
             rule = replace(point.rule, seed=draw.randrange(_SEEDS), noise=draw.choice((0.0, 0.02, 0.1, 0.3)))
             return _Point(rule, point.is_reversed)
+        if kind < 0.25:
+            return _Point(replace(point.rule, patience=draw.choice(_PATIENCE)), point.is_reversed)
         n_changed = 1 if kind < 0.6 else draw.randrange(1, len(weights) + 1)
         size = draw.choice((0.05, 0.2, 0.6, 1.5))
         for _ in range(n_changed):

@@ -8,6 +8,9 @@ with weights of its pipeline and kind, path(l) the time from l to the micro-batc
 device. Times are whole numbers; the rest is computed in double precision in a fixed order, so that the compiled twin
 (`fusion.cpp`) decides equally, to the last bit.
 
+A device also looks ahead at tasks whose last feed is being computed. It stays idle where one of them, at te, would come
+before the chosen task's end, and is more urgent by more than patience (te - t) / duration of the chosen one.
+
 A device whose most urgent task waits for the other devices of its stage stays free for it; so some device always goes
 on while tasks can start.
 """
@@ -33,12 +36,14 @@ class Rule:
         weights: w0 to w4 of the first pipeline's forwards, of its backwards, of the second one's forwards, ...
         noise: size of the random part of the urgency.
         seed: of the random part.
+        patience: see above; None: a device never waits while it can compute.
         quotas: of each stage, the most micro-batches in flight; one with 0 is left out. None: only memory limits them.
     """
 
     weights: tuple[float, ...]
     noise: float = 0.0
     seed: int = 0
+    patience: float | None = None
     quotas: tuple[int, ...] | None = None
 
 
@@ -68,6 +73,7 @@ class _Run:
         self._by_path = 1.0 / float(max(problem.path))
         self._by_work = 1.0 / float(problem.work)
         self._ends: list[tuple[int, int]] = []  # heap of (time, letter)
+        self._ending = [0] * (2 * problem.n_stages)  # of the latest task of each letter
         self.latency = self._run()
 
     def _run(self) -> int | None:
@@ -106,34 +112,56 @@ class _Run:
         if not self._is_free[device]:
             return 0
         best, most = -1, 0.0
+        coming: list[tuple[int, int]] = []
         for letter in self._problem.letters_on[device]:
-            if self._is_ready(letter):
+            arrival = self._arrival(letter, time)
+            if arrival == time:
                 urgency = self._urgency(letter, time)
                 if best < 0 or urgency > most:
                     best, most = letter, urgency
+            elif arrival > time:
+                coming.append((letter, arrival))
         if best < 0 or not all(self._is_free[d] for d in self._problem.devices[best // 2]):
             return 0
+        patience, duration = self._rule.patience, self._problem.duration[best]
+        if patience is not None:
+            for letter, arrival in coming:
+                if arrival - time < duration:
+                    wait = patience * (float(arrival - time) / float(duration))
+                    if self._urgency(letter, time) > most + wait:
+                        return 0
         self._started[best] += 1
         for d in self._problem.devices[best // 2]:
             self._is_free[d] = False
             self.words[d].append(best)
             if not best % 2:
                 self._held[d] += self._problem.activation[best // 2]
-        heapq.heappush(self._ends, (time + self._problem.duration[best], best))
+        self._ending[best] = time + duration
+        heapq.heappush(self._ends, (time + duration, best))
         return len(self._problem.devices[best // 2])
 
-    def _is_ready(self, letter: int) -> bool:
+    def _arrival(self, letter: int, time: int) -> int:
+        """Return when a letter's next task can start: now, when what feeds it ends, or -1 if that is not known."""
         problem, stage, m = self._problem, letter // 2, self._started[letter]
         if m == problem.n_micro_batches[stage]:
-            return False
+            return -1
         if letter % 2:
-            return self._done[letter - 1] > m and (problem.last[stage] or self._done[letter + 2] > m)
-        if problem.position[stage] and self._done[letter - 2] <= m:
-            return False
+            arrival = self._fed_at(letter - 1, m, time)
+            if arrival < 0 or problem.last[stage]:
+                return arrival
+            other = self._fed_at(letter + 2, m, time)
+            return other if other < 0 else max(arrival, other)
         if m - self._done[letter + 1] >= self._quotas[stage]:
-            return False
+            return -1
         activation = problem.activation[stage]
-        return all(self._held[d] + activation <= problem.caps[d] for d in problem.devices[stage])
+        if any(self._held[d] + activation > problem.caps[d] for d in problem.devices[stage]):
+            return -1
+        return self._fed_at(letter - 2, m, time) if problem.position[stage] else time
+
+    def _fed_at(self, letter: int, m: int, time: int) -> int:
+        if self._done[letter] > m:
+            return time
+        return self._ending[letter] if self._started[letter] > m else -1
 
     def _urgency(self, letter: int, time: int) -> float:
         problem, stage, m = self._problem, letter // 2, self._started[letter]

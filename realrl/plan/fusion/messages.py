@@ -80,8 +80,8 @@ def _check_single(instance: Instance) -> None:
         for i, stage in enumerate(pipeline.stages):
             if len(stage.devices) > 1:
                 raise UsageError(
-                    f"stage {i} of pipeline {pipeline.name!r} is on {len(stage.devices)} devices, which have no list in "
-                    "common",
+                    f"stage {i} of pipeline {pipeline.name!r} is on {len(stage.devices)} devices, which have no "
+                    "list in common",
                     remedy="Give all models the same tensor-parallel size.",
                 )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from realrl.plan.fusion.climb import Climb, Kernels
+from realrl.plan.fusion.climb import Climb, Kernels, starts_of
 from realrl.plan.fusion.instance import Instance
 from realrl.plan.fusion.problem import problem_of
 from realrl.plan.fusion.schedule import FusedSchedule
@@ -26,6 +26,7 @@ def fused_orders(instance: Instance, *, seed: int = 0) -> FusedSchedule:
         instance: its memory caps hold.
     """
     problem = problem_of(instance)
-    climb = Climb(problem, Kernels(), seed=seed)
-    climb.run(max(_LEAST_EVALUATIONS, QUICK_TASKS // problem.base[-1]))
-    return FusedSchedule.of_words(instance, problem.letters_of(climb.best.words))
+    climb = Climb(problem, Kernels(), seed=seed, starts=starts_of(problem))
+    best = climb.run(max(_LEAST_EVALUATIONS, QUICK_TASKS // problem.base[-1]))
+    assert best is not None
+    return FusedSchedule.of_words(instance, problem.letters_of(best.words))

@@ -107,8 +107,8 @@ def for_instance(schedule: FusedSchedule, instance: Instance, *, where: str = "t
         for i, (own, other) in enumerate(zip(ours.stages, theirs.stages, strict=True)):
             if own.devices != other.devices:
                 raise UsageError(
-                    f"{where} has stage {i} of {ours.name!r} on the devices {own.devices}, and {theirs.name!r} has it on "
-                    f"{other.devices}",
+                    f"{where} has stage {i} of {ours.name!r} on the devices {own.devices}, and {theirs.name!r} has it "
+                    f"on {other.devices}",
                     remedy=_AGAIN,
                 )
     moved = FusedSchedule(wanted, schedule.orders)

@@ -12,8 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 
+import numpy as np
+
 from realrl.config.schema import GenerationConfig
-from realrl.graph.mfc import InterfaceType
+from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.mesh.device_mesh import Allocation, ParallelStrategy
 from realrl.plan.hooks import Offload, Realloc
 from realrl.plan.memory import load as memory_load
@@ -27,7 +29,7 @@ from realrl.sched.calls import ScheduledCall
 from realrl.sched.messages import HookTime, MoveRows, RunCall
 from realrl.shape import DecoderConfig, DType
 from realrl.sim.costs.collectives import FREE, LinearCost, Route, all_gather, all_reduce, route_of, send
-from realrl.sim.costs.flops import StageWork, chunk_work, first_alike, stage_work
+from realrl.sim.costs.flops import Array, StageWork, chunk_work, first_alike, stage_work
 from realrl.sim.costs.generation import Prompt, StageDecoding, replica_seconds, together_seconds
 from realrl.sim.costs.moves import (
     RowBytes,
@@ -108,7 +110,7 @@ class CostModel:
         """
         if call.hooks.home is None:
             return {rank: self._judging(request, sizes) for rank, request in requests.items()}
-        replicas = self._computing_of(call).replicas
+        replicas = self._computing_of(call.mfc, call.allocation).replicas
         seconds = self.of_replicas(call, [requests[members[0]].minibatches for members in replicas], sizes)
         return {rank: s for members, s in zip(replicas, seconds, strict=True) for rank in members}
 
@@ -124,7 +126,7 @@ class CostModel:
             minibatches: those of each replica, as `RunCall` has them.
             sizes: as for `call`.
         """
-        computing = self._computing_of(call)
+        computing = self._computing_of(call.mfc, call.allocation)
         if call.mfc.is_train:
             seconds = [computing.training(call, minibatches, sizes)] * len(minibatches)
         elif call.is_generate:
@@ -144,16 +146,27 @@ class CostModel:
         host = self._hardware.host
         return host.call_s + host.reward_s * sum(len(sizes[sample_id].prompt_tokens) for sample_id in request.keeps)
 
-    def _computing_of(self, call: ScheduledCall) -> _Computing:
-        key = (call.mfc.role, call.allocation, call.mfc.interface_type)
+    def passes(
+        self, mfc: MFCDef, allocation: Allocation, sample_ids: Sequence[str], sizes: Mapping[str, SampleSizes]
+    ) -> tuple[Array, Array]:
+        """Return the seconds of forward and of backward passes of a minibatch's micro-batches, [stages, micro-batches].
+
+        Args:
+            mfc: a train_step.
+            sample_ids: the minibatch's samples on one replica.
+        """
+        return self._computing_of(mfc, allocation).pass_seconds(mfc, sample_ids, sizes)
+
+    def _computing_of(self, mfc: MFCDef, allocation: Allocation) -> _Computing:
+        key = (mfc.role, allocation, mfc.interface_type)
         if key not in self._computing:
             self._computing[key] = _Computing(
-                self._roles[call.mfc.role],
-                call.allocation,
+                self._roles[mfc.role],
+                allocation,
                 self._hardware,
                 generation=self._generation,
                 kernels=self._kernels,
-                kind=call.mfc.interface_type,
+                kind=mfc.interface_type,
                 free=self._free,
             )
         return self._computing[key]
@@ -352,6 +365,14 @@ class _Computing:
         return self._begin_s + train_seconds(
             cut, n_minibatches, self._passes, self._chunk_links, self._end_s, self._run
         )
+
+    def pass_seconds(
+        self, mfc: MFCDef, sample_ids: Sequence[str], sizes: Mapping[str, SampleSizes]
+    ) -> tuple[Array, Array]:
+        """Return the seconds of passes of one share of samples, [stages, micro-batches]."""
+        (part,) = micro_batches(self._tokens(sizes), [sample_ids], mfc, n_stages=self._strategy.pp)
+        forwards, backwards = (np.stack([cost(part.load)[:, 0] for cost in costs]) for costs in self._passes)
+        return forwards, backwards
 
     def inferring(
         self, call: ScheduledCall, shares: Sequence[tuple[str, ...]], sizes: Mapping[str, SampleSizes]

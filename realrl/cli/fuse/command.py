@@ -1,0 +1,198 @@
+"""Options of ``realrl fuse``, the search, and what is printed and written."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from realrl.cli.console import print_table
+from realrl.cli.machines import settled_for
+from realrl.errors import UsageError
+from realrl.files import why_no_output, write_output
+
+if TYPE_CHECKING:
+    import argparse
+
+    from realrl.config.schema import RunConfig
+    from realrl.experiment.declaration import Experiment
+    from realrl.experiment.run_plan import RunPlan
+    from realrl.fusion.search import Fused, Progress
+    from realrl.plan.fusion.instance import Instance
+
+EXAMPLES = """\
+examples:
+  realrl fuse configs/fusion/rlhfuse_row_1.yaml          the numbers of a file
+  realrl fuse FILE.yaml --seconds 60 --page fused.html   a page with drawings; .svg is the schedule alone
+  realrl fuse FILE.yaml --memory-cap 15.6 --out fused.json     the schedule, for other programs
+  realrl fuse FILE.yaml --pareto                         less memory for more time
+  realrl fuse ppo preset=tiny cluster.n_devices_per_node=4 allocation=pipeline --hardware two_cores
+
+For an experiment, the calls that train and their times come from its plan and the model of costs; see realrl simulate.
+Ctrl-C ends the search with the best schedule so far. The same --seed with the same --rounds finds the same schedule.
+"""
+_PAGE, _PICTURE = ".html", ".svg"
+_MOST_SECONDS = 86400.0
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parser.add_argument
+    add("--seconds", metavar="S", type=float, default=10.0, help="time to search; default: 10")
+    add("--rounds", metavar="N", type=int, help="rounds of the search, in the place of a time")
+    add("--processes", metavar="N", type=int, help="processes that search; default: one a core")
+    add("--seed", metavar="N", type=int, default=0, help="of the search; default: 0")
+    add("--memory-cap", metavar="X", type=float, help="the most activations that each device may hold")
+    add("--pareto", action="store_true", help="look for schedules with less memory and more time, too")
+    add("--calls", metavar="NAME,NAME", help="train calls of the experiment; default: all")
+    add("--hardware", metavar="FILE", help="of an experiment: the machine, a name of configs/hardware or a file")
+    add("--lengths", metavar="FILE", help="of an experiment: lengths of prompts and responses")
+    add("--out", metavar="FILE", help="write the schedule there, as JSON")
+    add("--page", metavar="FILE", help="write a page, or with .svg a picture of the schedule")
+
+
+def fuse_file(options: argparse.Namespace) -> int:
+    """Fuse the models of a file.
+
+    Raises:
+        UsageError: the file or an option cannot be used.
+    """
+    from realrl.fusion.instance_file import read_instance
+
+    name, *more = options.arguments
+    if more:
+        raise UsageError(f"{more[0]}: a file of models has no settings", remedy="Change the file.")
+    for option in ("calls", "hardware", "lengths"):
+        if getattr(options, option) is not None:
+            raise UsageError(f"--{option} has no effect with {name}", remedy="Leave it out.")
+    _check(options)
+    return _fuse(read_instance(name), options, title=Path(name).stem, notes=(f"times and memory as in {name}",))
+
+
+def fuse_run(
+    experiment: Experiment,
+    config: RunConfig,
+    options: argparse.Namespace,
+    *,
+    make_plan: Callable[[Experiment, RunConfig], RunPlan],
+) -> int:
+    """Fuse the train calls of a run.
+
+    Raises:
+        UsageError: they cannot be fused, or an option cannot be used.
+    """
+    from realrl.doctor.memory import machine_kernels
+    from realrl.fusion.from_plan import instance_of, pair_of
+    from realrl.planner.modelled import described, draw_of, hardware_for
+
+    _check(options)
+    config = settled_for(config, options.hardware)
+    plan = make_plan(experiment, config)
+    pair = pair_of(plan, [] if options.calls is None else options.calls.split(","))
+    machine = hardware_for(plan.config, options.hardware)
+    draw, assumed = draw_of(plan, options.lengths)
+    instance = instance_of(plan, pair, machine, machine_kernels, draw)
+    notes = ("seconds of a minibatch, and bytes", described(plan.config, machine), *assumed)
+    title = f"{experiment.name}: {' and '.join(mfc.name for mfc in pair)}"
+    return _fuse(instance, options, title=title, notes=notes)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options before anything is computed."""
+    if not 0 < options.seconds <= _MOST_SECONDS:
+        raise UsageError(f"--seconds {options.seconds:g} is no time to search", remedy="Give up to 86400 seconds.")
+    for name, least in (("rounds", 0), ("processes", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UsageError(f"--{name} {value} is too few", remedy=f"Give {least} or more.")
+    if options.memory_cap is not None and not 0 <= options.memory_cap < math.inf:
+        raise UsageError(
+            f"--memory-cap {options.memory_cap:g} is no size", remedy="Give it in the unit of activations."
+        )
+    if options.page is not None and Path(options.page).suffix.lower() not in (_PAGE, _PICTURE):
+        raise UsageError(
+            f"--page {options.page}: a page is HTML", remedy=f"Give a file that ends in {_PAGE} or {_PICTURE}."
+        )
+    for option, path in (("--out", options.out), ("--page", options.page)):
+        if path is None:
+            continue
+        reason = why_no_output(Path(path))
+        if not reason and not Path(path).absolute().parent.is_dir():
+            reason = "its folder does not exist"
+        if reason:
+            raise UsageError(f"{option} {path} cannot be written: {reason}", remedy="Choose another file.")
+
+
+def _fuse(instance: Instance, options: argparse.Namespace, *, title: str, notes: Sequence[str]) -> int:
+    from realrl.fusion.comparison import COLUMNS, compare
+    from realrl.fusion.compiled import kernels
+    from realrl.fusion.drawing import schedule_svg
+    from realrl.fusion.page import render_page
+    from realrl.fusion.search import Limits, find_schedule
+    from realrl.plan.fusion.schedule_file import schedule_text
+
+    if options.memory_cap is not None:
+        instance = instance.with_caps(options.memory_cap)
+    print(f"{title}: {len(instance.pipelines)} pipelines on {instance.n_devices} devices, {instance.n_tasks} tasks")
+    for note in notes:
+        print(note)
+    _, why_not = kernels()
+    if why_not:
+        print(f"the search is not compiled and slow: {why_not}")
+    limits = Limits(
+        seconds=options.seconds if options.rounds is None else math.inf,
+        n_rounds=options.rounds,
+        n_processes=options.processes or len(os.sched_getaffinity(0)),
+    )
+    found = find_schedule(instance, limits, seed=options.seed, pareto=options.pareto, report=_report)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    comparison, schedule = compare(found), found.schedule
+    print()
+    print_table(COLUMNS, comparison.rows())
+    _print_proof(found)
+    if options.pareto:
+        print()
+        rows = [(f"{s.latency:.6g}", f"{s.peak:.6g}", f"{s.bubble_share:.1%}") for s in found.front]
+        print_table(("latency", "highest peak", "bubbles"), rows, title="latency against memory")
+    if options.out is not None:
+        _write("--out", options.out, schedule_text(schedule))
+    if options.page is not None:
+        is_picture = Path(options.page).suffix.lower() == _PICTURE
+        _write(
+            "--page",
+            options.page,
+            schedule_svg(schedule, title) if is_picture else render_page(comparison, title, notes),
+        )
+    return 0
+
+
+def _print_proof(found: Fused) -> None:
+    """Print how good the schedule is, and how the search went."""
+    from realrl.plan.fusion.robustness import slow_down
+
+    gap, jitter = found.schedule.latency / found.bound, slow_down(found.schedule)
+    of_least = f"at most {gap:.3f} times the least possible" if gap > 1 + 1e-9 else "the least possible"
+    print(f"the latency is {of_least}")
+    print(f"if tasks take up to 20% less or more, it is {jitter.mean:.3f} times as long, at worst {jitter.worst:.3f}")
+    ended = "was stopped" if found.was_stopped else "ended"
+    print(f"the search {ended} after {found.n_rounds} rounds and {found.seconds:.1f} s")
+
+
+def _report(progress: Progress) -> None:
+    """Show in a terminal where the search stands."""
+    if sys.stderr.isatty():
+        figures = f"latency {progress.latency:.6g}, bound {progress.bound:.6g}, peak {progress.peak:.6g}"
+        text = f"{progress.seconds:.0f} s: {figures}"
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def _write(option: str, path: str, text: str) -> None:
+    try:
+        write_output(path, text.encode())
+    except OSError as error:
+        raise UsageError(f"{option} {path} cannot be written: {error.strerror or error}") from error
+    print(f"wrote {path}")

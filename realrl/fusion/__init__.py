@@ -1,0 +1,6 @@
+"""The search for fused pipeline schedules on this machine's cores, and pages that show them.
+
+instance ──► search ──► schedule, bound, front ──► page
+               │ helpers, one a core
+               └─► realrl.plan.fusion (rules, descent) with compiled inner loops
+"""

@@ -1,0 +1,178 @@
+"""The search on this machine: probes on its cores, until the time is up.
+
+Search.probes ──► helpers, and this process ──► Search.take
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+from realrl.fusion.compiled import kernels
+from realrl.plan.fusion.climb import Kernels
+from realrl.plan.fusion.instance import Instance
+from realrl.plan.fusion.problem import Problem, problem_of
+from realrl.plan.fusion.schedule import FusedSchedule
+from realrl.plan.fusion.search import Outcome, Probe, Search, carry_out
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a search stands: seconds since its start, the best latency and peak, the bound of the latency."""
+
+    seconds: float
+    latency: float
+    peak: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What a search found.
+
+    Attributes:
+        bound: time that no schedule can go below.
+        least_peak: memory that no schedule of this latency can go below on its fullest device.
+        front: for each latency that pays, the schedule with the lowest peak that was found; the first is `schedule`.
+        seconds: of the search.
+        seconds_to_latency: until the latency was found.
+        n_rounds: of probes; the same number of rounds with the same seed finds the same.
+        was_stopped: True if Ctrl-C ended the search.
+    """
+
+    schedule: FusedSchedule
+    bound: float
+    least_peak: float
+    front: tuple[FusedSchedule, ...]
+    seconds: float
+    seconds_to_latency: float
+    n_rounds: int
+    was_stopped: bool
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a search ends, and on how many processes it runs.
+
+    Attributes:
+        seconds: time that the search may take; a round that has begun is not broken off.
+        n_rounds: rounds of probes; None: as many as there is time for.
+        clock: what counts the seconds.
+        peak: memory that is enough on the fullest device, once the latency is the bound; None: the least possible.
+    """
+
+    seconds: float = 10.0
+    n_rounds: int | None = None
+    peak: float | None = None
+    n_processes: int = 1
+    clock: Callable[[], float] = time.monotonic
+
+
+def find_schedule(
+    instance: Instance,
+    limits: Limits,
+    *,
+    seed: int = 0,
+    pareto: bool = False,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Fused:
+    """Search for the schedule with the lowest latency, and the lowest peak at that latency.
+
+    Ctrl-C ends the search, and what it has found is returned.
+
+    Args:
+        pareto: True looks for lower peaks at higher latencies, too.
+        report: called after every round.
+    """
+    problem = problem_of(instance)
+    search = Search(problem, seed=seed, pareto=pareto)
+    clock = limits.clock
+    begin, n_rounds, was_stopped, latency_at = clock(), 0, False, 0.0
+    enough = None if limits.peak is None else int(limits.peak / problem.unit)
+    loops, _ = kernels()
+    with _helpers(problem, limits.n_processes - 1) as helpers:
+        try:
+            while not search.is_done and n_rounds != limits.n_rounds:
+                if clock() - begin >= limits.seconds:
+                    break
+                if enough is not None and search.best.latency <= search.bound and search.best.peak <= enough:
+                    break
+                before, probes = search.best.latency, search.probes()
+                search.take(probes, _outcomes(problem, probes, loops, helpers))
+                n_rounds += 1
+                seconds = clock() - begin
+                latency_at = seconds if search.best.latency < before else latency_at
+                latency, peak = problem.time(search.best.latency), problem.memory(search.best.peak)
+                report(Progress(seconds, latency, peak, problem.time(search.bound)))
+        except KeyboardInterrupt:
+            was_stopped = True
+    schedules = [FusedSchedule.of_words(instance, problem.letters_of(found.words)) for found in search.front]
+    return Fused(
+        schedule=FusedSchedule.of_words(instance, problem.letters_of(search.best.words)),
+        bound=problem.time(search.bound),
+        least_peak=problem.memory(search.least_peak),
+        front=tuple(schedules),
+        seconds=clock() - begin,
+        seconds_to_latency=latency_at,
+        n_rounds=n_rounds,
+        was_stopped=was_stopped,
+    )
+
+
+def _outcomes(
+    problem: Problem, probes: Sequence[Probe], loops: Kernels, helpers: Sequence[Connection]
+) -> list[Outcome]:
+    """Carry out probes: each helper has one at a time, and this process takes one in turn."""
+    outcomes: list[Outcome | None] = [None] * len(probes)
+    at, idle = 0, list(helpers)
+    busy: dict[Connection, int] = {}
+    while at < len(probes) or busy:
+        while idle and at < len(probes):
+            helper = idle.pop()
+            helper.send(probes[at])
+            busy[helper] = at
+            at += 1
+        if at < len(probes):
+            outcomes[at] = carry_out(problem, probes[at], loops)
+            at += 1
+        for helper in [h for h in busy if at >= len(probes) or h.poll()]:
+            outcomes[busy.pop(helper)] = helper.recv()
+            idle.append(helper)
+    return [outcome for outcome in outcomes if outcome is not None]
+
+
+@contextmanager
+def _helpers(problem: Problem, n_helpers: int) -> Iterator[list[Connection]]:
+    """Start processes that carry out probes, and end them."""
+    context = multiprocessing.get_context("spawn")
+    if multiprocessing.current_process().daemon:
+        n_helpers = 0  # it may have no children
+    processes, connections = [], []
+    for _ in range(n_helpers):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_help, args=(theirs, problem), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        connections.append(ours)
+    try:
+        yield connections
+    finally:
+        for connection in connections:
+            connection.close()
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _help(connection: Connection, problem: Problem) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asks ends this one
+    loops, _ = kernels()
+    with suppress(EOFError, OSError):
+        while True:
+            connection.send(carry_out(problem, connection.recv(), loops))

@@ -1,0 +1,319 @@
+"""Memory descent at fixed latency: neighbours of a device's order change places.
+
+The head of a task is the length of the longest way to its start, its tail that of the longest way from its end. When x
+and its next neighbour y change places, every way through them is as long as one of
+
+    head'(y) + y + tail'(y),    head'(x) + x + tail'(x)
+
+with heads and tails that follow from those of the tasks around them (Balas and Vazacopoulos 1998, "Guided local search
+with shifting bottleneck for job shop scheduling"), so a few comparisons tell whether the latency stays within its
+limit. There can be a second way from x to y, which the change would close to a circle, only if y cannot start before
+one of the other tasks after x has ended; such changes are left out.
+
+The activations above each device's target, added up over all places of all orders, are the energy. A change that raises
+it by e is made with a probability of about 2^-(e / temperature) (annealing).
+
+Everything is a whole number, so that the compiled twin (`fusion.cpp`) does the same steps.
+
+Invariants: the words stay those of an acyclic schedule within the latency limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from realrl.plan.fusion.problem import Problem, Words
+
+NONE = -1
+_MASK = (1 << 64) - 1
+_LOW = (1 << 20) - 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a descent aims at.
+
+    Attributes:
+        limit: ticks that the latency may have.
+        targets: units of memory that each device shall hold at most.
+        temperature: units of energy.
+        n_moves: changes that are tried.
+        seed: of the random choices.
+    """
+
+    limit: int
+    targets: tuple[int, ...]
+    temperature: int
+    n_moves: int
+    seed: int
+
+
+def descend(problem: Problem, words: Words, settings: Settings) -> tuple[int, Words]:
+    """Return energy and words after a descent; it ends early when the energy is 0.
+
+    Args:
+        words: of a schedule within the latency limit.
+    """
+    state = State(problem, words, settings)
+    for number in range(settings.n_moves):
+        if not state.energy:
+            break
+        state.move(number)
+    return state.energy, state.words()
+
+
+class State:
+    """Orders as linked lists, with heads, tails and memory.
+
+    Task m of letter l is number `base[l] + m`. A slot is a task on one of its devices.
+    """
+
+    def __init__(self, problem: Problem, words: Words, settings: Settings) -> None:
+        self.problem, self.settings = problem, settings
+        n_tasks = problem.base[-1]
+        self.letter = [0] * n_tasks
+        self.first = [0] * (n_tasks + 1)  # slot of each task
+        for letter in range(2 * problem.n_stages):
+            for task in range(problem.base[letter], problem.base[letter + 1]):
+                self.letter[task] = letter
+                self.first[task + 1] = self.first[task] + len(problem.devices[letter // 2])
+        n_slots = self.first[-1]
+        self.task = [0] * n_slots
+        self.device = [0] * n_slots
+        for task in range(n_tasks):
+            for k, device in enumerate(problem.devices[self.letter[task] // 2]):
+                self.task[self.first[task] + k], self.device[self.first[task] + k] = task, device
+        self.before, self.after = [NONE] * n_slots, [NONE] * n_slots
+        self.held = [0] * n_slots
+        self.start = [NONE] * problem.n_devices
+        self._link(words)
+        self.over: list[int] = []  # slots above their target
+        self.over_at = [NONE] * n_slots
+        self.energy = 0
+        for slot in range(n_slots):
+            self._set_held(slot, self.held[slot], is_new=True)
+        self.head, self.tail = [0] * n_tasks, [0] * n_tasks
+        self._set_heads_and_tails()
+
+    # ------------------------------------------------------------ one change
+
+    def move(self, number: int) -> bool:
+        """Try the change of a number; return True if it was made."""
+        z = _mixed(self.settings.seed, number)
+        if z & 1 and self.over:
+            x = self.over[((z >> 32) * len(self.over)) >> 32]
+        else:
+            x = ((z >> 32) * len(self.task)) >> 32
+        y = self.after[x]
+        if y == NONE or not self._can_swap(self.task[x], self.task[y]):
+            return False
+        more = self._energy_change(self.task[x], self.task[y])
+        luck = (((z >> 1) & _LOW) | (1 << 20)) & -(((z >> 1) & _LOW) | (1 << 20))  # 2^n with probability 2^-(n+1)
+        if more > self.settings.temperature * (luck.bit_length() - 1):
+            return False
+        self._swap(self.task[x], self.task[y])
+        return True
+
+    def _can_swap(self, x: int, y: int) -> bool:
+        if self.letter[x] == self.letter[y] or x in self._feeds(y):
+            return False
+        shared = self._shared(x, y)
+        if any(self.after[a] != b for a, b in shared):
+            return False
+        end = self.head[y]
+        after_x = [task for task in (*self._fed(x), *self._neighbours(x, self.after)) if task != y]
+        if any(end >= self.head[u] + self._duration(u) for u in after_x):
+            return False
+        own_x, own_y = [a for a, _ in shared], [b for _, b in shared]
+        head_y = max(
+            self._latest_end(self._feeds(y)),
+            self._latest_end(self._neighbours(y, self.before, without=own_y)),
+            self._latest_end(self._tasks(self.before[a] for a in own_x)),
+        )
+        head_x = max(
+            head_y + self._duration(y),
+            self._latest_end(self._feeds(x)),
+            self._latest_end(self._neighbours(x, self.before, without=own_x)),
+        )
+        tail_x = max(
+            self._longest_tail(self._fed(x)),
+            self._longest_tail(self._neighbours(x, self.after, without=own_x)),
+            self._longest_tail(self._tasks(self.after[b] for b in own_y)),
+        )
+        tail_y = max(
+            tail_x + self._duration(x),
+            self._longest_tail(self._fed(y)),
+            self._longest_tail(self._neighbours(y, self.after, without=own_y)),
+        )
+        limit = self.settings.limit
+        return head_y + self._duration(y) + tail_y <= limit and head_x + self._duration(x) + tail_x <= limit
+
+    def _energy_change(self, x: int, y: int) -> int:
+        change = 0
+        for a, b in self._shared(x, y):
+            device = self.device[a]
+            change += self._excess(device, self.held[b] - self._delta(x)) - self._excess(device, self.held[a])
+        return change
+
+    def _swap(self, x: int, y: int) -> None:
+        heads, tails = [y, x], [x, y]  # and those around them, whose neighbours are others now
+        for a, b in self._shared(x, y):
+            p, n = self.before[a], self.after[b]
+            heads += self._tasks((n,))
+            tails += self._tasks((p,))
+            self.before[b], self.after[b], self.before[a], self.after[a] = p, a, b, n
+            if p == NONE:
+                self.start[self.device[a]] = b
+            else:
+                self.after[p] = b
+            if n != NONE:
+                self.before[n] = a
+            total = self.held[b]
+            self._set_held(b, total - self._delta(x))
+            self._set_held(a, total)
+        self._spread(heads, self.head, is_head=True)
+        self._spread(tails, self.tail, is_head=False)
+
+    # ------------------------------------------------------------ heads and tails
+
+    def _spread(self, queue: list[int], values: list[int], *, is_head: bool) -> None:
+        """Recompute heads or tails from some tasks on, in the order in which they are reached."""
+        at = 0
+        while at < len(queue):
+            task = queue[at]
+            at += 1
+            if is_head:
+                value = max(self._latest_end(self._feeds(task)), self._latest_end(self._neighbours(task, self.before)))
+                onward = (*self._fed(task), *self._neighbours(task, self.after))
+            else:
+                value = max(self._longest_tail(self._fed(task)), self._longest_tail(self._neighbours(task, self.after)))
+                onward = (*self._feeds(task), *self._neighbours(task, self.before))
+            if value != values[task]:
+                values[task] = value
+                queue.extend(onward)
+
+    def _set_heads_and_tails(self) -> None:
+        everything = range(len(self.letter))
+        n_open = [len(self._feeds(t)) + len(self._neighbours(t, self.before)) for t in everything]
+        order = [task for task in everything if not n_open[task]]
+        for task in order:
+            self.head[task] = max(
+                self._latest_end(self._feeds(task)), self._latest_end(self._neighbours(task, self.before))
+            )
+            for onward in (*self._fed(task), *self._neighbours(task, self.after)):
+                n_open[onward] -= 1
+                if not n_open[onward]:
+                    order.append(onward)
+        assert len(order) == len(self.letter), "the words are cyclic"
+        for task in reversed(order):
+            self.tail[task] = max(
+                self._longest_tail(self._fed(task)), self._longest_tail(self._neighbours(task, self.after))
+            )
+
+    def _feeds(self, task: int) -> tuple[int, ...]:
+        """Tasks of the pipeline that a task waits for."""
+        problem, letter = self.problem, self.letter[task]
+        m, stage = task - problem.base[letter], letter // 2
+        if letter % 2:
+            own = problem.base[letter - 1] + m
+            return (own,) if problem.last[stage] else (own, problem.base[letter + 2] + m)
+        return (problem.base[letter - 2] + m,) if problem.position[stage] else ()
+
+    def _fed(self, task: int) -> tuple[int, ...]:
+        """Tasks of the pipeline that wait for a task."""
+        problem, letter = self.problem, self.letter[task]
+        m, stage = task - problem.base[letter], letter // 2
+        if letter % 2:
+            return (problem.base[letter - 2] + m,) if problem.position[stage] else ()
+        own = problem.base[letter + 1] + m
+        return (own,) if problem.last[stage] else (own, problem.base[letter + 2] + m)
+
+    def _neighbours(self, task: int, links: Sequence[int], without: Sequence[int] = ()) -> list[int]:
+        slots = range(self.first[task], self.first[task + 1])
+        return self._tasks(links[slot] for slot in slots if slot not in without)
+
+    def _tasks(self, slots: Iterable[int]) -> list[int]:
+        return [self.task[slot] for slot in slots if slot != NONE]
+
+    def _latest_end(self, tasks: Sequence[int]) -> int:
+        return max((self.head[task] + self._duration(task) for task in tasks), default=0)
+
+    def _longest_tail(self, tasks: Sequence[int]) -> int:
+        return max((self.tail[task] + self._duration(task) for task in tasks), default=0)
+
+    def _duration(self, task: int) -> int:
+        return self.problem.duration[self.letter[task]]
+
+    # ------------------------------------------------------------ memory
+
+    def _delta(self, task: int) -> int:
+        letter = self.letter[task]
+        activation = self.problem.activation[letter // 2]
+        return -activation if letter % 2 else activation
+
+    def _excess(self, device: int, held: int) -> int:
+        return max(0, held - self.settings.targets[device])
+
+    def _set_held(self, slot: int, held: int, *, is_new: bool = False) -> None:
+        device = self.device[slot]
+        if not is_new:
+            self.energy -= self._excess(device, self.held[slot])
+        self.held[slot] = held
+        excess = self._excess(device, held)
+        self.energy += excess
+        at = self.over_at[slot]
+        if excess and at == NONE:
+            self.over_at[slot] = len(self.over)
+            self.over.append(slot)
+        elif not excess and at != NONE:
+            last = self.over.pop()
+            if last != slot:
+                self.over[at], self.over_at[last] = last, at
+            self.over_at[slot] = NONE
+
+    # ------------------------------------------------------------ words
+
+    def _shared(self, x: int, y: int) -> list[tuple[int, int]]:
+        """Slots of two tasks on the devices that they share."""
+        return [
+            (a, b)
+            for a in range(self.first[x], self.first[x + 1])
+            for b in range(self.first[y], self.first[y + 1])
+            if self.device[a] == self.device[b]
+        ]
+
+    def _link(self, words: Words) -> None:
+        for device, word in enumerate(words):
+            done = [0] * (2 * self.problem.n_stages)
+            last, held = NONE, 0
+            for letter in word:
+                task = self.problem.base[letter] + done[letter]
+                done[letter] += 1
+                slot = self.first[task] + self.problem.devices[letter // 2].index(device)
+                self.before[slot] = last
+                if last == NONE:
+                    self.start[device] = slot
+                else:
+                    self.after[last] = slot
+                held += self._delta(task)
+                self.held[slot] = held
+                last = slot
+
+    def words(self) -> Words:
+        """Return the orders as words."""
+        words = []
+        for slot in self.start:
+            word = []
+            while slot != NONE:
+                word.append(self.letter[self.task[slot]])
+                slot = self.after[slot]
+            words.append(tuple(word))
+        return tuple(words)
+
+
+def _mixed(seed: int, number: int) -> int:
+    z = (seed + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)

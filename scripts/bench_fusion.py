@@ -1,0 +1,144 @@
+"""The twelve published cases of fused pipeline schedules (RLHFuse, NSDI 2025), searched on this machine.
+
+    python scripts/bench_fusion.py                       all rows; first the latency, then the memory
+    python scripts/bench_fusion.py --rows 1,5 --seconds 60
+
+A row is searched until its latency is the lower bound and its peak that of 1F1B in series, or time is up. With --busy,
+seconds are those that one of the processes computes, as the clock would count them on a machine that does nothing
+else. In the last columns:
+latencies on one communicator that keeps messages in order, as the executor posts them for fused schedules and as it
+posts those of single models, and the slow-down by tasks that take up to 20% more or less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass
+
+from realrl.fusion.search import Fused, Limits, find_schedule
+from realrl.plan.fusion.baselines import greedy, serial
+from realrl.plan.fusion.instance import Instance, Model, on_block
+from realrl.plan.fusion.messages import computations_of, in_order_latency, steps_of
+from realrl.plan.fusion.robustness import slow_down
+from realrl.plan.pipeline import place_messages
+
+# stages of both models, micro-batches, forward and backward of each, activations; what the paper found
+ROWS = (
+    ((8, 4, 8, 4, 5, 10, 4, 8, 1.95, 2), "225 1.00"),
+    ((8, 4, 16, 8, 5, 10, 4, 8, 1.95, 2), "372 1.01"),
+    ((8, 4, 32, 16, 5, 10, 4, 8, 1.95, 2), "708 1.26"),
+    ((8, 8, 8, 8, 5, 10, 2, 4, 1.95, 1), "225 1.00"),
+    ((8, 8, 16, 16, 5, 10, 2, 4, 1.95, 1), "366 1.19"),
+    ((8, 8, 32, 32, 5, 10, 2, 4, 1.95, 1), "702 1.31"),
+    ((16, 8, 16, 8, 2, 4, 2, 4, 1.64, 2), "186 1.00"),
+    ((16, 8, 32, 16, 2, 4, 2, 4, 1.64, 2), "330 1.14"),
+    ((16, 8, 64, 32, 2, 4, 2, 4, 1.64, 2), "618 1.51"),
+    ((16, 16, 16, 16, 2, 4, 1, 2, 1.64, 1), "186 1.00"),
+    ((16, 16, 32, 32, 2, 4, 1, 2, 1.64, 1), "318 1.23"),
+    ((16, 16, 64, 64, 2, 4, 1, 2, 1.64, 1), "613 1.48"),
+)
+COLUMNS = ("row", "serial", "greedy", "bound", "fused", "proof", "peak", "least peak", "paper", "latency s", "all s",
+           "processor s", "in order", "posted late", "jitter")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row's outcome, and the processor's seconds that it took."""
+
+    found: Fused
+    processor_s: float
+
+
+def instance_of(number: int) -> Instance:
+    """Return a row's instance, from 1."""
+    n_a, n_b, m_a, m_b, f_a, b_a, f_b, b_b, memory_a, memory_b = ROWS[number - 1][0]
+    first = Model("A", n_a, m_a, f_a, b_a, memory_a)
+    return on_block([first, Model("B", n_b, m_b, f_b, b_b, memory_b, is_reversed=True)])
+
+
+def processor_seconds() -> float:
+    """Return the seconds of this process and of those that it has ended."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measure(number: int, limits: Limits, seed: int) -> Measured:
+    """Search a row."""
+    before = processor_seconds()
+    found = find_schedule(instance_of(number), limits, seed=seed)
+    return Measured(found, processor_seconds() - before)
+
+
+def in_order(found: Fused) -> tuple[float, float]:
+    """Return latencies on one communicator in order: messages posted early and one by one, or late and in batches."""
+    schedule = found.schedule
+    lists = computations_of(schedule)
+    pairs = [list(zip(steps, order, strict=True)) for steps, order in zip(lists, schedule.orders, strict=True)]
+    durations = [{step: schedule.duration(task) for step, task in own} for own in pairs]
+    cost = {step: seconds for own in durations for step, seconds in own.items()}
+    late = place_messages(lists, cost.__getitem__)
+    return (
+        in_order_latency(steps_of(schedule), durations, batched=False),
+        in_order_latency(late, durations, batched=True),
+    )
+
+
+def cells(number: int, measured: Measured) -> tuple[str, ...]:
+    """Return a row of the table."""
+    found, instance = measured.found, instance_of(number)
+    schedule, series, simple = found.schedule, serial(instance), greedy(instance)
+    early, late = in_order(found)
+    jitter = slow_down(schedule)
+    return (
+        str(number),
+        f"{series.latency:g}",
+        "-" if simple is None else f"{simple.latency:g} {simple.peak / series.peak:.2f}",
+        f"{found.bound:g}",
+        f"{schedule.latency:g}",
+        "optimal" if schedule.latency == found.bound else f"{schedule.latency / found.bound:.3f}",
+        f"{schedule.peak / series.peak:.4f}",
+        f"{found.least_peak / series.peak:.4f}",
+        ROWS[number - 1][1],
+        f"{found.seconds_to_latency:.1f}",
+        f"{found.seconds:.1f}",
+        f"{measured.processor_s:.1f}",
+        f"{early:g}",
+        f"{late:g}",
+        f"{jitter.mean:.3f} {jitter.worst:.3f}",
+    )
+
+
+def main() -> int:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--rows", default=",".join(str(i + 1) for i in range(len(ROWS))), help="numbers from 1")
+    parser.add_argument("--seconds", type=float, default=25.0, help="of each row; default: 25")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--busy", action="store_true", help="seconds of this process's processor, not of the clock")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args()
+    rows = [COLUMNS]
+    begin, to_latency, processor_s, seconds = time.monotonic(), 0.0, 0.0, 0.0
+    for number in map(int, options.rows.split(",")):
+        peak = serial(instance_of(number)).peak
+        clock = time.process_time if options.busy else time.monotonic
+        limits = Limits(options.seconds, peak=peak, n_processes=options.processes, clock=clock)
+        measured = measure(number, limits, options.seed)
+        to_latency += measured.found.seconds_to_latency
+        processor_s += measured.processor_s
+        rows.append(cells(number, measured))
+        seconds += measured.found.seconds
+        print(f"row {number} done after {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    for row in rows:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    print(f"all latencies {to_latency:.0f} s, everything {seconds:.0f} s, processors {processor_s:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

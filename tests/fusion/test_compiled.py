@@ -1,0 +1,74 @@
+"""The compiled loops do what those in Python do, step by step."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from realrl.compiler import UnavailableError
+from realrl.fusion.compiled import CompiledKernels, kernels, load
+from realrl.plan.fusion.climb import Climb, Kernels
+from realrl.plan.fusion.descent import Settings
+from realrl.plan.fusion.listing import Rule, backward_first, evaluate, peaks_of
+from realrl.plan.fusion.problem import problem_of
+from tests.plan.fusion.instances import random_instance, row
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledKernels:
+    try:
+        return CompiledKernels(load())
+    except UnavailableError as error:
+        pytest.skip(str(error))
+
+
+def random_rule(random: Random, n_pipelines: int) -> Rule:
+    weights = tuple(random.gauss(0, 1) for _ in range(10 * n_pipelines))
+    return Rule(weights, random.choice((0.0, 0.3)), random.randrange(1 << 62), random.choice((None, 0.0, 0.7)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_list_schedules_and_descents_are_equal(compiled: CompiledKernels, seed: int) -> None:
+    random = Random(seed)
+    problem = problem_of(random_instance(random) if seed else row(1))
+    for _ in range(2):
+        rule = random_rule(random, problem.n_pipelines)
+        ours, theirs = (loops.listed(problem, rule) for loops in (Kernels(), compiled))
+        if ours is None or theirs is None:
+            assert ours is theirs
+            continue
+        words = ours.words()
+        assert (theirs.latency, theirs.peak, theirs.words()) == (ours.latency, ours.peak, words)
+        targets = tuple(peak * 2 // 3 for peak in peaks_of(problem, words))
+        limit = ours.latency + random.choice((0, ours.latency // 20))
+        settings = Settings(limit, targets, max(problem.activation) // 3, 200, random.randrange(1 << 62))
+        found = compiled.descended(problem, words, settings)
+        assert found == Kernels().descended(problem, words, settings)
+        latency = evaluate(problem, found[1])
+        assert latency is not None
+        assert latency <= limit
+
+
+def test_a_rule_may_leave_pipelines_out(compiled: CompiledKernels) -> None:
+    problem = problem_of(row(4))
+    quotas = (2,) * 8 + (0,) * 8
+    rule = Rule(backward_first(problem), quotas=quotas)
+    ours, theirs = (loops.listed(problem, rule) for loops in (Kernels(), compiled))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.latency == theirs.latency
+
+
+def test_climbs_are_equal(compiled: CompiledKernels) -> None:
+    problem = problem_of(row(1))
+    assert Climb(problem, Kernels(), seed=2).run(15) == Climb(problem, compiled, seed=2).run(15)
+
+
+def test_without_them_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    load.cache_clear()
+    monkeypatch.setenv("REALRL_KERNELS", "0")
+    loops, why_not = kernels()
+    load.cache_clear()
+    assert type(loops) is Kernels
+    assert why_not == "REALRL_KERNELS=0 turns realrl's off"
