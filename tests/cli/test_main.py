@@ -327,13 +327,13 @@ def test_config_lists_what_holds_for_each_call(capsys: pytest.CaptureFixture[str
         "virtual_stages",
     ]
     assert rows == [
-        ["actor_gen", "null", "null", "8", "false", "3D_PROTO", "1"],
-        ["actor_inf", "null", "null", "8", "false", "3D_PROTO", "0"],
-        ["rew_inf", "-", "-", "8", "false", "3D_PROTO", "-"],
-        ["ref_inf", "null", "null", "8", "false", "3D_PROTO", "-"],
-        ["critic_inf", "null", "null", "8", "false", "3D_PROTO", "0"],
-        ["actor_train", "4", "null", "-", "false", "3D_PROTO", "-"],
-        ["critic_train", "null", "null", "-", "false", "3D_PROTO", "-"],
+        ["actor_gen", "null", "null", "8", "false", "3D_PROTO", "1", "-"],
+        ["actor_inf", "null", "null", "8", "false", "3D_PROTO", "0", "-"],
+        ["rew_inf", "-", "-", "8", "false", "3D_PROTO", "-", "-"],
+        ["ref_inf", "null", "null", "8", "false", "3D_PROTO", "-", "-"],
+        ["critic_inf", "null", "null", "8", "false", "3D_PROTO", "0", "-"],
+        ["actor_train", "4", "null", "-", "false", "3D_PROTO", "-", "null"],
+        ["critic_train", "null", "null", "-", "false", "3D_PROTO", "-", "null"],
     ]
 
 
