@@ -143,10 +143,10 @@ def test_experts_hold_inner_units_or_results_and_those_with_terms_more():
 def test_scores_are_there_while_a_block_attends_and_not_with_its_mlp():
     capped, sinks = replace(MODEL, score_softcap=50.0), replace(MODEL, sinks=True)
     load = replace(LOAD, longest_row=1000)
-    a_head = local().n_heads * 1000 * 4
+    a_head, beside = local().n_heads * 1000 * 4, 2 * local().queries * 4 + 2 * 1000
     assert scores_of_block(local(), load) == (0, 0)
-    assert scores_of_block(local(sinks), load) == (a_head, 4 * a_head)
-    assert scores_of_block(local(capped), load, padding=1.5) == (1.5 * 2 * a_head, 1.5 * 4 * a_head)
+    assert scores_of_block(local(sinks), load) == (a_head, 4 * a_head + beside)
+    assert scores_of_block(local(capped), load, padding=1.5) == (1.5 * 2 * a_head, 1.5 * (4 * a_head + beside))
     few, many = (forward_of_block(local(sinks), 0, Kernels(), scores=scores) for scores in (1.0, 4.0 * a_head))
     assert few == forward_of_block(local(sinks), 0, Kernels())
     assert 4 * a_head < many < 4 * a_head + few

@@ -43,8 +43,10 @@ def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tupl
     """
     if not local.model.keeps_scores:
         return 0.0, 0.0
-    n_bytes = max(1.0, padding) * local.n_heads * load.longest_row * FLOAT32
-    return (1 if local.model.score_softcap is None else 2) * n_bytes, 4 * n_bytes
+    rows = max(1.0, padding)
+    n_bytes = rows * local.n_heads * load.longest_row * FLOAT32
+    beside = rows * (2 * local.queries * FLOAT32 + 2 * load.longest_row)  # scaled queries, keys of all heads, masks
+    return (1 if local.model.score_softcap is None else 2) * n_bytes, 4 * n_bytes + beside
 
 
 def _kept_by_mlp(local: LocalShape, layer: int) -> float:
