@@ -138,6 +138,11 @@ def test_experts_hold_inner_units_or_results_and_those_with_terms_more():
         for lora in (None, LoRA(0, 1.0, ()))
     )
     assert trained - frozen == 2 * (32 + 48) * 4  # inputs of matrices that are not trained are not kept
+    whole, adapted = (
+        backward_of_block(local(replace(MODEL, moe=plain, lora=lora)), 0, Kernels())
+        for lora in (None, LoRA(0, 1.0, ()))
+    )
+    assert adapted - whole == 2 * 48 * 4  # nothing of its size goes when the backward pass is in the experts
 
 
 def test_scores_are_there_while_a_block_attends_and_not_with_its_mlp():

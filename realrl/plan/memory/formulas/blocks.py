@@ -70,7 +70,9 @@ def backward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     moe, inner, h, b = local.model.moe, local.experts_inner(layer), local.hidden, local.element_bytes
     held = 2 * h + _held_by_collectives(local)
     if moe is not None and inner:
-        return (held + moe.top_k * max(2 * h, h + inner, (3 if moe.has_terms else 2) * inner)) * b
+        # gradients of weighted units, of the units, and of weights before their sum; the last matrix's input is gone
+        n_inner = 2 if local.model.lora is None and not moe.has_terms else 3
+        return (held + moe.top_k * max(2 * h, h + inner, n_inner * inner)) * b
     mlp = (held + (2 if local.model.gated_mlp else 1) * local.inner) * b
     return mlp if local.model.norm_place == "before" else max(mlp, h * b + backward_of_norm(local, kernels))
 
