@@ -105,7 +105,7 @@ def forward_of_block(
     adapted = 0 if model.lora is None else local.inner  # the adapter's part, beside the layer's and their sum
     scattered = h + rows if local.row_share < 1 else 0  # sums on their way to other ranks, and those that come
     biased = h if model.mlp_bias and local.tp_size > 1 else 0  # the sum of all ranks, before and after its bias
-    width = max((3 if model.gated_mlp else 2) * local.inner + adapted, 2 * local.inner + h + biased + scattered)
+    width: float = max((3 if model.gated_mlp else 2) * local.inner + adapted, 2 * local.inner + h + biased + scattered)
     if moe is not None and inner:
         width = h + _experts_forward(local, inner)
     attention = 2 * rows * b + _forward_of_attention(local, kernels, padding, attending) + scores
@@ -177,7 +177,7 @@ def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels,
         scores: bytes of scores while it attends, see `scores_of_block`.
     """
     moe, inner = local.model.moe, local.experts_inner(layer)
-    width = (1 if kernels.fused_products else 4) * local.inner
+    width: float = (1 if kernels.fused_products else 4) * local.inner
     if moe is not None and inner:
         width = local.hidden + _experts_forward(local, inner)
     attention = (2 if kernels.fuses_attention(local.model) else 3) * (local.queries + local.keys)
