@@ -42,7 +42,7 @@ from realrl.profiler.hardware_files import named_hardware
 from realrl.search.branch import search
 from realrl.search.methods import METHODS
 from realrl.search.methods.layout import Plan
-from realrl.search.methods.mcmc import N_EVALUATIONS, walked
+from realrl.search.methods.mcmc import walked
 from realrl.search.problem import Problem
 from realrl.sim.hardware import Hardware, Link
 
@@ -58,6 +58,7 @@ MACHINES = ("a100_80gb", "h100", "h200", "l40s")
 LENGTHS = ("", "prompt=uniform:8,{0} response=lognormal:{1},0.7", "prompt=fixed:{0} response=uniform:2,{1}")
 SAME = 1 + 1e-9
 LONG_WALK = "mcmc, as long"
+PILOT = 10_000  # steps of a walk that tell how long one takes
 GAP_LIMIT_S = 60.0
 FILES = Path(tempfile.gettempdir()) / "realrl_bench_methods"
 
@@ -258,14 +259,17 @@ def searched(problem: Problem, seconds: float) -> float | None:
     return period
 
 
-def long_walk(problem: Problem, plan_600: Plan, seconds: tuple[float, float]) -> Plan:
-    """Return the plan of a random walk that has as many seconds as planning took.
+def long_walk(problem: Problem, seconds: float) -> Plan:
+    """Return the plan of a random walk that has as many seconds of the processor as planning took.
 
-    Args:
-        seconds: of planning, and of the usual walk.
+    Its speed is that of a shorter walk: the first few hundred are fast, as most
+    plans near the first one lack memory.
     """
-    n = int(N_EVALUATIONS * seconds[0] / max(seconds[1], 1e-3))
-    return plan_600 if n <= N_EVALUATIONS else walked(problem, 1, n_evaluations=n)
+    begin = time.process_time()
+    shorter = walked(problem, 1, n_evaluations=PILOT)
+    a_step = (time.process_time() - begin) / PILOT
+    n = int(seconds / max(a_step, 1e-6))
+    return shorter if n <= PILOT else walked(problem, 1, n_evaluations=n)
 
 
 def run(seed: int, *, seconds: float) -> Outcome:
@@ -293,7 +297,7 @@ def run(seed: int, *, seconds: float) -> Outcome:
         spent[name] = time.process_time() - begin
     if "mcmc" in plans:
         took = found.seconds.get("methods", 0.0) + found.seconds.get("search", 0.0)
-        plans[LONG_WALK] = long_walk(problem, plans["mcmc"], (took, spent["mcmc"]))
+        plans[LONG_WALK] = long_walk(problem, took)
     simulated = {json.dumps(one.settings.overrides(), sort_keys=True): one.period_s for one in planned.candidates}
     for name, placed in plans.items():
         settings = request.settings_of(placed)

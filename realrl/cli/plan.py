@@ -326,6 +326,7 @@ def _search(planning: Planning, line: Line) -> tuple[Planned | None, bool]:
             return _finished(planning, line), False
     except KeyboardInterrupt:
         line.clear()
+        print("realrl: interrupted: simulating the best plan so far; Ctrl-C again ends at once", file=sys.stderr)
         return planning.result(quickly=True), True
 
 

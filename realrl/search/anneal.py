@@ -22,9 +22,9 @@ from realrl.search.walk import State
 
 _HOT = 0.1, 0.3, 0.02  # shares of a period by which plans may be worse in the beginning of a chain; of one chain each
 _COOLED = 0.01  # share of that which is left at the end
-_N_CHAINS = 9
-_PROPOSALS_PER_CALL = 500  # of a chain
-_TOGETHER = (0.2, 0.0), (0.1, 0.1), (0.0, 0.2), (0.0, 0.0)  # shares of proposals for groups and pairs, by chain
+_N_CHAINS = 3
+_PROPOSALS_PER_CALL = 1500  # of a chain
+_TOGETHER = (0.2, 0.0), (0.1, 0.1), (0.0, 0.2)  # shares of proposals for groups and pairs, by chain
 _LACKING = 2.0  # periods that a plan is worse by, if it lacks a whole device's memory
 _LIKE_THE_LAST = 0.7  # of calls that move together, the share that takes the last one's strategy if it can
 _TIGHTER = 0.99  # of the bytes of a plan that was not accepted may be used from then on

@@ -202,7 +202,10 @@ def test_ctrl_c_prints_the_best_plan_so_far(workplace, moment):
     _, told = process.communicate(timeout=90)
     os.close(terminal)
     assert process.returncode == 130, told
-    assert told == b"realrl: interrupted: this is the best plan so far\n"
+    assert told == (
+        b"realrl: interrupted: simulating the best plan so far; Ctrl-C again ends at once\n"
+        b"realrl: interrupted: this is the best plan so far\n"
+    )
     assert b"wrote p.yaml" in shown
     assert os.path.exists(workplace / "p.yaml")
 

@@ -381,8 +381,9 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.groups = groups
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.groups, ctx.weight_shape = groups, weight.shape
         out = x.new_empty(len(x), weight.shape[1])
         for expert, rows in groups.rows:
             out[rows] = matmul(x[rows], weight[expert].T)
@@ -392,10 +393,10 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        x_grad = torch.empty_like(x) if needs_x else None
-        weight_grad = torch.empty_like(weight) if needs_weight else None
+        x_grad = grad.new_empty(len(grad), ctx.weight_shape[2]) if needs_x else None
+        weight_grad = grad.new_empty(ctx.weight_shape) if needs_weight else None
         if weight_grad is not None:
-            for expert in set(range(len(weight))) - {expert for expert, _ in ctx.groups.rows}:
+            for expert in set(range(len(weight_grad))) - {expert for expert, _ in ctx.groups.rows}:
                 weight_grad[expert].zero_()
         for expert, rows in ctx.groups.rows:
             if x_grad is not None:

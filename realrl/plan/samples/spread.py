@@ -53,7 +53,8 @@ def plan_spreads(
             continue
         node = node_of(target)
         rows = members[0], node, key, route.ids
-        if rows not in by_holder:
+        alike = by_holder.get(rows)  # asked once: hashing the ids of a route takes longer than all else here
+        if alike is None:
             holders, found = holder_of[rows[:3]], defaultdict[int, list[str]](list)
             for sample_id in route.ids:
                 holder = holders.get(sample_id)
@@ -67,8 +68,8 @@ def plan_spreads(
                     near = near_of[where]
                     holder = holders[sample_id] = target if near is None else near
                 found[holder].append(sample_id)
-            by_holder[rows] = found
-        for holder, ids in by_holder[rows].items():
+            alike = by_holder[rows] = found
+        for holder, ids in alike.items():
             if holder == target:
                 pulls.append(RowTransfer(route.source, target, key, tuple(ids), route.is_passed_on))
             else:

@@ -109,7 +109,7 @@ class _Routes:
         self._n_sent: dict[int, int] = {}
         self._n_crossed: dict[int, int] = {}  # relay -> rows from other nodes
         self._sources: dict[tuple[frozenset[int], int], tuple[tuple[int, ...], bool]] = {}
-        self._relays: dict[tuple[str, str, int], int] = {}  # (key, sample id, node) -> relay
+        self._relays: dict[tuple[str, int], dict[str, int]] = {}  # (key, node) -> sample id -> relay
         self._ids_of: dict[tuple[int, str, int, bool], list[str]] = {}  # (target, key, source, is passed on)
 
     def add(self, key: str, ids: tuple[str, ...], held: frozenset[int], targets: Sequence[int]) -> None:
@@ -133,19 +133,20 @@ class _Routes:
         )
 
     def _cross(self, key: str, ids: tuple[str, ...], sources: Sequence[int], node: int, targets: Sequence[int]) -> None:
-        new = tuple([sample_id for sample_id in ids if (key, sample_id, node) not in self._relays])
+        relays = self._relays.setdefault((key, node), {})
+        new = tuple([sample_id for sample_id in ids if sample_id not in relays])
         order = sorted(targets, key=lambda rank: self._n_crossed.get(rank, 0))
         for place, relay in enumerate(order):  # the first get one more of what does not divide
             of_relay = new[place :: len(order)]
             if of_relay:
                 self._fetch(key, of_relay, sources, relay)
                 self._n_crossed[relay] = self._n_crossed.get(relay, 0) + len(of_relay)
-                self._relays.update(dict.fromkeys([(key, sample_id, node) for sample_id in of_relay], relay))
+                relays.update(dict.fromkeys(of_relay, relay))
         if len(targets) == 1 and len(new) == len(ids):
             return
         of_relay_ids: dict[int, list[str]] = {}
         for sample_id in ids:
-            of_relay_ids.setdefault(self._relays[key, sample_id, node], []).append(sample_id)
+            of_relay_ids.setdefault(relays[sample_id], []).append(sample_id)
         ids_of = self._ids_of
         for target in targets:
             for relay, own in of_relay_ids.items():

@@ -138,15 +138,20 @@ def test_experts_hold_inner_units_or_results_and_those_with_terms_more():
         for lora in (None, LoRA(0, 1.0, ()))
     )
     assert trained - frozen == 2 * (32 + 48) * 4  # inputs of matrices that are not trained are not kept
+    whole, adapted = (
+        backward_of_block(local(replace(MODEL, moe=plain, lora=lora)), 0, Kernels())
+        for lora in (None, LoRA(0, 1.0, ()))
+    )
+    assert adapted - whole == 2 * 48 * 4  # nothing of its size goes when the backward pass is in the experts
 
 
 def test_scores_are_there_while_a_block_attends_and_not_with_its_mlp():
     capped, sinks = replace(MODEL, score_softcap=50.0), replace(MODEL, sinks=True)
     load = replace(LOAD, longest_row=1000)
-    a_head = local().n_heads * 1000 * 4
+    a_head, beside = local().n_heads * 1000 * 4, 2 * local().queries * 4 + 2 * 1000
     assert scores_of_block(local(), load) == (0, 0)
-    assert scores_of_block(local(sinks), load) == (a_head, 4 * a_head)
-    assert scores_of_block(local(capped), load, padding=1.5) == (1.5 * 2 * a_head, 1.5 * 4 * a_head)
+    assert scores_of_block(local(sinks), load) == (a_head, 4 * a_head + beside)
+    assert scores_of_block(local(capped), load, padding=1.5) == (1.5 * 2 * a_head, 1.5 * (4 * a_head + beside))
     few, many = (forward_of_block(local(sinks), 0, Kernels(), scores=scores) for scores in (1.0, 4.0 * a_head))
     assert few == forward_of_block(local(sinks), 0, Kernels())
     assert 4 * a_head < many < 4 * a_head + few

@@ -43,8 +43,10 @@ def scores_of_block(local: LocalShape, load: Load, padding: float = 0.0) -> tupl
     """
     if not local.model.keeps_scores:
         return 0.0, 0.0
-    n_bytes = max(1.0, padding) * local.n_heads * load.longest_row * FLOAT32
-    return (1 if local.model.score_softcap is None else 2) * n_bytes, 4 * n_bytes
+    rows = max(1.0, padding)
+    n_bytes = rows * local.n_heads * load.longest_row * FLOAT32
+    beside = rows * (2 * local.queries * FLOAT32 + 2 * load.longest_row)  # scaled queries, keys of all heads, masks
+    return (1 if local.model.score_softcap is None else 2) * n_bytes, 4 * n_bytes + beside
 
 
 def _kept_by_mlp(local: LocalShape, layer: int) -> float:
@@ -68,7 +70,9 @@ def backward_of_block(local: LocalShape, layer: int, kernels: Kernels) -> float:
     moe, inner, h, b = local.model.moe, local.experts_inner(layer), local.hidden, local.element_bytes
     held = 2 * h + _held_by_collectives(local)
     if moe is not None and inner:
-        return (held + moe.top_k * max(2 * h, h + inner, (3 if moe.has_terms else 2) * inner)) * b
+        # gradients of weighted units, of the units, and of weights before their sum; the last matrix's input is gone
+        n_inner = 2 if local.model.lora is None and not moe.has_terms else 3
+        return (held + moe.top_k * max(2 * h, h + inner, n_inner * inner)) * b
     mlp = (held + (2 if local.model.gated_mlp else 1) * local.inner) * b
     return mlp if local.model.norm_place == "before" else max(mlp, h * b + backward_of_norm(local, kernels))
 
@@ -101,7 +105,7 @@ def forward_of_block(
     adapted = 0 if model.lora is None else local.inner  # the adapter's part, beside the layer's and their sum
     scattered = h + rows if local.row_share < 1 else 0  # sums on their way to other ranks, and those that come
     biased = h if model.mlp_bias and local.tp_size > 1 else 0  # the sum of all ranks, before and after its bias
-    width = max((3 if model.gated_mlp else 2) * local.inner + adapted, 2 * local.inner + h + biased + scattered)
+    width: float = max((3 if model.gated_mlp else 2) * local.inner + adapted, 2 * local.inner + h + biased + scattered)
     if moe is not None and inner:
         width = h + _experts_forward(local, inner)
     attention = 2 * rows * b + _forward_of_attention(local, kernels, padding, attending) + scores
@@ -173,7 +177,7 @@ def generation_of_block(local: LocalShape, layer: int, b: int, kernels: Kernels,
         scores: bytes of scores while it attends, see `scores_of_block`.
     """
     moe, inner = local.model.moe, local.experts_inner(layer)
-    width = (1 if kernels.fused_products else 4) * local.inner
+    width: float = (1 if kernels.fused_products else 4) * local.inner
     if moe is not None and inner:
         width = local.hidden + _experts_forward(local, inner)
     attention = (2 if kernels.fuses_attention(local.model) else 3) * (local.queries + local.keys)
