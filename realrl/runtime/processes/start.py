@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from realrl.config.schema import RunConfig
@@ -23,6 +23,7 @@ from realrl.plan.hooks import NO_OVERLAP, Overlap
 from realrl.runtime.checkpoints.resume import newest
 from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store, load_manifest
 from realrl.runtime.launchers.base import available_cores
+from realrl.runtime.launchers.local import DEFAULT_HOST
 from realrl.runtime.processes.load import cores_of_others, waiting_variables
 from realrl.runtime.processes.machine import Accelerators, accelerators, on_machine, worker_environments
 from realrl.runtime.processes.recovery import Recover
@@ -34,6 +35,14 @@ CONFIG_FILE = "config.json"
 _SIGNAL_RECEIVED = 128  # exit codes from here on are those of signals
 
 
+@dataclass(frozen=True)
+class _Workers:
+    """What each worker runs, and environment variables of each."""
+
+    host: str
+    environments: tuple[dict[str, str], ...]
+
+
 def start_run(
     experiment: Experiment,
     config: RunConfig,
@@ -42,6 +51,7 @@ def start_run(
     decide: Callable[[RunPlan], Overlap] = lambda _: NO_OVERLAP,
     files: Mapping[str, bytes] | None = None,
     command: Sequence[str] = (),
+    host: str = DEFAULT_HOST,
 ) -> int:
     """Lock the run folder, check the run, run to the end; returns the exit code.
 
@@ -51,6 +61,7 @@ def start_run(
         decide: decision, for a plan that passed the checks, about parameters that come early or stay.
         files: name -> content of further files of the run folder.
         command: the words that started the run, for the user to continue it after an interruption.
+        host: dotted path of the factory of each worker's host.
 
     Raises:
         UsageError: the configuration, the graph, the allocation, a model, the dataset or the checkpoint to resume from
@@ -60,14 +71,14 @@ def start_run(
     config, notes = on_machine(config, found)
     plan = plan_run(config, experiment)
     environments, crowd_notes = _worker_environments(plan, found)
-    notes, written = (*notes, *crowd_notes), files or {}
+    notes, written, workers = (*notes, *crowd_notes), files or {}, _Workers(host, environments)
     if config.run_dir:
         with locked(Path(config.run_dir).absolute()) as (run_dir, lock):
-            code = _run(plan, run_dir, _noting(check(plan), notes), lock, environments, decide(plan), written)
+            code = _run(plan, run_dir, _noting(check(plan), notes), lock, workers, decide(plan), written)
             return _told(code, plan, run_dir, command)
     resume = _noting(check(plan), notes)
     with locked(make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
-        code = _run(plan, run_dir, resume, lock, environments, decide(plan), written)
+        code = _run(plan, run_dir, resume, lock, workers, decide(plan), written)
         return _told(code, plan, run_dir, command)
 
 
@@ -116,7 +127,7 @@ def _run(
     run_dir: Path,
     resume: Resume,
     lock: int,
-    environments: tuple[dict[str, str], ...],
+    workers: _Workers,
     overlap: Overlap,
     files: Mapping[str, bytes],
 ) -> int:
@@ -140,7 +151,8 @@ def _run(
         resume_from="" if resume.folder is None else str(resume.folder.resolve()),
         notes=resume.notes,
         overlap=overlap,
-        environments=environments,
+        environments=workers.environments,
+        host=workers.host,
     )
     if config.launcher == "inline":
         return run_inline(start)
