@@ -22,33 +22,39 @@ class Cause:
 
 UNREPEATABLE = Cause(
     "not-repeatable",
-    "gives other numbers in a second run of the same plan: it reads the clock, a generator without seed, the order of a "
+    "gives other numbers in a second run of the same plan: it reads the clock, a generator without seed, the "
+    "order of a "
     "set or of files, an address or a process id",
     "Compute from the samples, ctx.seed and ctx.step alone; sort what has no order.",
 )
 GENERATOR = Cause(
     "rank-generator",
-    "draws random numbers from a generator of its process, so that a sample's numbers depend on the samples before it and "
+    "draws random numbers from a generator of its process, so that a sample's numbers depend on the samples "
+    "before it and "
     "on the rank",
     "Draw from ctx.seed, ctx.step and the sample's id: seed a generator of its own for each sample, or use "
     "model.engine.generate, whose draws are counter-based.",
 )
 BY_POSITION = Cause(
     "by-position",
-    "gives numbers that go with the place in the batch and not with the sample: a generator that is drawn from in the "
+    "gives numbers that go with the place in the batch and not with the sample: a generator that is drawn "
+    "from in the "
     "batch's order, an index, a cumulative count, or the sample beside it",
-    "Let each sample's numbers follow from its own rows; for random ones seed a generator with ctx.seed, ctx.step and the "
+    "Let each sample's numbers follow from its own rows; for random ones seed a generator with ctx.seed, "
+    "ctx.step and the "
     "sample's id (batch.ids).",
 )
 BY_ORDER = Cause(
     "order-dependent",
-    "depends on the order of samples in the batch: the first or last of them, a running sum over the packed tensor, or "
+    "depends on the order of samples in the batch: the first or last of them, a running sum over the packed "
+    "tensor, or "
     "neighbours across the border of two sequences",
     "Work on each sequence by itself (batch.sequences(key), batch.cu_seqlens(key)), or on sums over all samples.",
 )
 SIDE_CHANNEL = Cause(
     "undeclared-data",
-    "reads what another call left in an attribute, a global or a shared object, in the order of that call: it is no key of "
+    "reads what another call left in an attribute, a global or a shared object, in the order of that call: "
+    "it is no key of "
     "the graph, so it does not follow its samples",
     "Return it as an output key of the call that makes it, and list it among the input_keys of this one.",
 )
@@ -65,7 +71,8 @@ MEAN_STATISTIC = Cause(
 )
 PER_MICRO_BATCH = Cause(
     "per-micro-batch",
-    "computes something from the micro-batch as a whole (a mean, standard deviation, maximum, rank or padding), which "
+    "computes something from the micro-batch as a whole (a mean, standard deviation, maximum, rank or "
+    "padding), which "
     "changes when the minibatch is cut",
     "Compute it before the loss, from the whole batch and all ranks (Moments.of(x, model.engine.all_reduce)), or for "
     "each sequence by itself.",
@@ -89,7 +96,8 @@ MEAN_OF_MEANS = Cause(
 )
 PER_RANK = Cause(
     "per-rank",
-    "computes something from its rank's own samples (a mean, standard deviation, maximum, whitening), which changes with "
+    "computes something from its rank's own samples (a mean, standard deviation, maximum, whitening), which "
+    "changes with "
     "the workers",
     "Take it over all workers: Moments.of(x, model.engine.all_reduce), whiten(x, mask, model.engine.all_reduce).",
 )
@@ -100,19 +108,22 @@ BY_RANK = Cause(
 )
 MASK = Cause(
     "mask-dropped",
-    "counts rows that hold nothing: the baseline has zeros in rows of prompts, and other numbers there change the result",
+    "counts rows that hold nothing: the baseline has zeros in rows of prompts, and other numbers there "
+    "change the result",
     "Select before you compute: mask = response_mask(part); x[mask].sum().",
 )
 STATE = Cause(
     "state-between-steps",
-    "keeps something between steps that depends on the plan: an attribute that each worker sets from its own samples, or "
+    "keeps something between steps that depends on the plan: an attribute that each worker sets from its own "
+    "samples, or "
     "that counts batches or micro-batches",
     "Update attributes from sums over all workers (model.engine.all_reduce), once per step, and return them in "
     "state_dict().",
 )
 ONE_STAGE = Cause(
     "on-one-stage",
-    "uses what the loss or the function given to Engine.forward left behind: those run on the last pipeline stage only, "
+    "uses what the loss or the function given to Engine.forward left behind: those run on the last pipeline "
+    "stage only, "
     "and on each tensor-parallel rank",
     "Return it: as LossOutput.stats, which all ranks get, or as the function's result.",
 )

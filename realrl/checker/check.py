@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from realrl.checker.causes import FAILS
 from realrl.checker.compare import Comparison, compare
@@ -16,6 +16,7 @@ from realrl.checker.runs import Done, Runs
 from realrl.checker.variants import BASELINE, N_STEPS, VARIANTS, Variant
 from realrl.errors import RunError, UsageError
 from realrl.graph.build import topological_calls
+from realrl.graph.mfc import MFCDef
 
 Tell = Callable[[Variant, str], None]
 
@@ -64,7 +65,6 @@ class Report:
     outcomes: tuple[Outcome, ...]
     findings: tuple[Finding, ...]
     places: tuple[str, ...] = ()
-    n_values: int = field(default=0)
 
 
 class BaselineFailedError(RunError):
@@ -118,7 +118,9 @@ def check_algorithm(runs: Runs, *, without: Collection[str] = (), tell: Tell) ->
     )
 
 
-def _run(runs: Runs, variant: Variant, base: Recording | None = None, mfcs=()) -> tuple[Done | None, Outcome]:  # noqa: ANN001
+def _run(
+    runs: Runs, variant: Variant, base: Recording | None = None, mfcs: Sequence[MFCDef] = ()
+) -> tuple[Done | None, Outcome]:
     start_s = time.monotonic()
     try:
         done = runs.run(variant)

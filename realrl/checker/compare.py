@@ -1,9 +1,9 @@
 """Where the recording of a variant leaves that of the baseline: by call, kind of result, key, sample.
 
-Tolerances: two numbers are equal if they differ by at most 1e-4 of the larger of them, or of the root mean square of all
-numbers of their key, plus 1e-6. Integers and booleans, such as tokens, must be equal. Losses and statistics are compared
-after division by the baseline's normaliser, gradients and weights parameter by parameter: the norm of the difference
-against that of the parameter's, but at least 1e-3 of the largest norm.
+Tolerances: two numbers are equal if they differ by at most 1e-4 of the larger of them, or of the root mean square of
+all numbers of their key, plus 1e-6. Integers and booleans, such as tokens, must be equal. Losses and statistics are
+compared after division by the baseline's normaliser. Gradients and weights are compared parameter by parameter: the
+norm of the difference against that of the parameter, but at least 1e-3 of the largest norm.
 
 Invariants of `roots`:
     - a difference that follows from another one of the same run is none: one in a call whose inputs differ, or after a

@@ -17,7 +17,7 @@ takes those that its cause accounts for:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from realrl.checker import causes, evidence
@@ -129,7 +129,7 @@ class Diagnosis:
             yield self._finding(causes.ONE_STAGE, left)
 
     def _finding(self, cause: Cause, found: Mapping[str, Sequence[Difference]], *shown: str) -> Finding:
-        worst = {variant: max(some, key=lambda one: one.relative) for variant, some in found.items()}
+        worst = {variant: max(some, key=lambda one: (-one.step, one.relative)) for variant, some in found.items()}
         names = tuple(dict.fromkeys(one.name for some in found.values() for one in some))
         first = min((one for some in found.values() for one in some), key=lambda one: one.step)
         return Finding(cause, first.call, first.step, names, worst, tuple(line for line in shown if line))
@@ -204,8 +204,8 @@ class Diagnosis:
                 count = evidence.mean_over(self._base, other, one.step, one.call, one.name)
                 if count and (one.kind is Kind.LOSS or group.name == "statistics"):
                     return cause, (
-                        f"{variant}: weighted by their numbers of {count}, the micro-batches' values of '{one.name}' add up "
-                        "to that of the whole minibatch: they are means"
+                        f"{variant}: weighted by their numbers of {count}, the micro-batches' values of '{one.name}' "
+                        "add up to that of the whole minibatch: they are means"
                     )
             grown = grown and evidence.grows_with_parts(self._base, other, some[0].step, group.call)
         if grown:
@@ -234,8 +234,9 @@ class Diagnosis:
         found = _part(left, [DATA.name])
         if not found:
             return None
-        one = max(found[DATA.name], key=lambda one: one.relative)
-        cause, told = self._cause_of_ranks(one)
+        some = sorted(found[DATA.name], key=lambda one: -one.relative)
+        told_of_each = [self._cause_of_ranks(one) for one in some]
+        cause, told = next((each for each in told_of_each if each[0] is causes.PER_RANK), told_of_each[0])
         return self._finding(cause, found, told), {DATA.name}
 
     def _cause_of_ranks(self, one: Difference) -> tuple[Cause, str]:
@@ -266,7 +267,6 @@ class Diagnosis:
 
 
 _Explained = tuple[Finding, set[str]] | None
-Rule = Callable[[_Group, Mapping[str, list[Difference]]], _Explained]
 
 
 def _part(found: Mapping[str, list[Difference]], names: Iterable[str]) -> dict[str, list[Difference]]:

@@ -69,7 +69,8 @@ class CheckedWorker(ModelWorker):
             self._recorder.path.parent.mkdir(exist_ok=True)
         if isinstance(request, RunCall):
             ordered = tuple(self.ordered(request.call, ids) for ids in request.minibatches)
-            request = msgspec.structs.replace(request, minibatches=ordered)
+            keeps = self.ordered(request.call, request.keeps)  # what a role without weights works on
+            request = msgspec.structs.replace(request, minibatches=ordered, keeps=keeps)
         return super().handle(request)
 
     def ordered(self, call: str, ids: Ids) -> Ids:

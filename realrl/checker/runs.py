@@ -12,7 +12,7 @@ from pathlib import Path
 from realrl.checker.recording import Recording, read_recording
 from realrl.checker.variants import Variant, checked_config, config_of
 from realrl.config.schema import RunConfig
-from realrl.errors import AllocationError, UsageError
+from realrl.errors import AllocationError
 from realrl.experiment.declaration import Experiment
 from realrl.experiment.models import role_configs
 from realrl.experiment.planning import check_models_fit, plan_run
@@ -116,8 +116,3 @@ def _printing_to(path: Path) -> Iterator[None]:
         for number, copy in zip((1, 2), kept, strict=True):
             os.dup2(copy, number)
             os.close(copy)
-
-
-def refused(error: UsageError) -> bool:
-    """True if nothing was started."""
-    return error.exit_code == UsageError.exit_code
