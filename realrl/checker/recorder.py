@@ -128,7 +128,7 @@ class Recorder(Observer):
     def end(
         self, ctx: CallContext, model: Model, engine: Engine | None, outcome: SequenceSample | Mapping[str, float]
     ) -> None:
-        is_sample = isinstance(outcome, SequenceSample)
+        output = outcome if isinstance(outcome, SequenceSample) else None
         gradients, weights = _sketches(engine) if isinstance(engine, DecoderEngine) else ({}, {})
         changed = [key for key, old in self._given.items() if not torch.equal(self._batch[key], old)]
         drawn = [name for name, state in _generators().items() if state != self._generators[name]]
@@ -137,9 +137,9 @@ class Recorder(Observer):
             step=ctx.step,
             call=ctx.call,
             ids=self._batch.ids,
-            counts=counts_of(outcome if is_sample and "input_ids" in outcome else self._batch),
-            outputs=_rows(outcome) if is_sample else {},
-            metrics={} if is_sample else dict(outcome),
+            counts=counts_of(output if output is not None and "input_ids" in output else self._batch),
+            outputs={} if output is None else _rows(output),
+            metrics={} if isinstance(outcome, SequenceSample) else dict(outcome),
             sums=ctx.metrics.sums,
             maxima=ctx.metrics.maxima,
             minibatches=tuple(self._engine.minibatches),
@@ -216,8 +216,7 @@ def spoilt(batch: SequenceSample) -> SequenceSample:
         if empty is None or not tensor.is_floating_point() or len(tensor) != len(empty) or not bool(empty.any()):
             continue
         if not bool(tensor[empty].any()):
-            data[key] = tensor.clone()
-            data[key][empty] = JUNK
+            data[key] = tensor.masked_fill(empty.reshape(-1, *[1] * (tensor.dim() - 1)), JUNK)
     return SequenceSample(batch.ids, batch.schemas, batch.seqlens, data)
 
 
