@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": "realrl.cli.commands:evaluate",
     "gen": "realrl.cli.commands:gen",
     "doctor": "realrl.cli.commands:doctor",
+    "check": "realrl.cli.check:check",
     "simulate": "realrl.cli.commands:simulate",
     "plan": "realrl.cli.commands:find_plan",
     "fuse": "realrl.cli.commands:fuse",
@@ -44,6 +45,7 @@ commands:
   eval NAME [key=value ...]     evaluate a model on held-out data
   gen [key=value ...]           responses to the prompts of a file; --out FILE
   doctor NAME [key=value ...]   what a run would need of every device, and what is wrong with it
+  check NAME [key=value ...]    whether its numbers depend on how it is run: workers, micro-batches, order; and why
   simulate NAME [key=value ...] the time of a step and what bounds it; starts nothing
   plan NAME [--hardware NAME]   where each call should run on given machines, and how; --out FILE
   fuse NAME|FILE.yaml           a schedule in which models train on the same devices at once; --page FILE

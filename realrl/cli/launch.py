@@ -54,12 +54,12 @@ def start(
     check_paths(settled, cache_dir=cache_dir().absolute())  # before a run folder is made
     refuse_unnamed(experiment, settled, overrides)
     if options.dry_run:
-        resume = _checked(plan, is_elsewhere=options.hardware is not None)
+        resume = checked(plan, is_elsewhere=options.hardware is not None)
         print_plan(plan, resume, notes=notes, overlap=foresee_overlap(plan))
         return 0
     from realrl.runtime.processes.start import Watch, start_run
 
-    check = partial(_checked, holds_lock=bool(config.run_dir))
+    check = partial(checked, holds_lock=bool(config.run_dir))
     can_be_typed = not options.arguments[0].startswith(GIVEN)
     watch = Watch(("realrl", "run", *options.arguments) if can_be_typed else (), opened)
     return start_run(experiment, config, check=check, decide=decide_overlap, files=files, watch=watch)
@@ -101,7 +101,7 @@ def refuse_unnamed(experiment: Experiment, config: RunConfig, overrides: Sequenc
     )
 
 
-def _checked(plan: RunPlan, *, is_elsewhere: bool = False, holds_lock: bool = False) -> Resume:
+def checked(plan: RunPlan, *, is_elsewhere: bool = False, holds_lock: bool = False) -> Resume:
     """Refuse a plan that cannot run, or print warnings about it; return its starting point."""
     from realrl.doctor.findings import refuse
     from realrl.doctor.preflight import preflight

@@ -23,6 +23,7 @@ from realrl.plan.hooks import NO_OVERLAP, Overlap
 from realrl.runtime.checkpoints.resume import newest
 from realrl.runtime.checkpoints.store import CHECKPOINTS, Resume, checkpoint_store, load_manifest
 from realrl.runtime.launchers.base import available_cores
+from realrl.runtime.launchers.local import DEFAULT_HOST
 from realrl.runtime.processes.load import cores_of_others, waiting_variables
 from realrl.runtime.processes.machine import Accelerators, accelerators, on_machine, worker_environments
 from realrl.runtime.processes.recovery import Recover
@@ -47,6 +48,14 @@ class Watch:
     opened: Callable[[Path], None] = lambda _: None
 
 
+@dataclass(frozen=True)
+class _Workers:
+    """What each worker runs, and environment variables of each."""
+
+    host: str
+    environments: tuple[dict[str, str], ...]
+
+
 def start_run(
     experiment: Experiment,
     config: RunConfig,
@@ -55,6 +64,7 @@ def start_run(
     decide: Callable[[RunPlan], Overlap] = lambda _: NO_OVERLAP,
     files: Mapping[str, bytes] | None = None,
     watch: Watch | None = None,
+    host: str = DEFAULT_HOST,
 ) -> int:
     """Lock the run folder, check the run, run to the end; returns the exit code.
 
@@ -64,6 +74,7 @@ def start_run(
         decide: decision, for a plan that passed the checks, about parameters that come early or stay.
         files: name -> content of further files of the run folder.
         watch: see `Watch`.
+        host: dotted path of the factory of each worker's host.
 
     Raises:
         UsageError: the configuration, the graph, the allocation, a model, the dataset or the checkpoint to resume from
@@ -74,16 +85,17 @@ def start_run(
     plan = plan_run(config, experiment)
     environments, crowd_notes = _worker_environments(plan, found)
     notes, written, watch = (*notes, *crowd_notes), files or {}, watch or Watch()
+    workers = _Workers(host, environments)
     if config.run_dir:
         with locked(Path(config.run_dir).absolute()) as (run_dir, lock):
             resume = _noting(check(plan), notes)
             watch.opened(run_dir)
-            code = _run(plan, run_dir, resume, lock, environments, decide(plan), written)
+            code = _run(plan, run_dir, resume, lock, workers, decide(plan), written)
             return _told(code, plan, run_dir, watch.command)
     resume = _noting(check(plan), notes)
     with locked(make_new_folder(Path("runs").absolute() / experiment.name)) as (run_dir, lock):
         watch.opened(run_dir)
-        code = _run(plan, run_dir, resume, lock, environments, decide(plan), written)
+        code = _run(plan, run_dir, resume, lock, workers, decide(plan), written)
         return _told(code, plan, run_dir, watch.command)
 
 
@@ -132,7 +144,7 @@ def _run(
     run_dir: Path,
     resume: Resume,
     lock: int,
-    environments: tuple[dict[str, str], ...],
+    workers: _Workers,
     overlap: Overlap,
     files: Mapping[str, bytes],
 ) -> int:
@@ -156,7 +168,8 @@ def _run(
         resume_from="" if resume.folder is None else str(resume.folder.resolve()),
         notes=resume.notes,
         overlap=overlap,
-        environments=environments,
+        environments=workers.environments,
+        host=workers.host,
     )
     if config.launcher == "inline":
         return run_inline(start)

@@ -26,6 +26,7 @@ from realrl.experiment.run_plan import RunPlan
 from realrl.graph.mfc import InterfaceType, MFCDef
 from realrl.plan.samples.transfer import RowTransfer
 from realrl.runtime.transport.base import SampleClient
+from realrl.runtime.worker.observer import UNOBSERVED, Observer
 from realrl.runtime.worker.roles import HostedRole
 from realrl.sched.messages import CallDone, MoveRows, RowsMoved, RunCall, SampleMeta, Span
 from realrl.sched.track.readout import TOKENS
@@ -71,7 +72,12 @@ class CallRunner:
         client: client that pulls rows from other stores; None if there is a single worker.
         peers: data-server address of every rank.
         device: device of the calls.
+
+    Attributes:
+        observer: sees every call; set before the first one.
     """
+
+    observer: Observer = UNOBSERVED
 
     def __init__(
         self,
@@ -255,6 +261,7 @@ class CallRunner:
         hosted = self._roles[mfc.role]
         model = hosted.models[self._plan.allocation_of(mfc.name)]
         interface = hosted.interfaces[mfc.name]
+        model, batch = self.observer.begin(mfc, context, interface, model, batch)
         try:
             if mfc.interface_type is InterfaceType.TRAIN_STEP:
                 hosted.set_schedule_end(request.n_steps)
@@ -263,13 +270,16 @@ class CallRunner:
                 check_recorded(context, mfc)
                 hosted.version += 1
                 self._check_replicas(hosted)
-                return None, check_metrics(context, mfc, metrics), _counts(mfc, batch)
+                metrics = check_metrics(context, mfc, metrics)
+                self.observer.end(context, model, hosted.home_engine, metrics)
+                return None, metrics, _counts(mfc, batch)
             run = interface.generate if mfc.interface_type is InterfaceType.GENERATE else interface.inference
             run = interface.evaluate if WEIGHT in mfc.output_keys else run
             result = check_output(context, mfc, batch, run(model, batch, context))
             if not self._trains:
                 _record_responses(context.metrics, result)
             check_recorded(context, mfc)
+            self.observer.end(context, model, None, result)
         except Exception as err:  # noqa: BLE001 - whatever user code raises
             error = explain(context, mfc, batch, err)
             error.worker = self.rank

@@ -46,6 +46,7 @@ from realrl.runtime.checkpoints.writer import CheckpointWriter
 from realrl.runtime.transport.base import SampleClient
 from realrl.runtime.worker.call_runner import CallRunner
 from realrl.runtime.worker.hook_runner import HookRunner
+from realrl.runtime.worker.observer import UNOBSERVED, Observer
 from realrl.runtime.worker.reallocs import Reallocs
 from realrl.runtime.worker.roles import HostedRole, build_roles, role_tokenizer
 from realrl.runtime.worker.sample_text import read_samples
@@ -83,10 +84,19 @@ class ModelWorker:
         rank: global rank.
         client: client that pulls rows from other workers' stores; None if there is a single worker.
         meeting: key-value store through which the workers' process groups are made; None if there is a single worker.
+        observer: sees every call.
     """
 
-    def __init__(self, rank: int, client: SampleClient | None = None, *, meeting: KeyValueClient | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        client: SampleClient | None = None,
+        *,
+        meeting: KeyValueClient | None = None,
+        observer: Observer = UNOBSERVED,
+    ) -> None:
         self.rank = rank
+        self._observer = observer
         self.store = SampleStore()
         self._client = client
         self._meeting = meeting
@@ -211,6 +221,7 @@ class ModelWorker:
         self._runner = CallRunner(
             plan, self._roles, self.store, world=world, client=self._client, peers=request.peers, device=device
         )
+        self._runner.observer = self._observer
         self._hooks = HookRunner(plan, self._roles, reallocs=Reallocs(plan, configs), world=world, device=device)
         self._log_start(device)
         row_ids: tuple[str, ...] = ()
