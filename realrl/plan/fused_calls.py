@@ -27,7 +27,7 @@ from realrl.plan.fusion.quick import fused_orders
 from realrl.plan.fusion.schedule import FusedSchedule
 from realrl.plan.parameters.adapters import is_adapter
 from realrl.plan.parameters.decoder_specs import parameter_specs
-from realrl.plan.parameters.stages import stage_layers
+from realrl.plan.parameters.stages import stage_layers, stage_of_layers
 from realrl.plan.pipeline import Schedule
 from realrl.shape import DecoderConfig
 
@@ -172,6 +172,13 @@ def check_places(fusion: Fusion, allocations: Mapping[str, Allocation]) -> None:
             call=fusion.second,
             mesh=str(second.mesh),
         )
+    if first.strategy.vpp > 1:
+        raise AllocationError(
+            f"{text}: {first} has virtual stages, whose pipeline cannot be fused with another one",
+            remedy="Leave virtual_stages out for both calls, or allocation.fuse.",
+            call=fusion.first,
+            mesh=str(first.mesh),
+        )
     if first.strategy.pp < 2:
         raise AllocationError(
             f"{text}: {first} has one pipeline stage, and so no bubbles that the other call could fill",
@@ -249,7 +256,7 @@ class FusedModel:
     def of(cls, config: DecoderConfig, pp: int, *, recomputes: bool, n_minibatches: int) -> FusedModel:
         """Return what is known of a decoder that is cut in `pp` stages."""
         stages = stage_layers(config, pp)
-        stage_of = {layer: number for number, layers in enumerate(stages) for layer in layers}
+        stage_of = stage_of_layers(stages)
         work = [0] * pp
         for spec in parameter_specs(config):
             if is_adapter(spec.name) or len(spec.shape) < 2:
@@ -260,7 +267,9 @@ class FusedModel:
                 work[-1] += spec.n_elements
         # what a block keeps grows with its widths; where it is computed again, only its input is kept
         width = 2 * config.hidden_size if recomputes else 8 * config.hidden_size + 3 * config.intermediate_size
-        return cls(tuple(work), tuple(len(layers) * width for layers in stages), recomputes, 1.0 / n_minibatches)
+        return cls(
+            tuple(work), tuple(sum(map(len, chunks)) * width for chunks in stages), recomputes, 1.0 / n_minibatches
+        )
 
     def placed(self, name: str, n_micro_batches: int, *, is_reversed: bool) -> Model:
         """Return the model with micro-batches of equal size, for a search."""

@@ -218,11 +218,6 @@ WRONG = {
         ),
         "mean-of-means",
     ),
-    "changed_input": Wrong(
-        ((_ADVANTAGES, "rewards.sub_(moments.mean).float()"), (_WEIGHTS, 'part["weights"][mask] + rewards.mean')),
-        "changed-input",
-        "actor_train",
-    ),
     "metric_of_pieces": Wrong(
         (('"reward/mean": rewards.mean}', '"reward/mean": rewards.mean, "actor/logprob": sum(kept) / len(kept)}'),),
         "metric-of-pieces",

@@ -117,6 +117,7 @@ def test_readers_that_run_ahead_need_no_later_step_of_the_other_call(max_stalene
         (("p4@0:0-3", "d2p2@0:0-3"), "their stages have not the same devices"),
         (("t2p2@0:0-3", "d2p2@0:0-3"), "their stages have not the same devices"),
         (("d4@0:0-3", "d4@0:0-3"), "has one pipeline stage, and so no bubbles"),
+        (("d1p4v2@0:0-3", "d1p4v2@0:0-3"), "has virtual stages"),
     ],
 )
 def test_places_that_are_refused(places, message):

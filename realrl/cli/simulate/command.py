@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from realrl.cli.machines import settled_for
 from realrl.cli.plan_questions import add_page, check_page, write_page
-from realrl.cli.simulate_view import print_comparison, print_figures, print_recovery
+from realrl.cli.simulate.view import print_comparison, print_figures, print_recovery
 from realrl.errors import ConfigError, UsageError
 from realrl.files import read_input
 
